@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from pallas_kernels.kv_write.shapes import CONFIGURATIONS as _WRITES
 from pallas_kernels.page_copy.shapes import CONFIGURATIONS as _COPIES
 from pallas_kernels.paged_attention.configurations import CONFIGURATIONS as _ATTENTION
+from pallas_kernels.quantised_matmul.shapes import CONFIGURATIONS as _PRODUCTS
 
 
 class Configuration(Protocol):
@@ -27,4 +28,4 @@ class Configuration(Protocol):
         ...
 
 
-CONFIGURATIONS: tuple[Configuration, ...] = (*_ATTENTION, *_WRITES, *_COPIES)
+CONFIGURATIONS: tuple[Configuration, ...] = (*_ATTENTION, *_WRITES, *_COPIES, *_PRODUCTS)

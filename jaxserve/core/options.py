@@ -43,7 +43,8 @@ class RuntimeOptions:
       quantize: format of the layers' weights, one of `QUANTIZE`; by default the model's dtype.
         "keep" is for GGUF files: weights, the embedding's too, stay in the blocks of the file.
         Folders of GPTQ, AWQ and compressed-tensors weights are served in their own format, for
-        which the option is "keep" or omitted. docs/quantisation.md says what each costs.
+        which the option is "keep" or omitted. "w8a8" is "int8" with activations that are in int8
+        on GPUs too. docs/quantisation.md says what each costs.
       quantize_embeddings: format of the embedding and the head where `quantize` is given, one of
         `QUANTIZE_EMBEDDINGS`; "none" leaves them as they are.
       host_memory: host memory for pages that leave the device, those of preempted sequences

@@ -19,9 +19,11 @@ from jaxserve.models.loading import abstract_model
 from jaxserve.models.panelled import PanelledWeight
 from jaxserve.models.quantised import FP8, INT4, INT8, QuantisedWeight, WeightFormat
 from pallas_kernels import build
+from pallas_kernels.quantised_matmul import Rounding
 
 _log = logging.getLogger(__name__)
-_FORMATS = {"int8": INT8, "int4": INT4, "fp8": FP8}
+# "w8a8" is int8 whose activations are rounded on GPUs too.
+_FORMATS = {"int8": INT8, "int4": INT4, "fp8": FP8, "w8a8": INT8}
 
 
 @final
@@ -42,7 +44,7 @@ class Quantisation:
     layers: WeightFormat | None
     embeddings: WeightFormat | None
     keeps_blocks: bool
-    rounds_activations: bool
+    rounds_activations: Rounding | None
     has_panels: bool = False
 
     @property
@@ -56,13 +58,14 @@ class Quantisation:
         if options.quantize is None:
             return None
         ends = options.quantize_embeddings
-        rounds = jax.default_backend() == "cpu"
+        rounds: Rounding | None = "groups" if jax.default_backend() == "cpu" else None
 
         def format_of(name: str) -> WeightFormat | None:
             found = _FORMATS.get(name)
             if found is None:
                 return None
-            return replace(found, rounds_activations=rounds and not found.is_float)
+            own = "tokens" if rounds is None and name == "w8a8" else rounds
+            return replace(found, rounds_activations=None if found.is_float else own)
 
         layers = format_of(options.quantize)
         embeddings = None if options.quantize == "keep" else format_of(ends)

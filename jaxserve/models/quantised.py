@@ -16,7 +16,12 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.linear import WeightAxes
 from pallas_kernels import PackedMatrix, dequantise, quantised_matmul
-from pallas_kernels.quantised_matmul import dequantised_rows, quantise, quantise_float8
+from pallas_kernels.quantised_matmul import (
+    Rounding,
+    dequantised_rows,
+    quantise,
+    quantise_float8,
+)
 from sharding import DEFAULT_RULES
 
 
@@ -30,15 +35,15 @@ class WeightFormat:
       group: with 4 bits, the numbers of a column that share a float16 scale. With 8 bits a column
         has one float32 scale, and `group` is that of rounded activations.
       has_minima: whether each group has a minimum too; symmetric otherwise.
-      rounds_activations: whether a product rounds activations to int8, with a scale for each token
-        and group, as the kernel for CPUs does. Otherwise they keep their dtype.
+      rounds_activations: whether a product rounds activations to int8, with a scale for each group
+        of a token, as the kernel for CPUs does, or for each token. None: they keep their dtype.
       is_float: whether numbers are float8_e4m3fn; then activations are not rounded.
     """
 
     bits: int
     group: int
     has_minima: bool = False
-    rounds_activations: bool = False
+    rounds_activations: Rounding | None = None
     is_float: bool = False
 
 
@@ -70,7 +75,7 @@ class QuantisedWeight(nnx.Module):
         *,
         width: int,
         out: int,
-        rounds_activations: bool,
+        rounds_activations: Rounding | None,
         order: Int32[np.ndarray, "*stacked in"] | None = None,
     ):
         stacked, summed, outer = names
