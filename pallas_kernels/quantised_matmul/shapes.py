@@ -65,20 +65,21 @@ class ProductShape:
         return (*self.lead, self.width, self.depth)
 
 
-# Llama 3 8B's products of a layer and its head, for steps of few and of many tokens.
-_DECODE, _PREFILL = (1, 16, 64), (512, 4096)
-_LAYER = {
-    "qkv": dict(depth=4096, width=128, lead=(8, 6)),
-    "out": dict(depth=4096, width=4096),
-    "gate_up": dict(depth=4096, width=14336, lead=(2,)),
-    "down": dict(depth=14336, width=4096),
-}
+def _gate_up(tokens: int) -> ProductShape:
+    name = f"llama3_8b_gate_up_{tokens}"
+    return ProductShape(name=name, tokens=tokens, depth=4096, width=14336, lead=(2,))
+
+
+def _down(tokens: int) -> ProductShape:
+    return ProductShape(name=f"llama3_8b_down_{tokens}", tokens=tokens, depth=14336, width=4096)
+
+
+# Llama 3 8B's products, for steps of few and of many tokens, and odd sizes.
 GPU_SHAPES = (
-    *(
-        ProductShape(name=f"llama3_8b_{name}_{tokens}", tokens=tokens, **sizes)
-        for tokens in (*_DECODE, *_PREFILL)
-        for name, sizes in _LAYER.items()
-    ),
+    *(_gate_up(tokens) for tokens in (1, 16, 64, 4096)),
+    *(_down(tokens) for tokens in (16, 4096)),
+    ProductShape(name="llama3_8b_qkv_16", tokens=16, depth=4096, width=128, lead=(8, 6)),
+    ProductShape(name="llama3_8b_out_16", tokens=16, depth=4096, width=4096),
     ProductShape(name="llama3_8b_head_16", tokens=16, depth=4096, width=128256),
     ProductShape(name="uneven_37", tokens=37, depth=2880, width=1000, dtype="float16"),
     ProductShape(name="uneven_300", tokens=300, depth=2880, width=1000, dtype="float16"),
@@ -126,6 +127,9 @@ def make_inputs(configuration: Configuration, seed: int) -> dict[str, Any]:
     return {"x": x, "weight": jax.jit(format.packed)(weight)}
 
 
-CONFIGURATIONS = tuple(
-    Configuration(format, shape) for format in FORMATS for shape in GPU_SHAPES
+CONFIGURATIONS = tuple(Configuration(format, shape) for format in FORMATS for shape in GPU_SHAPES)
+# Timed on a CPU.
+SMALL_CONFIGURATIONS = tuple(
+    Configuration(format, ProductShape(name="smollm2_out_4", tokens=4, depth=576, width=576))
+    for format in FORMATS
 )
