@@ -3,8 +3,9 @@
 It runs in its own environment, with JAX's CUDA plug-in, and compiles every configuration of the
 kernels to machine code for an H100. Errors are a register spill, more shared memory than the device
 has, a cache that is not updated in place, and temporaries of the cache's size. It also compiles a
-whole decode loop and a whole mixed step, with unrolled and with scanned layers, and with pages in
-the model's dtype and in 8 bits. A layer may not have more launches than `kernel_gate.json` records.
+whole decode loop and a whole mixed step, with unrolled and with scanned layers, with pages in the
+model's dtype and in 8 bits, and with weights in few bits. A layer may not have more launches than
+`kernel_gate.json` records. A decode loop with weights in few bits may make no copy of a weight.
 """
 
 from __future__ import annotations
@@ -40,10 +41,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from jaxserve.core.config import EngineConfig  # noqa: E402
-from jaxserve.core.options import KV_DTYPES  # noqa: E402
+from jaxserve.core.options import KV_DTYPES, RuntimeOptions  # noqa: E402
 from jaxserve.models.batch import empty_cache  # noqa: E402
 from jaxserve.models.decoder import LayerLayout  # noqa: E402
 from jaxserve.models.families.llama import Llama, LlamaConfig  # noqa: E402
+from jaxserve.models.linear import replace_weights  # noqa: E402
+from jaxserve.models.quantisation import Quantisation  # noqa: E402
+from jaxserve.models.quantised import QuantisedWeight  # noqa: E402
 from jaxserve.steps.placement import Placement  # noqa: E402
 from jaxserve.steps.programs import Programs  # noqa: E402
 from pallas_kernels.configurations import CONFIGURATIONS, Configuration  # noqa: E402
@@ -53,7 +57,7 @@ from pallas_kernels.paged_attention.configurations import (  # noqa: E402
 from pallas_kernels.paged_attention.configurations import (  # noqa: E402
     Configuration as Attention,
 )
-from scripts.launches import launches, launches_a_layer  # noqa: E402
+from scripts.launches import launches, launches_a_layer, made_arrays  # noqa: E402
 
 _ALL = (*CONFIGURATIONS, *RARE_CONFIGURATIONS)
 # File with the launches of a layer that were recorded last.
@@ -70,28 +74,33 @@ class Steps:
       kv_dtype: dtype of pages; None for the model's dtype.
       dtype: dtype of the model.
       attention: the option `attention`; None for the platform's choice.
+      quantize: the option `quantize`; None for weights in the model's dtype.
     """
 
     layout: LayerLayout
     kv_dtype: str | None = None
     dtype: str = "bfloat16"
     attention: str | None = None
+    quantize: str | None = None
 
     def __str__(self) -> str:
         parts = [self.layout]
         parts += [] if self.kv_dtype is None else [f"{self.kv_dtype} pages"]
         parts += [] if self.dtype == "bfloat16" else [self.dtype]
         parts += [] if self.attention is None else [self.attention]
+        parts += [] if self.quantize is None else [f"{self.quantize} weights"]
         return ", ".join(parts)
 
 
 _SCANNED = tuple(Steps("scanned", kv_dtype) for kv_dtype in (None, *KV_DTYPES))
-_STEPS_OF_SUBSET = (Steps("unrolled"), *_SCANNED)
+_STEPS_OF_SUBSET = (Steps("unrolled"), *_SCANNED, Steps("unrolled", quantize="int4"))
 _STEPS = (
     *_STEPS_OF_SUBSET,
     *(Steps("unrolled", kv_dtype) for kv_dtype in KV_DTYPES),
     Steps("scanned", dtype="float32"),
     Steps("scanned", attention="mosaic,triton"),
+    *(Steps("unrolled", quantize=kind) for kind in ("int8", "fp8", "w8a8")),
+    Steps("scanned", quantize="int4"),
 )
 # XLA's description of the device for which it compiles, with NVIDIA's figures.
 _H100 = """
@@ -231,7 +240,16 @@ def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> 
         attention=steps.attention,
     )
     place = Placement.like(NamedSharding(mesh, PartitionSpec()))
-    model = nnx.eval_shape(lambda: Llama(config, rngs=None, layer_layout=steps.layout))
+    with place.in_force():
+        how = Quantisation.of(RuntimeOptions(quantize=steps.quantize))
+
+    def made() -> nnx.Module:
+        model = Llama(config, rngs=None, layer_layout=steps.layout)
+        if how is not None:
+            replace_weights(model, how.change)
+        return model
+
+    model = nnx.eval_shape(made)
     graphdef, params = nnx.split(model)
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place.whole), params
@@ -249,10 +267,25 @@ def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> 
         text = modules[name] = compiled.as_text()
         problems += [
             f"{name}, {num_layers} layers: no kernel {kernel}"
-            for kernel in ("rotate_and_write", "paged_attention_split")
+            for kernel in (
+                *("rotate_and_write", "paged_attention_split"),
+                *(() if how is None else ("quantised_matmul",)),
+            )
             if kernel not in text
         ]
+        # A mixed step has activations of the size of some weights, and scanned layers are slices.
+        if how is not None and kind == "decode loop" and steps.layout == "unrolled":
+            problems += [f"{name}: a weight is copied: {each}" for each in _copies(text, model)]
     return modules
+
+
+def _copies(hlo: str, model: nnx.Module) -> list[str]:
+    """Return instructions of the module that make an array with the numbers of a whole weight."""
+    weights = [module for _, module in nnx.iter_modules(model)]
+    matrices = [each.matrix for each in weights if isinstance(each, QuantisedWeight)]
+    sizes = {each.codes.size for each in matrices}
+    sizes |= {each.codes.size * 8 // each.bits for each in matrices}
+    return made_arrays(hlo, sizes)
 
 
 def _memory_problems(name: str, compiled: Any, donated_bytes: int) -> list[str]:

@@ -18,7 +18,7 @@ from jaxserve.models.linear import WeightAxes, replace_weights
 from jaxserve.models.loading import abstract_model
 from jaxserve.models.panelled import PanelledWeight
 from jaxserve.models.quantised import FP8, INT4, INT8, QuantisedWeight, WeightFormat
-from pallas_kernels import build
+from pallas_kernels import build, dispatch
 from pallas_kernels.quantised_matmul import Rounding
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Quantisation:
         if options.quantize is None:
             return None
         ends = options.quantize_embeddings
-        rounds: Rounding | None = "groups" if jax.default_backend() == "cpu" else None
+        rounds: Rounding | None = "groups" if dispatch.target_platform() == "cpu" else None
 
         def format_of(name: str) -> WeightFormat | None:
             found = _FORMATS.get(name)

@@ -14,7 +14,6 @@ from pallas_kernels.cross import targeting
 from pallas_kernels.quantised_matmul import pack
 from pallas_kernels.quantised_matmul.rounding import rounded_activations
 from pallas_kernels.quantised_matmul.shapes import FORMATS
-from sharding import make_mesh
 
 # Relative norm of the error: weights and results are rounded to the activations' dtype.
 ALLOWED = {"bfloat16": 8e-3, "float16": 1e-3}
@@ -168,6 +167,3 @@ def test_the_kernel_says_what_it_refuses():
     refused("multiple of 32, not of 40 inputs", jnp.zeros((4, 80), "bfloat16"), odd)
     with pytest.raises(NotImplementedError, match="for NVIDIA GPUs, not for cpu"):
         quantised_matmul(x, packed, implementation="triton")
-    with targeting(), jax.set_mesh(make_mesh(tensor=2)):
-        with pytest.raises(NotImplementedError, match="not for cpu|partition it over a mesh"):
-            jax.jit(lambda x: quantised_matmul(x, packed, implementation="triton")).trace(x)
