@@ -46,7 +46,7 @@ class Page:
 
 PAGES = (
     Page("README.md", None),
-    Page("docs/results/throughput.md", ("offline", "loading", "planning")),
+    Page("docs/results/throughput.md", ("offline", "startup", "loading", "planning")),
     Page("docs/results/policies.md", ("policies", "online", "flover", "simulate", "s3")),
     Page("docs/results/conversations.md", ("conversations", "pensieve", "scattered", "restore")),
     Page("docs/results/exegpt.md", ("exegpt", "exegpt_bounds")),

@@ -15,8 +15,8 @@ from jaxserve.core.errors import InvalidConfigError
 # The kinds of results, in the order of the pages.
 KINDS = (
     *("offline", "policies", "online", "conversations", "flover", "simulate", "predictor"),
-    *("probe", "s3", "pensieve", "scattered", "restore", "loading", "planning"),
-    *("sharding", "gpu_check", "exegpt", "exegpt_bounds", "cells", "roles"),
+    *("probe", "s3", "pensieve", "scattered", "restore", "startup", "loading"),
+    *("planning", "sharding", "gpu_check", "exegpt", "exegpt_bounds", "cells", "roles"),
 )
 # Names and positions of a value in a result.
 Keys = Sequence[str | int]

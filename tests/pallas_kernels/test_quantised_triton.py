@@ -101,9 +101,7 @@ def test_zeros_and_what_is_not_finite_stay_in_their_place(format):
     x = np.array(x, np.float32)
     weight[7], x[1] = 0, 0
     weight[8, :128] = 0
-    before = _times(
-        jnp.asarray(x, "bfloat16"), FORMATS[format].packed(jnp.asarray(weight)), format
-    )
+    before = _times(jnp.asarray(x, "bfloat16"), FORMATS[format].packed(jnp.asarray(weight)), format)
     before = np.asarray(before, np.float32)[:, :40]
     assert not before[:, 7].any() and not before[1].any() and np.isfinite(before).all()
     x[2, 7], x[3, 0] = np.nan, np.inf

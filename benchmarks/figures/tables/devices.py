@@ -1,10 +1,43 @@
-"""Tables of loading, host time, sharding plans, roles of a fleet, and one GPU."""
+"""Tables of starts, loading, host time, sharding plans, roles of a fleet, and one GPU."""
 
 from __future__ import annotations
 
 from benchmarks.figures.markdown import caption, linked, shown, table
 from benchmarks.figures.results import Result
 from benchmarks.figures.style import name
+
+# The parts of a start that tables show, in `benchmarks.startup.once`, and their headings.
+_STARTUP_PARTS = {
+    "imports": "imports",
+    "tokenizer": "tokenizer",
+    "weights": "weights",
+    "cache": "page pool",
+    "first_answer": "first answer",
+    "second_answer": "second answer",
+}
+
+
+def startup(result: Result, link: str) -> str:
+    """Return where the seconds of cold and of warm starts go."""
+    rows = []
+    for kind in ("cold", "warm"):
+        seconds = {part: result.spread((kind,), f"{part}_s") for part in _STARTUP_PARTS}
+        first = result.spread((kind,), "first_token_s")
+        loaded, compiled = (
+            result.spread((kind,), count).median for count in ("num_loaded", "num_compiled")
+        )
+        rows.append(
+            [
+                kind,
+                shown(first, ".1f", " s", link),
+                *(shown(spread, ".1f", " s") for spread in seconds.values()),
+                f"{loaded:.0f} loaded, {compiled:.0f} compiled",
+                shown(result.spread((kind,), "resident_bytes").over(1e9), ".2f", " GB"),
+            ]
+        )
+    header = ("start", "first token", *_STARTUP_PARTS.values(), "executables", "resident")
+    what = f"Starts of {result.get('model')} in new processes"
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 
 def loading(result: Result, link: str) -> str:

@@ -93,10 +93,9 @@ class CompressedTensors:
     def matrices(self, source: WeightSource, found: Found) -> None:
         """See `Method`."""
         packed = set(found.modules("weight_packed"))
-        for module in found.modules("weight_scale"):
-            matrix = self._matrix(source, found, module, module in packed)
-            if matrix is not None:
-                found.matrices[module] = matrix
+        found.add_modules(
+            "weight_scale", lambda module: self._matrix(source, found, module, module in packed)
+        )
         for module in packed - set(found.modules("weight_scale")):
             found.problems.append(f"missing tensor {module}.weight_scale")
 
@@ -107,7 +106,7 @@ class CompressedTensors:
         if floats:
             block = floats[0].block if any(floats[0].block) else None
             return float8_matrix(source, found, module, "weight_scale", block)
-        read = partial(_read, source, module)
+        read = reader(source, module)
         last = "weight_packed" if is_packed else "weight"
         stored = found.sizes(module, last)
         if stored is None:
@@ -219,7 +218,3 @@ def _unsigned(
     signed: Int[np.ndarray, "out numbers"], middle: int
 ) -> Int16[np.ndarray, "out numbers"]:
     return signed.astype(np.int16) + np.int16(middle)
-
-
-def _read(source: WeightSource, module: str, last: str) -> np.ndarray:
-    return source.read(f"{module}.{last}")

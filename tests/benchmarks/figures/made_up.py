@@ -40,6 +40,16 @@ def _three(speed: float) -> Figures:
     return summary([_figures(speed), _figures(speed / 2), _figures(speed * 1.25)])
 
 
+def _start(seconds: float) -> Figures:
+    """Return one start whose first token takes this long."""
+    parts = ("interpreter", "imports", "tokenizer", "weights", "cache", "ready", "first_answer")
+    return {
+        **{f"{part}_s": seconds / 10 for part in (*parts, "second_answer")},
+        **{"first_token_s": seconds, "resident_bytes": 8e8},
+        **{"num_loaded": 3, "num_compiled": 4},
+    }
+
+
 def results() -> dict[str, dict[str, Any]]:
     """Return small results by kind."""
     speeds = {policy: 1.0 + 2 * i for i, policy in enumerate(POLICIES)}
@@ -221,6 +231,13 @@ def results() -> dict[str, dict[str, Any]]:
                     ),
                 }
             ],
+        },
+        "startup": {
+            **{"repeats": 3, "model": "a-model", "settings": {}},
+            **{
+                kind: {**summary([_start(speed * n) for n in (1, 2, 3)]), "executables": []}
+                for kind, speed in (("cold", 10.0), ("filling", 9.0), ("warm", 1.0))
+            },
         },
         "loading": {
             "repeats": 1,

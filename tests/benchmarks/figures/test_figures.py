@@ -112,8 +112,10 @@ def test_tables_show_medians_and_ranges(tmp_path):
     text = render(pages["docs/results/throughput.md"], found, checkout)
     link = "(../../benchmarks/results/offline_made_up.json)"
     assert f"| one run | [132]{link} | 75% of matrix products alone | 1.0% |" in text
+    assert f"| warm | [2.0]{link.replace('offline', 'startup')} s (1.0 to 3.0) |" in text
+    assert "| 3 loaded, 4 compiled | 0.80 GB |" in text
     rows = [row for row in text.splitlines() if re.match(r"\| (?!policy|engine).*\d", row)]
-    assert len(rows) == 1 + 3 + 1 + 1
+    assert len(rows) == 1 + 3 + 2 + 1 + 1
     for row in rows:
         (target,) = set(re.findall(r"\]\(../../(benchmarks/results/.*?)\)", row))
         assert (checkout / target).is_file()
