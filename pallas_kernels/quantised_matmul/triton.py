@@ -3,9 +3,9 @@
 The weight is the left operand of the tensor cores: a program has some panels of it, and a tile of
 tokens. It reads each code once, in the order of memory, and widens it in registers.
 
-Inputs are cut into splits that depend on the weight's shape only. Each split is summed in order, and
-then the splits are. Few tokens have a program for each split, so that many read the weight; many
-tokens have one program for all splits. The order of sums is the same, and so are a row's bits.
+Inputs are cut into splits, which depend on the weight's shape only. Each split is summed in order,
+and then the splits are. Few tokens have a program for each split, so that many read the weight;
+many tokens have one program for all splits. The order of sums is the same, and so are a row's bits.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self, final
 
 import numpy as np
@@ -25,7 +24,13 @@ from jaxserve.models.quantised_folders.float8 import (
     float8_matrix,
     is_block,
 )
-from jaxserve.models.quantised_folders.matrix import Found, Matrix, unpacked, whole_number
+from jaxserve.models.quantised_folders.matrix import (
+    Found,
+    Matrix,
+    reader,
+    unpacked,
+    whole_number,
+)
 from jaxserve.models.source import WeightSource
 
 # The types and bits of weights by format.
