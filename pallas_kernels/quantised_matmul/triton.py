@@ -65,13 +65,16 @@ def quantised_matmul(
     if rounds_activations is not None:
         _require_whole_columns(weight, rounds_activations)
         x, factors = round_activations(x, x.shape[1])
-    few = x.shape[0] <= _FEW_TOKENS
-    sizes = _Sizes.of(x.shape, weight, few=few)
-    totals = _totals(sizes, x, weight, interpret=interpret)
+    sizes = _Sizes.of(x.shape, weight)
+    operands = _Operands.of(x, None if factors is None else factors[:, 0], weight)
+    totals = _call(sizes, operands, out_dtype, interpret=interpret)
     total = totals[0]
+    if sizes.split_programs == 1:
+        return total
+    # As the kernel does with splits of its own.
     for split in totals[1:]:
         total = total + split
-    out = total.astype(jnp.float32) * weight.channels.reshape(-1)
+    out = total.astype(jnp.float32) * operands.channels
     return (out if factors is None else out * factors).astype(out_dtype)
 
 
@@ -117,13 +120,14 @@ class _Sizes:
     stages: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], weight: PackedMatrix, *, few: bool) -> _Sizes:
+    def of(cls, shape: tuple[int, ...], weight: PackedMatrix) -> _Sizes:
         """Return the parameters for activations of this shape.
 
         Raises:
           NotImplementedError: blocks of a power of two do not fit the groups.
         """
         tokens, inputs = shape
+        few = tokens <= _FEW_TOKENS
         panels = weight.channels.size // PANEL
         group, block = weight.group, _BLOCK
         if all(part is None for part in (weight.scales, weight.minima, weight.zeros)):
@@ -181,26 +185,34 @@ class _Operands:
     """Arrays in the call, references in the kernel."""
 
     x: Any  # [tokens, inputs]
+    factors: Any  # float32 [tokens], or None
     codes: Any  # uint8 [panels, bytes]
+    channels: Any  # float32 [panels * 16]
     scales: Any  # [panels, groups * 16], or None
     minima: Any  # likewise
     zeros: Any  # likewise
 
+    @classmethod
+    def of(cls, x: jax.Array, factors: jax.Array | None, weight: PackedMatrix) -> _Operands:
+        def panels(array: jax.Array | None) -> jax.Array | None:
+            return None if array is None else array.reshape(weight.channels.size // PANEL, -1)
 
-def _totals(
-    sizes: _Sizes, x: jax.Array, weight: PackedMatrix, *, interpret: bool
-) -> Array:  # float32 or int32 [split_programs, tokens, out]
-    def rows(array: jax.Array | None) -> jax.Array | None:
-        return None if array is None else array.reshape(sizes.panels, -1)
+        return cls(
+            x=x,
+            factors=factors,
+            codes=panels(weight.codes),
+            channels=weight.channels.reshape(-1),
+            scales=panels(weight.scales),
+            minima=panels(weight.minima),
+            zeros=panels(weight.zeros),
+        )
 
-    operands = _Operands(
-        x=x,
-        codes=rows(weight.codes),
-        scales=rows(weight.scales),
-        minima=rows(weight.minima),
-        zeros=rows(weight.zeros),
-    )
-    dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+
+def _call(
+    sizes: _Sizes, operands: _Operands, out_dtype: jax.typing.DTypeLike, *, interpret: bool
+) -> Array:
+    """Return the product [1, tokens, out], or sums of each split [split_programs, tokens, out]."""
+    dtype = _sum_dtype(operands) if sizes.split_programs > 1 else out_dtype
     return pl.pallas_call(
         partial(_kernel, sizes),
         grid=sizes.grid,
@@ -213,6 +225,10 @@ def _totals(
     )(operands)
 
 
+def _sum_dtype(operands: _Operands) -> jnp.dtype:
+    return jnp.dtype(jnp.int32 if operands.x.dtype == jnp.int8 else jnp.float32)
+
+
 def _kernel(
     sizes: _Sizes,
     operands: _Operands,
@@ -222,7 +238,7 @@ def _kernel(
     panel = pl.program_id(1) * sizes.panels_at_once
     split = pl.program_id(2)
     columns = sizes.panels_at_once * PANEL
-    acc_dtype = out_ref.dtype
+    acc_dtype = _sum_dtype(operands)
 
     def one_block(block: jax.Array, total: jax.Array) -> jax.Array:
         wide = _widened(sizes, operands, panel, block)
@@ -244,8 +260,18 @@ def _kernel(
     for index in range(1, sizes.splits):
         total = total + one_split(jnp.int32(index))
     column = panel * PANEL + jnp.arange(columns, dtype=jnp.int32)
+    if sizes.split_programs == 1:
+        total = total.astype(jnp.float32) * _loaded(operands.channels, column)[:, None]
+        if operands.factors is not None:
+            total = total * _loaded(operands.factors, token)[None, :]
     exists = (column < sizes.panels * PANEL)[:, None] & (token < sizes.tokens)[None, :]
-    triton.store(out_ref.at[split, token[None, :], column[:, None]], total, mask=exists)
+    here = out_ref.at[split, token[None, :], column[:, None]]
+    triton.store(here, total.astype(out_ref.dtype), mask=exists)
+
+
+def _loaded(ref: Any, index: jax.Array) -> jax.Array:
+    """Return some elements of an array of one axis; zeros past its end."""
+    return triton.load(ref.at[index], mask=index < ref.shape[0], other=0.0)
 
 
 def _widened(sizes: _Sizes, operands: _Operands, panel: jax.Array, block: jax.Array) -> jax.Array:
