@@ -29,6 +29,8 @@ _DTYPES = ("bfloat16", "float16")
 # Tokens up to which each split has programs of its own, and the tiles of tokens up to there.
 _FEW_TOKENS = 64
 _FEW_TILES = (16, 32, 64)
+# The tile of many tokens, and that of a program with several splits, which has two sums.
+_TILE, _TILE_OF_SPLITS = 128, 64
 # The most programs that splits are made for, and the least blocks of inputs of a split.
 _PROGRAMS = 256
 _LEAST_BLOCKS = 8
@@ -160,7 +162,10 @@ class _Sizes:
             group=group,
             offset=weight.offset,
             is_float=weight.is_float,
-            tile=next((size for size in _FEW_TILES if tokens <= size), 128),
+            tile=next(
+                (size for size in _FEW_TILES if tokens <= size),
+                _TILE if splits == 1 else _TILE_OF_SPLITS,
+            ),
             panels_at_once=at_once,
             block=block,
             groups=max(1, block // group),
