@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from benchmarks.offline.peers.compressed_tensors import write_compressed_tensors, write_config
+from benchmarks.offline.peers.vllm_folder import write_compressed_tensors, write_config
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.workload import WorkloadItem
 
@@ -34,7 +34,7 @@ def write_models(source: Path, folder: Path, quantize: str | None = None) -> dic
     With `quantize`, GGUF files are added with the matrices in the blocks of `BLOCKS`, the
     embedding's and the head's in Q8_0, or for "keep" in the source's: "few_bits", and
     "few_bits_endless" for llama.cpp. For vLLM, which reads no GGUF file on CPUs, the weights of the
-    layers are rounded to a folder "compressed_tensors" (see the module of this name). Our runtime
+    layers are rounded to a folder "compressed_tensors" (see `vllm_folder`). Our runtime
     rounds the same float16 numbers when it loads them, or keeps the source's blocks.
     """
     paths = {
