@@ -281,10 +281,11 @@ def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> 
 
 def _copies(hlo: str, model: nnx.Module) -> list[str]:
     """Return instructions of the module that make an array with the numbers of a whole weight."""
-    weights = [module for _, module in nnx.iter_modules(model)]
-    matrices = [each.matrix for each in weights if isinstance(each, QuantisedWeight)]
-    sizes = {each.codes.size for each in matrices}
-    sizes |= {each.codes.size * 8 // each.bits for each in matrices}
+    sizes = set()
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, QuantisedWeight):
+            size = module.codes.get_value().size
+            sizes |= {size, size * 8 // module.bits}
     return made_arrays(hlo, sizes)
 
 

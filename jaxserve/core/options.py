@@ -14,7 +14,7 @@ from jaxserve.core.sizes import parse_bytes
 KV_DTYPES = ("int8", "float8_e4m3fn")
 
 # Formats of weights, and of the embedding and the head.
-QUANTIZE = ("int8", "int4", "fp8", "keep")
+QUANTIZE = ("int8", "int4", "fp8", "w8a8", "keep")
 QUANTIZE_EMBEDDINGS = ("int8", "int4", "none")
 
 # Where proposals for the next tokens come from.
