@@ -133,6 +133,11 @@ def bound_name(result: Result) -> str:
     return "roofline" if "run_s" in result.get("bound") else "matrix products alone"
 
 
+def is_quantised(result: Result) -> bool:
+    """Return whether an offline result is of weights in few bits."""
+    return result.data.get("quantize") is not None
+
+
 def load(folder: Path) -> list[Result]:
     """Read every `*.json` of the folder, by kind and name.
 

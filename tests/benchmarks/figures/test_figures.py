@@ -186,6 +186,23 @@ def test_names_of_bounds_and_missing_peers(tmp_path):
     assert "engine" not in text
 
 
+def test_weights_in_few_bits_have_no_bound_of_dense_ones(tmp_path):
+    """Such a result has columns for fewer requests, no bound, and no place in the README."""
+    checkout = write_checkout(tmp_path, ("offline",))
+    data = results()["offline"]
+    engines = data["compare"]["engines"]
+    data |= {"quantize": "int4", "compare": {**data["compare"], "fewer": {"4": engines}}}
+    _result(checkout, "offline").write_text(json.dumps(data))
+    update(checkout, write=True)
+    assert "a peer" not in (checkout / "README.md").read_text()
+    text = (checkout / "docs" / "results" / "throughput.md").read_text()
+    assert "a-model, weights in int4, in float32" in text and "roofline" not in text
+    assert "| 160 (150 to 165), 2.00 times |" in text
+    assert "fast: 0.50 times its speed and fast at 4 of them: 0.50 times its speed" in text
+    svg = (checkout / "docs" / "figures" / "offline_made_up_peers.svg").read_text()
+    assert "matrix products alone" not in svg
+
+
 def test_same_results_give_the_same_bytes(checkout):
     """Writing again changes nothing."""
     update(checkout, write=True)
