@@ -280,13 +280,14 @@ def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> 
 
 
 def _copies(hlo: str, model: nnx.Module) -> list[str]:
-    """Return instructions of the module that make an array with the numbers of a whole weight."""
-    sizes = set()
+    """Return instructions of the module that write the codes or the numbers of a whole weight."""
+    codes, numbers = set(), set()
     for _, module in nnx.iter_modules(model):
         if isinstance(module, QuantisedWeight):
             size = module.codes.get_value().size
-            sizes |= {size, size * 8 // module.bits}
-    return made_arrays(hlo, sizes)
+            codes.add(size)
+            numbers.add(size * 8 // module.bits)
+    return [*made_arrays(hlo, codes, "[us]8"), *made_arrays(hlo, numbers)]
 
 
 def _memory_problems(name: str, compiled: Any, donated_bytes: int) -> list[str]:

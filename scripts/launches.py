@@ -56,10 +56,13 @@ def launches_a_layer(hlo: str, num_layers: int) -> int:
     return _total(computations, bodies[0])
 
 
-def made_arrays(hlo: str, sizes: AbstractSet[int]) -> list[str]:
+def made_arrays(hlo: str, sizes: AbstractSet[int], dtype: str = r"\w+") -> list[str]:
     """Return the instructions that write an array with as many elements as one of `sizes`.
 
     Instructions inside fusions write nothing. Views do not count, and neither do kernels.
+
+    Args:
+      dtype: a pattern of the arrays' dtypes, in HLO's names.
     """
     fused = set(re.findall(r"calls=%?([\w.-]+)", hlo))
     found, is_fused = [], False
@@ -69,7 +72,7 @@ def made_arrays(hlo: str, sizes: AbstractSet[int]) -> list[str]:
         made = re.match(r"\s+(?:ROOT )?%?[\w.-]+ = (.*?[\])}]) ([a-z][\w-]*)\(", line)
         if made is None or is_fused or made[2] in {*_FREE, *_GROUPS, "custom-call"}:
             continue
-        arrays = re.findall(r"\w\[([\d,]+)\]", made[1])
+        arrays = re.findall(rf"\b{dtype}\[([\d,]+)\]", made[1])
         if sizes & {math.prod(map(int, array.split(","))) for array in arrays}:
             found.append(" ".join(line.split())[:200])
     return found

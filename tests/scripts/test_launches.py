@@ -96,3 +96,4 @@ ENTRY %main (p: u8[4,6]) -> f32[4] {
 """
     found = made_arrays(hlo, {24})
     assert [line.split(" = ")[0] for line in found] == ["%wide", "%two"]
+    assert made_arrays(hlo, {24}, "[us]8") == found[1:]
