@@ -86,12 +86,12 @@ def round_activations(
     tokens, depth = x.shape
     x = jnp.pad(x.astype(jnp.float32), [(0, 0), (0, -depth % group)])
     grouped = x.reshape(tokens, -1, group)
-    largest = jnp.max(jnp.abs(grouped), axis=-1)
+    # A maximum on CPUs can pass over NaN, but not over infinity.
+    magnitudes = jnp.where(jnp.isfinite(grouped), jnp.abs(grouped), jnp.inf)
+    largest = jnp.max(magnitudes, axis=-1)
     is_zero = largest < TINY
     inverse = 127.0 / jnp.where(is_zero, 1.0, largest)
-    # Said apart, since a maximum on CPUs can pass over NaN.
-    is_whole = jnp.isfinite(grouped).all(axis=-1)
-    scales = jnp.where(is_whole, jnp.where(is_zero, 0.0, largest / 127.0), jnp.nan)
+    scales = jnp.where(is_zero, 0.0, jnp.where(jnp.isinf(largest), jnp.nan, largest / 127.0))
     codes = jnp.nan_to_num(jnp.round(grouped * inverse[..., None]), posinf=0.0, neginf=0.0)
     return codes.astype(jnp.int8).reshape(tokens, -1), scales
 
