@@ -36,7 +36,7 @@ class KeptBlocks:
 
     def __init__(self, source: GGUFSource, *, rounds_activations: Rounding | None):
         self._source = source
-        self._rounds_activations = rounds_activations
+        self._rounds_activations: Rounding | None = rounds_activations
 
     def weight(
         self, dense: nnx.Variable, axes: WeightAxes, names: Sequence[str], read: Read

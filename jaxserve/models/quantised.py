@@ -103,7 +103,7 @@ class QuantisedWeight(nnx.Module):
         self.is_float = matrix.is_float
         self.width = width
         self.out = out
-        self.rounds_activations = rounds_activations
+        self.rounds_activations: Rounding | None = rounds_activations
 
     @classmethod
     def of(cls, dense: nnx.Param, axes: WeightAxes, format: WeightFormat = INT8) -> QuantisedWeight:

@@ -39,7 +39,7 @@ class KeptMatrices:
 
     def __init__(self, source: QuantisedFolder, *, rounds_activations: Rounding | None):
         self._source = source
-        self._rounds_activations = rounds_activations
+        self._rounds_activations: Rounding | None = rounds_activations
 
     def weight(
         self, dense: nnx.Variable, axes: WeightAxes, names: Sequence[str], read: Read
