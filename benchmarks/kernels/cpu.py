@@ -132,7 +132,7 @@ def _product(weights: list[Any], kind: str, rows: int) -> Case:
             elif kind == "panels":
                 y = panel_matmul(x, weight, columns=columns)
             else:
-                y = quantised_matmul(x, weight, rounds_activations=True)
+                y = quantised_matmul(x, weight, rounds_activations="groups")
             out = y[0, 0]
         return out
 
