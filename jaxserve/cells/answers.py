@@ -113,7 +113,7 @@ class Part:
       key: its name in the scheduler; -1 before it has begun.
       first_row: id of its first row.
       before: the part before it, whose values it may take.
-      num_slots: int64 [pools], slots that are reserved for it while it has begun.
+      num_slots: slots of each pool that are reserved for it while it has begun.
     """
 
     def __init__(self, answer: CellAnswer, graph: FlatGraph, before: Part | None = None):
@@ -139,7 +139,7 @@ class Part:
         self.key = key
         self.first_row = first_row
 
-    def reserve(self, num_slots: np.ndarray) -> None:
+    def reserve(self, num_slots: tuple[int, ...]) -> None:
         """Take note of the slots that are reserved for it from now on."""
         self.num_slots = num_slots
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from jaxserve.cells.blocks import Chain, Tree
 from jaxserve.cells.values import Constant, ValueSpec, as_constant
 from jaxserve.core.errors import (
     InputMismatchError,
@@ -146,10 +146,92 @@ class BaseCell:
         unknown = {name: None for name in each if name not in first}
         bound = self.bind({**unknown, **first, **inputs})
         carried = [self.output_index.get(carry.get(name, ""), -1) for name in self.inputs]
-        return Node(self, bound, chain=Chain(lengths.pop(), tuple(constants), tuple(carried)))
+        return Node(self, bound, block=Chain(lengths.pop(), tuple(constants), tuple(carried)))
+
+    def tree(
+        self,
+        leaf: BaseCell,
+        each: Mapping[str, Sequence[Any] | np.ndarray],
+        pairs: Sequence[Sequence[int]] | np.ndarray,
+        *,
+        left: Mapping[str, str],
+        right: Mapping[str, str],
+    ) -> Node:
+        """Return the root of a binary tree, which costs the host less than calling for each node.
+
+        A runtime schedules its nodes one by one, as those of calls. Only the root's outputs can be
+        taken.
+
+        Args:
+          leaf: the cell of the leaves, which takes constants alone. Nodes of this cell join two.
+          each: input of `leaf` -> its constants, one for each leaf; at least one. The leaves have
+            the numbers from 0 on.
+          pairs: [leaves - 1, 2], the numbers of the left and the right node that each pair joins.
+            Pairs are numbered after the leaves, in their order. A pair joins earlier nodes, and
+            every node but the last one, the root, is in one pair.
+          left, right: input -> the output of the left or the right node that it takes. Each input
+            is in one of them.
+
+        Raises:
+          MissingInputError, UnknownInputError, InputMismatchError, InvalidGraphError
+        """
+        given = {name: leaf._constants(name, values) for name, values in each.items()
+                 if name in leaf.inputs}  # fmt: skip
+        lengths = {len(values) for values in given.values()}
+        if len(lengths) != 1 or 0 in lengths or self.is_loop or leaf.is_loop:
+            raise InvalidGraphError(
+                f"a tree of cell {self.name!r} was given {sorted(lengths)} values of the inputs "
+                f"{list(each)} of its leaves; pass as many of each input, at least one, and cells "
+                "that are not a Repeat"
+            )
+        unknown = {name: None for name in each if name not in given}
+        first = leaf.bind({**unknown, **{name: values[0] for name, values in given.items()}})
+        if lengths == {1} and not len(pairs):
+            return Node(leaf, first)
+        for name, output in (*left.items(), *right.items()):
+            spec = self.inputs.get(name)
+            if spec is None or not spec == leaf.outputs.get(output) == self.outputs.get(output):
+                raise InputMismatchError(
+                    f"a tree of cell {self.name!r} was given {{{name!r}: {output!r}}}; pass an "
+                    f"input, and an output that it and {leaf.name!r} have with its shape and dtype"
+                )
+        sides = [(0, left[name]) if name in left else (1, right.get(name)) for name in self.inputs]
+        if len(left) + len(right) != len(sides) or any(output is None for _, output in sides):
+            raise MissingInputError(
+                f"a tree of cell {self.name!r} was given left={dict(left)} and "
+                f"right={dict(right)}; pass each of {list(self.inputs)} in one of them"
+            )
+        tree = Tree(
+            leaf,
+            tuple(given[name] for name in leaf.inputs),
+            self._pairs(pairs, lengths.pop()),
+            tuple(side for side, _ in sides),
+            tuple(str(output) for _, output in sides),
+        )
+        return Node(self, (), block=tree)
+
+    def _pairs(self, pairs: Sequence[Sequence[int]] | np.ndarray, num_leaves: int) -> np.ndarray:
+        """Return the pairs of a tree as an array.
+
+        Raises:
+          InvalidGraphError: they join another number of leaves, later nodes, or a node twice.
+        """
+        found = np.array(pairs, np.int32)
+        joined = np.arange(2 * num_leaves - 2)
+        if (
+            found.shape != (num_leaves - 1, 2)
+            or (found.max(axis=1) >= joined[: num_leaves - 1] + num_leaves).any()
+            or (np.sort(found, axis=None) != joined).any()
+        ):
+            raise InvalidGraphError(
+                f"a tree of cell {self.name!r} with {num_leaves} leaves was given pairs "
+                f"of shape {list(found.shape)}; pass {num_leaves - 1} pairs of earlier nodes that "
+                "join each node but the last one once"
+            )
+        return found
 
     def _constants(self, name: str, values: Sequence[Any] | np.ndarray) -> np.ndarray:
-        """Return the constants of an input of a chain, as an array of its dtype.
+        """Return the constants of an input of many nodes, as an array of its dtype.
 
         Raises:
           InputMismatchError
@@ -161,8 +243,8 @@ class BaseCell:
                 array = array.astype(spec.dtype)
         if array.ndim == 0 or array.shape[1:] != spec.shape or array.dtype != spec.dtype:
             raise InputMismatchError(
-                f"a chain of cell {self.name!r} was given an array {ValueSpec.of(array)} as "
-                f"{name!r}; pass values of {spec}, one for each node"
+                f"a chain or tree of cell {self.name!r} was given an array {ValueSpec.of(array)} "
+                f"as {name!r}; pass values of {spec}, one for each node"
             )
         return array
 
@@ -214,21 +296,6 @@ class BaseCell:
 
 
 @final
-@dataclass(frozen=True)
-class Chain:
-    """The nodes of `BaseCell.chain`.
-
-    Attributes:
-      each: for each input, the constants of the nodes [length, ...]; None for others.
-      carry: for each input, the output of the node before that it takes; -1 for none.
-    """
-
-    length: int
-    each: tuple[np.ndarray | None, ...]
-    carry: tuple[int, ...]
-
-
-@final
 class Node:
     """One call of a cell in a graph; `node["h"]` is its output `h`.
 
@@ -238,27 +305,27 @@ class Node:
     Attributes:
       inputs: outputs of other nodes and constants, in the order of the cell's inputs.
       max_steps: most times that the cell runs; 1 except for loops.
-      chain: how it stands for a chain of nodes, of which it is the last and `inputs` are the
-        first's; None for one node.
+      block: how it stands for a chain of nodes, of which it is the last and `inputs` are the
+        first's, or for a tree, of which it is the root; None for one node.
       num_nodes: how many nodes it stands for.
       is_placed: whether a graph has the node. Later graphs may take its outputs, and do not compute
         it again.
     """
 
-    __slots__ = ("cell", "inputs", "max_steps", "chain", "num_nodes", "is_placed")
+    __slots__ = ("cell", "inputs", "max_steps", "block", "num_nodes", "is_placed")
 
     def __init__(
         self,
         cell: BaseCell,
         inputs: tuple[Output | Constant, ...],
         max_steps: int = 1,
-        chain: Chain | None = None,
+        block: Chain | Tree | None = None,
     ):
         self.cell = cell
         self.inputs = inputs
         self.max_steps = max_steps
-        self.chain = chain
-        self.num_nodes = 1 if chain is None else chain.length
+        self.block = block
+        self.num_nodes = 1 if block is None else block.num_nodes
         self.is_placed = False
 
     def place(self) -> None:

@@ -63,7 +63,7 @@ class _Run:
 
 
 class _Subgraph:
-    """A subgraph of a run.
+    """A subgraph of a run, or all nodes of one type that depend on nothing and are one each.
 
     Attributes:
       ready: numbers of the nodes that may be submitted now.
@@ -164,7 +164,11 @@ class BatchMakerScheduler:
 
     def add(self, key: int, graph: CellGraph, first_node: int, now_s: float) -> None:
         run = self._runs[key] = _Run(key, graph, first_node)
-        for spec in graph.subgraphs:
+        for type, nodes in graph.starts:
+            subgraph = _Subgraph(run, type, list(nodes), len(nodes), 0)
+            run.subgraphs += [subgraph] * len(nodes)
+            self._queues[type].push(subgraph)
+        for spec in graph.later_subgraphs:
             subgraph = _Subgraph(
                 run, spec.type, list(spec.first), len(spec.nodes), spec.num_dependencies
             )

@@ -17,7 +17,7 @@ from jaxserve.cells.values import ValueSpec
 # Bits of the flags of a row: its outputs are finite; its loop has ended; it had ended before.
 FINITE, ENDED, WAS_ENDED = 1, 2, 4
 # Numbers of rows for which reads and writes of slots are compiled.
-COPY_SIZES = (8, 64)
+COPY_SIZES = (8, 64, 512)
 
 
 class TaskFunction(Protocol):
@@ -26,7 +26,7 @@ class TaskFunction(Protocol):
     Args:
       params: the leaves of the module's parameters.
       pools: the pools of the type, in their order; they are donated.
-      rows: what the rows of each task read and write, see `TypeLayout`.
+      rows: what the rows of each task read and write, see `Layout`.
       num_tasks: tasks in `rows`; the rest is padding.
 
     Returns:
@@ -37,7 +37,7 @@ class TaskFunction(Protocol):
         self,
         params: tuple[Array, ...],
         pools: tuple[Array, ...],
-        rows: Int32[Array | np.ndarray, "tasks rows batch"],
+        rows: Int32[Array | np.ndarray, "tasks batch width"],
         num_tasks: Int32[Array | np.ndarray, ""] | np.int32,
     ) -> tuple[tuple[Array, ...], UInt8[Array, "tasks batch"], tuple[Array, ...]]: ...
 
@@ -75,6 +75,7 @@ class _Tasks:
     def __init__(self, t: TypeLayout, layout: Layout, graphdef: Any, tree: Any):
         self.__name__ = f"tasks_of_{''.join(c if c.isalnum() else '_' for c in t.cell.name)}"
         self._type = t
+        self._layout = layout
         self._graphdef = graphdef
         self._tree = tree
         done_pool = layout.done_pool if t.is_loop else None
@@ -88,7 +89,7 @@ class _Tasks:
         self._emits = [outputs.index(name) for name in cell.emits]
 
     def __call__(self, params, pools, rows, num_tasks):
-        num, _, batch = rows.shape
+        num, batch, _ = rows.shape
         specs = list(self._type.cell.outputs.values())
         emitted = tuple(
             jnp.zeros((num, batch, *specs[index].shape), specs[index].dtype)
@@ -109,7 +110,7 @@ class _Tasks:
 
         return lax.fori_loop(0, num_tasks, body, (pools, flags, emitted))
 
-    def _task(self, params, pools, task: Int32[Array, "rows batch"]):
+    def _task(self, params, pools, task: Int32[Array, "batch width"]):
         t = self._type
         inputs = self._inputs(pools, task)
         # Every slot is read before any is written, so that XLA updates the pools in place.
@@ -117,24 +118,26 @@ class _Tasks:
         module: Any = nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, params))
         outputs = module(**inputs)
         values = [outputs[name] for name in t.cell.outputs]
-        finite = _finite(values, task.shape[1])
-        slots = task[t.num_inputs + t.num_words :]
+        finite = _finite(values, task.shape[0])
+        first = self._layout.first_output
+        slots = [task[:, first + number] for number in range(t.num_outputs)]
         pools = list(pools)
         if self._done is None:
             before = ended = jnp.zeros_like(finite)
         else:
             # Twice the slot of the flag, plus one in the first step.
-            first, done_slot = slots[-1] % 2 == 1, slots[-1] // 2
-            before = (pools[self._done][done_slot] != 0) & ~first
+            flag_slot = task[:, self._layout.flag]
+            is_first, done_slot = flag_slot % 2 == 1, flag_slot // 2
+            before = (pools[self._done][done_slot] != 0) & ~is_first
             ended = before if self._until is None else before | self._until(outputs)
             finite |= before
-            slots = jnp.where(before, TRASH_SLOT, slots)
+            slots = [jnp.where(before, TRASH_SLOT, slot) for slot in slots]
             pools[self._done] = _set(
                 pools[self._done],
                 jnp.where(before, TRASH_SLOT, done_slot),
                 ended.astype(jnp.uint8),
             )
-        for pool, slot, value in zip(t.output_pools, slots, values, strict=False):
+        for pool, slot, value in zip(t.output_pools, slots, values, strict=True):
             number = self._number[pool]
             pools[number] = _set(pools[number], slot, value)
         bits = ((finite, FINITE), (ended, ENDED), (before, WAS_ENDED))
@@ -145,13 +148,14 @@ class _Tasks:
         t = self._type
         found = {}
         for number, (name, spec) in enumerate(t.cell.inputs.items()):
-            slots, words = task[number], t.words[number]
+            slots, words = task[:, number], t.words[number]
             value = pools[self._number[t.input_pools[number]]]
             value = value.at[jnp.maximum(slots, 0)].get(mode="promise_in_bounds")
             if words is not None:
-                given = task[t.num_inputs + words.start : t.num_inputs + words.stop]
+                begin = self._layout.first_word
+                given = task[:, begin + words.start : begin + words.stop]
                 is_given = (slots < 0).reshape(-1, *[1] * len(spec.shape))
-                value = jnp.where(is_given, _from_words(given.T, spec), value)
+                value = jnp.where(is_given, _from_words(given, spec), value)
             found[name] = value
         return found
 

@@ -49,6 +49,14 @@ def _spec(shape: tuple[int, ...], dtype: np.dtype) -> ValueSpec:
     return ValueSpec(shape, dtype)
 
 
+@lru_cache(maxsize=4096)
+def zeros(spec: ValueSpec) -> np.ndarray:
+    """Return an array of zeros, the same object for the same spec."""
+    found = np.zeros(spec.shape, spec.dtype)
+    found.flags.writeable = False
+    return found
+
+
 def as_constant(value: Any, spec: ValueSpec) -> np.ndarray | None:
     """Return a constant as an array of the spec; None if it does not fit.
 
@@ -73,4 +81,4 @@ def as_constant(value: Any, spec: ValueSpec) -> np.ndarray | None:
             return None
     elif kind == "b" and not isinstance(value, bool):
         return None
-    return np.full(spec.shape, value, spec.dtype)
+    return np.full(spec.shape, value, spec.dtype) if value else zeros(spec)
