@@ -61,11 +61,13 @@ class CellAnswer:
         """Take note that a loop ran its last allowed step and did not end before."""
         self._has_hit_limit = True
 
-    def show(self, piece: CellPiece, now_s: float) -> None:
-        """Send a value that is there to the sink."""
+    def show(self, name: str, values: np.ndarray, first: int, now_s: float) -> None:
+        """Send values that are there to the sink, with the indices from `first` on."""
         if self._first_value_s is None:
             self._first_value_s = now_s
-        self._notify(piece)
+        if self._sink is not None:
+            for index, value in enumerate(values, first):
+                self._notify(CellPiece(name=name, value=value, index=index))
 
     def end(
         self,
@@ -157,19 +159,20 @@ class Part:
                 self._values[wanted.name] = array
             else:
                 self._members[wanted.name][wanted.member] = array
-            piece = CellPiece(name=wanted.name, value=array, index=wanted.member or 0)
-            self.answer.show(piece, now_s)
+            self.answer.show(wanted.name, array[None], wanted.member or 0, now_s)
 
-    def deliver_step(self, value: int, array: np.ndarray, now_s: float) -> None:
-        """Take an emitted output of a loop's next step, if the graph returns it."""
+    def deliver_steps(self, value: int, arrays: np.ndarray, now_s: float) -> None:
+        """Take an emitted output of a loop's next steps, if the graph returns it.
+
+        Args:
+          arrays: [steps, ...], which nothing else changes.
+        """
         for wanted in self._wanted.get(value, ()):
             if wanted.is_steps:
-                array = array.copy()
                 steps = self._steps[wanted.name]
-                steps.append(array)
-                self.answer.show(
-                    CellPiece(name=wanted.name, value=array, index=len(steps) - 1), now_s
-                )
+                first = sum(map(len, steps))
+                steps.append(arrays)
+                self.answer.show(wanted.name, arrays, first, now_s)
 
     def missing(self) -> list[int]:
         """Return the values that the graph returns and that have not been delivered."""
@@ -188,7 +191,7 @@ class Part:
                 found[name] = np.stack(arrays)
         for name, steps in self._steps.items():
             if steps:
-                found[name] = np.stack(steps)
+                found[name] = np.concatenate(steps)
         return found
 
     def _has(self, wanted: Wanted) -> bool:

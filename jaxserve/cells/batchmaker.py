@@ -63,7 +63,7 @@ class _Run:
 
 
 class _Subgraph:
-    """A subgraph of a run, or all nodes of one type that depend on nothing and are one each.
+    """A subgraph of a run; or, on one worker, all of a type that are one node without another before.
 
     Attributes:
       ready: numbers of the nodes that may be submitted now.
@@ -165,9 +165,12 @@ class BatchMakerScheduler:
     def add(self, key: int, graph: CellGraph, first_node: int, now_s: float) -> None:
         run = self._runs[key] = _Run(key, graph, first_node)
         for type, nodes in graph.starts:
-            subgraph = _Subgraph(run, type, list(nodes), len(nodes), 0)
-            run.subgraphs += [subgraph] * len(nodes)
-            self._queues[type].push(subgraph)
+            # One worker may take them together. With several, each is free to run on any.
+            groups = [list(nodes)] if len(self._submitted) == 1 else [[node] for node in nodes]
+            for group in groups:
+                subgraph = _Subgraph(run, type, group, len(group), 0)
+                run.subgraphs += [subgraph] * len(group)
+                self._queues[type].push(subgraph)
         for spec in graph.later_subgraphs:
             subgraph = _Subgraph(
                 run, spec.type, list(spec.first), len(spec.nodes), spec.num_dependencies

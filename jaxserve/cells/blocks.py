@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
 import numpy as np
 
+from jaxserve.core.errors import InvalidGraphError
+
 if TYPE_CHECKING:
     from jaxserve.cells.base import BaseCell
+
+# A number, such as a token, or a pair of trees.
+NestedTree: TypeAlias = "int | tuple[NestedTree, NestedTree]"
 
 
 @final
@@ -51,3 +56,33 @@ class Tree:
     @property
     def num_nodes(self) -> int:
         return 2 * len(self.pairs) + 1
+
+
+def numbered(tree: NestedTree) -> tuple[list[int], np.ndarray]:
+    """Return the numbers at a tree's leaves, and the pairs that join them, for `BaseCell.tree`.
+
+    Raises:
+      InvalidGraphError: a part of the tree is neither a number nor a pair.
+    """
+    leaves: list[int] = []
+    pairs: list[tuple[int, int]] = []
+    # Without recursion: a tree may be as deep as its sentence is long. Pair i is -1 - i here.
+    done: list[int] = []
+    open: list[NestedTree | None] = [tree]  # None: join the last two
+    while open:
+        part = open.pop()
+        if part is None:
+            right = done.pop()
+            pairs.append((done.pop(), right))
+            done.append(-len(pairs))
+        elif isinstance(part, tuple):
+            if len(part) != 2:
+                raise InvalidGraphError(
+                    f"a part of the tree has {len(part)} members; pass a token or a pair"
+                )
+            open += (None, part[1], part[0])
+        else:
+            done.append(len(leaves))
+            leaves.append(part)
+    found = np.array(pairs, np.int32).reshape(-1, 2)
+    return leaves, np.where(found < 0, len(leaves) - 1 - found, found)

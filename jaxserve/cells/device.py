@@ -327,15 +327,18 @@ class _Handle:
         ]
         if not t.is_loop:
             return TaskResults((frozenset(),) * len(self.tasks), not_finite, values)
-        emitted = [np.asarray(array) for array in self._emitted]
-        ended, steps = [], []
-        outputs = [t.cell.output_index[name] for name in t.cell.emits]
-        for number, (task, row) in enumerate(zip(self.tasks, flags.tolist(), strict=False)):
-            pairs = list(zip(task.nodes, row, strict=False))
-            ended.append(frozenset(node for node, flag in pairs if flag & ENDED))
-            for index, (node, flag) in enumerate(pairs):
-                if flag & WAS_ENDED:
-                    continue
-                for output, arrays in zip(outputs, emitted, strict=True):
-                    steps.append((node * self._layout.stride + output, arrays[number, index]))
+        ended: list[frozenset[int]] = []
+        of_node: dict[int, tuple[list[int], list[int]]] = {}  # node -> tasks, rows of its steps
+        for number, (task, row) in enumerate(zip(self.tasks, flags, strict=False)):
+            own = row[: len(task.nodes)]
+            ended.append(frozenset(task.array[own & ENDED != 0].tolist()))
+            for index in np.flatnonzero(own & WAS_ENDED == 0).tolist():
+                numbers, indices = of_node.setdefault(task.nodes[index], ([], []))
+                numbers.append(number)
+                indices.append(index)
+        steps = []
+        for name, array in zip(t.cell.emits, map(np.asarray, self._emitted), strict=True):
+            output = t.cell.output_index[name]
+            for node, places in of_node.items():
+                steps.append((node * self._layout.stride + output, array[places]))
         return TaskResults(ended, not_finite, values, steps)

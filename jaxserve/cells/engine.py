@@ -293,10 +293,10 @@ class CellEngine:
 
     def _deliver(self, results: TaskResults, now_s: float) -> None:
         stride = self._layout.stride
-        for value, array in results.steps:
+        for value, arrays in results.steps:
             part = self._part_of[value // stride]
             if part is not None:
-                part.deliver_step(value - part.first_row * stride, array, now_s)
+                part.deliver_steps(value - part.first_row * stride, arrays, now_s)
         for value, array in results.values:
             part = self._part_of[value // stride]
             if part is not None:

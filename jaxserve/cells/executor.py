@@ -24,7 +24,7 @@ class TaskResults:
         before.
       not_finite: nodes with an output that is NaN or infinite.
       values: (value, array) of the graphs' outputs that are there now.
-      steps: (value, array) of the emitted outputs of loops, in the order of the steps.
+      steps: (value, array [steps, ...]) of the emitted outputs of loops, in the order of the steps.
     """
 
     ended: Sequence[frozenset[int]]
