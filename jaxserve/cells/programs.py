@@ -99,7 +99,7 @@ class _Tasks:
 
         def body(k, state):
             pools, flags, emitted = state
-            task = lax.dynamic_index_in_dim(rows, k, keepdims=False)
+            task = lax.dynamic_index_in_dim(rows, k, keepdims=False).T
             pools, flag, values = self._task(params, pools, task)
             flags = lax.dynamic_update_index_in_dim(flags, flag, k, 0)
             emitted = tuple(
@@ -110,7 +110,7 @@ class _Tasks:
 
         return lax.fori_loop(0, num_tasks, body, (pools, flags, emitted))
 
-    def _task(self, params, pools, task: Int32[Array, "batch width"]):
+    def _task(self, params, pools, task: Int32[Array, "width batch"]):
         t = self._type
         inputs = self._inputs(pools, task)
         # Every slot is read before any is written, so that XLA updates the pools in place.
@@ -118,26 +118,25 @@ class _Tasks:
         module: Any = nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, params))
         outputs = module(**inputs)
         values = [outputs[name] for name in t.cell.outputs]
-        finite = _finite(values, task.shape[0])
-        first = self._layout.first_output
-        slots = [task[:, first + number] for number in range(t.num_outputs)]
+        finite = _finite(values, task.shape[1])
+        slots = task[self._layout.first_output :][: t.num_outputs]
         pools = list(pools)
         if self._done is None:
             before = ended = jnp.zeros_like(finite)
         else:
             # Twice the slot of the flag, plus one in the first step.
-            flag_slot = task[:, self._layout.flag]
-            is_first, done_slot = flag_slot % 2 == 1, flag_slot // 2
-            before = (pools[self._done][done_slot] != 0) & ~is_first
+            flag_slot = task[self._layout.flag]
+            first, done_slot = flag_slot % 2 == 1, flag_slot // 2
+            before = (pools[self._done][done_slot] != 0) & ~first
             ended = before if self._until is None else before | self._until(outputs)
             finite |= before
-            slots = [jnp.where(before, TRASH_SLOT, slot) for slot in slots]
+            slots = jnp.where(before, TRASH_SLOT, slots)
             pools[self._done] = _set(
                 pools[self._done],
                 jnp.where(before, TRASH_SLOT, done_slot),
                 ended.astype(jnp.uint8),
             )
-        for pool, slot, value in zip(t.output_pools, slots, values, strict=True):
+        for pool, slot, value in zip(t.output_pools, slots, values, strict=False):
             number = self._number[pool]
             pools[number] = _set(pools[number], slot, value)
         bits = ((finite, FINITE), (ended, ENDED), (before, WAS_ENDED))
@@ -148,14 +147,14 @@ class _Tasks:
         t = self._type
         found = {}
         for number, (name, spec) in enumerate(t.cell.inputs.items()):
-            slots, words = task[:, number], t.words[number]
+            slots, words = task[number], t.words[number]
             value = pools[self._number[t.input_pools[number]]]
             value = value.at[jnp.maximum(slots, 0)].get(mode="promise_in_bounds")
             if words is not None:
                 begin = self._layout.first_word
-                given = task[:, begin + words.start : begin + words.stop]
+                given = task[begin + words.start : begin + words.stop]
                 is_given = (slots < 0).reshape(-1, *[1] * len(spec.shape))
-                value = jnp.where(is_given, _from_words(given, spec), value)
+                value = jnp.where(is_given, _from_words(given.T, spec), value)
             found[name] = value
         return found
 
