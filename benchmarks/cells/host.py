@@ -1,4 +1,4 @@
-"""How many nodes a second the host unfolds, schedules and describes: `python -m benchmarks.cells.host`.
+"""The host's work on cells, in nodes a second, without a device: `python -m benchmarks.cells.host`.
 
 No device computes anything, and JAX is not loaded. Prints one JSON object;
 docs/benchmarks/cells.md says what each figure means.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, Self, TypeAlias, final
 
 import numpy as np
 
@@ -55,11 +56,7 @@ class BaseCell:
         carry: Mapping[str, str] | None = None,
         ends_by_itself: bool = False,
     ):
-        sizes = tuple(batch_sizes)
-        if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
-            raise InvalidCellError(
-                f"cell {name!r}: batch_sizes={sizes} is not allowed; pass increasing sizes from 1"
-            )
+        sizes = _checked_sizes(name, batch_sizes)
         if not inputs or not outputs:
             raise InvalidCellError(
                 f"cell {name!r} has {len(inputs)} inputs and {len(outputs)} outputs; it needs at "
@@ -81,6 +78,18 @@ class BaseCell:
             (name, spec, spec.shape == () and spec.dtype == np.int32)
             for name, spec in self.inputs.items()
         ]
+
+    def resized(self, batch_sizes: Sequence[int]) -> Self:
+        """Return a cell of the same type with other batch sizes.
+
+        A runtime that is created with it takes the nodes of either.
+
+        Raises:
+          InvalidCellError: the sizes are not allowed.
+        """
+        found = copy.copy(self)
+        found.batch_sizes = _checked_sizes(self.name, batch_sizes)
+        return found
 
     def without_module(self, max_batch: int) -> BaseCell:
         """Return a cell of the same type without the sizes over a limit, for simulations only."""
@@ -293,6 +302,15 @@ class BaseCell:
             f"{label}: input {name!r} was given {given}; it must be {spec}, from another node or "
             "as a NumPy array, or a number that this dtype holds"
         )
+
+
+def _checked_sizes(name: str, batch_sizes: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(batch_sizes)
+    if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+        raise InvalidCellError(
+            f"cell {name!r}: batch_sizes={sizes} is not allowed; pass increasing sizes from 1"
+        )
+    return sizes
 
 
 @final

@@ -63,7 +63,7 @@ class _Run:
 
 
 class _Subgraph:
-    """A subgraph of a run; or, on one worker, all of a type that are one node without another before.
+    """A subgraph of a run; on one worker, also all nodes of one entry of `CellGraph.starts`.
 
     Attributes:
       ready: numbers of the nodes that may be submitted now.
