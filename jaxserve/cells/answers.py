@@ -9,7 +9,8 @@ from typing import final
 
 import numpy as np
 
-from jaxserve.cells.flat_graph import FlatGraph, Wanted
+from jaxserve.cells.flat_graph import FlatGraph
+from jaxserve.cells.graph_plan import Wanted
 from jaxserve.cells.results import CellCompletion, CellPiece, CellSink
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import FinishReason, Timing
@@ -125,9 +126,7 @@ class Part:
         self.key = -1
         self.first_row = 0
         self.num_slots = graph.num_slots
-        self._wanted: dict[int, list[Wanted]] = {}
-        for value, wanted in graph.wanted:
-            self._wanted.setdefault(value, []).append(wanted)
+        self._wanted = graph.plan.wanted_for
         self._values: dict[str, np.ndarray] = {}
         self._members: dict[str, list[np.ndarray | None]] = {}
         for _, wanted in graph.wanted:

@@ -61,7 +61,7 @@ class FlatGraph:
 
     @property
     def num_nodes(self) -> int:
-        return len(self.plan.graph)
+        return self.plan.num_nodes
 
     def pool_of(self, value: int, layout: Layout) -> int:
         """Return the pool of a value."""
@@ -114,23 +114,22 @@ class _Flattener:
 
     def flat_graph(self) -> FlatGraph:
         graph, layout = self._graph, self._layout
-        wanted = self._wanted()
-        structure = self._structure(wanted)
+        structure = self._structure()
         plan = None if structure is None else layout.plans.get(structure)
-        if plan is None:
-            plan = self._plan_of_a_tree(wanted)
-        constants: tuple[LargeConstant, ...] = ()
-        kept: tuple[int, ...] = ()
-        if plan is None:
-            builder = PlanBuilder(layout, self._row_of, self._known)
-            for t, node in zip(self._types, graph.nodes, strict=True):
-                builder.add(t, node)
-            plan, constants = builder.plan(wanted, [self._value(one) for one in graph.keep])
-            kept = builder.kept
-            if structure is not None:
-                layout.plans.add(structure, plan, len(plan.graph))
+        if plan is not None:
+            return FlatGraph(plan, self._words(), (), {}, (), graph.then)
+        wanted = self._wanted()
+        plan = self._plan_of_a_tree(wanted)
+        if plan is not None:
+            return FlatGraph(plan, self._words(), (), {}, (), graph.then)
+        builder = PlanBuilder(layout, self._row_of, self._known)
+        for t, node in zip(self._types, graph.nodes, strict=True):
+            builder.add(t, node)
         keep = {(one.node, one.index): self._value(one) for one in graph.keep}
-        return FlatGraph(plan, self._words(), constants, keep, kept, graph.then)
+        plan, constants = builder.plan(wanted, list(keep.values()))
+        if structure is not None:
+            layout.plans.add(structure, plan, plan.num_nodes)
+        return FlatGraph(plan, self._words(), constants, keep, builder.kept, graph.then)
 
     def _type_of(self, node: Node) -> TypeLayout:
         cells = [node.cell]
@@ -164,7 +163,7 @@ class _Flattener:
             )
         return row * self._layout.stride + output.index
 
-    def _structure(self, wanted: WantedValues) -> Hashable | None:
+    def _structure(self) -> Hashable | None:
         """Return all that the plan depends on, for graphs of chains and few calls.
 
         None for others, and for those with large constants, trees, or values of another graph.
@@ -172,7 +171,10 @@ class _Flattener:
         nodes = self._graph.nodes
         if len(nodes) > _MAX_CALLS or self._graph.keep:
             return None
-        found: list[Hashable] = [wanted]
+        found: list[Hashable] = []
+        for name, result in self._graph.outputs.items():
+            values = tuple([self._value(one) for one in parts_of(result)])
+            found += (name, type(result), values)
         for t, node in zip(self._types, nodes, strict=True):
             block = node.block
             if isinstance(block, Tree):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import TypeAlias, final
 
@@ -54,17 +55,26 @@ class GraphPlan:
         `TRASH` for an output that nothing takes, `WORDS` for a small constant, and from
         `FIRST_SLOT` on the graph's own slots, pool after pool, and then kept values.
       types: int32 [nodes], the types as an array.
+      wanted_for: the same as `wanted`, by value.
       num_slots: of each pool, its own slots; see `plan_slots`.
       loops: the nodes that are loops.
       wanted: for every value that the graph returns.
     """
 
     graph: CellGraph
+    num_nodes: int
     codes: np.ndarray
     types: np.ndarray
     num_slots: tuple[int, ...]
     loops: tuple[int, ...]
     wanted: WantedValues
+
+    @cached_property
+    def wanted_for(self) -> Mapping[int, list[Wanted]]:
+        found: dict[int, list[Wanted]] = {}
+        for value, wanted in self.wanted:
+            found.setdefault(value, []).append(wanted)
+        return found
 
 
 @final
@@ -152,6 +162,7 @@ class PlanBuilder:
         constants = tuple((pool, bases[pool] + slot, array) for pool, slot, array in given)
         return GraphPlan(
             graph=graph,
+            num_nodes=num_nodes,
             codes=self._codes(slots, flags, bases, constants),
             types=np.array(self._types, np.int32),
             num_slots=tuple(num_slots),
@@ -296,6 +307,7 @@ def plan_of_a_tree(
                 codes[num_leaves:, number] = code + slot[pairs[:, side]]
     return GraphPlan(
         graph=tree_graph(leaf.index, pair.index, pairs),
+        num_nodes=tree.num_nodes,
         codes=codes,
         types=np.repeat([leaf.index, pair.index], [num_leaves, num_leaves - 1]),
         num_slots=tuple(num_slots),
