@@ -223,7 +223,7 @@ class DeviceCells:
 
     def _fetch(self, worker: int, pool: int, slots: np.ndarray) -> None:
         """Copy slots to a worker from those that have their values."""
-        holders = self._table.workers_with(pool, slots)
+        holders = self._table.workers_with(pool, slots, worker)
         for other in set(holders.tolist()) - {worker}:
             there = slots[holders == other]
             for begin in range(0, len(there), COPY_SIZES[-1]):

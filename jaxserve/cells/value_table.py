@@ -123,9 +123,10 @@ class ValueTable:
             self._has[pool][slots] = False
             self._has[pool][slots, worker] = True
 
-    def workers_with(self, pool: int, slots: np.ndarray) -> np.ndarray:
-        """Return for each slot a worker that has its value."""
-        return self._has[pool][slots].argmax(axis=1)
+    def workers_with(self, pool: int, slots: np.ndarray, worker: int) -> np.ndarray:
+        """Return for each slot a worker that has its value: this one, or else the first."""
+        has = self._has[pool][slots]
+        return np.where(has[:, worker], worker, has.argmax(axis=1))
 
     def copied(self, worker: int, pool: int, slots: np.ndarray) -> None:
         """Take note that a worker will have the values of slots, too."""
