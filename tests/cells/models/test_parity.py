@@ -191,4 +191,4 @@ def test_deep_trees_unfold():
     tree = 0
     for _ in range(3000):
         tree = (tree, 1)
-    assert len(model.unfold(tree).nodes) == 6001
+    assert model.unfold(tree).num_nodes == 6001
