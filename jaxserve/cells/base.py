@@ -8,8 +8,8 @@ from typing import Any, Self, TypeAlias, final
 
 import numpy as np
 
-from jaxserve.cells.blocks import Chain, Tree
-from jaxserve.cells.values import Constant, ValueSpec, as_constant
+from jaxserve.cells.blocks import Chain, Tree, checked_pairs
+from jaxserve.cells.values import Constant, ValueSpec, as_constant, as_constants
 from jaxserve.core.errors import (
     InputMismatchError,
     InvalidCellError,
@@ -213,31 +213,11 @@ class BaseCell:
         tree = Tree(
             leaf,
             tuple(given[name] for name in leaf.inputs),
-            self._pairs(pairs, lengths.pop()),
+            checked_pairs(self.name, pairs, lengths.pop()),
             tuple(side for side, _ in sides),
             tuple(str(output) for _, output in sides),
         )
         return Node(self, (), block=tree)
-
-    def _pairs(self, pairs: Sequence[Sequence[int]] | np.ndarray, num_leaves: int) -> np.ndarray:
-        """Return the pairs of a tree as an array.
-
-        Raises:
-          InvalidGraphError: they join another number of leaves, later nodes, or a node twice.
-        """
-        found = np.array(pairs, np.int32)
-        joined = np.arange(2 * num_leaves - 2)
-        if (
-            found.shape != (num_leaves - 1, 2)
-            or (found.max(axis=1) >= joined[: num_leaves - 1] + num_leaves).any()
-            or (np.sort(found, axis=None) != joined).any()
-        ):
-            raise InvalidGraphError(
-                f"a tree of cell {self.name!r} with {num_leaves} leaves was given pairs "
-                f"of shape {list(found.shape)}; pass {num_leaves - 1} pairs of earlier nodes that "
-                "join each node but the last one once"
-            )
-        return found
 
     def _constants(self, name: str, values: Sequence[Any] | np.ndarray) -> np.ndarray:
         """Return the constants of an input of many nodes, as an array of its dtype.
@@ -245,15 +225,13 @@ class BaseCell:
         Raises:
           InputMismatchError
         """
-        spec, array = self.inputs[name], np.array(values)  # a copy, see `as_constant`
-        if array.dtype != spec.dtype and array.dtype.kind in "iu" and spec.dtype.kind in "iu":
-            limits = np.iinfo(spec.dtype)
-            if limits.min <= array.min(initial=0) and array.max(initial=0) <= limits.max:
-                array = array.astype(spec.dtype)
-        if array.ndim == 0 or array.shape[1:] != spec.shape or array.dtype != spec.dtype:
+        spec = self.inputs[name]
+        array = as_constants(values, spec)
+        if array is None:
             raise InputMismatchError(
-                f"a chain or tree of cell {self.name!r} was given an array {ValueSpec.of(array)} "
-                f"as {name!r}; pass values of {spec}, one for each node"
+                f"a chain or tree of cell {self.name!r} was given an array "
+                f"{ValueSpec.of(np.asarray(values))} as {name!r}; pass values of {spec}, one for "
+                "each node"
             )
         return array
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
 from jaxserve.core.errors import InvalidGraphError
-
-if TYPE_CHECKING:
-    from jaxserve.cells.base import BaseCell
 
 # A number, such as a token, or a pair of trees.
 NestedTree: TypeAlias = "int | tuple[NestedTree, NestedTree]"
@@ -37,13 +35,14 @@ class Tree:
     """The nodes of `BaseCell.tree`, in the order of their numbers: leaves, and then pairs.
 
     Attributes:
+      leaf: the `BaseCell` of the leaves.
       each: for each input of a leaf, the constants of the leaves [num_leaves, ...].
       pairs: int32 [num_leaves - 1, 2], the numbers of the left and the right node of each pair.
       sides: for each input of a pair: 0 if it is of the left node, 1 of the right one.
       outputs: for each input of a pair: the name of the output that it takes.
     """
 
-    leaf: BaseCell
+    leaf: Any
     each: tuple[np.ndarray, ...]
     pairs: np.ndarray
     sides: tuple[int, ...]
@@ -86,3 +85,26 @@ def numbered(tree: NestedTree) -> tuple[list[int], np.ndarray]:
             leaves.append(part)
     found = np.array(pairs, np.int32).reshape(-1, 2)
     return leaves, np.where(found < 0, len(leaves) - 1 - found, found)
+
+
+def checked_pairs(
+    cell: str, pairs: Sequence[Sequence[int]] | np.ndarray, num_leaves: int
+) -> np.ndarray:
+    """Return the pairs of a tree as an array.
+
+    Raises:
+      InvalidGraphError: they join another number of leaves, later nodes, or a node twice.
+    """
+    found = np.array(pairs, np.int32)
+    joined = np.arange(2 * num_leaves - 2)
+    if (
+        found.shape != (num_leaves - 1, 2)
+        or (found.max(axis=1) >= joined[: num_leaves - 1] + num_leaves).any()
+        or (np.sort(found, axis=None) != joined).any()
+    ):
+        raise InvalidGraphError(
+            f"a tree of cell {cell!r} with {num_leaves} leaves was given pairs of shape "
+            f"{list(found.shape)}; pass {num_leaves - 1} pairs of earlier nodes that join each node "
+            "but the last one once"
+        )
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -82,3 +83,18 @@ def as_constant(value: Any, spec: ValueSpec) -> np.ndarray | None:
     elif kind == "b" and not isinstance(value, bool):
         return None
     return np.full(spec.shape, value, spec.dtype) if value else zeros(spec)
+
+
+def as_constants(values: Sequence[Any] | np.ndarray, spec: ValueSpec) -> np.ndarray | None:
+    """Return a copy of the constants of many nodes as an array of the spec's dtype.
+
+    None if they do not fit: integers fit every integer dtype that holds them all, and others must
+    have the spec's dtype.
+    """
+    array = np.array(values)
+    if array.dtype != spec.dtype and array.dtype.kind in "iu" and spec.dtype.kind in "iu":
+        limits = np.iinfo(spec.dtype)
+        if limits.min <= array.min(initial=0) and array.max(initial=0) <= limits.max:
+            array = array.astype(spec.dtype)
+    fits = array.ndim and array.shape[1:] == spec.shape and array.dtype == spec.dtype
+    return array if fits else None

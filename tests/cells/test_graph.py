@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,7 +167,7 @@ def test_a_tree_is_the_graph_of_its_calls(size: int):
     for is_alone in (True, False):
         nodes = [leaf(x=value) for value in given]
         for left, right in PAIRS:
-            taken = {"lh": nodes[left]["h"], "lc": nodes[left]["c"], "rh": nodes[right]["h"]}
+            taken: Any = {"lh": nodes[left]["h"], "lc": nodes[left]["c"], "rh": nodes[right]["h"]}
             nodes.append(pair(**taken))
         roots = nodes[-1], pair.tree(leaf, {"x": given}, PAIRS, **sides)
         for root in roots:

@@ -14,7 +14,8 @@ from benchmarks.cells.host import main, measure
 def test_every_request_ends(application):
     """Each application is served to its end, and its seconds add up."""
     requests = requests_of(application, [3, 1, 7, 2], vocab_size=9, seed=0)
-    sizes = dict.fromkeys(("lstm", "encoder", "decoder", "leaf", "internal"), (1, 4))
+    names = ["lstm", "encoder", "decoder", "leaf", "internal"]
+    sizes = dict.fromkeys(names, (1, 4))
     found = measure(simulated(application, sizes), requests)
     seconds = found["unfolding_s"] + found["serving_s"]
     assert found["requests_per_s"] == pytest.approx(len(requests) / seconds, rel=1e-3)
