@@ -82,10 +82,7 @@ class BaseCell:
     def resized(self, batch_sizes: Sequence[int]) -> Self:
         """Return a cell of the same type with other batch sizes.
 
-        A runtime that is created with it takes the nodes of either.
-
-        Raises:
-          InvalidCellError: the sizes are not allowed.
+        A runtime that is created with it takes the nodes of either. Raises InvalidCellError.
         """
         found = copy.copy(self)
         found.batch_sizes = _checked_sizes(self.name, batch_sizes)
@@ -226,12 +223,10 @@ class BaseCell:
           InputMismatchError
         """
         spec = self.inputs[name]
-        array = as_constants(values, spec)
-        if array is None:
+        if (array := as_constants(values, spec)) is None:
             raise InputMismatchError(
-                f"a chain or tree of cell {self.name!r} was given an array "
-                f"{ValueSpec.of(np.asarray(values))} as {name!r}; pass values of {spec}, one for "
-                "each node"
+                f"a chain or tree of {self.name!r} was given {ValueSpec.of(np.asarray(values))} as "
+                f"{name!r}; pass an array of {spec}, one for each node"
             )
         return array
 

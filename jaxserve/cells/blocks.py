@@ -104,7 +104,7 @@ def checked_pairs(
     ):
         raise InvalidGraphError(
             f"a tree of cell {cell!r} with {num_leaves} leaves was given pairs of shape "
-            f"{list(found.shape)}; pass {num_leaves - 1} pairs of earlier nodes that join each node "
-            "but the last one once"
+            f"{list(found.shape)}; pass {num_leaves - 1} pairs of earlier nodes that join each "
+            "node but the last one once"
         )
     return found
