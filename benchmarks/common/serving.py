@@ -38,7 +38,7 @@ class Runtimes:
     """
 
     def __init__(self, options: argparse.Namespace):
-        from jaxserve.execution.build import platform_defaults
+        from jaxserve.execution.sizes import platform_defaults
         from jaxserve.execution.warmup import enable_compilation_cache
         from jaxserve.models.quantisation import Quantisation
         from jaxserve.models.store import load_model

@@ -93,7 +93,7 @@ def layer_deployment(
     """
     import jax
 
-    from jaxserve.execution.build import platform_defaults
+    from jaxserve.execution.sizes import platform_defaults
     from jaxserve.execution.warmup import enable_compilation_cache
     from jaxserve.planning.layers import (
         LayerBench,

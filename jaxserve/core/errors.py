@@ -50,6 +50,7 @@ A message says what was given, what is allowed, and what to do.
     │       └── JournalVersionError        written by a newer jaxserve
     ├── EngineBusyError            requests run for longer than a call may wait for their end
     ├── EngineFailedError          the device or the loop failed; all running requests end with it
+    ├── RegroupError               devices did not move to another group; all serve as before
     ├── HandoverError              KV was lost several times on its way between device groups
     ├── ReplicaDiedError           two replicas of a fleet died under a request, or none is left
     └── RuntimeClosedError
@@ -357,6 +358,10 @@ class JournalVersionError(JournalError):
 
 class EngineFailedError(JaxserveError):
     """The device or the engine's loop failed; every running request ends with this."""
+
+
+class RegroupError(JaxserveError):
+    """A move of devices between two groups that failed; the groups serve as before."""
 
 
 class HandoverError(JaxserveError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from os import urandom
@@ -304,6 +304,30 @@ class Engine:
         moves = self.scheduler.make_room(num_pages)
         self._executor.resize(num_pages, moves)
         self.scheduler.resize(num_pages, moves)
+
+    def recompute(self, num_pages: int, exchange: Callable[[], None]) -> int:
+        """Go on with other caches, in which the KV of every sequence is computed anew.
+
+        Call `drain` first. Sequences keep their tokens; those that ran wait in front of the others.
+
+        Args:
+          num_pages: pages of the pool after `exchange`, which hold as long an answer as before.
+          exchange: replaces the executor's caches. If it raises, they have as many pages as before.
+
+        Returns:
+          Tokens that were computed, and will be again.
+        """
+        assert not self._is_at_work, "steps are in flight; drain() first"
+        running = tuple(self.scheduler.running)
+        num_tokens = sum(sequence.kv.num_computed for sequence in running)
+        for sequence in running:
+            self.scheduler.restart(sequence, keeps_output=True)
+        self.forget_kept_pages(keeps_disk=True)
+        exchange()
+        moves = self.scheduler.make_room(num_pages)
+        assert not moves, "a page is owned, although nothing runs"
+        self.scheduler.resize(num_pages, moves)
+        return num_tokens
 
     def abandon(self) -> None:
         """Drop the steps in flight, for shutdown."""

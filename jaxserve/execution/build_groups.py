@@ -30,7 +30,7 @@ def build_groups(
     probe: Probe | None = None,
     *,
     takes_masks: bool = False,
-) -> tuple[ModelExecutor, PoolSize]:
+) -> tuple[GroupedExecutor, PoolSize]:
     """Return an executor of two device groups, compiled; see `build_executor`.
 
     A page has one number in both groups, so the group with the least memory limits their number.

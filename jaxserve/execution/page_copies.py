@@ -120,11 +120,18 @@ class DevicePages:
             self._bring_to(old_num_pages, [(new, old) for old, new in moves])
             raise
 
+    def drop(self) -> None:
+        """Free the memory on the device. `cache` has shapes only, until `replace`."""
+        leaves = jax.tree.leaves(self.cache)
+        self.cache = abstract(self.cache)
+        for leaf in leaves:
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
+
     def delete(self) -> None:
         """Free the memory on the device and on the host."""
         self._host.delete()
-        for leaf in jax.tree.leaves(self.cache):
-            leaf.delete()
+        self.drop()
 
     def _bring_to(self, num_pages: int, moves: Moves) -> None:
         """Copy every buffer that does not have `num_pages` pages yet."""

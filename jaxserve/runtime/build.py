@@ -21,11 +21,14 @@ from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.grammars import Grammars, has_grammars
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.engine.requests import RequestBuilder
-from jaxserve.execution.build import build_executor, nbytes
+from jaxserve.execution.build import build_executor
 from jaxserve.execution.build_groups import build_groups
 from jaxserve.execution.device_errors import out_of_memory_as
+from jaxserve.execution.grouped import GroupedExecutor
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import ModelExecutor
+from jaxserve.execution.regroup import GroupMaker
+from jaxserve.execution.sizes import nbytes
 from jaxserve.execution.warmup import enable_compilation_cache
 from jaxserve.execution.weights import sharded
 from jaxserve.memory.disk_tier import DiskTier
@@ -39,6 +42,7 @@ from jaxserve.runtime.intake import Intake
 from jaxserve.runtime.maintenance import Maintenance
 from jaxserve.runtime.planner import ObservedLengths, Planner
 from jaxserve.runtime.processes import claim, processes_of
+from jaxserve.runtime.regrouper import Regrouper
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.turn_client import ServiceTurnClient
 from jaxserve.scheduling.policy import Policy
@@ -125,9 +129,10 @@ def build_parts(
         ),
     ):
         places = place_replicas(used, mesh, decoder.config)
-        executors = build_executors(
+        takes_masks = tokenizer is not None and has_grammars()
+        executors, grouped = build_executors(
             *(graphdef, places, decoder, options, group, probe, wrap_executor),
-            takes_masks=tokenizer is not None and has_grammars(),
+            takes_masks=takes_masks,
         )
     leads = group is None or group.is_leader
     with ExitStack() as if_one_fails:
@@ -175,7 +180,18 @@ def build_parts(
         if decode is not None:
             decode_origin = Origin.of(decoder.config, decode.params, origin.config)
         maintenance = Maintenance(replicas, origin, clock, options, quantiser, decode_origin)
-        planner = Planner(replicas, maintenance, observed)
+        regrouper = None
+        if grouped is not None and isinstance(mesh, DeviceGroups) and _may_move(places[0], decoder):
+            maker = GroupMaker(
+                graphdef=graphdef,
+                model_config=decoder.config,
+                layer_layout=decoder.layer_layout,
+                options=replace(options, host_memory=0),
+                probe=probe,
+                takes_masks=takes_masks,
+            )
+            regrouper = Regrouper(replicas, grouped, maker, mesh, maintenance, clock)
+        planner = Planner(replicas, maintenance, observed, regrouper)
         if_one_fails.callback(planner.close)
         if leads and policy.is_planned:
             planner.start(options.latency_bound)
@@ -190,6 +206,12 @@ def build_parts(
             opened=if_one_fails.pop_all(),
             weights_bytes=nbytes(used) * (1 if places[0].decode is None else 2),
         )
+
+
+def _may_move(place: Place, decoder: Any) -> bool:
+    """Return whether devices may move between two groups: they have no stages, and no encoder."""
+    has_stages = any(each is not None and each.stages is not None for each in (place, place.decode))
+    return not has_stages and not decoder.config.has_encoder
 
 
 def _encoder_prompts(model_config: Any, page_size: int) -> EncoderPrompts | None:
@@ -295,8 +317,12 @@ def build_executors(
     wrap: WrapExecutor | None,
     *,
     takes_masks: bool = False,
-) -> list[tuple[ModelExecutor, PoolSize]]:
+) -> tuple[list[tuple[ModelExecutor, PoolSize]], GroupedExecutor | None]:
     """Build an executor for each place. If one cannot be built, close the others.
+
+    Returns:
+      The executors with the sizes of their page pools; and the executor of two device groups
+      without what `wrap` puts in front of it, or None with one group.
 
     Args:
       wrap: see `Runtime`.
@@ -306,7 +332,8 @@ def build_executors(
       DeviceMemoryError, InvalidConfigError
     """
     with ExitStack() as if_one_fails:
-        built = []
+        built: list[tuple[ModelExecutor, PoolSize]] = []
+        grouped: GroupedExecutor | None = None
         for place in places:
             model = (decoder.config, decoder.layer_layout, options)
             if place.decode is None:
@@ -316,13 +343,14 @@ def build_executors(
                 )
             else:
                 groups = [(each.params, each.stages) for each in (place, place.decode)]
-                executor, size = build_groups(
+                grouped, size = build_groups(
                     graphdef, groups, *model, probe, takes_masks=takes_masks
                 )
+                executor = grouped
             if_one_fails.callback(executor.close)
             built.append((executor if wrap is None else wrap(executor), size))
         if_one_fails.pop_all()
-    return built
+    return built, grouped
 
 
 # ---- disk tiers ----

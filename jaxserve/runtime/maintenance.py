@@ -182,6 +182,21 @@ class Maintenance:
         """Return the group times that were measured last; measure them if there are none."""
         return self._group_times or self.measure_group_times(2, max_wait_s)
 
+    def group_origin(self, num_devices: int) -> Origin:
+        """Return the origin of step times of a group of so many devices."""
+        device = {**self._origin.device, "count": num_devices}
+        return replace(self._origin, device=device, config=self._replicas.first.executor.config)
+
+    def regrouped(self, encode: int, decode: int, times: GroupTimes | None) -> None:
+        """Take note of other groups.
+
+        Args:
+          encode, decode: numbers of their devices.
+          times: their measured times; None to measure them when they are needed.
+        """
+        self._origin, self._decode_origin = map(self.group_origin, (encode, decode))
+        self._group_times = times
+
     def load_step_times(self, path: str | Path) -> StepTimes:
         """See `Runtime.load_step_times`."""
         self._check_one_group()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -50,6 +50,12 @@ class Replica:
         """
         self.engine.resize(size.num_pages)
         self.pool_size = size
+
+    def recompute(self, size: PoolSize, exchange: Callable[[], None]) -> int:
+        """Go on with other caches, of another size; see `Engine.recompute`. The loop is paused."""
+        num_tokens = self.engine.recompute(size.num_pages, exchange)
+        self.pool_size = size
+        return num_tokens
 
 
 @final

@@ -34,7 +34,7 @@ def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
     """
     if options.compare is None:
         return {}
-    from jaxserve.execution.build import platform_defaults
+    from jaxserve.execution.sizes import platform_defaults
 
     peers = named(options.compare)
     dtype = options.dtype or platform_defaults().dtype

@@ -6,7 +6,7 @@ import abc
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError
 from jaxserve.planning.schedules.candidate import (
@@ -101,7 +101,8 @@ class SchedulePlanner(abc.ABC):
         best = self._chosen(space, bounds)
         if best is None:
             raise self._infeasible(space, lengths, bounds, classes)
-        return _plan(space, best, lengths, bounds, num_lengths, began_s, classes)
+        plan = _plan(space, best, lengths, bounds, num_lengths, began_s, classes)
+        return self._finished(plan, space)
 
     def nearest(
         self,
@@ -122,10 +123,10 @@ class SchedulePlanner(abc.ABC):
         except InfeasibleBoundError as error:
             classes = self._planned(classes)
             space = self.space(lengths, classes)
-            nearest = space.best(nearest_to(bounds))
+            nearest = self._nearest(space, bounds)
             assert nearest is not None, "some schedule fits, or `plan` says that none does"
             plan = _plan(space, nearest, lengths, bounds, num_lengths, began_s, classes)
-            return replace(plan, lowest=dict(error.lowest))
+            return replace(self._finished(plan, space), lowest=dict(error.lowest))
 
     def expected(
         self,
@@ -145,13 +146,17 @@ class SchedulePlanner(abc.ABC):
     def _planned(self, classes: Sequence[RequestClass]) -> tuple[RequestClass, ...]:
         return tuple(classes) if self.plans_classes else ()
 
-    def _chosen(self, space: ScheduleSpace, bounds: LatencyBounds) -> Schedule | None:
+    def _chosen(self, space: Any, bounds: LatencyBounds) -> Schedule | None:
         """Return the schedule with the highest throughput under bounds; None if none keeps them."""
-        most = space.best(throughput_under(bounds))
-        if most is None:
-            return None
-        least = float(space.estimated(most).throughput) / _BETTER
-        return space.best(shortest_with(bounds, least)) or most
+        return chosen(space, bounds)
+
+    def _nearest(self, space: Any, bounds: LatencyBounds) -> Schedule | None:
+        """Return the schedule that misses the bounds least; None if none fits."""
+        return space.best(nearest_to(bounds))
+
+    def _finished(self, plan: Plan, space: Any) -> Plan:
+        """Return a plan with what else is to be said of its space."""
+        return plan
 
     def _infeasible(
         self,
@@ -180,6 +185,18 @@ class SchedulePlanner(abc.ABC):
             bounds.finite() | _by_name(classes, [each.latency_bound_s for each in classes]),
             lowest | _by_name(classes, own),
         )
+
+
+def chosen(space: ScheduleSpace, bounds: LatencyBounds) -> Schedule | None:
+    """Return the schedule with the highest throughput under bounds; None if none keeps them.
+
+    Of equally good ones it is the one with the lowest latency.
+    """
+    most = space.best(throughput_under(bounds))
+    if most is None:
+        return None
+    least = float(space.estimated(most).throughput) / _BETTER
+    return space.best(shortest_with(bounds, least)) or most
 
 
 def _plan(
