@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast, final
 
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxserve.conversations import Conversations, Journal, check_journal
-from jaxserve.core.assets import cache_folder
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import EncoderPrompts
-from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.grammars import Grammars, has_grammars
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.engine.requests import RequestBuilder
@@ -31,12 +28,11 @@ from jaxserve.execution.regroup import GroupMaker
 from jaxserve.execution.sizes import nbytes
 from jaxserve.execution.warmup import enable_compilation_cache
 from jaxserve.execution.weights import sharded
-from jaxserve.memory.disk_tier import DiskTier
-from jaxserve.memory.page_files import PageFiles
 from jaxserve.models.parts import planned_stages
 from jaxserve.models.quantisation import Quantisation, Quantiser, has_panels, log_replicated
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.planning import Origin
+from jaxserve.runtime.disks import check_disk, open_disks
 from jaxserve.runtime.forecaster import Forecaster, load_probe
 from jaxserve.runtime.intake import Intake
 from jaxserve.runtime.maintenance import Maintenance
@@ -249,7 +245,7 @@ def check_early(
             f"latency_bound={options.latency_bound!r} is kept by policy 'exegpt' only, and policy="
             f"{policy.name!r} was given; pass policy='exegpt', or call rt.plan(latency_bound)"
         )
-    _check_disk(options, policy)
+    check_disk(options, policy)
     if group is None or group.is_leader:
         if options.record is not None:
             check_is_free(options.record)
@@ -351,58 +347,3 @@ def build_executors(
             built.append((executor if wrap is None else wrap(executor), size))
         if_one_fails.pop_all()
     return built, grouped
-
-
-# ---- disk tiers ----
-
-
-def open_disks(options: RuntimeOptions, executors: Sequence[ModelExecutor]) -> list[DiskTier]:
-    """Open a disk tier for each executor, in its own folder; return [] without `disk_memory`.
-
-    Raises:
-      InvalidConfigError: an executor has no host pages, the folder cannot be used, or another
-        runtime uses it.
-    """
-    if options.disk_memory is None:
-        return []
-    if any(executor.host_memory is None for executor in executors):
-        raise _no_host_pages(options)
-    max_bytes = parse_bytes(options.disk_memory) // len(executors)
-    with ExitStack() as if_one_fails:
-        disks = []
-        for index in range(len(executors)):
-            disks.append(DiskTier(PageFiles(_disk_folder(options) / str(index), max_bytes)))
-            if_one_fails.callback(disks[-1].close)
-        if_one_fails.pop_all()
-    return disks
-
-
-def _check_disk(options: RuntimeOptions, policy: Policy) -> None:
-    """Check that pages can reach the disk tier and that its folder can be used.
-
-    Raises:
-      InvalidConfigError: the policy retains no pages on the host, or the folder cannot be used.
-    """
-    if options.disk_memory is None:
-        return
-    if not policy.retention.uses_host:
-        raise InvalidConfigError(
-            f"disk_memory={options.disk_memory!r}, but policy={policy.name!r} keeps no pages on "
-            'the host, from which the disk gets them; pass policy="pensieve" or "auto", or no '
-            "disk_memory"
-        )
-    if options.host_memory == 0:
-        raise _no_host_pages(options)
-    PageFiles(_disk_folder(options) / "0", parse_bytes(options.disk_memory)).close()
-
-
-def _disk_folder(options: RuntimeOptions) -> Path:
-    return Path(options.disk_folder or cache_folder() / "pages").expanduser()
-
-
-def _no_host_pages(options: RuntimeOptions) -> InvalidConfigError:
-    return InvalidConfigError(
-        f"disk_memory={options.disk_memory!r}, but there are no host pages, from which the disk "
-        "gets its pages; pass more host_memory, or no disk_memory. Models that are cut into stages "
-        "or served by several processes have no host pages"
-    )

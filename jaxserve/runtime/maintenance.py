@@ -80,19 +80,25 @@ class Maintenance:
             raise InvalidConfigError(
                 f"running={running!r} is unknown; pass one of {get_args(Running)}"
             )
-        replicas = self._replicas.all
         if self._quantiser is not None:
             params = self._quantiser.params(params)
+        origin, fitted = self._origin, self._fitted(params)
+        with self._replicas.paused(running):
+            if self._origin is not origin:  # devices may have moved to another group
+                fitted = self._fitted(params)
+            for replica, part in zip(self._replicas.all, fitted, strict=True):
+                replica.executor.update_params(part)
+                replica.engine.forget_kept_pages(keeps_disk=True)
+
+    def _fitted(self, params: Any) -> list[Any]:
+        """Return new parameters on the devices of each replica."""
+        replicas = self._replicas.all
         parts = split_replicas(params)
         if len(parts) != len(replicas):  # the parameters are on other devices than the replicas
             parts = [params] * len(replicas)
-        fitted = [
+        return [
             replica.executor.fitted(part) for replica, part in zip(replicas, parts, strict=True)
         ]
-        with self._replicas.paused(running):
-            for replica, part in zip(replicas, fitted, strict=True):
-                replica.executor.update_params(part)
-                replica.engine.forget_kept_pages(keeps_disk=True)
 
     def residency(self, token_ids: Sequence[int]) -> list[Tier]:
         """See `Runtime.residency`."""
@@ -166,9 +172,9 @@ class Maintenance:
                 "this runtime has one group of devices; call measure_step_times, or create it with "
                 "mesh=sharding.make_groups(...)"
             )
-        config = self._replicas.first.executor.config
-        origins = [replace(each, config=config) for each in (self._origin, self._decode_origin)]
         with self._replicas.paused(until_s=self._until_s(max_wait_s)):
+            config = self._replicas.first.executor.config
+            origins = [replace(each, config=config) for each in (self._origin, self._decode_origin)]
             self._group_times = measure_groups(
                 self._replicas.first.executor,
                 origins,

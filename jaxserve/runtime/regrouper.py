@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, final
 
 from jaxserve.core.assets import cache_folder
@@ -222,15 +222,15 @@ class Regrouper:
                 replica.recompute(
                     size, lambda: exchange(self._executor, prepared, self._maker, check)
                 )
+                if_it_fails.pop_all()
                 pause_s = self._clock.now() - begin_s
-            if_it_fails.pop_all()
-        self._groups = groups
-        self._maintenance.regrouped(division.encode, division.decode, self._measured(division))
+                self._groups = groups
+                self._maintenance.regrouped(*astuple(division), self._measured(division))
         return pause_s
 
     def _measured(self, division: Division) -> GroupTimes | None:
         """Return the times of a division, if they were measured."""
-        sizes = (division.encode, division.decode)
+        sizes = astuple(division)
         if self._sizes is None or not self._sizes.is_measured(*sizes):
             return None
         return self._sizes.times(*sizes)
