@@ -134,6 +134,7 @@ TESTS_MAY_PATCH = {
     "tests/benchmarks/offline/test_peers.py _run_once": _RUNS,
     "tests/cli/test_cli_predictor.py logits_of": "interrupts a training in its middle",
     "tests/models/test_registry.py copyfileobj": "a disk that is full in the middle of a download",
+    "tests/runtime/test_regroup.py placed": "devices without room in the middle of a move",
     "tests/models/test_store.py save": "an entry that fails to be written",
 }
 # Class -> tests that write its attributes.

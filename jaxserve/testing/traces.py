@@ -173,8 +173,14 @@ class Trace:
     ) -> Engine:
         """Return a new engine on a simulated executor; both have the given or a new clock."""
         clock = clock or VirtualClock()
-        executor = SimulatedExecutor(
-            config or self.config,
+        executor = self._executor(config or self.config, clock, is_alone=is_alone)
+        return Engine(executor, policy, clock, disk=disk, grammars=self._grammars)
+
+    def _executor(
+        self, config: EngineConfig, clock: VirtualClock, *, is_alone: bool = False
+    ) -> SimulatedExecutor:
+        return SimulatedExecutor(
+            config,
             clock,
             answer_length=self.answer_length,
             fault_length=self.fault_length if self._with_faults else None,
@@ -182,7 +188,6 @@ class Trace:
             refinement=None if self._probe is None else REFINEMENT,
             reading=None if self._probe is None else self.reading,
         )
-        return Engine(executor, policy, clock, disk=disk, grammars=self._grammars)
 
     def run(
         self,
@@ -190,6 +195,7 @@ class Trace:
         *,
         cancel_rate: float = 0.0,
         resize_rate: float = 0.0,
+        recompute_rate: float = 0.0,
         disk: DiskTier | None = None,
     ) -> dict[tuple[str, int], Outcome]:
         """Serve the requests under a policy, and return how each sample of each of them ended.
@@ -200,6 +206,7 @@ class Trace:
         Args:
           cancel_rate: cancellations a step.
           resize_rate: resizes of the pool a step.
+          recompute_rate: caches that are exchanged for others of another size a step.
 
         Returns:
           By request id and sample.
@@ -210,7 +217,8 @@ class Trace:
         self.pool_sizes, self.num_moved = {self.config.num_pages}, 0
         rng = random.Random(f"{self.seed} run")
         clock = VirtualClock()
-        engine = self.engine(policy, clock=clock, disk=disk)
+        executor = self._executor(self.config, clock)
+        engine = Engine(executor, policy, clock, disk=disk, grammars=self._grammars)
         arriving, sequences = list(self.requests), []
         self.asked, self.num_gaps, self.num_reopened = [], 0, 0
         answered: set[int] = set()
@@ -226,6 +234,8 @@ class Trace:
                 engine.scheduler.end(rng.choice(sequences), "cancelled")
             if resize_rate and rng.random() < resize_rate:
                 self._resize(engine, rng)
+            if recompute_rate and rng.random() < recompute_rate:
+                self._recompute(engine, executor, rng)
             before = _advancement(sequences)
             closed = [s for s in sequences if s.phase is Phase.CLOSING]
             engine.step()
@@ -263,6 +273,20 @@ class Trace:
             stayed = [new == page for new, page in zip(pages, old, strict=True)]
             self._require(stayed == [page < num_pages for page in old], "a page moved needlessly")
             self.num_moved += not all(stayed)
+        self.pool_sizes.add(num_pages)
+
+    def _recompute(self, engine: Engine, executor: SimulatedExecutor, rng: random.Random) -> None:
+        fewest = 1 + -(-self.config.max_length // self.config.page_size)
+        num_pages = rng.randint(fewest, self.config.num_pages)
+
+        def exchange() -> None:
+            executor.resize(2, ())  # which drops every page
+            executor.resize(num_pages, ())
+
+        engine.drain()
+        self._require(engine.recompute(num_pages, exchange) >= 0, "fewer than no tokens")
+        self._require(not engine.scheduler.running, "a sequence runs without KV")
+        engine.scheduler.check_integrity()
         self.pool_sizes.add(num_pages)
 
     def _next_turns(self, sequences: list[Sequence], answered: set[int]) -> list[Request]:
