@@ -241,7 +241,7 @@ class Regrouper:
 
     def _divided(self) -> dict[Division, DeviceGroups]:
         """Return the divisions that the model allows, each with its groups."""
-        found = {}
+        found, params = {}, params_of(self._executor)
         num = len(self._devices)
         for encode in range(1, num):
             for decode in range(1, num - encode + 1):
@@ -249,7 +249,8 @@ class Regrouper:
                 try:
                     for mesh in meshes_of(groups):
                         check_fits(mesh, self._maker.model_config)
-                except InvalidConfigError:
+                        self._maker.weights_bytes(params, mesh)
+                except ValueError:  # the model cannot be divided so
                     continue
                 found[Division(encode, decode)] = groups
         return found
