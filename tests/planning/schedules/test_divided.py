@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InfeasibleBoundError
 from jaxserve.planning import GroupTimes, StepTimes, simulate
 from jaxserve.planning.group_sizes import GroupSizes, derived
@@ -25,9 +26,16 @@ from jaxserve.scheduling.order.fcfs import FCFS
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.workload import WorkloadItem
-from tests.planning.schedules.step_times import CONFIG, like_a_small_model
+from tests.planning.schedules.step_times import like_a_small_model
 
-SMALL = replace(CONFIG, max_slots=12, max_decode_iterations=4)
+SMALL = EngineConfig(
+    page_size=16,
+    num_pages=800,
+    max_slots=12,
+    max_context=512,
+    max_step_tokens=256,
+    max_decode_iterations=4,
+)
 DIVISIONS = [Division(e, d) for e in (1, 2, 4) for d in (1, 2, 4) if e + d <= 5]
 LONG_ANSWERS = [(20, 40)] * 20
 LONG_PROMPTS = [(300, 4)] * 20
