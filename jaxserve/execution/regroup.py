@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any, final
 
 import jax
+import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.options import RuntimeOptions
@@ -26,11 +27,12 @@ from jaxserve.steps.programs import Programs
 from jaxserve.steps.step_function import StepFunction
 from sharding import DeviceGroups, placed, state_shardings
 from sharding.rules import replicated
+from sharding.shards import TENSOR
 
 # Bytes of weights that are placed between two checks.
 _PIECE_BYTES = 64 << 20
-# Bytes of weights that are placed to learn how long it takes.
-_SAMPLE_BYTES = 32 << 20
+# Bytes that are placed to learn how long it takes.
+_TRIAL_BYTES = 16 << 20
 
 # Raises if the work is to end; called again and again.
 Check = Callable[[], None]
@@ -67,29 +69,20 @@ class GroupMaker:
         return self._cache_plan(_place(mesh)).page_bytes
 
     def placing_s(self, params: Any, groups: DeviceGroups) -> float:
-        """Return the seconds that placing the parameters is expected to take, from a part of them.
+        """Return the seconds that placing the parameters on other groups is expected to take.
 
-        Devices may compute meanwhile. The largest arrays are placed, up to `_SAMPLE_BYTES`.
+        An array of `_TRIAL_BYTES` and a small one are placed, which takes milliseconds. Devices may
+        compute meanwhile.
         """
+        leaves = jax.tree.leaves(params)
+        present = leaves[0].sharding.mesh
+        num_bytes = sum(leaf.nbytes for leaf in leaves)
         total_s = 0.0
         for mesh in meshes_of(groups):
-            pairs = list(
-                zip(
-                    jax.tree.leaves(params),
-                    jax.tree.leaves(state_shardings(params, mesh)),
-                    strict=True,
-                )
-            )
-            some, num_bytes = [], 0
-            for leaf, sharding in sorted(pairs, key=lambda pair: -pair[0].nbytes):
-                if not some or num_bytes + leaf.nbytes <= _SAMPLE_BYTES:
-                    some.append((leaf, sharding))
-                    num_bytes += leaf.nbytes
-            begin_s = time.perf_counter()
-            jax.block_until_ready([placed(*each) for each in some])
-            sample_s = time.perf_counter() - begin_s
-            share = max(sum(leaf.nbytes for leaf, _ in pairs) / num_bytes, len(pairs) / len(some))
-            total_s += share * sample_s
+            if mesh == present:  # there they are
+                continue
+            few_s, many_s = (_trial_s(size, present, mesh) for size in (0, _TRIAL_BYTES))
+            total_s += len(leaves) * few_s + num_bytes / _TRIAL_BYTES * max(0.0, many_s - few_s)
         return total_s
 
     def prepare(
@@ -256,6 +249,20 @@ def _placed(params: Any, shardings: Any, check: Check) -> Any:
     jax.block_until_ready(new)
     check()
     return jax.tree.unflatten(structure, new)
+
+
+def _trial_s(num_bytes: int, source: Mesh, target: Mesh) -> float:
+    """Return the seconds in which about so many bytes are placed on another mesh."""
+    rows = num_bytes // 1024 + source.size * target.size
+    rows -= rows % (source.size * target.size)
+    spec = PartitionSpec(TENSOR)
+    array = jax.device_put(np.zeros((rows, 256), np.float32), NamedSharding(source, spec))
+    seconds = 0.0
+    for _ in range(2):  # the first one may compile
+        begin_s = time.perf_counter()
+        jax.block_until_ready(jax.device_put(array, NamedSharding(target, spec)))
+        seconds = time.perf_counter() - begin_s
+    return seconds
 
 
 def _shape(sharding: jax.sharding.Sharding, leaf: Any) -> jax.ShapeDtypeStruct:

@@ -135,7 +135,7 @@ class Regrouper:
     def expected_pause_s(self, division: Division) -> float:
         """Return the seconds for which a move is expected to pause the engine.
 
-        A part of the weights is placed once, to learn how long all of them take.
+        An array is placed on the devices for a trial, once until the next move.
         """
         if division not in self._placing_s:
             params = params_of(self._executor)
