@@ -87,11 +87,14 @@ class LengthDistributions:
     ) -> Float[np.ndarray, "sequences times"]:
         """Return P(L > t + m | L > t) for `more` tokens m."""
         t = self._column(elapsed)
-        left, low = self._after(t)
-        ends = (t + more)[:, None, :]
-        width = np.maximum(self._high - low, 1e-9)[:, :, None]
-        over = np.clip((self._high[:, None] - ends) / width, 0.0, 1.0)
-        return (left[:, :, None] * over).sum(1)
+        ends = t + more
+        total = self._over(t)
+        # After a refuted prediction, all lengths that are left are equally likely.
+        longest = float(self.buckets.max_length)
+        flat = np.clip((longest - ends) / np.maximum(longest - t, 1e-9), 0.0, 1.0)
+        return np.where(
+            total < _NOTHING_LEFT, flat, self._over(ends) / np.maximum(total, _NOTHING_LEFT)
+        )
 
     def remaining(
         self, elapsed: Int[np.ndarray, " sequences"] | int, buckets: LengthBuckets
@@ -119,6 +122,17 @@ class LengthDistributions:
         left = np.where(total < _NOTHING_LEFT, flat, left)
         low = np.minimum(np.maximum(self._low, t), self._high)
         return left / left.sum(1, keepdims=True), low
+
+    def _over(self, lengths: np.ndarray) -> np.ndarray:
+        """Return P(L > length) for lengths [sequences, any]; linear within a bucket."""
+        at_edges = np.zeros((len(self), self.buckets.num + 1))
+        # From the longest on, so that what is left of the tail has no rounding errors of the rest.
+        at_edges[:, :-1] = np.cumsum(self.probabilities[:, ::-1], axis=1)[:, ::-1]
+        edges = np.append(self._low[:1], self._high)
+        bucket = np.clip(np.searchsorted(edges, lengths, "right") - 1, 0, self.buckets.num - 1)
+        share = np.clip((self._high[bucket] - lengths) / (self._high - self._low)[bucket], 0.0, 1.0)
+        row = np.arange(len(self))[:, None]
+        return at_edges[row, bucket + 1] + share * self.probabilities[row, bucket]
 
     def _share_over(self, t: np.ndarray) -> np.ndarray:
         """Return the share of each bucket's lengths that are over t."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, final
@@ -35,6 +36,7 @@ class PageCache:
       disk: below the host, for what leaves it; None without one.
       host_memory: the contents of the host's pages; only read and written for the disk.
       identity: of the model and its weights, which keys begin with.
+      max_pages_out: pages that one plan copies to the host; beyond them pages are dropped.
 
     Attributes:
       identity: as given, or as `clear` was told since.
@@ -51,6 +53,7 @@ class PageCache:
         disk: DiskTier | None = None,
         host_memory: HostMemory | None = None,
         identity: bytes = b"",
+        max_pages_out: int = sys.maxsize,
     ):
         self.pool = PagePool(num_pages, self._reclaim)
         self.disk = disk
@@ -60,6 +63,7 @@ class PageCache:
         self.num_evicted = 0
         self._host = host
         self._host_memory = host_memory
+        self._max_pages_out = max_pages_out
         self._values = values
         self._by_key: dict[bytes, CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
@@ -297,7 +301,7 @@ class PageCache:
 
     def _copy_out(self, page: CachedPage) -> bool:
         """Have the next plan copy a page to the host, in place of one of less value."""
-        if not self._make_host_room(page):
+        if len(self._copies_out) >= self._max_pages_out or not self._make_host_room(page):
             return False
         assert page.device_page is not None
         self._copies_out[self._set_host_page(page)] = page.device_page

@@ -26,6 +26,10 @@ class PageTable:
     def pages(self) -> tuple[int, ...]:
         return tuple(self._pages)
 
+    def page(self, index: int) -> int:
+        """Return one entry of `pages`, which is a copy of all."""
+        return self._pages[index]
+
     @property
     def num_pages(self) -> int:
         return len(self._pages)

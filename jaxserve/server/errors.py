@@ -44,6 +44,7 @@ STATUSES: Mapping[type[JaxserveError], Kind] = {
     errors.InvalidGrammarError: Kind(400, _INVALID, "invalid_grammar"),
     errors.GrammarTooComplexError: Kind(400, _INVALID, "grammar_too_complex"),
     errors.GrammarsBusyError: Kind(429, "rate_limit_error", "grammars_busy", True),
+    errors.QueueFullError: Kind(429, "rate_limit_error", "queue_full", True),
     errors.InvalidConfigError: Kind(400, _INVALID),
     errors.UnknownConversationError: Kind(404, _INVALID, "conversation_not_found"),
     errors.ConversationBusyError: Kind(409, "conflict_error", "conversation_busy", True),
