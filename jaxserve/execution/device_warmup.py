@@ -134,7 +134,7 @@ class DeviceWarmup:
     def _decode(self, variant: Variant, num_rows: int) -> None:
         window = range(num_rows)
         self._programs.decode_loop.prepare(
-            *(self._params, self._cache, self._state, np.int32(0), pack_window(window, ())),
-            *(np.int32(0), self._programs.plan_decode((), window), self._programs.probe_params),
+            *(self._params, self._cache, self._state, pack_window(window, ())),
+            *(self._programs.plan_decode((), window), self._programs.probe_params),
             variant=variant,
         )

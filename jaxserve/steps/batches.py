@@ -25,6 +25,23 @@ Params = Any
 @final
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class DecodeWindow:
+    """The slots that a decode loop runs over, and how often.
+
+    Attributes:
+      start: the first slot.
+      num_iterations: the loop runs this often, or less when all have ended.
+      decodes: which of the slots from `start` on take part; the others stay as they are.
+    """
+
+    start: Int32[Array, ""]
+    num_iterations: Int32[Array, ""]
+    decodes: Bool[Array, " rows"]
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class MixedBatch:
     """Rows of a mixed step; unused rows have length 0.
 

@@ -34,7 +34,7 @@ def test_a_window_of_a_compiled_size_holds_the_plans(variant, max_slots):
         window = decode_window(config, planned, variant)
         assert set(range(start, start + size)) <= set(window) <= set(range(max_slots))
         assert len(window) == min(each for each in sizes if each >= size)
-        taking_part = np.array(window)[pack_window(window, rows)]
+        taking_part = np.array(window)[pack_window(window, rows).decodes]
         assert sorted(taking_part) == sorted(slots)
 
 
