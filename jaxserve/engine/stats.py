@@ -38,6 +38,8 @@ class EngineStats:
       num_taken_back: planned output tokens that steps did not deliver although their answers had
         not ended.
       num_handovers_lost: sequences whose pages did not arrive at the other device group.
+      num_lost_steps: steps that the device could not compute for lack of memory, or after such a
+        step; the requests of the first have failed, the others were computed again.
       num_constrained: requests with a grammar.
       num_forced: output tokens that their grammars forced, which took no step of their own.
       max_pages_owned: maximum number of pages in use at the same time.
@@ -69,6 +71,7 @@ class EngineStats:
     num_refined: int = 0
     num_taken_back: int = 0
     num_handovers_lost: int = 0
+    num_lost_steps: int = 0
     num_constrained: int = 0
     num_forced: int = 0
     max_pages_owned: int = 0
