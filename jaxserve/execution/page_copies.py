@@ -224,7 +224,6 @@ class HostPages:
 
     def incoming(self, cache: KVCache, copies: PageCopies, count: int) -> IncomingPages:
         """Return the contents of at most `count` (host page, device page), for a step to copy."""
-        self._allocate(jax.tree.leaves(cache))
         target = np.full(count, cache.num_pages, np.int32)
         target[: len(copies)] = [page for _, page in copies]
         values = self._read(cache, copies, count)
@@ -268,6 +267,7 @@ class HostPages:
     def _read(self, cache: KVCache, copies: PageCopies, count: int) -> KVCache:
         """Return `count` pages in the cache's structure: those of the copies, then padding."""
         self._wait_for([host_page for host_page, _ in copies])
+        self._allocate(jax.tree.leaves(cache))
         wanted = np.zeros(count, np.int64)
         wanted[: len(copies)] = [host_page for host_page, _ in copies]
         # Host pages are the leading axis, so that a page of a layer is contiguous.

@@ -35,6 +35,11 @@ class PageTable:
         return len(self._pages)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that the owned pages hold."""
+        return len(self._pages) * self._page_size
+
+    @property
     def reservation(self) -> int:
         """Pages that are owned or may still be allocated."""
         return len(self._pages) + self._num_unallocated

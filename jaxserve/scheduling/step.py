@@ -351,6 +351,8 @@ class Step:
 
     def _secure(self, sequence: Sequence, length: int) -> bool:
         """Own the pages for `length` tokens, preempting others for them."""
+        if length <= sequence.kv.table.num_tokens:
+            return True
         if not self._extends and sequence.kv.table.num_missing(length):
             self._preempt(sequence, has_outgrown=True)
             return False

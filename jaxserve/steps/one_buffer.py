@@ -26,7 +26,7 @@ class OneBuffer:
     """
 
     words: Int32[Array, " words"]
-    structure: jax.tree_util.PyTreeDef = field(metadata={"static": True})
+    structure: Any = field(metadata={"static": True})
     layout: tuple[tuple[tuple[int, ...], str], ...] = field(metadata={"static": True})
 
     @classmethod

@@ -320,7 +320,8 @@ def pieces(extensions: Sequence[Extension]) -> list[Extension]:
 def pack_extensions(config: EngineConfig, extensions: Sequence[Extension]) -> Extensions:
     """Arguments of `extend` for at most EXTENSIONS_A_CALL pieces, as NumPy arrays."""
     index: Any = np.full(EXTENSIONS_A_CALL, config.max_slots, np.int32)
-    start, count = np.zeros((2, EXTENSIONS_A_CALL), np.int32)
+    start: Any = np.zeros(EXTENSIONS_A_CALL, np.int32)
+    count: Any = np.zeros(EXTENSIONS_A_CALL, np.int32)
     tokens: Any = np.zeros((EXTENSIONS_A_CALL, TOKENS_AN_EXTENSION), np.int32)
     for i, each in enumerate(extensions):
         index[i], start[i], count[i] = each.slot, each.start, len(each.tokens)

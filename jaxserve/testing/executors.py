@@ -172,6 +172,11 @@ class FaultyExecutor(ExecutorWrapper):
         self._out_of_memory_every = out_of_memory_every or sys.maxsize
         self._loses_every = loses_every
         self._num_handovers = 0
+        self._is_lost = False
+
+    def reset(self) -> bool:
+        self._is_lost = False
+        return self.inner.reset()
 
     def submit(self, plan: StepPlan) -> StepHandle:
         index = self.num_submitted
@@ -182,9 +187,10 @@ class FaultyExecutor(ExecutorWrapper):
         if plan.handovers and self._loses_every and self._num_handovers % self._loses_every == 0:
             return _Lost(plan)
         num_failed, rest = divmod(index + 1, self._out_of_memory_every)
-        if num_failed and not rest:
-            if num_failed % 2:
-                raise _out_of_memory()
+        if num_failed % 2 and not rest:
+            raise _out_of_memory()
+        self._is_lost = self._is_lost or (num_failed > 0 and not rest)
+        if self._is_lost:  # later steps read what this one should have written
             return _OutOfMemory()
         handle = self.inner.submit(plan)
         is_finite = index != self._not_finite_at and (index + 1) % self._not_finite_every
