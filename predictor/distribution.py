@@ -6,6 +6,7 @@ ruled out and the rest is renormalised: P(L | L > t). Everything is vectorised o
 
 from __future__ import annotations
 
+import functools
 from typing import final
 
 import numpy as np
@@ -38,6 +39,7 @@ class LengthDistributions:
         self.probabilities = given / given.sum(1, keepdims=True)
         edges = np.asarray(buckets.edges, np.float64)
         self._low, self._high = edges[:-1], edges[1:]
+        self._bucket_from = _bucket_from(buckets)
 
     def __len__(self) -> int:
         return len(self.probabilities)
@@ -124,15 +126,13 @@ class LengthDistributions:
         return left / left.sum(1, keepdims=True), low
 
     def _over(self, lengths: np.ndarray) -> np.ndarray:
-        """Return P(L > length) for lengths [sequences, any]; linear within a bucket."""
-        at_edges = np.zeros((len(self), self.buckets.num + 1))
+        """Return P(L > length) for lengths [sequences, any], which is linear within a bucket."""
+        rate = self.probabilities / (self._high - self._low)
         # From the longest on, so that what is left of the tail has no rounding errors of the rest.
-        at_edges[:, :-1] = np.cumsum(self.probabilities[:, ::-1], axis=1)[:, ::-1]
-        edges = np.append(self._low[:1], self._high)
-        bucket = np.clip(np.searchsorted(edges, lengths, "right") - 1, 0, self.buckets.num - 1)
-        share = np.clip((self._high[bucket] - lengths) / (self._high - self._low)[bucket], 0.0, 1.0)
-        row = np.arange(len(self))[:, None]
-        return at_edges[row, bucket + 1] + share * self.probabilities[row, bucket]
+        tail = np.cumsum(self.probabilities[:, ::-1], axis=1)[:, ::-1] + rate * self._low
+        bucket = self._bucket_from[np.minimum(lengths, self.buckets.max_length).astype(np.intp)]
+        place = bucket + np.arange(0, rate.size, self.buckets.num)[:, None]
+        return np.maximum(tail.take(place) - rate.take(place) * lengths, 0.0)
 
     def _share_over(self, t: np.ndarray) -> np.ndarray:
         """Return the share of each bucket's lengths that are over t."""
@@ -140,3 +140,10 @@ class LengthDistributions:
 
     def _column(self, values: np.ndarray | int) -> np.ndarray:
         return np.broadcast_to(np.asarray(values, np.float64), len(self))[:, None]
+
+
+@functools.lru_cache(maxsize=16)
+def _bucket_from(buckets: LengthBuckets) -> np.ndarray:
+    """Return the bucket of the lengths that are over 0, 1, ... up to the longest [lengths + 1]."""
+    starts = np.arange(buckets.max_length + 1)
+    return np.minimum(np.searchsorted(buckets.edges, starts, "right") - 1, buckets.num - 1)

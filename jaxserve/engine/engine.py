@@ -347,7 +347,7 @@ class Engine:
         """
         if not is_out_of_memory(error) or not self._executor.reset():
             raise error
-        self.stats.num_lost_steps += len(lost)
+        self.stats.after_loss(len(lost))
         news = [each for plan in lost for each in self._apply(plan, nothing_delivered(plan))]
         failed = {row.sequence_key for row in lost[0].rows}
         out_of_memory = DeviceMemoryError(

@@ -117,6 +117,10 @@ class EngineStats:
         self.take_in(scheduler.counters())
         self.max_pages_owned = max(self.max_pages_owned, scheduler.page_usage().num_owned)
 
+    def after_loss(self, num_steps: int) -> None:
+        """Count steps that were not computed."""
+        self.num_lost_steps += num_steps
+
     def take_in(self, counters: Mapping[str, float]) -> None:
         """Set counters that are kept elsewhere, by name."""
         for name, count in counters.items():

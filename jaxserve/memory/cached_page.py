@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import final
+
+import numpy as np
 
 _KEY_BYTES = 16
 
@@ -27,7 +28,9 @@ class PageKeys:
         self._root = b""
         self._keys: list[bytes] = []
 
-    def of(self, tokens: Sequence[int], page_size: int, identity: bytes) -> Sequence[bytes]:
+    def of(
+        self, tokens: Sequence[int] | np.ndarray, page_size: int, identity: bytes
+    ) -> Sequence[bytes]:
         """Return the keys of `tokens`, which may only have grown since the last call.
 
         Args:
@@ -62,8 +65,8 @@ class PageKeys:
         return PageKeys(self._whole)
 
 
-def _bytes(tokens: Sequence[int]) -> memoryview:
-    return memoryview(array("q", tokens)).cast("B")
+def _bytes(tokens: Sequence[int] | np.ndarray) -> memoryview:
+    return memoryview(np.asarray(tokens, np.int64)).cast("B")
 
 
 def _key(page: memoryview, before: bytes) -> bytes:

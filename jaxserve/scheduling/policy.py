@@ -36,6 +36,10 @@ class Headroom(Protocol):
         """Count a sequence among those that run; its reservation is made."""
         ...
 
+    def advanced(self) -> None:
+        """Take note that running sequences have reserved more pages in this step."""
+        ...
+
 
 class Admission(Protocol):
     """How much memory to reserve for a sequence."""

@@ -83,7 +83,8 @@ class Queues:
 
     def have_advanced(self) -> None:
         """Note that running sequences have got more tokens in the step that is being planned."""
-        self._headroom = None
+        if self._headroom is not None:
+            self._headroom.advanced()
 
     def first_admissible(self, only_bounded: bool = False) -> Sequence | None:
         """Return the first waiting sequence that fits, if it may pass those before it.

@@ -144,7 +144,7 @@ class Scheduler:
                 request=request,
                 sample_index=index,
                 max_length=limit,
-                kv=self._kv.new(request.encoder_prompt),
+                kv=self._kv.new(request),
                 primary=samples[0] if samples and not self.config.has_slot_state else None,
             )
             self._next_key += 1

@@ -395,6 +395,6 @@ def _admission(sequence: Sequence) -> Admission:
         slot=sequence.slot,
         request=sequence.request,
         sample_index=sequence.sample_index,
-        tokens=np.asarray(sequence.known_tokens, np.int32),
+        tokens=sequence.known_array,
         max_length=sequence.max_length,
     )

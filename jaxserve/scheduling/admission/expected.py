@@ -66,7 +66,7 @@ class ExpectedPeak:
         self._lengths = lengths
         self._margin = margin
         self._watermark = OnDemand().headroom(running, config, lengths)
-        self._num_reserved = sum(each.kv.table.reservation for each in running)
+        self.advanced()
         self._has_estimates = any(lengths.estimate(each) is not None for each in running)
         # The time up to which `_use`, of `_sequences`, is known; 0 before it is.
         self._longest = 0.0
@@ -96,6 +96,10 @@ class ExpectedPeak:
             self._use = self._use.plus(self._asked[1])
         else:
             self._longest = 0.0
+
+    def advanced(self) -> None:
+        """See `Headroom`. What they will need is the same as before."""
+        self._num_reserved = sum(each.kv.table.reservation for each in self._sequences)
 
     def _use_of(self, sequence: Sequence) -> MemoryUse:
         """Return the memory that a sequence will need, up to the end of the last of all."""

@@ -26,3 +26,6 @@ class Watermark:
     def admitted(self, sequence: Sequence) -> None:
         """See `Headroom`."""
         self._is_idle = False
+
+    def advanced(self) -> None:
+        """See `Headroom`."""

@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import final
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.memory.cached_page import PageKeys
+from jaxserve.core.request import Request
 from jaxserve.memory.disk_tier import DiskTier, HostMemory
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.host_pool import HostPool
 from jaxserve.memory.page_cache import PageCache, Tier
-from jaxserve.memory.page_table import PageTable
 from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.relocation import Moves, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
@@ -139,9 +138,9 @@ class KVManager:
 
     # ---- sequences that begin ----
 
-    def new(self, whole: Seq[int] = ()) -> SequenceKV:
-        """Return the state of a sequence without KV; `whole` is that of `PageKeys`."""
-        return SequenceKV(PageTable(self._cache.pool, self.config.page_size), keys=PageKeys(whole))
+    def new(self, request: Request) -> SequenceKV:
+        """Return the state of a sequence without KV."""
+        return self._prefixes.new(request)
 
     def least_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the fewest pages that a waiting sequence could need, whatever others own."""

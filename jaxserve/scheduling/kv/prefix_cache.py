@@ -7,13 +7,14 @@ from collections.abc import Sequence as Seq
 from typing import final
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.request import padded_to_pages
+from jaxserve.core.request import Request, padded_to_pages
 from jaxserve.memory.cached_page import Branch, CachedPage, PageKeys
 from jaxserve.memory.page_cache import PageCache
+from jaxserve.memory.page_table import PageTable
 from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.prefetch import Prefetch
 from jaxserve.memory.retrieval import Retrieval
-from jaxserve.scheduling.kv.sequence_kv import SharedPages
+from jaxserve.scheduling.kv.sequence_kv import SequenceKV, SharedPages
 from jaxserve.scheduling.sequence import Phase, Sequence
 
 
@@ -63,6 +64,13 @@ class PrefixCacheManager:
         return self._prefetch.num_pages
 
     # ---- sequences that begin ----
+
+    def new(self, request: Request) -> SequenceKV:
+        """Return the state of a sequence without KV, with the keys of its prompt's pages."""
+        keys = PageKeys(request.encoder_prompt)
+        if self._keeps:  # so that no step has to compute them
+            keys.of(request.prompt_array, self._page_size, self._cache.identity)
+        return SequenceKV(PageTable(self._cache.pool, self._page_size), keys=keys)
 
     def most_shared(self, sequence: Sequence) -> int:
         """Return how many pages of a waiting sequence others could own."""

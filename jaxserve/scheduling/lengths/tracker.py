@@ -139,7 +139,8 @@ class LengthTracker:
         return Forecast(
             self._table.distributions(rows),
             planned - self._table.at(rows),
-            np.asarray([sequence.num_outputs_left for sequence in sequences]),
+            np.asarray([each.max_length - len(each.request.prompt) for each in sequences])
+            - planned,
         )
 
     def expected_tokens(self, sequences: Seq[Sequence]) -> list[float]:
