@@ -65,11 +65,11 @@ class PageKeys:
         return PageKeys(self._whole)
 
 
-def _bytes(tokens: Sequence[int] | np.ndarray) -> memoryview:
-    return memoryview(np.asarray(tokens, np.int64)).cast("B")
+def _bytes(tokens: Sequence[int] | np.ndarray) -> bytes:
+    return np.asarray(tokens, np.int64).tobytes()
 
 
-def _key(page: memoryview, before: bytes) -> bytes:
+def _key(page: bytes, before: bytes) -> bytes:
     return blake2b(page, digest_size=_KEY_BYTES, key=before).digest()
 
 
