@@ -62,11 +62,14 @@ class Runtimes:
         """The model's tokenizer."""
         return self._model.tokenizer
 
-    def open(self, policy: Policy, *, max_slots: int | None = None) -> Runtime:
+    def open(
+        self, policy: Policy, *, max_slots: int | None = None, speculation: str | None = None
+    ) -> Runtime:
         """Return a runtime with the policy and a page pool as large as that of the others.
 
         Args:
           max_slots: most sequences at once, in place of that of the options.
+          speculation: see `RuntimeOptions`.
 
         Raises:
           InvalidConfigError, DeviceMemoryError: the memory does not hold a pool as large.
@@ -76,7 +79,9 @@ class Runtimes:
         from jaxserve import Runtime
 
         model = self._model
-        settings: dict[str, Any] = {"warmup": "full", **self._settings}
+        settings: dict[str, Any] = {
+            "warmup": "full", "speculation": speculation, **self._settings
+        }  # fmt: skip
         if max_slots is not None:
             settings["max_slots"] = max_slots
         rt = self._open.enter_context(

@@ -63,6 +63,7 @@ class ServiceOptions:
     kv_dtype: opt.KvDType = None
     quantize: opt.Quantize = None
     quantize_embeddings: opt.QuantizeEmbeddings = None
+    speculation: opt.Speculation = None
     host_memory: opt.HostMemory = None
     disk_memory: opt.DiskMemory = None
     disk_folder: opt.DiskFolder = None

@@ -108,6 +108,13 @@ QuantizeEmbeddings = Annotated[
         text="Embedding and head with --quantize: int8, int4 or none. [default: int8]",
     ),
 ]
+Speculation = Annotated[
+    str | None,
+    _runtime(
+        "--speculation",
+        text="Propose next tokens: lookup (what followed the same tokens before in the request).",
+    ),
+]
 HostMemory = Annotated[
     str | None,
     _runtime("--host-memory", text="Host memory for KV that leaves the device, e.g. 8GiB, or 0."),

@@ -43,6 +43,8 @@ class EngineConfig:
       token_buckets: compiled sizes of a mixed step; empty for default sizes.
       slot_buckets: compiled sizes of the decode window; empty for default sizes.
       head_buckets: compiled sizes of the sampling head of a mixed step; empty for default sizes.
+      num_proposed: most tokens that a decode loop proposes for each row in an iteration; 0 for a
+        runtime that does not speculate.
       attention: implementation of paged attention, or several separated by commas; None for the
         platform's choice.
       num_host_pages: pages of host memory for KV that leaves the device.
@@ -60,6 +62,7 @@ class EngineConfig:
     max_context: int = 2048
     max_step_tokens: int = 512
     max_decode_iterations: int = 8
+    num_proposed: int = 0
     token_buckets: tuple[int, ...] = ()
     slot_buckets: tuple[int, ...] = ()
     head_buckets: tuple[int, ...] = ()

@@ -17,6 +17,9 @@ KV_DTYPES = ("int8", "float8_e4m3fn")
 QUANTIZE = ("int8", "int4", "fp8", "keep")
 QUANTIZE_EMBEDDINGS = ("int8", "int4", "none")
 
+# Where proposals for the next tokens come from.
+SPECULATIONS = ("lookup",)
+
 # When executables are made.
 WARMUPS = (True, False, "full", "background")
 
@@ -66,6 +69,10 @@ class RuntimeOptions:
       max_context: maximum number of tokens of prompt and output; by default the model's limit.
       max_step_tokens: maximum number of tokens of a step with prefill (the prefill chunk).
       max_decode_iterations: maximum number of tokens of a sequence per decode step.
+      speculation: where proposals for the next tokens come from, one of `SPECULATIONS`; None for
+        none. "lookup": from the request itself, what followed its newest tokens where they stood
+        before. Tokens stay the same, drawn ones too. docs/speculation.md says when it pays.
+      num_speculative_tokens: tokens that are proposed at most for a sequence at a time.
       page_size: tokens per page.
       seed: seed for the requests that have none.
       warmup: when executables are compiled, or loaded from an earlier start, one of `WARMUPS`.
@@ -104,6 +111,8 @@ class RuntimeOptions:
     max_context: int | None = None
     max_step_tokens: int | None = None
     max_decode_iterations: int | None = None
+    speculation: str | None = None
+    num_speculative_tokens: int = 4
     page_size: int = 32
     seed: int = 0
     warmup: bool | str = "background"
@@ -141,6 +150,7 @@ class RuntimeOptions:
             "max_context",
             "max_step_tokens",
             "max_decode_iterations",
+            "num_speculative_tokens",
             "page_size",
         ):
             value = getattr(self, name)
@@ -175,6 +185,11 @@ class RuntimeOptions:
             raise InvalidConfigError(
                 f"quantize_embeddings={self.quantize_embeddings!r} is not supported; pass one of "
                 f"{QUANTIZE_EMBEDDINGS}"
+            )
+        if self.speculation not in (None, *SPECULATIONS):
+            raise InvalidConfigError(
+                f"speculation={self.speculation!r} is unknown; pass one of {SPECULATIONS}, or omit "
+                "it for no speculation"
             )
         if self.restore not in (None, *RESTORES):
             raise InvalidConfigError(

@@ -330,7 +330,8 @@ class Engine:
         return self._apply(oldest.plan, result)
 
     def _apply(self, plan: StepPlan, result: StepResult) -> list[Progress]:
-        self.recorder.step_collected(plan.index, self._clock.now())
+        step_s = self.recorder.step_collected(plan.index, self._clock.now())
+        self.scheduler.speculation.take_in(plan, result, step_s)
         news = self.scheduler.apply(plan, result)
         if plan.masks is not None:
             self._constraints.take_in(plan.masks, news)

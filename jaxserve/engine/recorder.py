@@ -121,6 +121,7 @@ class Recorder:
         self._replica = replica
         self._records = Records()
         self._in_flight: dict[int, StepRecord] = {}
+        self._collected_s = 0.0  # the newest
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
@@ -197,9 +198,18 @@ class Recorder:
             group=plan.group,
         )
 
-    def step_collected(self, index: int, now_s: float) -> None:
-        """Record that the step of the plan with this index was collected."""
-        self._records.add_step(replace(self._in_flight.pop(index), collected_s=now_s))
+    def step_collected(self, index: int, now_s: float) -> float:
+        """Record that the step of the plan with this index was collected.
+
+        Returns:
+          The seconds that the device took for it, at most: since it was submitted, or since the
+          step collected before it.
+        """
+        step = replace(self._in_flight.pop(index), collected_s=now_s)
+        self._records.add_step(step)
+        seconds = now_s - max(step.submitted_s, self._collected_s)
+        self._collected_s = now_s
+        return seconds
 
     def request_ended(self, completion: Completion) -> None:
         record = RequestRecord(

@@ -42,6 +42,8 @@ class EngineStats:
         step; the requests of the first have failed, the others were computed again.
       num_constrained: requests with a grammar.
       num_forced: output tokens that their grammars forced, which took no step of their own.
+      num_draft_tokens, num_accepted_tokens: proposals that decode loops computed, and those of them
+        that became output.
       max_pages_owned: maximum number of pages in use at the same time.
       busy_s: seconds during which there was work.
       host_gap_s: seconds of `busy_s` during which the device may have been idle.
@@ -74,6 +76,8 @@ class EngineStats:
     num_lost_steps: int = 0
     num_constrained: int = 0
     num_forced: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     max_pages_owned: int = 0
     busy_s: float = 0.0
     host_gap_s: float = 0.0

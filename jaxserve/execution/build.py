@@ -20,7 +20,7 @@ from jaxserve.execution.group import check_alike, in_group
 from jaxserve.execution.memory_plan import PoolSize, plan_host_pages, plan_pool, plan_resize
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.execution.staged import StagedExecutor
-from jaxserve.execution.state_limits import check_slot_states
+from jaxserve.execution.state_limits import check_slot_states, check_speculation
 from jaxserve.execution.warmup import executable_store, steady, warm_up
 from jaxserve.execution.weights import check_dtype
 from jaxserve.memory.page_pool import MIN_PAGES
@@ -126,6 +126,7 @@ def build_executor(
         stages=stages,
         num_processes=1 if group is None else group.num_processes,
     )
+    check_speculation(model_config, options, stages=stages)
     if probe is not None:
         check_probe(probe, model_config)
         if stages is not None or group is not None:
@@ -381,6 +382,7 @@ def _engine_config(
         ),
         max_step_tokens=max_step_tokens,
         max_decode_iterations=options.max_decode_iterations or defaults.max_decode_iterations,
+        num_proposed=options.num_speculative_tokens if options.speculation else 0,
         slot_buckets=fine_slot_buckets(max_slots) if defaults.has_fine_windows else (),
         attention=options.attention,
         num_host_pages=num_host_pages,

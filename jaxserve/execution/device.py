@@ -271,9 +271,10 @@ class DeviceExecutor:
             self._pages.cache,
             self._slots.state,
             pack_window(window, plan.rows, plan.num_iterations),
-            self._programs.plan_decode(plan.rows, window, plan.num_iterations),
+            self._programs.plan_decode(plan.rows, window, plan.num_iterations, plan.num_proposed),
             self._programs.probe_params,
             variant=needs.variant,
+            num_proposed=plan.num_proposed,
         )
         output_rows = np.array([row.slot - window.start for row in plan.rows], np.int32)
         return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows)

@@ -98,8 +98,12 @@ class DeviceHandle:
             top_ids=self._by_row("top_ids") if needs.top_logprobs else None,
             top_logprobs=self._by_row("top_logprobs") if needs.top_logprobs else None,
             prompt_logprobs=self._prompt_logprobs(),
-            remaining=None if self._outputs[0].remaining is None else self._by_row("remaining"),
+            remaining=self._by_row_if_any("remaining"),
+            proposals=self._by_row_if_any("proposals"),
         )
+
+    def _by_row_if_any(self, name: str) -> np.ndarray | None:
+        return None if getattr(self._outputs[0], name) is None else self._by_row(name)
 
     def _by_row(self, name: str) -> np.ndarray:
         parts = [np.asarray(getattr(part, name)) for part in self._outputs]
@@ -122,5 +126,5 @@ class DeviceHandle:
             wanted += [out.tokens, out.num_tokens, out.finite]
             wanted += [out.logprobs] if self._needs.logprobs else []
             wanted += [out.top_ids, out.top_logprobs] if self._needs.top_logprobs else []
-            wanted += [out.remaining]
+            wanted += [out.remaining, out.proposals]
         return [array for array in wanted if array is not None]

@@ -53,6 +53,8 @@ class RuntimeStats:
     num_lost_steps: int
     num_constrained: int
     num_forced: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     num_compilations: int
     busy_s: float
     host_gap_s: float

@@ -11,7 +11,7 @@ from jaxserve.scheduling.lengths.slack import Slack
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.pace import Pace
-from jaxserve.scheduling.plan import Extension
+from jaxserve.scheduling.plan import Admission, Extension
 from jaxserve.scheduling.policy import Headroom, Policy
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -250,3 +250,15 @@ class Queues:
         assert len(set(taken)) == len(taken) == num_live, "slots do not add up"
         assert all(each.phase is Phase.RUNNING for each in self.running), "one does not run"
         assert all(each.phase is Phase.WAITING for each in self.waiting), "one does not wait"
+
+
+def admission(sequence: Sequence) -> Admission:
+    """Return what a slot needs to serve a sequence that has it."""
+    assert sequence.slot is not None
+    return Admission(
+        slot=sequence.slot,
+        request=sequence.request,
+        sample_index=sequence.sample_index,
+        tokens=sequence.known_array,
+        max_length=sequence.max_length,
+    )

@@ -26,6 +26,7 @@ from jaxserve.scheduling.plan import Handover, StepPlan, StepResult
 from jaxserve.scheduling.policy import IterationShape, Policy
 from jaxserve.scheduling.queues import Queues
 from jaxserve.scheduling.sequence import Phase, Sequence
+from jaxserve.scheduling.speculation import Speculation
 from jaxserve.scheduling.step import Step
 from predictor import Refinement
 
@@ -50,6 +51,7 @@ class Scheduler:
 
     Attributes:
       lengths: what is expected of the sequences' lengths; policies read it.
+      speculation: what is known of proposals; whoever times steps tells it.
       wake_s: until when the policy or the disk lets the device idle; None where neither does.
     """
 
@@ -61,18 +63,15 @@ class Scheduler:
         refinement: Refinement | None,
         pace: Callable[[], Pace | None],
     ):
-        self.policy = policy
+        self.policy, self._clock, self._kv = policy, clock, kv
         self.lengths = LengthTracker(refinement)
+        self.speculation = Speculation(kv.config.num_proposed)
         self.wake_s: float | None = None
-        self._clock = clock
-        self._kv = kv
         self._queues = Queues(policy, kv, self.lengths, clock.now, pace)
         self._policy_state = policy.new_state()
         self._sequences: dict[int, Sequence] = {}
-        self._num_plans = 0
-        self._num_taken_back = 0
-        self._num_handovers_lost = 0
-        self._next_key = 0
+        self._num_plans = self._next_key = 0
+        self._num_taken_back = self._num_handovers_lost = 0
 
     # ---- what there is ----
 
@@ -122,6 +121,7 @@ class Scheduler:
             "num_taken_back": self._num_taken_back,
             "num_handovers_lost": self._num_handovers_lost,
             **self._kv.counters(),
+            **self.speculation.counters(),
         }
 
     def tokens_to_reserve(self, sequence: Sequence) -> int:
@@ -167,8 +167,7 @@ class Scheduler:
         elif sequence.phase is Phase.RUNNING:
             self._queues.leave_slot(sequence)
         sequence.phase = Phase.FINISHED
-        sequence.finish_reason = reason
-        sequence.error = error
+        sequence.finish_reason, sequence.error = reason, error
         sequence.times.end(self._clock.now(), has_output=bool(sequence.output))
         self._kv.end(sequence, is_right=error is None)
         self.lengths.remove(sequence)
@@ -250,8 +249,7 @@ class Scheduler:
             step = self._selected(open_groups)
         self.wake_s = step.wake_s
         if not step.has_work:
-            if self.wake_s is None:
-                self.wake_s = self._kv.gives_up_s
+            self.wake_s = self._kv.gives_up_s if self.wake_s is None else self.wake_s
             return None
         self._kv.prefetch(itertools.islice(self._queues.waiting.ready(), _MAX_AWAITED))
         plan = step.finish(self._num_plans)
@@ -262,7 +260,10 @@ class Scheduler:
         return plan
 
     def _selected(self, open_groups: Collection[int]) -> Step:
-        step = Step(self._queues, self._kv, self.policy, self.lengths, self._clock.now, open_groups)
+        step = Step(
+            *(self._queues, self._kv, self.policy, self.lengths, self.speculation),
+            *(self._clock.now, open_groups),
+        )
         self.policy.iteration.select(step, self._policy_state)
         return step
 
@@ -276,8 +277,7 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[Progress]:
         """Take in what `plan` delivered; returns the news in the order of the rows."""
-        news = []
-        live = []
+        news, live = [], []
         for index, handover in enumerate(plan.handovers):
             sequence = self._sequences[handover.sequence_key]
             is_lost = result.arrived is not None and not result.arrived[index]

@@ -11,10 +11,11 @@ import numpy as np
 
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.tracker import LengthTracker
-from jaxserve.scheduling.plan import LINK, Admission, Handover, Row, StepPlan
+from jaxserve.scheduling.plan import LINK, Handover, Row, StepPlan
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.queues import Queues
+from jaxserve.scheduling.queues import Queues, admission
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.speculation import Speculation
 
 
 @final
@@ -36,6 +37,7 @@ class Step:
         kv: KVManager,
         policy: Policy,
         lengths: LengthTracker,
+        speculation: Speculation,
         now: Callable[[], float],
         open_groups: Collection[int],
     ):
@@ -50,6 +52,7 @@ class Step:
         self._kv = kv
         self._policy = policy
         self._lengths = lengths
+        self._speculation = speculation
         self._extends = policy.admission.extends
         self._now = now
         # Of each row, beside its sequence.
@@ -59,6 +62,7 @@ class Step:
         self._admitted: list[Sequence] = []
         self._new_pages: list[tuple[Sequence, int, int]] = []
         self._num_iterations = 1
+        self._num_proposed = 0
         self._is_decode_loop = False
         self._has_preempted = False
         self._is_short = False
@@ -212,16 +216,18 @@ class Step:
             return 1
         if any(sequence.awaits_token for sequence in self._running_here):
             max_iterations = 1
-        count = min(max_iterations, *(s.num_outputs_left for s in decoding))
-        if not self._extends:
-            count = min(count, *(self._num_reserved_left(s) for s in decoding))
-        while count > 1 and not self._fits(decoding, count):
-            count //= 2
+        left = [self._num_tokens_left_of(sequence) for sequence in decoding]
+        self._num_proposed = self._speculation.num_proposed(decoding)
+        block = 1 + self._num_proposed
+        count = min(max_iterations, *(-(-num // block) for num in left))
+        while count * block > 1 and not self._fits(decoding, count * block):
+            count, block = max(1, count // 2), block if count > 1 else 1
+        self._num_proposed = block - 1
         self._compacts, self._min_rows = compacts, min_rows
         self._num_iterations = count
         self._is_decode_loop = True
-        for sequence in decoding:
-            self.add_row(sequence, count)
+        for sequence, num in zip(decoding, left, strict=True):
+            self.add_row(sequence, min(count * block, num))
         return count
 
     def add_decode_loop_of(self, sequence: Sequence, max_iterations: int) -> bool:
@@ -278,7 +284,7 @@ class Step:
             swaps_in=swaps_in,
             releases=releases,
             moves=moves,
-            admissions=tuple(map(_admission, [*admitted, *arrived])),
+            admissions=tuple(map(admission, [*admitted, *arrived])),
             extensions=queues.take_extensions(group),
             page_updates=tuple(
                 (sequence.slot, index, page)
@@ -287,6 +293,7 @@ class Step:
             ),
             rows=tuple(map(self._row, self.sequences, self._spans, self._max_new)),
             num_iterations=self._num_iterations,
+            num_proposed=self._num_proposed,
             window_start=window_start,
             window_size=window_size,
             group=group,
@@ -319,11 +326,10 @@ class Step:
     def _advance(self, sequence: Sequence, spans: Seq[tuple[int, int]]) -> None:
         """After these tokens: a row that reaches the newest token plans the next one."""
         start, end = spans[-1]
-        if self._is_decode_loop:
-            max_new_tokens = end - start
-        else:
-            max_new_tokens = int(end == sequence.planned_length)
+        is_at_end = end == sequence.planned_length
+        max_new_tokens = end - start if self._is_decode_loop else int(is_at_end)
         sequence.num_planned_outputs += max_new_tokens
+        sequence.falls_short |= self._num_proposed > 0
         self._max_new += [0] * (len(spans) - 1) + [max_new_tokens]
         self.sequences += [sequence] * len(spans)
         self._spans += spans
@@ -380,6 +386,11 @@ class Step:
         self._has_preempted = True
         self._queues.preempt(sequence, has_outgrown=has_outgrown)
 
+    def _num_tokens_left_of(self, sequence: Sequence) -> int:
+        """Tokens that it may have more, by its length limit and, where it counts, reservation."""
+        most = sequence.num_outputs_left
+        return most if self._extends else min(most, self._num_reserved_left(sequence))
+
     def _num_reserved_left(self, sequence: Sequence) -> int:
         """Tokens for which its reservation still has room."""
         kv = sequence.kv
@@ -387,14 +398,3 @@ class Step:
 
     def _has_outgrown(self, sequence: Sequence) -> bool:
         return not self._extends and self._num_reserved_left(sequence) <= 0
-
-
-def _admission(sequence: Sequence) -> Admission:
-    assert sequence.slot is not None
-    return Admission(
-        slot=sequence.slot,
-        request=sequence.request,
-        sample_index=sequence.sample_index,
-        tokens=sequence.known_array,
-        max_length=sequence.max_length,
-    )

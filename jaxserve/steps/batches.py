@@ -31,12 +31,12 @@ class DecodeWindow:
     Attributes:
       start: the first slot.
       num_iterations: the loop runs this often, or less when all have ended.
-      decodes: which of the slots from `start` on take part; the others stay as they are.
+      most: new tokens of each slot from `start` on, at most; 0 for one that stays as it is.
     """
 
     start: Int32[Array, ""]
     num_iterations: Int32[Array, ""]
-    decodes: Bool[Array, " rows"]
+    most: Int32[Array, " rows"]
 
 
 @final

@@ -98,7 +98,7 @@ class Programs:
             shelf,
             packs=True,
             donate_argnames=("cache", "slots"),
-            static_argnames="variant",
+            static_argnames=("variant", "num_proposed"),
             out_shardings=(pages, whole, whole),
         )
         self.prompt_logprobs = StepFunction(
@@ -159,10 +159,16 @@ class Programs:
         return None if self._planner is None else self._planner.mixed(batch)
 
     def plan_decode(
-        self, rows: Sequence[Row], window: range, num_iterations: int = 1
+        self,
+        rows: Sequence[Row],
+        window: range,
+        num_iterations: int = 1,
+        num_proposed: int = 0,
     ) -> Plan | None:
         """The plan of attention in a decode loop over the slots of a window, for `decode_loop`."""
-        return None if self._planner is None else self._planner.decode(rows, window, num_iterations)
+        if self._planner is None:
+            return None
+        return self._planner.decode(rows, window, num_iterations, num_proposed)
 
     def compiled_steps(
         self, params: Params, cache: KVCache, variant: Variant = Variant.FULL
@@ -175,7 +181,8 @@ class Programs:
         """
         batch, window = self._arguments()
         cache, slots = self._placed(cache)
-        decode_plan = self.plan_decode((), range(self.config.max_slots))
+        num_proposed = self.config.num_proposed
+        decode_plan = self.plan_decode((), range(self.config.max_slots), num_proposed=num_proposed)
         steps: list[Any] = prepared_together(
             partial(
                 self.mixed_body.prepare,
@@ -186,6 +193,7 @@ class Programs:
                 self.decode_loop.prepare,
                 *(params, cache, slots, window, decode_plan, self.probe_params),
                 variant=variant,
+                num_proposed=num_proposed,
             ),
         )
         with self.place.in_force():
@@ -246,7 +254,6 @@ class Programs:
             steps.append(
                 self.stage_head.prepare(
                     *(params, slots, whole(row_hidden), index, jax.tree.map(whole, outputs)),
-                    np.int32(0),
                     variant=Variant.FULL,
                 )
             )

@@ -13,7 +13,8 @@ from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import Accepted, SimulatedExecutor
+from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.execution.simulated_model import Accepted
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
@@ -69,6 +70,7 @@ class Trace:
       probe: what its readings are like, see `PROBES`; None for no probe.
       falls_short: steps deliver fewer tokens than they were planned for, now and then none.
       has_grammars: about half of the requests await their tokens, which sometimes force others.
+      speculates: decode loops deliver tokens that were proposed.
 
     Attributes:
       requests: those that arrive by themselves.
@@ -90,10 +92,13 @@ class Trace:
         probe: str | None = None,
         falls_short: bool = False,
         has_grammars: bool = False,
+        speculates: bool = False,
     ):
         rng = random.Random(seed)
         self.seed = seed
         self.config = random_config(rng)
+        if speculates:
+            self.config = replace(self.config, num_proposed=1 + seed % 5)
         self.requests = random_requests(rng, self.config)
         if with_conversations:
             self.requests = with_shared_prefixes(random.Random(f"{seed} prefixes"), self.requests)
