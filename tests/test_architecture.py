@@ -96,7 +96,12 @@ THIRD_PARTY = {
     "jaxserve": CORE_DEPENDENCIES,
 }
 # Room -> packages of its extra, without which no module of the room is imported.
-EXTRAS = {"server": {"anyio", "fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"}}
+EXTRAS = {
+    "server": {
+        *("anyio", "fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"),
+        "opentelemetry",  # of `spans`, which is imported with the extra `otel` only
+    }
+}
 JAX_FREE_ROOMS = ("scheduling", "memory", "core", "workload")
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "transformers", "pallas_kernels"}
 

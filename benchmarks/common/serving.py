@@ -13,6 +13,7 @@ from benchmarks.common.predictors import load_predictor
 from benchmarks.common.replay import replay
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import summarise
+from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.scheduling.policy import Policy
@@ -39,13 +40,17 @@ class Runtimes:
     def __init__(self, options: argparse.Namespace):
         from jaxserve.execution.build import platform_defaults
         from jaxserve.execution.warmup import enable_compilation_cache
+        from jaxserve.models.quantisation import Quantisation
         from jaxserve.models.store import load_model
 
         enable_compilation_cache()
         defaults = platform_defaults()
         self.predictor = load_predictor(options)
         self._model = load_model(
-            options.model, dtype=defaults.dtype, layer_layout=cast(Any, defaults.layer_layout)
+            options.model,
+            dtype=defaults.dtype,
+            layer_layout=cast(Any, defaults.layer_layout),
+            quantisation=Quantisation.at_loading(RuntimeOptions(), mesh=None),
         )
         self._settings: dict[str, Any] = {
             "kv_memory": options.kv_memory,

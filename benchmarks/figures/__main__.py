@@ -52,7 +52,7 @@ PAGES = (
     Page("docs/results/exegpt.md", ("exegpt", "exegpt_bounds")),
     Page("docs/results/cells.md", ("cells",)),
     Page("docs/results/lengths.md", ("predictor", "probe")),
-    Page("docs/results/devices.md", ("sharding", "gpu_check")),
+    Page("docs/results/devices.md", ("sharding", "roles", "gpu_check")),
 )
 FIGURES = "docs/figures"
 RESULTS = "benchmarks/results"

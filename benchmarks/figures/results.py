@@ -16,7 +16,7 @@ from jaxserve.core.errors import InvalidConfigError
 KINDS = (
     *("offline", "policies", "online", "conversations", "flover", "simulate", "predictor"),
     *("probe", "s3", "pensieve", "scattered", "restore", "loading", "planning"),
-    *("sharding", "gpu_check", "exegpt", "exegpt_bounds", "cells"),
+    *("sharding", "gpu_check", "exegpt", "exegpt_bounds", "cells", "roles"),
 )
 # Names and positions of a value in a result.
 Keys = Sequence[str | int]

@@ -172,6 +172,14 @@ Replicas = Annotated[
     int,
     _runtime("--replicas", text="Replicas on Ray, each in its own process; see `Fleet`."),
 ]
+Roles = Annotated[
+    str | None,
+    _runtime(
+        "--roles",
+        text="Replicas on Ray that compute prompts and others that compute answers, e.g. "
+        "prefill=1,decode=2; in place of --replicas.",
+    ),
+]
 Record = Annotated[
     Path | None,
     _runtime("--record", text="Record every request in this new file, for benchmarks to replay."),

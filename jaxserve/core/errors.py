@@ -11,6 +11,7 @@ A message says what was given, what is allowed, and what to do.
     │   ├── InvalidSamplingParamsError
     │   ├── InvalidGrammarError        a schema, grammar or regular expression that does not compile
     │   │   └── GrammarTooComplexError     it needs more time or memory than is allowed
+    │   ├── AnswerTooShortError        its grammar ends its answer before min_tokens
     │   ├── GrammarsBusyError          too many other grammars are being compiled
     │   ├── BoundNotMetError           its answer is expected to take longer than its own bound
     │   ├── UnfoldError                the user's function raised for this input
@@ -123,6 +124,10 @@ class InvalidGrammarError(InvalidRequestError):
 
 class GrammarTooComplexError(InvalidGrammarError):
     """A grammar that needs more time or memory than is allowed, at its compilation or later."""
+
+
+class AnswerTooShortError(InvalidRequestError):
+    """A grammar whose answer must end before the least number of tokens that was asked for."""
 
 
 class GrammarsBusyError(InvalidRequestError):

@@ -175,6 +175,10 @@ class Completion:
     """The answer to one prompt: `params.n` samples, the first with shortcuts.
 
     A request that failed has `finish_reason == "error"` and the typed `error`.
+
+    Attributes:
+      predicted_tokens: mean length that was predicted for each sample, at most `params.max_tokens`;
+        None without a predictor.
     """
 
     request_id: str
@@ -183,6 +187,7 @@ class Completion:
     timing: Timing
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     conversation_id: str | None = None
+    predicted_tokens: int | None = None
     error: JaxserveError | None = field(default=None, compare=False)
 
     @property

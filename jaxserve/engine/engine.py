@@ -218,18 +218,26 @@ class Engine:
         """
         self._kv.swap_by(costs)
 
-    def export_kv(self, tokens: Seq[int]) -> KVPages:
-        """Return the contents of the leading full pages of a context that are cached.
+    def export_kv(self, tokens: Seq[int], first: int = 0, *, waits: bool = True) -> KVPages:
+        """Return the contents of full pages of a context that are cached, from page `first` on.
 
         They pass through host memory, as far as it has room. Steps may be in flight. After an
         error of the executor, what it was to copy is on the host no more.
+
+        Args:
+          waits: False to wait for no copy. The next steps make those that are missing, and only
+            pages whose copies have been made are returned.
         """
-        self._kv.transfer.copy_to_host(tokens)
+        self._kv.transfer.copy_to_host(tokens, first)
+        if not waits:
+            flights = (flight for lane in self._in_flight.values() for flight in lane)
+            on_the_way = {page for flight in flights for _, page in flight.plan.swaps_out}
+            return self._kv.transfer.read(tokens, first, on_the_way=on_the_way)
         plan = self.scheduler.plan_flush(0.0)
         try:
             if plan is not None:
                 self._executor.submit(plan).collect()
-            return self._kv.transfer.read(tokens)
+            return self._kv.transfer.read(tokens, first)
         except Exception:
             if plan is not None:
                 self._kv.transfer.copies_failed(plan.swaps_out)

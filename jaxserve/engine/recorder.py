@@ -18,6 +18,8 @@ from jaxserve.scheduling.scheduler import Scheduler
 MAX_RECORDS = 32_768
 # Number of newest steps from which the time of an iteration is computed.
 _NUM_RECENT = 64
+# Number of newest steps of a kind; none before them counts as slower than their median.
+_NUM_NEWEST = 8
 
 
 @final
@@ -143,7 +145,8 @@ class Recorder:
         """Return median seconds over the newest steps; None before the first step.
 
         A step takes part with each of its iterations. A few steps that waited for their executables
-        (`warmup="background"`) do not change the median.
+        (`warmup="background"`) do not change the median. After a slow spell, however long, it is
+        that of the spell until half of the newest 8 steps of a kind are fast again.
         """
         before_s = 0.0
         # (seconds of an iteration, iterations) of each step, by its kind.
@@ -154,10 +157,11 @@ class Recorder:
                 busy_s = step.collected_s - max(step.submitted_s, before_s)
                 found[step.kind].append((busy_s / step.num_iterations, step.num_iterations))
             before_s = step.collected_s
-        iteration_s = _median([*found["mixed"], *found["decode loop"]])
+        mixed, loops = _recovered(found["mixed"]), _recovered(found["decode loop"])
+        iteration_s = _median([*mixed, *loops])
         if iteration_s is None:
             return None
-        decode_s, prefill_s = _median(found["decode loop"]), _median(found["mixed"])
+        decode_s, prefill_s = _median(loops), _median(mixed)
         return Pace(
             iteration_s=iteration_s,
             decode_s=iteration_s if decode_s is None else decode_s,
@@ -221,6 +225,12 @@ class Recorder:
             conversation_id=completion.conversation_id,
         )
         self._records.add_request(record)
+
+
+def _recovered(weighted: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Return steps of one kind, oldest first, none slower than the median of the newest ones."""
+    most_s = _median(weighted[-_NUM_NEWEST:])
+    return [] if most_s is None else [(min(value, most_s), num) for value, num in weighted]
 
 
 def _median(weighted: list[tuple[float, int]]) -> float | None:

@@ -178,6 +178,10 @@ class PageCache:
             return False
         return page.host_page is not None or self._copy_out(page)
 
+    def awaits_copy(self, page: CachedPage) -> bool:
+        """Whether the next plan copies a page to the host."""
+        return page.host_page in self._copies_out
+
     # ---- what goes ----
 
     def evict(self, page: CachedPage) -> None:

@@ -31,7 +31,7 @@ from jaxserve.execution.weights import sharded
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.page_files import PageFiles
 from jaxserve.models.parts import planned_stages
-from jaxserve.models.quantisation import Quantisation, Quantiser, log_replicated
+from jaxserve.models.quantisation import Quantisation, Quantiser, has_panels, log_replicated
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.planning import Origin
 from jaxserve.runtime.forecaster import Forecaster, load_probe
@@ -104,8 +104,11 @@ def build_parts(
     clock = WallClock()
     used = own_params if params is None else params
     quantisation, quantiser = Quantisation.of(options), None
-    if quantisation is not None:
+    if options.quantize is not None:
         check_quantised(options, mesh)
+    if has_panels(model):
+        quantisation = Quantisation.in_panels(quantisation)
+    if quantisation is not None:
         quantiser = Quantiser(model, quantisation)
         if quantiser.is_dense(used):
             graphdef, used = nnx.split(quantiser.model(used))

@@ -92,6 +92,10 @@ class Intake:
         accepted = iter(self._hand_over(requests))
         return [refused.get(i) or next(accepted) for i in range(len(batch.prompts))]
 
+    def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """See `Runtime.prompt_tokens`."""
+        return self._requests.prompt_tokens(prompt)
+
     def encode(self, prompts: Any) -> Any:
         """See `Runtime.encode`."""
         replicas = self._replicas.all

@@ -64,7 +64,7 @@ def load_for(
             seed=options.seed,
             layer_layout=cast(Any, defaults.layer_layout),
             mesh=mesh,
-            quantisation=Quantisation.of(options),
+            quantisation=Quantisation.at_loading(options, mesh),
             progress=options.progress,
         )
 

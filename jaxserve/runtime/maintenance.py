@@ -99,11 +99,11 @@ class Maintenance:
         found = [r.engine.residency(token_ids) for r in self._replicas.all]
         return min(found, key=lambda tiers: tiers.count("nowhere"))
 
-    def export_kv(self, token_ids: Sequence[int]) -> KVPages:
+    def export_kv(self, token_ids: Sequence[int], first: int, *, waits: bool) -> KVPages:
         """See `Runtime.export_kv`."""
         self._check_is_alone()
         found = [
-            replica.loop.ask(partial(replica.engine.export_kv, token_ids))
+            replica.loop.ask(partial(replica.engine.export_kv, token_ids, first, waits=waits))
             for replica in self._replicas.all
         ]
         return max(found, key=lambda kv: len(kv.pages))

@@ -13,12 +13,12 @@ from jaxserve.core.request import Completion, Request
 from jaxserve.planning.schedules.adaptation import Adaptation, task_of
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.families import FAMILIES, check_families, planner_of
+from jaxserve.planning.schedules.lengths import lengths_of
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength, answer_lengths, classes_of
 from jaxserve.planning.schedules.plan import Plan
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Player
-from jaxserve.planning.schedules.rra_planner import lengths_of
 from jaxserve.runtime.adapter import Adapter
 from jaxserve.runtime.maintenance import Maintenance
 from jaxserve.runtime.replicas import Replicas

@@ -140,6 +140,11 @@ class Replicas:
         """Length of the longest prompt that leaves room for one output token on any replica."""
         return min(replica.executor.config.max_prompt_tokens for replica in self.all)
 
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of a prompt and its answer together, on any replica."""
+        return min(replica.executor.config.max_length for replica in self.all)
+
     def submit(self, *answers: Answer) -> None:
         """Hand answers to the engines; those on one replica start in the same iteration.
 

@@ -47,6 +47,11 @@ class Service(Protocol):
         ...
 
     @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of a prompt and its answer together."""
+        ...
+
+    @property
     def conversations(self) -> Conversations:
         """The stored conversations, to list and delete them; `conversation` opens one."""
         ...

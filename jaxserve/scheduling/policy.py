@@ -276,7 +276,9 @@ class IterationShape(Protocol[_State]):
     """
 
     num_device_groups: ClassVar[int]
-    makes_way: ClassVar[bool]
+
+    @property
+    def makes_way(self) -> bool: ...
 
     def new_state(self) -> _State:
         """Return what the shape remembers from step to step, for a scheduler that starts.

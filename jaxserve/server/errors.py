@@ -43,6 +43,7 @@ STATUSES: Mapping[type[JaxserveError], Kind] = {
     errors.InvalidSamplingParamsError: Kind(400, _INVALID, "invalid_sampling_params"),
     errors.InvalidGrammarError: Kind(400, _INVALID, "invalid_grammar"),
     errors.GrammarTooComplexError: Kind(400, _INVALID, "grammar_too_complex"),
+    errors.AnswerTooShortError: Kind(400, _INVALID, "answer_too_short"),
     errors.GrammarsBusyError: Kind(429, "rate_limit_error", "grammars_busy", True),
     errors.QueueFullError: Kind(429, "rate_limit_error", "queue_full", True),
     errors.InvalidConfigError: Kind(400, _INVALID),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +18,7 @@ from pallas_kernels.quantised_matmul import (
     quantise_float8,
 )
 from sharding import make_mesh
+from tests.common.instructions import instruction_sets
 
 # (bits, group, has_minima).
 FORMATS = {
@@ -36,16 +34,9 @@ DEPTHS = st.sampled_from([1, 5, 31, 32, 33, 64, 100, 128, 300])
 WIDTHS = st.sampled_from([1, 15, 16, 17, 64, 70, 200])
 
 
-def _instructions() -> dict[str, tuple[str, ...]]:
-    """Return the flags of each instruction set that this machine has."""
-    found = {"native": ()}
-    cpuinfo = Path("/proc/cpuinfo")
-    if platform.machine() == "x86_64" and cpuinfo.exists() and " avx2 " in cpuinfo.read_text():
-        found |= {"avx2": ("-march=haswell",), "portable": ("-march=haswell", "-DPORTABLE")}
-    return found
-
-
-INSTRUCTIONS = _instructions()
+INSTRUCTIONS = instruction_sets()
+if "avx2" in INSTRUCTIONS:
+    INSTRUCTIONS["portable"] = ("-march=haswell", "-DPORTABLE")
 
 
 # Compiled as a whole, since each of its operations alone would be compiled for each shape.

@@ -13,7 +13,7 @@ from benchmarks.figures.results import Result
 # Kinds whose tables say everything.
 _TABLES_ONLY = (
     *("predictor", "probe", "s3", "scattered", "restore", "loading", "planning", "sharding"),
-    *("gpu_check", "exegpt_bounds"),
+    *("gpu_check", "exegpt_bounds", "roles"),
 )
 
 

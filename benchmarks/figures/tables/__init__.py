@@ -36,6 +36,7 @@ HEADINGS = {
     "exegpt": "ExeGPT's models on its clusters, estimated and simulated",
     "exegpt_bounds": "Plans beside hand-tuned batch sizes",
     "cells": "Cellular batching beside graph batching",
+    "roles": "Prompts and answers in separate replicas",
 }
 # Tables of one result each; offline results share a table.
 _MAKE: dict[str, Callable[[Result, str], str]] = {
@@ -57,6 +58,7 @@ _MAKE: dict[str, Callable[[Result, str], str]] = {
     "exegpt": exegpt.tables,
     "exegpt_bounds": exegpt.bounds,
     "cells": cells.tables,
+    "roles": devices.roles,
 }
 
 

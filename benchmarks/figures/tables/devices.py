@@ -1,4 +1,4 @@
-"""Tables of loading, host time, sharding plans, and one GPU."""
+"""Tables of loading, host time, sharding plans, roles of a fleet, and one GPU."""
 
 from __future__ import annotations
 
@@ -71,6 +71,27 @@ def sharding(result: Result, link: str) -> str:
     layers = result.get("model", "layers")
     what = f"{result.number('rows'):.0f} sequences of a model of {layers} layers"
     return f"{caption(result, what, link, how='counted')}\n\n{table(header, rows)}"
+
+
+def roles(result: Result, link: str) -> str:
+    """Return throughput and latencies of a fleet with roles, and of plain replicas."""
+    rows = []
+    for fleet, _ in result.items("fleets"):
+        at = ("fleets", fleet)
+        row = [{"roles": "one of each role", "whole": "two without roles"}[fleet]]
+        row.append(shown(result.spread(at, "output_tokens_per_s"), ".0f", link=link))
+        for what in ("first_token_s", "latency_s", "gap_s"):
+            row += [shown(result.spread(at, what, each), ".2f", " s") for each in ("p50", "p99")]
+        rows.append(row)
+    latencies = ("first token", "answer", "between tokens")
+    columns = [f"{what}, {each}" for what in latencies for each in ("median", "p99")]
+    given = result.get("arguments")
+    what = (
+        f"{given['num_requests']} prompts of {given['prompt_tokens']} tokens, answers of "
+        f"{given['output_tokens']}, arrivals {given['arrivals']}"
+    )
+    header = ("replicas", "output tokens/s", *columns)
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 
 def gpu_check(result: Result, link: str) -> str:

@@ -96,7 +96,7 @@ class SchedulePlanner(abc.ABC):
           DeviceMemoryError: one answer of these lengths is expected to need more than the memory.
         """
         began_s = time.perf_counter()
-        classes = tuple(classes) if self.plans_classes else ()
+        classes = self._planned(classes)
         space = self.space(lengths, classes)
         best = self._chosen(space, bounds)
         if best is None:
@@ -120,7 +120,7 @@ class SchedulePlanner(abc.ABC):
         try:
             return self.plan(lengths, bounds, num_lengths=num_lengths, classes=classes)
         except InfeasibleBoundError as error:
-            classes = tuple(classes) if self.plans_classes else ()
+            classes = self._planned(classes)
             space = self.space(lengths, classes)
             nearest = space.best(nearest_to(bounds))
             assert nearest is not None, "some schedule fits, or `plan` says that none does"
@@ -137,10 +137,13 @@ class SchedulePlanner(abc.ABC):
     ) -> Plan:
         """Return what a plan's schedule is expected to do with other lengths and classes."""
         began_s = time.perf_counter()
-        classes = tuple(classes) if self.plans_classes else ()
+        classes = self._planned(classes)
         space = self.space(lengths, classes)
         schedule = space.nearest(plan.schedule)
         return _plan(space, schedule, lengths, plan.bounds, num_lengths, began_s, classes)
+
+    def _planned(self, classes: Sequence[RequestClass]) -> tuple[RequestClass, ...]:
+        return tuple(classes) if self.plans_classes else ()
 
     def _chosen(self, space: ScheduleSpace, bounds: LatencyBounds) -> Schedule | None:
         """Return the schedule with the highest throughput under bounds; None if none keeps them."""

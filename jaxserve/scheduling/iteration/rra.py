@@ -70,7 +70,7 @@ class RRA:
     """
 
     num_device_groups: ClassVar[int] = 1
-    makes_way: ClassVar[bool] = True
+    makes_way = True
 
     encode_batch: int
     decode_iterations: int

@@ -258,6 +258,17 @@ def results() -> dict[str, dict[str, Any]]:
                 },
             ],
         },
+        "roles": {
+            "repeats": 2,
+            "arguments": {
+                **{"num_requests": 4, "prompt_tokens": 70, "output_tokens": 8},
+                "arrivals": "poisson:2",
+            },
+            "fleets": {
+                fleet: summary([_fleet(speed), _fleet(2 * speed)])
+                for fleet, speed in (("roles", 2.0), ("whole", 1.0))
+            },
+        },
         "gpu_check": {
             "bars": [
                 {"what": "idle", "wanted": "< 2%", "found": "1.5%", "verdict": "met"},
@@ -267,6 +278,12 @@ def results() -> dict[str, dict[str, Any]]:
     }
     made |= {"exegpt": _exegpt(), "exegpt_bounds": _exegpt_bounds(), "cells": _cells()}
     return {kind: {"benchmark": kind, **data, **HERE} for kind, data in made.items()}
+
+
+def _fleet(speed: float) -> dict[str, Any]:
+    each = {"p50": 1 / speed, "p99": 3 / speed}
+    latencies = {name: each for name in ("first_token_s", "latency_s", "gap_s")}
+    return {"output_tokens_per_s": 10 * speed, **latencies}
 
 
 def _exegpt() -> dict[str, Any]:
