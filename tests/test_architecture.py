@@ -139,6 +139,8 @@ TESTS_MAY_PATCH = {
 }
 # Class -> tests that write its attributes.
 TESTS_MAY_ASSIGN = {
+    # The test says what is in flight of sequences that no engine runs.
+    "Sequence": {"tests/scheduling/test_waiting_pool.py"},
     # The test runs a step, which donates the buffers.
     "DevicePages": {"tests/execution/test_page_copies.py"},
     # The test puts another base weight under the same adapters.

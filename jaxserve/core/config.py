@@ -10,6 +10,10 @@ from jaxserve.core.options import RESTORES
 
 # Maximum number of pages that a mixed step copies from the host; it takes memory for all of them.
 _MAX_INCOMING_PAGES = 64
+# Pages that one plan copies to the host at most: this many, or this share of a larger pool. They
+# take device memory until they have left.
+_OUTGOING_PAGES = 64
+_OUTGOING_SHARE = 64
 
 
 def _ladder(largest: int, *, smallest: int, ratio: int = 4) -> tuple[int, ...]:
@@ -118,6 +122,11 @@ class EngineConfig:
         return -(-self.max_context // self.page_size)
 
     @property
+    def admission_buckets(self) -> tuple[int, ...]:
+        """Compiled sizes of the tokens that sequences bring to their slots in one call."""
+        return _ladder(self.max_context, smallest=256)
+
+    @property
     def prefetches(self) -> bool:
         """Whether pages of waiting sequences are copied back from the host before admission."""
         return self.restore in ("prefetch", "both")
@@ -128,6 +137,11 @@ class EngineConfig:
         if self.restore not in ("per_layer", "both"):
             return 0
         return min(_MAX_INCOMING_PAGES, self.max_pages_per_sequence)
+
+    @property
+    def max_pages_out(self) -> int:
+        """Maximum number of pages that one plan copies to the host."""
+        return max(_OUTGOING_PAGES, self.num_pages // _OUTGOING_SHARE)
 
     @property
     def max_length(self) -> int:

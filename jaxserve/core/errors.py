@@ -48,6 +48,7 @@ A message says what was given, what is allowed, and what to do.
     │   └── JournalError               the journal cannot be read or written
     │       ├── JournalLockedError         locked by another process
     │       └── JournalVersionError        written by a newer jaxserve
+    ├── QueueFullError             as many requests wait as the runtime allows
     ├── EngineBusyError            requests run for longer than a call may wait for their end
     ├── EngineFailedError          the device or the loop failed; all running requests end with it
     ├── RegroupError               devices did not move to another group; all serve as before
@@ -274,6 +275,13 @@ class InfeasibleBoundError(JaxserveError, ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.bounds, self.lowest)
+
+
+class QueueFullError(JaxserveError):
+    """A call whose requests would be more than may wait (`RuntimeOptions.max_waiting`).
+
+    None of them was accepted; the same call may succeed when others have begun.
+    """
 
 
 class EngineBusyError(JaxserveError, TimeoutError):

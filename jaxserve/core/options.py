@@ -65,6 +65,8 @@ class RuntimeOptions:
         train`). It works with or without `predictor`.
       learns: continue to train the predictor on finished requests (`predictor.OnlineLearner`).
       max_slots: maximum number of sequences that run at once.
+      max_waiting: number of requests without a slot above which a call that submits more raises
+        QueueFullError; None for no limit.
       max_context: maximum number of tokens of prompt and output; by default the model's limit.
       max_step_tokens: maximum number of tokens of a step with prefill (the prefill chunk).
       max_decode_iterations: maximum number of tokens of a sequence per decode step.
@@ -106,6 +108,7 @@ class RuntimeOptions:
     probe: Any = None
     learns: bool = False
     max_slots: int | None = None
+    max_waiting: int | None = None
     max_context: int | None = None
     max_step_tokens: int | None = None
     max_decode_iterations: int | None = None
@@ -144,6 +147,7 @@ class RuntimeOptions:
     def __post_init__(self) -> None:
         for name in (
             "max_slots",
+            "max_waiting",
             "max_context",
             "max_step_tokens",
             "max_decode_iterations",

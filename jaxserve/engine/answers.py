@@ -87,6 +87,12 @@ class Answer:
         self.sequences = sequences
 
     @property
+    def waits(self) -> bool:
+        """Whether no sample has had a slot yet, and the request has not ended; on any thread."""
+        has_begun = any(each.times.admitted_s is not None for each in self.sequences)
+        return not (has_begun or self.future.done())
+
+    @property
     def has_shown(self) -> bool:
         """Whether a sink has received tokens, which cannot be revoked."""
         return self._sink is not None and any(self._num_delivered)

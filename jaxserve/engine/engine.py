@@ -12,11 +12,12 @@ from os import urandom
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
 from jaxserve.core.request import Request
 from jaxserve.engine.constraints import Constraints, GrammarSource
 from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
+from jaxserve.execution.device_errors import is_out_of_memory
 from jaxserve.execution.protocol import Executor, StepHandle
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.eviction import RecomputeCost
@@ -28,7 +29,7 @@ from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.transfer import KVPages
 from jaxserve.scheduling.lengths.bounds import expected_late
 from jaxserve.scheduling.lengths.outlook import Outlook, outlooks
-from jaxserve.scheduling.plan import LINK, StepPlan
+from jaxserve.scheduling.plan import LINK, StepPlan, StepResult, nothing_delivered
 from jaxserve.scheduling.policy import IterationShape, Policy
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
@@ -161,7 +162,10 @@ class Engine:
             self.recorder.step_submitted(
                 plan, self.scheduler, self._clock.now(), self.stats.host_gap_s - gap_before_s
             )
-            lane.append(_InFlight(plan, self._executor.submit(plan)))
+            try:
+                lane.append(_InFlight(plan, self._executor.submit(plan)))
+            except Exception as error:
+                return news + self.drain() + self._go_on_without([plan], error)
             if self._swap_costs is not self._executor.swap_costs:  # measured after the start
                 self._swap_costs = self._executor.swap_costs
                 self._kv.swap_by(self._swap_costs)
@@ -347,14 +351,47 @@ class Engine:
     def _collect(self) -> list[Progress]:
         lane = self._first_lane()
         oldest = lane.popleft()
-        result = oldest.handle.collect()
+        try:
+            result = oldest.handle.collect()
+        except Exception as error:
+            # Later steps read what it wrote.
+            later = [each.plan for lane in self._in_flight.values() for each in lane]
+            self.abandon()
+            return self._go_on_without([oldest.plan, *later], error)
         self.stats.after_collect(_newest_handle(lane))
-        step_s = self.recorder.step_collected(oldest.plan.index, self._clock.now())
-        self.scheduler.speculation.take_in(oldest.plan, result, step_s)
-        news = self.scheduler.apply(oldest.plan, result)
-        if oldest.plan.masks is not None:
-            self._constraints.take_in(oldest.plan.masks, news)
+        return self._apply(oldest.plan, result)
+
+    def _apply(self, plan: StepPlan, result: StepResult) -> list[Progress]:
+        step_s = self.recorder.step_collected(plan.index, self._clock.now())
+        self.scheduler.speculation.take_in(plan, result, step_s)
+        news = self.scheduler.apply(plan, result)
+        if plan.masks is not None:
+            self._constraints.take_in(plan.masks, news)
             self.stats.take_in(self._constraints.counters())
+        return news
+
+    def _go_on_without(self, lost: Seq[StepPlan], error: Exception) -> list[Progress]:
+        """Fail the sequences of the first of the lost steps, and compute all others anew.
+
+        Nothing is in flight. Pages and slots may be lost, so no KV is kept.
+
+        Raises:
+          Exception: `error`, unless it is for lack of memory and the executor can go on.
+        """
+        if not is_out_of_memory(error) or not self._executor.reset():
+            raise error
+        self.stats.after_loss(len(lost))
+        news = [each for plan in lost for each in self._apply(plan, nothing_delivered(plan))]
+        failed = {row.sequence_key for row in lost[0].rows}
+        out_of_memory = DeviceMemoryError(
+            f"the device ran out of memory in a step with this request ({error}); submit it again, "
+            "and pass a smaller kv_memory, max_step_tokens or max_slots if that happens again"
+        )
+        for sequence in {each.sequence for each in news if each.sequence.key in failed}:
+            self.scheduler.end(sequence, "error", out_of_memory)
+        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
+            self.scheduler.restart(sequence, keeps_output=True)
+        self.forget_kept_pages(keeps_disk=True)
         return news
 
     def _notify(self) -> None:

@@ -14,8 +14,8 @@ from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 
-# Number of newest records of each kind that are kept, which take some tens of megabytes.
-MAX_RECORDS = 100_000
+# Number of newest records of each kind that are kept, which take some megabytes.
+MAX_RECORDS = 32_768
 # Number of newest steps from which the time of an iteration is computed.
 _NUM_RECENT = 64
 # Number of newest steps of a kind; none before them counts as slower than their median.

@@ -110,7 +110,6 @@ class DeviceStage:
                 self.params,
                 self.pages.cache,
                 self.slots.state,
-                np.int32(window.start),
                 pack_window(window, rows),
                 self.programs.plan_decode(rows, window),
                 self._moved(inputs),

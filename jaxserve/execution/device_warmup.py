@@ -13,7 +13,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.state_moves import StateMoves
-from jaxserve.steps.packing import loop_sizes, no_masks, pack_bounds, pack_rows
+from jaxserve.steps.packing import loop_sizes, no_masks, pack_rows, pack_window
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.step_function import abstract
@@ -141,8 +141,8 @@ class DeviceWarmup:
     def _decode(self, variant: Variant, num_rows: int, num_proposed: int) -> None:
         window = range(num_rows)
         self._programs.decode_loop.prepare(
-            *(self._params, self._cache, self._state, np.int32(0), pack_bounds(window, ())),
-            *(np.int32(0), self._programs.plan_decode((), window, num_proposed=num_proposed)),
+            *(self._params, self._cache, self._state, pack_window(window, ())),
+            *(self._programs.plan_decode((), window, num_proposed=num_proposed),),
             self._programs.probe_params,
             variant=variant,
             num_proposed=num_proposed,

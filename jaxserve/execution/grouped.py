@@ -205,6 +205,10 @@ class GroupedExecutor:
         """See `ModelExecutor`; a device of the group whose pages are the largest."""
         return max(self._groups, key=_page_bytes).device
 
+    def reset(self) -> bool:
+        """See `Executor`; two groups cannot."""
+        return False
+
     def close(self) -> None:
         """See `Executor`."""
         if not self._is_closed:

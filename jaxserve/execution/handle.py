@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Self, final
 
 import jax
 import numpy as np
 
-from jaxserve.scheduling.plan import PromptLogprobs, StepPlan, StepResult
+from jaxserve.scheduling.plan import PromptLogprobs, Row, StepPlan, StepResult
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.sampling.variants import SamplingNeeds
 
@@ -21,6 +21,26 @@ class PromptPart:
 
     arrays: tuple[jax.Array, jax.Array, jax.Array]
     spans: dict[int, slice]
+
+    @classmethod
+    def of(
+        cls,
+        arrays: tuple[jax.Array, jax.Array, jax.Array],
+        rows: Sequence[tuple[int, Row]],
+        starts: Sequence[int],
+    ) -> Self:
+        """Return the part of those of the rows that return log-probabilities.
+
+        Args:
+          rows: of the step, in its order, each with its index in the plan.
+          starts: where the tokens of each begin.
+        """
+        spans = {
+            i: slice(start, start + row.num_tokens)
+            for (i, row), start in zip(rows, starts, strict=True)
+            if row.wants_prompt_logprobs
+        }
+        return cls(arrays, spans)
 
 
 @final

@@ -180,6 +180,10 @@ class SimulatedExecutor:
                 slot.page_table = {i: int(targets[page]) for i, page in slot.page_table.items()}
         self.config = replace(self.config, num_pages=num_pages)
 
+    def reset(self) -> bool:
+        self.close()
+        return True
+
     def close(self) -> None:
         for slots in self._slots_of:
             slots.clear()

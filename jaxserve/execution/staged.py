@@ -173,6 +173,10 @@ class StagedExecutor:
         largest = max(self._stages, key=lambda stage: _shard_bytes(stage.pages.cache))
         return next(iter(largest.programs.place.whole.device_set))
 
+    def reset(self) -> bool:
+        """See `Executor`; stages cannot."""
+        return False
+
     def close(self) -> None:
         """See `Executor`."""
         if self._stages:
@@ -246,7 +250,7 @@ class StagedExecutor:
                 hidden = None
                 for stage in self._stages:
                     hidden = stage.decode(rows, window, hidden)
-                index = np.where(pack_window(window, rows), window, self.config.max_slots)
+                index = np.where(pack_window(window, rows).most, window, self.config.max_slots)
                 index = index.astype(np.int32)
                 outputs[batch] = self._sample(hidden, index, outputs[batch], needs.variant)
         place = {
@@ -285,12 +289,7 @@ class StagedExecutor:
         last = self._stages[-1]
         with last.programs.place.in_force():
             arrays = last.programs.prompt_logprobs(last.params, last.slots.state, hidden, packed)
-        spans = {
-            i: slice(start, start + row.num_tokens)
-            for (i, row), start in zip(batch, starts, strict=True)
-            if row.wants_prompt_logprobs
-        }
-        return PromptPart(arrays, spans)
+        return PromptPart.of(arrays, batch, starts)
 
     def _raise_if_closed(self) -> None:
         if not self._stages:

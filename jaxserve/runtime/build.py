@@ -152,7 +152,9 @@ def build_parts(
         if tokenizer is not None:
             grammars = Grammars(tokenizer, ends, decoder.config.vocab_size)
             if_one_fails.callback(grammars.close)
-        replicas = Replicas(executors, policy, clock, logs, disks, grammars)
+        replicas = Replicas(
+            executors, policy, clock, logs, disks, grammars, max_waiting=options.max_waiting
+        )
         if_one_fails.callback(replicas.close)
         requests = RequestBuilder(
             tokenizer,

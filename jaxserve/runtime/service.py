@@ -85,6 +85,7 @@ class Service(Protocol):
         Raises:
           InvalidRequestError: a single prompt cannot be served; one of its subclasses.
           InvalidConfigError: the numbers of parameters and of prompts differ.
+          QueueFullError: more requests than `max_waiting` would wait.
           EngineFailedError
         """
         ...
@@ -118,6 +119,7 @@ class Service(Protocol):
         Raises:
           InvalidRequestError: the request cannot be served; one of its subclasses. A `Fleet` raises
             it only for the id, and returns a completion with the error for all other reasons.
+          QueueFullError: more requests than `max_waiting` would wait.
           EngineFailedError
         """
         ...

@@ -52,6 +52,7 @@ class RuntimeStats:
     num_evicted_tokens: int
     num_refined: int
     num_handovers_lost: int
+    num_lost_steps: int
     num_constrained: int
     num_forced: int
     num_draft_tokens: int

@@ -265,6 +265,17 @@ class StepResult:
     proposals: np.ndarray | None = None
 
 
+def nothing_delivered(plan: StepPlan) -> StepResult:
+    """Return the result of a plan that was not carried out: no tokens, and no pages arrived."""
+    num_rows = len(plan.rows)
+    return StepResult(
+        np.zeros((num_rows, 1), np.int32),
+        np.zeros(num_rows, np.int32),
+        np.ones(num_rows, np.bool_),
+        arrived=np.zeros(len(plan.handovers), np.bool_),
+    )
+
+
 def nothing_computed(arrived: np.ndarray | None = None) -> StepResult:
     """Return the result of a plan that hands KV over.
 

@@ -11,21 +11,15 @@ from typing import Any, final
 from jaxserve.core.clock import Clock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import JaxserveError
+from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import FinishReason, Request
 from jaxserve.memory.relocation import Moves
+from jaxserve.scheduling import limits
 from jaxserve.scheduling.collect import Progress, take_results
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.usage import PageUsage
 from jaxserve.scheduling.lengths.tracker import LengthTracker
-from jaxserve.scheduling.limits import (
-    MAX_LOST_HANDOVERS,
-    check_groups,
-    end_of,
-    max_length,
-    not_finite,
-    not_handed_over,
-    too_long,
-)
+from jaxserve.scheduling.limits import MAX_LOST_HANDOVERS, end_of, max_length
 from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.plan import Handover, StepPlan, StepResult
@@ -150,7 +144,7 @@ class Scheduler:
                 request=request,
                 sample_index=index,
                 max_length=limit,
-                kv=self._kv.new(request.encoder_prompt),
+                kv=self._kv.new(request),
                 primary=samples[0] if samples and not self.config.has_slot_state else None,
             )
             self._next_key += 1
@@ -194,6 +188,12 @@ class Scheduler:
         if sequence.phase is Phase.FINISHED:
             sequence.finish_reason, sequence.error = reason, error
         self.end(sequence, reason, error)
+
+    def expect(self, sequence: Sequence, prediction: LengthPrediction) -> None:
+        """Take a prediction that comes after its request; one with an estimate keeps that."""
+        if sequence.phase is not Phase.FINISHED and self.lengths.expect(sequence, prediction):
+            if sequence.phase is Phase.WAITING:
+                self._queues.waiting.replace(sequence)
 
     def extend(self, sequence: Sequence, tokens: Seq[int]) -> None:
         """Append tokens that are certain, to be computed in its next step; they may end it.
@@ -315,7 +315,7 @@ class Scheduler:
             self._num_handovers_lost += 1
             sequence.num_lost += 1
             if sequence.num_lost == MAX_LOST_HANDOVERS:
-                self.end(sequence, "error", not_handed_over(sequence))
+                self.end(sequence, "error", limits.not_handed_over(sequence))
                 return True
             self._queues.preempt(sequence)
         return False
@@ -326,7 +326,7 @@ class Scheduler:
         if count and sequence.times.first_token_s is None:
             sequence.times.first_token_s = self._clock.now()
         if not result.finite[index]:
-            self.end(sequence, "error", not_finite(sequence))
+            self.end(sequence, "error", limits.not_finite(sequence))
         elif reason := end_of(sequence, has_new=count > 0):
             self.end(sequence, reason)
         elif count < row.max_new_tokens:
@@ -353,7 +353,7 @@ class Scheduler:
         Raises:
           InvalidConfigError: it plans for another number of device groups.
         """
-        check_groups(iteration, self.policy)
+        limits.check_groups(iteration, self.policy)
         self.policy = replace(self.policy, iteration=iteration)
         state = self.policy.new_state()
         if type(state) is not type(self._policy_state):
@@ -390,7 +390,7 @@ class Scheduler:
 
     def _fail_if_too_long(self, sequence: Sequence) -> None:
         if sequence.num_outputs_left <= 0:
-            self.end(sequence, "error", too_long(sequence, self.config))
+            self.end(sequence, "error", limits.too_long(sequence, self.config))
 
     def check_integrity(self) -> None:
         """Raise AssertionError when an invariant of docs/architecture.md is broken."""

@@ -57,6 +57,7 @@ class Step:
         self._now = now
         # Of each row, beside its sequence.
         self._spans: list[tuple[int, int]] = []
+        self._num_tokens = 0
         self._max_new: list[int] = []
         self._admitted: list[Sequence] = []
         self._new_pages: list[tuple[Sequence, int, int]] = []
@@ -112,10 +113,6 @@ class Step:
         if self._is_full:
             return 0
         return max(0, self.config.max_step_tokens - self._num_tokens)
-
-    @property
-    def _num_tokens(self) -> int:
-        return sum(end - start for start, end in self._spans)
 
     def expected_ends(self, num_iterations: int) -> Seq[float] | None:
         forecast = self._lengths.forecast(self.decoding)
@@ -205,6 +202,7 @@ class Step:
         for sequence in decoding:
             count = min(sequence.num_uncomputed, 1 + max(0, spare))
             spare -= count - 1 if self.add_row(sequence, count) else -1
+        self._queues.have_advanced()
 
     def add_decode_loop(
         self, max_iterations: int, *, compacts: bool = True, min_rows: int = 0
@@ -335,6 +333,7 @@ class Step:
         self._max_new += [0] * (len(spans) - 1) + [max_new_tokens]
         self.sequences += [sequence] * len(spans)
         self._spans += spans
+        self._num_tokens += sum(end - start for start, end in spans)
         self._kv.computed(sequence, spans[0][0], end)
 
     # ---- memory ----
@@ -358,6 +357,8 @@ class Step:
 
     def _secure(self, sequence: Sequence, length: int) -> bool:
         """Own the pages for `length` tokens, preempting others for them."""
+        if length <= sequence.kv.table.num_tokens:
+            return True
         if not self._extends and sequence.kv.table.num_missing(length):
             self._preempt(sequence, has_outgrown=True)
             return False

@@ -45,6 +45,7 @@ STATUSES: Mapping[type[JaxserveError], Kind] = {
     errors.GrammarTooComplexError: Kind(400, _INVALID, "grammar_too_complex"),
     errors.AnswerTooShortError: Kind(400, _INVALID, "answer_too_short"),
     errors.GrammarsBusyError: Kind(429, "rate_limit_error", "grammars_busy", True),
+    errors.QueueFullError: Kind(429, "rate_limit_error", "queue_full", True),
     errors.InvalidConfigError: Kind(400, _INVALID),
     errors.UnknownConversationError: Kind(404, _INVALID, "conversation_not_found"),
     errors.ConversationBusyError: Kind(409, "conflict_error", "conversation_busy", True),

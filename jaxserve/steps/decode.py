@@ -15,19 +15,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.batch import KVCache
 from jaxserve.models.decoder import Tap
 from jaxserve.scheduling.plan import ProposalCount
 from jaxserve.steps import slots as slot_edits
-from jaxserve.steps.batches import Params, attention_batch, tap, tapped
+from jaxserve.steps.batches import DecodeWindow, Params, attention_batch, tap, tapped
 from jaxserve.steps.encoding import counted_from, visible_rows
 from jaxserve.steps.outputs import Outputs, count, no_outputs, record, with_reading
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.proposals import look_up
 from jaxserve.steps.sampling.sampler import sample
+from jaxserve.steps.sampling.slot_sampling import SlotSampling
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.slots import SlotState
 from pallas_kernels.paged_attention import Plan
@@ -37,9 +38,7 @@ def decode_loop(
     params: Params,
     cache: KVCache,
     slots: SlotState,
-    window_start: Int32[Array, ""],
-    most: Int32[Array, " rows"],
-    num_iterations: Int32[Array, ""],
+    window: DecodeWindow,
     attention_plan: Plan | None,
     probe_params: Params,
     *,
@@ -49,37 +48,38 @@ def decode_loop(
     config: EngineConfig,
     probe: Probe | None,
 ) -> tuple[KVCache, SlotState, Outputs]:
-    """Decode slots from `window_start` on, `num_iterations` times, or fewer when all have ended.
+    """Decode the slots of a window until its iterations are over or all have ended.
 
     Args:
-      most: new tokens of each slot at most; 0 for a slot that stays as it is, as inert ones do.
       num_proposed: tokens that are proposed for a row in an iteration; static. Where it is 0 and
         the runtime speculates, the loop still counts how many proposals would have been right.
     """
     model = nnx.merge(graphdef, params)
+    most = window.most
     num_rows, block = most.shape[0], 1 + num_proposed
-    decodes = most > 0
-    window = _window(slots, window_start, decodes)
+    rows = _rows_of(slots, window)
     index = jnp.arange(num_rows)
     where = tap(probe, jnp.arange(num_rows * block))
 
-    def live(window: SlotState, outputs: Outputs) -> Bool[Array, " rows"]:
-        return ~window.done & (outputs.num_tokens < most)
+    def live(done: Bool[Array, " slots"], outputs: Outputs) -> Bool[Array, " rows"]:
+        return rows.live(done) & (outputs.num_tokens < most)
 
     def goes_on(carry: _Carry) -> Bool[Array, ""]:
-        return (carry.iteration < num_iterations) & live(carry.window, carry.outputs).any()
+        is_left = carry.iteration < window.num_iterations
+        return is_left & live(carry.done, carry.outputs).any()
 
     def iterate(carry: _Carry) -> _Carry:
-        before, outputs = carry.window, carry.outputs
-        proposed = _proposed(before, config, num_proposed)
+        before = replace(slots, tokens=carry.tokens, length=carry.length, done=carry.done)
+        outputs = carry.outputs
+        proposed = _proposed(before, rows, config, num_proposed)
         # Computed tokens of each row: the newest one, and proposals as far as its bound allows.
-        room = jnp.where(live(before, outputs), most - outputs.num_tokens, 0)
+        room = jnp.where(live(before.done, outputs), most - outputs.num_tokens, 0)
         if proposed is not None:
             room = jnp.where(proposed.found, room, jnp.minimum(room, 1))
         num = jnp.minimum(room, block)
         tokens = None if proposed is None else proposed.tokens[:, :num_proposed]
         hidden, cache, read = _decode_once(
-            *(model, before, num, window_start, carry.cache, None, attention_plan, config, where),
+            *(model, before, rows, num, carry.cache, None, attention_plan, config, where),
             tokens,
         )
         logits = model.logits(hidden).reshape(num_rows, block, -1)
@@ -87,68 +87,91 @@ def decode_loop(
         def choose(
             place: Int32[Array, ""], state: tuple[SlotState, Outputs, Bool[Array, " rows"]]
         ) -> tuple[SlotState, Outputs, Bool[Array, " rows"]]:
-            window, outputs, counts = state
+            now, outputs, counts = state
             sampled = sample(
-                *(logits[:, place], window.sampling, window.tokens, window.length),
+                *(logits[:, place], rows.sampling, now.tokens, rows.part(now.length)),
+                slot=rows.index,
                 variant=variant,
-                first=counted_from(window.encoded, config.page_size),
+                first=counted_from(rows.encoded, config.page_size),
             )
-            window = slot_edits.append(window, index, counts, sampled.token, sampled.finite)
+            now = slot_edits.append(now, rows.index, counts, sampled.token, sampled.finite)
             outputs = record(outputs, counts, sampled)
             if proposed is not None:
                 tried = counts & (place < proposed.tokens.shape[1])
                 hits = tried & proposed.found & (sampled.token == proposed.tokens[:, place])
                 outputs = count(outputs, ProposalCount.HITS, hits)
                 outputs = count(outputs, ProposalCount.MISSES, tried & ~hits)
-                counts = hits & (place + 1 < num) & ~window.done
-            return window, outputs, counts
+                counts = hits & (place + 1 < num) & rows.live(now.done)
+            return now, outputs, counts
 
         if proposed is not None:
             outputs = count(outputs, ProposalCount.COMPUTED, jnp.maximum(num - 1, 0))
             outputs = count(outputs, ProposalCount.ITERATIONS, num > 0)
         state = before, outputs, num > 0
         if block == 1:
-            window, outputs, _ = choose(jnp.int32(0), state)
+            now, outputs, _ = choose(jnp.int32(0), state)
         else:
-            window, outputs, _ = lax.fori_loop(0, block, choose, state)
+            now, outputs, _ = lax.fori_loop(0, block, choose, state)
             if read is not None:
-                newest = jnp.maximum(window.length - before.length, 1) - 1
+                num_new = rows.part(now.length) - rows.part(before.length)
+                newest = jnp.maximum(num_new, 1) - 1
                 read = read.reshape(num_rows, block, -1)[index, newest]
-        return _Carry(carry.iteration + 1, cache, window, outputs, read)
+        return _Carry(carry.iteration + 1, cache, now.tokens, now.length, now.done, outputs, read)
 
     nothing = no_outputs(
         *(num_rows, config.max_decode_iterations * block, variant),
         counts_proposals=config.num_proposed > 0,
     )
     unread = None if probe is None else jnp.zeros((num_rows, probe.width))
-    start = _Carry(jnp.int32(0), cache, window, nothing, unread)
+    start = _Carry(jnp.int32(0), cache, slots.tokens, slots.length, slots.done, nothing, unread)
     end = lax.while_loop(goes_on, iterate, start)
-    before = lax.dynamic_slice_in_dim(slots.done, window_start, num_rows)
-    window = replace(end.window, done=jnp.where(decodes, end.window.done, before))
-    slots = jax.tree.map(
-        lambda leaf, new: lax.dynamic_update_slice_in_dim(leaf, new, window_start, 0),
-        slots,
-        window,
-    )
+    slots = replace(slots, tokens=end.tokens, length=end.length, done=end.done)
     return end.cache, slots, with_reading(end.outputs, end.tapped, probe, probe_params)
 
 
 class _Carry(NamedTuple):
-    """What goes from one iteration of a decode loop to the next."""
+    """What goes from one iteration of a decode loop to the next.
+
+    Tokens are those of all slots, to which an iteration appends in place; a window's own would be a
+    copy as wide as the context.
+    """
 
     iteration: Int32[Array, ""]
     cache: KVCache
-    window: SlotState
+    tokens: Int32[Array, "slots max_context"]
+    length: Int32[Array, " slots"]
+    done: Bool[Array, " slots"]
     outputs: Outputs
     tapped: Float32[Array, "rows embed"] | None
+
+
+class _Rows(NamedTuple):
+    """What an iteration reads of a window's slots and does not change."""
+
+    window: DecodeWindow
+    page_table: Int32[Array, "rows row_pages"]
+    sampling: SlotSampling
+    encoded: Int32[Array, " rows"] | None
+
+    @property
+    def index(self) -> Int32[Array, " rows"]:
+        """The slot of each row."""
+        return self.window.start + jnp.arange(self.window.most.shape[0])
+
+    def part(self, leaf: Shaped[Array, " slots *entry"]) -> Shaped[Array, " rows *entry"]:
+        """Return the window's part of an array of all slots."""
+        return lax.dynamic_slice_in_dim(leaf, self.window.start, self.window.most.shape[0])
+
+    def live(self, done: Bool[Array, " slots"]) -> Bool[Array, " rows"]:
+        """Return which rows take part and have not ended."""
+        return (self.window.most > 0) & ~self.part(done)
 
 
 def stage_decode(
     params: Params,
     cache: KVCache,
     slots: SlotState,
-    window_start: Int32[Array, ""],
-    decodes: Bool[Array, " rows"],
+    window: DecodeWindow,
     attention_plan: Plan | None,
     inputs: Float[Array, "rows embed"] | None,
     *,
@@ -158,17 +181,16 @@ def stage_decode(
     """Compute a stage's part of one decode iteration.
 
     Args:
-      decodes: which slots from `window_start` on take part.
       inputs: what the stage before this one returned; None for the first stage.
 
     Returns:
       The cache, and the residual stream; of the last stage, hidden states.
     """
-    window = _window(slots, window_start, decodes)
     model = nnx.merge(graphdef, params)
-    num = (~window.done).astype(jnp.int32)
+    rows = _rows_of(slots, window)
+    num = rows.live(slots.done).astype(jnp.int32)
     hidden, cache, _ = _decode_once(
-        model, window, num, window_start, cache, inputs, attention_plan, config, None
+        model, slots, rows, num, cache, inputs, attention_plan, config, None
     )
     return cache, hidden
 
@@ -185,11 +207,12 @@ def stage_append(
     return slot_edits.append(slots, index, live, token, finite)
 
 
-def _window(slots: SlotState, start: Int32[Array, ""], decodes: Bool[Array, " rows"]) -> SlotState:
-    """Return the slots from `start` on, inert where they do not take part."""
-    size = decodes.shape[0]
-    window = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, size), slots)
-    return replace(window, done=window.done | ~decodes)
+def _rows_of(slots: SlotState, window: DecodeWindow) -> _Rows:
+    start, size = window.start, window.most.shape[0]
+    read = slots.page_table, slots.sampling, slots.encoded
+    return _Rows(
+        window, *jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, size), read)
+    )
 
 
 @final
@@ -201,18 +224,18 @@ class _Proposed:
     found: Bool[Array, " rows"]
 
 
-def _proposed(window: SlotState, config: EngineConfig, num: int) -> _Proposed | None:
+def _proposed(slots: SlotState, rows: _Rows, config: EngineConfig, num: int) -> _Proposed | None:
     """Return at least one proposal a row; None in a runtime that does not speculate."""
     if not config.num_proposed:
         return None
-    return _Proposed(*look_up(window.tokens, window.length, max(1, num)))
+    return _Proposed(*look_up(rows.part(slots.tokens), rows.part(slots.length), max(1, num)))
 
 
 def _decode_once(
     model: Any,
-    window: SlotState,
+    slots: SlotState,
+    window: _Rows,
     num: Int32[Array, " rows"],
-    window_start: Int32[Array, ""],
     cache: KVCache,
     inputs: Float[Array, "rows embed"] | None,
     attention_plan: Plan | None,
@@ -228,10 +251,10 @@ def _decode_once(
     Returns:
       Hidden states, the cache, and what is tapped.
     """
-    row = jnp.arange(window.done.shape[0])
+    row = jnp.arange(num.shape[0])
     block = 1 if proposed is None else 1 + proposed.shape[1]
     place = jnp.arange(block)
-    newest = window.length - 1
+    newest = window.part(slots.length) - 1
     # [rows, block]
     positions = jnp.minimum(newest[:, None] + place, config.max_context - 1)
     token_pages = window.page_table[row[:, None], positions // config.page_size]
@@ -252,9 +275,9 @@ def _decode_once(
         plan=attention_plan,
         max_query_length=1 if block == 1 else None,
         cross_rows=cross_rows,
-        slot=window_start + row,
+        slot=window.index,
     )
     if inputs is None:
-        tokens = window.tokens[row, newest][:, None]
+        tokens = slots.tokens[window.index, newest][:, None]
         inputs = (tokens if proposed is None else jnp.hstack([tokens, proposed])).reshape(-1)
     return tapped(model, inputs, attention, cache, where)

@@ -84,8 +84,9 @@ def stage_head(
     sampled = sample(
         model.logits(hidden[: index.shape[0]]),
         jax.tree.map(lambda leaf: leaf[slot], slots.sampling),
-        slots.tokens[slot],
+        slots.tokens,
         slots.length[slot],
+        slot=slot,
         variant=variant,
         step_arrays=step_arrays,
         processors=processors,

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Int32
 
 from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.scheduling.plan import Row, StepPlan
-from jaxserve.steps.batches import MixedBatch
+from jaxserve.steps.batches import DecodeWindow, MixedBatch
 from jaxserve.steps.sampling.processors.allowed_tokens import AllowedTokens
 from jaxserve.steps.sampling.variants import Variant
 
@@ -115,16 +115,10 @@ def decode_window(config: EngineConfig, plan: StepPlan, variant: Variant) -> ran
     return range(start, start + size)
 
 
-def pack_bounds(window: range, rows: Iterable[Row]) -> Int32[np.ndarray, " rows"]:
-    """Return the most tokens that each slot of a window may get: those of its row, or 0."""
-    most = np.zeros(len(window), np.int32)
+def pack_window(window: range, rows: Iterable[Row], num_iterations: int = 1) -> DecodeWindow:
+    """Return the window of a decode loop: each slot gets the tokens of its row at most, or none."""
+    most: Any = np.zeros(len(window), np.int32)  # NumPy arrays, as in `pack_rows`
     for row in rows:
         most[row.slot - window.start] = row.max_new_tokens
-    return most
-
-
-def pack_window(window: range, rows: Iterable[Row]) -> Bool[np.ndarray, " rows"]:
-    """Return a flag for each slot of a window: whether one of the rows is of this slot."""
-    decodes = np.zeros(len(window), np.bool_)
-    decodes[[row.slot - window.start for row in rows]] = True
-    return decodes
+    start, number = np.asarray((window.start, num_iterations), np.int32)
+    return DecodeWindow(start, number, most)

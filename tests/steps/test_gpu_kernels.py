@@ -17,7 +17,7 @@ from jaxserve.execution.page_copies import PAGES_A_CALL, gathered, scattered
 from jaxserve.models.batch import empty_cache
 from jaxserve.models.incoming import IncomingPages
 from jaxserve.steps import slots as edits
-from jaxserve.steps.packing import pack_bounds, pack_rows
+from jaxserve.steps.packing import pack_rows, pack_window
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import Variant
@@ -53,8 +53,8 @@ def test_steps(layout):
         )
         window = range(CONFIG.max_slots)
         decode = _kernels(
-            *(programs.decode_loop, params, cache, slots, np.int32(0), pack_bounds(window, ())),
-            *(np.int32(1), programs.plan_decode((), window), None),
+            *(programs.decode_loop, params, cache, slots, pack_window(window, ())),
+            *(programs.plan_decode((), window), None),
             variant=Variant.FULL,
         )
         values = jax.eval_shape(gathered, cache, np.zeros(8, np.int32))

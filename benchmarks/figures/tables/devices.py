@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from benchmarks.figures.markdown import caption, linked, shown, table
 from benchmarks.figures.results import Result
 from benchmarks.figures.style import name
@@ -55,24 +57,35 @@ def loading(result: Result, link: str) -> str:
 
 
 def planning(result: Result, link: str) -> str:
-    """Return the host's milliseconds a step, of each checkout that was measured."""
+    """Return the host's milliseconds a step, of each checkout that was measured.
+
+    There is a row for each policy and context: the point whose planning takes longest.
+    """
     checkouts = [key for key, _ in result.items("points")]
-    rows = []
+    slowest: dict[tuple[str, int | None], tuple[Any, Any]] = {}
     for i, point in result.items("points", "here"):
+        place = point["policy"], point.get("max_context")
+        p99 = result.spread(("points", "here", i), "planning_ms", "p99").median
+        if place not in slowest or p99 > slowest[place][0]:
+            slowest[place] = p99, (i, point)
+    rows = []
+    for _, (i, point) in slowest.values():
+        context = point.get("max_context")
         row = [name(point["policy"]), f"{point['max_slots']}", f"{point['num_waiting']:,}"]
+        row.append("" if context is None else f"{context:,}")
         for checkout in checkouts:
             at = ("points", checkout, i)
             row.append(shown(result.spread(at, "planning_ms", "p50"), ".2f", link=link))
+            row.append(shown(result.spread(at, "planning_ms", "p99"), ".2f"))
+            row.append(shown(result.spread(at, "planning_ms", "max"), ".1f"))
             row.append(shown(result.spread(at, "host_ms", "p50"), ".2f"))
-            row.append(shown(result.spread(at, "host_ms", "p99"), ".1f"))
         rows.append(row)
-    columns = ("planning, median", "host, median", "host, 99th percentile")
+    columns = ("planning, median", "99th percentile", "worst", "host, median")
     names = {"here": "this commit", "against": f"{result.get('arguments')['against']}"}
     header = [f"{what}, {names[each]}" for each in checkouts for what in columns]
-    what = "Milliseconds a step, simulated device"
-    return (
-        f"{caption(result, what, link)}\n\n{table(('policy', 'slots', 'waiting', *header), rows)}"
-    )
+    what = "Milliseconds a step, simulated device; of each policy and context the slowest point"
+    places = ("policy", "slots", "waiting", "context")
+    return f"{caption(result, what, link)}\n\n{table((*places, *header), rows)}"
 
 
 def sharding(result: Result, link: str) -> str:
