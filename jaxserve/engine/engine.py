@@ -12,9 +12,9 @@ from os import urandom
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
 from jaxserve.core.request import Request
 from jaxserve.engine.constraints import Constraints, GrammarSource
+from jaxserve.engine.recomputing import fail_and_restart, restart_running
 from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
 from jaxserve.execution.device_errors import is_out_of_memory
@@ -29,6 +29,7 @@ from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.transfer import KVPages
 from jaxserve.scheduling.lengths.bounds import expected_late
 from jaxserve.scheduling.lengths.outlook import Outlook, outlooks
+from jaxserve.scheduling.limits import check_has_groups
 from jaxserve.scheduling.plan import LINK, StepPlan, StepResult, nothing_delivered
 from jaxserve.scheduling.policy import IterationShape, Policy
 from jaxserve.scheduling.scheduler import Scheduler
@@ -77,7 +78,7 @@ class Engine:
         grammars: GrammarSource | None = None,
     ):
         if policy.num_device_groups > 1:
-            _check_groups(policy, executor.num_device_groups)
+            check_has_groups(policy, executor.num_device_groups)
         self.changed = threading.Condition()
         self._kv = KVManager(
             executor.config,
@@ -211,11 +212,7 @@ class Engine:
         self._kv.value_by(cost)
 
     def swap_by(self, costs: SwapCosts | None) -> None:
-        """Set the costs that decide between copying and recomputing pages from now on.
-
-        Args:
-          costs: seconds of copies and recomputation; None if every copy pays off.
-        """
+        """Decide between copying and recomputing pages by these costs; None: copies pay off."""
         self._kv.swap_by(costs)
 
     def export_kv(self, tokens: Seq[int], first: int = 0, *, waits: bool = True) -> KVPages:
@@ -322,10 +319,7 @@ class Engine:
           Tokens that were computed, and will be again.
         """
         assert not self._is_at_work, "steps are in flight; drain() first"
-        running = tuple(self.scheduler.running)
-        num_tokens = sum(sequence.kv.num_computed for sequence in running)
-        for sequence in running:
-            self.scheduler.restart(sequence, keeps_output=True)
+        num_tokens = restart_running(self.scheduler)
         self.forget_kept_pages(keeps_disk=True)
         exchange()
         moves = self.scheduler.make_room(num_pages)
@@ -382,15 +376,7 @@ class Engine:
             raise error
         self.stats.after_loss(len(lost))
         news = [each for plan in lost for each in self._apply(plan, nothing_delivered(plan))]
-        failed = {row.sequence_key for row in lost[0].rows}
-        out_of_memory = DeviceMemoryError(
-            f"the device ran out of memory in a step with this request ({error}); submit it again, "
-            "and pass a smaller kv_memory, max_step_tokens or max_slots if that happens again"
-        )
-        for sequence in {each.sequence for each in news if each.sequence.key in failed}:
-            self.scheduler.end(sequence, "error", out_of_memory)
-        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
-            self.scheduler.restart(sequence, keeps_output=True)
+        fail_and_restart(self.scheduler, news, lost[0], error)
         self.forget_kept_pages(keeps_disk=True)
         return news
 
@@ -411,12 +397,3 @@ class Engine:
 
 def _newest_handle(lane: deque[_InFlight]) -> StepHandle | None:
     return lane[-1].handle if lane else None
-
-
-def _check_groups(policy: Policy, num_device_groups: int) -> None:
-    if policy.num_device_groups > num_device_groups:
-        raise InvalidConfigError(
-            f"policy {policy.name!r} plans for {policy.num_device_groups} device groups, and this "
-            f"executor has {num_device_groups}; pass an executor with as many, as a runtime on "
-            'sharding.DeviceGroups has it, or a policy for one group, such as "exegpt_rra"'
-        )

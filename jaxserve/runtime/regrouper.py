@@ -225,7 +225,8 @@ class Regrouper:
                 if_it_fails.pop_all()
                 pause_s = self._clock.now() - begin_s
                 self._groups = groups
-                self._maintenance.regrouped(*astuple(division), self._measured(division))
+                times = self._measured(division)
+                self._maintenance.regrouped(division.encode, division.decode, times)
         return pause_s
 
     def _measured(self, division: Division) -> GroupTimes | None:

@@ -59,4 +59,6 @@ def rotate_and_write(
         *(qkv, cos, sin, jnp.asarray(layer, jnp.int32)),
         *(page.astype(jnp.int32), offset.astype(jnp.int32), *written),
     )
-    return q, out[0], out[1], *((None, None) if k_scales is None else out[2:])
+    if k_scales is None:
+        return q, out[0], out[1], None, None
+    return q, out[0], out[1], out[2], out[3]

@@ -215,7 +215,9 @@ class DividedSpace:
 
     def nearest(self, schedule: Schedule) -> Schedule:
         """Return the schedule of the same division, or of the present one if it has gone."""
-        division = schedule.division if schedule.division in self.spaces else self.present
+        division = schedule.division
+        if division is None or division not in self.spaces:
+            division = self.present
         return replace(self.spaces[division].nearest(schedule), division=division)
 
     def estimated(self, schedule: Schedule) -> Estimates:
