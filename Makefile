@@ -13,7 +13,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 TEST_STAMP := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test tests lint style types format clean gpu-check kernel-gate
+.PHONY: help demo test tests page-test lint style types format clean gpu-check kernel-gate
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -28,6 +28,13 @@ test: style ## install the test tools, then lint, type check and run every test
 tests: $(TEST_STAMP)
 	@# A file stays in one worker, so that its fixtures are made once.
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 $(ARGS)
+
+page-test: $(TEST_STAMP) ## install a Chromium where that is possible, and test the page in it
+	@if scripts/install_browser.sh $(BIN)/python; then \
+	    JAXSERVE_NEEDS_BROWSER=1 $(BIN)/python -m pytest -q tests/server/test_page.py; \
+	else \
+	    echo "page-test: there is no Chromium, and none can be installed; the page was not tested"; \
+	fi
 
 lint: style types ## formatting, lint and types, changing nothing
 

@@ -6,9 +6,10 @@ implementations, and the named shapes that tests and benchmarks share.
 
 from pallas_kernels.gated_cell import Product, RowsAt, gated_cell
 from pallas_kernels.kv_write import RopeTables, apply_rope, kv_write, quantize, rotate_and_write
-from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul import columns_of, from_panels, matmul, panel_matmul, to_panels
 from pallas_kernels.page_copy import gather_pages, move_pages, scatter_pages
 from pallas_kernels.paged_attention import Rows, paged_attention
+from pallas_kernels.pointwise import gated_silu, rms_norm
 from pallas_kernels.quantised_matmul import PackedMatrix, dequantise, quantised_matmul
 
 __all__ = [
@@ -18,15 +19,21 @@ __all__ = [
     "Rows",
     "RowsAt",
     "apply_rope",
+    "columns_of",
     "dequantise",
+    "from_panels",
     "gated_cell",
+    "gated_silu",
     "gather_pages",
     "kv_write",
     "matmul",
     "move_pages",
     "paged_attention",
+    "panel_matmul",
     "quantised_matmul",
     "quantize",
+    "rms_norm",
     "rotate_and_write",
     "scatter_pages",
+    "to_panels",
 ]

@@ -177,6 +177,15 @@ def _compiler_version(compiler: str, changed_ns: int) -> str:
     return done.stdout
 
 
+def has_compiler() -> bool:
+    """Return whether this machine has a C++ compiler, without which there are no C++ kernels."""
+    try:
+        _find_compiler()
+    except NotImplementedError:
+        return False
+    return True
+
+
 def _find_compiler() -> str:
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         found = shutil.which(name) if name else None

@@ -8,6 +8,7 @@ from pallas_kernels.gated_cell.shapes import CONFIGURATIONS as _GATED_CELLS
 from pallas_kernels.kv_write.shapes import CONFIGURATIONS as _WRITES
 from pallas_kernels.page_copy.shapes import CONFIGURATIONS as _COPIES
 from pallas_kernels.paged_attention.configurations import CONFIGURATIONS as _ATTENTION
+from pallas_kernels.quantised_matmul.shapes import CONFIGURATIONS as _PRODUCTS
 
 
 class Configuration(Protocol):
@@ -32,5 +33,6 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     *_ATTENTION,
     *_WRITES,
     *_COPIES,
+    *_PRODUCTS,
     *_GATED_CELLS,
 )

@@ -6,6 +6,7 @@ ruled out and the rest is renormalised: P(L | L > t). Everything is vectorised o
 
 from __future__ import annotations
 
+import functools
 from typing import final
 
 import numpy as np
@@ -38,6 +39,7 @@ class LengthDistributions:
         self.probabilities = given / given.sum(1, keepdims=True)
         edges = np.asarray(buckets.edges, np.float64)
         self._low, self._high = edges[:-1], edges[1:]
+        self._bucket_from = _bucket_from(buckets)
 
     def __len__(self) -> int:
         return len(self.probabilities)
@@ -87,11 +89,14 @@ class LengthDistributions:
     ) -> Float[np.ndarray, "sequences times"]:
         """Return P(L > t + m | L > t) for `more` tokens m."""
         t = self._column(elapsed)
-        left, low = self._after(t)
-        ends = (t + more)[:, None, :]
-        width = np.maximum(self._high - low, 1e-9)[:, :, None]
-        over = np.clip((self._high[:, None] - ends) / width, 0.0, 1.0)
-        return (left[:, :, None] * over).sum(1)
+        ends = t + more
+        total = self._over(t)
+        # After a refuted prediction, all lengths that are left are equally likely.
+        longest = float(self.buckets.max_length)
+        flat = np.clip((longest - ends) / np.maximum(longest - t, 1e-9), 0.0, 1.0)
+        return np.where(
+            total < _NOTHING_LEFT, flat, self._over(ends) / np.maximum(total, _NOTHING_LEFT)
+        )
 
     def remaining(
         self, elapsed: Int[np.ndarray, " sequences"] | int, buckets: LengthBuckets
@@ -120,9 +125,25 @@ class LengthDistributions:
         low = np.minimum(np.maximum(self._low, t), self._high)
         return left / left.sum(1, keepdims=True), low
 
+    def _over(self, lengths: np.ndarray) -> np.ndarray:
+        """Return P(L > length) for lengths [sequences, any], which is linear within a bucket."""
+        rate = self.probabilities / (self._high - self._low)
+        # From the longest on, so that what is left of the tail has no rounding errors of the rest.
+        tail = np.cumsum(self.probabilities[:, ::-1], axis=1)[:, ::-1] + rate * self._low
+        bucket = self._bucket_from[np.minimum(lengths, self.buckets.max_length).astype(np.intp)]
+        place = bucket + np.arange(0, rate.size, self.buckets.num)[:, None]
+        return np.maximum(tail.take(place) - rate.take(place) * lengths, 0.0)
+
     def _share_over(self, t: np.ndarray) -> np.ndarray:
         """Return the share of each bucket's lengths that are over t."""
         return np.clip((self._high - t) / (self._high - self._low), 0.0, 1.0)
 
     def _column(self, values: np.ndarray | int) -> np.ndarray:
         return np.broadcast_to(np.asarray(values, np.float64), len(self))[:, None]
+
+
+@functools.lru_cache(maxsize=16)
+def _bucket_from(buckets: LengthBuckets) -> np.ndarray:
+    """Return the bucket of the lengths that are over 0, 1, ... up to the longest [lengths + 1]."""
+    starts = np.arange(buckets.max_length + 1)
+    return np.minimum(np.searchsorted(buckets.edges, starts, "right") - 1, buckets.num - 1)

@@ -19,6 +19,9 @@ MIN_TRITON_FLOPS, MIN_MOSAIC_FLOPS = 400e12, 550e12
 MIN_OF_BOUND = 0.8
 MIN_OF_PARTS = 0.9
 MAX_IDLE = 0.02
+# Products with weights in few bits: steps of up to so many tokens are bound by memory.
+MIN_OF_PRODUCT_BOUND = 0.7
+_MAX_DECODE_TOKENS = 64
 # Maximum number of characters of a reason in the table; the file has the whole reason.
 _MAX_TEXT = 120
 # Minimum batch and context to which the bars of decoding and prefill apply.
@@ -59,6 +62,7 @@ def bars(parts: Parts) -> list[dict[str, str]]:
         ),
         *_mixed(shapes, "Triton"),
         *_mixed(_rows(parts, "mosaic", "shapes"), "Mosaic"),
+        *_products(_rows(parts, "products", "products")),
         *_kernel_peers(parts, shapes),
         *(line for model in MODELS for line in _model(parts, model)),
         *_choices(parts),
@@ -160,6 +164,20 @@ def _mixed(rows: Sequence[Row], kernel: str) -> Iterable[Bar]:
                 f"{row['shape']}, {kernel}", f">= {MIN_OF_PARTS:.0%}", found,
                 "met" if met else "not met",
             )  # fmt: skip
+
+
+def _products(rows: Sequence[Row]) -> Iterable[Bar]:
+    """Yield the bars of products with weights in few bits: their error, bound, and dense ones."""
+    what = "products in few bits"
+    yield _most(f"{what}, relative error", rows, "error", MAX_ERROR, "{:.1e}")
+    few = [row for row in rows if row["tokens"] <= _MAX_DECODE_TOKENS]
+    yield _least(
+        f"{what}, up to {_MAX_DECODE_TOKENS} tokens: share of the roofline",
+        few,
+        *("of_bound", MIN_OF_PRODUCT_BOUND, "{:.0%}"),
+    )
+    ratios = [{**row, "ratio": row["dense_s"] / row["seconds"]} for row in few]
+    yield _least(f"{what}: speed over the dense product", ratios, "ratio", 1.0, "{:.2f} times")
 
 
 def _kernel_peers(parts: Parts, shapes: list[Row]) -> Iterable[Bar]:

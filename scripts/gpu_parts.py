@@ -85,6 +85,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             ),
             100,
         ),
+        "products": Part(("benchmarks.kernels", "--shapes", "product"), 90),
         "choices": Part(_CHOICES, 45),
         "choices_while": Part(_CHOICES, 45, {"XLA_FLAGS": f"{_COMMAND_BUFFER}+WHILE"}),
         "choices_none": Part(_CHOICES, 45, {"XLA_FLAGS": _COMMAND_BUFFER}),

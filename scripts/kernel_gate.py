@@ -3,9 +3,10 @@
 It runs in its own environment, with JAX's CUDA plug-in, and compiles every configuration of the
 kernels to machine code for an H100. Errors are a register spill, more shared memory than the device
 has, a cache that is not updated in place, and temporaries of the cache's size. It also compiles a
-whole decode loop and a whole mixed step, with unrolled and with scanned layers, and with pages in
-the model's dtype and in 8 bits, and a task of cells whose kernel reads their pools. A layer or a
-task may not have more launches than `kernel_gate.json` records.
+whole decode loop and a whole mixed step, with unrolled and with scanned layers, with pages in the
+model's dtype and in 8 bits, and with weights in few bits; and a task of cells whose kernel reads
+their pools. A layer or a task may not have more launches than `kernel_gate.json` records. A decode
+loop with weights in few bits may make no copy of a weight.
 """
 
 from __future__ import annotations
@@ -44,10 +45,13 @@ from jaxserve.cells.layout import Layout  # noqa: E402
 from jaxserve.cells.models import LSTM, Embedded, sequence_model  # noqa: E402
 from jaxserve.cells.programs import CellPrograms  # noqa: E402
 from jaxserve.core.config import EngineConfig  # noqa: E402
-from jaxserve.core.options import KV_DTYPES  # noqa: E402
+from jaxserve.core.options import KV_DTYPES, RuntimeOptions  # noqa: E402
 from jaxserve.models.batch import empty_cache  # noqa: E402
 from jaxserve.models.decoder import LayerLayout  # noqa: E402
 from jaxserve.models.families.llama import Llama, LlamaConfig  # noqa: E402
+from jaxserve.models.linear import replace_weights  # noqa: E402
+from jaxserve.models.quantisation import Quantisation  # noqa: E402
+from jaxserve.models.quantised import QuantisedWeight  # noqa: E402
 from jaxserve.steps.placement import Placement  # noqa: E402
 from jaxserve.steps.programs import Programs  # noqa: E402
 from pallas_kernels.configurations import CONFIGURATIONS, Configuration  # noqa: E402
@@ -57,7 +61,7 @@ from pallas_kernels.paged_attention.configurations import (  # noqa: E402
 from pallas_kernels.paged_attention.configurations import (  # noqa: E402
     Configuration as Attention,
 )
-from scripts.launches import launches, launches_a_layer  # noqa: E402
+from scripts.launches import launches, launches_a_layer, made_arrays  # noqa: E402
 
 _ALL = (*CONFIGURATIONS, *RARE_CONFIGURATIONS)
 # File with the launches of a layer that were recorded last.
@@ -74,28 +78,33 @@ class Steps:
       kv_dtype: dtype of pages; None for the model's dtype.
       dtype: dtype of the model.
       attention: the option `attention`; None for the platform's choice.
+      quantize: the option `quantize`; None for weights in the model's dtype.
     """
 
     layout: LayerLayout
     kv_dtype: str | None = None
     dtype: str = "bfloat16"
     attention: str | None = None
+    quantize: str | None = None
 
     def __str__(self) -> str:
         parts = [self.layout]
         parts += [] if self.kv_dtype is None else [f"{self.kv_dtype} pages"]
         parts += [] if self.dtype == "bfloat16" else [self.dtype]
         parts += [] if self.attention is None else [self.attention]
+        parts += [] if self.quantize is None else [f"{self.quantize} weights"]
         return ", ".join(parts)
 
 
 _SCANNED = tuple(Steps("scanned", kv_dtype) for kv_dtype in (None, *KV_DTYPES))
-_STEPS_OF_SUBSET = (Steps("unrolled"), *_SCANNED)
+_STEPS_OF_SUBSET = (Steps("unrolled"), *_SCANNED, Steps("unrolled", quantize="int4"))
 _STEPS = (
     *_STEPS_OF_SUBSET,
     *(Steps("unrolled", kv_dtype) for kv_dtype in KV_DTYPES),
     Steps("scanned", dtype="float32"),
     Steps("scanned", attention="mosaic,triton"),
+    *(Steps("unrolled", quantize=kind) for kind in ("int8", "fp8", "w8a8")),
+    Steps("scanned", quantize="int4"),
 )
 # XLA's description of the device for which it compiles, with NVIDIA's figures.
 _H100 = """
@@ -237,7 +246,16 @@ def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> 
         attention=steps.attention,
     )
     place = Placement.like(NamedSharding(mesh, PartitionSpec()))
-    model = nnx.eval_shape(lambda: Llama(config, rngs=None, layer_layout=steps.layout))
+    with place.in_force():
+        how = Quantisation.of(RuntimeOptions(quantize=steps.quantize))
+
+    def made() -> nnx.Module:
+        model = Llama(config, rngs=None, layer_layout=steps.layout)
+        if how is not None:
+            replace_weights(model, how.change)
+        return model
+
+    model = nnx.eval_shape(made)
     graphdef, params = nnx.split(model)
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place.whole), params
@@ -255,10 +273,27 @@ def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> 
         text = modules[name] = compiled.as_text()
         problems += [
             f"{name}, {num_layers} layers: no kernel {kernel}"
-            for kernel in ("rotate_and_write", "paged_attention_split")
+            for kernel in (
+                *("rotate_and_write", "paged_attention_split"),
+                *(() if how is None else ("quantised_matmul",)),
+            )
             if kernel not in text
         ]
+        # A mixed step has activations of the size of some weights, and scanned layers are slices.
+        if how is not None and kind == "decode loop" and steps.layout == "unrolled":
+            problems += [f"{name}: a weight is copied: {each}" for each in _copies(text, model)]
     return modules
+
+
+def _copies(hlo: str, model: nnx.Module) -> list[str]:
+    """Return instructions of the module that write the codes or the numbers of a whole weight."""
+    codes, numbers = set(), set()
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, QuantisedWeight):
+            size = module.codes.get_value().size
+            codes.add(size)
+            numbers.add(size * 8 // module.bits)
+    return [*made_arrays(hlo, codes, "[us]8"), *made_arrays(hlo, numbers)]
 
 
 def _compile_tasks(mesh: Mesh, problems: list[str]) -> dict[str, float]:
@@ -278,7 +313,7 @@ def _compile_tasks(mesh: Mesh, problems: list[str]) -> dict[str, float]:
     pools = tuple(like(4000, *spec.shape, dtype=spec.dtype) for spec in specs)
     with jax.set_mesh(mesh):
         task: Any = programs.tasks[t.index]
-        compiled = task.lower(params, pools, like(5, t.num_rows, 64), like()).compile()
+        compiled = task.lower(params, pools, like(5, 64, layout.width), like()).compile()
     problems += _memory_problems("a task of lstm", compiled, _num_bytes(pools))
     text = compiled.as_text()
     problems += [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import final
 
@@ -52,6 +54,28 @@ def launches_a_layer(hlo: str, num_layers: int) -> int:
     if len(bodies) != 1:
         raise ValueError(f"{len(bodies)} loops run {num_layers} times; expected one, over layers")
     return _total(computations, bodies[0])
+
+
+def made_arrays(hlo: str, sizes: AbstractSet[int], dtype: str = r"\w+") -> list[str]:
+    """Return the instructions that write an array with as many elements as one of `sizes`.
+
+    Instructions inside fusions write nothing. Views do not count, and neither do kernels.
+
+    Args:
+      dtype: a pattern of the arrays' dtypes, in HLO's names.
+    """
+    fused = set(re.findall(r"calls=%?([\w.-]+)", hlo))
+    found, is_fused = [], False
+    for line in hlo.splitlines():
+        if begin := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            is_fused = begin[1] in fused
+        made = re.match(r"\s+(?:ROOT )?%?[\w.-]+ = (.*?[\])}]) ([a-z][\w-]*)\(", line)
+        if made is None or is_fused or made[2] in {*_FREE, *_GROUPS, "custom-call"}:
+            continue
+        arrays = re.findall(rf"\b{dtype}\[([\d,]+)\]", made[1])
+        if sizes & {math.prod(map(int, array.split(","))) for array in arrays}:
+            found.append(" ".join(line.split())[:200])
+    return found
 
 
 def _total(computations: dict[str, _Computation], name: str) -> int:

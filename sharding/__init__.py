@@ -5,7 +5,14 @@ from sharding.mesh import MESH_AXES, check_tensor_axis, make_mesh
 from sharding.process_group import JoinError, ProcessGroup
 from sharding.processes import group_over, join
 from sharding.replicas import replica_meshes, split_replicas
-from sharding.rules import DEFAULT_RULES, named_sharding, partition_spec, placed, state_shardings
+from sharding.rules import (
+    DEFAULT_RULES,
+    fitted_spec,
+    named_sharding,
+    partition_spec,
+    placed,
+    state_shardings,
+)
 from sharding.stages import Stage, StagePlan, stages_of
 
 __all__ = [
@@ -17,6 +24,7 @@ __all__ = [
     "Stage",
     "StagePlan",
     "check_tensor_axis",
+    "fitted_spec",
     "group_over",
     "join",
     "make_groups",

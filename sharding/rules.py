@@ -66,23 +66,37 @@ def named_sharding(
       ValueError: the number of names differs from the number of dimensions, or another dimension
         is not a multiple of its mesh axis's size.
     """
+    return NamedSharding(mesh, fitted_spec(mesh.shape, shape, logical_axes, rules))
+
+
+def fitted_spec(
+    mesh_shape: Mapping[str, int],
+    shape: Sequence[int],
+    logical_axes: Sequence[str | None],
+    rules: Mapping[str, str | None] = DEFAULT_RULES,
+) -> PartitionSpec:
+    """Return the mesh axes of an array of this shape; see `named_sharding`.
+
+    Args:
+      mesh_shape: size of each axis of the mesh.
+    """
     if len(logical_axes) != len(shape):
         raise ValueError(
             f"logical axes {tuple(logical_axes)} do not fit the shape {tuple(shape)}; pass one per "
             "dimension"
         )
-    entries = [axis if axis in mesh.shape else None for axis in partition_spec(logical_axes, rules)]
+    entries = [axis if axis in mesh_shape else None for axis in partition_spec(logical_axes, rules)]
     for i, (size, name, axis) in enumerate(zip(shape, logical_axes, entries, strict=True)):
-        if axis is None or size % mesh.shape[axis] == 0:
+        if axis is None or size % mesh_shape[axis] == 0:
             continue
         if name in REPLICATED_IF_UNEVEN:
             entries[i] = None
         else:
             raise ValueError(
                 f"logical axis {name!r} of size {size} is not a multiple of mesh axis {axis!r} of "
-                f"size {mesh.shape[axis]}; use a mesh whose {axis!r} size divides it"
+                f"size {mesh_shape[axis]}; use a mesh whose {axis!r} size divides it"
             )
-    return NamedSharding(mesh, PartitionSpec(*entries))
+    return PartitionSpec(*entries)
 
 
 def state_shardings(

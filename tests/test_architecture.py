@@ -96,7 +96,12 @@ THIRD_PARTY = {
     "jaxserve": CORE_DEPENDENCIES,
 }
 # Room -> packages of its extra, without which no module of the room is imported.
-EXTRAS = {"server": {"anyio", "fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"}}
+EXTRAS = {
+    "server": {
+        *("anyio", "fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"),
+        "opentelemetry",  # of `spans`, which is imported with the extra `otel` only
+    }
+}
 JAX_FREE_ROOMS = ("scheduling", "memory", "core", "workload")
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "transformers", "pallas_kernels"}
 
@@ -129,10 +134,13 @@ TESTS_MAY_PATCH = {
     "tests/benchmarks/offline/test_peers.py _run_once": _RUNS,
     "tests/cli/test_cli_predictor.py logits_of": "interrupts a training in its middle",
     "tests/models/test_registry.py copyfileobj": "a disk that is full in the middle of a download",
+    "tests/runtime/test_regroup.py placed": "devices without room in the middle of a move",
     "tests/models/test_store.py save": "an entry that fails to be written",
 }
 # Class -> tests that write its attributes.
 TESTS_MAY_ASSIGN = {
+    # The test says what is in flight of sequences that no engine runs.
+    "Sequence": {"tests/scheduling/test_waiting_pool.py"},
     # The test runs a step, which donates the buffers.
     "DevicePages": {"tests/execution/test_page_copies.py"},
     # The test puts another base weight under the same adapters.

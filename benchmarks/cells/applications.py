@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxserve.cells import Graph, SimulatedCell
 from jaxserve.cells.base import BaseCell
+from jaxserve.cells.blocks import numbered
 from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload.sentences import target_lengths
@@ -172,11 +173,12 @@ def simulated(application: str, batch_sizes: Mapping[str, Sequence[int]]) -> Sim
       batch_sizes: compiled sizes by cell.
     """
     state = {"h": _STATE}
+    reads = {"token": _COUNT, **state}
     if application == "lstm":
-        lstm = SimulatedCell("lstm", state, state, batch_sizes=batch_sizes["lstm"])
+        lstm = SimulatedCell("lstm", reads, state, batch_sizes=batch_sizes["lstm"])
         return Simulated((lstm,), lambda request: Graph({"h": _chain(lstm, request.tokens)["h"]}))
     if application == "seq2seq":
-        encoder = SimulatedCell("encoder", state, state, batch_sizes=batch_sizes["encoder"])
+        encoder = SimulatedCell("encoder", reads, state, batch_sizes=batch_sizes["encoder"])
         decoder = SimulatedCell(
             "decoder",
             # The first word of a node is its number of steps, see `decoder_steps`.
@@ -206,18 +208,10 @@ def simulated(application: str, batch_sizes: Mapping[str, Sequence[int]]) -> Sim
     )
 
     def parse(request: CellRequest) -> Graph:
-        done: list[Any] = []
-        open: list[Any] = [request.tree]
-        while open:
-            part = open.pop()
-            if part is None:
-                right = done.pop()
-                done.append(internal(left=done.pop()["h"], right=right["h"]))
-            elif isinstance(part, tuple):
-                open += [None, part[1], part[0]]
-            else:
-                done.append(leaf(token=part))
-        return Graph({"h": done.pop()["h"]})
+        assert request.tree is not None
+        tokens, pairs = numbered(request.tree)
+        sides = {"left": {"left": "h"}, "right": {"right": "h"}}
+        return Graph({"h": internal.tree(leaf, {"token": tokens}, pairs, **sides)["h"]})
 
     return Simulated((leaf, internal), parse)
 
@@ -255,10 +249,7 @@ def modelled(application: str, sizes: Sizes, batch_sizes: Mapping[str, Sequence[
 
 
 def _chain(cell: SimulatedCell, tokens: Sequence[int]) -> Any:
-    node: Any = None
-    for _ in tokens:
-        node = cell(h=0.0 if node is None else node["h"])
-    return node
+    return cell.chain({"token": tokens}, {"h": "h"}, h=0.0)
 
 
 def _num_leaves(tree: Tree) -> int:

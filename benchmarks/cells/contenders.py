@@ -29,7 +29,12 @@ IDEAL = "identical_graphs"
 KNOWN = tuple(dict.fromkeys([*OF_CHAINS, *OF_TREES, IDEAL, "one_at_a_time"]))
 # Graphs that DyNet and Fold merge at once (2.7.5), and the most cells of a merged batch.
 _MERGED_GRAPHS, _MERGED_CELLS = 64, 2048
-_DECODER_STEPS = 64
+# The 90th percentile of the answers' lengths, since LazyBatching's paper takes a high one; and the
+# mean length of sentences.
+_DECODER_STEPS, _MEAN_CELLS = 50, 24
+# LazyBatching adds the times of all requests as if each ran alone. This many shall keep its target;
+# with the paper's 100 ms, about five sentences of Seq2Seq would.
+_LAZY_REQUESTS, _LAZY_TARGET_S = 64, 0.1
 
 
 def contenders_of(application: str) -> tuple[str, ...]:
@@ -55,7 +60,13 @@ def policy_of(name: str, *, cell_s: Mapping[str, float]) -> Any:
     if name in _MERGED:
         return GraphMerging(order=_MERGED[name], max_graphs=_MERGED_GRAPHS)  # pyright: ignore[reportArgumentType]
     if name == "lazy_batching":
-        return LazyBatching(cell_s=cell_s, expected_steps=_DECODER_STEPS)
+        num_cells = {cell: _DECODER_STEPS if cell == "decoder" else _MEAN_CELLS for cell in cell_s}
+        alone_s = sum(num_cells[cell] * seconds for cell, seconds in cell_s.items())
+        return LazyBatching(
+            target_s=max(_LAZY_TARGET_S, _LAZY_REQUESTS * alone_s),
+            cell_s=cell_s,
+            expected_steps=_DECODER_STEPS,
+        )
     if name == IDEAL:
         return IdenticalGraphs()
     if name == "one_at_a_time":

@@ -34,6 +34,10 @@ class Spread:
         """Return the spread of at least one value; the median of two is their mean."""
         return cls(statistics.median(values), min(values), max(values), len(values))
 
+    def over(self, unit: float) -> Spread:
+        """Return the spread in multiples of `unit`."""
+        return Spread(self.median / unit, self.low / unit, self.high / unit, self.num_runs)
+
     def overlaps(self, other: Spread) -> bool:
         """Return whether the ranges have a value in common."""
         return self.low <= other.high and other.low <= self.high

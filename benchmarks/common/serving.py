@@ -13,6 +13,7 @@ from benchmarks.common.predictors import load_predictor
 from benchmarks.common.replay import replay
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import summarise
+from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.scheduling.policy import Policy
@@ -37,15 +38,19 @@ class Runtimes:
     """
 
     def __init__(self, options: argparse.Namespace):
-        from jaxserve.execution.build import platform_defaults
+        from jaxserve.execution.sizes import platform_defaults
         from jaxserve.execution.warmup import enable_compilation_cache
+        from jaxserve.models.quantisation import Quantisation
         from jaxserve.models.store import load_model
 
         enable_compilation_cache()
         defaults = platform_defaults()
         self.predictor = load_predictor(options)
         self._model = load_model(
-            options.model, dtype=defaults.dtype, layer_layout=cast(Any, defaults.layer_layout)
+            options.model,
+            dtype=defaults.dtype,
+            layer_layout=cast(Any, defaults.layer_layout),
+            quantisation=Quantisation.at_loading(RuntimeOptions(), mesh=None),
         )
         self._settings: dict[str, Any] = {
             "kv_memory": options.kv_memory,
@@ -62,11 +67,14 @@ class Runtimes:
         """The model's tokenizer."""
         return self._model.tokenizer
 
-    def open(self, policy: Policy, *, max_slots: int | None = None) -> Runtime:
+    def open(
+        self, policy: Policy, *, max_slots: int | None = None, speculation: str | None = None
+    ) -> Runtime:
         """Return a runtime with the policy and a page pool as large as that of the others.
 
         Args:
           max_slots: most sequences at once, in place of that of the options.
+          speculation: see `RuntimeOptions`.
 
         Raises:
           InvalidConfigError, DeviceMemoryError: the memory does not hold a pool as large.
@@ -76,7 +84,9 @@ class Runtimes:
         from jaxserve import Runtime
 
         model = self._model
-        settings: dict[str, Any] = {"warmup": "full", **self._settings}
+        settings: dict[str, Any] = {
+            "warmup": "full", "speculation": speculation, **self._settings
+        }  # fmt: skip
         if max_slots is not None:
             settings["max_slots"] = max_slots
         rt = self._open.enter_context(

@@ -28,8 +28,9 @@ from jaxserve.core.options import RESTORES, RuntimeOptions
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.build import build_executor, platform_defaults
+from jaxserve.execution.build import build_executor
 from jaxserve.execution.device import DeviceExecutor
+from jaxserve.execution.sizes import platform_defaults
 from jaxserve.execution.warmup import enable_compilation_cache
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families.llama import LlamaConfig

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.common import environment, roofline
     from benchmarks.decode.batches import measure_batch, measure_prefill, trace_batch
     from jaxserve import Runtime
-    from jaxserve.execution.build import platform_defaults
+    from jaxserve.execution.sizes import platform_defaults
     from pallas_kernels import dispatch
 
     sizes = sizes_from(options.batches)

@@ -26,7 +26,7 @@ from benchmarks.common.record import Record
 from benchmarks.common.shapes import SHAPES, hf_config, sizes_from
 from benchmarks.decode.batches import measure_batch
 from jaxserve import Runtime
-from jaxserve.execution.build import platform_defaults
+from jaxserve.execution.sizes import platform_defaults
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.models.loading import LayerLayout, abstract_model, random_params
 

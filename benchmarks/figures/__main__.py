@@ -17,7 +17,7 @@ from typing import final
 from benchmarks.common.paths import ROOT
 from benchmarks.figures import style
 from benchmarks.figures.charts import charts
-from benchmarks.figures.results import Result, ResultFileError, load
+from benchmarks.figures.results import Result, ResultFileError, is_quantised, load
 from benchmarks.figures.tables import HEADINGS, tables
 from benchmarks.figures.tables.serving import peers
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
@@ -32,7 +32,8 @@ class Page:
     """A Markdown file with results between two markers.
 
     Attributes:
-      kinds: the results that it shows; None for the first comparison with other engines alone.
+      kinds: the results that it shows; None for the first comparison with other engines alone,
+        with weights in the model's dtype.
     """
 
     path: str
@@ -46,13 +47,13 @@ class Page:
 
 PAGES = (
     Page("README.md", None),
-    Page("docs/results/throughput.md", ("offline", "loading", "planning")),
+    Page("docs/results/throughput.md", ("offline", "startup", "loading", "planning")),
     Page("docs/results/policies.md", ("policies", "online", "flover", "simulate", "s3")),
     Page("docs/results/conversations.md", ("conversations", "pensieve", "scattered", "restore")),
     Page("docs/results/exegpt.md", ("exegpt", "exegpt_bounds")),
     Page("docs/results/cells.md", ("cells",)),
     Page("docs/results/lengths.md", ("predictor", "probe")),
-    Page("docs/results/devices.md", ("sharding", "gpu_check")),
+    Page("docs/results/devices.md", ("sharding", "roles", "gpu_check")),
 )
 FIGURES = "docs/figures"
 RESULTS = "benchmarks/results"
@@ -162,7 +163,8 @@ def render(page: Page, results: list[Result], root: Path) -> str:
 
     parts = []
     if page.kinds is None:
-        compared = [result for result in results if result.kind == "offline" and result.has_peers]
+        offline = [result for result in results if result.kind == "offline"]
+        compared = [each for each in offline if each.has_peers and not is_quantised(each)]
         for result in compared[:1]:
             parts += [peers(result, link(result)), *pictures(result)]
     for kind in page.kinds or ():

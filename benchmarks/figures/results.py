@@ -15,8 +15,8 @@ from jaxserve.core.errors import InvalidConfigError
 # The kinds of results, in the order of the pages.
 KINDS = (
     *("offline", "policies", "online", "conversations", "flover", "simulate", "predictor"),
-    *("probe", "s3", "pensieve", "scattered", "restore", "loading", "planning"),
-    *("sharding", "gpu_check", "exegpt", "exegpt_bounds", "cells"),
+    *("probe", "s3", "pensieve", "scattered", "restore", "startup", "loading"),
+    *("planning", "sharding", "gpu_check", "exegpt", "exegpt_bounds", "cells", "roles"),
 )
 # Names and positions of a value in a result.
 Keys = Sequence[str | int]
@@ -131,6 +131,11 @@ class Result:
 def bound_name(result: Result) -> str:
     """Return the name of an offline result's bound; earlier results timed the products alone."""
     return "roofline" if "run_s" in result.get("bound") else "matrix products alone"
+
+
+def is_quantised(result: Result) -> bool:
+    """Return whether an offline result is of weights in few bits."""
+    return result.data.get("quantize") is not None
 
 
 def load(folder: Path) -> list[Result]:

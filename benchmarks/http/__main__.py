@@ -1,7 +1,8 @@
 """What HTTP costs beside the same requests in process: `python -m benchmarks.http --help`.
 
 The requests come from another process, each on a connection of its own, and stream tokens. Once all
-come at once, for throughput; once as Poisson arrivals at half of that, for latencies.
+come at once, for throughput; once as Poisson arrivals at half of that, for latencies. With
+`--peer`, the same client sends the same prompts to other servers, and to this one in the same form.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 "in process": lambda items, arrivals: _in_process(rt, items, arrivals),
                 "http": lambda items, arrivals: _over_http(url, items, arrivals),
             }
+            if options.peer:
+                ways["completions"] = _completions(url, "model")
+            for name, peer in options.peer:
+                ways[name] = _completions(*peer)
             for play in ways.values():  # what is slow only once
                 play(items[:2], [0.0] * min(2, len(items)))
             for count in counts:
@@ -90,9 +95,14 @@ def _point(
         one["first_token_s"]["p50"] - other["first_token_s"]["p50"]
         for one, other in zip(ours["poisson"], base["poisson"], strict=True)
     ]
+    peers = {name: runs for name, runs in found.items() if name not in ("in process", "http")}
     return {
         "connections": count,
         "runs": found,
+        "peers_tokens_per_s": {
+            name: median(run["tokens_per_s"] for run in runs["at_once"])
+            for name, runs in peers.items()
+        },
         "throughput_share": {"median": median(share), "range": [min(share), max(share)]},
         "first_token_later_s": {"median": median(later), "range": [min(later), max(later)]},
     }
@@ -128,6 +138,36 @@ def _over_http(url: str, items: Sequence[WorkloadItem], arrivals_s: Sequence[flo
         for item in items
     ]
     return send(url, bodies, arrivals_s)
+
+
+def _completions(url: str, model: str) -> Play:
+    """Return a way over a server's `/v1/completions`, as vLLM and llama.cpp have it, too."""
+
+    def play(items: Sequence[WorkloadItem], arrivals_s: Sequence[float]) -> list[Seen]:
+        bodies = [
+            {
+                "model": model,
+                "prompt": list(map(int, item.prompt_token_ids)),
+                **_params(item),
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            for item in items
+        ]
+        return send(url, bodies, arrivals_s, "/v1/completions")
+
+    return play
+
+
+def _peer(text: str) -> tuple[str, tuple[str, str]]:
+    """Return a server's name, and its address and model."""
+    name, _, rest = text.partition("=")
+    url, _, model = rest.partition(",")
+    if not name or not url.startswith("http://"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a server; pass NAME=http://HOST:PORT,MODEL"
+        )
+    return name, (url, model or "model")
 
 
 def _in_process(rt: Any, items: Sequence[WorkloadItem], arrivals_s: Sequence[float]) -> list[Seen]:
@@ -189,6 +229,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--connections", default="1,64,1000", help="numbers of requests, each on its connection")
+    add(
+        "--peer", type=_peer, action="append", default=[], metavar="NAME=URL,MODEL",
+        help="a server with OpenAI's completions that runs already, such as vLLM's or llama.cpp's",
+    )  # fmt: skip
     workloads.add_arguments(parser)
     add_repeats(parser, "way at every number of connections")
     add_policy_options(parser, policies="auto", max_context=1024)

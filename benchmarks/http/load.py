@@ -25,13 +25,24 @@ class Seen:
     end_s: float
 
 
-def send(url: str, bodies: Sequence[dict[str, Any]], arrivals_s: Sequence[float]) -> list[Seen]:
+def send(
+    url: str,
+    bodies: Sequence[dict[str, Any]],
+    arrivals_s: Sequence[float],
+    path: str = "/inference/v1/generate",
+) -> list[Seen]:
     """Send each body at its time on a connection of its own, and return what came.
+
+    Args:
+      path: of an endpoint that streams token ids; or one that streams text and says the number of
+        tokens at the end (`stream_options.include_usage`), as OpenAI's completions do.
 
     Raises:
       RuntimeError: a request was not answered.
     """
-    given = json.dumps({"url": url, "bodies": list(bodies), "arrivals_s": list(arrivals_s)})
+    given = json.dumps(
+        {"url": url, "path": path, "bodies": list(bodies), "arrivals_s": list(arrivals_s)}
+    )
     program = "from benchmarks.http.load import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program], input=given, capture_output=True, text=True, cwd=ROOT,
@@ -45,39 +56,42 @@ def send(url: str, bodies: Sequence[dict[str, Any]], arrivals_s: Sequence[float]
 def main() -> None:
     """Read the requests from stdin, and write what came to stdout."""
     given = json.loads(sys.stdin.read())
-    seen = asyncio.run(_send_all(given["url"], given["bodies"], given["arrivals_s"]))
+    seen = asyncio.run(_send_all(**given))
     print(json.dumps([vars(each) for each in seen]))
 
 
-async def _send_all(url: str, bodies: list[Any], arrivals_s: list[float]) -> list[Seen]:
-    host, _, port = url.removeprefix("http://").partition(":")
+async def _send_all(url: str, path: str, bodies: list[Any], arrivals_s: list[float]) -> list[Seen]:
+    host, _, port = url.removeprefix("http://").rstrip("/").partition(":")
     begun_s = time.perf_counter() + 0.1
     return await asyncio.gather(
         *(
-            _send_one(host, int(port), json.dumps(body).encode(), begun_s + arrival_s)
+            _send_one(host, int(port or 80), path, json.dumps(body).encode(), begun_s + arrival_s)
             for body, arrival_s in zip(bodies, arrivals_s, strict=True)
         )
     )
 
 
-async def _send_one(host: str, port: int, body: bytes, at_s: float) -> Seen:
+async def _send_one(host: str, port: int, path: str, body: bytes, at_s: float) -> Seen:
     await asyncio.sleep(at_s - time.perf_counter())
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(
-        b"POST /inference/v1/generate HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        b"POST %s HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body))
     )
     writer.write(body)
-    times_s, num_tokens, lines = [], 0, []
+    times_s, num_tokens, usage, lines = [], 0, None, []
     async for line in reader:
         lines.append(line)
         if line.startswith(b"data: {"):
             found = json.loads(line[6:])
-            num_new = sum(len(choice["token_ids"]) for choice in found.get("choices", ()))
-            if num_new:
+            choices = found.get("choices", ())
+            if any(choice.get("token_ids") or choice.get("text") for choice in choices):
                 times_s.append(time.perf_counter() - at_s)
-                num_tokens += num_new
+            num_tokens += sum(len(choice.get("token_ids") or ()) for choice in choices)
+            usage = found.get("usage")
     writer.close()
     if b"data: [DONE]\n" not in lines:
         raise RuntimeError(b"".join(lines)[-500:].decode(errors="replace"))
+    if not num_tokens and usage:  # of the last event: text has no token ids
+        num_tokens = usage["completion_tokens"]
     return Seen(times_s, num_tokens, time.perf_counter() - at_s)

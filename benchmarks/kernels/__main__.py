@@ -2,7 +2,8 @@
 
 Paged attention at named shapes: time, the share of the roofline, the error against float32, and
 JAX's other attention kernels beside it. Writes into the cache and copies of pages: time, and the
-share of the copy bandwidth. Tables on stderr, one JSON object on stdout; docs/benchmarks/gpu.md
+share of the copy bandwidth. Products with weights in few bits: time, and the share of the roofline.
+Tables on stderr, one JSON object on stdout; docs/benchmarks/gpu.md
 says what each figure means.
 """
 
@@ -24,8 +25,8 @@ from benchmarks.common.output import command, record_parser, show
 from benchmarks.common.record import Record
 from benchmarks.common.roofline import Machine, kv_token_bytes, measure_gpu
 from benchmarks.kernels import moves as kernel_moves
-from benchmarks.kernels import peers_jax
-from benchmarks.kernels.shapes import MOVES, SHAPES, chosen
+from benchmarks.kernels import peers_jax, products
+from benchmarks.kernels.shapes import OTHERS, SHAPES, chosen
 from benchmarks.kernels.timing import (
     inputs,
     num_layers,
@@ -38,6 +39,7 @@ from jaxserve.core.options import KV_DTYPES
 from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import planned_tiling
 from pallas_kernels.paged_attention.shapes import AttentionShape
+from pallas_kernels.quantised_matmul.shapes import Configuration as Product
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of every shape."""
-    shapes, moves = chosen(options.shapes, options.leave_out)
+    shapes, others = chosen(options.shapes, options.leave_out)
     if options.kv_dtype not in (None, *KV_DTYPES):
         raise InvalidConfigError(f"--kv-dtype {options.kv_dtype}: give one of {KV_DTYPES}")
     dtype = jnp.dtype(options.dtype)
@@ -61,6 +63,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         attention=options.attention,
         shapes=[],
         moves=[],
+        products=[],
         **environment.describe(),
     )
     machine = measure_gpu(dtype)
@@ -68,7 +71,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "copy_bytes_per_s": machine.bytes_per_s,
         "product_flops_per_s": machine.flops_per_s,
     }
-    with tqdm([*shapes, *moves], desc="timing kernels", delay=2, leave=False) as bar:
+    with tqdm([*shapes, *others], desc="timing kernels", delay=2, leave=False) as bar:
         for each in bar:
             if isinstance(each, AttentionShape):
                 measured = partial(
@@ -78,6 +81,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     has_peers=options.peers,
                 )
                 kind, name = "shapes", each.name
+            elif isinstance(each, Product):
+                measured = partial(products.measure, each, machine)
+                kind, name = "products", str(each)
             else:
                 measured = partial(kernel_moves.measure, each, machine.bytes_per_s)
                 kind, name = "moves", str(each)
@@ -183,6 +189,20 @@ def _print_table(result: dict[str, Any]) -> None:
         for row in result["moves"]:
             table.add_row(*_common(row), f"{row['xla_s'] * 1e6:,.1f}")
         show(table)
+    if result["products"]:
+        table = Table(
+            *("products", "us", "GB/s", "of bound", "TFLOP/s", "error", "XLA, us", "dense, us"),
+            title=title,
+            box=None,
+        )
+        for row in result["products"]:
+            table.add_row(
+                *_common(row),
+                f"{row['flops_per_s'] / 1e12:.1f}",
+                f"{row['error']:.1e}",
+                *(f"{row[name] * 1e6:,.1f}" for name in ("xla_s", "dense_s")),
+            )
+        show(table)
 
 
 def _peer_us(peer: dict[str, Any] | None) -> str:
@@ -207,7 +227,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--shapes",
         default="decode,prefill,mixed,write,copy,cell",
-        help=f"some of {', '.join((*SHAPES, *MOVES))}, or names of shapes",
+        help=f"some of {', '.join((*SHAPES, *OTHERS))}, or names of shapes",
     )
     add("--leave-out", default="", help="shapes to leave out, likewise")
     add("--dtype", default="bfloat16", help="of queries and pages")

@@ -84,7 +84,7 @@ def _timed(weights: list[Any], rows: int, repeats: int) -> dict[str, float]:
             if isinstance(weight, jax.Array):
                 y = matmul(x, weight)
             else:
-                y = quantised_matmul(x, weight, rounds_activations=True)
+                y = quantised_matmul(x, weight, rounds_activations="groups")
             out = y[0, 0]
         return out
 

@@ -15,6 +15,7 @@ from pallas_kernels.paged_attention.shapes import (
     GPU_PREFILL_SHAPES,
     AttentionShape,
 )
+from pallas_kernels.quantised_matmul import shapes as product_shapes
 
 SHAPES = {
     "decode": GPU_DECODE_SHAPES,
@@ -32,10 +33,15 @@ MOVES = {
         *cell_shapes.SMALL_CONFIGURATIONS,
     ),
 }
+PRODUCTS = {
+    "product": product_shapes.CONFIGURATIONS,
+    "small_products": product_shapes.SMALL_CONFIGURATIONS,
+}
+OTHERS = {**MOVES, **PRODUCTS}
 
 
 def chosen(kinds: str, left_out: str = "") -> tuple[list[AttentionShape], list[Any]]:
-    """Return shapes of attention and moves, each once.
+    """Return shapes of attention, each once, and moves and products.
 
     Args:
       kinds: kinds or names of shapes, separated by commas.
@@ -49,10 +55,10 @@ def chosen(kinds: str, left_out: str = "") -> tuple[list[AttentionShape], list[A
 
     def members(text: str) -> list[str]:
         names = [name for name in text.split(",") if name]
-        unknown = sorted(set(names) - {*known, *MOVES})
+        unknown = sorted(set(names) - {*known, *OTHERS})
         if unknown:
             raise InvalidConfigError(
-                f"unknown shapes {unknown}; give some of {(*SHAPES, *MOVES)}, or names of shapes"
+                f"unknown shapes {unknown}; give some of {(*SHAPES, *OTHERS)}, or names of shapes"
             )
         return names
 
@@ -63,4 +69,4 @@ def chosen(kinds: str, left_out: str = "") -> tuple[list[AttentionShape], list[A
         for shape in known.get(name, ())
         if shape.name not in excluded
     }
-    return list(shapes.values()), [move for name in members(kinds) for move in MOVES.get(name, ())]
+    return list(shapes.values()), [each for name in members(kinds) for each in OTHERS.get(name, ())]

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of whole runs, and everything that is needed to repeat them."""
     from benchmarks.common import environment
     from jaxserve import Runtime
-    from jaxserve.execution.build import platform_defaults
+    from jaxserve.execution.sizes import platform_defaults
 
     peers = peers_of(options)
     turns = in_turns([options.policy], options.repeats)

@@ -19,7 +19,7 @@ from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.steps.sampling.sampler import sample
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.slots import empty_slots
-from pallas_kernels import Rows, matmul
+from pallas_kernels import Rows, matmul, panel_matmul, to_panels
 
 NAMES = {
     "products_s": "matrix products",
@@ -84,15 +84,21 @@ def print_table(step: DecodeStep, bound: Bound) -> None:
 
 def _products_s(config: LlamaConfig, dtype: jax.typing.DTypeLike, batch_size: int) -> float:
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
-    qkv = heads + 2 * config.num_kv_heads * config.head_dim
+    num_qkv = heads + 2 * config.num_kv_heads * config.head_dim
     keys = iter(jax.random.split(jax.random.key(0), 4 * config.num_layers + 1))
+    in_panels = jax.default_backend() == "cpu" and jnp.dtype(dtype) == jnp.float32
+    arrange = jax.jit(to_panels) if in_panels else lambda weight: weight
 
-    def weight(*shape: int) -> jax.Array:
-        return jax.random.normal(next(keys), shape, dtype) * (0.1 / shape[0] ** 0.5)
+    def weight(depth: int, columns: int) -> jax.Array:
+        drawn = jax.random.normal(next(keys), (depth, columns), dtype)
+        return arrange(drawn * (0.1 / depth**0.5))
+
+    def times(x: jax.Array, weight: jax.Array, columns: int) -> jax.Array:
+        return panel_matmul(x, weight, columns=columns) if in_panels else matmul(x, weight)
 
     layers = [
         (
-            *(weight(hidden, qkv), weight(heads, hidden)),
+            *(weight(hidden, num_qkv), weight(heads, hidden)),
             *(
                 weight(hidden, 2 * config.intermediate_size),
                 weight(config.intermediate_size, hidden),
@@ -100,14 +106,15 @@ def _products_s(config: LlamaConfig, dtype: jax.typing.DTypeLike, batch_size: in
         )
         for _ in range(config.num_layers)
     ]
-    vocab = weight(config.vocab_size, hidden)
+    vocab = weight(hidden, config.vocab_size)
 
     @jax.jit
     def products(x: jax.Array, layers: list, vocab: jax.Array) -> jax.Array:
         for qkv, o, gate_up, down in layers:
-            x = matmul(matmul(x, qkv)[:, :heads], o)
-            x = matmul(matmul(x, gate_up)[:, : config.intermediate_size], down)
-        return matmul(x, vocab, transposed=True, out_dtype=jnp.float32)
+            x = times(times(x, qkv, num_qkv)[:, :heads], o, hidden)
+            both = times(x, gate_up, 2 * config.intermediate_size)
+            x = times(both[:, : config.intermediate_size], down, hidden)
+        return times(x, vocab, config.vocab_size)
 
     return seconds(products, jnp.ones((batch_size, hidden), dtype), layers, vocab)
 

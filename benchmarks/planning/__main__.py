@@ -24,11 +24,11 @@ from benchmarks.common.policies import parse_policies
 from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
 from benchmarks.planning import host_time
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.scheduling.presets import PRESETS
 
 HERE, OTHER = "here", "against"
-POLICIES = "orca,vllm_like,s3,s3_oracle,auto"
 # What names a point.
-_PLACE = ("policy", "max_slots", "num_waiting")
+_PLACE = ("policy", "max_slots", "num_waiting", "max_context")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     job = {
         "policies": [policy.name for policy in parse_policies(options.policies)],
+        "contexts": _numbers(options.contexts, "--contexts"),
         "slots": _numbers(options.slots, "--slots"),
         "waiting": _numbers(options.waiting, "--waiting"),
         "steps": options.steps,
@@ -93,17 +94,17 @@ def _numbers(text: str, option: str) -> list[int]:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    kinds = ("planning_ms", "host_ms", "host_cpu_ms")
-    names = (kind.removesuffix("_ms").replace("_", " ") for kind in kinds)
+    columns = [("planning_ms", share) for share in ("p50", "p99", "max")]
+    columns += [("host_ms", "p50"), ("host_ms", "p99"), ("host_cpu_ms", "p50")]
+    names = (f"{kind.removesuffix('_ms').replace('_', ' ')} {share}" for kind, share in columns)
     table = Table(
-        *("policy", "slots", "waiting", "checkout"),
-        *(f"{name} {share}" for name in names for share in ("p50", "p99")),
+        *("policy", "slots", "waiting", "context", "checkout", *names),
         box=None, header_style="bold", title="ms a step",
     )  # fmt: skip
     checkouts = result["points"]
     for same in zip(*checkouts.values(), strict=True):
         for checkout, point in zip(checkouts, same, strict=True):
-            cells = (f"{point[kind][share]:.2f}" for kind in kinds for share in ("p50", "p99"))
+            cells = (f"{point[kind][share]:.2f}" for kind, share in columns)
             table.add_row(*(str(point[key]) for key in _PLACE), checkout, *cells)
     show(table)
 
@@ -116,9 +117,10 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--policies", default=POLICIES, help="presets, separated by commas")
-    add("--slots", default="32,256", help="sequences that run at once")
-    add("--waiting", default="100,2000,10000", help="requests that wait")
+    add("--policies", default=",".join(PRESETS), help="presets, separated by commas")
+    add("--slots", default="8,64,512", help="sequences that run at once")
+    add("--waiting", default="100,1000,10000", help="requests that wait")
+    add("--contexts", default="1024,1000000", help="longest contexts; over 1024, some prompts too")
     add("--steps", type=int, default=300, help="that are timed, of each combination")
     add("--against", type=Path, default=None, help="another checkout, measured in turns")
     add_repeats(parser, "checkout")

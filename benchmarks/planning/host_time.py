@@ -25,11 +25,16 @@ from jaxserve.scheduling.presets import PRESETS
 from predictor import LengthBuckets
 
 _PAGE_TOKENS = 32
-_MAX_CONTEXT = 1024
+_SHORT_CONTEXT = 1024
 _MAX_OUTPUT_TOKENS = 256
 # Pages of the pool for each slot: about as many as a sequence has on average, so that the memory
 # limits admission.
 _PAGES_A_SLOT = 5
+# With a longer context, every so many requests have a prompt of half of it at least; the pool has
+# room for two of them beside the others, and prefill is in larger steps.
+_LONG_EVERY = 500
+_LONG_AT_ONCE = 2
+_LONG_STEP_TOKENS = 8192
 # Steps before the measurement, in which the slots fill.
 _WARM_UP_STEPS = 40
 # Where the simulated executor is, and where it was.
@@ -55,7 +60,13 @@ class TimedExecutor:
         return handle
 
 
-def measure(policy: str, max_slots: int, num_waiting: int, num_steps: int) -> dict[str, Any]:
+def measure(
+    policy: str,
+    max_slots: int,
+    num_waiting: int,
+    num_steps: int,
+    max_context: int = _SHORT_CONTEXT,
+) -> dict[str, Any]:
     """Time `num_steps` steps with full slots and a constant number of waiting requests.
 
     A request arrives for each that ends. Returned are median, 99th percentile and maximum, in
@@ -63,18 +74,21 @@ def measure(policy: str, max_slots: int, num_waiting: int, num_steps: int) -> di
     simulated device: planning, records, applying results (`host_ms`; `host_cpu_ms` counts the CPU
     time alone, which other work on the machine hardly changes).
     """
+    is_long = max_context > _SHORT_CONTEXT
+    num_pages = _PAGES_A_SLOT * max_slots
+    num_pages += _LONG_AT_ONCE * (max_context // _PAGE_TOKENS) if is_long else 0
     config = EngineConfig(
         page_size=_PAGE_TOKENS,
-        num_pages=1 + _PAGES_A_SLOT * max_slots,
+        num_pages=1 + num_pages,
         num_host_pages=_PAGES_A_SLOT * max_slots,
         max_slots=max_slots,
-        max_context=_MAX_CONTEXT,
-        max_step_tokens=max(512, max_slots),
+        max_context=max_context,
+        max_step_tokens=_LONG_STEP_TOKENS if is_long else max(512, max_slots),
     )
     clock = VirtualClock()
     executor: Any = TimedExecutor(_executor_type()(config, clock, reads_context=False))
     engine = Engine(executor, PRESETS[policy], clock)
-    requests = _Requests()
+    requests = _Requests(max_context if is_long else None)
     for _ in range(max_slots + num_waiting):
         engine.add(requests.next(clock.now()))
     planning_s, host_s, host_cpu_s = [], [], []
@@ -95,6 +109,7 @@ def measure(policy: str, max_slots: int, num_waiting: int, num_steps: int) -> di
         "policy": policy,
         "max_slots": max_slots,
         "num_waiting": num_waiting,
+        "max_context": max_context,
         "num_steps": num_steps,
         "planning_ms": _milliseconds(planning_s),
         "host_ms": _milliseconds(host_s),
@@ -104,12 +119,20 @@ def measure(policy: str, max_slots: int, num_waiting: int, num_steps: int) -> di
 
 
 class _Requests:
-    """Random requests that differ in prompt, length of the answer, and its prediction."""
+    """Random requests that differ in prompt, length of the answer, and its prediction.
 
-    def __init__(self) -> None:
+    Args:
+      max_context: of the long ones among them; None for short ones alone.
+    """
+
+    def __init__(self, max_context: int | None) -> None:
         self._rng = np.random.default_rng(0)
         self._buckets = LengthBuckets.equal_width(_MAX_OUTPUT_TOKENS)
         self._num = 0
+        self._longest = (max_context or 0) - _MAX_OUTPUT_TOKENS
+        self._tokens: tuple[int, ...] = ()
+        if max_context is not None:
+            self._tokens = tuple(self._rng.integers(1, 1000, 2 * max_context).tolist())
 
     def next(self, now_s: float) -> Request:
         rng = self._rng
@@ -119,13 +142,22 @@ class _Requests:
         weights[int(self._buckets.bucket_of(length))] += self._buckets.num
         return Request(
             id=str(self._num),
-            prompt=tuple(rng.integers(1, 1000, int(rng.integers(16, 128))).tolist()),
+            prompt=self._prompt(),
             params=SamplingParams(
                 max_tokens=_MAX_OUTPUT_TOKENS, forced_length=length, ignore_eos=True
             ),
             arrival_s=now_s,
             prediction=LengthPrediction(self._buckets, weights / weights.sum()),
         )
+
+    def _prompt(self) -> tuple[int, ...]:
+        rng = self._rng
+        if self._tokens and self._num % _LONG_EVERY == 1:
+            start = int(rng.integers(self._longest))
+            return self._tokens[
+                start : start + int(rng.integers(self._longest // 2, self._longest))
+            ]
+        return tuple(rng.integers(1, 1000, int(rng.integers(16, 128))).tolist())
 
 
 def _executor_type() -> Any:
@@ -147,8 +179,9 @@ def main() -> None:
     """Measure every combination of the options in the first argument, and print the points."""
     options = json.loads(sys.argv[1])
     points = [
-        measure(policy, max_slots, num_waiting, options["steps"])
+        measure(policy, max_slots, num_waiting, options["steps"], max_context)
         for policy in options["policies"]
+        for max_context in options["contexts"]
         for max_slots in options["slots"]
         for num_waiting in options["waiting"]
     ]

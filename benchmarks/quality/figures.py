@@ -60,6 +60,7 @@ LIMITS: Mapping[str, Limit] = {
     "int8": Limit(perplexity_ratio=1.01, divergence=0.01),
     "int4": Limit(perplexity_ratio=1.10, divergence=0.10),
     "fp8": Limit(perplexity_ratio=1.03, divergence=0.03),
+    "w8a8": Limit(perplexity_ratio=1.05, divergence=0.05),
     "keep": Limit(perplexity_ratio=1.01, divergence=0.01),
 }
 

@@ -9,7 +9,8 @@ from typing import final
 
 import numpy as np
 
-from jaxserve.cells.flat_graph import FlatGraph, Wanted
+from jaxserve.cells.flat_graph import FlatGraph
+from jaxserve.cells.graph_plan import Wanted
 from jaxserve.cells.results import CellCompletion, CellPiece, CellSink
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import FinishReason, Timing
@@ -61,11 +62,13 @@ class CellAnswer:
         """Take note that a loop ran its last allowed step and did not end before."""
         self._has_hit_limit = True
 
-    def show(self, piece: CellPiece, now_s: float) -> None:
-        """Send a value that is there to the sink."""
+    def show(self, name: str, values: np.ndarray, first: int, now_s: float) -> None:
+        """Send values that are there to the sink, with the indices from `first` on."""
         if self._first_value_s is None:
             self._first_value_s = now_s
-        self._notify(piece)
+        if self._sink is not None:
+            for index, value in enumerate(values, first):
+                self._notify(CellPiece(name=name, value=value, index=index))
 
     def end(
         self,
@@ -113,7 +116,7 @@ class Part:
       key: its name in the scheduler; -1 before it has begun.
       first_row: id of its first row.
       before: the part before it, whose values it may take.
-      num_slots: int64 [pools], slots that are reserved for it while it has begun.
+      num_slots: slots of each pool that are reserved for it while it has begun.
     """
 
     def __init__(self, answer: CellAnswer, graph: FlatGraph, before: Part | None = None):
@@ -123,9 +126,7 @@ class Part:
         self.key = -1
         self.first_row = 0
         self.num_slots = graph.num_slots
-        self._wanted: dict[int, list[Wanted]] = {}
-        for value, wanted in graph.wanted:
-            self._wanted.setdefault(value, []).append(wanted)
+        self._wanted = graph.plan.wanted_for
         self._values: dict[str, np.ndarray] = {}
         self._members: dict[str, list[np.ndarray | None]] = {}
         for _, wanted in graph.wanted:
@@ -139,7 +140,7 @@ class Part:
         self.key = key
         self.first_row = first_row
 
-    def reserve(self, num_slots: np.ndarray) -> None:
+    def reserve(self, num_slots: tuple[int, ...]) -> None:
         """Take note of the slots that are reserved for it from now on."""
         self.num_slots = num_slots
 
@@ -157,19 +158,20 @@ class Part:
                 self._values[wanted.name] = array
             else:
                 self._members[wanted.name][wanted.member] = array
-            piece = CellPiece(name=wanted.name, value=array, index=wanted.member or 0)
-            self.answer.show(piece, now_s)
+            self.answer.show(wanted.name, array[None], wanted.member or 0, now_s)
 
-    def deliver_step(self, value: int, array: np.ndarray, now_s: float) -> None:
-        """Take an emitted output of a loop's next step, if the graph returns it."""
+    def deliver_steps(self, value: int, arrays: np.ndarray, now_s: float) -> None:
+        """Take an emitted output of a loop's next steps, if the graph returns it.
+
+        Args:
+          arrays: [steps, ...], which nothing else changes.
+        """
         for wanted in self._wanted.get(value, ()):
             if wanted.is_steps:
-                array = array.copy()
                 steps = self._steps[wanted.name]
-                steps.append(array)
-                self.answer.show(
-                    CellPiece(name=wanted.name, value=array, index=len(steps) - 1), now_s
-                )
+                first = sum(map(len, steps))
+                steps.append(arrays)
+                self.answer.show(wanted.name, arrays, first, now_s)
 
     def missing(self) -> list[int]:
         """Return the values that the graph returns and that have not been delivered."""
@@ -188,7 +190,7 @@ class Part:
                 found[name] = np.stack(arrays)
         for name, steps in self._steps.items():
             if steps:
-                found[name] = np.stack(steps)
+                found[name] = np.concatenate(steps)
         return found
 
     def _has(self, wanted: Wanted) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, Self, TypeAlias, final
 
 import numpy as np
 
-from jaxserve.cells.values import Constant, ValueSpec, as_constant
+from jaxserve.cells.blocks import Chain, Tree, checked_pairs
+from jaxserve.cells.values import Constant, ValueSpec, as_constant, as_constants
 from jaxserve.core.errors import (
     InputMismatchError,
     InvalidCellError,
@@ -55,11 +56,7 @@ class BaseCell:
         carry: Mapping[str, str] | None = None,
         ends_by_itself: bool = False,
     ):
-        sizes = tuple(batch_sizes)
-        if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
-            raise InvalidCellError(
-                f"cell {name!r}: batch_sizes={sizes} is not allowed; pass increasing sizes from 1"
-            )
+        sizes = _checked_sizes(name, batch_sizes)
         if not inputs or not outputs:
             raise InvalidCellError(
                 f"cell {name!r} has {len(inputs)} inputs and {len(outputs)} outputs; it needs at "
@@ -81,6 +78,15 @@ class BaseCell:
             (name, spec, spec.shape == () and spec.dtype == np.int32)
             for name, spec in self.inputs.items()
         ]
+
+    def resized(self, batch_sizes: Sequence[int]) -> Self:
+        """Return a cell of the same type with other batch sizes.
+
+        A runtime that is created with it takes the nodes of either. Raises InvalidCellError.
+        """
+        found = copy.copy(self)
+        found.batch_sizes = _checked_sizes(self.name, batch_sizes)
+        return found
 
     def without_module(self, max_batch: int) -> BaseCell:
         """Return a cell of the same type without the sizes over a limit, for simulations only."""
@@ -146,23 +152,81 @@ class BaseCell:
         unknown = {name: None for name in each if name not in first}
         bound = self.bind({**unknown, **first, **inputs})
         carried = [self.output_index.get(carry.get(name, ""), -1) for name in self.inputs]
-        return Node(self, bound, chain=Chain(lengths.pop(), tuple(constants), tuple(carried)))
+        return Node(self, bound, block=Chain(lengths.pop(), tuple(constants), tuple(carried)))
+
+    def tree(
+        self,
+        leaf: BaseCell,
+        each: Mapping[str, Sequence[Any] | np.ndarray],
+        pairs: Sequence[Sequence[int]] | np.ndarray,
+        *,
+        left: Mapping[str, str],
+        right: Mapping[str, str],
+    ) -> Node:
+        """Return the root of a binary tree, which costs the host less than calling for each node.
+
+        A runtime schedules its nodes one by one, as those of calls. Only the root's outputs can be
+        taken.
+
+        Args:
+          leaf: the cell of the leaves, which takes constants alone. Nodes of this cell join two.
+          each: input of `leaf` -> its constants, one for each leaf; at least one. The leaves have
+            the numbers from 0 on.
+          pairs: [leaves - 1, 2], the numbers of the left and the right node that each pair joins.
+            Pairs are numbered after the leaves, in their order. A pair joins earlier nodes, and
+            every node but the last one, the root, is in one pair.
+          left, right: input -> the output of the left or the right node that it takes. Each input
+            is in one of them.
+
+        Raises:
+          MissingInputError, UnknownInputError, InputMismatchError, InvalidGraphError
+        """
+        given = {name: leaf._constants(name, values) for name, values in each.items()
+                 if name in leaf.inputs}  # fmt: skip
+        lengths = {len(values) for values in given.values()}
+        if len(lengths) != 1 or 0 in lengths or self.is_loop or leaf.is_loop:
+            raise InvalidGraphError(
+                f"a tree of cell {self.name!r} was given {sorted(lengths)} values of the inputs "
+                f"{list(each)} of its leaves; pass as many of each input, at least one, and cells "
+                "that are not a Repeat"
+            )
+        unknown = {name: None for name in each if name not in given}
+        first = leaf.bind({**unknown, **{name: values[0] for name, values in given.items()}})
+        if lengths == {1} and not len(pairs):
+            return Node(leaf, first)
+        for name, output in (*left.items(), *right.items()):
+            spec = self.inputs.get(name)
+            if spec is None or not spec == leaf.outputs.get(output) == self.outputs.get(output):
+                raise InputMismatchError(
+                    f"a tree of cell {self.name!r} was given {{{name!r}: {output!r}}}; pass an "
+                    f"input, and an output that it and {leaf.name!r} have with its shape and dtype"
+                )
+        sides = [(0, left[name]) if name in left else (1, right.get(name)) for name in self.inputs]
+        if len(left) + len(right) != len(sides) or any(output is None for _, output in sides):
+            raise MissingInputError(
+                f"a tree of cell {self.name!r} was given left={dict(left)} and "
+                f"right={dict(right)}; pass each of {list(self.inputs)} in one of them"
+            )
+        tree = Tree(
+            leaf,
+            tuple(given[name] for name in leaf.inputs),
+            checked_pairs(self.name, pairs, lengths.pop()),
+            tuple(side for side, _ in sides),
+            tuple(str(output) for _, output in sides),
+        )
+        return Node(self, (), block=tree)
 
     def _constants(self, name: str, values: Sequence[Any] | np.ndarray) -> np.ndarray:
-        """Return the constants of an input of a chain, as an array of its dtype.
+        """Return the constants of an input of many nodes, as an array of its dtype.
 
         Raises:
           InputMismatchError
         """
-        spec, array = self.inputs[name], np.array(values)  # a copy, see `as_constant`
-        if array.dtype != spec.dtype and array.dtype.kind in "iu" and spec.dtype.kind in "iu":
-            limits = np.iinfo(spec.dtype)
-            if limits.min <= array.min(initial=0) and array.max(initial=0) <= limits.max:
-                array = array.astype(spec.dtype)
-        if array.ndim == 0 or array.shape[1:] != spec.shape or array.dtype != spec.dtype:
+        spec = self.inputs[name]
+        if (array := as_constants(values, spec)) is None:
             raise InputMismatchError(
-                f"a chain of cell {self.name!r} was given an array {ValueSpec.of(array)} as "
-                f"{name!r}; pass values of {spec}, one for each node"
+                f"a chain or tree of {self.name!r} was given {ValueSpec.of(np.asarray(values))} as "
+                f"{name!r}; pass an array of {spec}, one for each node"
             )
         return array
 
@@ -213,19 +277,13 @@ class BaseCell:
         )
 
 
-@final
-@dataclass(frozen=True)
-class Chain:
-    """The nodes of `BaseCell.chain`.
-
-    Attributes:
-      each: for each input, the constants of the nodes [length, ...]; None for others.
-      carry: for each input, the output of the node before that it takes; -1 for none.
-    """
-
-    length: int
-    each: tuple[np.ndarray | None, ...]
-    carry: tuple[int, ...]
+def _checked_sizes(name: str, batch_sizes: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(batch_sizes)
+    if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+        raise InvalidCellError(
+            f"cell {name!r}: batch_sizes={sizes} is not allowed; pass increasing sizes from 1"
+        )
+    return sizes
 
 
 @final
@@ -238,27 +296,27 @@ class Node:
     Attributes:
       inputs: outputs of other nodes and constants, in the order of the cell's inputs.
       max_steps: most times that the cell runs; 1 except for loops.
-      chain: how it stands for a chain of nodes, of which it is the last and `inputs` are the
-        first's; None for one node.
+      block: how it stands for a chain of nodes, of which it is the last and `inputs` are the
+        first's, or for a tree, of which it is the root; None for one node.
       num_nodes: how many nodes it stands for.
       is_placed: whether a graph has the node. Later graphs may take its outputs, and do not compute
         it again.
     """
 
-    __slots__ = ("cell", "inputs", "max_steps", "chain", "num_nodes", "is_placed")
+    __slots__ = ("cell", "inputs", "max_steps", "block", "num_nodes", "is_placed")
 
     def __init__(
         self,
         cell: BaseCell,
         inputs: tuple[Output | Constant, ...],
         max_steps: int = 1,
-        chain: Chain | None = None,
+        block: Chain | Tree | None = None,
     ):
         self.cell = cell
         self.inputs = inputs
         self.max_steps = max_steps
-        self.chain = chain
-        self.num_nodes = 1 if chain is None else chain.length
+        self.block = block
+        self.num_nodes = 1 if block is None else block.num_nodes
         self.is_placed = False
 
     def place(self) -> None:

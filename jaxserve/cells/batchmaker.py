@@ -63,7 +63,7 @@ class _Run:
 
 
 class _Subgraph:
-    """A subgraph of a run.
+    """A subgraph of a run; on one worker, also all nodes of one entry of `CellGraph.starts`.
 
     Attributes:
       ready: numbers of the nodes that may be submitted now.
@@ -164,7 +164,14 @@ class BatchMakerScheduler:
 
     def add(self, key: int, graph: CellGraph, first_node: int, now_s: float) -> None:
         run = self._runs[key] = _Run(key, graph, first_node)
-        for spec in graph.subgraphs:
+        for type, nodes in graph.starts:
+            # One worker may take them together. With several, each is free to run on any.
+            groups = [list(nodes)] if len(self._submitted) == 1 else [[node] for node in nodes]
+            for group in groups:
+                subgraph = _Subgraph(run, type, group, len(group), 0)
+                run.subgraphs += [subgraph] * len(group)
+                self._queues[type].push(subgraph)
+        for spec in graph.later_subgraphs:
             subgraph = _Subgraph(
                 run, spec.type, list(spec.first), len(spec.nodes), spec.num_dependencies
             )

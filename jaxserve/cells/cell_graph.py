@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+import itertools
 from functools import cached_property
 from typing import NamedTuple, TypeAlias, final
+
+import numpy as np
+
+from jaxserve.cells.newest import Newest
 
 _Edges: TypeAlias = "tuple[tuple[int, ...], ...]"
 # See `CellGraph`.
@@ -23,6 +26,9 @@ class CellGraph:
       predecessors: for each node the nodes whose outputs it takes, each once.
       max_steps: most times that each node runs; 1 except for loops.
       loop_types: the types that are loops.
+
+    Args:
+      partition: its partition, if it is known.
     """
 
     def __init__(
@@ -31,18 +37,21 @@ class CellGraph:
         predecessors: _Edges,
         max_steps: tuple[int, ...],
         loop_types: frozenset[int] = frozenset(),
+        *,
+        partition: _Partition | None = None,
     ):
         self.types = types
         self.predecessors = predecessors
         self.max_steps = max_steps
         self.loop_types = loop_types
+        self._known_partition = partition
 
     def __len__(self) -> int:
         return len(self.types)
 
     def prepare(self) -> None:
         """Compute the partition and its edges now, so that no scheduler waits for them."""
-        _ = self.subgraphs, self.inner_dependencies, self.inner_successors, self.outer_successors
+        _ = self._partition
 
     @cached_property
     def successors(self) -> _Edges:
@@ -54,9 +63,13 @@ class CellGraph:
         return tuple(map(tuple, found))
 
     @cached_property
-    def first(self) -> tuple[int, ...]:
-        """The nodes without predecessors."""
-        return tuple(node for node, before in enumerate(self.predecessors) if not before)
+    def followers(self) -> list[int]:
+        """For each node the last of its successors; -1 for none."""
+        found = [-1] * len(self)
+        for node, before in enumerate(self.predecessors):
+            for other in before:
+                found[other] = node
+        return found
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -69,7 +82,26 @@ class CellGraph:
     @cached_property
     def subgraphs(self) -> tuple[Subgraph, ...]:
         """The partition into subgraphs, see `Subgraph`; a subgraph follows those it depends on."""
-        return self._partition.subgraphs
+        alone = [Subgraph(type, (node,), (node,), 0) for type, some in self.starts for node in some]
+        return *alone, *self.later_subgraphs
+
+    @property
+    def starts(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """(type, nodes) of nodes that are subgraphs of their own and depend on nothing.
+
+        All of one type are in one entry, such as the leaves of a tree. Loops are not among them.
+        """
+        return self._partition.starts
+
+    @property
+    def num_starts(self) -> int:
+        """The number of nodes of `starts`, which are the first subgraphs."""
+        return self._partition.num_starts
+
+    @property
+    def later_subgraphs(self) -> tuple[Subgraph, ...]:
+        """The subgraphs after those of `starts`."""
+        return self._partition.later_subgraphs
 
     @cached_property
     def subgraph_of(self) -> tuple[int, ...]:
@@ -93,13 +125,15 @@ class CellGraph:
 
     @cached_property
     def _partition(self) -> _Partition:
-        return _partition(self)
+        return self._known_partition or _partition(self)
 
 
 class _Partition(NamedTuple):
     """See the properties of `CellGraph`; all are computed in one pass."""
 
-    subgraphs: tuple[Subgraph, ...]
+    starts: tuple[tuple[int, tuple[int, ...]], ...]
+    num_starts: int
+    later_subgraphs: tuple[Subgraph, ...]
     subgraph_of: tuple[int, ...]
     inner_dependencies: tuple[int, ...]
     inner_successors: _Edges
@@ -131,32 +165,8 @@ class Subgraph:
         self.num_dependencies = num_dependencies
 
 
-@final
-class _Structures:
-    """The structures of the newest graphs, at most `max_nodes` nodes of them. It is thread-safe."""
-
-    def __init__(self, max_nodes: int):
-        self._max_nodes = max_nodes
-        self._num_nodes = 0
-        self._graphs: OrderedDict[_Structure, CellGraph] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def find(self, structure: _Structure) -> CellGraph:
-        """Return the graph of a structure."""
-        with self._lock:
-            found = self._graphs.get(structure)
-            if found is None:
-                found = self._graphs[structure] = CellGraph(*structure)
-                self._num_nodes += len(found)
-                while self._num_nodes > self._max_nodes:
-                    self._num_nodes -= len(self._graphs.popitem(last=False)[1])
-            else:
-                self._graphs.move_to_end(structure)
-            return found
-
-
 # Sentences have few lengths. Trees hardly repeat, and cost the garbage collector time.
-_structures = _Structures(1 << 14)
+_structures: Newest[_Structure, CellGraph] = Newest(1 << 14)
 
 
 def cell_graph(
@@ -166,7 +176,39 @@ def cell_graph(
     loop_types: frozenset[int] = frozenset(),
 ) -> CellGraph:
     """Return the graph of a structure; the same object as before if it was used lately."""
-    return _structures.find((types, predecessors, max_steps, loop_types))
+    key = types, predecessors, max_steps, loop_types
+    found = _structures.get(key)
+    return found or _structures.add(key, CellGraph(*key), len(types))
+
+
+def tree_graph(leaf_type: int, pair_type: int, pairs: np.ndarray) -> CellGraph:
+    """Return the graph of a tree, prepared; see `Tree`. Its cells are of two types."""
+    num_leaves, num_pairs = len(pairs) + 1, len(pairs)
+    end = num_leaves + num_pairs
+    parents = np.zeros(end, np.int64)
+    parents[pairs.ravel()] = np.repeat(np.arange(num_leaves, end), 2)
+    num_inner = (pairs >= num_leaves).sum(axis=1)
+    first = (np.flatnonzero(num_inner == 0) + num_leaves).tolist()
+    leaves, own = tuple(range(num_leaves)), tuple(range(num_leaves, end))
+    partition = _Partition(
+        starts=((leaf_type, leaves),),
+        num_starts=num_leaves,
+        later_subgraphs=(Subgraph(pair_type, own, tuple(first), num_leaves),),
+        subgraph_of=(*leaves, *[num_leaves] * num_pairs),
+        inner_dependencies=(*[0] * num_leaves, *num_inner.tolist()),
+        inner_successors=(
+            *[()] * num_leaves,
+            *[(parent,) for parent in parents[num_leaves:-1].tolist()],
+            (),
+        ),
+        outer_successors=(*[(num_leaves,)] * num_leaves, *[()] * num_pairs),
+    )
+    return CellGraph(
+        (leaf_type,) * num_leaves + (pair_type,) * num_pairs,
+        (*[()] * num_leaves, *map(tuple, pairs.tolist())),
+        (1,) * end,
+        partition=partition,
+    )
 
 
 def chain_graph(type: int, num_nodes: int) -> CellGraph:
@@ -182,11 +224,23 @@ def _partition(graph: CellGraph) -> _Partition:
     predecessors of other types; the largest counts. So a path that leaves a subgraph never comes
     back to it, and every subgraph can wait for all that it needs from outside.
     """
-    types = graph.types
+    types, loop_types = graph.types, graph.loop_types
     leaders, phases = _leaders(graph)
     roots = [node for node, leader in enumerate(leaders) if node == leader]
-    roots.sort(key=phases.__getitem__)
-    index_of = {root: index for index, root in enumerate(roots)}
+    is_single = [True] * len(types)
+    for node, leader in enumerate(leaders):
+        if node != leader:
+            is_single[leader] = False
+    starts: dict[int, list[int]] = {}
+    later: list[int] = []
+    for root in roots:
+        if is_single[root] and not graph.predecessors[root] and types[root] not in loop_types:
+            starts.setdefault(types[root], []).append(root)
+        else:
+            later.append(root)
+    later.sort(key=phases.__getitem__)
+    index_of = {root: i for i, root in enumerate(itertools.chain(*starts.values(), later))}
+    num_starts = len(roots) - len(later)
     of = [index_of[leader] for leader in leaders]
     nodes: list[list[int]] = [[] for _ in roots]
     first: list[list[int]] = [[] for _ in roots]
@@ -206,12 +260,18 @@ def _partition(graph: CellGraph) -> _Partition:
                 num_outer[own] += 1
         if not num_inner[node]:
             first[own].append(node)
-    subgraphs = tuple(
-        Subgraph(types[root], tuple(nodes[index]), tuple(first[index]), num_outer[index])
-        for index, root in enumerate(roots)
+    return _Partition(
+        starts=tuple((type, tuple(some)) for type, some in starts.items()),
+        num_starts=num_starts,
+        later_subgraphs=tuple(
+            Subgraph(types[root], tuple(nodes[index]), tuple(first[index]), num_outer[index])
+            for index, root in enumerate(later, num_starts)
+        ),
+        subgraph_of=tuple(of),
+        inner_dependencies=tuple(num_inner),
+        inner_successors=tuple(map(tuple, inner)),
+        outer_successors=tuple(map(tuple, outer)),
     )
-    inner_successors, outer_successors = tuple(map(tuple, inner)), tuple(map(tuple, outer))
-    return _Partition(subgraphs, tuple(of), tuple(num_inner), inner_successors, outer_successors)
 
 
 def _leaders(graph: CellGraph) -> tuple[list[int], list[int]]:

@@ -22,7 +22,6 @@ from jaxserve.cells.layout import (
 )
 from jaxserve.cells.policy import Task
 from jaxserve.cells.programs import COPY_SIZES, ENDED, FINITE, WAS_ENDED, CellPrograms
-from jaxserve.cells.slots import ABSENT
 from jaxserve.cells.value_table import ValueTable
 from jaxserve.core.config import bucket
 from jaxserve.execution.device_errors import out_of_memory_as
@@ -62,7 +61,7 @@ class DeviceCells:
     ):
         self.layout = layout
         self._programs = CellPrograms(self.layout)
-        self.num_slots = np.array(num_slots) - NUM_RESERVED_SLOTS
+        self.num_slots = tuple(num - NUM_RESERVED_SLOTS for num in num_slots)
         self._max_fused = max_fused
         with out_of_memory_as("allocating the slots of cells", "pass a smaller slot_memory"):
             self._workers = [
@@ -77,7 +76,9 @@ class DeviceCells:
                 for device in devices
             ]
         self._table = ValueTable(self.layout, len(devices), tuple(num_slots))
-        self._constants: dict[int, np.ndarray] = {}
+        # Of each worker: large constants to write before its next tasks, by pool and slot.
+        self._unwritten: list[dict[tuple[int, int], np.ndarray]] = [{} for _ in devices]
+        self._places: dict[int, list[tuple[int, int]]] = {}  # theirs, by the graph's first row
         self._wanted: dict[int, list[int]] = {}  # node -> values to read when it has run
         self._templates: dict[tuple[int, int], np.ndarray] = {}
         self._counts = [np.int32(num) for num in range(max_fused + 1)]
@@ -89,8 +90,12 @@ class DeviceCells:
     def add(self, graph: FlatGraph, first_row: int, kept_row: int = 0) -> None:
         stride = self.layout.stride
         self._table.add(graph, first_row, kept_row)
-        for number, (_, array) in enumerate(graph.constants, first_row + graph.num_nodes):
-            self._constants[number * stride] = array
+        if graph.constants:
+            places = self._table.constant_places(graph, first_row)
+            self._places[first_row] = places
+            for place, (_, _, array) in zip(places, graph.constants, strict=True):
+                for unwritten in self._unwritten:
+                    unwritten[place] = array
         for value, wanted in graph.wanted:
             node = value // stride
             is_loop = self.layout.types[graph.graph.types[node]].is_loop
@@ -100,13 +105,13 @@ class DeviceCells:
                     values.append(first_row * stride + value)
 
     def shrink(self, graph: FlatGraph, first_row: int, kept: Sequence[int]) -> None:
+        self._forget_constants(first_row)
         self._table.shrink(graph, first_row, kept)
 
     def remove(self, graph: FlatGraph, first_row: int) -> None:
         stride = self.layout.stride
-        self._table.remove(graph, first_row)
-        for number in range(first_row + graph.num_nodes, first_row + graph.num_rows):
-            del self._constants[number * stride]
+        self._forget_constants(first_row)
+        self._table.remove(first_row)
         for value, _ in graph.wanted:
             self._wanted.pop(first_row + value // stride, None)
 
@@ -115,10 +120,8 @@ class DeviceCells:
         return [self._launch(worker, some, size) for size, some in calls]
 
     def read(self, worker: int, values: Sequence[int]) -> CellHandle:
-        wanted = np.array(values)
-        absent = wanted[self._table.workers[worker].of[wanted] == ABSENT]
-        self._fetch(worker, absent)
-        return _Handle(worker, (), None, self.layout, (), self._read(worker, list(values)))
+        reads = self._read(worker, list(values))
+        return _Handle(worker, (), None, self.layout, (), reads)
 
     def check_integrity(self) -> None:
         self._table.check_integrity()
@@ -156,25 +159,31 @@ class DeviceCells:
         """Return rows that read zeros and write nothing that is read, for tasks of one size."""
         found = self._templates.get((t.index, size))
         if found is None:
-            found = np.full((self._max_fused, t.num_rows, size), TRASH_SLOT, np.int32)
-            found[:, : t.num_inputs + t.num_words] = ZERO_SLOT
+            layout = self.layout
+            found = np.full((self._max_fused, size, layout.width), ZERO_SLOT, np.int32)
+            found[..., layout.first_output : layout.first_word] = TRASH_SLOT
             if t.is_loop:
-                found[:, -1] = 2 * TRASH_SLOT + 1  # the first step of a loop without a node
+                # The first step of a loop without a node.
+                found[..., layout.flag] = 2 * TRASH_SLOT + 1
             self._templates[t.index, size] = found
         return found.copy()
 
     def _launch(self, worker: int, tasks: Sequence[Task], size: int) -> CellHandle:
-        t = self.layout.types[tasks[0].type]
+        type = tasks[0].type
+        t, table = self.layout.types[type], self._table
+        self._write_constants(worker)
         rows = self._rows(t, size)
         wanted: list[int] = []
-        nodes = [np.array(task.nodes, np.int64) for task in tasks]
-        if self._constants or len(self._workers) > 1:
-            # Before any of the tasks frees a slot, since these copies run before all of them.
-            self._fetch(worker, self._table.absent(worker, t, np.concatenate(nodes)))
         for number, task in enumerate(tasks):
-            self._table.fill(worker, t, nodes[number], rows[number])
-            if self._wanted:
-                wanted += [value for node in task.nodes for value in self._wanted.get(node, ())]
+            own = rows[number, : len(task.nodes)]
+            table.fill(type, task.array, own)
+            if len(self._workers) > 1:
+                for pool, slots in table.absent(worker, type, own):
+                    self._fetch(worker, pool, slots)
+                table.written(worker, type, own)
+            for node in task.nodes if self._wanted else ():
+                if node in self._wanted:
+                    wanted += self._wanted[node]
         flags, emitted = self._call(worker, t, rows, len(tasks))
         reads = self._read(worker, wanted) if wanted else []
         return _Handle(worker, tasks, flags, self.layout, emitted, reads)
@@ -193,54 +202,61 @@ class DeviceCells:
         return flags, emitted
 
     def _read(self, worker: int, values: list[int]) -> list[tuple[Any, list[int]]]:
-        """Start to read values of a worker; return (array, the values of its first rows)."""
+        """Start to read values, and return (array, the values of its first rows).
+
+        Those that the worker does not have are copied to it first.
+        """
         found = []
-        slots = self._table.workers[worker]
-        pools = self._table.pools_of(np.array(values))
+        pools, slots = self._table.places_of(np.array(values))
         for pool in set(pools.tolist()):
-            mine = [value for value, one in zip(values, pools, strict=True) if one == pool]
+            mine = np.flatnonzero(pools == pool)
+            if len(self._workers) > 1:
+                self._fetch(worker, pool, slots[mine])
             for begin in range(0, len(mine), COPY_SIZES[-1]):
                 some = mine[begin : begin + COPY_SIZES[-1]]
-                array = self._read_slots(worker, pool, slots.of[some])
-                found.append((array, some))
+                array = self._read_slots(worker, pool, slots[some])
+                found.append((array, [values[number] for number in some.tolist()]))
         return found
 
     def _read_slots(self, worker: int, pool: int, slots: np.ndarray) -> jax.Array:
         return self._programs.read(self._workers[worker].pools[pool], _padded(slots, ZERO_SLOT))
 
-    def _fetch(self, worker: int, values: np.ndarray) -> None:
-        """Write to a worker's slots those of the values that are constants or on other workers."""
-        pools = self._table.pools_of(values)
-        for pool in np.unique(pools):
-            mine = values[pools == pool]
-            given = [value for value in mine.tolist() if value in self._constants]
-            self._write(worker, pool, np.array(given, np.int64), self._constants_of(given))
-            rest = np.array([v for v in mine.tolist() if v not in self._constants], np.int64)
-            for other, slots in enumerate(self._table.workers):
-                found = slots.of[rest]
-                there = rest[found >= NUM_RESERVED_SLOTS]
-                for begin in range(0, len(there) if other != worker else 0, COPY_SIZES[-1]):
-                    some = there[begin : begin + COPY_SIZES[-1]]
-                    array = self._read_slots(other, pool, slots.of[some])
-                    self._write_some(worker, pool, some, array)
-                rest = rest[found < NUM_RESERVED_SLOTS]
+    def _fetch(self, worker: int, pool: int, slots: np.ndarray) -> None:
+        """Copy slots to a worker from those that have their values."""
+        holders = self._table.workers_with(pool, slots, worker)
+        for other in set(holders.tolist()) - {worker}:
+            there = slots[holders == other]
+            for begin in range(0, len(there), COPY_SIZES[-1]):
+                some = there[begin : begin + COPY_SIZES[-1]]
+                self._write(worker, pool, some, self._read_slots(other, pool, some))
+            self._table.copied(worker, pool, there)
 
-    def _constants_of(self, values: list[int]) -> np.ndarray:
-        return np.stack([self._constants[value] for value in values]) if values else np.zeros(0)
+    def _write_constants(self, worker: int) -> None:
+        """Write the large constants of graphs that were added since the worker's last tasks."""
+        unwritten = self._unwritten[worker]
+        if not unwritten:
+            return
+        of_pools: dict[int, list[tuple[int, np.ndarray]]] = {}
+        for (pool, slot), array in unwritten.items():
+            of_pools.setdefault(pool, []).append((slot, array))
+        unwritten.clear()
+        for pool, given in of_pools.items():
+            for begin in range(0, len(given), COPY_SIZES[-1]):
+                some = given[begin : begin + COPY_SIZES[-1]]
+                arrays = [array for _, array in some]
+                arrays += [arrays[0]] * (bucket(len(some), COPY_SIZES) - len(some))
+                self._write(worker, pool, np.array([slot for slot, _ in some]), np.stack(arrays))
 
-    def _write(self, worker: int, pool: int, values: np.ndarray, arrays: np.ndarray) -> None:
-        for begin in range(0, len(values), COPY_SIZES[-1]):
-            part = slice(begin, begin + COPY_SIZES[-1])
-            some = arrays[part]
-            size = bucket(len(some), COPY_SIZES)
-            padding = [(0, size - len(some)), *[(0, 0)] * (some.ndim - 1)]
-            self._write_some(worker, pool, values[part], np.pad(some, padding))
+    def _forget_constants(self, first_row: int) -> None:
+        for place in self._places.pop(first_row, ()):
+            for unwritten in self._unwritten:
+                unwritten.pop(place, None)
 
-    def _write_some(self, worker: int, pool: int, values: np.ndarray, array: Any) -> None:
+    def _write(self, worker: int, pool: int, slots: np.ndarray, array: Any) -> None:
+        """Write the first rows of an array of a compiled size."""
         mine = self._workers[worker]
-        slots = _padded(self._table.workers[worker].place(values, pool), TRASH_SLOT)
         mine.pools[pool] = self._programs.write(
-            mine.pools[pool], slots, jax.device_put(array, mine.device)
+            mine.pools[pool], _padded(slots, TRASH_SLOT), jax.device_put(array, mine.device)
         )
 
     def _warm_up(self, worker: int, t: TypeLayout, size: int) -> None:
@@ -303,21 +319,26 @@ class _Handle:
             return TaskResults((), values=values)
         flags = np.asarray(self._flags)
         t = self._layout.types[self.tasks[0].type]
-        not_finite: list[int] = []
-        for task, row in zip(self.tasks, flags, strict=False):
-            bad = np.flatnonzero(row[: len(task.nodes)] & FINITE == 0)
-            not_finite += [task.nodes[index] for index in bad.tolist()]
+        bad = np.argwhere(flags[: len(self.tasks)] & FINITE == 0).tolist()
+        not_finite = [
+            self.tasks[number].nodes[row]
+            for number, row in bad
+            if row < len(self.tasks[number].nodes)
+        ]
         if not t.is_loop:
             return TaskResults((frozenset(),) * len(self.tasks), not_finite, values)
-        emitted = [np.asarray(array) for array in self._emitted]
-        ended, steps = [], []
-        outputs = [t.cell.output_index[name] for name in t.cell.emits]
-        for number, (task, row) in enumerate(zip(self.tasks, flags.tolist(), strict=False)):
-            pairs = list(zip(task.nodes, row, strict=False))
-            ended.append(frozenset(node for node, flag in pairs if flag & ENDED))
-            for index, (node, flag) in enumerate(pairs):
-                if flag & WAS_ENDED:
-                    continue
-                for output, arrays in zip(outputs, emitted, strict=True):
-                    steps.append((node * self._layout.stride + output, arrays[number, index]))
+        ended: list[frozenset[int]] = []
+        of_node: dict[int, tuple[list[int], list[int]]] = {}  # node -> tasks, rows of its steps
+        for number, (task, row) in enumerate(zip(self.tasks, flags, strict=False)):
+            own = row[: len(task.nodes)]
+            ended.append(frozenset(task.array[own & ENDED != 0].tolist()))
+            for index in np.flatnonzero(own & WAS_ENDED == 0).tolist():
+                numbers, indices = of_node.setdefault(task.nodes[index], ([], []))
+                numbers.append(number)
+                indices.append(index)
+        steps = []
+        for name, array in zip(t.cell.emits, map(np.asarray, self._emitted), strict=True):
+            output = t.cell.output_index[name]
+            for node, places in of_node.items():
+                steps.append((node * self._layout.stride + output, array[places]))
         return TaskResults(ended, not_finite, values, steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections import deque
@@ -58,15 +59,14 @@ class CellEngine:
         self._scheduler = policy.new_scheduler(self._layout.cell_types, executor.num_workers)
         self._lanes = Lanes(executor.num_workers, max_in_flight, clock)
         self._part_of: list[Part | None] = []  # of each row
-        # Nodes of requests without a submitted task, of which one will be in their first task.
-        self._first_nodes: set[int] = set()
-        self._free_slots = executor.num_slots.astype(np.int64)
+        # Whether each row is of a request without a submitted task.
+        self._has_not_begun = np.zeros(0, np.bool_)
+        self._free_slots = list(executor.num_slots)
         self._waiting: deque[Part] = deque()
         self._parts: dict[int, Part] = {}  # those in the scheduler
         # Those that have left it and wait for the last values of loops.
         self._reading: dict[int, Part] = {}
         self._of_request: dict[str, Part] = {}  # the last part of each request
-        self._has_loops = any(t.is_loop for t in self._layout.types)
         self._ended_loops: set[int] = set()
         # Of a handle in flight, by its id: the requests that begin with it.
         self._begun: dict[int, list[CellAnswer]] = {}
@@ -128,10 +128,11 @@ class CellEngine:
         """
         self._executor.check_integrity()
         parts = {id(part): part for part in self._part_of if part is not None}.values()
-        taken = sum((part.num_slots for part in parts), np.zeros_like(self._free_slots))
-        assert np.array_equal(self._free_slots + taken, self._executor.num_slots), (
-            f"{taken} slots are reserved, and {self._free_slots} are free"
-        )
+        for pool, num in enumerate(self._executor.num_slots):
+            taken = sum(part.num_slots[pool] for part in parts)
+            assert self._free_slots[pool] + taken == num, (
+                f"pool {pool}: {taken} slots are reserved, and {self._free_slots[pool]} are free"
+            )
         assert self._scheduler.has_work == bool(self._parts), "the scheduler has other graphs"
 
     def request_ids(self) -> list[str]:
@@ -152,41 +153,50 @@ class CellEngine:
         while self._waiting:
             part = self._waiting[0]
             graph = part.graph
-            if (self._needed(part) > self._free_slots).any():
-                if (graph.num_slots > self._executor.num_slots).any():
-                    self._end(part, "error", self.refusal(graph.num_slots))
+            if not self._has_room(part):
+                refusal = self.refusal(graph.num_slots)
+                if refusal is not None:
+                    self._end(part, "error", refusal)
                     continue
                 return
-            first_row = self._lanes.take_rows(graph.num_rows)
+            first_row = self._lanes.take_rows(graph.num_nodes)
             refused = self._schedule(graph, first_row)
             if refused is not None:
-                self._lanes.free_rows(first_row, graph.num_rows)
+                self._lanes.free_rows(first_row, graph.num_nodes)
                 self._end(part, "error", refused)
                 continue
             self._waiting.popleft()
-            self._free_slots -= graph.num_slots
+            self._take_slots(graph.num_slots, 1)
             if self._lanes.num_rows > len(self._part_of):
-                self._part_of += [None] * self._lanes.num_rows
-            self._part_of[first_row : first_row + graph.num_nodes] = [part] * graph.num_nodes
+                num_new = self._lanes.num_rows
+                self._part_of += [None] * num_new
+                self._has_not_begun = np.append(self._has_not_begun, np.zeros(num_new, np.bool_))
+            rows = slice(first_row, first_row + graph.num_nodes)
+            self._part_of[rows] = [part] * graph.num_nodes
+            self._has_not_begun[rows] = not part.answer.has_begun
             part.start(self._next_key, first_row)
             self._next_key += 1
             self._parts[part.key] = part
             kept_row = 0 if part.before is None else part.before.first_row
             self._executor.add(graph, first_row, kept_row)
             part.answer.add_nodes(graph.num_nodes)
-            if not part.answer.has_begun:
-                self._first_nodes.update(first_row + node for node in graph.graph.first)
 
-    def _needed(self, part: Part) -> np.ndarray:
-        """Return the slots that must be free before a part begins, int64 [pools].
+    def _has_room(self, part: Part) -> bool:
+        """Return whether a part may begin.
 
         The first graph of a request that may have more leaves room for another one of its size, so
         that one request can go on when all wait with the values that they keep.
         """
-        num_slots = part.graph.num_slots
-        has_company = (self._free_slots < self._executor.num_slots).any()
-        leaves_room = part.before is None and part.graph.then is not None and has_company
-        return 2 * num_slots if leaves_room else num_slots
+        free, num_slots = self._free_slots, part.graph.num_slots
+        if part.before is None and part.graph.then is not None:
+            if any(map(operator.lt, free, self._executor.num_slots)):
+                num_slots = [2 * num for num in num_slots]
+        return not any(map(operator.gt, num_slots, free))
+
+    def _take_slots(self, num_slots: Sequence[int], sign: int) -> None:
+        """Take slots of each pool, or give them back with the sign -1."""
+        for pool, num in enumerate(num_slots):
+            self._free_slots[pool] -= sign * num
 
     def _schedule(self, graph: FlatGraph, first_row: int) -> JaxserveError | None:
         """Add a graph to the scheduler under the next key; return an error if it refuses it."""
@@ -198,7 +208,7 @@ class CellEngine:
             return failures.policy_failed(self._policy_name, error)
         return None
 
-    def refusal(self, num_slots: np.ndarray) -> TooManyNodesError | None:
+    def refusal(self, num_slots: Sequence[int]) -> TooManyNodesError | None:
         """Return the error for a graph that could never be admitted; None for others.
 
         Any thread may call it.
@@ -226,19 +236,15 @@ class CellEngine:
     def _begin(self, task: Task, now_s: float) -> list[CellAnswer]:
         """Record a task that was submitted; return the requests that begin with it."""
         begun = []
-        for node in self._first_nodes.intersection(task.nodes):
+        for node in task.array[self._has_not_begun[task.array]].tolist():
             part = self._part_of[node]
             if part is not None and not part.answer.has_begun:
                 part.answer.begin(now_s)
                 begun.append(part.answer)
-                self._forget_first_nodes(part)
+                self._has_not_begun[part.first_row : part.first_row + part.graph.num_nodes] = False
         padding = self.recorder.submitted(task, now_s, len(self._of_request))
         self.stats.added(len(task.nodes), padding)
         return begun
-
-    def _forget_first_nodes(self, part: Part) -> None:
-        first = part.graph.graph.first
-        self._first_nodes.difference_update(part.first_row + node for node in first)
 
     def _check_progress(self) -> None:
         """End the newest of the requests that wait for more slots and hold all others."""
@@ -287,10 +293,10 @@ class CellEngine:
 
     def _deliver(self, results: TaskResults, now_s: float) -> None:
         stride = self._layout.stride
-        for value, array in results.steps:
+        for value, arrays in results.steps:
             part = self._part_of[value // stride]
             if part is not None:
-                part.deliver_step(value - part.first_row * stride, array, now_s)
+                part.deliver_steps(value - part.first_row * stride, arrays, now_s)
         for value, array in results.values:
             part = self._part_of[value // stride]
             if part is not None:
@@ -302,11 +308,10 @@ class CellEngine:
     def _finish(self, part: Part) -> None:
         """Continue a request whose graph has finished, or end it."""
         first_row, graph = part.first_row, part.graph
-        if self._has_loops:
-            for node, number in enumerate(graph.graph.types, first_row):
-                cell = self._layout.types[number].cell
-                if cell.ends_by_itself and node not in self._ended_loops:
-                    part.answer.hit_limit()
+        for node in graph.plan.loops:
+            cell = self._layout.types[graph.graph.types[node]].cell
+            if cell.ends_by_itself and first_row + node not in self._ended_loops:
+                part.answer.hit_limit()
         if part.before is not None:
             self._remove(part.before)
             part.detach()
@@ -361,17 +366,19 @@ class CellEngine:
     def _shrink(self, part: Part, kept: Sequence[int]) -> None:
         """Free the slots of a part that has finished, except those of some of its values."""
         graph = part.graph
-        num_slots = np.bincount(graph.pools[list(kept)], minlength=len(graph.num_slots))
+        pools = [graph.pool_of(value, self._layout) for value in kept]
+        num_slots = tuple(pools.count(pool) for pool in range(len(graph.num_slots)))
         self._executor.shrink(graph, part.first_row, kept)
-        self._free_slots += part.num_slots - num_slots
+        self._take_slots(part.num_slots, -1)
+        self._take_slots(num_slots, 1)
         part.reserve(num_slots)
 
     def _remove(self, part: Part) -> None:
         """Drop a part's values now, and its ids when no task in flight names them."""
         graph, first = part.graph, part.first_row
         self._executor.remove(graph, first)
-        self._free_slots += part.num_slots
+        self._take_slots(part.num_slots, -1)
         self._part_of[first : first + graph.num_nodes] = [None] * graph.num_nodes
         if not part.answer.has_begun:
-            self._forget_first_nodes(part)
-        self._lanes.free_rows(first, graph.num_rows)
+            self._has_not_begun[first : first + graph.num_nodes] = False
+        self._lanes.free_rows(first, graph.num_nodes)

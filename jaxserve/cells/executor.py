@@ -24,7 +24,7 @@ class TaskResults:
         before.
       not_finite: nodes with an output that is NaN or infinite.
       values: (value, array) of the graphs' outputs that are there now.
-      steps: (value, array) of the emitted outputs of loops, in the order of the steps.
+      steps: (value, array [steps, ...]) of the emitted outputs of loops, in the order of the steps.
     """
 
     ended: Sequence[frozenset[int]]
@@ -65,8 +65,8 @@ class CellExecutor(Protocol):
     def num_workers(self) -> int: ...
 
     @property
-    def num_slots(self) -> np.ndarray:
-        """int64 [pools], slots of each pool that graphs may reserve on a worker."""
+    def num_slots(self) -> tuple[int, ...]:
+        """Slots of each pool that graphs may reserve on a worker."""
         ...
 
     def add(self, graph: FlatGraph, first_row: int, kept_row: int = 0) -> None:
@@ -151,7 +151,7 @@ class NodeRows:
       num_rows: rows that exist; ids are below it.
     """
 
-    num_rows: int = 8  # the ids before are reserved
+    num_rows: int = 0
     _free: dict[int, list[int]] = field(default_factory=dict)
 
     def take(self, num: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
 from jaxserve.cells.answers import Part
 from jaxserve.cells.layout import Layout
@@ -16,19 +16,19 @@ from jaxserve.core.errors import (
 
 
 def too_many_values(
-    layout: Layout, num_slots: np.ndarray, allowed: np.ndarray
+    layout: Layout, num_slots: Sequence[int], allowed: Sequence[int]
 ) -> TooManyNodesError | None:
     """Return the error for a graph that needs more slots than a device has; None for others.
 
     Args:
-      num_slots, allowed: int64 [pools].
+      num_slots, allowed: of each pool.
     """
-    for pool in np.flatnonzero(num_slots > allowed).tolist():
-        return TooManyNodesError(
-            f"the graph may have {num_slots[pool]} live values {layout.pools[pool]}, and a device "
-            f"has {allowed[pool]} slots for them; pass a shorter input, or create the runtime with "
-            "more slot_memory"
-        )
+    for spec, needed, most in zip(layout.pools, num_slots, allowed, strict=True):
+        if needed > most:
+            return TooManyNodesError(
+                f"the graph may have {needed} live values {spec}, and a device has {most} slots "
+                "for them; pass a shorter input, or create the runtime with more slot_memory"
+            )
     return None
 
 

@@ -2,77 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
-from jaxserve.cells.base import Chain, Node, Output, Steps
-from jaxserve.cells.cell_graph import CellGraph, cell_graph
+from jaxserve.cells.base import Node, Output, Steps
+from jaxserve.cells.blocks import Tree
+from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.graph import Graph, Then, parts_of
+from jaxserve.cells.graph_plan import (
+    GraphPlan,
+    LargeConstant,
+    PlanBuilder,
+    Wanted,
+    WantedValues,
+    plan_of_a_tree,
+)
 from jaxserve.cells.layout import Layout, TypeLayout, words_of, words_of_each
-from jaxserve.cells.peak_values import peak_values
 from jaxserve.core.errors import InvalidGraphError, TooManyNodesError, UnknownCellError
 
-# Codes of inputs that are no value of the graph.
-ZEROS, WORDS, FIRST_KEPT = -1, -2, -3
+# Graphs of more calls than this are not looked up by their structure.
+_MAX_CALLS = 8
 
 
 @final
-@dataclass(frozen=True)
-class Wanted:
-    """A value that a graph returns.
-
-    Attributes:
-      name: name of the graph's output.
-      member: its number in a list of values; None for a single value.
-      is_steps: whether the values of all steps are wanted, not the last one.
-    """
-
-    name: str
-    member: int | None = None
-    is_steps: bool = False
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FlatGraph:
-    """A graph as arrays. A value is `row * stride + output`; a row is a node or a large constant.
+    """A graph as arrays. A value is `node * Layout.stride + output`.
 
     Attributes:
-      sources: int32 [nodes, max_inputs], the value that each input takes; or `ZEROS`, `WORDS` for a
-        constant in `words`, or `FIRST_KEPT - i` for entry i of `kept`.
+      plan: its structure.
       words: int32 [nodes, max_words], small constants.
-      constants: (pool, array) of the rows after the nodes.
-      uses: int32 [rows * stride], how often each value is taken or returned; at least 1 for those
-        that a loop carries.
-      pools: int8 [rows * stride], the pool of each value; -1 for none.
-      num_slots: int64 [pools], slots that its values may need at the same time; see `peak_values`.
-      wanted: (value, what it is for), for every value that the graph returns.
+      constants: large constants, each with a slot of the graph.
       keep: node and output -> value, for those that the next graph may take.
       kept: values of the graph before it that it takes, as that graph's values.
     """
 
-    graph: CellGraph
-    sources: np.ndarray
+    plan: GraphPlan
     words: np.ndarray
-    constants: tuple[tuple[int, np.ndarray], ...]
-    uses: np.ndarray
-    pools: np.ndarray
-    num_slots: np.ndarray
-    wanted: tuple[tuple[int, Wanted], ...]
+    constants: tuple[LargeConstant, ...]
     keep: Mapping[tuple[Node, int], int]
     kept: tuple[int, ...]
     then: Then | None
 
     @property
-    def num_nodes(self) -> int:
-        return len(self.graph)
+    def graph(self) -> CellGraph:
+        return self.plan.graph
 
     @property
-    def num_rows(self) -> int:
-        return len(self.graph) + len(self.constants)
+    def num_slots(self) -> tuple[int, ...]:
+        return self.plan.num_slots
+
+    @property
+    def wanted(self) -> WantedValues:
+        return self.plan.wanted
+
+    @property
+    def num_nodes(self) -> int:
+        return self.plan.num_nodes
+
+    def pool_of(self, value: int, layout: Layout) -> int:
+        """Return the pool of a value."""
+        node, output = divmod(value, layout.stride)
+        return layout.types[self.graph.types[node]].output_pools[output]
 
 
 def flatten(
@@ -110,177 +104,134 @@ class _Flattener:
         self._graph = graph
         self._layout = layout
         self._known = kept
-        # Of a chain, the row of its last node.
+        self._types = [self._type_of(node) for node in graph.nodes]
+        # The row of each node; of a chain or a tree, that of its last one.
         self._row_of: dict[Node, int] = {}
-        self._types: list[int] = []
-        self._max_steps: list[int] = []
-        self._sources: list[list[int]] = []
-        self._predecessors: list[tuple[int, ...]] = []
-        self._words = np.zeros((graph.num_nodes, max(1, layout.max_words)), np.int32)
-        self._constants: list[tuple[int, np.ndarray]] = []
-        # Codes of large constants by pool and content.
-        self._codes: dict[tuple[int, bytes], int] = {}
-        self._kept: dict[int, int] = {}
-        self._types_of: dict[int, TypeLayout] = {}
+        end = 0
+        for node in graph.nodes:
+            end += node.num_nodes
+            self._row_of[node] = end - 1
 
     def flat_graph(self) -> FlatGraph:
-        for node in self._graph.nodes:
-            self._add(len(self._types), node)
-            if node.chain is not None and node.num_nodes > 1:
-                self._extend(len(self._types), node, node.chain)
-            self._row_of[node] = len(self._types) - 1
-        layout, stride = self._layout, self._layout.stride
-        num_rows = len(self._sources) + len(self._constants)
-        sources = np.array(self._sources, np.int32)
+        graph, layout = self._graph, self._layout
+        structure = self._structure()
+        plan = None if structure is None else layout.plans.get(structure)
+        if plan is not None:
+            return FlatGraph(plan, self._words(), (), {}, (), graph.then)
         wanted = self._wanted()
-        keep = {(one.node, one.index): self._value(one) for one in self._graph.keep}
-        taken = [sources[sources >= 0], [value for value, _ in wanted], list(keep.values())]
-        uses = np.bincount(
-            np.concatenate(taken).astype(np.int64), minlength=num_rows * stride
-        ).astype(np.int32)
-        pools = np.full((num_rows, stride), -1, np.int8)
-        types = np.array(self._types)
-        for t in layout.types:
-            rows = np.flatnonzero(types == t.index)
-            if not rows.size:
-                continue
-            pools[rows, : t.num_outputs] = t.output_pools
-            if t.is_loop:
-                assert layout.done_pool is not None
-                pools[rows, t.num_outputs] = layout.done_pool
-                for held in {*(output for output in t.carry if output >= 0), t.num_outputs}:
-                    uses.reshape(num_rows, stride)[rows, held] += 1
-        for number, (pool, _) in enumerate(self._constants):
-            pools[len(types) + number, 0] = pool
-        pools = pools.ravel()
-        graph = cell_graph(
-            tuple(self._types),
-            tuple(self._predecessors),
-            tuple(self._max_steps),
-            layout.loop_types,
-        )
-        graph.prepare()
-        return FlatGraph(
-            graph=graph,
-            sources=sources,
-            words=self._words,
-            constants=tuple(self._constants),
-            uses=uses,
-            pools=pools,
-            num_slots=peak_values(
-                graph, sources, uses, pools, stride=stride, num_pools=len(layout.pools)
-            ),
-            wanted=tuple(wanted),
-            keep=keep,
-            kept=tuple(self._kept),
-            then=self._graph.then,
-        )
-
-    def _add(self, row: int, node: Node) -> None:
-        t = self._types_of.get(id(node.cell)) or self._type_of(node)
-        stride, row_of = self._layout.stride, self._row_of
-        codes: list[int] = []
-        before: list[int] = []
-        for number, value in enumerate(node.inputs):
-            if type(value) is Output:
-                other = row_of.get(value.node)
-                if other is None:
-                    codes.append(self._kept_code(node, value))
-                    continue
-                codes.append(other * stride + value.index)
-                if other not in before:
-                    before.append(other)
-                continue
-            words = t.words[number]
-            if words is not None:
-                if type(value) is int:
-                    self._words[row, words.start] = value
-                else:
-                    self._words[row, words.start : words.stop] = words_of(np.asarray(value))
-                codes.append(WORDS)
-            else:
-                codes.append(self._constant_code(t.input_pools[number], np.asarray(value)))
-        codes += [ZEROS] * (self._layout.max_inputs - len(codes))
-        self._types.append(t.index)
-        self._max_steps.append(node.max_steps)
-        self._sources.append(codes)
-        self._predecessors.append(tuple(before))
-
-    def _extend(self, row: int, node: Node, chain: Chain) -> None:
-        """Add the nodes of a chain after its first, from a row on."""
-        num, end = chain.length - 1, row + chain.length - 1
-        t, stride = self._types_of[id(node.cell)], self._layout.stride
-        codes = np.tile(np.array(self._sources[-1], np.int32), (num, 1))
-        self._words[row:end] = self._words[row - 1]
-        before = np.arange(row - 1, end - 1) * stride
-        others: list[int] = []
-        for number, (output, each) in enumerate(zip(chain.carry, chain.each, strict=True)):
-            words = t.words[number]
-            if output >= 0:
-                codes[:, number] = before + output
-            elif each is None:
-                if self._sources[-1][number] >= 0:
-                    others.append(self._sources[-1][number] // stride)
-            elif words is not None:
-                self._words[row:end, words.start : words.stop] = words_of_each(each[1:])
-            else:
-                pool = t.input_pools[number]
-                codes[:, number] = [self._new_constant(pool, value) for value in each[1:]]
-        others = [other for other in dict.fromkeys(others) if other < self._graph.num_nodes]
-        self._types += [t.index] * num
-        self._max_steps += [1] * num
-        self._sources += codes.tolist()
-        self._predecessors += [(other, *others) for other in range(row - 1, end - 1)]
+        plan = self._plan_of_a_tree(wanted)
+        if plan is not None:
+            return FlatGraph(plan, self._words(), (), {}, (), graph.then)
+        builder = PlanBuilder(layout, self._row_of, self._known)
+        for t, node in zip(self._types, graph.nodes, strict=True):
+            builder.add(t, node)
+        keep = {(one.node, one.index): self._value(one) for one in graph.keep}
+        plan, constants = builder.plan(wanted, list(keep.values()))
+        if structure is not None:
+            layout.plans.add(structure, plan, plan.num_nodes)
+        return FlatGraph(plan, self._words(), constants, keep, builder.kept, graph.then)
 
     def _type_of(self, node: Node) -> TypeLayout:
-        index = self._layout.index_of.get(node.cell.key)
-        if index is None:
-            names = ", ".join(repr(t.cell.name) for t in self._layout.types)
-            raise UnknownCellError(
-                f"{node} is not of a cell of this runtime, whose cells are {names}; create the "
-                "runtime with all cells"
-            )
-        found = self._types_of[id(node.cell)] = self._layout.types[index]
-        return found
+        cells = [node.cell]
+        if isinstance(node.block, Tree):
+            cells.append(node.block.leaf)
+        for cell in cells:
+            if cell.key not in self._layout.index_of:
+                names = ", ".join(repr(t.cell.name) for t in self._layout.types)
+                raise UnknownCellError(
+                    f"{node} is not of a cell of this runtime, whose cells are {names}; create the "
+                    "runtime with all cells"
+                )
+        return self._layout.types[self._layout.index_of[node.cell.key]]
 
-    def _kept_code(self, node: Node, value: Output) -> int:
-        known = self._known.get((value.node, value.index))
-        if known is None:
-            raise InvalidGraphError(
-                f"{node} takes {value}, of another graph; list it in that graph's keep, and take "
-                "it in the graph that its `then` returns"
-            )
-        return FIRST_KEPT - self._kept.setdefault(known, len(self._kept))
-
-    def _constant_code(self, pool: int, value: np.ndarray) -> int:
-        key = pool, value.tobytes()
-        code = self._codes.get(key)
-        if code is None:
-            code = self._codes[key] = self._new_constant(pool, value)
-        return code
-
-    def _new_constant(self, pool: int, value: np.ndarray) -> int:
-        if not value.any():
-            return ZEROS
-        row = self._graph.num_nodes + len(self._constants)
-        self._constants.append((pool, value))
-        return row * self._layout.stride
-
-    def _wanted(self) -> list[tuple[int, Wanted]]:
-        found = []
+    def _wanted(self) -> WantedValues:
+        found: list[tuple[int, Wanted]] = []
         for name, result in self._graph.outputs.items():
             if isinstance(result, Output | Steps):
                 one = parts_of(result)[0]
                 found.append((self._value(one), Wanted(name, is_steps=isinstance(result, Steps))))
             else:
                 found += [(self._value(one), Wanted(name, i)) for i, one in enumerate(result)]
-        return found
+        return tuple(found)
 
     def _value(self, output: Output) -> int:
-        row: Any = self._row_of.get(output.node)
+        row = self._row_of.get(output.node)
         if row is None:
             raise InvalidGraphError(
                 f"the graph returns or keeps {output}, which an earlier graph computed; use it "
                 "there, or pass it through a cell"
             )
         return row * self._layout.stride + output.index
+
+    def _structure(self) -> Hashable | None:
+        """Return all that the plan depends on, for graphs of chains and few calls.
+
+        None for others, and for those with large constants, trees, or values of another graph.
+        """
+        nodes = self._graph.nodes
+        if len(nodes) > _MAX_CALLS or self._graph.keep:
+            return None
+        found: list[Hashable] = []
+        for name, result in self._graph.outputs.items():
+            values = tuple([self._value(one) for one in parts_of(result)])
+            found += (name, type(result), values)
+        for t, node in zip(self._types, nodes, strict=True):
+            block = node.block
+            if isinstance(block, Tree):
+                return None
+            found += (t.index, node.max_steps, node.num_nodes)
+            if block is not None:
+                found.append(block.carry)
+                for each, words in zip(block.each, t.words, strict=True):
+                    if each is not None and words is None:
+                        return None
+            for number, value in enumerate(node.inputs):
+                if type(value) is Output:
+                    row = self._row_of.get(value.node)
+                    if row is None:
+                        return None
+                    found.append((row, value.index))
+                elif t.words[number] is not None or value is t.zeros[number]:
+                    found.append(None)
+                else:
+                    return None
+        return tuple(found)
+
+    def _plan_of_a_tree(self, wanted: WantedValues) -> GraphPlan | None:
+        """Return the plan of a graph that is one tree with small constants; else None."""
+        tree = self._graph.nodes[0].block
+        if not isinstance(tree, Tree) or len(self._graph.nodes) > 1 or self._graph.keep:
+            return None
+        pair = self._types[0]
+        leaf = self._layout.types[self._layout.index_of[tree.leaf.key]]
+        if leaf is pair or None in leaf.words:
+            return None
+        return plan_of_a_tree(self._layout, leaf, pair, tree, wanted)
+
+    def _words(self) -> np.ndarray:
+        """Return the small constants, int32 [nodes, max_words]."""
+        layout = self._layout
+        found = np.zeros((self._graph.num_nodes, layout.max_words), np.int32)
+        end = 0
+        for t, node in zip(self._types, self._graph.nodes, strict=True):
+            begin, end, block = end, end + node.num_nodes, node.block
+            each: tuple[np.ndarray | None, ...] = ()
+            if isinstance(block, Tree):
+                t, each = layout.types[layout.index_of[block.leaf.key]], block.each
+                rows = slice(begin, begin + block.num_leaves)
+            else:
+                rows = slice(begin, end)
+                if block is not None:
+                    each = block.each
+            for number, words in enumerate(t.words):
+                if words is None:
+                    continue
+                columns = slice(words.start, words.stop)
+                if each and (values := each[number]) is not None:
+                    found[rows, columns] = words_of_each(values)
+                elif type(value := node.inputs[number]) is int:
+                    found[rows, columns] = value
+                elif type(value) is not Output:
+                    constant: Any = value
+                    found[rows, columns] = words_of(np.asarray(constant))
+        return found

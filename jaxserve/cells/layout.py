@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import numpy as np
 
 from jaxserve.cells.base import BaseCell
+from jaxserve.cells.newest import Newest
 from jaxserve.cells.policy import CellType
-from jaxserve.cells.values import ValueSpec
+from jaxserve.cells.values import ValueSpec, zeros
 from jaxserve.core.errors import InvalidCellError
 
 # Slots of every pool that belong to no value: one with zeros, and one that padding writes to.
@@ -27,10 +28,7 @@ DONE_SPEC = ValueSpec((), np.dtype(np.uint8))
 @final
 @dataclass(frozen=True)
 class TypeLayout:
-    """The layout of one cell type.
-
-    A task's rows are, in this order: the slot of each input, the words of constants, the slot of
-    each output, and for a loop the slot of its flag.
+    """The layout of one cell type; see `Layout` for the columns of its nodes.
 
     Attributes:
       index: number of the type.
@@ -38,6 +36,7 @@ class TypeLayout:
       words: for each input, the range of its words; None for an input that is too large.
       num_words: words of all inputs.
       carry: for each input of a loop, the output of the last step that it takes; -1 for none.
+      zeros: for each input, the array that the constant 0 becomes, see `as_constant`.
     """
 
     index: int
@@ -47,6 +46,7 @@ class TypeLayout:
     words: tuple[range | None, ...]
     num_words: int
     carry: tuple[int, ...]
+    zeros: tuple[np.ndarray, ...] = field(compare=False)
 
     @property
     def is_loop(self) -> bool:
@@ -61,10 +61,6 @@ class TypeLayout:
         return len(self.output_pools)
 
     @property
-    def num_rows(self) -> int:
-        return self.num_inputs + self.num_words + self.num_outputs + self.is_loop
-
-    @property
     def pools(self) -> tuple[int, ...]:
         """The pools that its tasks read or write, increasing."""
         return tuple(sorted({*self.input_pools, *self.output_pools}))
@@ -74,11 +70,17 @@ class TypeLayout:
 class Layout:
     """The layout of all cells of a runtime. Values of the same shape and dtype share a pool.
 
+    What a node reads and writes is a row of `width` numbers: the slot of each input, from column
+    `first_output` on the slot of each output, for loops the slot of the flag at `flag`, and from
+    `first_word` on the words of constants. Types with fewer leave columns unused.
+
     Attributes:
       types: in the order of the cells.
       pools: the spec of each pool.
-      stride: values that each node has room for.
+      stride: values that each node has room for: the most outputs of a type.
       max_inputs, max_words: of a type.
+      plans: `GraphPlan`s of structures that were used lately.
+      output_pools: int64 [types, stride], the pool of each output; 0 for those that a type lacks.
 
     Raises:
       InvalidCellError: two cells of one type differ in priority, sizes or signature, or there is
@@ -106,10 +108,17 @@ class Layout:
         self.loop_types = frozenset(t.index for t in self.types if t.is_loop)
         self.index_of: Mapping[object, int] = {key: i for i, key in enumerate(distinct)}
         self.done_pool = self._pool(DONE_SPEC) if any(t.is_loop for t in self.types) else None
-        # Two ids of node 0 stand for zeros and for constants in the task.
-        self.stride = max(2, *(t.num_outputs + t.is_loop for t in self.types))
+        self.stride = max(t.num_outputs for t in self.types)
         self.max_inputs = max(t.num_inputs for t in self.types)
         self.max_words = max(t.num_words for t in self.types)
+        self.plans: Newest[Hashable, Any] = Newest(1 << 14)
+        self.output_pools = np.zeros((len(self.types), self.stride), np.int64)
+        for t in self.types:
+            self.output_pools[t.index, : t.num_outputs] = t.output_pools
+        self.first_output = self.max_inputs
+        self.flag = self.first_output + self.stride
+        self.first_word = self.flag + (self.done_pool is not None)
+        self.width = self.first_word + self.max_words
 
     @property
     def cell_types(self) -> tuple[CellType, ...]:
@@ -155,6 +164,7 @@ class Layout:
                 outputs.index(cell.carry[name]) if name in cell.carry else -1
                 for name in cell.inputs
             ),
+            zeros=tuple(zeros(spec) for spec in cell.inputs.values()),
         )
 
     def _pool(self, spec: ValueSpec) -> int:
@@ -171,6 +181,8 @@ def words_of(value: np.ndarray) -> np.ndarray:
 def words_of_each(values: np.ndarray) -> np.ndarray:
     """Return the words of at least one constant [n, words], see `words_of`."""
     num, num_bytes = len(values), values[0].nbytes
+    if num_bytes % 4 == 0 and values.flags.c_contiguous:
+        return values.reshape(num, -1).view(np.int32)
     data = np.zeros((num, -(-num_bytes // 4) * 4), np.uint8)
     data[:, :num_bytes] = np.ascontiguousarray(values).reshape(num, -1).view(np.uint8)
     return data.view(np.int32)

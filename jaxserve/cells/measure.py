@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,56 @@ from jaxserve.core.errors import InvalidConfigError
 
 # Calls of an executable before those that are timed, the first of which compiles.
 _NUM_UNTIMED = 2
+
+
+def sized(
+    cells: Sequence[BaseCell],
+    device: Any = None,
+    *,
+    largest: int = 512,
+    least_gain: float = 0.05,
+) -> list[BaseCell]:
+    """Return cells with batches as large as pays off; create a runtime with them.
+
+    The largest batch of each cell is doubled, and the new size added, for as long as the time of a
+    row becomes shorter.
+
+    Args:
+      device: see `measure_cells`.
+      largest: no batch becomes larger than this.
+      least_gain: the share by which a row's time must become shorter with each doubling.
+
+    Raises:
+      InvalidCellError: two cells have one name.
+    """
+    candidates: list[list[int]] = []
+    for cell in cells:
+        sizes = [cell.batch_sizes[-1]]
+        while 2 * sizes[-1] <= largest:
+            sizes.append(2 * sizes[-1])
+        candidates.append(sizes)
+    timed = [cell.resized(sizes) for cell, sizes in zip(cells, candidates, strict=True)]
+    seconds = measure_cells(timed, device).seconds
+    return [
+        cell.resized((*cell.batch_sizes, *sizes_that_pay(seconds[cell.name], least_gain)[1:]))
+        for cell in cells
+    ]
+
+
+def sizes_that_pay(seconds: Mapping[int, float], least_gain: float) -> list[int]:
+    """Return the first sizes, up to the one after which a row does not become cheaper.
+
+    Args:
+      seconds: those of a task, by its size, in increasing order.
+    """
+    (last, last_s), *others = seconds.items()
+    found = [last]
+    for size, size_s in others:
+        if size_s / size > (1 - least_gain) * last_s / last:
+            break
+        last, last_s = size, size_s
+        found.append(size)
+    return found
 
 
 def measure_cells(

@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
 
+import numpy as np
+
 from jaxserve.cells.cell_graph import CellGraph
 
 
@@ -45,15 +47,17 @@ class Task:
         its steps. A task of padding alone has none.
       worker: index of the worker. A worker runs its tasks in the order of their submission.
       num_padding: rows that are computed and belong to no node, as with padding to a common length.
+      array: int64 [nodes], `nodes` as an array.
     """
 
-    __slots__ = ("type", "nodes", "worker", "num_padding")
+    __slots__ = ("type", "nodes", "worker", "num_padding", "array")
 
     def __init__(self, type: int, nodes: Sequence[int], worker: int, num_padding: int = 0):
         self.type = type
         self.nodes = nodes
         self.worker = worker
         self.num_padding = num_padding
+        self.array = np.array(nodes, np.int64)
 
     def __repr__(self) -> str:
         return f"Task(type={self.type}, nodes={list(self.nodes)}, worker={self.worker})"

@@ -19,7 +19,7 @@ from pallas_kernels.dispatch import target_platform
 # Bits of the flags of a row: its outputs are finite; its loop has ended; it had ended before.
 FINITE, ENDED, WAS_ENDED = 1, 2, 4
 # Numbers of rows for which reads and writes of slots are compiled.
-COPY_SIZES = (8, 64)
+COPY_SIZES = (8, 64, 512)
 
 
 class TaskFunction(Protocol):
@@ -28,7 +28,7 @@ class TaskFunction(Protocol):
     Args:
       params: the leaves of the module's parameters.
       pools: the pools of the type, in their order; they are donated.
-      rows: what the rows of each task read and write, see `TypeLayout`.
+      rows: what the rows of each task read and write, see `Layout`.
       num_tasks: tasks in `rows`; the rest is padding.
 
     Returns:
@@ -39,7 +39,7 @@ class TaskFunction(Protocol):
         self,
         params: tuple[Array, ...],
         pools: tuple[Array, ...],
-        rows: Int32[Array | np.ndarray, "tasks rows batch"],
+        rows: Int32[Array | np.ndarray, "tasks batch width"],
         num_tasks: Int32[Array | np.ndarray, ""] | np.int32,
     ) -> tuple[tuple[Array, ...], UInt8[Array, "tasks batch"], tuple[Array, ...]]: ...
 
@@ -77,6 +77,7 @@ class _Tasks:
     def __init__(self, t: TypeLayout, layout: Layout, graphdef: Any, tree: Any):
         self.__name__ = f"tasks_of_{''.join(c if c.isalnum() else '_' for c in t.cell.name)}"
         self._type = t
+        self._layout = layout
         self._graphdef = graphdef
         self._tree = tree
         done_pool = layout.done_pool if t.is_loop else None
@@ -91,7 +92,7 @@ class _Tasks:
         self._takes_rows = cell.takes_rows
 
     def __call__(self, params, pools, rows, num_tasks):
-        num, _, batch = rows.shape
+        num, batch, _ = rows.shape
         specs = list(self._type.cell.outputs.values())
         emitted = tuple(
             jnp.zeros((num, batch, *specs[index].shape), specs[index].dtype)
@@ -101,7 +102,7 @@ class _Tasks:
 
         def body(k, state):
             pools, flags, emitted = state
-            task = lax.dynamic_index_in_dim(rows, k, keepdims=False)
+            task = lax.dynamic_index_in_dim(rows, k, keepdims=False).T
             pools, flag, values = self._task(params, pools, task)
             flags = lax.dynamic_update_index_in_dim(flags, flag, k, 0)
             emitted = tuple(
@@ -112,7 +113,7 @@ class _Tasks:
 
         return lax.fori_loop(0, num_tasks, body, (pools, flags, emitted))
 
-    def _task(self, params, pools, task: Int32[Array, "rows batch"]):
+    def _task(self, params, pools, task: Int32[Array, "width batch"]):
         t = self._type
         in_kernel = self._takes_rows and target_platform() == "cuda"
         inputs = self._inputs(pools, task, in_kernel)
@@ -124,13 +125,14 @@ class _Tasks:
         outputs = module(**inputs)
         values = [outputs[name] for name in t.cell.outputs]
         finite = _finite(values, task.shape[1])
-        slots = task[t.num_inputs + t.num_words :]
+        slots = task[self._layout.first_output :][: t.num_outputs]
         pools = list(pools)
         if self._done is None:
             before = ended = jnp.zeros_like(finite)
         else:
             # Twice the slot of the flag, plus one in the first step.
-            first, done_slot = slots[-1] % 2 == 1, slots[-1] // 2
+            flag_slot = task[self._layout.flag]
+            first, done_slot = flag_slot % 2 == 1, flag_slot // 2
             before = (pools[self._done][done_slot] != 0) & ~first
             ended = before if self._until is None else before | self._until(outputs)
             finite |= before
@@ -165,7 +167,8 @@ class _Tasks:
                 continue
             value = value.at[jnp.maximum(slots, 0)].get(mode="promise_in_bounds")
             if words is not None:
-                given = task[t.num_inputs + words.start : t.num_inputs + words.stop]
+                begin = self._layout.first_word
+                given = task[begin + words.start : begin + words.stop]
                 is_given = (slots < 0).reshape(-1, *[1] * len(spec.shape))
                 value = jnp.where(is_given, _from_words(given.T, spec), value)
             found[name] = value

@@ -97,7 +97,7 @@ class SimulatedCells:
         self.layout = layout
         self._max_fused = max_fused
         self.num_workers = num_workers
-        self.num_slots = np.full(len(layout.pools), _MANY_SLOTS)
+        self.num_slots = (_MANY_SLOTS,) * len(layout.pools)
         self._clock = clock
         self._cost = cost
         self._loop_length = loop_length
@@ -201,7 +201,8 @@ class SimulatedCells:
 
     def _array(self, value: int) -> np.ndarray:
         graph, first = self._graphs[value // self.layout.stride]
-        spec = self.layout.pools[graph.pools[value - first * self.layout.stride]]
+        pool = graph.pool_of(value - first * self.layout.stride, self.layout)
+        spec = self.layout.pools[pool]
         return np.zeros(spec.shape, spec.dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -49,6 +50,14 @@ def _spec(shape: tuple[int, ...], dtype: np.dtype) -> ValueSpec:
     return ValueSpec(shape, dtype)
 
 
+@lru_cache(maxsize=4096)
+def zeros(spec: ValueSpec) -> np.ndarray:
+    """Return an array of zeros, the same object for the same spec."""
+    found = np.zeros(spec.shape, spec.dtype)
+    found.flags.writeable = False
+    return found
+
+
 def as_constant(value: Any, spec: ValueSpec) -> np.ndarray | None:
     """Return a constant as an array of the spec; None if it does not fit.
 
@@ -73,4 +82,19 @@ def as_constant(value: Any, spec: ValueSpec) -> np.ndarray | None:
             return None
     elif kind == "b" and not isinstance(value, bool):
         return None
-    return np.full(spec.shape, value, spec.dtype)
+    return np.full(spec.shape, value, spec.dtype) if value else zeros(spec)
+
+
+def as_constants(values: Sequence[Any] | np.ndarray, spec: ValueSpec) -> np.ndarray | None:
+    """Return a copy of the constants of many nodes as an array of the spec's dtype.
+
+    None if they do not fit: integers fit every integer dtype that holds them all, and others must
+    have the spec's dtype.
+    """
+    array = np.array(values)
+    if array.dtype != spec.dtype and array.dtype.kind in "iu" and spec.dtype.kind in "iu":
+        limits = np.iinfo(spec.dtype)
+        if limits.min <= array.min(initial=0) and array.max(initial=0) <= limits.max:
+            array = array.astype(spec.dtype)
+    fits = array.ndim and array.shape[1:] == spec.shape and array.dtype == spec.dtype
+    return array if fits else None

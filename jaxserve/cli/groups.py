@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxserve.runtime import Service
 
 # Options of many requests at once, which one conversation in a terminal does not have.
-OF_MANY_REQUESTS = ("max_slots", "data_parallel", "replicas")
+OF_MANY_REQUESTS = ("max_slots", "data_parallel", "replicas", "roles")
 
 
 @final
@@ -63,6 +63,7 @@ class ServiceOptions:
     kv_dtype: opt.KvDType = None
     quantize: opt.Quantize = None
     quantize_embeddings: opt.QuantizeEmbeddings = None
+    speculation: opt.Speculation = None
     host_memory: opt.HostMemory = None
     disk_memory: opt.DiskMemory = None
     disk_folder: opt.DiskFolder = None
@@ -75,8 +76,14 @@ class ServiceOptions:
     groups: opt.Groups = None
     data_parallel: opt.DataParallel = 1
     replicas: opt.Replicas = 1
+    roles: opt.Roles = None
     record: opt.Record = None
     quiet: opt.Quiet = False
+
+    @property
+    def is_fleet(self) -> bool:
+        """Whether the service is a `Fleet`, and not a `Runtime`."""
+        return self.replicas != 1 or self.roles is not None
 
     def open(self, model: str, *, conversations: Path | None = None, **more: Any) -> Service:
         """Open the service; a process that does not lead serves the leader, and then exits.

@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from jaxserve.runtime import Runtime, Service
 
 
-def open_service(model: str, *, quiet: bool, replicas: int = 1, **settings: object) -> Service:
+def open_service(
+    model: str, *, quiet: bool, replicas: int = 1, roles: str | None = None, **settings: object
+) -> Service:
     """Open the service that the options describe. Progress bars go to stderr.
 
     Args:
       replicas: number of processes; 1 opens a `Runtime`, more open a `Fleet`.
+      roles: numbers of replicas by role, see `roles_of`; they open a `Fleet`, too.
       settings: arguments of `_open_runtime`, `Runtime.from_pretrained` or `Fleet`; None leaves an
         option at its default.
 
@@ -27,14 +30,41 @@ def open_service(model: str, *, quiet: bool, replicas: int = 1, **settings: obje
     given = {name: value for name, value in settings.items() if value is not None}
     if given.get("host_memory") == "0":
         given["host_memory"] = 0
-    if replicas == 1:
+    if roles is not None:
+        if replicas != 1:
+            raise InvalidConfigError(
+                f"--roles {roles} cannot be combined with --replicas {replicas}; omit --replicas"
+            )
+        number: Any = {"roles": roles_of(roles)}
+    elif replicas == 1:
         return _open_runtime(model, quiet=quiet, **given)  # type: ignore[arg-type]
-    return _open_fleet(model, replicas, quiet=quiet, **given)  # type: ignore[arg-type]
+    else:
+        number = {"replicas": replicas}
+    return _open_fleet(model, number, quiet=quiet, **given)  # type: ignore[arg-type]
+
+
+def roles_of(text: str) -> dict[str, int]:
+    """Return the numbers of replicas of a text such as "prefill=1,decode=2".
+
+    Raises:
+      InvalidConfigError: it is not of that form, or does not name both roles once.
+    """
+    pairs = [part.split("=") for part in text.split(",")]
+    try:
+        roles = {name.strip(): int(number) for name, number in pairs}
+    except ValueError:
+        roles = {}
+    if sorted(roles) != ["decode", "prefill"] or len(pairs) != len(roles):
+        raise InvalidConfigError(
+            f"--roles {text!r} is not allowed; pass numbers of both roles, such as "
+            "prefill=1,decode=2"
+        )
+    return roles
 
 
 def _open_fleet(
     model: str,
-    replicas: int,
+    number: dict[str, Any],
     *,
     quiet: bool,
     stages: str | None = None,
@@ -47,17 +77,18 @@ def _open_fleet(
 
     from jaxserve.fleet import Fleet
 
+    option = "--roles" if "roles" in number else f"--replicas {number['replicas']}"
     if stages is not None or groups is not None or data_parallel != 1:
         raise InvalidConfigError(
-            f"--replicas {replicas} cannot be combined with --stages, --groups or --data-parallel; "
-            "pass --tensor-parallel to split each replica, or omit --replicas"
+            f"{option} cannot be combined with --stages, --groups or --data-parallel; "
+            f"pass --tensor-parallel to split each replica, or omit {option}"
         )
     if jax.distributed.is_initialized():
         raise InvalidConfigError(
-            f"--replicas {replicas} cannot be combined with --num-processes: Ray starts the "
-            "replicas' processes; omit one of them"
+            f"{option} cannot be combined with --num-processes: Ray starts the replicas' "
+            "processes; omit one of them"
         )
-    return Fleet(model, replicas=replicas, progress=not quiet, **given)
+    return Fleet(model, progress=not quiet, **number, **given)
 
 
 def _open_runtime(

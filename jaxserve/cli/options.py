@@ -99,13 +99,20 @@ KvDType = Annotated[
 ]
 Quantize = Annotated[
     str | None,
-    _runtime("--quantize", text="Weights in few bits: int8, int4, fp8, or keep (GGUF blocks)."),
+    _runtime("--quantize", text="Weights in few bits: int8, int4, fp8, w8a8, or keep (GGUF)."),
 ]
 QuantizeEmbeddings = Annotated[
     str | None,
     _runtime(
         "--quantize-embeddings",
         text="Embedding and head with --quantize: int8, int4 or none. [default: int8]",
+    ),
+]
+Speculation = Annotated[
+    str | None,
+    _runtime(
+        "--speculation",
+        text="Propose next tokens: lookup (what followed the same tokens before in the request).",
     ),
 ]
 HostMemory = Annotated[
@@ -164,6 +171,14 @@ DataParallel = Annotated[
 Replicas = Annotated[
     int,
     _runtime("--replicas", text="Replicas on Ray, each in its own process; see `Fleet`."),
+]
+Roles = Annotated[
+    str | None,
+    _runtime(
+        "--roles",
+        text="Replicas on Ray that compute prompts and others that compute answers, e.g. "
+        "prefill=1,decode=2; in place of --replicas.",
+    ),
 ]
 Record = Annotated[
     Path | None,

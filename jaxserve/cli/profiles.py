@@ -87,13 +87,13 @@ def layer_deployment(
       num_devices: devices to plan for; None for all.
 
     Raises:
-      InvalidConfigError: the lengths do not fit, there are fewer devices, or the model has an
-        encoder.
+      InvalidConfigError: the lengths do not fit, there are fewer devices, or the model has
+        recurrent layers.
       InvalidProfileError: `given` is damaged, or was measured on something else.
     """
     import jax
 
-    from jaxserve.execution.build import platform_defaults
+    from jaxserve.execution.sizes import platform_defaults
     from jaxserve.execution.warmup import enable_compilation_cache
     from jaxserve.planning.layers import (
         LayerBench,
@@ -138,7 +138,9 @@ def layer_deployment(
             enable_compilation_cache()
             with cache_errors(f"keeping {path.name}"):
                 measure_layers(bench, profile, progress=not quiet)
-    return layers_deployment(profile, config, num, free_bytes_of(devices[:num]))
+    mean = lengths.inputs.mean
+    memory_bytes = free_bytes_of(devices[:num])
+    return layers_deployment(profile, config, num, memory_bytes, num_input_tokens=mean)
 
 
 def layers_path(model: str, origin: LayerOrigin) -> Path:

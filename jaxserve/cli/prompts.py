@@ -66,8 +66,11 @@ def from_jsonl(path: Path, params: SamplingParams) -> list[Job]:
 
 
 def as_chat(job: Job, system: str | None) -> Job:
-    """Return the job with a text prompt as chat messages; other prompts stay as they are."""
-    if not isinstance(job.prompt, str):
+    """Return the job with a text prompt as chat messages; other prompts stay as they are.
+
+    An empty text stays, too, so that the service refuses it as it does without a chat.
+    """
+    if not isinstance(job.prompt, str) or not job.prompt:
         return job
     head: list[Message] = [{"role": "system", "content": system}] if system else []
     return replace(job, prompt=[*head, {"role": "user", "content": job.prompt}])

@@ -76,6 +76,13 @@ def serve(
     log_prompts: Annotated[
         bool, _server("--log-prompts", "Write prompts to these lines too.")
     ] = False,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _server(
+            "--otlp-traces-endpoint",
+            "URL that gets a span of each request, of OpenTelemetry over HTTP.",
+        ),
+    ] = None,
     service_options: ServiceOptions,
     processes: ProcessOptions,
     journal: Annotated[
@@ -122,7 +129,7 @@ def serve(
         def open_service() -> Any:
             service: Any = service_options.open(model, conversations=journal)
             # A fleet has no outlook.
-            return service, service.outlook if service_options.replicas == 1 else None
+            return service, None if service_options.is_fleet else service.outlook
 
         if not processes.join():
             open_service()  # it follows the leader, and then exits
@@ -133,8 +140,22 @@ def serve(
             options,
             open_service,
             listener=listener,
+            traces=None if otlp_traces_endpoint is None else _traces(otlp_traces_endpoint),
             on_ready=lambda: typer.echo(f"ready on {address}", err=True),
         )
+
+
+def _traces(endpoint: str) -> Any:
+    """Return a provider that sends spans to this URL."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        from jaxserve.server.spans import provider_of
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            error.name or "opentelemetry", "otel", "--otlp-traces-endpoint"
+        ) from error
+    return provider_of(OTLPSpanExporter(endpoint=endpoint))
 
 
 def _api_keys(path: Path | None) -> tuple[str, ...]:

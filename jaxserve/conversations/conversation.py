@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, final
 
 from jaxserve.conversations.journal import Journal
 from jaxserve.conversations.off_loop import entered, in_thread
-from jaxserve.conversations.prompts import NextPrompt, Said, next_prompt
+from jaxserve.conversations.prompts import NextPrompt, Render, Said, next_prompt
 from jaxserve.conversations.turn_client import TurnClient
 from jaxserve.conversations.turns import History, Message, Turn
 from jaxserve.core.errors import (
@@ -143,6 +143,7 @@ class Conversation:
         *,
         timeout_s: float | None = None,
         max_prompt_tokens: int | None = None,
+        render: Render | None = None,
     ) -> Completion:
         """`send` for asyncio. Cancelling the task cancels the turn.
 
@@ -150,9 +151,10 @@ class Conversation:
 
         Args:
           max_prompt_tokens: limit of the caller on the prompt, the history included.
+          render: see `next_prompt`.
         """
         params = _checked(params)
-        async with entered(self._turn(said, max_prompt_tokens)) as prompt:
+        async with entered(self._turn(said, max_prompt_tokens, render)) as prompt:
             completion = await self._home.client.aanswer(
                 prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
             )
@@ -190,11 +192,12 @@ class Conversation:
         *,
         timeout_s: float | None = None,
         max_prompt_tokens: int | None = None,
+        render: Render | None = None,
     ) -> AsyncGenerator[Piece]:
         """`stream` for asyncio. Close the generator (`contextlib.aclosing`) to leave it early."""
         params = _checked(params)
         received = _Received()
-        async with entered(self._turn(said, max_prompt_tokens)) as prompt:
+        async with entered(self._turn(said, max_prompt_tokens, render)) as prompt:
             pieces = self._home.client.astream(
                 prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
             )
@@ -242,10 +245,12 @@ class Conversation:
     # ---- one turn ----
 
     @contextmanager
-    def _turn(self, said: Said, limit: int | None = None) -> Iterator[NextPrompt]:
+    def _turn(
+        self, said: Said, limit: int | None = None, render: Render | None = None
+    ) -> Iterator[NextPrompt]:
         with self._alone(), self._home.journal.using(self.id):
             self._catch_up()
-            prompt = next_prompt(self._home.tokenizer, self._history, self._start, said)
+            prompt = next_prompt(self._home.tokenizer, self._history, self._start, said, render)
             most, num_history = self._home.client.max_prompt_tokens, len(self._history.token_ids)
             if num_history and len(prompt.token_ids) > most:
                 num_new = len(prompt.token_ids) - num_history

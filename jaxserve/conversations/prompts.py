@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, final
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# Returns the tokens of messages.
+Render = Callable[[Sequence[Mapping[str, Any]]], Sequence[int]]
 Said = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int]
 
 
@@ -38,7 +40,11 @@ class NextPrompt:
 
 
 def next_prompt(
-    tokenizer: Tokenizer | None, history: History, start: Sequence[Message], said: Said
+    tokenizer: Tokenizer | None,
+    history: History,
+    start: Sequence[Message],
+    said: Said,
+    render: Render | None = None,
 ) -> NextPrompt:
     """Return the prompt that continues `history` with `said`.
 
@@ -49,6 +55,8 @@ def next_prompt(
       start: messages before those of the first turn.
       said: a text, which becomes the user's message; one or several messages; or token ids, which
         follow the history directly.
+      render: returns the tokens of messages, for instance with tools; by default the chat template
+        does. Where it writes the first turn differently, all messages are tokenized by it.
 
     Raises:
       InvalidRequestError: one of its subclasses.
@@ -69,23 +77,25 @@ def next_prompt(
         )
     if not history.turns:
         messages = (*start, *messages)
-        whole = tokenizer.apply_chat_template(messages)
+        whole = (render or tokenizer.apply_chat_template)(messages)
         return NextPrompt(token_ids=tuple(whole), num_kept=0, messages=messages)
     if not history.is_chat:
         raise InvalidRequestError(
             "this conversation is of token ids, and messages cannot go on with it; give token ids, "
             "or begin another conversation"
         )
-    added = _continuation(tokenizer, history, messages)
+    first = history.turns[0]
+    is_same = render is None or tuple(render(first.messages or ())) == first.prompt
+    added = _continuation(tokenizer, history, messages) if is_same else None
     if added is not None:
         kept = history.token_ids
         return NextPrompt(token_ids=(*kept, *added), num_kept=len(kept), messages=messages)
-    whole = tokenizer.apply_chat_template([*history.messages, *messages])
+    whole = (render or tokenizer.apply_chat_template)([*history.messages, *messages])
     pairs = zip(whole, history.token_ids, strict=False)
     num_kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     _log.warning(
-        "the model's chat template writes earlier turns differently than before: the history is "
-        "tokenized again, and %d of its %d tokens stay as they were",
+        "earlier turns are written differently than before, by the model's chat template or with "
+        "other tools: the history is tokenized again, and %d of its %d tokens stay as they were",
         num_kept,
         len(history.token_ids),
     )

@@ -10,6 +10,10 @@ from jaxserve.core.options import RESTORES
 
 # Maximum number of pages that a mixed step copies from the host; it takes memory for all of them.
 _MAX_INCOMING_PAGES = 64
+# Pages that one plan copies to the host at most: this many, or this share of a larger pool. They
+# take device memory until they have left.
+_OUTGOING_PAGES = 64
+_OUTGOING_SHARE = 64
 
 
 def _ladder(largest: int, *, smallest: int, ratio: int = 4) -> tuple[int, ...]:
@@ -39,6 +43,8 @@ class EngineConfig:
       token_buckets: compiled sizes of a mixed step; empty for default sizes.
       slot_buckets: compiled sizes of the decode window; empty for default sizes.
       head_buckets: compiled sizes of the sampling head of a mixed step; empty for default sizes.
+      num_proposed: most tokens that a decode loop proposes for each row in an iteration; 0 for a
+        runtime that does not speculate.
       attention: implementation of paged attention, or several separated by commas; None for the
         platform's choice.
       num_host_pages: pages of host memory for KV that leaves the device.
@@ -56,6 +62,7 @@ class EngineConfig:
     max_context: int = 2048
     max_step_tokens: int = 512
     max_decode_iterations: int = 8
+    num_proposed: int = 0
     token_buckets: tuple[int, ...] = ()
     slot_buckets: tuple[int, ...] = ()
     head_buckets: tuple[int, ...] = ()
@@ -115,6 +122,11 @@ class EngineConfig:
         return -(-self.max_context // self.page_size)
 
     @property
+    def admission_buckets(self) -> tuple[int, ...]:
+        """Compiled sizes of the tokens that sequences bring to their slots in one call."""
+        return _ladder(self.max_context, smallest=256)
+
+    @property
     def prefetches(self) -> bool:
         """Whether pages of waiting sequences are copied back from the host before admission."""
         return self.restore in ("prefetch", "both")
@@ -125,6 +137,11 @@ class EngineConfig:
         if self.restore not in ("per_layer", "both"):
             return 0
         return min(_MAX_INCOMING_PAGES, self.max_pages_per_sequence)
+
+    @property
+    def max_pages_out(self) -> int:
+        """Maximum number of pages that one plan copies to the host."""
+        return max(_OUTGOING_PAGES, self.num_pages // _OUTGOING_SHARE)
 
     @property
     def max_length(self) -> int:

@@ -122,11 +122,6 @@ def check_constraints(params: Any) -> None:
             f"{name} has {num_parts} rules, objects and lists, counted by lines and opening "
             f"brackets, and at most {MAX_PARTS} are allowed; pass a smaller grammar"
         )
-    if params.min_tokens:
-        raise InvalidSamplingParamsError(
-            f"min_tokens={params.min_tokens} and {name} were given, and an answer that is complete "
-            "has no next token; pass one of them"
-        )
 
 
 def _num_parts(name: str, value: Any) -> int:

@@ -11,6 +11,7 @@ A message says what was given, what is allowed, and what to do.
     │   ├── InvalidSamplingParamsError
     │   ├── InvalidGrammarError        a schema, grammar or regular expression that does not compile
     │   │   └── GrammarTooComplexError     it needs more time or memory than is allowed
+    │   ├── AnswerTooShortError        its grammar ends its answer before min_tokens
     │   ├── GrammarsBusyError          too many other grammars are being compiled
     │   ├── BoundNotMetError           its answer is expected to take longer than its own bound
     │   ├── UnfoldError                the user's function raised for this input
@@ -47,8 +48,10 @@ A message says what was given, what is allowed, and what to do.
     │   └── JournalError               the journal cannot be read or written
     │       ├── JournalLockedError         locked by another process
     │       └── JournalVersionError        written by a newer jaxserve
+    ├── QueueFullError             as many requests wait as the runtime allows
     ├── EngineBusyError            requests run for longer than a call may wait for their end
     ├── EngineFailedError          the device or the loop failed; all running requests end with it
+    ├── RegroupError               devices did not move to another group; all serve as before
     ├── HandoverError              KV was lost several times on its way between device groups
     ├── ReplicaDiedError           two replicas of a fleet died under a request, or none is left
     └── RuntimeClosedError
@@ -122,6 +125,10 @@ class InvalidGrammarError(InvalidRequestError):
 
 class GrammarTooComplexError(InvalidGrammarError):
     """A grammar that needs more time or memory than is allowed, at its compilation or later."""
+
+
+class AnswerTooShortError(InvalidRequestError):
+    """A grammar whose answer must end before the least number of tokens that was asked for."""
 
 
 class GrammarsBusyError(InvalidRequestError):
@@ -270,6 +277,13 @@ class InfeasibleBoundError(JaxserveError, ValueError):
         return type(self), (self.bounds, self.lowest)
 
 
+class QueueFullError(JaxserveError):
+    """A call whose requests would be more than may wait (`RuntimeOptions.max_waiting`).
+
+    None of them was accepted; the same call may succeed when others have begun.
+    """
+
+
 class EngineBusyError(JaxserveError, TimeoutError):
     """Requests that run for longer than a call was told to wait for their end."""
 
@@ -352,6 +366,10 @@ class JournalVersionError(JournalError):
 
 class EngineFailedError(JaxserveError):
     """The device or the engine's loop failed; every running request ends with this."""
+
+
+class RegroupError(JaxserveError):
+    """A move of devices between two groups that failed; the groups serve as before."""
 
 
 class HandoverError(JaxserveError):

@@ -14,8 +14,11 @@ from jaxserve.core.sizes import parse_bytes
 KV_DTYPES = ("int8", "float8_e4m3fn")
 
 # Formats of weights, and of the embedding and the head.
-QUANTIZE = ("int8", "int4", "fp8", "keep")
+QUANTIZE = ("int8", "int4", "fp8", "w8a8", "keep")
 QUANTIZE_EMBEDDINGS = ("int8", "int4", "none")
+
+# Where proposals for the next tokens come from.
+SPECULATIONS = ("lookup",)
 
 # When executables are made.
 WARMUPS = (True, False, "full", "background")
@@ -40,7 +43,8 @@ class RuntimeOptions:
       quantize: format of the layers' weights, one of `QUANTIZE`; by default the model's dtype.
         "keep" is for GGUF files: weights, the embedding's too, stay in the blocks of the file.
         Folders of GPTQ, AWQ and compressed-tensors weights are served in their own format, for
-        which the option is "keep" or omitted. docs/quantisation.md says what each costs.
+        which the option is "keep" or omitted. "w8a8" is "int8" with activations that are in int8
+        on GPUs too. docs/quantisation.md says what each costs.
       quantize_embeddings: format of the embedding and the head where `quantize` is given, one of
         `QUANTIZE_EMBEDDINGS`; "none" leaves them as they are.
       host_memory: host memory for pages that leave the device, those of preempted sequences
@@ -61,9 +65,15 @@ class RuntimeOptions:
         train`). It works with or without `predictor`.
       learns: continue to train the predictor on finished requests (`predictor.OnlineLearner`).
       max_slots: maximum number of sequences that run at once.
+      max_waiting: number of requests without a slot above which a call that submits more raises
+        QueueFullError; None for no limit.
       max_context: maximum number of tokens of prompt and output; by default the model's limit.
       max_step_tokens: maximum number of tokens of a step with prefill (the prefill chunk).
       max_decode_iterations: maximum number of tokens of a sequence per decode step.
+      speculation: where proposals for the next tokens come from, one of `SPECULATIONS`; None for
+        none. "lookup": from the request itself, what followed its newest tokens where they stood
+        before. Tokens stay the same, drawn ones too. docs/speculation.md says when it pays.
+      num_speculative_tokens: tokens that are proposed at most for a sequence at a time.
       page_size: tokens per page.
       seed: seed for the requests that have none.
       warmup: when executables are compiled, or loaded from an earlier start, one of `WARMUPS`.
@@ -98,9 +108,12 @@ class RuntimeOptions:
     probe: Any = None
     learns: bool = False
     max_slots: int | None = None
+    max_waiting: int | None = None
     max_context: int | None = None
     max_step_tokens: int | None = None
     max_decode_iterations: int | None = None
+    speculation: str | None = None
+    num_speculative_tokens: int = 4
     page_size: int = 32
     seed: int = 0
     warmup: bool | str = "background"
@@ -134,9 +147,11 @@ class RuntimeOptions:
     def __post_init__(self) -> None:
         for name in (
             "max_slots",
+            "max_waiting",
             "max_context",
             "max_step_tokens",
             "max_decode_iterations",
+            "num_speculative_tokens",
             "page_size",
         ):
             value = getattr(self, name)
@@ -171,6 +186,11 @@ class RuntimeOptions:
             raise InvalidConfigError(
                 f"quantize_embeddings={self.quantize_embeddings!r} is not supported; pass one of "
                 f"{QUANTIZE_EMBEDDINGS}"
+            )
+        if self.speculation not in (None, *SPECULATIONS):
+            raise InvalidConfigError(
+                f"speculation={self.speculation!r} is unknown; pass one of {SPECULATIONS}, or omit "
+                "it for no speculation"
             )
         if self.restore not in (None, *RESTORES):
             raise InvalidConfigError(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, final
+
+import numpy as np
 
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.sampling_params import SamplingParams
@@ -58,6 +61,11 @@ class Request:
     def __post_init__(self) -> None:
         # Read for every running sequence in every step.
         object.__setattr__(self, "awaits_tokens", self.params.is_constrained)
+
+    @cached_property
+    def prompt_array(self) -> np.ndarray:
+        """The prompt as int32 [tokens], made once; a prompt may have a million tokens."""
+        return np.asarray(self.prompt, np.int32)
 
     @property
     def encoder_prompt(self) -> tuple[int, ...]:
@@ -167,6 +175,10 @@ class Completion:
     """The answer to one prompt: `params.n` samples, the first with shortcuts.
 
     A request that failed has `finish_reason == "error"` and the typed `error`.
+
+    Attributes:
+      predicted_tokens: mean length that was predicted for each sample, at most `params.max_tokens`;
+        None without a predictor.
     """
 
     request_id: str
@@ -175,6 +187,7 @@ class Completion:
     timing: Timing
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     conversation_id: str | None = None
+    predicted_tokens: int | None = None
     error: JaxserveError | None = field(default=None, compare=False)
 
     @property

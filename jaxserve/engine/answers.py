@@ -18,6 +18,7 @@ from jaxserve.core.request import (
     TokenLogprob,
 )
 from jaxserve.engine.text import StreamDecoder, TextAssembler
+from jaxserve.scheduling.lengths.estimate import LengthEstimate
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Phase
 from jaxserve.scheduling.sequence import Sequence as Running
@@ -30,6 +31,8 @@ class Piece:
 
     Attributes:
       logprobs: those of `token_ids`; None if the request did not ask for them.
+      estimate: what is expected of the sample's length, where that is new: with the first piece,
+        and after the probe has changed it.
     """
 
     text: str
@@ -37,6 +40,7 @@ class Piece:
     sample_index: int = 0
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    estimate: LengthEstimate | None = None
 
 
 _log = logging.getLogger(__name__)
@@ -76,10 +80,17 @@ class Answer:
         self._num_delivered = [0] * count
         self._was_cut = [False] * count
         self._reported_end = [False] * count
+        self._estimates: list[LengthEstimate | None] = [None] * count
 
     def begin(self, sequences: list[Running]) -> None:
         """Set the request's sequences, one per sample, after the scheduler created them."""
         self.sequences = sequences
+
+    @property
+    def waits(self) -> bool:
+        """Whether no sample has had a slot yet, and the request has not ended; on any thread."""
+        has_begun = any(each.times.admitted_s is not None for each in self.sequences)
+        return not (has_begun or self.future.done())
 
     @property
     def has_shown(self) -> bool:
@@ -104,7 +115,7 @@ class Answer:
                 self._cut(sequence, self._num_delivered[i] + used, scheduler)
                 new = new[:used]
         self._num_delivered[i] += len(new)
-        self._emit(sequence, new)
+        self._emit(sequence, new, self._new_estimate(sequence, scheduler))
 
     def settle(self, keep: Callable[[Completion], None]) -> bool:
         """Resolve the future if every sample has ended, and return whether every sample has.
@@ -134,7 +145,22 @@ class Answer:
         self._was_cut[sequence.sample_index] = True
         scheduler.stop_at(sequence, num_tokens)
 
-    def _emit(self, sequence: Running, new: Sequence[int]) -> None:
+    def _new_estimate(self, sequence: Running, scheduler: Scheduler) -> LengthEstimate | None:
+        """Return the estimate of a sample's length if the sink has another one, or none."""
+        if self._sink is None:
+            return None
+        known = self._estimates[sequence.sample_index]
+        newest = scheduler.lengths.estimate(sequence)
+        if newest is None and known is None and self.request.prediction is not None:
+            newest = LengthEstimate(self.request.prediction)  # it has ended with its first piece
+        if newest is None or newest is known:
+            return None
+        self._estimates[sequence.sample_index] = newest
+        return newest
+
+    def _emit(
+        self, sequence: Running, new: Sequence[int], estimate: LengthEstimate | None = None
+    ) -> None:
         i = sequence.sample_index
         ended = sequence.phase is Phase.FINISHED
         if self._reported_end[i]:
@@ -154,6 +180,7 @@ class Answer:
                     sample_index=i,
                     finish_reason=reason,
                     logprobs=self._logprobs(sequence, len(new)),
+                    estimate=estimate,
                 )
             )
 
@@ -186,6 +213,7 @@ class Answer:
             if wants_prompt
             else None,
             conversation_id=self.request.conversation_id,
+            predicted_tokens=_predicted_tokens(self.request),
             error=next((s.error for s in self.sequences if s.error is not None), None),
         )
 
@@ -200,6 +228,14 @@ class Answer:
             if self.request.params.logprobs is not None
             else None,
         )
+
+
+def _predicted_tokens(request: Request) -> int | None:
+    if request.prediction is None:
+        return None
+    most = request.params.max_tokens
+    expected = request.prediction.expected_length
+    return expected if most is None else min(expected, most)
 
 
 def failed_completion(

@@ -144,6 +144,13 @@ class DeviceLoop(Generic[_Job]):
             self._cancelled.append(id)
             self._changed.notify_all()
 
+    def tell(self, news: Callable[[], None]) -> None:
+        """Call `news` on the loop's thread between steps; never, if the loop is over before."""
+        with self._changed:
+            if self._failure is None and not self._is_closing:
+                self._questions.append((news, Future()))
+                self._changed.notify_all()
+
     def ask(self, question: Callable[[], _T]) -> _T:
         """Return the result of `question`, run on the loop's thread between steps or after a pause.
 

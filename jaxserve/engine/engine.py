@@ -5,18 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from os import urandom
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Request
 from jaxserve.engine.constraints import Constraints, GrammarSource
+from jaxserve.engine.recomputing import fail_and_restart, restart_running
 from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
+from jaxserve.execution.device_errors import is_out_of_memory
 from jaxserve.execution.protocol import Executor, StepHandle
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.eviction import RecomputeCost
@@ -28,7 +29,8 @@ from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.transfer import KVPages
 from jaxserve.scheduling.lengths.bounds import expected_late
 from jaxserve.scheduling.lengths.outlook import Outlook, outlooks
-from jaxserve.scheduling.plan import LINK, StepPlan
+from jaxserve.scheduling.limits import check_has_groups
+from jaxserve.scheduling.plan import LINK, StepPlan, StepResult, nothing_delivered
 from jaxserve.scheduling.policy import IterationShape, Policy
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
@@ -76,7 +78,7 @@ class Engine:
         grammars: GrammarSource | None = None,
     ):
         if policy.num_device_groups > 1:
-            _check_groups(policy, executor.num_device_groups)
+            check_has_groups(policy, executor.num_device_groups)
         self.changed = threading.Condition()
         self._kv = KVManager(
             executor.config,
@@ -161,7 +163,10 @@ class Engine:
             self.recorder.step_submitted(
                 plan, self.scheduler, self._clock.now(), self.stats.host_gap_s - gap_before_s
             )
-            lane.append(_InFlight(plan, self._executor.submit(plan)))
+            try:
+                lane.append(_InFlight(plan, self._executor.submit(plan)))
+            except Exception as error:
+                return news + self.drain() + self._go_on_without([plan], error)
             if self._swap_costs is not self._executor.swap_costs:  # measured after the start
                 self._swap_costs = self._executor.swap_costs
                 self._kv.swap_by(self._swap_costs)
@@ -207,25 +212,29 @@ class Engine:
         self._kv.value_by(cost)
 
     def swap_by(self, costs: SwapCosts | None) -> None:
-        """Set the costs that decide between copying and recomputing pages from now on.
-
-        Args:
-          costs: seconds of copies and recomputation; None if every copy pays off.
-        """
+        """Decide between copying and recomputing pages by these costs; None: copies pay off."""
         self._kv.swap_by(costs)
 
-    def export_kv(self, tokens: Seq[int]) -> KVPages:
-        """Return the contents of the leading full pages of a context that are cached.
+    def export_kv(self, tokens: Seq[int], first: int = 0, *, waits: bool = True) -> KVPages:
+        """Return the contents of full pages of a context that are cached, from page `first` on.
 
         They pass through host memory, as far as it has room. Steps may be in flight. After an
         error of the executor, what it was to copy is on the host no more.
+
+        Args:
+          waits: False to wait for no copy. The next steps make those that are missing, and only
+            pages whose copies have been made are returned.
         """
-        self._kv.transfer.copy_to_host(tokens)
+        self._kv.transfer.copy_to_host(tokens, first)
+        if not waits:
+            flights = (flight for lane in self._in_flight.values() for flight in lane)
+            on_the_way = {page for flight in flights for _, page in flight.plan.swaps_out}
+            return self._kv.transfer.read(tokens, first, on_the_way=on_the_way)
         plan = self.scheduler.plan_flush(0.0)
         try:
             if plan is not None:
                 self._executor.submit(plan).collect()
-            return self._kv.transfer.read(tokens)
+            return self._kv.transfer.read(tokens, first)
         except Exception:
             if plan is not None:
                 self._kv.transfer.copies_failed(plan.swaps_out)
@@ -297,6 +306,27 @@ class Engine:
         self._executor.resize(num_pages, moves)
         self.scheduler.resize(num_pages, moves)
 
+    def recompute(self, num_pages: int, exchange: Callable[[], None]) -> int:
+        """Go on with other caches, in which the KV of every sequence is computed anew.
+
+        Call `drain` first. Sequences keep their tokens; those that ran wait in front of the others.
+
+        Args:
+          num_pages: pages of the pool after `exchange`, which hold as long an answer as before.
+          exchange: replaces the executor's caches. If it raises, they have as many pages as before.
+
+        Returns:
+          Tokens that were computed, and will be again.
+        """
+        assert not self._is_at_work, "steps are in flight; drain() first"
+        num_tokens = restart_running(self.scheduler)
+        self.forget_kept_pages(keeps_disk=True)
+        exchange()
+        moves = self.scheduler.make_room(num_pages)
+        assert not moves, "a page is owned, although nothing runs"
+        self.scheduler.resize(num_pages, moves)
+        return num_tokens
+
     def abandon(self) -> None:
         """Drop the steps in flight, for shutdown."""
         for lane in self._in_flight.values():
@@ -315,13 +345,39 @@ class Engine:
     def _collect(self) -> list[Progress]:
         lane = self._first_lane()
         oldest = lane.popleft()
-        result = oldest.handle.collect()
+        try:
+            result = oldest.handle.collect()
+        except Exception as error:
+            # Later steps read what it wrote.
+            later = [each.plan for lane in self._in_flight.values() for each in lane]
+            self.abandon()
+            return self._go_on_without([oldest.plan, *later], error)
         self.stats.after_collect(_newest_handle(lane))
-        self.recorder.step_collected(oldest.plan.index, self._clock.now())
-        news = self.scheduler.apply(oldest.plan, result)
-        if oldest.plan.masks is not None:
-            self._constraints.take_in(oldest.plan.masks, news)
+        return self._apply(oldest.plan, result)
+
+    def _apply(self, plan: StepPlan, result: StepResult) -> list[Progress]:
+        step_s = self.recorder.step_collected(plan.index, self._clock.now())
+        self.scheduler.speculation.take_in(plan, result, step_s)
+        news = self.scheduler.apply(plan, result)
+        if plan.masks is not None:
+            self._constraints.take_in(plan.masks, news)
             self.stats.take_in(self._constraints.counters())
+        return news
+
+    def _go_on_without(self, lost: Seq[StepPlan], error: Exception) -> list[Progress]:
+        """Fail the sequences of the first of the lost steps, and compute all others anew.
+
+        Nothing is in flight. Pages and slots may be lost, so no KV is kept.
+
+        Raises:
+          Exception: `error`, unless it is for lack of memory and the executor can go on.
+        """
+        if not is_out_of_memory(error) or not self._executor.reset():
+            raise error
+        self.stats.after_loss(len(lost))
+        news = [each for plan in lost for each in self._apply(plan, nothing_delivered(plan))]
+        fail_and_restart(self.scheduler, news, lost[0], error)
+        self.forget_kept_pages(keeps_disk=True)
         return news
 
     def _notify(self) -> None:
@@ -341,12 +397,3 @@ class Engine:
 
 def _newest_handle(lane: deque[_InFlight]) -> StepHandle | None:
     return lane[-1].handle if lane else None
-
-
-def _check_groups(policy: Policy, num_device_groups: int) -> None:
-    if policy.num_device_groups > num_device_groups:
-        raise InvalidConfigError(
-            f"policy {policy.name!r} plans for {policy.num_device_groups} device groups, and this "
-            f"executor has {num_device_groups}; pass an executor with as many, as a runtime on "
-            'sharding.DeviceGroups has it, or a policy for one group, such as "exegpt_rra"'
-        )

@@ -137,7 +137,12 @@ class Grammars:
     def matcher(self, request: Request) -> Matcher:
         """Return a matcher for one answer to a request that has its compiled grammar."""
         assert isinstance(request.grammar, CompiledGrammar), "a request without its grammar"
-        return Matcher(request.grammar.template.deep_copy())
+        inner = request.grammar.template.deep_copy()
+        if not request.params.min_tokens:
+            return Matcher(inner)
+        # Among them the one that stands for an end where the model has no end token.
+        ends = {*request.stop_token_ids, *self._eos_token_ids, self._vocabulary.eos_token}
+        return Matcher(inner, request.params.min_tokens, tuple(ends))
 
     def masks(self, rows: tuple[int, ...], matchers: Sequence[Matcher]) -> TokenMasks:
         """Begin to compute masks on other threads, one for each row.
@@ -163,10 +168,10 @@ class Grammars:
         pairs = [(matcher.inner, i) for i, matcher in enumerate(matchers)]
         package.numpy.fill_next_token_bitmask_par(self._parallel, pairs, words)
         seconds = (time.perf_counter() - begin_s) / len(matchers)
-        for i, matcher in enumerate(matchers):
-            if not matcher.has_mask(seconds):
-                words[i] = -1
-        return words.view(np.uint32)[:, : -(-self._vocab_size // 32)]
+        masks = words.view(np.uint32)
+        for matcher, mask in zip(matchers, masks, strict=True):
+            matcher.take_mask(mask, seconds)
+        return masks[:, : -(-self._vocab_size // 32)]
 
     # ---- compilation ----
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
-from jaxserve.core.errors import GrammarTooComplexError
+import numpy as np
+from jaxtyping import UInt32
+
+from jaxserve.core.errors import AnswerTooShortError, GrammarTooComplexError
 
 _MAX_MESSAGE = 300
 
@@ -16,44 +19,74 @@ class Matcher:
 
     Args:
       inner: an `llguidance.LLMatcher` of its own, before the first token.
+      min_tokens: tokens before which the answer may not end.
+      end_token_ids: tokens that end it.
 
     Attributes:
       mask_s: seconds that its masks took on a host thread.
     """
 
-    def __init__(self, inner: Any):
+    def __init__(self, inner: Any, min_tokens: int = 0, end_token_ids: Sequence[int] = ()):
         self.inner = inner
         self.mask_s = 0.0
         self._num_tokens = 0
+        self._min_tokens = min_tokens
+        self._end_token_ids = end_token_ids
+        self._must_end = False  # too early
 
     def follow(self, output: Sequence[int]) -> None:
         """Stand after these tokens: those of the last call and more, or fewer to begin anew."""
         if len(output) < self._num_tokens:
             self.inner.reset()
             self._num_tokens = 0
+            self._must_end = False
         if len(output) > self._num_tokens:
             self.inner.consume_tokens(list(output[self._num_tokens :]))
             self._num_tokens = len(output)
 
     def forced(self) -> list[int]:
         """Return the tokens that must come next, one after the other."""
-        return self.inner.compute_ff_tokens()
+        found = self.inner.compute_ff_tokens()
+        for i, token in enumerate(found):
+            if self._num_tokens + i < self._min_tokens and token in self._end_token_ids:
+                return found[:i]  # the next mask has no token
+        return found
 
     @property
     def is_complete(self) -> bool:
         """Whether the answer matches the grammar, and nothing can follow."""
         return self.inner.is_stopped() and not self.inner.is_error()
 
-    def has_mask(self, seconds: float) -> bool:
-        """Count the seconds that a mask took; False if there is none because of an error."""
+    def take_mask(self, mask: UInt32[np.ndarray, " words"], seconds: float) -> None:
+        """Forbid what ends the answer too early; allow all tokens where the answer cannot go on.
+
+        Args:
+          mask: the tokens that the grammar allows, a bit each; changed in place.
+          seconds: that it took.
+        """
         self.mask_s += seconds
-        return not self.inner.is_error()
+        if self._is_short and not self.inner.is_error():
+            for token in self._end_token_ids:
+                mask[token // 32] &= ~np.uint32(1 << token % 32)
+            self._must_end = not mask.any()
+        if self.error is not None:
+            mask[:] = ~np.uint32(0)
 
     @property
-    def error(self) -> GrammarTooComplexError | None:
+    def _is_short(self) -> bool:
+        return self._num_tokens < self._min_tokens
+
+    @property
+    def error(self) -> GrammarTooComplexError | AnswerTooShortError | None:
         """Why the answer cannot go on; None if it can."""
         if not self.inner.is_error():
-            return None
+            if not self._must_end and not (self._is_short and self.inner.is_stopped()):
+                return None
+            return AnswerTooShortError(
+                f"the answer must end after {self._num_tokens} tokens by its grammar, and "
+                f"min_tokens={self._min_tokens}; lower min_tokens, or pass a grammar of longer "
+                "answers"
+            )
         return GrammarTooComplexError(
             f"the answer cannot go on after {self._num_tokens} tokens, since its grammar needs "
             "more time or memory than is allowed, or tokens that the model does not have: "

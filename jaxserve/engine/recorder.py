@@ -14,10 +14,12 @@ from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 
-# Number of newest records of each kind that are kept, which take some tens of megabytes.
-MAX_RECORDS = 100_000
+# Number of newest records of each kind that are kept, which take some megabytes.
+MAX_RECORDS = 32_768
 # Number of newest steps from which the time of an iteration is computed.
 _NUM_RECENT = 64
+# Number of newest steps of a kind; none before them counts as slower than their median.
+_NUM_NEWEST = 8
 
 
 @final
@@ -121,6 +123,7 @@ class Recorder:
         self._replica = replica
         self._records = Records()
         self._in_flight: dict[int, StepRecord] = {}
+        self._collected_s = 0.0  # the newest
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
@@ -142,7 +145,8 @@ class Recorder:
         """Return median seconds over the newest steps; None before the first step.
 
         A step takes part with each of its iterations. A few steps that waited for their executables
-        (`warmup="background"`) do not change the median.
+        (`warmup="background"`) do not change the median. After a slow spell, however long, it is
+        that of the spell until half of the newest 8 steps of a kind are fast again.
         """
         before_s = 0.0
         # (seconds of an iteration, iterations) of each step, by its kind.
@@ -153,10 +157,11 @@ class Recorder:
                 busy_s = step.collected_s - max(step.submitted_s, before_s)
                 found[step.kind].append((busy_s / step.num_iterations, step.num_iterations))
             before_s = step.collected_s
-        iteration_s = _median([*found["mixed"], *found["decode loop"]])
+        mixed, loops = _recovered(found["mixed"]), _recovered(found["decode loop"])
+        iteration_s = _median([*mixed, *loops])
         if iteration_s is None:
             return None
-        decode_s, prefill_s = _median(found["decode loop"]), _median(found["mixed"])
+        decode_s, prefill_s = _median(loops), _median(mixed)
         return Pace(
             iteration_s=iteration_s,
             decode_s=iteration_s if decode_s is None else decode_s,
@@ -197,9 +202,18 @@ class Recorder:
             group=plan.group,
         )
 
-    def step_collected(self, index: int, now_s: float) -> None:
-        """Record that the step of the plan with this index was collected."""
-        self._records.add_step(replace(self._in_flight.pop(index), collected_s=now_s))
+    def step_collected(self, index: int, now_s: float) -> float:
+        """Record that the step of the plan with this index was collected.
+
+        Returns:
+          The seconds that the device took for it, at most: since it was submitted, or since the
+          step collected before it.
+        """
+        step = replace(self._in_flight.pop(index), collected_s=now_s)
+        self._records.add_step(step)
+        seconds = now_s - max(step.submitted_s, self._collected_s)
+        self._collected_s = now_s
+        return seconds
 
     def request_ended(self, completion: Completion) -> None:
         record = RequestRecord(
@@ -211,6 +225,12 @@ class Recorder:
             conversation_id=completion.conversation_id,
         )
         self._records.add_request(record)
+
+
+def _recovered(weighted: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Return steps of one kind, oldest first, none slower than the median of the newest ones."""
+    most_s = _median(weighted[-_NUM_NEWEST:])
+    return [] if most_s is None else [(min(value, most_s), num) for value, num in weighted]
 
 
 def _median(weighted: list[tuple[float, int]]) -> float | None:

@@ -38,8 +38,12 @@ class EngineStats:
       num_taken_back: planned output tokens that steps did not deliver although their answers had
         not ended.
       num_handovers_lost: sequences whose pages did not arrive at the other device group.
+      num_lost_steps: steps that the device could not compute for lack of memory, or after such a
+        step; the requests of the first have failed, the others were computed again.
       num_constrained: requests with a grammar.
       num_forced: output tokens that their grammars forced, which took no step of their own.
+      num_draft_tokens, num_accepted_tokens: proposals that decode loops computed, and those of them
+        that became output.
       max_pages_owned: maximum number of pages in use at the same time.
       busy_s: seconds during which there was work.
       host_gap_s: seconds of `busy_s` during which the device may have been idle.
@@ -69,8 +73,11 @@ class EngineStats:
     num_refined: int = 0
     num_taken_back: int = 0
     num_handovers_lost: int = 0
+    num_lost_steps: int = 0
     num_constrained: int = 0
     num_forced: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     max_pages_owned: int = 0
     busy_s: float = 0.0
     host_gap_s: float = 0.0
@@ -113,6 +120,10 @@ class EngineStats:
             self.num_padding_tokens += plan.num_iterations * (plan.window_size - len(plan.rows))
         self.take_in(scheduler.counters())
         self.max_pages_owned = max(self.max_pages_owned, scheduler.page_usage().num_owned)
+
+    def after_loss(self, num_steps: int) -> None:
+        """Count steps that were not computed."""
+        self.num_lost_steps += num_steps
 
     def take_in(self, counters: Mapping[str, float]) -> None:
         """Set counters that are kept elsewhere, by name."""

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import Any, final
+from dataclasses import asdict, replace
+from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
-from jaxserve.core.config import EngineConfig, fine_slot_buckets
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.core.sizes import parse_bytes
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.group import check_alike, in_group
-from jaxserve.execution.memory_plan import PoolSize, plan_host_pages, plan_pool, plan_resize
+from jaxserve.execution.memory_plan import PoolSize, plan_resize
 from jaxserve.execution.protocol import ModelExecutor
+from jaxserve.execution.sizes import CachePlan, engine_config
 from jaxserve.execution.staged import StagedExecutor
-from jaxserve.execution.state_limits import check_slot_states
+from jaxserve.execution.state_limits import check_slot_states, check_speculation
 from jaxserve.execution.warmup import executable_store, steady, warm_up
 from jaxserve.execution.weights import check_dtype
-from jaxserve.memory.page_pool import MIN_PAGES
-from jaxserve.models.batch import empty_cache
 from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.parts import cut
@@ -32,58 +27,8 @@ from jaxserve.models.start_times import timed
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.probing import Probe, check_probe
 from jaxserve.steps.programs import Programs, largest_step_bytes
-from jaxserve.steps.step_function import Shelf
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
-from pallas_kernels.zeros import zeros
 from sharding import ProcessGroup, StagePlan
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class PlatformDefaults:
-    """Values of the options that the user does not give.
-
-    Attributes:
-      dtype: dtype of parameters, activations and, without `kv_dtype`, KV. XLA computes bfloat16
-        slower than float32 on CPUs.
-      layer_layout: whether layers are scanned or unrolled. On the CPU a scan was measured to be
-        three times slower.
-      has_fine_windows: whether decode windows come in `fine_slot_buckets`. On a CPU an empty row
-        costs as much as a full one from about 16 rows on; a GPU is bound by reading the weights.
-      restore: see `RuntimeOptions`.
-    """
-
-    dtype: str
-    layer_layout: str
-    max_slots: int
-    max_step_tokens: int
-    max_decode_iterations: int
-    has_fine_windows: bool
-    restore: str
-
-
-_CPU = PlatformDefaults(
-    dtype="float32",
-    layer_layout="unrolled",
-    max_slots=32,
-    max_step_tokens=256,
-    max_decode_iterations=4,
-    has_fine_windows=True,
-    restore="prefetch",
-)
-_GPU = PlatformDefaults(
-    dtype="bfloat16",
-    layer_layout="scanned",
-    max_slots=256,
-    max_step_tokens=2048,
-    max_decode_iterations=16,
-    has_fine_windows=False,
-    restore="prefetch",
-)
-
-
-def platform_defaults() -> PlatformDefaults:
-    return _CPU if jax.default_backend() == "cpu" else _GPU
 
 
 def build_executor(
@@ -126,6 +71,7 @@ def build_executor(
         stages=stages,
         num_processes=1 if group is None else group.num_processes,
     )
+    check_speculation(model_config, options, stages=stages)
     if probe is not None:
         check_probe(probe, model_config)
         if stages is not None or group is not None:
@@ -172,7 +118,7 @@ def _build_whole(
         shared = _shared_settings(model_config, place, options)
         check_alike(group, {**shared, "tokenizer and llguidance": takes_masks})
         options = replace(options, restore="on_admission")  # there is no host memory
-    pages = _Pages(model_config, options, layer_layout, place)
+    pages = CachePlan(model_config, options, layer_layout, place)
     # The largest steps are compiled for the number of pages that would fit without temporaries. If
     # the same number fits with the measured temporaries, these executables are used.
     store = executable_store()
@@ -183,12 +129,12 @@ def _build_whole(
             *(options.kv_dtype, options.max_slots, options.max_context),
         )
     optimistic = _agreed_number(optimistic, group)
-    draft = _engine_config(model_config, options, num_pages=optimistic)
+    draft = engine_config(model_config, options, num_pages=optimistic)
     programs = Programs.shared(graphdef, draft, model_config, place, probe, store)
     step_bytes = programs.step_bytes(params, pages.abstract(optimistic))
     size = pages.plan(step_bytes=step_bytes)
     size = replace(size, num_pages=_agreed_number(min(size.num_pages, optimistic), group))
-    config = _engine_config(
+    config = engine_config(
         model_config,
         options,
         num_pages=size.num_pages,
@@ -217,14 +163,14 @@ def _build_stages(
     own = [part.params_of(params) for part in parts]
     places = [Placement.like(jax.tree.leaves(part)[0].sharding) for part in own]
     pools = [
-        _Pages(model_config.part(part.stage.layers), options, layer_layout, place)
+        CachePlan(model_config.part(part.stage.layers), options, layer_layout, place)
         for part, place in zip(parts, places, strict=True)
     ]
     # A page has one id on all stages, so the stage with the least memory limits their number.
     optimistic = min(pool.plan(step_bytes=0).num_pages for pool in pools)
 
     def programs_for(num_pages: int) -> list[Programs]:
-        config = _engine_config(model_config, options, num_pages=num_pages)
+        config = engine_config(model_config, options, num_pages=num_pages)
         return [
             Programs.shared(
                 *(part.graphdef, config, model_config.part(part.stage.layers), place),
@@ -260,65 +206,6 @@ def _build_stages(
         takes_masks=takes_masks,
     )
     return executor, size
-
-
-@final
-@dataclass(frozen=True)
-class _Pages:
-    """A planner and allocator of the page cache of a model or of one stage."""
-
-    model_config: Any
-    options: RuntimeOptions
-    layer_layout: LayerLayout
-    place: Placement
-
-    def plan(self, *, step_bytes: int) -> PoolSize:
-        """Return the pool's size if the largest step needs `step_bytes` of temporaries."""
-        draft = _engine_config(self.model_config, self.options, num_pages=MIN_PAGES)
-        kv_memory = self.options.kv_memory
-        return plan_pool(
-            next(iter(self.place.whole.addressable_devices)),
-            page_bytes=nbytes(self.abstract(2).pages) // 2 // self.place.num_shards,
-            step_bytes=step_bytes,
-            state_bytes=nbytes(self.abstract(2).states),
-            wanted_pages=1 + draft.max_slots * draft.max_pages_per_sequence,
-            min_pages=MIN_PAGES,
-            kv_bytes=None if kv_memory is None else parse_bytes(kv_memory),
-        )
-
-    def plan_host(self, size: PoolSize) -> int:
-        """Return the number of pages on the host."""
-        wanted = self.options.host_memory
-        if self.model_config.num_recurrent_layers:
-            return 0
-        return plan_host_pages(
-            size.page_bytes * self.place.num_shards,
-            size.num_pages - 1,
-            None if wanted is None else 0 if wanted == 0 else parse_bytes(wanted),
-        )
-
-    def abstract(self, num_pages: int) -> Any:
-        """Return the shapes and dtypes of the cache."""
-        return jax.eval_shape(lambda: empty_cache(*self._sizes(num_pages)))
-
-    def new(self, num_pages: int, shelf: Shelf) -> Any:
-        """Return a cache of zeros on its devices."""
-        sizes = self._sizes(num_pages)
-        make = partial(empty_cache, *sizes, zeros=zeros)
-        with self.place.in_force():
-            return shelf.function("empty_cache", make, *sizes, out_shardings=self.place.pages)()
-
-    def _sizes(self, num_pages: int) -> tuple[Any, ...]:
-        """Return the arguments of `empty_cache`."""
-        return (
-            self.model_config,
-            num_pages,
-            self.options.page_size,
-            self.options.kv_dtype or self.model_config.dtype,
-            self.layer_layout,
-            self.place.num_shards,
-            _engine_config(self.model_config, self.options, num_pages=num_pages).max_slots,
-        )
 
 
 def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:
@@ -362,35 +249,3 @@ def _shared_settings(
 def _agreed_number(num_pages: int, group: ProcessGroup | None) -> int:
     """Return the number of pages that fits on every process."""
     return num_pages if group is None else min(group.all_gather(num_pages))
-
-
-def _engine_config(
-    model_config: Any, options: RuntimeOptions, *, num_pages: int, num_host_pages: int = 0
-) -> EngineConfig:
-    defaults = platform_defaults()
-    has_states = model_config.num_recurrent_layers > 0
-    max_slots = options.max_slots or defaults.max_slots
-    max_step_tokens = options.max_step_tokens or max(defaults.max_step_tokens, max_slots)
-    return EngineConfig(
-        page_size=options.page_size,
-        num_pages=num_pages,
-        max_slots=max_slots,
-        max_context=min(
-            options.max_context or model_config.default_context,
-            model_config.max_position_embeddings,
-        ),
-        max_step_tokens=max_step_tokens,
-        max_decode_iterations=options.max_decode_iterations or defaults.max_decode_iterations,
-        slot_buckets=fine_slot_buckets(max_slots) if defaults.has_fine_windows else (),
-        attention=options.attention,
-        num_host_pages=num_host_pages,
-        kv_dtype=options.kv_dtype,
-        restore="on_admission" if has_states else options.restore or defaults.restore,
-        has_encoder=model_config.has_encoder,
-        has_slot_state=has_states,
-    )
-
-
-def nbytes(tree: Any) -> int:
-    """Return the bytes of all arrays in a pytree."""
-    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -233,6 +233,13 @@ class DeviceExecutor:
         self.config = replace(self.config, num_pages=num_pages)
         self._compilations.expect_none(num_pages in self._warm_num_pages)
 
+    def reset(self) -> bool:
+        """See `Executor`."""
+        with self._programs.place.in_force():
+            self._pages.renew()
+            self._slots.renew()
+        return True
+
     @property
     def num_buffers(self) -> int:
         """See `ModelExecutor`."""
@@ -263,12 +270,11 @@ class DeviceExecutor:
             self._params,
             self._pages.cache,
             self._slots.state,
-            np.int32(window.start),
-            pack_window(window, plan.rows),
-            np.int32(plan.num_iterations),
-            self._programs.plan_decode(plan.rows, window, plan.num_iterations),
+            pack_window(window, plan.rows, plan.num_iterations),
+            self._programs.plan_decode(plan.rows, window, plan.num_iterations, plan.num_proposed),
             self._programs.probe_params,
             variant=needs.variant,
+            num_proposed=plan.num_proposed,
         )
         output_rows = np.array([row.slot - window.start for row in plan.rows], np.int32)
         return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows)
@@ -339,12 +345,7 @@ class DeviceExecutor:
         if not any(row.wants_prompt_logprobs for row in plan.rows):
             return None
         arrays = self._programs.prompt_logprobs(self._params, self._slots.state, hidden, batch)
-        spans = {
-            i: slice(start, start + plan.rows[i].num_tokens)
-            for i, start in zip(order, starts, strict=True)
-            if plan.rows[i].wants_prompt_logprobs
-        }
-        return PromptPart(arrays, spans)
+        return PromptPart.of(arrays, [(i, plan.rows[i]) for i in order], starts)
 
     # ---- page swaps ----
 

@@ -16,7 +16,6 @@ from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.steps import slots as edits
 from jaxserve.steps.sampling.variants import SamplingNeeds
 from jaxserve.steps.slots import (
-    ADMISSIONS_A_CALL,
     EXTENSIONS_A_CALL,
     MOVES_A_CALL,
     PAGE_UPDATES_A_CALL,
@@ -48,10 +47,11 @@ class DeviceSlots:
         self._needs = [SamplingNeeds()] * config.max_slots
         self._config = config
         self._place = place
-        self._edit_slots = step("edit", edits.edit, donate_argnums=0)
-        self._move_slots = step("move", edits.move, donate_argnums=0)
-        self._admit_slots = step("admit", edits.admit, donate_argnums=0)
-        self._extend_slots = step("extend", edits.extend, donate_argnums=0)
+        edit = partial(step, packs=True, donate_argnums=0)
+        self._edit_slots = edit("edit", edits.edit)
+        self._move_slots = edit("move", edits.move)
+        self._admit_slots = edit("admit", edits.admit)
+        self._extend_slots = edit("extend", edits.extend)
 
     def apply(self, plan: StepPlan) -> None:
         """Carry out releases, moves, admissions, extensions and page updates."""
@@ -66,13 +66,13 @@ class DeviceSlots:
                 releases = ()
             for some in chunks(plan.moves, MOVES_A_CALL):
                 self.state = self._move_slots(self.state, *edits.pack_moves(self._config, some))
-            for some in chunks(plan.admissions, ADMISSIONS_A_CALL):
+            for some in edits.admissions_by_call(self._config, plan.admissions):
                 self.state = self._admit_slots(
                     self.state, *edits.pack_admissions(self._config, some)
                 )
         for pieces in chunks(edits.pieces(plan.extensions), EXTENSIONS_A_CALL):
             packed = edits.pack_extensions(self._config, pieces)
-            self.state = self._extend_slots(self.state, *packed)
+            self.state = self._extend_slots(self.state, packed)
         for updates in chunks(plan.page_updates, PAGE_UPDATES_A_CALL):
             self._edit(releases, updates)
             releases = ()
@@ -96,19 +96,22 @@ class DeviceSlots:
     def preparations_for_grammars(self) -> list[tuple[str, Callable[[], Any]]]:
         """`preparations` of the edits that only requests with a grammar need."""
         packed = edits.pack_extensions(self._config, ())
-        prepare = partial(self._extend_slots.prepare, abstract(self.state), *packed)
+        prepare = partial(self._extend_slots.prepare, abstract(self.state), packed)
         return [("forced tokens", prepare)]
 
     def preparations(self) -> list[tuple[str, Callable[[], Any]]]:
         """Return (name, function) of every edit; a function makes its executable, on any thread."""
         state = abstract(self.state)
-        admissions = edits.pack_admissions(self._config, ())
         moves = edits.pack_moves(self._config, ())
+        nothing = edits.pack_edits(self._config, (), ())
         prepare = {
-            "admissions": partial(self._admit_slots.prepare, state, *admissions),
-            "edits of slots": partial(self._edit_slots.prepare, state, *self._packed((), ())),
+            "edits of slots": partial(self._edit_slots.prepare, state, nothing),
             "moves of slots": partial(self._move_slots.prepare, state, *moves),
         }
+        for size in self._config.admission_buckets:
+            admissions = edits.pack_admissions(self._config, (), size)
+            name = f"admissions, {size} tokens"
+            prepare[name] = partial(self._admit_slots.prepare, state, *admissions)
         return list(prepare.items())
 
     def relocate(self, targets: np.ndarray) -> None:
@@ -130,22 +133,18 @@ class DeviceSlots:
             self.delete()
             self.state = own
 
+    def renew(self) -> None:
+        """Replace the slots by inert ones for good."""
+        self.delete()
+        self.state = self._new()
+
     def delete(self) -> None:
         for leaf in jax.tree.leaves(self.state):
             leaf.delete()
 
     def _edit(self, releases: Sequence[int], updates: Sequence[tuple[int, int, int]]) -> None:
-        self.state = self._edit_slots(self.state, *self._packed(releases, updates))
-
-    def _packed(
-        self, releases: Sequence[int], updates: Sequence[tuple[int, int, int]]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        released = np.zeros(self._config.max_slots, np.bool_)
-        released[list(releases)] = True
-        entries = np.full((PAGE_UPDATES_A_CALL, 3), self._config.max_slots, np.int32)
-        if updates:
-            entries[: len(updates)] = updates
-        return released, entries
+        packed = edits.pack_edits(self._config, releases, updates)
+        self.state = self._edit_slots(self.state, packed)
 
 
 def chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:

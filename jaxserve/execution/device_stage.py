@@ -110,7 +110,6 @@ class DeviceStage:
                 self.params,
                 self.pages.cache,
                 self.slots.state,
-                np.int32(window.start),
                 pack_window(window, rows),
                 self.programs.plan_decode(rows, window),
                 self._moved(inputs),
@@ -122,7 +121,6 @@ class DeviceStage:
         hidden: jax.Array,
         index: np.ndarray,
         outputs: Outputs,
-        iteration: int,
         variant: Variant,
         masks: Any = None,
     ) -> tuple[Outputs, jax.Array, jax.Array]:
@@ -136,7 +134,7 @@ class DeviceStage:
         """
         with self.programs.place.in_force():
             self.slots.state, outputs, token, finite = self.programs.stage_head(
-                *(self.params, self.slots.state, hidden, index, outputs, np.int32(iteration)),
+                *(self.params, self.slots.state, hidden, index, outputs),
                 *(() if masks is None else (masks,)),
                 variant=variant,
             )
@@ -147,9 +145,9 @@ class DeviceStage:
         token, finite = jax.device_put((token, finite), self.programs.place.whole)
         self._incoming.append(_Sampled(index, token, finite))
 
-    def no_outputs(self, num_rows: int, num_iterations: int, variant: Variant) -> Outputs:
+    def no_outputs(self, num_rows: int, most: int, variant: Variant) -> Outputs:
         with self.programs.place.in_force():
-            return self.programs.no_outputs(num_rows, num_iterations, variant)
+            return self.programs.no_outputs(num_rows, most, variant)
 
     def catch_up(self) -> None:
         """Append all tokens that are in transit."""

@@ -13,7 +13,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.state_moves import StateMoves
-from jaxserve.steps.packing import no_masks, pack_rows, pack_window
+from jaxserve.steps.packing import loop_sizes, no_masks, pack_rows, pack_window
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.step_function import abstract
@@ -85,9 +85,16 @@ class DeviceWarmup:
         begin = 1 if variant is Variant.GREEDY and most is None else 0
         name = variant.name.lower()
         for num_rows in variant.sizes(self._config.slot_buckets)[begin:most]:
-            yield f"{name} decode loop, {num_rows} slots", partial(self._decode, variant, num_rows)
+            yield (
+                f"{name} decode loop, {num_rows} slots",
+                partial(self._decode, variant, num_rows, 0),
+            )
         for num_rows in variant.sizes(self._config.head_buckets)[begin:most]:
             yield f"{name} sampling, {num_rows} rows", partial(self._head, variant, num_rows)
+        if num := self._config.num_proposed:
+            for num_rows in loop_sizes(self._config, variant, num)[begin:most]:
+                loop = partial(self._decode, variant, num_rows, num)
+                yield f"{name} speculating loop, {num_rows} slots", loop
 
     def _body(self, num_tokens: int) -> _Step:
         return f"mixed step, {num_tokens} tokens", partial(self._mixed, num_tokens, None)
@@ -131,10 +138,12 @@ class DeviceWarmup:
             variant=variant,
         )
 
-    def _decode(self, variant: Variant, num_rows: int) -> None:
+    def _decode(self, variant: Variant, num_rows: int, num_proposed: int) -> None:
         window = range(num_rows)
         self._programs.decode_loop.prepare(
-            *(self._params, self._cache, self._state, np.int32(0), pack_window(window, ())),
-            *(np.int32(0), self._programs.plan_decode((), window), self._programs.probe_params),
+            *(self._params, self._cache, self._state, pack_window(window, ())),
+            *(self._programs.plan_decode((), window, num_proposed=num_proposed),),
+            self._programs.probe_params,
             variant=variant,
+            num_proposed=num_proposed,
         )

@@ -117,6 +117,10 @@ class GroupExecutor(abc.ABC):
         """See `Executor`."""
         return False
 
+    def reset(self) -> bool:
+        """Return False, since a step may have failed on one process alone."""
+        return False
+
     def warm_up_behind(self) -> bool:
         """Return False, see `prepares_in_parallel`."""
         return False

@@ -24,6 +24,9 @@ from predictor import Refinement
 _log = logging.getLogger(__name__)
 _NAMES = ("encode group", "decode group")
 
+# The links between two groups, by source and target.
+Links = dict[tuple[int, int], Link]
+
 
 class LinkedExecutor(ModelExecutor, Protocol):
     """An executor of one device group, whose page caches a link can read and write."""
@@ -59,11 +62,8 @@ class GroupedExecutor:
         self.can_resize = True
         self.prepares_in_parallel = False  # handovers are warmed up by running them
         self._compilations = CompilationCounter(strict=strict)
-        # By source and target.
-        self._links = {
-            (0, 1): Link(encode.page_pools, decode.page_pools),
-            (1, 0): Link(decode.page_pools, encode.page_pools),
-        }
+        self._num_former = 0  # compilations of executors that were exchanged
+        self._links = links_between(encode, decode)
         self._pending: list[HandoverHandle] = []
         # Cache sizes for which every copy is compiled.
         self._warm_num_pages: set[int] = set()
@@ -87,7 +87,8 @@ class GroupedExecutor:
     @property
     def num_compilations(self) -> int:
         """See `ModelExecutor`."""
-        return self._compilations.count + sum(group.num_compilations for group in self._groups)
+        now = sum(group.num_compilations for group in self._groups)
+        return self._compilations.count + self._num_former + now
 
     def submit(self, plan: StepPlan) -> StepHandle:
         """See `Executor`."""
@@ -121,6 +122,22 @@ class GroupedExecutor:
             for way, parcels in handle.parcels.items():
                 for parcel in parcels:
                     self._links[way].receive(parcel)
+
+    def exchange(self, groups: Sequence[LinkedExecutor], links: Links) -> None:
+        """Go on with other executors, for instance on other devices; close the present ones.
+
+        Every step was collected, and no sequence has pages.
+
+        Args:
+          groups: executors of the encode group and of the decode group.
+          links: `links_between` them.
+        """
+        assert not self._pending, "pages are on their way"
+        former, self._groups, self._links = self._groups, tuple(groups), links
+        self._warm_num_pages = {self.config.num_pages} if self._compilations.is_warm else set()
+        for group in former:
+            self._num_former += group.num_compilations
+            group.close()
 
     def fitted(self, params: Any) -> list[Any]:
         """See `ModelExecutor`. The result has one entry per group."""
@@ -188,6 +205,10 @@ class GroupedExecutor:
         """See `ModelExecutor`; a device of the group whose pages are the largest."""
         return max(self._groups, key=_page_bytes).device
 
+    def reset(self) -> bool:
+        """See `Executor`; two groups cannot."""
+        return False
+
     def close(self) -> None:
         """See `Executor`."""
         if not self._is_closed:
@@ -243,6 +264,14 @@ class HandoverHandle:
             return nothing_computed(np.zeros(num_lost, np.bool_))
         self._receive(self)
         return nothing_computed()
+
+
+def links_between(encode: LinkedExecutor, decode: LinkedExecutor) -> Links:
+    """Return the links between the caches of two groups, by source and target."""
+    return {
+        (0, 1): Link(encode.page_pools, decode.page_pools),
+        (1, 0): Link(decode.page_pools, encode.page_pools),
+    }
 
 
 def _pages_by_link(handovers: Sequence[Handover]) -> dict[tuple[int, int], list[int]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Self, final
 
 import jax
 import numpy as np
 
-from jaxserve.scheduling.plan import PromptLogprobs, StepPlan, StepResult
+from jaxserve.scheduling.plan import PromptLogprobs, Row, StepPlan, StepResult
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.sampling.variants import SamplingNeeds
 
@@ -21,6 +21,26 @@ class PromptPart:
 
     arrays: tuple[jax.Array, jax.Array, jax.Array]
     spans: dict[int, slice]
+
+    @classmethod
+    def of(
+        cls,
+        arrays: tuple[jax.Array, jax.Array, jax.Array],
+        rows: Sequence[tuple[int, Row]],
+        starts: Sequence[int],
+    ) -> Self:
+        """Return the part of those of the rows that return log-probabilities.
+
+        Args:
+          rows: of the step, in its order, each with its index in the plan.
+          starts: where the tokens of each begin.
+        """
+        spans = {
+            i: slice(start, start + row.num_tokens)
+            for (i, row), start in zip(rows, starts, strict=True)
+            if row.wants_prompt_logprobs
+        }
+        return cls(arrays, spans)
 
 
 @final
@@ -78,8 +98,12 @@ class DeviceHandle:
             top_ids=self._by_row("top_ids") if needs.top_logprobs else None,
             top_logprobs=self._by_row("top_logprobs") if needs.top_logprobs else None,
             prompt_logprobs=self._prompt_logprobs(),
-            remaining=None if self._outputs[0].remaining is None else self._by_row("remaining"),
+            remaining=self._by_row_if_any("remaining"),
+            proposals=self._by_row_if_any("proposals"),
         )
+
+    def _by_row_if_any(self, name: str) -> np.ndarray | None:
+        return None if getattr(self._outputs[0], name) is None else self._by_row(name)
 
     def _by_row(self, name: str) -> np.ndarray:
         parts = [np.asarray(getattr(part, name)) for part in self._outputs]
@@ -102,5 +126,5 @@ class DeviceHandle:
             wanted += [out.tokens, out.num_tokens, out.finite]
             wanted += [out.logprobs] if self._needs.logprobs else []
             wanted += [out.top_ids, out.top_logprobs] if self._needs.top_logprobs else []
-            wanted += [out.remaining]
+            wanted += [out.remaining, out.proposals]
         return [array for array in wanted if array is not None]

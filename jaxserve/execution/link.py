@@ -17,6 +17,7 @@ from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages, gathered, 
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.models.batch import KVCache
 from jaxserve.steps.placement import Placement
+from jaxserve.steps.step_function import StepFunction, abstract, unkept
 
 # The arrays of one piece: keys, values and, where there are scales, those of each, for the layers
 # of the piece: [layers, PAGES_A_CALL, kv_heads, ...].
@@ -67,13 +68,24 @@ class Link:
         self._target = tuple(target)
         self._pieces = _common(_layers(source), _layers(target))
         self._take = [
-            jax.jit(
+            StepFunction(
+                "taken",
                 partial(_taken, pieces=tuple((p.layers, self._split(p)) for p in pieces)),
+                unkept(pool.place),
+                num_fixed=0,
                 out_shardings=[self._gathered_to(p) for p in pieces],
             )
-            for pieces in self._pieces
+            for pool, pieces in zip(source, self._pieces, strict=True)
         ]
-        self._put = [jax.jit(_put, donate_argnums=0, out_shardings=p.place) for p in target]
+        self._put = [
+            StepFunction(
+                *("put", _put, unkept(pool.place)),
+                num_fixed=0,
+                donate_argnums=0,
+                out_shardings=pool.place,
+            )
+            for pool in target
+        ]
 
     def send(self, pages: Sequence[int]) -> list[Parcel]:
         """Start to copy these pages; the caller may donate the source's caches afterwards."""
@@ -93,8 +105,20 @@ class Link:
                 pool.replace(put(pool.cache, ids, pieces))
 
     def warm_up(self) -> None:
-        """Compile every copy; no page changes."""
+        """Make every copy once; no page changes."""
         self.receive(self._send(()))
+
+    def prepare(self) -> None:
+        """Compile every copy without making it. The caches may have shapes only."""
+        ids = np.zeros(PAGES_A_CALL, np.int32)
+        arriving: list[list[_Arrays]] = [[] for _ in self._target]
+        for pool, take, pieces in zip(self._source, self._take, self._pieces, strict=True):
+            taken = take.prepare(abstract(pool.cache), ids).out_info
+            for piece, arrays in zip(pieces, taken, strict=True):
+                place = self._target[piece.target].place
+                arriving[piece.target].append(tuple(_joined(parts, place) for parts in arrays))
+        for pool, put, pieces in zip(self._target, self._put, arriving, strict=True):
+            put.prepare(abstract(pool.cache), ids, tuple(pieces))
 
     def _send(self, pages: Sequence[int]) -> Parcel:
         ids = np.full(PAGES_A_CALL, NULL_PAGE, np.int32)
@@ -221,6 +245,13 @@ def _sharded(parts: Sequence[jax.Array], place: jax.sharding.Sharding) -> jax.Ar
         devices.append(device)
     moved = jax.device_put(shards, devices)
     return jax.make_array_from_single_device_arrays(shape, place, moved)
+
+
+def _joined(parts: Sequence[Any], place: jax.sharding.Sharding) -> Any:
+    """Return the shape of what has arrived of these parts, which are cut by KV head."""
+    layers, pages, heads, *rest = parts[0].shape
+    shape = (layers, pages, heads * len(parts), *rest)
+    return jax.ShapeDtypeStruct(shape, parts[0].dtype, sharding=place)
 
 
 def _put(

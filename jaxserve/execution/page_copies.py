@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
@@ -27,6 +29,8 @@ _Cache = TypeVar("_Cache")
 
 # Pages that one call copies. A call with fewer copies the null page for the rest.
 PAGES_A_CALL = 8
+# Bytes of pages that may be on their way to the host; they take memory of the device meanwhile.
+_MAX_LEAVING_BYTES = 1 << 30
 # Buffers are split by KV head.
 _BUFFERS = P(None, None, TENSOR)
 
@@ -112,7 +116,7 @@ class DevicePages:
         of the two caches and one buffer of the smaller. That buffer is the keys of one layer if
         each layer has its own buffers, and half of the smaller cache if all layers share two.
         """
-        self._host.settle(wait=True)  # copies in flight hold device memory
+        self._host.settle()  # copies in flight hold device memory
         old_num_pages = self.num_pages
         try:
             self._bring_to(num_pages, moves)
@@ -120,11 +124,28 @@ class DevicePages:
             self._bring_to(old_num_pages, [(new, old) for old, new in moves])
             raise
 
+    def drop(self) -> None:
+        """Free the memory on the device. `cache` has shapes only, until `replace`."""
+        leaves = jax.tree.leaves(self.cache)
+        self.cache = abstract(self.cache)
+        for leaf in leaves:
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
+
+    def renew(self) -> None:
+        """Replace the cache by zeros of the same shapes, after a step that may have donated it."""
+        like = abstract(self.cache)
+        for leaf in jax.tree.leaves(self.cache):
+            leaf.delete()
+        self.cache = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), like
+        )
+        self._host.forget()
+
     def delete(self) -> None:
         """Free the memory on the device and on the host."""
         self._host.delete()
-        for leaf in jax.tree.leaves(self.cache):
-            leaf.delete()
+        self.drop()
 
     def _bring_to(self, num_pages: int, moves: Moves) -> None:
         """Copy every buffer that does not have `num_pages` pages yet."""
@@ -147,7 +168,8 @@ class HostPages:
     An additional page, with the id `num_pages`, is the target of copies whose contents are unused.
 
     Pages that leave the device are gathered into a separate buffer first, because the cache is
-    donated to the next step, which may write to them.
+    donated to the next step, which may write to them. A thread waits for them and stores them, one
+    call after another; whoever needs a page waits for that page alone.
 
     Args:
       place: sharding of the cache's buffers.
@@ -161,7 +183,11 @@ class HostPages:
         self._num_pages = num_pages + 1
         self._place = place
         self._buffers: list[np.ndarray] = []
-        self._leaving: deque[tuple[tuple[int, ...], list[jax.Array]]] = deque()
+        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxserve-pages")
+        # Of pages that are on their way: the newest copy to each.
+        self._arriving: dict[int, Future[None]] = {}
+        # The calls whose pages are on their way, oldest first; some have arrived.
+        self._calls: deque[Future[None]] = deque()
         self.staging = staging_place(place)
         self._gather = shelf.function("gathered", gathered)
         self._scatter = shelf.function(
@@ -182,18 +208,21 @@ class HostPages:
 
     def swap_out(self, cache: KVCache, copies: PageCopies) -> None:
         """Start copies of (device page, host page). The caller may donate the cache afterwards."""
-        self.settle(wait=False)
         for some in _batched(copies):
             ids = np.zeros(PAGES_A_CALL, np.int32)
             ids[: len(some)] = [page for page, _ in some]
             leaving = jax.tree.leaves(self._gather(cache, ids))
             for each in leaving:
                 each.copy_to_host_async()
-            self._leaving.append((tuple(host_page for _, host_page in some), leaving))
+            self._allocate(leaving)
+            self._wait_while_full(sum(each.nbytes for each in leaving))
+            host_pages = tuple(host_page for _, host_page in some)
+            arriving = self._copier.submit(self._store, host_pages, leaving)
+            self._arriving.update((host_page, arriving) for host_page in host_pages)
+            self._calls.append(arriving)
 
     def swap_in(self, cache: KVCache, copies: PageCopies) -> KVCache:
         """Return the cache with (host page, device page) copied into it; `cache` is donated."""
-        self.settle(wait=True)
         for some in _batched(copies):
             ids = np.zeros(PAGES_A_CALL, np.int32)
             ids[: len(some)] = [page for _, page in some]
@@ -202,33 +231,25 @@ class HostPages:
 
     def incoming(self, cache: KVCache, copies: PageCopies, count: int) -> IncomingPages:
         """Return the contents of at most `count` (host page, device page), for a step to copy."""
-        self.settle(wait=True)
-        self._allocate(jax.tree.leaves(cache))
         target = np.full(count, cache.num_pages, np.int32)
         target[: len(copies)] = [page for _, page in copies]
         values = self._read(cache, copies, count)
         staged = jax.device_put(values, self.staging)
         return IncomingPages(target, staged)  # pyright: ignore[reportArgumentType]
 
-    def settle(self, *, wait: bool) -> None:
-        """Store the pages that have arrived on the host; with `wait`, wait for all of them."""
-        while self._leaving and (wait or all(map(_is_ready, self._leaving[0][1]))):
-            host_pages, arrived = self._leaving.popleft()
-            self._allocate(arrived)
-            for buffer, each in zip(self._buffers, arrived, strict=True):
-                pages = np.asarray(each)
-                for i, host_page in enumerate(host_pages):
-                    buffer[host_page] = pages[:, i]
+    def settle(self) -> None:
+        """Wait for all pages that are on their way."""
+        self._wait_for(list(self._arriving))
 
     def read(self, cache: KVCache, host_page: int) -> bytes:
         """Return the contents of a host page; arbitrary ones if nothing was copied to it yet."""
-        self.settle(wait=True)
+        self._wait_for((host_page,))
         self._allocate(jax.tree.leaves(cache))
         return b"".join(buffer[host_page].tobytes() for buffer in self._buffers)
 
     def write(self, cache: KVCache, host_page: int, contents: bytes) -> None:
         """Store contents that `read` returned for this cache or for one of the same layout."""
-        self.settle(wait=True)
+        self._wait_for((host_page,))
         self._allocate(jax.tree.leaves(cache))
         start = 0
         for buffer in self._buffers:
@@ -237,18 +258,47 @@ class HostPages:
             buffer[host_page] = flat.reshape(page.shape)
             start += page.nbytes
 
+    def forget(self) -> None:
+        """Drop the pages that are on their way; steps that failed may never bring them."""
+        wait(self._calls)
+        self._arriving.clear()
+        self._calls.clear()
+
     def delete(self) -> None:
         """Free the memory."""
-        self._leaving.clear()
+        self._copier.shutdown(cancel_futures=True)
+        self._arriving.clear()
+        self._calls.clear()
         self._buffers.clear()
 
     def _read(self, cache: KVCache, copies: PageCopies, count: int) -> KVCache:
         """Return `count` pages in the cache's structure: those of the copies, then padding."""
+        self._wait_for([host_page for host_page, _ in copies])
+        self._allocate(jax.tree.leaves(cache))
         wanted = np.zeros(count, np.int64)
         wanted[: len(copies)] = [host_page for host_page, _ in copies]
         # Host pages are the leading axis, so that a page of a layer is contiguous.
         values = [np.moveaxis(buffer[wanted], 0, 1) for buffer in self._buffers]
         return jax.tree.unflatten(jax.tree.structure(cache), values)
+
+    def _wait_while_full(self, num_bytes: int) -> None:
+        """Wait until one more call, of so many bytes, may be on its way."""
+        most = max(1, _MAX_LEAVING_BYTES // max(1, num_bytes))
+        while self._calls and (len(self._calls) >= most or self._calls[0].done()):
+            self._calls.popleft().result()
+
+    def _wait_for(self, host_pages: Iterable[int]) -> None:
+        for host_page in host_pages:
+            arriving = self._arriving.pop(host_page, None)
+            if arriving is not None:
+                arriving.result()
+
+    def _store(self, host_pages: Sequence[int], leaving: Sequence[jax.Array]) -> None:
+        """Put pages where they belong when they arrive; on the thread of copies."""
+        for buffer, each in zip(self._buffers, leaving, strict=True):
+            pages = np.asarray(each)
+            for i, host_page in enumerate(host_pages):
+                buffer[host_page] = pages[:, i]
 
     def _allocate(self, like: Sequence[jax.Array]) -> None:
         """Allocate a buffer for each of these arrays, once."""
@@ -274,11 +324,6 @@ def abstract_pages(cache: KVCache, count: int, **placed: Any) -> Any:
         ),
         cache,
     )
-
-
-def _is_ready(array: Any) -> bool:
-    """Return whether a jax.Array has been computed."""
-    return array.is_ready()
 
 
 def _batched(copies: PageCopies) -> Iterator[PageCopies]:

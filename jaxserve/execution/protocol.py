@@ -85,6 +85,13 @@ class Executor(Protocol):
         """
         ...
 
+    def reset(self) -> bool:
+        """Go on after a step that failed, with inert slots and pages of any contents.
+
+        The caller has dropped every submitted step. False if the executor cannot go on.
+        """
+        ...
+
     def close(self) -> None:
         """Free all device memory. Nothing can be submitted afterwards."""
         ...

@@ -7,7 +7,6 @@ therefore test whether scheduling and memory are correct.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -17,24 +16,15 @@ from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.execution.protocol import GroupRole
+from jaxserve.execution.simulated_handle import SimulatedHandle
+from jaxserve.execution.simulated_model import END_TOKEN, Accepted, AnswerLength, Reading, mix
 from jaxserve.execution.step_cost import FlatCost, StepCost, StepWork
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_sources, page_targets
 from jaxserve.scheduling.kv.costs import SwapCosts
-from jaxserve.scheduling.plan import Row, StepPlan, StepResult, nothing_computed
+from jaxserve.scheduling.plan import ProposalCount, Row, StepPlan, StepResult, nothing_computed
 from predictor import Refinement
-
-END_TOKEN = 0
-_MASK = (1 << 61) - 1
-
-# (request, sample index) -> number of output tokens after which the model ends the answer
-AnswerLength = Callable[[Request, int], int]
-# (request, sample index, number of the sequence's tokens) -> number of tokens that its next row
-# delivers, of those that it may deliver
-Accepted = Callable[[Request, int, int], int]
-# (request, sample index, number of output tokens) -> logits of what remains, float [buckets]
-Reading = Callable[[Request, int, int], np.ndarray]
 
 
 @final
@@ -51,19 +41,6 @@ class _Slot:
     @property
     def num_outputs(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
-
-
-@final
-class _SimulatedHandle:
-    def __init__(self, result: StepResult, ready_s: float, clock: VirtualClock):
-        self._result, self._ready_s, self._clock = result, ready_s, clock
-
-    def is_ready(self) -> bool:
-        return self._clock.now() >= self._ready_s
-
-    def collect(self) -> StepResult:
-        self._clock.advance_to(self._ready_s)
-        return self._result
 
 
 @final
@@ -139,18 +116,19 @@ class SimulatedExecutor:
         """See `Executor`."""
         return False
 
-    def submit(self, plan: StepPlan) -> _SimulatedHandle:
+    def submit(self, plan: StepPlan) -> SimulatedHandle:
         self._clock.advance_to(self._clock.now() + self._cost.host_s(plan))
         if plan.handovers:
             return self._hand_over(plan)
         self._slots, self._cells = self._slots_of[plan.group], self._cells_of[plan.group]
         self._swap(plan)
         self._edit_slots(plan)
-        shape = (len(plan.rows), plan.num_iterations)
+        shape = (len(plan.rows), plan.num_iterations * (1 + plan.num_proposed))
         result = StepResult(
             tokens=np.zeros(shape, np.int32),
             num_tokens=np.zeros(len(plan.rows), np.int32),
             finite=np.ones(len(plan.rows), np.bool_),
+            proposals=self._no_proposals(plan),
         )
         if plan.is_decode_loop and self._is_predictable:
             prefilled, decoded = 0, self._decode_at_once(plan, result)
@@ -159,18 +137,18 @@ class SimulatedExecutor:
         result = replace(result, remaining=self._read_remaining(plan))
         return self._handle(StepWork(plan, prefilled, tuple(decoded)), result)
 
-    def _hand_over(self, plan: StepPlan) -> _SimulatedHandle:
+    def _hand_over(self, plan: StepPlan) -> SimulatedHandle:
         for handover in plan.handovers:
             pages = list(handover.pages)
             self._cells_of[handover.target, pages] = self._cells_of[handover.source, pages]
         return self._handle(StepWork(plan, 0, ()), nothing_computed())
 
-    def _handle(self, work: StepWork, result: StepResult) -> _SimulatedHandle:
+    def _handle(self, work: StepWork, result: StepResult) -> SimulatedHandle:
         group = work.plan.group
         begin_s = max(self._free_at_s.get(group, 0.0), self._clock.now())
         ready_s = self._free_at_s[group] = begin_s + self._cost.device_s(work)
         self._clock.expect(ready_s)
-        return _SimulatedHandle(result, ready_s, self._clock)
+        return SimulatedHandle(result, ready_s, self._clock)
 
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""
@@ -201,6 +179,10 @@ class SimulatedExecutor:
             for slot in slots.values():
                 slot.page_table = {i: int(targets[page]) for i, page in slot.page_table.items()}
         self.config = replace(self.config, num_pages=num_pages)
+
+    def reset(self) -> bool:
+        self.close()
+        return True
 
     def close(self) -> None:
         for slots in self._slots_of:
@@ -273,7 +255,31 @@ class SimulatedExecutor:
                 if left[index]:
                     left[index] -= 1
                     self._sample(slot, index, result)
+                if result.proposals is not None:
+                    left[index] -= self._go_on(
+                        slot, index, min(left[index], plan.num_proposed), result
+                    )
         return prefilled, decoded
+
+    def _no_proposals(self, plan: StepPlan) -> np.ndarray | None:
+        if not (plan.is_decode_loop and self.config.num_proposed):
+            return None
+        return np.zeros((len(plan.rows), len(ProposalCount)), np.int32)
+
+    def _go_on(self, slot: _Slot, index: int, most: int, result: StepResult) -> int:
+        """Deliver tokens that were proposed behind a row's newest one; return how many.
+
+        Proposals are right as far as a row delivers tokens, in every loop.
+        """
+        num = 0
+        while num < most and not slot.is_inert:
+            if self._reads_context:
+                self._write(slot, len(slot.tokens) - 1, 1)
+            self._sample(slot, index, result)
+            num += 1
+        assert result.proposals is not None
+        result.proposals[index] += (max(num, int(not slot.is_inert)), 0, num, 1)
+        return num
 
     def _start(self, slot: _Slot, row: Row, plan: StepPlan) -> int | None:
         """Return the position at which a row begins; None if its slot is inert.
@@ -311,7 +317,8 @@ class SimulatedExecutor:
     def _is_predictable(self) -> bool:
         """Whether every answer runs to its length limit and its tokens do not depend on context."""
         models = (self._answer_length, self._fault_length, self._accepted)
-        return all(model is None for model in models) and not self._reads_context
+        is_steady = all(model is None for model in models) and not self.config.num_proposed
+        return is_steady and not self._reads_context
 
     def _decode_at_once(self, plan: StepPlan, result: StepResult) -> list[int]:
         """Run a predictable decode loop; return the same as `_iterate` for rows of one token."""
@@ -340,7 +347,7 @@ class SimulatedExecutor:
             slot.num_in_state = start + count
         context = self._read(slot, start - 1) if start else 1
         for position in range(start, start + count):
-            context = _mix(context, slot.tokens[position])
+            context = mix(context, slot.tokens[position])
             page, offset = self._cell(slot, position)
             self._cells[page, offset] = context
 
@@ -351,10 +358,10 @@ class SimulatedExecutor:
             raise AssertionError("an encoder's prompt is cut")
         whole = 1
         for token in slot.tokens[: row.num_tokens]:
-            whole = _mix(whole, token)
+            whole = mix(whole, token)
         for position in range(request.num_encoded if self._reads_context else 0):
             page, offset = self._cell(slot, position)
-            self._cells[page, offset] = _mix(whole, position)
+            self._cells[page, offset] = mix(whole, position)
 
     def _read_all(self, slot: _Slot) -> int:
         """Return a hash of all cells of the context."""
@@ -380,16 +387,11 @@ class SimulatedExecutor:
     def _append(self, slot: _Slot, context: int) -> int:
         request = slot.request
         num_outputs = slot.num_outputs + 1
-        stream = 0 if request.params.is_greedy else _mix(request.seed, slot.sample_index)
-        token = 1 + _mix(context, stream) % (self._vocab_size - 1)
+        stream = 0 if request.params.is_greedy else mix(request.seed, slot.sample_index)
+        token = 1 + mix(context, stream) % (self._vocab_size - 1)
         if self._answer_length is not None:
             if num_outputs >= self._answer_length(request, slot.sample_index):
                 token = END_TOKEN
         slot.tokens.append(token)
         slot.is_inert = token in request.stop_token_ids or len(slot.tokens) >= slot.max_length
         return token
-
-
-def _mix(a: int, b: int) -> int:
-    value = (a * 6364136223846793005 + b * 1442695040888963407 + 1013904223) & _MASK
-    return (value ^ (value >> 29)) & _MASK

@@ -173,6 +173,10 @@ class StagedExecutor:
         largest = max(self._stages, key=lambda stage: _shard_bytes(stage.pages.cache))
         return next(iter(largest.programs.place.whole.device_set))
 
+    def reset(self) -> bool:
+        """See `Executor`; stages cannot."""
+        return False
+
     def close(self) -> None:
         """See `Executor`."""
         if self._stages:
@@ -215,7 +219,7 @@ class StagedExecutor:
                 none = self._stages[-1].no_outputs(len(index), 1, needs.variant)
                 sampling = [i for i, row in batch if row.samples]
                 masks = pack_masks(plan, sampling, len(index))
-                outputs.append(self._sample(marker, index, none, 0, needs.variant, masks))
+                outputs.append(self._sample(marker, index, none, needs.variant, masks))
                 output_rows[sampling] = num_outputs + np.arange(len(sampling))
                 num_outputs += len(index)
         marker = outputs[-1].tokens if outputs else marker
@@ -233,8 +237,8 @@ class StagedExecutor:
         size = self._micro_batch_size(len(whole))
         live = sorted({(row.slot - whole.start) // size for row in plan.rows})
         windows = [whole[batch * size : (batch + 1) * size] for batch in live]
-        last, num_iterations = self._stages[-1], self.config.max_decode_iterations
-        outputs = [last.no_outputs(size, num_iterations, needs.variant) for _ in windows]
+        last, most = self._stages[-1], self.config.max_decode_iterations
+        outputs = [last.no_outputs(size, most, needs.variant) for _ in windows]
         for iteration in range(plan.num_iterations):
             for batch, window in enumerate(windows):
                 rows = [
@@ -246,11 +250,9 @@ class StagedExecutor:
                 hidden = None
                 for stage in self._stages:
                     hidden = stage.decode(rows, window, hidden)
-                index = np.where(pack_window(window, rows), window, self.config.max_slots)
+                index = np.where(pack_window(window, rows).most, window, self.config.max_slots)
                 index = index.astype(np.int32)
-                outputs[batch] = self._sample(
-                    hidden, index, outputs[batch], iteration, needs.variant
-                )
+                outputs[batch] = self._sample(hidden, index, outputs[batch], needs.variant)
         place = {
             slot: batch * size + i
             for batch, window in enumerate(windows)
@@ -268,14 +270,11 @@ class StagedExecutor:
         hidden: Any,
         index: np.ndarray,
         outputs: Outputs,
-        iteration: int,
         variant: Variant,
         masks: Any = None,
     ) -> Outputs:
         """Sample on the last stage and send the tokens to the others."""
-        outputs, token, finite = self._stages[-1].sample(
-            hidden, index, outputs, iteration, variant, masks
-        )
+        outputs, token, finite = self._stages[-1].sample(hidden, index, outputs, variant, masks)
         for stage in self._stages[:-1]:
             stage.send(index, token, finite)
         return outputs
@@ -290,12 +289,7 @@ class StagedExecutor:
         last = self._stages[-1]
         with last.programs.place.in_force():
             arrays = last.programs.prompt_logprobs(last.params, last.slots.state, hidden, packed)
-        spans = {
-            i: slice(start, start + row.num_tokens)
-            for (i, row), start in zip(batch, starts, strict=True)
-            if row.wants_prompt_logprobs
-        }
-        return PromptPart(arrays, spans)
+        return PromptPart.of(arrays, batch, starts)
 
     def _raise_if_closed(self) -> None:
         if not self._stages:
@@ -384,11 +378,11 @@ class StagedExecutor:
         self._warm_sampling(hidden, variant, num_rows, self.config.max_decode_iterations)
 
     def _warm_sampling(
-        self, hidden: Any, variant: Variant, num_rows: int, num_iterations: int, masks: Any = None
+        self, hidden: Any, variant: Variant, num_rows: int, most: int, masks: Any = None
     ) -> None:
         index = np.full(num_rows, self.config.max_slots, np.int32)
-        none = self._stages[-1].no_outputs(num_rows, num_iterations, variant)
-        self._sample(hidden, index, none, 0, variant, masks)
+        none = self._stages[-1].no_outputs(num_rows, most, variant)
+        self._sample(hidden, index, none, variant, masks)
 
 
 def _shard_bytes(cache: KVCache) -> int:

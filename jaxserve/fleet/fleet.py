@@ -182,6 +182,11 @@ class Fleet:
         """Size of the vocabulary; token ids are below it."""
         return self._started[0].vocab_size
 
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of a prompt and its answer together."""
+        return min(started.max_length for started in self._started)
+
     @overload
     def generate(
         self, prompts: str, params: Params = None, *, progress: bool | None = None

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import platform
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypedDict, final
 
@@ -27,15 +27,19 @@ from jaxserve.engine.answers import Piece, PieceSink, failed_completion
 from jaxserve.fleet.call import Call, cancelled_completion
 from jaxserve.fleet.replica import Started
 from jaxserve.runtime.pending import Pending, submitted
+from jaxserve.scheduling.kv.transfer import KVPages
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime, RuntimeStats
-    from jaxserve.scheduling.kv.transfer import KVPages
 
 _log = logging.getLogger(__name__)
 
 # Maximum number of concurrent requests of one actor. Ray queues the others.
 _MAX_OPEN = 4096
+
+# Seconds between two looks at which pages of a prompt have been computed: after a look that found
+# some, and at most. They double while there are none, as for a prompt that waits.
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.01, 0.32
 
 # Errors after which a runtime can answer no further request.
 _FATAL = (EngineFailedError, DeviceMemoryError, RuntimeClosedError)
@@ -66,19 +70,63 @@ def import_ray() -> Any:
 
 
 async def take_kv(runtime: Runtime, kv: Sequence[Awaitable[tuple[Sequence[int], KVPages]]]) -> None:
-    """Cache the KV of prompts; what cannot be read or cached is computed, and the log says why.
+    """Cache the KV of a prompt, which came in parts.
+
+    What cannot be read or cached, and all behind it, is computed, and the log says why.
 
     Raises:
       EngineFailedError, RuntimeClosedError: the runtime's loop has failed, or was closed.
     """
-    for each in kv:
-        try:
+    pages: list[bytes] = []
+    identity, tokens = None, ()
+    try:
+        for each in kv:
             tokens, found = await each
-            await asyncio.to_thread(runtime.import_kv, tokens, found)
-        except _OVER:
-            raise
-        except Exception as error:  # lost, of other weights, or no memory for it
-            _log.warning("KV of a prompt is not used, and is computed again: %s", error)
+            if identity not in (None, found.identity):
+                break  # the weights were changed meanwhile
+            identity = found.identity
+            pages += found.pages
+    except Exception as error:  # lost
+        _log.warning("KV of a prompt is not used, and is computed again: %s", error)
+    if identity is None:
+        return
+    try:
+        await asyncio.to_thread(runtime.import_kv, tokens, KVPages(identity, pages))
+    except _OVER:
+        raise
+    except Exception as error:  # of other weights, or no memory for it
+        _log.warning("KV of a prompt is not used, and is computed again: %s", error)
+
+
+async def send_kv(
+    runtime: Runtime,
+    tokens: Sequence[int],
+    pending: Pending,
+    put: Callable[[KVPages], Any],
+    turn: asyncio.Lock,
+) -> tuple[list[Any], int]:
+    """Export the pages of a prompt while it is computed, as its chunks are.
+
+    Args:
+      pending: the request that computes it.
+      put: sends pages, and returns a reference to them; called on other threads.
+      turn: held while the runtime is asked for pages, so that many prompts ask one after another
+        and take little of its time.
+
+    Returns:
+      The references in the order of the pages, and the number of pages.
+    """
+    sent: list[Any] = []
+    first, ended, pause_s = 0, asyncio.wrap_future(pending.future), _LEAST_PAUSE_S
+    while not pending.future.done():
+        async with turn:
+            found = await asyncio.to_thread(runtime.export_kv, tokens, first, waits=False)
+        if found.pages:
+            sent.append(await asyncio.to_thread(put, found))
+            first += len(found.pages)
+        pause_s = _LEAST_PAUSE_S if found.pages else min(2 * pause_s, _MOST_PAUSE_S)
+        await asyncio.wait([ended], timeout=pause_s)
+    return sent, first
 
 
 @final
@@ -89,6 +137,7 @@ class _Actor:
         self._runtime: Runtime | None = None
         # Requests that are being submitted, and which of them were cancelled meanwhile.
         self._submitting: dict[str, bool] = {}
+        self._exporting = asyncio.Lock()
 
     async def start(self, model: str, tensor_parallel: int, options: Mapping[str, Any]) -> Started:
         """See `Replica.start`."""
@@ -108,6 +157,7 @@ class _Actor:
             pid=os.getpid(),
             host=platform.node(),
             max_context=runtime.config.max_context,
+            max_length=runtime.max_length,
             max_prompt_tokens=runtime.config.max_prompt_tokens,
             vocab_size=runtime.model_config.vocab_size,
             num_host_pages=runtime.config.num_host_pages,
@@ -116,27 +166,36 @@ class _Actor:
     async def prefill(self, prompt: Any, others: Asked) -> list[Any]:
         """Compute a prompt, and put the KV of its full pages into Ray's object store.
 
+        Pages go there while the rest of the prompt is computed. They are used only if it could be
+        computed to its end.
+
         Returns:
-          The reference, in a list, so that Ray copies the KV to the process that reads it and to no
+          References, in a list, so that Ray copies the KV to the process that reads it and to no
           other; an empty list without KV.
         """
-        runtime = self._runtime
+        runtime, ray = self._runtime, import_ray()
         assert runtime is not None
         one = SamplingParams(max_tokens=1, ignore_eos=True)
-        completion = await (await self._submit(prompt, one, others)).aresult()
-        if isinstance(completion.error, _FATAL):
-            raise completion.error
-        tokens = completion.prompt_token_ids
-        if completion.finish_reason != "length":
-            return []
+        pending = await self._submit(prompt, one, others)
+        sent: list[Any] = []
         try:
-            found = await asyncio.to_thread(runtime.export_kv, tokens)
-            return [import_ray().put((tokens, found))] if found.pages else []
+            tokens = () if pending.future.done() else runtime.prompt_tokens(prompt)
+            sent, first = await send_kv(
+                runtime, tokens, pending, lambda kv: ray.put((tokens, kv)), self._exporting
+            )
+            completion = await pending.aresult()
+            if completion.finish_reason == "length":
+                tokens = completion.prompt_token_ids
+                last = await asyncio.to_thread(runtime.export_kv, tokens, first)
+                sent += [ray.put((tokens, last))] if last.pages else []
         except _OVER:
             raise
         except Exception as error:  # such as a full store, or no memory for the copies
             _log.warning("KV of a prompt is not sent, and is computed again: %s", error)
-            return []
+            completion = await pending.aresult()
+        if isinstance(completion.error, _FATAL):
+            raise completion.error
+        return sent if completion.finish_reason == "length" else []
 
     async def take(self, kv: list[Any]) -> None:
         """Cache the KV of a prompt that another replica has computed, if it still has it."""

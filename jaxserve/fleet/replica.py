@@ -28,6 +28,7 @@ class Started:
     pid: int
     host: str
     max_context: int
+    max_length: int
     max_prompt_tokens: int
     vocab_size: int
     num_host_pages: int

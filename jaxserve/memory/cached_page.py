@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import final
+
+import numpy as np
 
 _KEY_BYTES = 16
 
@@ -27,7 +28,9 @@ class PageKeys:
         self._root = b""
         self._keys: list[bytes] = []
 
-    def of(self, tokens: Sequence[int], page_size: int, identity: bytes) -> Sequence[bytes]:
+    def of(
+        self, tokens: Sequence[int] | np.ndarray, page_size: int, identity: bytes
+    ) -> Sequence[bytes]:
         """Return the keys of `tokens`, which may only have grown since the last call.
 
         Args:
@@ -37,21 +40,37 @@ class PageKeys:
             self._identity = self._root = identity
             self._keys = []
             if self._whole:
-                self._root = _key(self._whole, identity)
-        keys = self._keys
-        last = keys[-1] if keys else self._root
-        for start in range(len(keys) * page_size, len(tokens) - page_size + 1, page_size):
-            last = _key(tokens[start : start + page_size], last)
-            keys.append(last)
-        return keys[: len(tokens) // page_size]
+                self._root = _key(_bytes(self._whole), identity)
+        keys, num_pages = self._keys, len(tokens) // page_size
+        if len(keys) < num_pages:
+            last = keys[-1] if keys else self._root
+            new = _bytes(tokens[len(keys) * page_size : num_pages * page_size])
+            page_bytes = len(new) // (num_pages - len(keys))
+            for start in range(0, len(new), page_bytes):
+                last = _key(new[start : start + page_bytes], last)
+                keys.append(last)
+        return keys[:num_pages]
+
+    def known(self, start: int, stop: int, identity: bytes) -> Sequence[bytes] | None:
+        """Return the keys of pages `start` to `stop`; None unless `of` has computed them.
+
+        It costs as much as there are, so that the tokens of a long context are not read again.
+        """
+        if identity != self._identity or stop > len(self._keys):
+            return None
+        return self._keys[start:stop]
 
     def anew(self) -> PageKeys:
         """Return keys for a sequence that begins anew with the same prompt."""
         return PageKeys(self._whole)
 
 
-def _key(tokens: Sequence[int], before: bytes) -> bytes:
-    return blake2b(array("q", tokens).tobytes(), digest_size=_KEY_BYTES, key=before).digest()
+def _bytes(tokens: Sequence[int] | np.ndarray) -> bytes:
+    return np.asarray(tokens, np.int64).tobytes()
+
+
+def _key(page: bytes, before: bytes) -> bytes:
+    return blake2b(page, digest_size=_KEY_BYTES, key=before).digest()
 
 
 @final

@@ -35,6 +35,7 @@ class PageCache:
       disk: below the host, for what leaves it; None without one.
       host_memory: the contents of the host's pages; only read and written for the disk.
       identity: of the model and its weights, which keys begin with.
+      max_pages_out: of evicted pages, those that one plan copies to the host at most.
 
     Attributes:
       identity: as given, or as `clear` was told since.
@@ -51,6 +52,7 @@ class PageCache:
         disk: DiskTier | None = None,
         host_memory: HostMemory | None = None,
         identity: bytes = b"",
+        max_pages_out: int = 1 << 30,
     ):
         self.pool = PagePool(num_pages, self._reclaim)
         self.disk = disk
@@ -60,6 +62,7 @@ class PageCache:
         self.num_evicted = 0
         self._host = host
         self._host_memory = host_memory
+        self._max_pages_out = max_pages_out
         self._values = values
         self._by_key: dict[bytes, CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
@@ -174,6 +177,10 @@ class PageCache:
             return False
         return page.host_page is not None or self._copy_out(page)
 
+    def awaits_copy(self, page: CachedPage) -> bool:
+        """Whether the next plan copies a page to the host."""
+        return page.host_page in self._copies_out
+
     # ---- what goes ----
 
     def evict(self, page: CachedPage) -> None:
@@ -279,7 +286,8 @@ class PageCache:
         for _ in range(count):
             page = self._victims.lowest()
             assert page is not None, "more pages are reserved than cached"
-            if page.host_page is None and self._values.is_worth_copying(page):
+            may_copy = page.host_page is None and len(self._copies_out) < self._max_pages_out
+            if may_copy and self._values.is_worth_copying(page):
                 self._copy_out(page)
             self.evict_from_device(page)
 
@@ -309,12 +317,9 @@ class PageCache:
 
         Where nothing is below the host, only what is of less value gives way.
         """
-        if self._host is None:
-            return False
-        if self._host.num_free:
-            return True
-        victim = self._host_victims.lowest()
-        if victim is None:
+        if self._host is None or self._host.num_free:
+            return self._host is not None
+        if (victim := self._host_victims.lowest()) is None:
             return False
         if self.disk is not None:
             self._write_to_disk(victim)

@@ -32,6 +32,7 @@ class PagePool:
         self._retained: dict[int, bool] = {}
         self._num_cached = 0
         self._num_copied = 0
+        self._num_gained = 0
         self._reclaim = reclaim
 
     @property
@@ -55,6 +56,11 @@ class PagePool:
     @property
     def num_owned(self) -> int:
         return self.num_usable - self.num_free - self._num_cached
+
+    @property
+    def num_gained(self) -> int:
+        """How often a page became one that is owned and has contents that are retained, so far."""
+        return self._num_gained
 
     @property
     def num_reserved(self) -> int:
@@ -98,6 +104,7 @@ class PagePool:
                 if self.num_available < 1:
                     raise ValueError(f"page {page} is reserved and cannot be shared")
                 self._count_cached(page, -1)
+                self._num_gained += 1
             self._refcounts[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
@@ -123,6 +130,7 @@ class PagePool:
         if self._refcounts[page] < 1 or page in self._retained:
             raise ValueError(f"page {page} is not owned, or retained already")
         self._retained[page] = is_copied
+        self._num_gained += 1
 
     def evict(self, page: int) -> None:
         """Drop the contents of a retained page; if it is cached it is free now."""

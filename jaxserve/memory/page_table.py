@@ -26,9 +26,18 @@ class PageTable:
     def pages(self) -> tuple[int, ...]:
         return tuple(self._pages)
 
+    def page(self, index: int) -> int:
+        """Return one entry of `pages`, which is a copy of all."""
+        return self._pages[index]
+
     @property
     def num_pages(self) -> int:
         return len(self._pages)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the owned pages hold."""
+        return len(self._pages) * self._page_size
 
     @property
     def reservation(self) -> int:

@@ -51,6 +51,10 @@ class LayerContext(Protocol):
         """
         ...
 
+    def cross(self) -> CrossContext:
+        """Return the context of cross attention in the same layer, to read from."""
+        ...
+
 
 @final
 class PagedContext:
@@ -108,7 +112,7 @@ class PagedContext:
         return out
 
     def cross(self) -> CrossContext:
-        """Return the context of cross attention in the same layer, to read from."""
+        """See `LayerContext`."""
         batch = self._batch
         assert batch.cross_rows is not None, "a batch of a model without an encoder"
         batch = replace(batch, rows=batch.cross_rows, cross_rows=None, distance_bias=None)
@@ -201,3 +205,7 @@ class WholeContext:
     ) -> Float[Array, "tokens ..."]:
         """See `LayerContext`."""
         return advance_whole(advance, inputs, self._length, recurrence.arrays(dtype))
+
+    def cross(self) -> CrossContext:
+        """See `LayerContext`."""
+        raise NotImplementedError("cross attention of whole sequences")

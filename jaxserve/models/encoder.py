@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.config import DecoderConfig
+from jaxserve.models.context import CrossContext
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.layers import Block
 from jaxserve.models.param_maker import ParamMaker
@@ -87,6 +88,10 @@ class EncoderContext:
     ) -> Float[Array, "tokens ..."]:
         """See `LayerContext`."""
         raise NotImplementedError("encoders with recurrent layers")
+
+    def cross(self) -> CrossContext:
+        """See `LayerContext`."""
+        raise NotImplementedError("encoders with cross attention")
 
     def _block(
         self,

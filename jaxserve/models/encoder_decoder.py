@@ -22,7 +22,7 @@ from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.attention import CrossAttention
 from jaxserve.models.batch import AttentionBatch, KVCache
 from jaxserve.models.config import DecoderConfig
-from jaxserve.models.context import CrossContext, LayerContext, PagedContext
+from jaxserve.models.context import CrossContext, LayerContext
 from jaxserve.models.decoder import Decoder, LayerLayout, Part, Tap
 from jaxserve.models.encoder import Encoder, EncoderBatch
 from jaxserve.models.incoming import IncomingPages
@@ -55,7 +55,6 @@ class CrossBlock(Block):
         self, x: Float[Array, "tokens embed"], context: LayerContext
     ) -> Float[Array, "tokens embed"]:
         """See `Block`."""
-        assert isinstance(context, PagedContext), "an encoder's keys are in a paged cache"
         x = added(x, self.attention(self.attention_norm(x), context))
         x = added(x, self.cross(self.cross_norm(x), context.cross()))
         return added(x, self.mlp(self.mlp_norm(x), context))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import LayerContext
-from jaxserve.models.layers import ACTIVATIONS
+from jaxserve.models.layers import gated
 from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
 from sharding.shards import (
@@ -118,7 +118,7 @@ def _mix(
     token = order // num_each
     adapter = None if adapter is None else adapter[token]
     both = gate_up.grouped(x[token], sizes, adapter)  # [tokens * experts_per_token, 2, mlp]
-    out = down.grouped(ACTIVATIONS[activation](both[:, 0]) * both[:, 1], sizes, adapter)
+    out = down.grouped(gated(both, activation), sizes, adapter)
     # Back to where token t's i-th expert is at t * num_each + i.
     out = jnp.where((own < num_own)[:, None], out[jnp.argsort(order)], 0)
     out = out.reshape(num_tokens, num_each, -1) * gates[..., None].astype(x.dtype)

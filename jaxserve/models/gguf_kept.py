@@ -19,7 +19,7 @@ from jaxserve.models.linear import WeightAxes
 from jaxserve.models.quantised import QuantisedWeight, in_axes_last
 from jaxserve.models.source import WeightSource
 from pallas_kernels import PackedMatrix
-from pallas_kernels.quantised_matmul import pack
+from pallas_kernels.quantised_matmul import Rounding, pack
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ class KeptBlocks:
     A weight that is fused from tensors of several types has the form that holds all of them.
     """
 
-    def __init__(self, source: GGUFSource, *, rounds_activations: bool):
+    def __init__(self, source: GGUFSource, *, rounds_activations: Rounding | None):
         self._source = source
-        self._rounds_activations = rounds_activations
+        self._rounds_activations: Rounding | None = rounds_activations
 
     def weight(
         self, dense: nnx.Variable, axes: WeightAxes, names: Sequence[str], read: Read

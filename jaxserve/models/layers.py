@@ -22,6 +22,7 @@ from jaxserve.models.context import LayerContext
 from jaxserve.models.linear import Linear
 from jaxserve.models.norms import Norm
 from jaxserve.models.param_maker import ParamMaker
+from pallas_kernels import gated_silu
 
 ACTIVATIONS: Mapping[str, Callable[[Float[Array, "*shape"]], Float[Array, "*shape"]]] = (
     MappingProxyType(
@@ -85,8 +86,7 @@ class GatedMLP(nnx.Module):
     ) -> Float[Array, "tokens embed"]:
         # [tokens, 2, mlp]
         both = Linear(self.gate_up, self.bgate_up)(x, context.adapter)
-        gated = ACTIVATIONS[self.activation](both[:, 0]) * both[:, 1]
-        return _down(self, gated, context)
+        return _down(self, gated(both, self.activation), context)
 
 
 @final
@@ -112,6 +112,13 @@ class TwoLayerMLP(nnx.Module):
     ) -> Float[Array, "tokens embed"]:
         x = ACTIVATIONS[self.activation](Linear(self.up, self.bup)(x, context.adapter))
         return _down(self, x, context)
+
+
+def gated(both: Float[Array, "tokens 2 mlp"], activation: str) -> Float[Array, "tokens mlp"]:
+    """Return activation(both[:, 0]) * both[:, 1]."""
+    if ACTIVATIONS[activation] is jax.nn.silu:
+        return gated_silu(both)
+    return ACTIVATIONS[activation](both[:, 0]) * both[:, 1]
 
 
 def _down(

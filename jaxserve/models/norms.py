@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.param_maker import ParamMaker
+from pallas_kernels import rms_norm
 
 
 class Norm(Protocol):
@@ -31,10 +32,7 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset = config.norm_eps, config.norm_offset
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        wide = x.astype(jnp.float32)
-        wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        scale = self.scale[...].astype(jnp.float32) + self.offset
-        return (wide * scale).astype(x.dtype)
+        return rms_norm(x, self.scale[...], eps=self.eps, offset=self.offset)
 
 
 @final

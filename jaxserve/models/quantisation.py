@@ -1,9 +1,11 @@
-"""Which weights of a model are stored in few bits, and in how many: the option `quantize`."""
+"""How the weights of a model are stored: in how many bits (`quantize`), and in which layout."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self, cast, final
 
 import jax
@@ -14,10 +16,14 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.models.linear import WeightAxes, replace_weights
 from jaxserve.models.loading import abstract_model
+from jaxserve.models.panelled import PanelledWeight
 from jaxserve.models.quantised import FP8, INT4, INT8, QuantisedWeight, WeightFormat
+from pallas_kernels import build, dispatch
+from pallas_kernels.quantised_matmul import Rounding
 
 _log = logging.getLogger(__name__)
-_FORMATS = {"int8": INT8, "int4": INT4, "fp8": FP8}
+# "w8a8" is int8 whose activations are rounded on GPUs too.
+_FORMATS = {"int8": INT8, "int4": INT4, "fp8": FP8, "w8a8": INT8}
 
 
 @final
@@ -31,13 +37,20 @@ class Quantisation:
       embeddings: of the embedding and of the head; None leaves them as they are.
       keeps_blocks: whether weights stay in the form that the checkpoint has.
       rounds_activations: see `WeightFormat`.
+      has_panels: whether dense weights in float32 are in panels; see `PanelledWeight`.
     """
 
     name: str
     layers: WeightFormat | None
     embeddings: WeightFormat | None
     keeps_blocks: bool
-    rounds_activations: bool
+    rounds_activations: Rounding | None
+    has_panels: bool = False
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether some weights are rounded to a format."""
+        return self.layers is not None or self.embeddings is not None
 
     @classmethod
     def of(cls, options: RuntimeOptions) -> Self | None:
@@ -45,13 +58,14 @@ class Quantisation:
         if options.quantize is None:
             return None
         ends = options.quantize_embeddings
-        rounds = jax.default_backend() == "cpu"
+        rounds: Rounding | None = "groups" if dispatch.target_platform() == "cpu" else None
 
         def format_of(name: str) -> WeightFormat | None:
             found = _FORMATS.get(name)
             if found is None:
                 return None
-            return replace(found, rounds_activations=rounds and not found.is_float)
+            own = "tokens" if rounds is None and name == "w8a8" else rounds
+            return replace(found, rounds_activations=None if found.is_float else own)
 
         layers = format_of(options.quantize)
         embeddings = None if options.quantize == "keep" else format_of(ends)
@@ -65,6 +79,27 @@ class Quantisation:
         )
 
     @classmethod
+    def at_loading(cls, options: RuntimeOptions, mesh: Any) -> Self | None:
+        """Return how the weights of a checkpoint are stored that only this runtime will use.
+
+        On a single CPU, dense weights get the layout of its kernel. It is a copy, so that weights
+        that are shared with a trainer keep theirs.
+        """
+        found = cls.of(options)
+        is_alone = mesh is None and jax.default_backend() == "cpu"
+        if not is_alone or not build.has_compiler() or (found and found.keeps_blocks):
+            return found
+        return cls.in_panels(found)
+
+    @classmethod
+    def in_panels(cls, other: Self | None) -> Self:
+        """Return the same with dense float32 weights in panels."""
+        if other is not None:
+            return replace(other, name=f"{other.name}-panels", has_panels=True)
+        # A folder whose weights are in few bits is read with these settings, too.
+        return replace(cls.stored(), name="panels", keeps_blocks=False, has_panels=True)
+
+    @classmethod
     def stored(cls) -> Self:
         """Return that of a folder whose weights are in few bits: they stay as they are stored."""
         kept = cls.of(RuntimeOptions(quantize="keep"))
@@ -72,68 +107,91 @@ class Quantisation:
         return kept
 
     def change(self, weight: nnx.Param, axes: WeightAxes) -> Any:
-        """Return the weight in its format: a `QuantisedWeight`, or itself.
+        """Return the weight in its format: quantised, in panels, or itself.
 
         The router of a mixture of experts stays as it is: it is small, and decides a lot.
         """
         names = weight.get_metadata()["logical_axes"]
         format = self.embeddings if "vocab" in names else self.layers
-        if format is None or weight.get_metadata().get("stays_dense", False):
+        if weight.get_metadata().get("stays_dense", False):
             return weight
+        if format is None:
+            in_panels = self.has_panels and PanelledWeight.serves(weight, axes)
+            return PanelledWeight.of(weight, axes) if in_panels else weight
         return QuantisedWeight.of(weight, axes, format)
 
 
 @final
 class Quantiser:
-    """Makes a trainer's dense weights those of a quantised model, weight by weight.
+    """Makes a trainer's dense weights those of a model that stores them otherwise, one by one.
 
     Args:
-      model: a decoder, or an abstract one, whose weights are dense or already quantised.
+      model: a decoder, or an abstract one, whose weights are dense or already stored so.
 
     Raises:
       InvalidConfigError: the blocks of a checkpoint are to be kept, but the weights are dense.
     """
 
     def __init__(self, model: nnx.Module, quantisation: Quantisation):
-        modules = [module for _, module in nnx.iter_modules(model)]
-        is_quantised = any(isinstance(module, QuantisedWeight) for module in modules)
+        is_quantised = _has(model, QuantisedWeight)
         if quantisation.keeps_blocks and not is_quantised:
             raise InvalidConfigError(
                 "quantize='keep' keeps the blocks of a GGUF file or the codes of a folder in few "
                 "bits, and this model has dense weights; pass quantize='int8' or 'int4' to round "
                 "them"
             )
-        if is_quantised and not quantisation.keeps_blocks:
+        graphdef, state = nnx.split(model)
+        is_changed = is_quantised or has_panels(model)
+        if is_changed and not quantisation.keeps_blocks:
             decoder = cast(Any, model)
-            self._graphdef, state = abstract_model(
-                decoder.config, layer_layout=decoder.layer_layout
+            # Traced when it is first needed: that takes a good part of a second of a start.
+            self._dense_model = functools.cache(
+                partial(abstract_model, decoder.config, layer_layout=decoder.layer_layout)
             )
+            self._own_paths = _paths(state)
         else:
-            self._graphdef, state = nnx.split(model)
-        self._dense = {path: v.get_value() for path, v in nnx.to_flat_state(state)}
+            self._dense_model = lambda: (graphdef, state)
+            self._own_paths = set()
         self._quantisation = quantisation
 
     def model(self, params: nnx.State) -> nnx.Module:
-        """Return the quantised model with these dense parameters."""
-        model = nnx.merge(self._graphdef, params)
+        """Return the model that stores these dense parameters as it does."""
+        model = nnx.merge(self._dense_model()[0], params)
         replace_weights(model, self._quantisation.change)
         return model
 
     def is_dense(self, params: nnx.State) -> bool:
         """Return whether parameters have the structure of the model with dense weights."""
-        return {path for path, _ in nnx.to_flat_state(params)} == self._dense.keys()
+        paths = _paths(params)
+        return paths != self._own_paths and paths == _paths(self._dense_model()[1])
 
     def params(self, params: nnx.State) -> nnx.State:
-        """Return parameters for the quantised model.
+        """Return parameters as the model stores them.
 
         Dense ones may have any floating dtype; what stays dense gets the model's. Parameters of
         another structure are returned as they are.
         """
         if not self.is_dense(params):
             return params
-        flat = nnx.to_flat_state(params)
-        cast = [(path, v.replace(_cast(v.get_value(), self._dense[path]))) for path, v in flat]
+        dense = dict(nnx.to_flat_state(self._dense_model()[1]))
+        cast = [
+            (path, v.replace(_cast(v.get_value(), dense[path].get_value())))
+            for path, v in nnx.to_flat_state(params)
+        ]
         return nnx.split(self.model(nnx.from_flat_state(cast)))[1]
+
+
+def _paths(params: nnx.State) -> set[tuple[Any, ...]]:
+    return {path for path, _ in nnx.to_flat_state(params)}
+
+
+def has_panels(model: nnx.Module) -> bool:
+    """Return whether some weight of a model is in panels."""
+    return _has(model, PanelledWeight)
+
+
+def _has(model: nnx.Module, kind: type[nnx.Module]) -> bool:
+    return any(isinstance(module, kind) for _, module in nnx.iter_modules(model))
 
 
 def log_replicated(params: nnx.State, mesh: Mesh) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -12,12 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.linear import WeightAxes
-from pallas_kernels import PackedMatrix, dequantise, quantised_matmul
-from pallas_kernels.quantised_matmul import dequantised_rows, quantise, quantise_float8
-from sharding import DEFAULT_RULES
+from pallas_kernels import PackedMatrix, dequantise, dispatch, quantised_matmul
+from pallas_kernels.quantised_matmul import (
+    Rounding,
+    dequantised_rows,
+    quantise,
+    quantise_float8,
+)
+from sharding import DEFAULT_RULES, fitted_spec
+from sharding.shards import num_tensor_shards, over_tensor, sum_over_tensor
 
 
 @final
@@ -30,15 +38,15 @@ class WeightFormat:
       group: with 4 bits, the numbers of a column that share a float16 scale. With 8 bits a column
         has one float32 scale, and `group` is that of rounded activations.
       has_minima: whether each group has a minimum too; symmetric otherwise.
-      rounds_activations: whether a product rounds activations to int8, with a scale for each token
-        and group, as the kernel for CPUs does. Otherwise they keep their dtype.
+      rounds_activations: whether a product rounds activations to int8, with a scale for each group
+        of a token, as the kernel for CPUs does, or for each token. None: they keep their dtype.
       is_float: whether numbers are float8_e4m3fn; then activations are not rounded.
     """
 
     bits: int
     group: int
     has_minima: bool = False
-    rounds_activations: bool = False
+    rounds_activations: Rounding | None = None
     is_float: bool = False
 
 
@@ -70,7 +78,7 @@ class QuantisedWeight(nnx.Module):
         *,
         width: int,
         out: int,
-        rounds_activations: bool,
+        rounds_activations: Rounding | None,
         order: Int32[np.ndarray, "*stacked in"] | None = None,
     ):
         stacked, summed, outer = names
@@ -95,7 +103,7 @@ class QuantisedWeight(nnx.Module):
         self.is_float = matrix.is_float
         self.width = width
         self.out = out
-        self.rounds_activations = rounds_activations
+        self.rounds_activations: Rounding | None = rounds_activations
 
     @classmethod
     def of(cls, dense: nnx.Param, axes: WeightAxes, format: WeightFormat = INT8) -> QuantisedWeight:
@@ -187,10 +195,43 @@ class QuantisedWeight(nnx.Module):
     def _times(
         self, x: Float[Array, "tokens in"], matrix: PackedMatrix, out_dtype: jax.typing.DTypeLike
     ) -> Float[Array, " tokens *out"]:
-        out = quantised_matmul(
-            x, matrix, rounds_activations=self.rounds_activations, out_dtype=out_dtype
-        )
+        times = partial(quantised_matmul, rounds_activations=self.rounds_activations)
+        if dispatch.is_partitioned():
+            out = self._times_on_mesh(times, x, matrix).astype(out_dtype)
+        else:
+            out = times(x, matrix, out_dtype=out_dtype)
         return out if out.shape[-1] == self.out else out[..., : self.out]
+
+    def _times_on_mesh(
+        self,
+        times: Callable[..., Float[Array, " tokens *out"]],
+        x: Float[Array, "tokens in"],
+        matrix: PackedMatrix,
+    ) -> Float32[Array, " tokens *out"]:
+        """Multiply on each device with its share of the panels or groups, by its own kernel."""
+        sizes = jax.sharding.get_abstract_mesh().shape
+
+        def spec(name: str, leaf: Array | None) -> PartitionSpec | None:
+            if leaf is None:
+                return None
+            names = getattr(self, name).get_metadata()["logical_axes"]
+            return fitted_spec(sizes, leaf.shape, names[len(names) - leaf.ndim :])
+
+        leaves = ("codes", "channels", "scales", "minima", "zeros")
+        specs = replace(matrix, **{name: spec(name, getattr(matrix, name)) for name in leaves})
+        *columns, groups, _, _, _ = specs.codes
+        num_shares = 1 if groups is None else num_tensor_shards()
+
+        def own(x: Float[Array, "tokens in"], matrix: PackedMatrix) -> Array:
+            return sum_over_tensor(times(x, matrix, out_dtype=jnp.float32), num_shares)
+
+        x = jnp.pad(x, [(0, 0), (0, matrix.depth - x.shape[1])])
+        product = over_tensor(
+            own,
+            in_specs=(PartitionSpec(None, groups), specs),
+            out_specs=PartitionSpec(None, *columns),
+        )
+        return product(x, matrix)
 
 
 @partial(jax.jit, static_argnums=(1, 2))

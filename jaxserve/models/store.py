@@ -92,7 +92,7 @@ def load_model(
       load: `random` draws the weights from `seed`; only a config.json is needed then.
       mesh: where the parameters go, by the rules of `sharding`, or stage by stage; None for the
         default device. Of two device groups, the encode group gets them.
-      quantisation: the formats of the weights, which are rounded one by one while they are read; by
+      quantisation: how the weights are stored; they are changed one by one while they are read. By
         default all are dense.
       cache: keep the converted form of a GGUF file for the next start; has no effect where the mesh
         spans several processes.
@@ -178,7 +178,7 @@ class _How:
 
     @property
     def change(self) -> WeightChange | None:
-        """The change of a dense weight to its format."""
+        """The change of a dense weight to the way in which it is stored."""
         return None if self.quantisation is None else self.quantisation.change
 
     def configured(self, config: DecoderConfig) -> DecoderConfig:
@@ -201,7 +201,7 @@ class _How:
     ) -> tuple[nnx.GraphDef, nnx.State, nnx.State | None]:
         """Return the graph definition, the abstract parameters, and their shardings.
 
-        With `dense`, they are those of the model before its weights are quantised.
+        With `dense`, they are those of the model before its weights are changed.
         """
         layout = self.layout_of(config)
         graphdef, state = abstract_model(
@@ -262,7 +262,7 @@ def _folder(
         source = SafetensorsSource(path)
         config = config.fitted_to(source.shapes().keys())
         return config, *_converted(config, source, how)
-    if how.quantisation is not None and not how.quantisation.keeps_blocks:
+    if how.quantisation is not None and how.quantisation.rounds_weights:
         raise InvalidConfigError(
             f"quantize={how.quantisation.name.partition('-')[0]!r} rounds dense weights, and those "
             f"of {path} are in few bits already; omit quantize to serve them as they are"

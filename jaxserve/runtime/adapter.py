@@ -6,13 +6,16 @@ import logging
 import queue
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import final
 
-from jaxserve.core.errors import JaxserveError
+from jaxserve.core.errors import JaxserveError, RegroupError
 from jaxserve.planning.schedules.adaptation import Adaptation
+from jaxserve.planning.schedules.configuration import Division
 from jaxserve.planning.schedules.observed import AnswerLength, unfinished
 from jaxserve.planning.schedules.plan import Plan
+from jaxserve.runtime.regrouper import Regrouper
 from jaxserve.runtime.replicas import Replicas
 
 _log = logging.getLogger(__name__)
@@ -25,13 +28,17 @@ class Adapter:
     A search takes tenths of a second of this thread. The engines serve on meanwhile, and adopt a
     schedule between two steps. The thread starts with the first adaptation.
 
+    Args:
+      regrouper: moves devices between two groups, as a plan needs; None with one group.
+
     Attributes:
       num_adopted: plans that were adopted, those of `adopt` included.
     """
 
-    def __init__(self, replicas: Replicas):
+    def __init__(self, replicas: Replicas, regrouper: Regrouper | None = None):
         self.num_adopted = 0
         self._replicas = replicas
+        self._regrouper = regrouper
         self._ended: queue.SimpleQueue[Sequence[AnswerLength] | None] = queue.SimpleQueue()
         # Held while a plan is adopted, so that replicas never have different ones.
         self._lock = threading.Lock()
@@ -67,24 +74,46 @@ class Adapter:
             found += replica.loop.ask(partial(unfinished, replica.engine.scheduler))
         return found
 
-    def adopt(self, plan: Plan | None, adaptation: Adaptation | None) -> None:
+    def adopt(self, plan: Plan | None, adaptation: Adaptation | None) -> Plan | None:
         """Have the replicas carry out a plan, and follow the lengths from now on.
 
         Args:
           plan: None to go on as before until the adaptation finds one.
           adaptation: None to leave the plan as it is.
 
+        Returns:
+          The plan, with the pause that a move of devices took.
+
         Raises:
+          RegroupError: devices could not be moved; nothing has changed.
           RuntimeClosedError, EngineFailedError
         """
         with self._lock:
             if plan is not None:
-                self._carry_out(plan)
+                plan = self._carry_out(plan)
+                if adaptation is not None:
+                    adaptation.keep(plan)
             self._adaptation = adaptation
             if adaptation is not None and self._thread is None and not self._is_closed:
                 thread = threading.Thread(target=self._run, name="jaxserve-adapter", daemon=True)
                 thread.start()
                 self._thread = thread
+        return plan
+
+    def regroup(self, division: Division, max_pause_s: float) -> float:
+        """Move devices between the groups, and drop the plan, which was for others.
+
+        Returns the seconds for which the engine was paused.
+
+        Raises:
+          RegroupError: they could not be moved; the plan stays.
+          RuntimeClosedError, EngineFailedError
+        """
+        assert self._regrouper is not None
+        with self._lock:
+            pause_s = self._regrouper.move(division, max_pause_s)
+            self._adaptation = self._in_force = None
+        return pause_s
 
     def close(self) -> None:
         """Stop the thread; return when it has ended. Any thread may call it.
@@ -102,12 +131,17 @@ class Adapter:
         if not any(replica.loop.is_here for replica in self._replicas.all):
             thread.join()
 
-    def _carry_out(self, plan: Plan) -> None:
-        iteration = plan.iteration()
+    def _carry_out(self, plan: Plan) -> Plan:
+        """Have the replicas carry out a plan; return it with the pause that a move took."""
+        iteration, move = plan.iteration(), plan.move
+        if self._regrouper is not None and move is not None and not move.refused:
+            pause_s = self._regrouper.move(move.division, move.max_pause_s)
+            plan = replace(plan, move=replace(move, pause_s=pause_s))
         for replica in self._replicas.all:
             replica.loop.ask(partial(replica.engine.adopt, iteration))
         self._in_force = plan
         self.num_adopted += 1
+        return plan
 
     # ---- on its own thread ----
 
@@ -132,9 +166,16 @@ class Adapter:
                 self._adaptation = None
 
     def _revise(self, adaptation: Adaptation) -> None:
+        before = adaptation.plan
         plan = adaptation.revised(self.running())
         with self._lock:
             # Another plan may have been asked for during the search.
-            if plan is not None and self._adaptation is adaptation:
-                self._carry_out(plan)
+            if plan is None or self._adaptation is not adaptation:
+                return
+            try:
+                adaptation.keep(self._carry_out(plan))
+            except RegroupError as error:
+                _log.warning("the plan stays: %s", error)
+                adaptation.keep(before)
+            else:
                 _log.info("adopted %s", plan.summary())

@@ -5,40 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast, final
 
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxserve.conversations import Conversations, Journal, check_journal
-from jaxserve.core.assets import cache_folder
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import EncoderPrompts
-from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.grammars import Grammars, has_grammars
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.engine.requests import RequestBuilder
-from jaxserve.execution.build import build_executor, nbytes
+from jaxserve.execution.build import build_executor
 from jaxserve.execution.build_groups import build_groups
 from jaxserve.execution.device_errors import out_of_memory_as
+from jaxserve.execution.grouped import GroupedExecutor
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import ModelExecutor
+from jaxserve.execution.regroup import GroupMaker
+from jaxserve.execution.sizes import nbytes
 from jaxserve.execution.warmup import enable_compilation_cache
 from jaxserve.execution.weights import sharded
-from jaxserve.memory.disk_tier import DiskTier
-from jaxserve.memory.page_files import PageFiles
 from jaxserve.models.parts import planned_stages
-from jaxserve.models.quantisation import Quantisation, Quantiser, log_replicated
+from jaxserve.models.quantisation import Quantisation, Quantiser, has_panels, log_replicated
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.planning import Origin
+from jaxserve.runtime.disks import check_disk, open_disks
 from jaxserve.runtime.forecaster import Forecaster, load_probe
 from jaxserve.runtime.intake import Intake
 from jaxserve.runtime.maintenance import Maintenance
 from jaxserve.runtime.planner import ObservedLengths, Planner
 from jaxserve.runtime.processes import claim, processes_of
+from jaxserve.runtime.regrouper import Regrouper
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.turn_client import ServiceTurnClient
 from jaxserve.scheduling.policy import Policy
@@ -104,8 +104,11 @@ def build_parts(
     clock = WallClock()
     used = own_params if params is None else params
     quantisation, quantiser = Quantisation.of(options), None
-    if quantisation is not None:
+    if options.quantize is not None:
         check_quantised(options, mesh)
+    if has_panels(model):
+        quantisation = Quantisation.in_panels(quantisation)
+    if quantisation is not None:
         quantiser = Quantiser(model, quantisation)
         if quantiser.is_dense(used):
             graphdef, used = nnx.split(quantiser.model(used))
@@ -122,9 +125,10 @@ def build_parts(
         ),
     ):
         places = place_replicas(used, mesh, decoder.config)
-        executors = build_executors(
+        takes_masks = tokenizer is not None and has_grammars()
+        executors, grouped = build_executors(
             *(graphdef, places, decoder, options, group, probe, wrap_executor),
-            takes_masks=tokenizer is not None and has_grammars(),
+            takes_masks=takes_masks,
         )
     leads = group is None or group.is_leader
     with ExitStack() as if_one_fails:
@@ -148,7 +152,9 @@ def build_parts(
         if tokenizer is not None:
             grammars = Grammars(tokenizer, ends, decoder.config.vocab_size)
             if_one_fails.callback(grammars.close)
-        replicas = Replicas(executors, policy, clock, logs, disks, grammars)
+        replicas = Replicas(
+            executors, policy, clock, logs, disks, grammars, max_waiting=options.max_waiting
+        )
         if_one_fails.callback(replicas.close)
         requests = RequestBuilder(
             tokenizer,
@@ -172,7 +178,18 @@ def build_parts(
         if decode is not None:
             decode_origin = Origin.of(decoder.config, decode.params, origin.config)
         maintenance = Maintenance(replicas, origin, clock, options, quantiser, decode_origin)
-        planner = Planner(replicas, maintenance, observed)
+        regrouper = None
+        if grouped is not None and isinstance(mesh, DeviceGroups) and _may_move(places[0], decoder):
+            maker = GroupMaker(
+                graphdef=graphdef,
+                model_config=decoder.config,
+                layer_layout=decoder.layer_layout,
+                options=replace(options, host_memory=0),
+                probe=probe,
+                takes_masks=takes_masks,
+            )
+            regrouper = Regrouper(replicas, grouped, maker, mesh, maintenance, clock)
+        planner = Planner(replicas, maintenance, observed, regrouper)
         if_one_fails.callback(planner.close)
         if leads and policy.is_planned:
             planner.start(options.latency_bound)
@@ -187,6 +204,12 @@ def build_parts(
             opened=if_one_fails.pop_all(),
             weights_bytes=nbytes(used) * (1 if places[0].decode is None else 2),
         )
+
+
+def _may_move(place: Place, decoder: Any) -> bool:
+    """Return whether devices may move between two groups: they have no stages, and no encoder."""
+    has_stages = any(each is not None and each.stages is not None for each in (place, place.decode))
+    return not has_stages and not decoder.config.has_encoder
 
 
 def _encoder_prompts(model_config: Any, page_size: int) -> EncoderPrompts | None:
@@ -224,7 +247,7 @@ def check_early(
             f"latency_bound={options.latency_bound!r} is kept by policy 'exegpt' only, and policy="
             f"{policy.name!r} was given; pass policy='exegpt', or call rt.plan(latency_bound)"
         )
-    _check_disk(options, policy)
+    check_disk(options, policy)
     if group is None or group.is_leader:
         if options.record is not None:
             check_is_free(options.record)
@@ -292,8 +315,12 @@ def build_executors(
     wrap: WrapExecutor | None,
     *,
     takes_masks: bool = False,
-) -> list[tuple[ModelExecutor, PoolSize]]:
+) -> tuple[list[tuple[ModelExecutor, PoolSize]], GroupedExecutor | None]:
     """Build an executor for each place. If one cannot be built, close the others.
+
+    Returns:
+      The executors with the sizes of their page pools; and the executor of two device groups
+      without what `wrap` puts in front of it, or None with one group.
 
     Args:
       wrap: see `Runtime`.
@@ -303,7 +330,8 @@ def build_executors(
       DeviceMemoryError, InvalidConfigError
     """
     with ExitStack() as if_one_fails:
-        built = []
+        built: list[tuple[ModelExecutor, PoolSize]] = []
+        grouped: GroupedExecutor | None = None
         for place in places:
             model = (decoder.config, decoder.layer_layout, options)
             if place.decode is None:
@@ -313,65 +341,11 @@ def build_executors(
                 )
             else:
                 groups = [(each.params, each.stages) for each in (place, place.decode)]
-                executor, size = build_groups(
+                grouped, size = build_groups(
                     graphdef, groups, *model, probe, takes_masks=takes_masks
                 )
+                executor = grouped
             if_one_fails.callback(executor.close)
             built.append((executor if wrap is None else wrap(executor), size))
         if_one_fails.pop_all()
-    return built
-
-
-# ---- disk tiers ----
-
-
-def open_disks(options: RuntimeOptions, executors: Sequence[ModelExecutor]) -> list[DiskTier]:
-    """Open a disk tier for each executor, in its own folder; return [] without `disk_memory`.
-
-    Raises:
-      InvalidConfigError: an executor has no host pages, the folder cannot be used, or another
-        runtime uses it.
-    """
-    if options.disk_memory is None:
-        return []
-    if any(executor.host_memory is None for executor in executors):
-        raise _no_host_pages(options)
-    max_bytes = parse_bytes(options.disk_memory) // len(executors)
-    with ExitStack() as if_one_fails:
-        disks = []
-        for index in range(len(executors)):
-            disks.append(DiskTier(PageFiles(_disk_folder(options) / str(index), max_bytes)))
-            if_one_fails.callback(disks[-1].close)
-        if_one_fails.pop_all()
-    return disks
-
-
-def _check_disk(options: RuntimeOptions, policy: Policy) -> None:
-    """Check that pages can reach the disk tier and that its folder can be used.
-
-    Raises:
-      InvalidConfigError: the policy retains no pages on the host, or the folder cannot be used.
-    """
-    if options.disk_memory is None:
-        return
-    if not policy.retention.uses_host:
-        raise InvalidConfigError(
-            f"disk_memory={options.disk_memory!r}, but policy={policy.name!r} keeps no pages on "
-            'the host, from which the disk gets them; pass policy="pensieve" or "auto", or no '
-            "disk_memory"
-        )
-    if options.host_memory == 0:
-        raise _no_host_pages(options)
-    PageFiles(_disk_folder(options) / "0", parse_bytes(options.disk_memory)).close()
-
-
-def _disk_folder(options: RuntimeOptions) -> Path:
-    return Path(options.disk_folder or cache_folder() / "pages").expanduser()
-
-
-def _no_host_pages(options: RuntimeOptions) -> InvalidConfigError:
-    return InvalidConfigError(
-        f"disk_memory={options.disk_memory!r}, but there are no host pages, from which the disk "
-        "gets its pages; pass more host_memory, or no disk_memory. Models that are cut into stages "
-        "or served by several processes have no host pages"
-    )
+    return built, grouped

@@ -33,17 +33,23 @@ class CachedPages(abc.ABC):
         """
         self._maintenance.forget_kept_pages()
 
-    def export_kv(self, token_ids: Sequence[int]) -> KVPages:
+    def export_kv(self, token_ids: Sequence[int], first: int = 0, *, waits: bool = True) -> KVPages:
         """Return the KV of the leading full pages of a context that are cached, for `import_kv`.
 
         Of a prompt that was just answered these are all full pages, if the policy keeps pages and
         host memory has room for them; they pass through it. Where it has none, there are fewer.
 
+        Args:
+          first: the page to begin with, in place of the first one. `import_kv` needs all from the
+            first one on.
+          waits: False to return only pages that are on the host, without waiting. The next steps
+            copy those that are missing. So the pages of a prompt can be read while it is computed.
+
         Raises:
           ProcessGroupError: several processes serve the model.
           RuntimeClosedError, EngineFailedError
         """
-        return self._maintenance.export_kv(token_ids)
+        return self._maintenance.export_kv(token_ids, first, waits=waits)
 
     def import_kv(self, token_ids: Sequence[int], kv: KVPages) -> int:
         """Cache KV that another runtime of the same model and options exported.

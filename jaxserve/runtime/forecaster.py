@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
+
+import jax
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
@@ -22,6 +27,12 @@ if TYPE_CHECKING:
     from predictor import OnlineLearner
 
 _log = logging.getLogger(__name__)
+
+# Seconds for which the thread collects requests after the first of a batch, and their most.
+_WINDOW_S = 0.002
+_MAX_BATCH = 64
+# Seconds that a request waits for its prediction before it is submitted.
+_PATIENCE_S = 0.01
 
 
 class Predictor(Protocol):
@@ -39,21 +50,25 @@ class Predictor(Protocol):
 
 @final
 class Forecaster:
-    """A forecaster that predicts all prompts of a batch at once, on the calling thread.
+    """A forecaster that predicts on a thread of its own, so that no request waits for it for long.
 
-    It is thread-safe. If the predictor raises, requests go on without predictions, and the first
-    error is logged.
+    The thread predicts at once what many calls have asked for within some milliseconds. A request
+    gets its prediction before it is submitted if that comes within `patience_s`, and else later. If
+    the predictor raises, requests go on without predictions, and the first error is logged.
 
     Args:
       tokenizer: tokenizer that decodes the prompts to text for the predictor.
       learner: trainer of the predictor on requests that have ended; `close` closes it. None for a
         predictor that is not trained.
       folder: folder to which `close` saves the trained predictor; None saves nothing.
+      device: where a loaded predictor computes; None for the default.
+      patience_s: seconds that a request waits for its prediction.
 
     Attributes:
       learner: the argument `learner`.
       num_failed: number of requests without a prediction because the predictor raised.
-      seconds: seconds spent in predicting, over all threads.
+      num_late: number of predictions that came after their requests were submitted.
+      seconds: seconds that the thread spent in predicting.
     """
 
     def __init__(
@@ -62,13 +77,21 @@ class Forecaster:
         tokenizer: Any,
         learner: OnlineLearner | None = None,
         folder: Path | None = None,
+        *,
+        device: Any = None,
+        patience_s: float = _PATIENCE_S,
     ):
         self._predictor = predictor
         self._tokenizer = tokenizer
         self.learner = learner
         self._folder = folder
+        self._device = device
+        self._patience_s = patience_s
         self.num_failed = 0
+        self.num_late = 0
         self.seconds = 0.0
+        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="jaxserve-predictor", daemon=True)
 
     @classmethod
     def of(cls, options: RuntimeOptions, policy: Policy, tokenizer: Any) -> Forecaster | None:
@@ -100,40 +123,71 @@ class Forecaster:
             )
         from predictor import LengthPredictor
 
-        predictor, learner = _loaded(given, learns=options.learns)
-        if isinstance(predictor, LengthPredictor) and options.warmup:
-            predictor.warm_up(progress=options.progress)
         folder = Path(given) if isinstance(given, (str, Path)) else None
-        return cls(predictor, tokenizer, learner, folder)
+        # A loaded predictor leaves the accelerator to the model.
+        device = None if folder is None else jax.devices("cpu")[0]
+        with _on(device):
+            predictor, learner = _loaded(given, learns=options.learns)
+            if isinstance(predictor, LengthPredictor) and options.warmup:
+                predictor.warm_up(progress=options.progress)
+        return cls(predictor, tokenizer, learner, folder, device=device)
 
     def start(self) -> None:
-        """Start to train. The caller must call `close` afterwards."""
+        """Start to predict and to train. The caller must call `close` afterwards."""
+        self._thread.start()
         if self.learner is not None:
             self.learner.start()
 
-    def with_predictions(self, requests: Sequence[Request]) -> list[Request]:
-        """Return the same requests, each with its prediction."""
-        if not requests:
-            return []
+    def with_predictions(
+        self, requests: Sequence[Request], late: Callable[[str, LengthPrediction], None]
+    ) -> list[Request]:
+        """Return the same requests, those with their predictions that come in time.
+
+        Args:
+          late: called with the id of a request whose prediction comes later, on the thread of the
+            predictor.
+        """
+        asked = [_Asked(request, late) for request in requests]
+        for each in asked:
+            self._asked.put(each)
+        end_s = time.monotonic() + self._patience_s
+        return [each.wait(max(0.0, end_s - time.monotonic())) for each in asked]
+
+    def _run(self) -> None:
+        while (first := self._asked.get()) is not None:
+            batch: list[_Asked] = [first]
+            end_s = time.monotonic() + _WINDOW_S
+            is_over = False
+            while len(batch) < _MAX_BATCH and not is_over:
+                try:
+                    more = self._asked.get(timeout=max(0.0, end_s - time.monotonic()))
+                except queue.Empty:
+                    break
+                is_over = more is None
+                batch += [] if more is None else [more]
+            self._predict(batch)
+            if is_over:
+                return
+
+    def _predict(self, batch: Sequence[_Asked]) -> None:
         begin_s = time.perf_counter()
+        predictions: list[LengthPrediction | None] = [None] * len(batch)
         try:
-            prompts = [self._tokenizer.decode(request.given_prompt) for request in requests]
-            predicted = self._predictor.predict(prompts)
+            prompts = [self._tokenizer.decode(each.request.given_prompt) for each in batch]
+            with _on(self._device):
+                predicted = self._predictor.predict(prompts)
             calibration = self._predictor.calibration
-            return [
-                replace(
-                    request,
-                    prediction=LengthPrediction(predicted.buckets, row, calibration),
-                )
-                for request, row in zip(requests, predicted.probabilities, strict=True)
+            predictions = [
+                LengthPrediction(predicted.buckets, row, calibration)
+                for row in predicted.probabilities
             ]
         except Exception:
             if not self.num_failed:
                 _log.exception("the length predictor failed; requests go on without predictions")
-            self.num_failed += len(requests)
-            return list(requests)
-        finally:
-            self.seconds += time.perf_counter() - begin_s
+            self.num_failed += len(batch)
+        self.seconds += time.perf_counter() - begin_s
+        for each, prediction in zip(batch, predictions, strict=True):
+            self.num_late += each.answer(prediction)
 
     def append(self, request: Request, completion: Completion) -> None:
         """Give the learner the lengths of a request's samples; see `RequestLog`.
@@ -149,11 +203,50 @@ class Forecaster:
                 self.learner.observe(prompt, len(sample.token_ids), _likeliest(request))
 
     def close(self) -> None:
-        """Stop training, and save the trained predictor."""
+        """Stop predicting and training, and save the trained predictor."""
+        if self._thread.is_alive():
+            self._asked.put(None)
+            self._thread.join()
         if self.learner is not None:
             self.learner.close()
             if self._folder is not None:
                 self.learner.save(self._folder)
+
+
+@final
+class _Asked:
+    """A request that awaits its prediction, until it is given up."""
+
+    def __init__(self, request: Request, late: Callable[[str, LengthPrediction], None]):
+        self.request = request
+        self._late = late
+        self._lock = threading.Lock()
+        self._is_answered = threading.Event()
+        self._has_gone_on = False
+        self._prediction: LengthPrediction | None = None
+
+    def wait(self, seconds: float) -> Request:
+        """Return the request, with its prediction if that comes within so many seconds."""
+        self._is_answered.wait(seconds)
+        with self._lock:
+            self._has_gone_on = True
+            if self._prediction is None:
+                return self.request
+            return replace(self.request, prediction=self._prediction)
+
+    def answer(self, prediction: LengthPrediction | None) -> bool:
+        """Give the prediction, None for none; return whether it came late."""
+        with self._lock:
+            self._prediction = prediction
+            self._is_answered.set()
+            is_late = self._has_gone_on and prediction is not None
+        if is_late and prediction is not None:
+            self._late(self.request.id, prediction)
+        return is_late
+
+
+def _on(device: Any) -> AbstractContextManager[None]:
+    return nullcontext() if device is None else jax.default_device(device)
 
 
 def _likeliest(request: Request) -> int | None:

@@ -76,6 +76,7 @@ class Intake:
 
         Raises:
           InvalidRequestError: the call is on an engine's thread.
+          QueueFullError: the prompts are more than may wait beside others; none was submitted.
           RuntimeClosedError, EngineFailedError, ProcessGroupError
         """
         self._replicas.check_may_wait()
@@ -90,6 +91,10 @@ class Intake:
                 refused[index] = Pending.ended(failed_completion("refused", (), error, timing))
         accepted = iter(self._hand_over(requests))
         return [refused.get(i) or next(accepted) for i in range(len(batch.prompts))]
+
+    def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """See `Runtime.prompt_tokens`."""
+        return self._requests.prompt_tokens(prompt)
 
     def encode(self, prompts: Any) -> Any:
         """See `Runtime.encode`."""
@@ -114,7 +119,7 @@ class Intake:
         self, requests: Sequence[Request], on_piece: PieceSink | None = None
     ) -> list[Pending]:
         if self._forecaster is not None:
-            requests = self._forecaster.with_predictions(requests)
+            requests = self._forecaster.with_predictions(requests, self._replicas.expect)
         answers = [self._answer(request, on_piece) for request in requests]
         self._replicas.submit(*answers)
         return [Pending(a.request.id, a.future, self._replicas.cancel) for a in answers]

@@ -9,8 +9,8 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.execution.build import platform_defaults
 from jaxserve.execution.device_errors import out_of_memory_as
+from jaxserve.execution.sizes import platform_defaults
 from jaxserve.execution.warmup import enable_compilation_cache, executable_store
 from jaxserve.runtime.build import check_early, check_quantised
 from jaxserve.runtime.processes import processes_of
@@ -64,7 +64,7 @@ def load_for(
             seed=options.seed,
             layer_layout=cast(Any, defaults.layer_layout),
             mesh=mesh,
-            quantisation=Quantisation.of(options),
+            quantisation=Quantisation.at_loading(options, mesh),
             progress=options.progress,
         )
 

@@ -80,30 +80,36 @@ class Maintenance:
             raise InvalidConfigError(
                 f"running={running!r} is unknown; pass one of {get_args(Running)}"
             )
-        replicas = self._replicas.all
         if self._quantiser is not None:
             params = self._quantiser.params(params)
+        origin, fitted = self._origin, self._fitted(params)
+        with self._replicas.paused(running):
+            if self._origin is not origin:  # devices may have moved to another group
+                fitted = self._fitted(params)
+            for replica, part in zip(self._replicas.all, fitted, strict=True):
+                replica.executor.update_params(part)
+                replica.engine.forget_kept_pages(keeps_disk=True)
+
+    def _fitted(self, params: Any) -> list[Any]:
+        """Return new parameters on the devices of each replica."""
+        replicas = self._replicas.all
         parts = split_replicas(params)
         if len(parts) != len(replicas):  # the parameters are on other devices than the replicas
             parts = [params] * len(replicas)
-        fitted = [
+        return [
             replica.executor.fitted(part) for replica, part in zip(replicas, parts, strict=True)
         ]
-        with self._replicas.paused(running):
-            for replica, part in zip(replicas, fitted, strict=True):
-                replica.executor.update_params(part)
-                replica.engine.forget_kept_pages(keeps_disk=True)
 
     def residency(self, token_ids: Sequence[int]) -> list[Tier]:
         """See `Runtime.residency`."""
         found = [r.engine.residency(token_ids) for r in self._replicas.all]
         return min(found, key=lambda tiers: tiers.count("nowhere"))
 
-    def export_kv(self, token_ids: Sequence[int]) -> KVPages:
+    def export_kv(self, token_ids: Sequence[int], first: int, *, waits: bool) -> KVPages:
         """See `Runtime.export_kv`."""
         self._check_is_alone()
         found = [
-            replica.loop.ask(partial(replica.engine.export_kv, token_ids))
+            replica.loop.ask(partial(replica.engine.export_kv, token_ids, first, waits=waits))
             for replica in self._replicas.all
         ]
         return max(found, key=lambda kv: len(kv.pages))
@@ -166,9 +172,9 @@ class Maintenance:
                 "this runtime has one group of devices; call measure_step_times, or create it with "
                 "mesh=sharding.make_groups(...)"
             )
-        config = self._replicas.first.executor.config
-        origins = [replace(each, config=config) for each in (self._origin, self._decode_origin)]
         with self._replicas.paused(until_s=self._until_s(max_wait_s)):
+            config = self._replicas.first.executor.config
+            origins = [replace(each, config=config) for each in (self._origin, self._decode_origin)]
             self._group_times = measure_groups(
                 self._replicas.first.executor,
                 origins,
@@ -181,6 +187,21 @@ class Maintenance:
     def group_times(self, max_wait_s: float | None = None) -> GroupTimes:
         """Return the group times that were measured last; measure them if there are none."""
         return self._group_times or self.measure_group_times(2, max_wait_s)
+
+    def group_origin(self, num_devices: int) -> Origin:
+        """Return the origin of step times of a group of so many devices."""
+        device = {**self._origin.device, "count": num_devices}
+        return replace(self._origin, device=device, config=self._replicas.first.executor.config)
+
+    def regrouped(self, encode: int, decode: int, times: GroupTimes | None) -> None:
+        """Take note of other groups.
+
+        Args:
+          encode, decode: numbers of their devices.
+          times: their measured times; None to measure them when they are needed.
+        """
+        self._origin, self._decode_origin = map(self.group_origin, (encode, decode))
+        self._group_times = times
 
     def load_step_times(self, path: str | Path) -> StepTimes:
         """See `Runtime.load_step_times`."""

@@ -33,6 +33,7 @@ class Planned(CachedPages):
         adopt: bool = True,
         adapt: bool = True,
         max_wait_s: float = 60.0,
+        max_pause_s: float = 1.0,
         policies: Sequence[str] | None = None,
     ) -> Plan:
         """Find the schedule with the most throughput under latency bounds, and serve by it.
@@ -40,10 +41,12 @@ class Planned(CachedPages):
         The schedule is one of two families: continuous batching with at most B running sequences,
         or round-robin allocation (RRA) of ExeGPT, which encodes B_E prompts, decodes N_D
         iterations, and so on (sections 4.1 and 5.1 of the paper). On two device groups it is
-        workload-aware allocation (WAA), with the sizes of its batches and steps. No request is lost
-        or preempted by the change, and greedy answers keep their tokens. Only the iteration shape
-        changes; the policy's admission, order, retention and preemption stay. Each replica adopts
-        the same schedule, and the plan's figures are those of one replica.
+        workload-aware allocation (WAA), with the sizes of its batches and steps, and with the
+        division of the devices between the groups that serves the most, if a move pays (`Move`).
+        No request is lost by the change, and greedy answers keep their tokens. Only a move of
+        devices preempts. Except for that only the iteration shape changes; the policy's admission,
+        order, retention and preemption stay. Each replica adopts the same schedule, and the plan's
+        figures are those of one replica.
 
         The first call measures step times, unless `measure_step_times` or `load_step_times` was
         called before. It waits for the end of the requests that run, for at most `max_wait_s`, and
@@ -64,6 +67,9 @@ class Planned(CachedPages):
             keep the schedule until the next call.
           max_wait_s: seconds to wait for the end of running requests, where step times have to be
             measured.
+          max_pause_s: seconds for which moving devices between two groups may pause the engine, now
+            and when the plan is adapted. Where a longer pause is expected, the devices stay, and
+            `plan.move` says so. 0 to keep the groups.
           policies: families to choose from: "rra" and "continuous", or "waa" on two device groups;
             by default all that the runtime can run, and RRA alone under policy "exegpt_rra".
 
@@ -84,8 +90,37 @@ class Planned(CachedPages):
             token_s=math.inf if token_bound is None else token_bound,
         )
         return self._planner.plan(
-            bounds, lengths, adopt=adopt, adapt=adapt, max_wait_s=max_wait_s, policies=policies
+            bounds,
+            lengths,
+            adopt=adopt,
+            adapt=adapt,
+            max_wait_s=max_wait_s,
+            max_pause_s=max_pause_s,
+            policies=policies,
         )
+
+    def regroup(self, *, encode: int, decode: int, max_pause_s: float = 1.0) -> float:
+        """Move devices between the group for prompts and the group for answers.
+
+        Requests go on: those that run keep their tokens, and their KV is computed anew. Executables
+        are made before the pause, in which weights are placed. A plan in force is dropped, and its
+        schedule stays; `plan` moves devices by itself.
+
+        Args:
+          encode, decode: devices of each group, of those that the runtime has.
+          max_pause_s: seconds for which the engine may pause.
+
+        Returns:
+          The seconds for which no step ran.
+
+        Raises:
+          InvalidConfigError: there is one group, a group has stages, or the devices, their memory
+            or the model do not allow these numbers.
+          RegroupError: the pause is expected to be longer, or something failed; all serve as
+            before.
+          RuntimeClosedError, EngineFailedError
+        """
+        return self._planner.regroup(encode, decode, max_pause_s)
 
     def measure_step_times(self, *, rounds: int = 2, max_wait_s: float | None = None) -> StepTimes:
         """Time every shape of step that a replica has compiled, for `planning.simulate`.

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import final
 
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.errors import InvalidConfigError, RegroupError
 from jaxserve.core.request import Completion, Request
 from jaxserve.planning.schedules.adaptation import Adaptation, task_of
+from jaxserve.planning.schedules.configuration import Division
+from jaxserve.planning.schedules.divided import DividedPlanner
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.families import FAMILIES, check_families, planner_of
+from jaxserve.planning.schedules.lengths import lengths_of
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength, answer_lengths, classes_of
 from jaxserve.planning.schedules.plan import Plan
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Player
-from jaxserve.planning.schedules.rra_planner import lengths_of
 from jaxserve.runtime.adapter import Adapter
 from jaxserve.runtime.maintenance import Maintenance
+from jaxserve.runtime.regrouper import Regrouper
 from jaxserve.runtime.replicas import Replicas
+
+_log = logging.getLogger(__name__)
 
 # Newest answers whose lengths are kept.
 _MAX_OBSERVED = 100_000
@@ -60,13 +66,24 @@ class ObservedLengths:
 
 @final
 class Planner:
-    """Finds schedules for the replicas of a runtime, has them adopt them, and adapts them."""
+    """Finds schedules for the replicas of a runtime, has them adopt them, and adapts them.
 
-    def __init__(self, replicas: Replicas, maintenance: Maintenance, observed: ObservedLengths):
+    Args:
+      regrouper: moves devices between two groups; None if the groups stay as they are.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        maintenance: Maintenance,
+        observed: ObservedLengths,
+        regrouper: Regrouper | None = None,
+    ):
         self._replicas = replicas
         self._maintenance = maintenance
         self._observed = observed
-        self._adapter = Adapter(replicas)
+        self._regrouper = regrouper
+        self._adapter = Adapter(replicas, regrouper)
         # Remembers its simulations from plan to plan.
         self._player: Player | None = None
         observed.tell(self._adapter.put)
@@ -80,6 +97,16 @@ class Planner:
     def num_adopted(self) -> int:
         """Plans that the replicas have adopted."""
         return self._adapter.num_adopted
+
+    @property
+    def num_moves(self) -> int:
+        """Moves of devices between two groups."""
+        return 0 if self._regrouper is None else self._regrouper.num_moves
+
+    @property
+    def move_pause_s(self) -> float:
+        """Seconds for which moves have paused the engine."""
+        return 0.0 if self._regrouper is None else self._regrouper.pause_s
 
     def start(self, latency_bound: float | None) -> None:
         """Plan by itself as soon as lengths are known; measure step times first if there are none.
@@ -101,6 +128,7 @@ class Planner:
         adopt: bool,
         adapt: bool,
         max_wait_s: float,
+        max_pause_s: float,
         policies: Sequence[str] | None,
     ) -> Plan:
         """See `Runtime.plan`."""
@@ -112,7 +140,7 @@ class Planner:
                 "no answer has ended in this runtime, so no lengths are known; pass lengths=[("
                 "prompt tokens, output tokens), ...], or plan after some requests"
             )
-        planner = self._planner(policies, max_wait_s)
+        planner = self._planner(policies, max_wait_s, max_pause_s)
         if lengths is None:
             used = observed
             task = task_of(used)
@@ -123,16 +151,35 @@ class Planner:
                 for prompt, output in lengths
             ]
         classes = classes_of(used, planner.max_slots) if self._heeds_bounds else ()
-        plan = planner.plan(task, bounds, num_lengths=len(used), classes=classes)
-        if adopt:
-            self._adopt(planner, plan, used, adapt=adapt, is_given=lengths is not None)
-        return plan
+        while True:
+            plan = planner.plan(task, bounds, num_lengths=len(used), classes=classes)
+            if not adopt:
+                return plan
+            is_given = lengths is not None
+            try:
+                return self._adopted(planner, plan, used, adapt=adapt, is_given=is_given)
+            except RegroupError as error:
+                # The next plan does without this division.
+                _log.warning("planning again: %s", error)
+
+    def regroup(self, encode: int, decode: int, max_pause_s: float) -> float:
+        """See `Runtime.regroup`."""
+        self._replicas.check_leads()
+        self._replicas.check_may_wait()
+        if self._regrouper is None:
+            raise InvalidConfigError(
+                "devices cannot move between groups here; create the runtime with "
+                "mesh=sharding.make_groups(...), without stages, and a model without an encoder"
+            )
+        return self._adapter.regroup(Division(encode, decode), max_pause_s)
 
     def close(self) -> None:
-        """Stop adapting."""
+        """Stop adapting, and end a move that is being prepared."""
+        if self._regrouper is not None:
+            self._regrouper.close()
         self._adapter.close()
 
-    def _adopt(
+    def _adopted(
         self,
         planner: SchedulePlanner,
         plan: Plan,
@@ -140,10 +187,10 @@ class Planner:
         *,
         adapt: bool,
         is_given: bool,
-    ) -> None:
+    ) -> Plan:
+        """Have the replicas adopt a plan; return it with the pause that a move took."""
         if not adapt:
-            self._adapter.adopt(plan, None)
-            return
+            return self._adapter.adopt(plan, None) or plan
         running = self._adapter.running()
         begins_s = -math.inf
         if is_given:
@@ -159,14 +206,17 @@ class Planner:
             begins_s=begins_s,
             heeds_bounds=self._heeds_bounds,
         )
-        self._adapter.adopt(plan, adaptation)
+        return self._adapter.adopt(plan, adaptation) or plan
 
     @property
     def _heeds_bounds(self) -> bool:
         return self._replicas.first.engine.scheduler.policy.order.heeds_bounds
 
     def _planner(
-        self, policies: Sequence[str] | None, max_wait_s: float | None = None
+        self,
+        policies: Sequence[str] | None,
+        max_wait_s: float | None = None,
+        max_pause_s: float = 0.0,
     ) -> SchedulePlanner:
         executor = self._replicas.first.executor
         policy = self._replicas.first.engine.scheduler.policy
@@ -174,7 +224,15 @@ class Planner:
         if executor.num_device_groups > 1:
             check_families(_GROUPED if policies is None else policies, _GROUPED)
             times = self._maintenance.group_times(max_wait_s)
-            return WAAPlanner(times=times, config=lambda: executor.config)
+            regrouper = self._regrouper
+            if regrouper is None:
+                return WAAPlanner(times=times, config=lambda: executor.config)
+            regrouper.learn(times)
+            return DividedPlanner(
+                options=regrouper.options,
+                config=lambda: executor.config,
+                max_pause_s=max_pause_s,
+            )
         families = policies if policies is not None else policy.families or FAMILIES
         check_families(families, FAMILIES)
         times = self._maintenance.step_times(max_wait_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ from functools import partial
 from typing import Literal, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import InvalidRequestError, JaxserveError
+from jaxserve.core.errors import InvalidRequestError, JaxserveError, QueueFullError
+from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.device_loop import Running
@@ -51,6 +52,12 @@ class Replica:
         self.engine.resize(size.num_pages)
         self.pool_size = size
 
+    def recompute(self, size: PoolSize, exchange: Callable[[], None]) -> int:
+        """Go on with other caches, of another size; see `Engine.recompute`. The loop is paused."""
+        num_tokens = self.engine.recompute(size.num_pages, exchange)
+        self.pool_size = size
+        return num_tokens
+
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -72,6 +79,7 @@ class Replicas:
       logs: logs that get every request that ends.
       disks: a disk tier for each executor; empty for no disk tiers.
       grammars: the compiled grammars that all engines share; None without a tokenizer.
+      max_waiting: see `RuntimeOptions`.
 
     Attributes:
       all: the replicas, in the order of the mesh's `data` axis.
@@ -85,6 +93,7 @@ class Replicas:
         logs: Sequence[RequestLog] = (),
         disks: Sequence[DiskTier] = (),
         grammars: Grammars | None = None,
+        max_waiting: int | None = None,
     ):
         engines = [
             Engine(executor, policy, clock, replica=index, disk=disk, grammars=grammars)
@@ -102,6 +111,9 @@ class Replicas:
         self._router = Router(len(self.all), page_size=config.page_size)
         self._lock = threading.Lock()
         self._placed: dict[str, _Placed] = {}
+        self._max_waiting = max_waiting
+        # Answers that wait, and some that did when they were counted last; empty without a limit.
+        self._waiting: dict[str, Answer] = {}
 
     @property
     def first(self) -> Replica:
@@ -134,6 +146,11 @@ class Replicas:
         """Length of the longest prompt that leaves room for one output token on any replica."""
         return min(replica.executor.config.max_prompt_tokens for replica in self.all)
 
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of a prompt and its answer together, on any replica."""
+        return min(replica.executor.config.max_length for replica in self.all)
+
     def submit(self, *answers: Answer) -> None:
         """Hand answers to the engines; those on one replica start in the same iteration.
 
@@ -141,13 +158,17 @@ class Replicas:
           RuntimeClosedError, EngineFailedError: any replica was closed or has failed.
           ProcessGroupError: this process follows.
           InvalidRequestError: a request with this id is still running.
+          QueueFullError: more requests than `max_waiting` would wait; none was accepted.
         """
         self.check_leads()
         for replica in self.all:
             replica.loop.check()
         with self._lock:
             self._refuse_open_ids(answers)
+            self._refuse_if_full(answers)
             placed = [self._place(answer) for answer in answers]
+            if self._max_waiting is not None:
+                self._waiting.update((answer.request.id, answer) for answer in answers)
         for one in placed:
             one.answer.future.add_done_callback(partial(self._release, one))
         try:
@@ -158,6 +179,20 @@ class Replicas:
                 self.cancel(one.answer.request.id)
                 self._release(one)
             raise
+
+    def expect(self, request_id: str, prediction: LengthPrediction) -> None:
+        """Take a prediction that comes after its request was submitted, unless that has ended."""
+        with self._lock:
+            placed = self._placed.get(request_id)
+        if placed is None:
+            return
+        replica = self.all[placed.replica]
+
+        def take_in() -> None:
+            for sequence in placed.answer.sequences:
+                replica.engine.scheduler.expect(sequence, prediction)
+
+        replica.loop.tell(take_in)
 
     def cancel(self, request_id: str) -> None:
         """End a request with the tokens so far; do nothing if it has ended or is unknown."""
@@ -236,6 +271,19 @@ class Replicas:
                     "id, or no id to have one generated"
                 )
 
+    def _refuse_if_full(self, answers: Sequence[Answer]) -> None:
+        most = self._max_waiting
+        if most is None:
+            return
+        if len(self._waiting) + len(answers) > most:
+            self._waiting = {key: each for key, each in self._waiting.items() if each.waits}
+        if len(self._waiting) + len(answers) > most:
+            raise QueueFullError(
+                f"{len(self._waiting)} requests wait, and {len(answers)} more were submitted; "
+                f"max_waiting={most}. Submit them when others have begun, or pass a larger "
+                "max_waiting"
+            )
+
     def _place(self, answer: Answer) -> _Placed:
         request = answer.request
         prediction = first_prediction(request, self.first.executor.refinement)
@@ -262,4 +310,5 @@ class Replicas:
         """Remove an ended request from the router's load; a second call does nothing."""
         if self._placed.get(placed.answer.request.id) is placed:
             del self._placed[placed.answer.request.id]
+            self._waiting.pop(placed.answer.request.id, None)
             self._router.finish(placed.replica, placed.work)

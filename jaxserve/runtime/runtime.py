@@ -214,6 +214,15 @@ class Runtime(Planned):
             conversation_id=conversation_id, on_piece=on_piece,
         )  # fmt: skip
 
+    def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the token ids of a prompt, a text or a chat, as `submit` makes them.
+
+        Raises:
+          InvalidRequestError: the prompt cannot be served; a subclass of it.
+          MissingExtraError
+        """
+        return self._intake.prompt_tokens(prompt)
+
     def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
         """Submit requests of a workload that arrive now; a replica starts its own in one iteration.
 
@@ -282,6 +291,11 @@ class Runtime(Planned):
     def vocab_size(self) -> int:
         """Size of the vocabulary; token ids are below it."""
         return self.model_config.vocab_size
+
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of a prompt and its answer together."""
+        return self._replicas.max_length
 
     def stats(self) -> RuntimeStats:
         """Return a snapshot of the counters."""

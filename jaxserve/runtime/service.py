@@ -47,6 +47,11 @@ class Service(Protocol):
         ...
 
     @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of a prompt and its answer together."""
+        ...
+
+    @property
     def conversations(self) -> Conversations:
         """The stored conversations, to list and delete them; `conversation` opens one."""
         ...
@@ -80,6 +85,7 @@ class Service(Protocol):
         Raises:
           InvalidRequestError: a single prompt cannot be served; one of its subclasses.
           InvalidConfigError: the numbers of parameters and of prompts differ.
+          QueueFullError: more requests than `max_waiting` would wait.
           EngineFailedError
         """
         ...
@@ -113,6 +119,7 @@ class Service(Protocol):
         Raises:
           InvalidRequestError: the request cannot be served; one of its subclasses. A `Fleet` raises
             it only for the id, and returns a completion with the error for all other reasons.
+          QueueFullError: more requests than `max_waiting` would wait.
           EngineFailedError
         """
         ...

@@ -26,6 +26,8 @@ class RuntimeStats:
     Attributes:
       predicting_s: seconds that the prediction of lengths took on the submitting threads.
       num_plans: schedules that were adopted (`Runtime.plan`, policy "exegpt").
+      num_moves: moves of devices between two groups (`Runtime.plan`, `Runtime.regroup`).
+      move_pause_s: seconds for which these have paused the engine.
       plan: the schedule in force, its bounds, and what is expected of it; None without one.
       num_pages_owned, num_pages_usable: pages of the device that sequences own now, and that they
         can own, over all replicas.
@@ -50,8 +52,11 @@ class RuntimeStats:
     num_evicted_tokens: int
     num_refined: int
     num_handovers_lost: int
+    num_lost_steps: int
     num_constrained: int
     num_forced: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     num_compilations: int
     busy_s: float
     host_gap_s: float
@@ -68,6 +73,8 @@ class RuntimeStats:
     weights_bytes: int
     step_bytes: int
     num_plans: int = 0
+    num_moves: int = 0
+    move_pause_s: float = 0.0
     plan: Plan | None = None
 
     @classmethod
@@ -99,6 +106,8 @@ class RuntimeStats:
             weights_bytes=weights_bytes,
             step_bytes=first.pool_size.step_bytes,
             num_plans=planner.num_adopted,
+            num_moves=planner.num_moves,
+            move_pause_s=planner.move_pause_s,
             plan=planner.in_force,
         )
 

@@ -83,3 +83,17 @@ def check_groups(iteration: IterationShape[Any], policy: Policy) -> None:
             f"{policy.name!r} has {policy.num_device_groups}; adopt a shape for as many groups, or "
             "create an engine with another policy"
         )
+
+
+def check_has_groups(policy: Policy, num_device_groups: int) -> None:
+    """Check that an executor has as many device groups as a policy plans for.
+
+    Raises:
+      InvalidConfigError: it has fewer.
+    """
+    if policy.num_device_groups > num_device_groups:
+        raise InvalidConfigError(
+            f"policy {policy.name!r} plans for {policy.num_device_groups} device groups, and this "
+            f"executor has {num_device_groups}; pass an executor with as many, as a runtime on "
+            'sharding.DeviceGroups has it, or a policy for one group, such as "exegpt_rra"'
+        )

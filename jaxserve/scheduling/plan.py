@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -158,6 +159,8 @@ class StepPlan:
         what lies between them is in its pages already (thesis, section 3.4.3.4). A row may read
         what rows before it write.
       num_iterations: 1 for a mixed step; N for a decode loop (each row one token, sampling).
+      num_proposed: tokens that a decode loop computes speculatively behind the newest one of each
+        row, in every iteration; 0 for a loop that does not speculate.
       window_start, window_size: the slots that a decode loop runs over; size 0 for a mixed step.
       handovers: KV that goes from group to group. A plan has either handovers or rows, and reads
         what plans before it have written that were collected before it was submitted.
@@ -176,6 +179,7 @@ class StepPlan:
     page_updates: tuple[tuple[int, int, int], ...] = ()
     rows: tuple[Row, ...] = ()
     num_iterations: int = 1
+    num_proposed: int = 0
     window_start: int = 0
     window_size: int = 0
     handovers: tuple[Handover, ...] = ()
@@ -197,8 +201,9 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed: prefilled ones, and one an iteration for each decoding row."""
-        return self.num_iterations * sum(row.num_tokens for row in self.rows)
+        """Tokens computed at most: prefilled ones, decoded ones, and those proposed."""
+        tokens = sum(row.num_tokens for row in self.rows)
+        return self.num_iterations * (1 + self.num_proposed) * tokens
 
 
 @final
@@ -214,22 +219,38 @@ class PromptLogprobs:
     top_logprobs: np.ndarray
 
 
+class ProposalCount(enum.IntEnum):
+    """What a decode loop counts of proposed tokens, in each row.
+
+    HITS are tokens that were the ones proposed. MISSES were not, or had no proposal. COMPUTED are
+    proposals that the model computed, which a loop that does not speculate never does. ITERATIONS
+    are those in which the row took part.
+    """
+
+    HITS = 0
+    MISSES = 1
+    COMPUTED = 2
+    ITERATIONS = 3
+
+
 @final
 @dataclass(frozen=True)
 class StepResult:
     """Tokens of one step, row by row in the plan's order.
 
     Attributes:
-      tokens: int32 [rows, iterations].
+      tokens: int32 [rows, tokens].
       num_tokens: int32 [rows], how many of them are valid: at most the row's `max_new_tokens`.
       finite: bool [rows], False where the model's logits were not.
-      logprobs: float32 [rows, iterations], or None when no row asked.
-      top_ids, top_logprobs: [rows, iterations, MAX_LOGPROBS], or None.
+      logprobs: float32 [rows, tokens], or None when no row asked.
+      top_ids, top_logprobs: [rows, tokens, MAX_LOGPROBS], or None.
       prompt_logprobs: row index -> its prompt log-probabilities.
       remaining: float32 [rows, buckets], what a probe read where each sampling row's last token was
         chosen: logits of the tokens that were to come from there on, that one included. None
         without a probe; nonsense in rows that did not sample.
       arrived: bool [handovers], False where pages did not arrive; None if all did.
+      proposals: int32 [rows, counts], see `ProposalCount`; None except of the decode loops of a
+        runtime that speculates.
     """
 
     tokens: np.ndarray
@@ -241,6 +262,18 @@ class StepResult:
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
     remaining: np.ndarray | None = None
     arrived: np.ndarray | None = None
+    proposals: np.ndarray | None = None
+
+
+def nothing_delivered(plan: StepPlan) -> StepResult:
+    """Return the result of a plan that was not carried out: no tokens, and no pages arrived."""
+    num_rows = len(plan.rows)
+    return StepResult(
+        np.zeros((num_rows, 1), np.int32),
+        np.zeros(num_rows, np.int32),
+        np.ones(num_rows, np.bool_),
+        arrived=np.zeros(len(plan.handovers), np.bool_),
+    )
 
 
 def nothing_computed(arrived: np.ndarray | None = None) -> StepResult:

@@ -22,6 +22,25 @@ from jaxserve.scheduling.sequence import Sequence
 _State = TypeVar("_State")
 
 
+class Headroom(Protocol):
+    """The pages that an admission leaves available, so that running sequences can grow.
+
+    It is that of one step: of the sequences that run, and of those that were admitted since.
+    """
+
+    def pages(self, sequence: Sequence) -> int:
+        """Return the pages that must stay available after the admission of a sequence."""
+        ...
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Count a sequence among those that run; its reservation is made."""
+        ...
+
+    def advanced(self) -> None:
+        """Take note that running sequences have reserved more pages in this step."""
+        ...
+
+
 class Admission(Protocol):
     """How much memory to reserve for a sequence."""
 
@@ -33,14 +52,10 @@ class Admission(Protocol):
         """
         ...
 
-    def headroom_pages(
-        self,
-        sequence: Sequence,
-        running: Seq[Sequence],
-        config: EngineConfig,
-        lengths: LengthTracker,
-    ) -> int:
-        """Return the pages that must stay available after the sequence's admission, for growth."""
+    def headroom(
+        self, running: Seq[Sequence], config: EngineConfig, lengths: LengthTracker
+    ) -> Headroom:
+        """Return what admissions leave available in a step, given the sequences that run."""
         ...
 
     @property
@@ -261,7 +276,9 @@ class IterationShape(Protocol[_State]):
     """
 
     num_device_groups: ClassVar[int]
-    makes_way: ClassVar[bool]
+
+    @property
+    def makes_way(self) -> bool: ...
 
     def new_state(self) -> _State:
         """Return what the shape remembers from step to step, for a scheduler that starts.

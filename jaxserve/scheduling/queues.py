@@ -11,8 +11,8 @@ from jaxserve.scheduling.lengths.slack import Slack
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.pace import Pace
-from jaxserve.scheduling.plan import Extension
-from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.plan import Admission, Extension
+from jaxserve.scheduling.policy import Headroom, Policy
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.waiting_pool import WaitingPool
@@ -47,7 +47,9 @@ class Queues:
     ):
         config = kv.config
         self.keys = OrderKeys(policy.order, lengths)
-        self.waiting = WaitingPool(self.keys, policy.order.max_passes, config.page_size)
+        self.waiting = WaitingPool(
+            self.keys, policy.order.max_passes, config.page_size, self._least_pages
+        )
         self.running: list[Sequence] = []
         self.bounded: dict[int, Sequence] = {}
         self.slots = tuple(
@@ -60,8 +62,9 @@ class Queues:
         self._lengths = lengths
         self._now = now
         self._pace = pace
-        # Of the step that is being planned, if it was asked for.
+        # Of the step that is being planned, if they were asked for.
         self._slack: Slack | None = None
+        self._headroom: Headroom | None = None
         # Of each group, since its last step.
         self._released: list[list[int]] = [[] for _ in self.slots]
         self._arrived: list[list[Sequence]] = [[] for _ in self.slots]
@@ -76,6 +79,12 @@ class Queues:
     def begin_step(self) -> None:
         """Note that another step is being planned, at another time."""
         self._slack = None
+        self._headroom = None
+
+    def have_advanced(self) -> None:
+        """Note that running sequences have got more tokens in the step that is being planned."""
+        if self._headroom is not None:
+            self._headroom.advanced()
 
     def first_admissible(self, only_bounded: bool = False) -> Sequence | None:
         """Return the first waiting sequence that fits, if it may pass those before it.
@@ -110,12 +119,20 @@ class Queues:
         return is_bulk and self._slack is not None and self._slack.is_too_small_for(sequence)
 
     def _fits(self, sequence: Sequence) -> bool:
-        missing = self._kv.num_missing(sequence, self.tokens_to_reserve(sequence))
-        if missing > self._kv.num_available:
+        num_tokens, num_available = self.tokens_to_reserve(sequence), self._kv.num_available
+        if not self._kv.fits_into(sequence, num_tokens, num_available):
             return False
-        admission = self._policy.admission
-        headroom = admission.headroom_pages(sequence, self.running, self._kv.config, self._lengths)
-        return missing + headroom <= self._kv.num_available
+        if self._headroom is None:
+            self._headroom = self._policy.admission.headroom(
+                self.running, self._kv.config, self._lengths
+            )
+        headroom = self._headroom.pages(sequence)
+        if not headroom:
+            return True
+        return self._kv.fits_into(sequence, num_tokens, num_available - headroom)
+
+    def _least_pages(self, sequence: Sequence) -> int:
+        return self._kv.least_missing(sequence, self.tokens_to_reserve(sequence))
 
     def wait(self, sequence: Sequence) -> None:
         """Put a sequence without slot and pages into the waiting pool."""
@@ -129,6 +146,8 @@ class Queues:
         """
         entries = self._kv.begin(sequence, self.tokens_to_reserve(sequence))
         self.waiting.admit(sequence)
+        if self._headroom is not None:
+            self._headroom.admitted(sequence)
         sequence.slot = self.slots[0].take()
         sequence.phase = Phase.RUNNING
         if sequence.times.admitted_s is None:
@@ -159,6 +178,7 @@ class Queues:
     def leave_slot(self, sequence: Sequence) -> None:
         """Free a running sequence's slot; its next phase is the caller's to set."""
         self.running.remove(sequence)
+        self._headroom = None
         self.bounded.pop(sequence.key, None)
         self._release_slot(sequence)
 
@@ -230,3 +250,15 @@ class Queues:
         assert len(set(taken)) == len(taken) == num_live, "slots do not add up"
         assert all(each.phase is Phase.RUNNING for each in self.running), "one does not run"
         assert all(each.phase is Phase.WAITING for each in self.waiting), "one does not wait"
+
+
+def admission(sequence: Sequence) -> Admission:
+    """Return what a slot needs to serve a sequence that has it."""
+    assert sequence.slot is not None
+    return Admission(
+        slot=sequence.slot,
+        request=sequence.request,
+        sample_index=sequence.sample_index,
+        tokens=sequence.known_array,
+        max_length=sequence.max_length,
+    )

@@ -11,27 +11,22 @@ from typing import Any, final
 from jaxserve.core.clock import Clock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import JaxserveError
+from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import FinishReason, Request
 from jaxserve.memory.relocation import Moves
+from jaxserve.scheduling import limits
 from jaxserve.scheduling.collect import Progress, take_results
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.usage import PageUsage
 from jaxserve.scheduling.lengths.tracker import LengthTracker
-from jaxserve.scheduling.limits import (
-    MAX_LOST_HANDOVERS,
-    check_groups,
-    end_of,
-    max_length,
-    not_finite,
-    not_handed_over,
-    too_long,
-)
+from jaxserve.scheduling.limits import MAX_LOST_HANDOVERS, end_of, max_length
 from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.plan import Handover, StepPlan, StepResult
 from jaxserve.scheduling.policy import IterationShape, Policy
 from jaxserve.scheduling.queues import Queues
 from jaxserve.scheduling.sequence import Phase, Sequence
+from jaxserve.scheduling.speculation import Speculation
 from jaxserve.scheduling.step import Step
 from predictor import Refinement
 
@@ -56,6 +51,7 @@ class Scheduler:
 
     Attributes:
       lengths: what is expected of the sequences' lengths; policies read it.
+      speculation: what is known of proposals; whoever times steps tells it.
       wake_s: until when the policy or the disk lets the device idle; None where neither does.
     """
 
@@ -67,18 +63,15 @@ class Scheduler:
         refinement: Refinement | None,
         pace: Callable[[], Pace | None],
     ):
-        self.policy = policy
+        self.policy, self._clock, self._kv = policy, clock, kv
         self.lengths = LengthTracker(refinement)
+        self.speculation = Speculation(kv.config.num_proposed)
         self.wake_s: float | None = None
-        self._clock = clock
-        self._kv = kv
         self._queues = Queues(policy, kv, self.lengths, clock.now, pace)
         self._policy_state = policy.new_state()
         self._sequences: dict[int, Sequence] = {}
-        self._num_plans = 0
-        self._num_taken_back = 0
-        self._num_handovers_lost = 0
-        self._next_key = 0
+        self._num_plans = self._next_key = 0
+        self._num_taken_back = self._num_handovers_lost = 0
 
     # ---- what there is ----
 
@@ -128,6 +121,7 @@ class Scheduler:
             "num_taken_back": self._num_taken_back,
             "num_handovers_lost": self._num_handovers_lost,
             **self._kv.counters(),
+            **self.speculation.counters(),
         }
 
     def tokens_to_reserve(self, sequence: Sequence) -> int:
@@ -150,7 +144,7 @@ class Scheduler:
                 request=request,
                 sample_index=index,
                 max_length=limit,
-                kv=self._kv.new(request.encoder_prompt),
+                kv=self._kv.new(request),
                 primary=samples[0] if samples and not self.config.has_slot_state else None,
             )
             self._next_key += 1
@@ -173,8 +167,7 @@ class Scheduler:
         elif sequence.phase is Phase.RUNNING:
             self._queues.leave_slot(sequence)
         sequence.phase = Phase.FINISHED
-        sequence.finish_reason = reason
-        sequence.error = error
+        sequence.finish_reason, sequence.error = reason, error
         sequence.times.end(self._clock.now(), has_output=bool(sequence.output))
         self._kv.end(sequence, is_right=error is None)
         self.lengths.remove(sequence)
@@ -195,6 +188,12 @@ class Scheduler:
         if sequence.phase is Phase.FINISHED:
             sequence.finish_reason, sequence.error = reason, error
         self.end(sequence, reason, error)
+
+    def expect(self, sequence: Sequence, prediction: LengthPrediction) -> None:
+        """Take a prediction that comes after its request; one with an estimate keeps that."""
+        if sequence.phase is not Phase.FINISHED and self.lengths.expect(sequence, prediction):
+            if sequence.phase is Phase.WAITING:
+                self._queues.waiting.replace(sequence)
 
     def extend(self, sequence: Sequence, tokens: Seq[int]) -> None:
         """Append tokens that are certain, to be computed in its next step; they may end it.
@@ -250,8 +249,7 @@ class Scheduler:
             step = self._selected(open_groups)
         self.wake_s = step.wake_s
         if not step.has_work:
-            if self.wake_s is None:
-                self.wake_s = self._kv.gives_up_s
+            self.wake_s = self._kv.gives_up_s if self.wake_s is None else self.wake_s
             return None
         self._kv.prefetch(itertools.islice(self._queues.waiting.ready(), _MAX_AWAITED))
         plan = step.finish(self._num_plans)
@@ -262,7 +260,10 @@ class Scheduler:
         return plan
 
     def _selected(self, open_groups: Collection[int]) -> Step:
-        step = Step(self._queues, self._kv, self.policy, self.lengths, self._clock.now, open_groups)
+        step = Step(
+            *(self._queues, self._kv, self.policy, self.lengths, self.speculation),
+            *(self._clock.now, open_groups),
+        )
         self.policy.iteration.select(step, self._policy_state)
         return step
 
@@ -276,8 +277,7 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[Progress]:
         """Take in what `plan` delivered; returns the news in the order of the rows."""
-        news = []
-        live = []
+        news, live = [], []
         for index, handover in enumerate(plan.handovers):
             sequence = self._sequences[handover.sequence_key]
             is_lost = result.arrived is not None and not result.arrived[index]
@@ -315,7 +315,7 @@ class Scheduler:
             self._num_handovers_lost += 1
             sequence.num_lost += 1
             if sequence.num_lost == MAX_LOST_HANDOVERS:
-                self.end(sequence, "error", not_handed_over(sequence))
+                self.end(sequence, "error", limits.not_handed_over(sequence))
                 return True
             self._queues.preempt(sequence)
         return False
@@ -326,7 +326,7 @@ class Scheduler:
         if count and sequence.times.first_token_s is None:
             sequence.times.first_token_s = self._clock.now()
         if not result.finite[index]:
-            self.end(sequence, "error", not_finite(sequence))
+            self.end(sequence, "error", limits.not_finite(sequence))
         elif reason := end_of(sequence, has_new=count > 0):
             self.end(sequence, reason)
         elif count < row.max_new_tokens:
@@ -353,7 +353,7 @@ class Scheduler:
         Raises:
           InvalidConfigError: it plans for another number of device groups.
         """
-        check_groups(iteration, self.policy)
+        limits.check_groups(iteration, self.policy)
         self.policy = replace(self.policy, iteration=iteration)
         state = self.policy.new_state()
         if type(state) is not type(self._policy_state):
@@ -390,7 +390,7 @@ class Scheduler:
 
     def _fail_if_too_long(self, sequence: Sequence) -> None:
         if sequence.num_outputs_left <= 0:
-            self.end(sequence, "error", too_long(sequence, self.config))
+            self.end(sequence, "error", limits.too_long(sequence, self.config))
 
     def check_integrity(self) -> None:
         """Raise AssertionError when an invariant of docs/architecture.md is broken."""

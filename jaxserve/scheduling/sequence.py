@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import final
 
+import numpy as np
+
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import FinishReason, Request, TokenLogprob
 from jaxserve.scheduling.kv.sequence_kv import SequenceKV
@@ -146,6 +148,12 @@ class Sequence:
     @property
     def known_tokens(self) -> tuple[int, ...]:
         return (*self.request.prompt, *self.output) if self.output else self.request.prompt
+
+    @property
+    def known_array(self) -> np.ndarray:
+        """`known_tokens` as int32 [tokens]."""
+        prompt = self.request.prompt_array
+        return np.append(prompt, np.asarray(self.output, np.int32)) if self.output else prompt
 
     @property
     def wants_prompt_logprobs(self) -> bool:

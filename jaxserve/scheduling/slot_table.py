@@ -29,33 +29,29 @@ class SlotTable:
     """Counts which slots are live. A decode loop runs over a contiguous window of slots."""
 
     def __init__(self, num_slots: int, buckets: tuple[int, ...]):
-        self._live = [False] * num_slots
+        self._num_slots = num_slots
+        # Bit i says whether slot i is live.
+        self._live = 0
         self._buckets = buckets
 
     @property
     def num_live(self) -> int:
-        return sum(self._live)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._live) - self.num_live
+        return self._live.bit_count()
 
     def take(self) -> int:
         """Allocate the free slot that widens the live span least: a hole, else a neighbour."""
-        span = self._span()
-        if span is None:
-            slot = 0
-        else:
-            low, high = span
-            holes = [slot for slot in range(low, high) if not self._live[slot]]
-            slot = holes[0] if holes else (high if high < len(self._live) else low - 1)
-        self._live[slot] = True
+        low, high = self._span() or (0, 0)
+        # The lowest free slot from the first live one on is a hole, or follows the last live one.
+        slot = low + _lowest_bit(~(self._live >> low))
+        if slot == high == self._num_slots:
+            slot = low - 1
+        self._live |= 1 << slot
         return slot
 
     def release(self, slot: int) -> None:
-        if not self._live[slot]:
+        if not self._live >> slot & 1:
             raise ValueError(f"slot {slot} is not live")
-        self._live[slot] = False
+        self._live ^= 1 << slot
 
     def window(self, min_size: int = 0) -> tuple[int, int]:
         """Return (start, size) of the smallest compiled window over every live slot.
@@ -66,13 +62,14 @@ class SlotTable:
         low, high = self._span() or (0, 1)
         low = max(0, min(low, high - min_size))
         size = bucket(max(high - low, min_size), self._buckets)
-        return min(low, len(self._live) - size), size
+        return min(low, self._num_slots - size), size
 
     def window_of_one(self, slot: int) -> tuple[int, int] | None:
         """Return (start, size) of the smallest compiled window with no live slot but `slot`."""
         size = self._buckets[0]
-        for start in range(max(0, slot - size + 1), min(slot, len(self._live) - size) + 1):
-            if sum(self._live[start : start + size]) == 1:
+        window = (1 << size) - 1
+        for start in range(max(0, slot - size + 1), min(slot, self._num_slots - size) + 1):
+            if (self._live >> start & window).bit_count() == 1:
                 return start, size
         return None
 
@@ -81,23 +78,27 @@ class SlotTable:
 
         Nothing moves unless the decode window gets smaller by it. Returns (from, to) pairs.
         """
-        if self.num_live == 0:
+        if not self._live:
             return []
         size = bucket(self.num_live, self._buckets)
         if size >= self.window()[1]:
             return []
-        start = fewest_moves_window(self._live, size)
+        live = [bool(self._live >> slot & 1) for slot in range(self._num_slots)]
+        start = fewest_moves_window(live, size)
         inside = range(start, start + size)
-        holes = iter([slot for slot in inside if not self._live[slot]])
-        strays = [slot for slot, live in enumerate(self._live) if live and slot not in inside]
+        holes = iter([slot for slot in inside if not live[slot]])
+        strays = [slot for slot in range(self._num_slots) if live[slot] and slot not in inside]
         moves = [(stray, next(holes)) for stray in strays]
         for source, target in moves:
-            self._live[source], self._live[target] = False, True
+            self._live ^= 1 << source | 1 << target
         return moves
 
     def _span(self) -> tuple[int, int] | None:
-        if True not in self._live:
+        if not self._live:
             return None
-        low = self._live.index(True)
-        high = len(self._live) - self._live[::-1].index(True)
-        return low, high
+        return _lowest_bit(self._live), self._live.bit_length()
+
+
+def _lowest_bit(number: int) -> int:
+    """Return the index of the lowest bit that is set; one is."""
+    return (number & -number).bit_length() - 1

@@ -11,10 +11,11 @@ import numpy as np
 
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.tracker import LengthTracker
-from jaxserve.scheduling.plan import LINK, Admission, Handover, Row, StepPlan
+from jaxserve.scheduling.plan import LINK, Handover, Row, StepPlan
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.queues import Queues
+from jaxserve.scheduling.queues import Queues, admission
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.speculation import Speculation
 
 
 @final
@@ -36,6 +37,7 @@ class Step:
         kv: KVManager,
         policy: Policy,
         lengths: LengthTracker,
+        speculation: Speculation,
         now: Callable[[], float],
         open_groups: Collection[int],
     ):
@@ -50,14 +52,17 @@ class Step:
         self._kv = kv
         self._policy = policy
         self._lengths = lengths
+        self._speculation = speculation
         self._extends = policy.admission.extends
         self._now = now
         # Of each row, beside its sequence.
         self._spans: list[tuple[int, int]] = []
+        self._num_tokens = 0
         self._max_new: list[int] = []
         self._admitted: list[Sequence] = []
         self._new_pages: list[tuple[Sequence, int, int]] = []
         self._num_iterations = 1
+        self._num_proposed = 0
         self._is_decode_loop = False
         self._has_preempted = False
         self._is_short = False
@@ -108,10 +113,6 @@ class Step:
         if self._is_full:
             return 0
         return max(0, self.config.max_step_tokens - self._num_tokens)
-
-    @property
-    def _num_tokens(self) -> int:
-        return sum(end - start for start, end in self._spans)
 
     def expected_ends(self, num_iterations: int) -> Seq[float] | None:
         forecast = self._lengths.forecast(self.decoding)
@@ -201,6 +202,7 @@ class Step:
         for sequence in decoding:
             count = min(sequence.num_uncomputed, 1 + max(0, spare))
             spare -= count - 1 if self.add_row(sequence, count) else -1
+        self._queues.have_advanced()
 
     def add_decode_loop(
         self, max_iterations: int, *, compacts: bool = True, min_rows: int = 0
@@ -214,16 +216,18 @@ class Step:
             return 1
         if any(sequence.awaits_token for sequence in self._running_here):
             max_iterations = 1
-        count = min(max_iterations, *(s.num_outputs_left for s in decoding))
-        if not self._extends:
-            count = min(count, *(self._num_reserved_left(s) for s in decoding))
-        while count > 1 and not self._fits(decoding, count):
-            count //= 2
+        left = [self._num_tokens_left_of(sequence) for sequence in decoding]
+        self._num_proposed = self._speculation.num_proposed(decoding)
+        block = 1 + self._num_proposed
+        count = min(max_iterations, *(-(-num // block) for num in left))
+        while count * block > 1 and not self._fits(decoding, count * block):
+            count, block = max(1, count // 2), block if count > 1 else 1
+        self._num_proposed = block - 1
         self._compacts, self._min_rows = compacts, min_rows
         self._num_iterations = count
         self._is_decode_loop = True
-        for sequence in decoding:
-            self.add_row(sequence, count)
+        for sequence, num in zip(decoding, left, strict=True):
+            self.add_row(sequence, min(count * block, num))
         return count
 
     def add_decode_loop_of(self, sequence: Sequence, max_iterations: int) -> bool:
@@ -280,7 +284,7 @@ class Step:
             swaps_in=swaps_in,
             releases=releases,
             moves=moves,
-            admissions=tuple(map(_admission, [*admitted, *arrived])),
+            admissions=tuple(map(admission, [*admitted, *arrived])),
             extensions=queues.take_extensions(group),
             page_updates=tuple(
                 (sequence.slot, index, page)
@@ -289,6 +293,7 @@ class Step:
             ),
             rows=tuple(map(self._row, self.sequences, self._spans, self._max_new)),
             num_iterations=self._num_iterations,
+            num_proposed=self._num_proposed,
             window_start=window_start,
             window_size=window_size,
             group=group,
@@ -321,14 +326,14 @@ class Step:
     def _advance(self, sequence: Sequence, spans: Seq[tuple[int, int]]) -> None:
         """After these tokens: a row that reaches the newest token plans the next one."""
         start, end = spans[-1]
-        if self._is_decode_loop:
-            max_new_tokens = end - start
-        else:
-            max_new_tokens = int(end == sequence.planned_length)
+        is_at_end = end == sequence.planned_length
+        max_new_tokens = end - start if self._is_decode_loop else int(is_at_end)
         sequence.num_planned_outputs += max_new_tokens
+        sequence.falls_short |= self._num_proposed > 0
         self._max_new += [0] * (len(spans) - 1) + [max_new_tokens]
         self.sequences += [sequence] * len(spans)
         self._spans += spans
+        self._num_tokens += sum(end - start for start, end in spans)
         self._kv.computed(sequence, spans[0][0], end)
 
     # ---- memory ----
@@ -352,6 +357,8 @@ class Step:
 
     def _secure(self, sequence: Sequence, length: int) -> bool:
         """Own the pages for `length` tokens, preempting others for them."""
+        if length <= sequence.kv.table.num_tokens:
+            return True
         if not self._extends and sequence.kv.table.num_missing(length):
             self._preempt(sequence, has_outgrown=True)
             return False
@@ -379,6 +386,11 @@ class Step:
         self._has_preempted = True
         self._queues.preempt(sequence, has_outgrown=has_outgrown)
 
+    def _num_tokens_left_of(self, sequence: Sequence) -> int:
+        """Tokens that it may have more, by its length limit and, where it counts, reservation."""
+        most = sequence.num_outputs_left
+        return most if self._extends else min(most, self._num_reserved_left(sequence))
+
     def _num_reserved_left(self, sequence: Sequence) -> int:
         """Tokens for which its reservation still has room."""
         kv = sequence.kv
@@ -386,14 +398,3 @@ class Step:
 
     def _has_outgrown(self, sequence: Sequence) -> bool:
         return not self._extends and self._num_reserved_left(sequence) <= 0
-
-
-def _admission(sequence: Sequence) -> Admission:
-    assert sequence.slot is not None
-    return Admission(
-        slot=sequence.slot,
-        request=sequence.request,
-        sample_index=sequence.sample_index,
-        tokens=np.asarray(sequence.known_tokens, np.int32),
-        max_length=sequence.max_length,
-    )

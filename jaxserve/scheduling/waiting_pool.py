@@ -4,74 +4,147 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator
-from typing import final
+from dataclasses import dataclass
+from typing import Any, final
 
 from jaxserve.scheduling.kv.prefix_cache import num_shareable
 from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.sequence import Phase, Sequence
+
+# Entries of a block, at most.
+_MAX_ENTRIES = 128
+# The least pages of a sequence whose tokens are in flight: they may change its reservation.
+_UNKNOWN = -1
+
+
+@final
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """A waiting sequence.
+
+    Attributes:
+      place: key of its order, and its own; no two are equal.
+      least_pages: that it can begin with.
+      num_passed: admissions that went before it although it came first; those of its block's
+        `num_passed` come on top.
+    """
+
+    place: tuple[Any, int]
+    sequence: Sequence
+    least_pages: int
+    num_passed: int = 0
+
+
+@final
+class _Block:
+    """A run of entries, in order, of which a search skips those that cannot be admitted at once.
+
+    Attributes:
+      num_passed: passes of every entry.
+      least_pages: the lowest of the entries.
+      most_passed: the highest `num_passed` of the entries themselves.
+    """
+
+    __slots__ = ("entries", "least_pages", "most_passed", "num_passed")
+
+    def __init__(self, entries: list[_Entry], num_passed: int = 0):
+        self.entries = entries
+        self.num_passed = num_passed
+        self.measure()
+
+    def measure(self) -> None:
+        """Take the extremes anew."""
+        self.least_pages = min(entry.least_pages for entry in self.entries)
+        self.most_passed = max(entry.num_passed for entry in self.entries)
+
+    def add(self, entry: _Entry) -> None:
+        """Insert an entry whose `num_passed` counts all of its passes."""
+        entry.num_passed -= self.num_passed
+        bisect.insort(self.entries, entry, key=_place)
+        self.least_pages = min(self.least_pages, entry.least_pages)
+        self.most_passed = max(self.most_passed, entry.num_passed)
+
+    def split(self) -> _Block:
+        """Return a block with the upper half, which leaves this one."""
+        half = len(self.entries) // 2
+        upper = _Block(self.entries[half:], self.num_passed)
+        del self.entries[half:]
+        self.measure()
+        return upper
 
 
 @final
 class WaitingPool:
     """Waiting sequences in the policy's order.
 
-    A sequence that does not fit is passed by others as often as the order allows.
+    A sequence that does not fit is passed by others as often as the order allows. The sequences lie
+    in blocks that know the least pages of theirs, so a search costs the number of blocks and one of
+    them, not the number of sequences.
 
     Args:
       keys: of the sequences' places; a key is taken here whenever a sequence begins to wait.
       max_passes: see `Order`.
+      least_pages: returns the fewest pages that a sequence can begin with. Without tokens in flight
+        it does not change while the sequence waits, unless `replace` or `sort` is called.
     """
 
-    def __init__(self, keys: OrderKeys, max_passes: int, page_size: int):
+    def __init__(
+        self,
+        keys: OrderKeys,
+        max_passes: int,
+        page_size: int,
+        least_pages: Callable[[Sequence], int],
+    ):
         self._keys = keys
         self._max_passes = max_passes
         self._page_size = page_size
-        self._sequences: list[Sequence] = []
-        # Admissions that went before a sequence although it came first; 0 where it has no entry.
-        self._num_passed: dict[Sequence, int] = {}
-        # This many available pages are known to be too few for any waiting sequence.
-        self._too_few_pages = 0
+        self._least_pages = least_pages
+        # None is empty.
+        self._blocks: list[_Block] = []
+        self._entries: dict[int, _Entry] = {}
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(tuple(self._sequences))
+        return iter([entry.sequence for block in self._blocks for entry in block.entries])
 
     def add(self, sequence: Sequence) -> None:
         """Take the sequence's key, and insert it there."""
-        self._too_few_pages = 0
-        self._keys.take(sequence)
-        bisect.insort(self._sequences, sequence, key=self._keys.of)
+        self._add(self._new_entry(sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended."""
-        del self._sequences[self._index(sequence)]
-        self._num_passed.pop(sequence, None)
+        self._remove(sequence)
 
     def replace(self, sequence: Sequence) -> None:
         """Take the key of one waiting sequence anew, because its answer or estimate has changed."""
-        del self._sequences[self._index(sequence)]
-        self.add(sequence)
+        num_passed = self._remove(sequence)
+        self._add(self._new_entry(sequence, num_passed))
 
     def sort(self) -> None:
         """Take every key anew, because limits or estimates have changed that the order goes by."""
-        self._too_few_pages = 0
-        for sequence in self._sequences:
-            self._keys.take(sequence)
-        self._sequences.sort(key=self._keys.of)
+        entries = [
+            self._new_entry(entry.sequence, block.num_passed + entry.num_passed)
+            for block in self._blocks
+            for entry in block.entries
+        ]
+        entries.sort(key=_place)
+        size = _MAX_ENTRIES // 2
+        self._blocks = [_Block(entries[i : i + size]) for i in range(0, len(entries), size)]
 
     def ready(self) -> Iterator[Sequence]:
         """Yield the sequences that could run at once if they fitted.
 
         A sequence whose tokens are still in flight ends the iteration, unless it may be passed.
         """
-        for sequence in self._sequences:
-            if sequence.num_in_flight:
-                if not self._may_be_passed(sequence):
-                    return
-            elif not _waits_for_primary(sequence, self._page_size):
-                yield sequence
+        for block in self._blocks:
+            for entry in block.entries:
+                if entry.sequence.num_in_flight:
+                    if not self._may_be_passed(block, entry):
+                        return
+                elif not _waits_for_primary(entry.sequence, self._page_size):
+                    yield entry.sequence
 
     def first_that(
         self,
@@ -82,40 +155,92 @@ class WaitingPool:
         """Return the first sequence that fits, if it may pass those before it.
 
         Args:
-          fits: whether a sequence fits into `num_available` pages. Between its insertions into the
-            pool only more available pages can make it fit; a reading that changes its reservation
-            comes while its tokens are in flight, when it is not ready.
+          fits: whether a sequence fits into `num_available` pages; called with those alone that
+            could by their least pages.
           awaits: whether a sequence fits but waits for something else; then any other may pass it.
         """
-        if num_available <= self._too_few_pages:
-            return None
-        num_tried = 0
-        for sequence in self.ready():
-            if fits(sequence):
-                if awaits(sequence):
-                    continue
-                return sequence
-            if not self._may_be_passed(sequence):
-                return None
-            num_tried += 1
-        if num_tried == len(self._sequences):
-            self._too_few_pages = num_available
+        for block in self._blocks:
+            may_all_be_passed = block.num_passed + block.most_passed < self._max_passes
+            if may_all_be_passed and block.least_pages > num_available:
+                continue
+            for entry in block.entries:
+                sequence = entry.sequence
+                if not sequence.num_in_flight:
+                    if _waits_for_primary(sequence, self._page_size):
+                        continue
+                    if self._known_pages(block, entry) <= num_available and fits(sequence):
+                        if awaits(sequence):
+                            continue
+                        return sequence
+                if not (may_all_be_passed or self._may_be_passed(block, entry)):
+                    return None
         return None
 
     def admit(self, sequence: Sequence) -> None:
         """Remove a sequence that runs from now on; those before it were passed."""
-        at = self._index(sequence)
-        for passed in self._sequences[:at]:
-            self._num_passed[passed] = self._num_passed.get(passed, 0) + 1
-        del self._sequences[at]
-        self._num_passed.pop(sequence, None)
+        if self._max_passes:
+            at, index = self._find(self._entries[sequence.key])
+            for block in self._blocks[:at]:
+                block.num_passed += 1
+            for entry in self._blocks[at].entries[:index]:
+                entry.num_passed += 1
+        self._remove(sequence)
 
-    def _index(self, sequence: Sequence) -> int:
-        first = bisect.bisect_left(self._sequences, self._keys.of(sequence), key=self._keys.of)
-        return self._sequences.index(sequence, first)
+    def _new_entry(self, sequence: Sequence, num_passed: int = 0) -> _Entry:
+        self._keys.take(sequence)
+        place = self._keys.of(sequence), sequence.key
+        least_pages = _UNKNOWN if sequence.num_in_flight else self._least_pages(sequence)
+        entry = self._entries[sequence.key] = _Entry(place, sequence, least_pages, num_passed)
+        return entry
 
-    def _may_be_passed(self, sequence: Sequence) -> bool:
-        return self._num_passed.get(sequence, 0) < self._max_passes
+    def _known_pages(self, block: _Block, entry: _Entry) -> int:
+        """Return the least pages of an entry without tokens in flight."""
+        if entry.least_pages == _UNKNOWN:
+            entry.least_pages = self._least_pages(entry.sequence)
+            block.measure()
+        return entry.least_pages
+
+    def _add(self, entry: _Entry) -> None:
+        if not self._blocks:
+            self._blocks.append(_Block([entry]))
+            return
+        at = min(self._block_of(entry), len(self._blocks) - 1)
+        block = self._blocks[at]
+        block.add(entry)
+        if len(block.entries) > _MAX_ENTRIES:
+            self._blocks.insert(at + 1, block.split())
+
+    def _remove(self, sequence: Sequence) -> int:
+        """Remove a sequence, and return its passes."""
+        entry = self._entries.pop(sequence.key)
+        at, index = self._find(entry)
+        block = self._blocks[at]
+        del block.entries[index]
+        if not block.entries:
+            del self._blocks[at]
+        elif self._max_passes:
+            block.measure()
+        return block.num_passed + entry.num_passed
+
+    def _find(self, entry: _Entry) -> tuple[int, int]:
+        """Return the indices of an entry's block, and of the entry in it."""
+        at = self._block_of(entry)
+        return at, bisect.bisect_left(self._blocks[at].entries, entry.place, key=_place)
+
+    def _block_of(self, entry: _Entry) -> int:
+        """Return the index of the first block that ends at the entry's place or behind it."""
+        return bisect.bisect_left(self._blocks, entry.place, key=_last_place)
+
+    def _may_be_passed(self, block: _Block, entry: _Entry) -> bool:
+        return block.num_passed + entry.num_passed < self._max_passes
+
+
+def _place(entry: _Entry) -> tuple[Any, int]:
+    return entry.place
+
+
+def _last_place(block: _Block) -> tuple[Any, int]:
+    return block.entries[-1].place
 
 
 def _waits_for_primary(sequence: Sequence, page_size: int) -> bool:

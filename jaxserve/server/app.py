@@ -7,7 +7,7 @@ that check the requests.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -32,6 +32,9 @@ from jaxserve.server.routes import (
     responses,
     tokens,
 )
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 _log = logging.getLogger(__name__)
 
@@ -58,11 +61,16 @@ class _App(FastAPI):
         return super().openapi()
 
 
-def make_app(backend: Backend) -> FastAPI:
-    """Return the application that serves a backend."""
+def make_app(backend: Backend, traces: TracerProvider | None = None) -> FastAPI:
+    """Return the application that serves a backend.
+
+    Args:
+      traces: gets a span of each request that generates; None for no traces.
+    """
     options = backend.options
     middleware = [
         Middleware(AccessLog, options),
+        *([] if traces is None else [_tracing(traces, options.model_name)]),
         *([Middleware(HostGuard, options.host)] if is_loopback(options.host) else []),
         *([Middleware(KeyGuard, options.api_keys)] if options.api_keys else []),
         Middleware(BodyReader, options.max_body_bytes, options.body_timeout_s),
@@ -86,6 +94,12 @@ def make_app(backend: Backend) -> FastAPI:
     for routes in (chat, completions, responses, tokens, conversations, operation, page):
         app.include_router(routes.router)
     return app
+
+
+def _tracing(traces: TracerProvider, model: str) -> Middleware:
+    from jaxserve.server.spans import Tracing  # needs the extra `otel`
+
+    return Middleware(Tracing, traces, model)
 
 
 def _response(error: JaxserveError) -> Response:

@@ -11,7 +11,7 @@ from typing import Literal, final
 
 from anyio import to_thread
 
-from jaxserve.core.errors import EngineFailedError, JaxserveError
+from jaxserve.core.errors import DeviceMemoryError, EngineFailedError, JaxserveError
 from jaxserve.runtime import RuntimeStats, Service
 from jaxserve.scheduling.lengths.outlook import Outlook
 from jaxserve.server.errors import failed, too_busy, unavailable, unknown_model
@@ -87,7 +87,8 @@ class Backend:
         A service that recovers goes on, and the error is that of one request.
         """
         is_over = self._service is not None and not self._service.recovers
-        if isinstance(error, EngineFailedError) and is_over:
+        # The latter of a running engine, which then ends; no request alone meets it.
+        if isinstance(error, (EngineFailedError, DeviceMemoryError)) and is_over:
             self.fail()
 
     def drain(self) -> None:

@@ -40,6 +40,8 @@ class EventStream(EventSourceResponse):
     generator of replies is closed when the client closes the connection.
 
     Args:
+      close: ends what the replies are made of; called at the end, also where the client left before
+        the first reply was asked for, so that the generator never began.
       to_event: returns the event of a reply.
       last: event after the last reply.
       error_event: type of an error's event; none by default.
@@ -48,17 +50,22 @@ class EventStream(EventSourceResponse):
     def __init__(
         self,
         replies: Replies,
+        close: Callable[[], None],
         to_event: Callable[[Reply], bytes] = data_event,
         last: bytes = b"data: [DONE]\n\n",
         error_event: str | None = None,
     ):
         self._replies = replies
+        self._close = close
         self._events = _events(replies, to_event, last, error_event)
         super().__init__(self._events, headers=_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._replies), aclosing(self._events):
-            await super().__call__(scope, receive, send)
+        try:
+            async with aclosing(self._replies), aclosing(self._events):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._close()
 
 
 async def _events(

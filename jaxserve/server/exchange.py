@@ -23,6 +23,7 @@ from jaxserve.runtime.pending import Pending
 from jaxserve.server.backend import Backend, OpenRequest
 from jaxserve.server.errors import invalid, timed_out
 from jaxserve.server.guard import note, notes_here
+from jaxserve.server.tracing import trace_here
 
 _T = TypeVar("_T")
 
@@ -67,6 +68,7 @@ class Exchange:
         self._pieces: list[tuple[int, Piece]] = []
         self._num_prompt = self._num_output = 0
         self._notes = notes_here()
+        self._trace = trace_here()
         self._last_s: dict[tuple[int, int], float] = {}
         self._news = asyncio.Event()
         self._expiry: asyncio.TimerHandle | None = None
@@ -89,6 +91,7 @@ class Exchange:
         self._open = {0: backend.begin()}
         try:
             self.jobs = await to_thread.run_sync(make_jobs, self._service)
+            self._trace.asked(self.jobs[0].params)
             self._check()
             await backend.check_room(len(self.jobs) - 1)
             self._open.update({i: backend.begin() for i in range(1, len(self.jobs))})
@@ -218,6 +221,7 @@ class Exchange:
             self._backend.end(self._open.pop(index))
             completion = future.result()
             self._backend.metrics.ended(completion, self.jobs[index].params)
+            self._trace.ended(completion)
             self._num_prompt += len(completion.prompt_token_ids)
             self._num_output += sum(len(sample.token_ids) for sample in completion.samples)
             note(self._notes, prompt_tokens=self._num_prompt, completion_tokens=self._num_output)
@@ -272,6 +276,7 @@ def _joined(first: Piece, second: Piece) -> Piece:
         text=first.text + second.text,
         token_ids=first.token_ids + second.token_ids,
         logprobs=None if second.logprobs is None else (first.logprobs or ()) + second.logprobs,
+        estimate=second.estimate or first.estimate,
     )
 
 

@@ -175,6 +175,11 @@ class _EngineCollector(Collector):
             "recomputed_tokens": ("Tokens computed again.", stats.num_recomputed),
             "constrained_requests": ("Requests with a grammar.", stats.num_constrained),
             "forced_tokens": ("Output tokens that grammars forced.", stats.num_forced),
+            "spec_decode_num_draft_tokens": ("Proposals computed.", stats.num_draft_tokens),
+            "spec_decode_num_accepted_tokens": (
+                "Proposals that became output.",
+                stats.num_accepted_tokens,
+            ),
             "token_mask_seconds": ("Seconds of host threads for masks.", stats.mask_s),
             "engine_steps": ("Steps of the device.", stats.num_steps),
             "computed_tokens": ("Tokens computed.", stats.num_tokens),

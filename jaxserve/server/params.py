@@ -43,13 +43,7 @@ def of_chat(body: ChatRequest, tools: Tools) -> SamplingParams:
         )
     most = given[1] if given[0] is None else given[0]
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    constraint = {**of_format(body.response_format), **tools.params}
-    if tools.is_given and of_format(body.response_format):
-        raise invalid(
-            "tools and a response_format of JSON exclude each other; leave one of them out, or "
-            "pass tool_choice='none'",
-            "response_format",
-        )
+    constraint = constraint_of(body.response_format, tools, "response_format")
     return _params(body, max_tokens=most, n=body.n or 1, logprobs=logprobs, **constraint)
 
 
@@ -129,6 +123,25 @@ def _vllm_constraints(body: Choosing) -> dict[str, Any]:
             "structured_outputs needs exactly one field that is set", "structured_outputs"
         )
     return named
+
+
+def constraint_of(form: Any, tools: Tools, name: str) -> dict[str, Any]:
+    """Return the constraint of a format, or of the tools that have to be called.
+
+    Args:
+      name: of the format's field.
+
+    Raises:
+      RefusedError: both are given.
+    """
+    wanted = of_format(form)
+    if tools.is_given and wanted:
+        raise invalid(
+            f"tools and a {name} of JSON exclude each other; leave one of them out, or pass "
+            "tool_choice='none'",
+            name,
+        )
+    return {**wanted, **tools.params}
 
 
 def of_format(form: Any) -> dict[str, Any]:

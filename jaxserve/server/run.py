@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import uvicorn
 
@@ -21,9 +22,21 @@ from jaxserve.server.backend import Backend, OutlookOf
 from jaxserve.server.options import ServerOptions
 from jaxserve.server.protocol import TimedProtocol
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
 _log = logging.getLogger(__name__)
 
 Opened = tuple[Service, OutlookOf | None]
+
+if sys.platform == "linux":
+    # Seconds of silence before a probe, seconds between probes, probes, milliseconds for data.
+    _KEEP_ALIVE = (
+        (socket.TCP_KEEPIDLE, 30),
+        (socket.TCP_KEEPINTVL, 10),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 60_000),
+    )
 
 # Bytes of the head of a request.
 _MAX_HEAD_BYTES = 64 << 10
@@ -49,6 +62,9 @@ class _Server(uvicorn.Server):
         if self.force_exit:
             self._abort()
         await super().shutdown(sockets)
+        # Those whose clients have not read their answers; the loop's end would wait for them.
+        self._abort_connections()
+        await asyncio.sleep(0)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Not appended to uvicorn's list: it would raise the signal again after the drain, and the
@@ -80,16 +96,24 @@ class _Server(uvicorn.Server):
 
     def _abort(self) -> None:
         self.force_exit = self.should_exit = True
+        self._abort_connections()
+
+    def _abort_connections(self) -> None:
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
     async def _exit_when_idle(self) -> None:
+        limit_s, begun_s = self.backend.options.drain_timeout_s, time.monotonic()
         try:
-            async with asyncio.timeout(self.backend.options.drain_timeout_s):
+            async with asyncio.timeout(limit_s):
                 await self.backend.until_idle()
         except TimeoutError:
             _log.warning("the time to drain is over; open requests are cancelled")
             self._abort()
+        if limit_s is not None:
+            # Clients that have not read their answers yet have the rest of the time.
+            left_s: Any = max(0.0, begun_s + limit_s - time.monotonic())
+            self.config.timeout_graceful_shutdown = left_s
         self.should_exit = True
 
 
@@ -101,18 +125,25 @@ def listen(options: ServerOptions) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
-        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+        listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
     except OSError as error:
         raise InvalidConfigError(
             f"{options.host}:{options.port} cannot be used: {error.strerror or error}; pass "
             "another --host or --port"
         ) from error
+    # Connections inherit these. A client whose machine or network is gone is noticed within about
+    # a minute; without them, only after hours, and its requests would run to their ends.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        for name, value in _KEEP_ALIVE:
+            listener.setsockopt(socket.IPPROTO_TCP, name, value)
+    return listener
 
 
-def _server(options: ServerOptions) -> _Server:
+def _server(options: ServerOptions, traces: TracerProvider | None) -> _Server:
     backend = Backend(options)
     config = uvicorn.Config(
-        make_app(backend),
+        make_app(backend, traces),
         http=TimedProtocol.with_timeout(options.header_timeout_s),
         ws="none",
         lifespan="off",
@@ -121,9 +152,6 @@ def _server(options: ServerOptions) -> _Server:
         server_header=False,
         # uvicorn refuses at this number of connections, with the present one counted.
         limit_concurrency=options.max_connections + 1,
-        timeout_graceful_shutdown=None
-        if options.drain_timeout_s is None
-        else math.ceil(options.drain_timeout_s),
         timeout_keep_alive=int(max(1, options.keep_alive_s)),
         h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
     )
@@ -136,6 +164,7 @@ def serve(
     *,
     listener: socket.socket | None = None,
     on_ready: Callable[[], None] = lambda: None,
+    traces: TracerProvider | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Call it on the main thread.
 
@@ -147,12 +176,13 @@ def serve(
         one (see `Backend.serve`); called on another thread.
       listener: socket to listen on, from `listen`.
       on_ready: called when the service is ready.
+      traces: gets a span of each request that generates; None for no traces.
 
     Raises:
       InvalidConfigError: the address cannot be used.
       JaxserveError: the service cannot be created; raised by `open_service`.
     """
-    server = _server(options)
+    server = _server(options, traces)
     listener = listener or listen(options)
     loading = _Loading(server, open_service, on_ready)
     try:
@@ -165,7 +195,11 @@ def serve(
 
 @contextmanager
 def running(
-    service: Service, options: ServerOptions, *, outlook: OutlookOf | None = None
+    service: Service,
+    options: ServerOptions,
+    *,
+    outlook: OutlookOf | None = None,
+    traces: TracerProvider | None = None,
 ) -> Iterator[str]:
     """Serve a service on a thread within the block, and yield the address ("http://...").
 
@@ -174,11 +208,12 @@ def running(
 
     Args:
       outlook: see `Backend.serve`.
+      traces: see `serve`.
 
     Raises:
       InvalidConfigError: the address cannot be used.
     """
-    server = _server(options)
+    server = _server(options, traces)
     listener = listen(options)
     thread = threading.Thread(
         target=server.run, args=([listener],), name="jaxserve-server", daemon=True
@@ -198,9 +233,7 @@ def _publish(server: _Server, service: Service, outlook: OutlookOf | None) -> No
     """Let the server answer with a service, from the event loop's next iteration on."""
     # A fleet reads its tokenizer at the first access, which may take seconds.
     _ = service.tokenizer
-    # For an encoder-decoder model, whose prompts have a limit of their own, its context is longer.
-    most = service.conversations.client.max_prompt_tokens + 1
-    server.post(server.backend.serve, service, most, outlook)
+    server.post(server.backend.serve, service, service.max_length, outlook)
 
 
 @final

@@ -3,48 +3,58 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from jaxserve.models import tool_calls
+from jaxserve.models.call_reader import Call, CallReader, MoreArguments
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.models.tool_calls import Call, CallReader, format_of
+from jaxserve.models.tool_calls import format_of
 from jaxserve.server.errors import invalid
-from jaxserve.server.schema.chat import AddedCall, AnsweredFunction, ChatRequest
-from jaxserve.server.schema.structured import NamedTool
+from jaxserve.server.schema.chat import AddedCall, AddedFunction
+from jaxserve.server.schema.structured import NamedTool, Tool, ToolChoice
 
 
 @final
 class Tools:
     """What a request says of tools.
 
+    Args:
+      given: the tools; None for none.
+      may_be_several: `parallel_tool_calls`.
+
     Raises:
       RefusedError: `tool_choice` names no tool, or tools are used where they cannot be.
     """
 
-    def __init__(self, body: ChatRequest, tokenizer: Tokenizer):
-        choice = body.tool_choice
-        self._check(body)
-        self.is_given = body.tools is not None and choice != "none"
+    def __init__(
+        self,
+        given: Sequence[Tool] | None,
+        choice: ToolChoice | None,
+        may_be_several: bool | None,
+        tokenizer: Tokenizer,
+    ):
+        _check(given, choice, may_be_several)
+        self.is_given = given is not None and choice != "none"
         self._tokenizer = tokenizer
         self._form = format_of(tokenizer.chat_template)
-        given = (body.tools or ()) if self.is_given else ()
-        self._tools = [tool.model_dump(exclude_none=True) for tool in given]
+        offered = (given or ()) if self.is_given else ()
+        self._tools = [tool.model_dump(exclude_none=True) for tool in offered]
         self._must_call = choice == "required" or isinstance(choice, NamedTool)
         name = choice.function.name if isinstance(choice, NamedTool) else None
         callable_ = [t["function"] for t in self._tools if name in (None, t["function"]["name"])]
-        self._max_calls = 1 if body.parallel_tool_calls is False else None
+        self._max_calls = 1 if may_be_several is False else None
         self.params: dict[str, Any] = {}
         if self._must_call:
-            several = body.parallel_tool_calls is not False and name is None
+            several = may_be_several is not False and name is None
             self.params["grammar"] = tool_calls.grammar_of(
                 self._form, callable_, tokenizer.added_token_id, may_be_several=several
             )
         if self.is_given:  # a tag may be a control token, which answers leave out otherwise
             self.params["skip_special_tokens"] = False
 
-    def prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens of a chat that offers the tools.
 
         Raises:
@@ -55,31 +65,41 @@ class Tools:
             return self._tokenizer.apply_chat_template(said)
         return self._tokenizer.apply_chat_template(messages, tools=self._tools)
 
-    def reader(self) -> Answered:
-        """Return the reader of one sample."""
-        reader = CallReader(self._form) if self.is_given else None
+    def as_said(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return new messages of a conversation as it keeps them.
+
+        Where the chat template has no tools, calls and results become text.
+        """
+        if self._form.in_template:
+            return [dict(message) for message in messages]
+        return tool_calls.with_instruction(messages, [])
+
+    def reader(self, *, is_streamed: bool) -> Answered:
+        """Return the reader of one sample, which comes in pieces or as a whole."""
+        names = [tool["function"]["name"] for tool in self._tools] if is_streamed else ()
+        reader = CallReader(self._form, names) if self.is_given else None
         return Answered(reader, self._max_calls)
 
-    def _check(self, body: ChatRequest) -> None:
-        choice = body.tool_choice
-        if body.tools is None:
-            if choice not in (None, "none") or body.parallel_tool_calls is not None:
-                name = "parallel_tool_calls" if choice in (None, "none") else "tool_choice"
-                raise invalid(f"{name} needs tools", name)
-            return
-        if body.conversation_id is not None:
-            raise invalid("tools cannot be used with conversation_id; send all messages", "tools")
-        names = [tool.function.name for tool in body.tools]
-        if len(set(names)) < len(names):
-            raise invalid("two tools have the same name; give each its own", "tools")
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise invalid(
-                f"tool_choice names {choice.function.name!r}, and the tools are {names}",
-                "tool_choice",
-            )
+
+def _check(
+    given: Sequence[Tool] | None, choice: ToolChoice | None, may_be_several: bool | None
+) -> None:
+    if given is None:
+        if choice not in (None, "none") or may_be_several is not None:
+            name = "parallel_tool_calls" if choice in (None, "none") else "tool_choice"
+            raise invalid(f"{name} needs tools", name)
+        return
+    names = [tool.function.name for tool in given]
+    if len(set(names)) < len(names):
+        raise invalid("two tools have the same name; give each its own", "tools")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise invalid(
+            f"tool_choice names {choice.function.name!r}, and the tools are {names}",
+            "tool_choice",
+        )
 
 
-def _has_calls(messages: Sequence[dict[str, Any]]) -> bool:
+def _has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
 
 
@@ -91,19 +111,31 @@ class Answered:
     _reader: CallReader | None
     _max_calls: int | None = None
     num_calls: int = 0
+    _num_dropped: int = 0
 
     def push(self, text: str, *, is_last: bool) -> tuple[str, list[AddedCall]]:
-        """Return the content and the calls that a piece of text completes."""
+        """Return the content, the calls and the arguments that a piece of text adds."""
         if self._reader is None:
             return text, []
         found = self._reader.push(text)
         if is_last:
             found += self._reader.finish()
         content = "".join(part for part in found if isinstance(part, str))
-        calls = [part for part in found if isinstance(part, Call)]
-        if self._max_calls is not None:
-            calls = calls[: self._max_calls - self.num_calls]
-        return content, [self._added(call) for call in calls]
+        added: list[AddedCall] = []
+        for part in found:
+            if isinstance(part, Call):
+                if self._max_calls is not None and self.num_calls >= self._max_calls:
+                    self._num_dropped += 1
+                else:
+                    added.append(self._added(part))
+            elif isinstance(part, MoreArguments) and not self._num_dropped:
+                index = self.num_calls - 1
+                if added and added[-1].index == index:
+                    added[-1] = added[-1].extended(part.text)
+                else:
+                    more = AddedFunction(arguments=part.text)
+                    added.append(AddedCall(index=index, function=more))
+        return content, added
 
     def finish_reason(self, reason: str) -> str:
         """Return why the sample ended: "tool_calls" in place of "stop" after a call."""
@@ -111,5 +143,6 @@ class Answered:
 
     def _added(self, call: Call) -> AddedCall:
         index, self.num_calls = self.num_calls, self.num_calls + 1
-        function = AnsweredFunction(name=call.name, arguments=call.arguments)
-        return AddedCall(index=index, id=f"call_{uuid.uuid4().hex[:24]}", function=function)
+        function = AddedFunction(name=call.name, arguments=call.arguments)
+        id = f"call_{uuid.uuid4().hex[:24]}"
+        return AddedCall(index=index, id=id, type="function", function=function)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
 from typing import Any, final
 
 from anyio import to_thread
@@ -17,6 +16,8 @@ from jaxserve.engine.answers import Piece
 from jaxserve.server.backend import Backend, OpenRequest
 from jaxserve.server.exchange import Group
 from jaxserve.server.guard import note, notes_here
+from jaxserve.server.tools import Tools
+from jaxserve.server.tracing import trace_here
 
 
 @final
@@ -25,6 +26,7 @@ class TurnExchange:
 
     Args:
       said: the new messages; the service has the others.
+      tools: those of the request.
     """
 
     def __init__(
@@ -33,12 +35,16 @@ class TurnExchange:
         conversation_id: str,
         said: Sequence[Mapping[str, Any]],
         params: SamplingParams,
+        tools: Tools,
     ):
         self._backend = backend
         self._id = conversation_id
-        self._said = list(said)
+        self._said = tools.as_said(said)
+        self._render = tools.prompt if tools.is_given else None
         self._params = params
         self._notes = notes_here()
+        self._trace = trace_here()
+        self._trace.asked(params, conversation_id)
         self._conversation: Conversation | None = None
         self._has_ended = False
 
@@ -62,6 +68,7 @@ class TurnExchange:
                 self._params,
                 timeout_s=self._backend.options.request_timeout_s,
                 max_prompt_tokens=self._backend.options.max_prompt_tokens,
+                render=self._render,
             )
             self._ended(open_, completion)
         finally:
@@ -82,6 +89,7 @@ class TurnExchange:
                 self._params,
                 timeout_s=self._backend.options.request_timeout_s,
                 max_prompt_tokens=self._backend.options.max_prompt_tokens,
+                render=self._render,
             )
             try:
                 async for piece in pieces:
@@ -134,6 +142,7 @@ class TurnExchange:
     def _ended(self, open_: OpenRequest, completion: Completion) -> None:
         self._backend.has_token(open_)
         self._backend.metrics.ended(completion, self._params)
+        self._trace.ended(completion)
         note(
             self._notes,
             conversation_id=self._id,
@@ -146,24 +155,3 @@ class TurnExchange:
         self._backend.end(open_)
         if not self._has_ended:
             self._backend.metrics.aborted()
-
-
-async def begun(groups: AsyncGenerator[Group]) -> AsyncGenerator[Group]:
-    """Return the groups after the first has come, so that an error before it has its own status.
-
-    Raises:
-      JaxserveError: the turn failed before its first piece.
-    """
-    try:
-        first = await anext(groups)
-    except BaseException:
-        await groups.aclose()
-        raise
-    return _after(first, groups)
-
-
-async def _after(first: Group, others: AsyncGenerator[Group]) -> AsyncGenerator[Group]:
-    async with aclosing(others):
-        yield first
-        async for group in others:
-            yield group

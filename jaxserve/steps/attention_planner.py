@@ -28,7 +28,7 @@ class AttentionPlanner:
         self._tiling = tiling
         # Contexts are planned at their longest. Where one is shorter, for steps in flight have
         # delivered less or a loop is at its beginning, its window begins before the planned one.
-        slack = 2 * config.max_decode_iterations
+        slack = 2 * config.max_decode_iterations * (1 + config.num_proposed)
         self._sliding_window = None if sliding_window is None else sliding_window + slack
 
     @classmethod
@@ -61,18 +61,23 @@ class AttentionPlanner:
         start, length = np.asarray(batch.start), np.asarray(batch.query_length)
         return self._plan(start, length, num_tokens=len(batch.token_row), is_decode=False)
 
-    def decode(self, rows: Sequence[Row], window: range, num_iterations: int = 1) -> Plan:
+    def decode(
+        self, rows: Sequence[Row], window: range, num_iterations: int = 1, num_proposed: int = 0
+    ) -> Plan:
         """The plan of a decode loop over the slots of a window, for the contexts of its last step.
 
         Args:
           rows: of slots in the window.
+          num_proposed: tokens that an iteration computes behind the newest one of each row.
         """
         start, length = np.zeros((2, len(window)), np.int64)
+        block = 1 + num_proposed
         for row in rows:
-            start[row.slot - window.start] = row.start + num_iterations - 1
-            length[row.slot - window.start] = 1
-        start = np.minimum(start, self._config.max_context - 1)
-        return self._plan(start, length, num_tokens=len(window), is_decode=True)
+            start[row.slot - window.start] = row.start + block * (num_iterations - 1)
+            length[row.slot - window.start] = block
+        start = np.minimum(start, self._config.max_context - block)
+        num_tokens = block * len(window)
+        return self._plan(start, length, num_tokens=num_tokens, is_decode=not num_proposed)
 
     def _plan(
         self,

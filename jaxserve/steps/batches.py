@@ -25,6 +25,23 @@ Params = Any
 @final
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class DecodeWindow:
+    """The slots that a decode loop runs over, and how often.
+
+    Attributes:
+      start: the first slot.
+      num_iterations: the loop runs this often, or less when all have ended.
+      most: new tokens of each slot from `start` on, at most; 0 for one that stays as it is.
+    """
+
+    start: Int32[Array, ""]
+    num_iterations: Int32[Array, ""]
+    most: Int32[Array, " rows"]
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class MixedBatch:
     """Rows of a mixed step; unused rows have length 0.
 

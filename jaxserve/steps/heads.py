@@ -45,7 +45,6 @@ def mixed_head(
     slots, outputs, _, _ = stage_head(
         *(params, slots, row_hidden, index),
         no_outputs(index.shape[0], 1, variant),
-        jnp.int32(0),
         step_arrays,
         variant=variant,
         graphdef=graphdef,
@@ -63,7 +62,6 @@ def stage_head(
     hidden: Float[Array, "num hidden"],
     index: Int32[Array, " rows"],
     outputs: Outputs,
-    iteration: Int32[Array, ""],
     step_arrays: StepArrays | None = None,
     *,
     variant: Variant,
@@ -86,8 +84,9 @@ def stage_head(
     sampled = sample(
         model.logits(hidden[: index.shape[0]]),
         jax.tree.map(lambda leaf: leaf[slot], slots.sampling),
-        slots.tokens[slot],
+        slots.tokens,
         slots.length[slot],
+        slot=slot,
         variant=variant,
         step_arrays=step_arrays,
         processors=processors,
@@ -96,4 +95,4 @@ def stage_head(
         else counted_from(slots.encoded[slot], config.page_size),
     )
     slots = slot_edits.append(slots, index, live, sampled.token, sampled.finite)
-    return slots, record(outputs, iteration, live, sampled), sampled.token, sampled.finite
+    return slots, record(outputs, live, sampled), sampled.token, sampled.finite

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
 from jaxserve.core.sampling_params import MAX_LOGPROBS
+from jaxserve.scheduling.plan import ProposalCount
 from jaxserve.steps.batches import Params
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.sampler import Sampled
@@ -27,25 +28,37 @@ class Outputs:
       finite: False where the model's logits were not.
       logprobs: None except in the FULL variant, like the two below.
       remaining: a probe's logits where a row's last token was sampled; None without a probe.
+      proposals: counts of `scheduling.plan.ProposalCount`; None except in decode loops of a runtime
+        that speculates.
     """
 
-    tokens: Int32[Array, "rows iterations"]
+    tokens: Int32[Array, "rows most"]
     num_tokens: Int32[Array, " rows"]
     finite: Bool[Array, " rows"]
-    logprobs: Float32[Array, "rows iterations"] | None = None
-    top_ids: Int32[Array, "rows iterations top"] | None = None
-    top_logprobs: Float32[Array, "rows iterations top"] | None = None
+    logprobs: Float32[Array, "rows most"] | None = None
+    top_ids: Int32[Array, "rows most top"] | None = None
+    top_logprobs: Float32[Array, "rows most top"] | None = None
     remaining: Float32[Array, "rows buckets"] | None = None
+    proposals: Int32[Array, "rows counts"] | None = None
 
 
-def no_outputs(num_rows: int, num_iterations: int, variant: Variant) -> Outputs:
-    """Return outputs before the first iteration, with the arrays that the variant fills."""
-    shape = (num_rows, num_iterations)
+def no_outputs(
+    num_rows: int, most: int, variant: Variant, *, counts_proposals: bool = False
+) -> Outputs:
+    """Return outputs before the first token, with the arrays that the variant fills.
+
+    Args:
+      most: tokens of a row at most.
+    """
+    shape = (num_rows, most)
     outputs = Outputs(
         tokens=jnp.zeros(shape, jnp.int32),
         num_tokens=jnp.zeros(num_rows, jnp.int32),
         finite=jnp.ones(num_rows, jnp.bool_),
     )
+    if counts_proposals:
+        counts = jnp.zeros((num_rows, len(ProposalCount)), jnp.int32)
+        outputs = replace(outputs, proposals=counts)
     if variant is not Variant.FULL:
         return outputs
     return replace(
@@ -56,28 +69,36 @@ def no_outputs(num_rows: int, num_iterations: int, variant: Variant) -> Outputs:
     )
 
 
-def record(
-    out: Outputs, iteration: Int32[Array, ""], live: Bool[Array, " rows"], sampled: Sampled
-) -> Outputs:
-    """Return the outputs with an iteration's tokens; those of a row begin at iteration 0."""
+def record(out: Outputs, live: Bool[Array, " rows"], sampled: Sampled) -> Outputs:
+    """Return the outputs with the next token of each live row."""
+    row = jnp.arange(out.tokens.shape[0])
+    column = jnp.where(live, out.num_tokens, out.tokens.shape[1])
 
     def put(
-        all_iterations: Shaped[Array, "rows iterations *entry"] | None,
+        tokens: Shaped[Array, "rows most *entry"] | None,
         new: Shaped[Array, " rows *entry"] | None,
-    ) -> Shaped[Array, "rows iterations *entry"] | None:
-        if all_iterations is None or new is None:
+    ) -> Shaped[Array, "rows most *entry"] | None:
+        if tokens is None or new is None:
             return None
-        return all_iterations.at[:, iteration].set(new)
+        return tokens.at[row, column].set(new, mode="drop")
 
     return replace(
         out,
-        tokens=out.tokens.at[:, iteration].set(sampled.token),
+        tokens=out.tokens.at[row, column].set(sampled.token, mode="drop"),
         num_tokens=out.num_tokens + (live & sampled.finite).astype(out.num_tokens.dtype),
         finite=out.finite & (sampled.finite | ~live),
         logprobs=put(out.logprobs, sampled.logprob),
         top_ids=put(out.top_ids, sampled.top_ids),
         top_logprobs=put(out.top_logprobs, sampled.top_logprobs),
     )
+
+
+def count(
+    out: Outputs, of: ProposalCount, num: Bool[Array, " rows"] | Int32[Array, " rows"]
+) -> Outputs:
+    """Return the outputs with a count of proposals that is higher by `num` in each row."""
+    assert out.proposals is not None, "outputs of a step that counts no proposals"
+    return replace(out, proposals=out.proposals.at[:, of].add(num.astype(jnp.int32)))
 
 
 def with_reading(

@@ -6,13 +6,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Int32
 
 from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.scheduling.plan import Row, StepPlan
-from jaxserve.steps.batches import MixedBatch
+from jaxserve.steps.batches import DecodeWindow, MixedBatch
 from jaxserve.steps.sampling.processors.allowed_tokens import AllowedTokens
 from jaxserve.steps.sampling.variants import Variant
+
+# Sizes of loops that speculate are at least this many times the one below, but for the largest.
+_SPECULATING_RATIO = 4
 
 
 def sampling_first(rows: Sequence[Row]) -> list[int]:
@@ -90,15 +93,32 @@ def no_masks(num_rows: int, vocab_size: int) -> dict[str, dict[str, np.ndarray]]
     return {AllowedTokens.name: {"words": words.full(num_rows, vocab_size)}}
 
 
+def loop_sizes(config: EngineConfig, variant: Variant, num_proposed: int) -> tuple[int, ...]:
+    """Return the numbers of slots that decode loops are compiled for.
+
+    Loops that speculate are worth most with few rows, and have few sizes.
+    """
+    sizes = variant.sizes(config.slot_buckets)
+    if not num_proposed:
+        return sizes
+    kept = [sizes[0]]
+    for size in sizes[1:-1]:
+        if size >= _SPECULATING_RATIO * kept[-1]:
+            kept.append(size)
+    return tuple(dict.fromkeys([*kept, sizes[-1]]))
+
+
 def decode_window(config: EngineConfig, plan: StepPlan, variant: Variant) -> range:
     """Return the slots that a decode loop runs over: the plan's, and more up to a compiled size."""
-    size = bucket(plan.window_size, variant.sizes(config.slot_buckets))
+    size = bucket(plan.window_size, loop_sizes(config, variant, plan.num_proposed))
     start = min(plan.window_start, config.max_slots - size)
     return range(start, start + size)
 
 
-def pack_window(window: range, rows: Iterable[Row]) -> Bool[np.ndarray, " rows"]:
-    """Return a flag for each slot of a window: whether one of the rows is of this slot."""
-    decodes = np.zeros(len(window), np.bool_)
-    decodes[[row.slot - window.start for row in rows]] = True
-    return decodes
+def pack_window(window: range, rows: Iterable[Row], num_iterations: int = 1) -> DecodeWindow:
+    """Return the window of a decode loop: each slot gets the tokens of its row at most, or none."""
+    most: Any = np.zeros(len(window), np.int32)  # NumPy arrays, as in `pack_rows`
+    for row in rows:
+        most[row.slot - window.start] = row.max_new_tokens
+    start, number = np.asarray((window.start, num_iterations), np.int32)
+    return DecodeWindow(start, number, most)

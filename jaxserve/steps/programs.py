@@ -21,11 +21,11 @@ from jaxserve.models.incoming import IncomingPages
 from jaxserve.scheduling.plan import Row
 from jaxserve.steps import decode, encoding, heads, mixed
 from jaxserve.steps.attention_planner import AttentionPlanner
-from jaxserve.steps.batches import MixedBatch, Params
+from jaxserve.steps.batches import DecodeWindow, MixedBatch, Params
 from jaxserve.steps.executable_identity import these_settings
 from jaxserve.steps.executable_store import ExecutableStore
 from jaxserve.steps.outputs import no_outputs
-from jaxserve.steps.packing import pack_rows
+from jaxserve.steps.packing import pack_rows, pack_window
 from jaxserve.steps.placement import Placement, staging_place
 from jaxserve.steps.preparation import prepared_together
 from jaxserve.steps.probing import Probe
@@ -80,6 +80,7 @@ class Programs:
             "mixed_body",
             read(mixed.mixed_body),
             shelf,
+            packs=True,
             donate_argnames="cache",
             out_shardings=(pages, whole, whole, whole),
         )
@@ -95,17 +96,19 @@ class Programs:
             "decode_loop",
             read(decode.decode_loop),
             shelf,
+            packs=True,
             donate_argnames=("cache", "slots"),
-            static_argnames="variant",
+            static_argnames=("variant", "num_proposed"),
             out_shardings=(pages, whole, whole),
         )
         self.prompt_logprobs = StepFunction(
-            "prompt_logprobs", bind(mixed.score_prompts), shelf, out_shardings=whole
+            "prompt_logprobs", bind(mixed.score_prompts), shelf, packs=True, out_shardings=whole
         )
         self.stage_decode = StepFunction(
             "stage_decode",
             bind(decode.stage_decode),
             shelf,
+            packs=True,
             donate_argnames="cache",
             out_shardings=(pages, whole),
         )
@@ -156,10 +159,16 @@ class Programs:
         return None if self._planner is None else self._planner.mixed(batch)
 
     def plan_decode(
-        self, rows: Sequence[Row], window: range, num_iterations: int = 1
+        self,
+        rows: Sequence[Row],
+        window: range,
+        num_iterations: int = 1,
+        num_proposed: int = 0,
     ) -> Plan | None:
         """The plan of attention in a decode loop over the slots of a window, for `decode_loop`."""
-        return None if self._planner is None else self._planner.decode(rows, window, num_iterations)
+        if self._planner is None:
+            return None
+        return self._planner.decode(rows, window, num_iterations, num_proposed)
 
     def compiled_steps(
         self, params: Params, cache: KVCache, variant: Variant = Variant.FULL
@@ -170,9 +179,10 @@ class Programs:
           cache: may be abstract.
           variant: of the decode loop; FULL takes the most memory.
         """
-        batch, scalar, decodes = self._arguments()
+        batch, window = self._arguments()
         cache, slots = self._placed(cache)
-        decode_plan = self.plan_decode((), range(self.config.max_slots))
+        num_proposed = self.config.num_proposed
+        decode_plan = self.plan_decode((), range(self.config.max_slots), num_proposed=num_proposed)
         steps: list[Any] = prepared_together(
             partial(
                 self.mixed_body.prepare,
@@ -181,9 +191,9 @@ class Programs:
             ),
             partial(
                 self.decode_loop.prepare,
-                *(params, cache, slots, scalar, decodes, scalar, decode_plan),
-                self.probe_params,
+                *(params, cache, slots, window, decode_plan, self.probe_params),
                 variant=variant,
+                num_proposed=num_proposed,
             ),
         )
         with self.place.in_force():
@@ -211,7 +221,7 @@ class Programs:
           embed: width of what comes from the stage before; None for the first one.
           samples: whether this is the last stage, which has a head.
         """
-        batch, scalar, decodes = self._arguments()
+        batch, window = self._arguments()
         cache, slots = self._placed(cache)
         dtype = jnp.dtype(self.model_config.dtype)
 
@@ -232,7 +242,7 @@ class Programs:
             body,
             *(step.compile() for step in lowered),
             self.stage_decode.prepare(
-                *(params, cache, slots, scalar, decodes),
+                *(params, cache, slots, window),
                 self.plan_decode((), range(rows)),
                 inputs(rows),
             ),
@@ -244,7 +254,6 @@ class Programs:
             steps.append(
                 self.stage_head.prepare(
                     *(params, slots, whole(row_hidden), index, jax.tree.map(whole, outputs)),
-                    scalar,
                     variant=Variant.FULL,
                 )
             )
@@ -289,10 +298,10 @@ class Programs:
         target: Any = np.zeros(count, np.int32)
         return IncomingPages(target, values)
 
-    def _arguments(self) -> tuple[MixedBatch, Any, Any]:
-        """The largest batch, without rows; a number, and a flag for every slot."""
+    def _arguments(self) -> tuple[MixedBatch, DecodeWindow]:
+        """The largest batch and the largest window, without rows."""
         batch, _ = pack_rows(self.config, (), self.config.max_step_tokens)
-        return batch, np.int32(0), np.zeros(self.config.max_slots, np.bool_)
+        return batch, pack_window(range(self.config.max_slots), ())
 
 
 def largest_step_bytes(steps: Sequence[Any]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int32, Shaped
 
-from jaxserve.core.config import EngineConfig
+from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.scheduling.plan import Admission, Extension
 from jaxserve.steps.sampling.slot_sampling import SlotSampling, empty_sampling, pack_sampling
 from pallas_kernels import move_pages
@@ -71,20 +71,63 @@ def empty_slots(config: EngineConfig) -> SlotState:
     )
 
 
-def edit(
-    slots: SlotState,
-    released: Bool[Array, " slots"],
-    page_updates: Int32[Array, "page_updates 3"],
-) -> SlotState:
-    """Make released slots inert and set page-table entries.
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlotEdits:
+    """Slots that end, and entries of page tables.
 
-    Args:
+    Attributes:
       page_updates: slot (the number of slots to skip), index in its page table, page.
     """
-    slot, index, page = page_updates.T
+
+    released: Bool[Array, " slots"]
+    page_updates: Int32[Array, "page_updates 3"]
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Admitted:
+    """What slots begin with, beside their tokens, which lie one behind another in one array.
+
+    Attributes:
+      index: slots; the number of slots to skip.
+      start: where the tokens of each begin in the array, rising; past its end to skip.
+      length, max_length, sampling, encoded: see `SlotState`.
+    """
+
+    index: Int32[Array, " admissions"]
+    start: Int32[Array, " admissions"]
+    length: Int32[Array, " admissions"]
+    max_length: Int32[Array, " admissions"]
+    sampling: SlotSampling
+    encoded: Int32[Array, " admissions"] | None
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Extensions:
+    """Tokens to put behind the newest ones of slots, several times for more of one slot's.
+
+    Attributes:
+      index: slots; the number of slots to skip.
+      start: position of the first token; `count` of them are valid.
+    """
+
+    index: Int32[Array, " extensions"]
+    start: Int32[Array, " extensions"]
+    count: Int32[Array, " extensions"]
+    tokens: Int32[Array, "extensions num"]
+
+
+def edit(slots: SlotState, edits: SlotEdits) -> SlotState:
+    """Make released slots inert and set page-table entries."""
+    slot, index, page = edits.page_updates.T
     return replace(
         slots,
-        done=slots.done | released,
+        done=slots.done | edits.released,
         page_table=slots.page_table.at[slot, index].set(page, mode="drop"),
     )
 
@@ -125,36 +168,43 @@ def move_states(
     return move_pages(states, source, target)
 
 
-def admit(slots: SlotState, index: Int32[Array, " admissions"], rows: SlotState) -> SlotState:
-    """Set the slots at `index` (the number of slots to skip); page tables stay."""
-
-    def put(
-        leaf: Shaped[Array, " slots *entry"], row: Shaped[Array, " admissions *entry"]
-    ) -> Shaped[Array, " slots *entry"]:
-        return leaf.at[index].set(row, mode="drop")
-
-    admitted = jax.tree.map(put, replace(slots, page_table=rows.page_table), rows)
-    return replace(admitted, page_table=slots.page_table)
-
-
-def extend(
-    slots: SlotState,
-    index: Int32[Array, " extensions"],
-    start: Int32[Array, " extensions"],
-    count: Int32[Array, " extensions"],
-    tokens: Int32[Array, "extensions num"],
-) -> SlotState:
-    """Put tokens behind the newest ones of slots, several times for more of one slot's.
+def admit(slots: SlotState, admitted: Admitted, tokens: Int32[Array, " tokens"]) -> SlotState:
+    """Begin with the admitted slots; page tables stay, and so do old tokens past a slot's length.
 
     Args:
-      index: slots; the number of slots to skip.
-      start: position of the first token; `count` of them are valid.
+      tokens: of all admitted slots, see `Admitted`.
     """
-    offset = jnp.arange(tokens.shape[1])
-    slot = jnp.where(offset < count[:, None], index[:, None], slots.done.shape[0])
+    place = jnp.arange(tokens.shape[0])
+    row = jnp.searchsorted(admitted.start, place, side="right") - 1
+    position = place - admitted.start[row]
+    is_token = position < admitted.length[row]
+    slot = jnp.where(is_token, admitted.index[row], slots.done.shape[0])
+
+    def put(
+        leaf: Shaped[Array, " slots *entry"], entries: Shaped[Array, " admissions *entry"]
+    ) -> Shaped[Array, " slots *entry"]:
+        return leaf.at[admitted.index].set(entries, mode="drop")
+
     return replace(
         slots,
-        tokens=slots.tokens.at[slot, start[:, None] + offset].set(tokens, mode="drop"),
+        tokens=slots.tokens.at[slot, position].set(tokens, mode="drop"),
+        length=put(slots.length, admitted.length),
+        max_length=put(slots.max_length, admitted.max_length),
+        done=slots.done.at[admitted.index].set(False, mode="drop"),
+        sampling=jax.tree.map(put, slots.sampling, admitted.sampling),
+        encoded=jax.tree.map(put, slots.encoded, admitted.encoded),
+    )
+
+
+def extend(slots: SlotState, extensions: Extensions) -> SlotState:
+    """Put tokens behind the newest ones of slots."""
+    index, start, count = extensions.index, extensions.start, extensions.count
+    offset = jnp.arange(extensions.tokens.shape[1])
+    slot = jnp.where(offset < count[:, None], index[:, None], slots.done.shape[0])
+    position = start[:, None] + offset
+    return replace(
+        slots,
+        tokens=slots.tokens.at[slot, position].set(extensions.tokens, mode="drop"),
         length=slots.length.at[index].max(start + count, mode="drop"),
     )
 
@@ -198,33 +248,63 @@ def pack_moves(
     return places
 
 
-def pack_admissions(
+def pack_edits(
+    config: EngineConfig, released: Sequence[int], page_updates: Sequence[tuple[int, int, int]]
+) -> SlotEdits:
+    """Arguments of `edit` for at most PAGE_UPDATES_A_CALL updates, as NumPy arrays."""
+    flags: Any = np.zeros(config.max_slots, np.bool_)  # NumPy where fields say Array
+    flags[list(released)] = True
+    entries: Any = np.full((PAGE_UPDATES_A_CALL, 3), config.max_slots, np.int32)
+    if page_updates:
+        entries[: len(page_updates)] = page_updates
+    return SlotEdits(flags, entries)
+
+
+def admissions_by_call(
     config: EngineConfig, admissions: Sequence[Admission]
-) -> tuple[Int32[np.ndarray, " admissions"], SlotState]:
-    """Arguments of `admit` for at most ADMISSIONS_A_CALL admissions, as NumPy arrays."""
+) -> Iterator[Sequence[Admission]]:
+    """Yield the admissions of each call of `admit`, as many as it takes."""
+    some: list[Admission] = []
+    num_tokens = 0
+    for new in admissions:
+        num_tokens += len(new.tokens)
+        if some and (len(some) == ADMISSIONS_A_CALL or num_tokens > config.max_context):
+            yield some
+            some, num_tokens = [], len(new.tokens)
+        some.append(new)
+    if some:
+        yield some
+
+
+def pack_admissions(
+    config: EngineConfig, admissions: Sequence[Admission], num_tokens: int = 0
+) -> tuple[Admitted, Int32[np.ndarray, " tokens"]]:
+    """Arguments of `admit` for the admissions of one call, as NumPy arrays.
+
+    Args:
+      num_tokens: tokens that there is room for at least.
+    """
     num = ADMISSIONS_A_CALL
 
-    def full(value: float, dtype: type, *shape: int) -> Any:  # NumPy where fields say Array
-        return np.full((num, *shape), value, dtype)
+    def full(value: int) -> Any:
+        return np.full(num, value, np.int32)
 
-    index = full(config.max_slots, np.int32)
-    tokens = full(0, np.int32, config.max_context)
-    length, max_length, encoded = (full(0, np.int32) for _ in range(3))
+    lengths = [len(new.tokens) for new in admissions]
+    index, start = full(config.max_slots), full(np.iinfo(np.int32).max)
+    length, max_length, encoded = (full(0) for _ in range(3))
+    tokens = np.zeros(bucket(max(num_tokens, sum(lengths)), config.admission_buckets), np.int32)
+    used = 0
     for i, new in enumerate(admissions):
-        index[i] = new.slot
-        tokens[i, : len(new.tokens)] = new.tokens
-        length[i] = len(new.tokens)
+        index[i], start[i], length[i] = new.slot, used, lengths[i]
+        tokens[used : used + lengths[i]] = new.tokens
+        used += lengths[i]
         encoded[i] = len(new.request.encoder_prompt)
         max_length[i] = new.request.end_length(new.max_length, new.sample_index)
-    return index, SlotState(
-        tokens=tokens,
-        length=length,
-        max_length=max_length,
-        done=full(False, np.bool_),
-        page_table=full(0, np.int32, config.max_pages_per_sequence),
-        sampling=pack_sampling([(new.request, new.sample_index) for new in admissions], num),
-        encoded=encoded if config.has_encoder else None,
+    sampling = pack_sampling([(new.request, new.sample_index) for new in admissions], num)
+    admitted = Admitted(
+        index, start, length, max_length, sampling, encoded if config.has_encoder else None
     )
+    return admitted, tokens
 
 
 def pieces(extensions: Sequence[Extension]) -> list[Extension]:
@@ -237,14 +317,13 @@ def pieces(extensions: Sequence[Extension]) -> list[Extension]:
     ]
 
 
-def pack_extensions(
-    config: EngineConfig, extensions: Sequence[Extension]
-) -> tuple[np.ndarray, ...]:
-    """Arguments of `extend` for at most EXTENSIONS_A_CALL pieces: int32 NumPy arrays."""
-    index = np.full(EXTENSIONS_A_CALL, config.max_slots, np.int32)
-    start, count = np.zeros((2, EXTENSIONS_A_CALL), np.int32)
-    tokens = np.zeros((EXTENSIONS_A_CALL, TOKENS_AN_EXTENSION), np.int32)
+def pack_extensions(config: EngineConfig, extensions: Sequence[Extension]) -> Extensions:
+    """Arguments of `extend` for at most EXTENSIONS_A_CALL pieces, as NumPy arrays."""
+    index: Any = np.full(EXTENSIONS_A_CALL, config.max_slots, np.int32)
+    start: Any = np.zeros(EXTENSIONS_A_CALL, np.int32)
+    count: Any = np.zeros(EXTENSIONS_A_CALL, np.int32)
+    tokens: Any = np.zeros((EXTENSIONS_A_CALL, TOKENS_AN_EXTENSION), np.int32)
     for i, each in enumerate(extensions):
         index[i], start[i], count[i] = each.slot, each.start, len(each.tokens)
         tokens[i, : len(each.tokens)] = each.tokens
-    return index, start, count, tokens
+    return Extensions(index, start, count, tokens)

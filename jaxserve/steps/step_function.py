@@ -6,6 +6,7 @@ any thread: it loads it from the store, where that has it, and else traces and c
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -27,6 +28,7 @@ from jaxserve.steps.executable_identity import (
 )
 from jaxserve.steps.executable_store import ExecutableStore
 from jaxserve.steps.jax_cache import without_jax_cache
+from jaxserve.steps.one_buffer import packed, unpacked
 from jaxserve.steps.placement import Placement
 from pallas_kernels.cpu_targets import cpu_targets
 
@@ -216,6 +218,7 @@ class StepFunction:
       sizes: what `function` depends on besides its arguments and what names the shelf.
       function: function of arrays and static keyword arguments.
       num_fixed: number of first arguments that have the same shapes in nearly every call.
+      packs: pass every argument of several NumPy arrays as one buffer, see `OneBuffer`.
       options: of `jax.jit`.
     """
 
@@ -227,10 +230,12 @@ class StepFunction:
         *,
         sizes: tuple[Any, ...] = (),
         num_fixed: int = 1,
+        packs: bool = False,
         **options: Any,
     ):
         self._name = name
-        self._jitted = jax.jit(function, **options)
+        self._packs = packs
+        self._jitted = jax.jit(_unpacking(name, function) if packs else function, **options)
         self._shelf = shelf
         self._sizes = sizes
         self._num_fixed = num_fixed
@@ -240,6 +245,7 @@ class StepFunction:
         self._prepared: dict[Any, Future[jax.stages.Compiled]] = {}
 
     def __call__(self, *arguments: Any, **static: Any) -> Any:
+        arguments = self._passed(arguments)
         sizes = tuple(map(_size, arguments[self._num_fixed :]))
         known = (sizes, *static.values())
         if known in self._refused:
@@ -270,15 +276,18 @@ class StepFunction:
         Args:
           arguments: arrays, or a `jax.ShapeDtypeStruct` with a sharding in place of a jax.Array.
         """
-        return self._prepare(arguments, static, stalls=False)
+        return self._prepare(self._passed(arguments), static, stalls=False)
 
     def trace(self, *arguments: Any, **static: Any) -> Any:
         """Return what `jax.jit` traces, for lowering to another platform."""
-        return self._jitted.trace(*arguments, **static)
+        return self._jitted.trace(*self._passed(arguments), **static)
 
     def is_prepared(self, *arguments: Any, **static: Any) -> bool:
         """Return whether the executable exists in this process or is being made."""
-        return _signature(arguments, static) in self._prepared
+        return _signature(self._passed(arguments), static) in self._prepared
+
+    def _passed(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(map(packed, arguments)) if self._packs else arguments
 
     def _prepare(
         self, arguments: tuple[Any, ...], static: dict[str, Any], *, stalls: bool
@@ -329,6 +338,17 @@ class StepFunction:
         passed_s = time.perf_counter() - begin_s
         jax.monitoring.record_event_duration_secs(event, passed_s, name=self._name)
         return executable
+
+
+def _unpacking(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of packed arguments, under a name; it has the same names for them."""
+
+    @functools.wraps(function, assigned=(), updated=())
+    def unpacking(*arguments: Any, **static: Any) -> Any:
+        return function(*map(unpacked, arguments), **static)
+
+    unpacking.__name__ = name
+    return unpacking
 
 
 def abstract(tree: Any) -> Any:

@@ -6,6 +6,7 @@ place of its executor.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,6 +45,9 @@ class ExecutorWrapper:
 
     def resize(self, num_pages: int, moves: Moves) -> None:
         self.inner.resize(num_pages, moves)
+
+    def reset(self) -> bool:
+        return self.inner.reset()
 
     def close(self) -> None:
         self.inner.close()
@@ -141,6 +145,9 @@ class FaultyExecutor(ExecutorWrapper):
     Args:
       raises_at: the step whose `submit` raises `error`, and every later one.
       not_finite_at: the step whose sampling rows come back with logits that are not finite.
+      not_finite_every: n for every n-th step to come back like that; None for none.
+      out_of_memory_every: n for every n-th step to run out of the device's memory, in turns when it
+        is submitted and when it is collected; None for none.
       loses_every: n for pages that do not arrive in every n-th plan of the link between two device
         groups; None for none.
     """
@@ -152,6 +159,8 @@ class FaultyExecutor(ExecutorWrapper):
         raises_at: int | None = None,
         error: Exception | None = None,
         not_finite_at: int | None = None,
+        not_finite_every: int | None = None,
+        out_of_memory_every: int | None = None,
         loses_every: int | None = None,
     ):
         super().__init__(inner)
@@ -159,8 +168,15 @@ class FaultyExecutor(ExecutorWrapper):
         self._raises_at = raises_at
         self._error = error or RuntimeError("the device fell over")
         self._not_finite_at = not_finite_at
+        self._not_finite_every = not_finite_every or sys.maxsize
+        self._out_of_memory_every = out_of_memory_every or sys.maxsize
         self._loses_every = loses_every
         self._num_handovers = 0
+        self._is_lost = False
+
+    def reset(self) -> bool:
+        self._is_lost = False
+        return self.inner.reset()
 
     def submit(self, plan: StepPlan) -> StepHandle:
         index = self.num_submitted
@@ -170,8 +186,15 @@ class FaultyExecutor(ExecutorWrapper):
         self._num_handovers += bool(plan.handovers)
         if plan.handovers and self._loses_every and self._num_handovers % self._loses_every == 0:
             return _Lost(plan)
+        num_failed, rest = divmod(index + 1, self._out_of_memory_every)
+        if num_failed % 2 and not rest:
+            raise _out_of_memory()
+        self._is_lost = self._is_lost or (num_failed > 0 and not rest)
+        if self._is_lost:  # later steps read what this one should have written
+            return _OutOfMemory()
         handle = self.inner.submit(plan)
-        return _NotFinite(plan, handle) if index == self._not_finite_at else handle
+        is_finite = index != self._not_finite_at and (index + 1) % self._not_finite_every
+        return handle if is_finite else _NotFinite(plan, handle)
 
 
 @final
@@ -186,6 +209,22 @@ class _Lost:
 
     def collect(self) -> StepResult:
         return nothing_computed(np.zeros(len(self._plan.handovers), np.bool_))
+
+
+@final
+class _OutOfMemory:
+    """A submitted step that fails on the device."""
+
+    def is_ready(self) -> bool:
+        return True
+
+    def collect(self) -> StepResult:
+        raise _out_of_memory()
+
+
+def _out_of_memory() -> Exception:
+    """Return an error as XLA raises it."""
+    return RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte.")
 
 
 @final

@@ -13,7 +13,8 @@ from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import Accepted, SimulatedExecutor
+from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.execution.simulated_model import Accepted
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
@@ -69,6 +70,7 @@ class Trace:
       probe: what its readings are like, see `PROBES`; None for no probe.
       falls_short: steps deliver fewer tokens than they were planned for, now and then none.
       has_grammars: about half of the requests await their tokens, which sometimes force others.
+      speculates: decode loops deliver tokens that were proposed.
 
     Attributes:
       requests: those that arrive by themselves.
@@ -90,10 +92,13 @@ class Trace:
         probe: str | None = None,
         falls_short: bool = False,
         has_grammars: bool = False,
+        speculates: bool = False,
     ):
         rng = random.Random(seed)
         self.seed = seed
         self.config = random_config(rng)
+        if speculates:
+            self.config = replace(self.config, num_proposed=1 + seed % 5)
         self.requests = random_requests(rng, self.config)
         if with_conversations:
             self.requests = with_shared_prefixes(random.Random(f"{seed} prefixes"), self.requests)
@@ -168,8 +173,14 @@ class Trace:
     ) -> Engine:
         """Return a new engine on a simulated executor; both have the given or a new clock."""
         clock = clock or VirtualClock()
-        executor = SimulatedExecutor(
-            config or self.config,
+        executor = self._executor(config or self.config, clock, is_alone=is_alone)
+        return Engine(executor, policy, clock, disk=disk, grammars=self._grammars)
+
+    def _executor(
+        self, config: EngineConfig, clock: VirtualClock, *, is_alone: bool = False
+    ) -> SimulatedExecutor:
+        return SimulatedExecutor(
+            config,
             clock,
             answer_length=self.answer_length,
             fault_length=self.fault_length if self._with_faults else None,
@@ -177,7 +188,6 @@ class Trace:
             refinement=None if self._probe is None else REFINEMENT,
             reading=None if self._probe is None else self.reading,
         )
-        return Engine(executor, policy, clock, disk=disk, grammars=self._grammars)
 
     def run(
         self,
@@ -185,6 +195,7 @@ class Trace:
         *,
         cancel_rate: float = 0.0,
         resize_rate: float = 0.0,
+        recompute_rate: float = 0.0,
         disk: DiskTier | None = None,
     ) -> dict[tuple[str, int], Outcome]:
         """Serve the requests under a policy, and return how each sample of each of them ended.
@@ -195,6 +206,7 @@ class Trace:
         Args:
           cancel_rate: cancellations a step.
           resize_rate: resizes of the pool a step.
+          recompute_rate: caches that are exchanged for others of another size a step.
 
         Returns:
           By request id and sample.
@@ -205,7 +217,8 @@ class Trace:
         self.pool_sizes, self.num_moved = {self.config.num_pages}, 0
         rng = random.Random(f"{self.seed} run")
         clock = VirtualClock()
-        engine = self.engine(policy, clock=clock, disk=disk)
+        executor = self._executor(self.config, clock)
+        engine = Engine(executor, policy, clock, disk=disk, grammars=self._grammars)
         arriving, sequences = list(self.requests), []
         self.asked, self.num_gaps, self.num_reopened = [], 0, 0
         answered: set[int] = set()
@@ -221,6 +234,8 @@ class Trace:
                 engine.scheduler.end(rng.choice(sequences), "cancelled")
             if resize_rate and rng.random() < resize_rate:
                 self._resize(engine, rng)
+            if recompute_rate and rng.random() < recompute_rate:
+                self._recompute(engine, executor, rng)
             before = _advancement(sequences)
             closed = [s for s in sequences if s.phase is Phase.CLOSING]
             engine.step()
@@ -258,6 +273,20 @@ class Trace:
             stayed = [new == page for new, page in zip(pages, old, strict=True)]
             self._require(stayed == [page < num_pages for page in old], "a page moved needlessly")
             self.num_moved += not all(stayed)
+        self.pool_sizes.add(num_pages)
+
+    def _recompute(self, engine: Engine, executor: SimulatedExecutor, rng: random.Random) -> None:
+        fewest = 1 + -(-self.config.max_length // self.config.page_size)
+        num_pages = rng.randint(fewest, self.config.num_pages)
+
+        def exchange() -> None:
+            executor.resize(2, ())  # which drops every page
+            executor.resize(num_pages, ())
+
+        engine.drain()
+        self._require(engine.recompute(num_pages, exchange) >= 0, "fewer than no tokens")
+        self._require(not engine.scheduler.running, "a sequence runs without KV")
+        engine.scheduler.check_integrity()
         self.pool_sizes.add(num_pages)
 
     def _next_turns(self, sequences: list[Sequence], answered: set[int]) -> list[Request]:

@@ -9,19 +9,20 @@ import jax
 from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import dispatch
-from pallas_kernels.kv_write import reference, triton, xla
+from pallas_kernels.kv_write import cpu, reference, triton, xla
 from pallas_kernels.kv_write.rotary import RopeTables
 from pallas_kernels.kv_write.written import Written
 
-Implementation = Literal["reference", "xla", "triton", "triton_interpreted"]
+Implementation = Literal["reference", "xla", "cpu", "triton", "triton_interpreted"]
 
 _IMPLEMENTATIONS = {
     "reference": reference.rotate_and_write,
     "xla": xla.rotate_and_write,
+    "cpu": cpu.rotate_and_write,
     "triton": triton.rotate_and_write,
     "triton_interpreted": partial(triton.rotate_and_write, interpret=True),
 }
-_PREFERRED = {"cuda": ("triton",)}
+_PREFERRED = {"cuda": ("triton",), "cpu": ("cpu",)}
 
 IMPLEMENTATIONS = tuple(_IMPLEMENTATIONS)
 
@@ -54,8 +55,9 @@ def rotate_and_write(
       k_scales, v_scales: float32 [layers, pages, kv_heads, page_size], scales of 8-bit pages (see
         `quantize`), written with them; both or none.
       implementation: overrides the platform's choice, which is made when the call is traced and
-        logged once: "triton" on NVIDIA GPUs, and "xla" elsewhere or if that refuses.
-        "triton_interpreted" runs the kernel on any platform, for tests.
+        logged once: "triton" on NVIDIA GPUs, "cpu" on the CPU if a compiler is found, and "xla"
+        elsewhere or if those refuse. "triton_interpreted" runs the GPU's kernel on any platform,
+        for tests.
 
     Returns:
       Queries [tokens, kv_heads * group, head_dim] in qkv's dtype, and `k_pages`, `v_pages`,

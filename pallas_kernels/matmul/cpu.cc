@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "threads.h"
+#include "tiles.h"
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -23,9 +24,6 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int W = kWide;
-constexpr int kTile = W == 16 ? 8 : 4;  // rows of x that are multiplied together
-constexpr int kVectors = 3;             // kTile * kVectors sums fit the registers
 constexpr int kPanel = kVectors * W;    // columns
 constexpr int kRows = 128;              // maximum of rows of x of an item
 constexpr int kFew = 8;                 // maximum of rows of x for which a strip is streamed
@@ -136,45 +134,6 @@ void pack(const Problem& p, int64_t n0, int64_t k0, int64_t depth, float* packed
       packed[i * kPanel + c] = c < columns ? from[c * p.k + i] : 0.0f;
 }
 
-// total[r] (+)= sum over i of x[r][i] * b[i], for R rows; `lines` are prefetched every 4 steps.
-template <int R>
-void multiply(const float* __restrict x, int64_t x_stride, const float* __restrict b,
-              int64_t b_stride, int64_t depth, bool first, float* __restrict total, Ahead& ahead,
-              int lines) {
-  Float<W> sum[R][kVectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 3
-    for (int v = 0; v < kVectors; ++v)
-      sum[r][v] = first ? Float<W>{} : load<W>(total + r * kPanel + v * W);
-  const auto step = [&](int64_t i) __attribute__((always_inline)) {
-    Float<W> column[kVectors];
-#pragma GCC unroll 3
-    for (int v = 0; v < kVectors; ++v) column[v] = load<W>(b + i * b_stride + v * W);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const Float<W> a = x[r * x_stride + i] - Float<W>{};  // plus zero would be an addition: -0
-#pragma GCC unroll 3
-      for (int v = 0; v < kVectors; ++v) sum[r][v] += a * column[v];
-    }
-    asm volatile("" ::: "memory");  // keeps the compiler from mixing steps and spilling the sums
-  };
-  int64_t i = 0;
-  for (; i + 4 <= depth; i += 4) {
-    for (int l = 0; l < lines; ++l) ahead.fetch_line();
-    step(i);
-    step(i + 1);
-    step(i + 2);
-    step(i + 3);
-  }
-#pragma GCC unroll 1
-  for (; i < depth; ++i) step(i);
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 3
-    for (int v = 0; v < kVectors; ++v) store(total + r * kPanel + v * W, sum[r][v]);
-}
-
 // y = x * w for R rows of x and a strip of columns, its rows read kAbreast at a time.
 template <int R>
 void stream(const Problem& p, int64_t first, int64_t columns) {
@@ -209,13 +168,6 @@ void stream(const Problem& p, int64_t first, int64_t columns) {
   for (int r = 0; r < R; ++r) std::copy_n(total[r], columns, p.y + r * p.n + first);
 }
 
-using Multiply = decltype(&multiply<1>);
-template <int... r>
-Multiply multiply_of(int rows, std::integer_sequence<int, r...>) {
-  static constexpr Multiply table[] = {multiply<r + 1>...};
-  return table[rows - 1];
-}
-
 using Stream = decltype(&stream<1>);
 template <int... r>
 Stream stream_of(int rows, std::integer_sequence<int, r...>) {
@@ -223,7 +175,7 @@ Stream stream_of(int rows, std::integer_sequence<int, r...>) {
   return table[rows - 1];
 }
 
-void product(const Problem& p, int64_t item, int64_t item_after) {
+void product(const Problem& p, int64_t item, const NextItem& next) {
   const int64_t first = p.first_column(item), m0 = p.first_row(item);
   if (p.streams) {
     const int64_t columns = std::min(p.width * kPanel, p.n - first);
@@ -243,7 +195,7 @@ void product(const Problem& p, int64_t item, int64_t item_after) {
     const int64_t depth = std::min<int64_t>(p.depth, p.k - k0);
     Ahead ahead;
     if (k0 + p.depth < p.k) ahead = Ahead(p, first, k0 + p.depth);
-    else if (item_after >= 0) ahead = Ahead(p, p.first_column(item_after), 0);
+    else if (next < p.strips * p.row_blocks) ahead = Ahead(p, p.first_column(next), 0);
     for (int64_t panel = 0; panel < panels; ++panel) {
       const int64_t n0 = first + panel * kPanel;
       const float* b = p.w + k0 * p.n + n0;
@@ -254,9 +206,8 @@ void product(const Problem& p, int64_t item, int64_t item_after) {
       }
       for (int64_t r = 0; r < rows; r += kTile) {
         const int count = static_cast<int>(std::min<int64_t>(kTile, rows - r));
-        multiply_of(count, std::make_integer_sequence<int, kTile>())(
-            p.x + (m0 + r) * p.k + k0, p.k, b, b_stride, depth, k0 == 0,
-            total + (panel * rows + r) * kPanel, ahead, lines);
+        multiply_rows<kPanel>(count, p.x + (m0 + r) * p.k + k0, p.k, b, b_stride, depth, k0 == 0,
+                              total + (panel * rows + r) * kPanel, ahead, lines);
       }
     }
   }
@@ -281,8 +232,8 @@ ffi::Error matmul(ffi::ThreadPool pool, Matrix x, Matrix w, ffi::Result<Matrix> 
   p.transposed = transposed;
   p.cut(pool.num_threads());
   const int64_t threads = 1 + p.m * p.k * p.n / kWorthAThread;
-  for_each_item<true>(pool, p.strips * p.row_blocks, threads,
-                      [p](int64_t item, int64_t after) { product(p, item, after); });
+  for_each_item(pool, p.strips * p.row_blocks, threads,
+                [p](int64_t item, const NextItem& next) { product(p, item, next); });
   return ffi::Error::Success();
 }
 

@@ -7,8 +7,8 @@
 // registers, so that scores are vectors over keys, and weights times values are vectors over
 // head_dim. The operations for one query, and their order, depend neither on the rest of the batch
 // nor on how its row is cut into items: a block that a query does not see multiplies its sums by 1
-// and adds 0. Elements of 8 bits become floats when they are loaded; the scale of a key multiplies
-// its scores, and that of a value its weights.
+// and adds 0. Elements of 8 bits become floats when they are loaded, values of many queries once for
+// all of them; the scale of a key multiplies its scores, and that of a value its weights.
 
 #include <algorithm>
 #include <cstdint>
@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "functions.h"
 #include "threads.h"
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
@@ -32,52 +33,13 @@ constexpr int kTileRows = 96;      // maximum of (query, head) pairs of an item,
 constexpr float kMasked = -1e30f;  // used for minus infinity; kMasked - kMasked is not NaN
 constexpr int64_t kWorthAThread = 1 << 19;  // multiply-adds per additional thread
 
+constexpr int kConvertsAbove = 4;  // queries for which values of 8 bits are converted only once
+
 constexpr int kChunk = kWide == 16 ? 4 : 2;  // vectors of head_dim that `accumulate` holds
-
-// Lane l of the result is lane l ^ step of x.
-template <int step, int W, int... lane>
-inline Float<W> swapped(Float<W> x, std::integer_sequence<int, lane...>) {
-  return __builtin_shufflevector(x, x, (lane ^ step)...);
-}
-
-template <int W, int step = W / 2>
-inline float largest(Float<W> x) {
-  if constexpr (step == 0) return x[0];
-  else {
-    const Float<W> other = swapped<step, W>(x, std::make_integer_sequence<int, W>());
-    return largest<W, step / 2>(x < other ? other : x);
-  }
-}
-
-template <int W, int step = W / 2>
-inline float sum(Float<W> x) {
-  if constexpr (step == 0) return x[0];
-  else {
-    return sum<W, step / 2>(x + swapped<step, W>(x, std::make_integer_sequence<int, W>()));
-  }
-}
 
 template <int W, int... lane>
 inline Int<W> count_from(int32_t first, std::integer_sequence<int, lane...>) {
   return Int<W>{lane...} + first;
-}
-
-// Cephes' expf: at most 2 ulp off for x in [-87, 88], e^-87 below, NaN for NaN.
-template <int W>
-inline Float<W> exponential(Float<W> x) {
-  const Float<W> least = Float<W>{} - 87.0f;
-  x = x < least ? least : x;
-  const Float<W> magic = Float<W>{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to integers
-  const Float<W> shifted = x * 1.44269504088896341f + magic;
-  const Float<W> n = shifted - magic;
-  const Float<W> r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  Float<W> y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * (r * r) + r + 1.0f;
-  return y * (Float<W>)(((Int<W>)shifted - (Int<W>)magic + 127) << 23);
 }
 
 template <int W>
@@ -158,6 +120,25 @@ inline void by_fours(int count, F&& f) {
   if (count - i == 1) f(i, std::integral_constant<int, 1>());
 }
 
+// The same for all of head_dim and `count` queries; the first queries prefetch `ahead`, if any.
+template <int W, typename T>
+void accumulate_all(const float* logits, const T* const* v, const T* const* ahead, int begin,
+                    int end, const float* kept, int count, int64_t dim, float* out) {
+  by_fours(count, [&](int m, auto n) {
+    const float* weights = logits + m * kBlock;
+    const T* const* fetched = m == 0 ? ahead : nullptr;
+    float* to = out + m * dim;
+    int64_t d = 0;
+    for (; d + kChunk * W <= dim; d += kChunk * W)
+      accumulate<W, n, kChunk>(weights, v, fetched, begin, end, kept + m, d, dim, to);
+    if (kChunk > 2 && d + 2 * W <= dim) {
+      accumulate<W, n, 2>(weights, v, fetched, begin, end, kept + m, d, dim, to);
+      d += 2 * W;
+    }
+    if (d < dim) accumulate<W, n, 1>(weights, v, fetched, begin, end, kept + m, d, dim, to);
+  });
+}
+
 struct Problem {
   const float* q;                    // [tokens, heads, head_dim]
   const void *k, *v;                 // [layers * pages, kv_heads, page_size, head_dim]
@@ -206,10 +187,14 @@ void attend(const Problem& p, const Item& item) {
   const int64_t first_head = item.kv_head * p.group;
   const int32_t* table = p.page_table + item.row * p.table_width;
   static thread_local std::vector<float> scratch;
-  scratch.resize(count * (2 * dim + kBlock + W + 2) + dim * 2 * W + dim + 16);
+  const bool converts = is_scaled && count > kConvertsAbove;
+  const size_t needed = count * (2 * dim + kBlock + W + 2) + dim * 2 * W + dim +
+                        (converts ? kBlock * dim : 0) + 16;
+  if (scratch.size() < needed) scratch.resize(needed);
   auto aligned = (reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64;
   float* keys = reinterpret_cast<float*>(aligned);  // [dim, 2 W]
-  float* logits = keys + dim * 2 * W;               // [count, kBlock], then the weights
+  float* values = keys + dim * 2 * W;               // [kBlock, dim] if it converts
+  float* logits = values + (converts ? kBlock * dim : 0);  // [count, kBlock], then the weights
   float* total = logits + count * kBlock;           // [count, W]
   float* q = total + count * W;                     // [count, dim]
   float* out = q + count * dim;                     // [count, dim]
@@ -249,6 +234,8 @@ void attend(const Problem& p, const Item& item) {
       }
     }
   };
+  const float* rows[kBlock];  // of values
+  for (int i = 0; i < kBlock; ++i) rows[i] = values + i * dim;
   Block<T> blocks[2], *block = &blocks[0], *next = &blocks[1];
   const int64_t first_base = item.start / kBlock * kBlock;
   locate(first_base, block);
@@ -297,18 +284,16 @@ void attend(const Problem& p, const Item& item) {
       }
       store(total + m * W, kept[m] * load<W>(total + m * W) + added);
     }
-    by_fours(count, [&](int m, auto n) {
-      const float* weights = logits + m * kBlock;
-      const T* const *v = block->v, *const *ahead = m == 0 ? next->v : nullptr;
-      int64_t d = 0;
-      for (; d + kChunk * W <= dim; d += kChunk * W)
-        accumulate<W, n, kChunk>(weights, v, ahead, begin, end, kept + m, d, dim, out + m * dim);
-      if (kChunk > 2 && d + 2 * W <= dim) {
-        accumulate<W, n, 2>(weights, v, ahead, begin, end, kept + m, d, dim, out + m * dim);
-        d += 2 * W;
-      }
-      if (d < dim) accumulate<W, n, 1>(weights, v, ahead, begin, end, kept + m, d, dim, out + m * dim);
-    });
+    if (converts) {
+      for (int i = begin; i < end; ++i)
+        for (int64_t d = 0; d < dim; d += W) {
+          store(values + i * dim + d, load<W>(block->v[i] + d));
+          __builtin_prefetch(next->v[i] + d, 0, 3);
+        }
+      accumulate_all<W, float>(logits, rows, nullptr, begin, end, kept, count, dim, out);
+    } else {
+      accumulate_all<W, T>(logits, block->v, next->v, begin, end, kept, count, dim, out);
+    }
     std::swap(block, next);
   }
 
@@ -437,7 +422,7 @@ ffi::Error paged_attention(ffi::ThreadPool pool, Tokens q, ffi::AnyBuffer k, ffi
 
   int64_t cost = 0;
   for (const Item& item : shared->items) cost += item.cost;
-  for_each_item(pool, shared->items.size(), 1 + cost / kWorthAThread, [shared](int64_t i, int64_t) {
+  for_each_item(pool, shared->items.size(), 1 + cost / kWorthAThread, [shared](int64_t i, const NextItem&) {
     shared->attend(shared->problem, shared->items[i]);
   });
   return ffi::Error::Success();

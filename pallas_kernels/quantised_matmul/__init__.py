@@ -8,11 +8,12 @@ from pallas_kernels.quantised_matmul.packing import (
     dequantised_rows,
     pack,
 )
-from pallas_kernels.quantised_matmul.rounding import quantise, quantise_float8
+from pallas_kernels.quantised_matmul.rounding import Rounding, quantise, quantise_float8
 
 __all__ = [
     "PANEL",
     "PackedMatrix",
+    "Rounding",
     "dequantise",
     "dequantised_rows",
     "pack",

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.quantised_matmul import cpu, xla
+from pallas_kernels.quantised_matmul import cpu, triton, xla
 from pallas_kernels.quantised_matmul.packing import PANEL, PackedMatrix
+from pallas_kernels.quantised_matmul.rounding import Rounding
 
-Implementation = Literal["xla", "cpu"]
+Implementation = Literal["xla", "cpu", "triton", "triton_interpreted"]
 
-_IMPLEMENTATIONS = {"xla": xla.quantised_matmul, "cpu": cpu.quantised_matmul}
-_PREFERRED = {"cpu": ("cpu",)}
+_IMPLEMENTATIONS = {
+    "xla": xla.quantised_matmul,
+    "cpu": cpu.quantised_matmul,
+    "triton": triton.quantised_matmul,
+    "triton_interpreted": partial(triton.quantised_matmul, interpret=True),
+}
+_PREFERRED = {"cpu": ("cpu",), "cuda": ("triton",)}
 
 
 def quantised_matmul(
     x: Float[Array, "tokens in"],
     weight: PackedMatrix,
     *,
-    rounds_activations: bool,
+    rounds_activations: Rounding | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, " tokens *lead out"]:
@@ -29,15 +36,17 @@ def quantised_matmul(
 
     Args:
       weight: [in, *lead, out], packed.
-      rounds_activations: round each group of a row of `x` to int8 first, with a scale of its own.
+      rounds_activations: round `x` to int8 first, with a scale for each group of a row, or for each
+        token; None leaves them as they are.
       out_dtype: x's dtype by default.
       implementation: overrides the platform's choice, which is made when the call is traced and
-        logged once: "cpu" on the CPU for rounded activations, and "xla" elsewhere or if that
-        refuses. Only "xla" can be partitioned over a mesh.
+        logged once: "cpu" on the CPU for activations that are rounded by groups, "triton" on
+        NVIDIA GPUs, and "xla" elsewhere or if these refuse. Only "xla" can be partitioned over a
+        mesh. "triton_interpreted" runs the kernel on any platform, for tests.
 
     Returns:
-      [tokens, *lead, panels * 16]: as many columns as the weight's panels have. With "cpu", the
-      bits of a row do not depend on the other rows.
+      [tokens, *lead, panels * 16]: as many columns as the weight's panels have. With "cpu" and
+      "triton", the bits of a row do not depend on the other rows.
 
     Raises:
       NotImplementedError: the requested implementation cannot serve this case; the message says

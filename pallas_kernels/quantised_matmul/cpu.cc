@@ -259,7 +259,7 @@ ffi::Error quantised_matmul(ffi::ThreadPool pool, Matrix x,
   p.rounded = reinterpret_cast<int8_t*>(p.initial + num_groups);
 
   const int64_t rows = std::max<int64_t>(1, kRoundsTogether / p.k);
-  for_each_item(pool, (p.m + rows - 1) / rows, pool.num_threads(), [p, rows](int64_t item, int64_t) {
+  for_each_item(pool, (p.m + rows - 1) / rows, pool.num_threads(), [p, rows](int64_t item, const NextItem&) {
     for (int64_t row = item * rows; row < std::min(p.m, (item + 1) * rows); ++row) round_row(p, row);
   });
   const int64_t threads = std::min<int64_t>(
@@ -267,7 +267,7 @@ ffi::Error quantised_matmul(ffi::ThreadPool pool, Matrix x,
   // Several items for each thread, since others may delay one of them.
   p.width = std::clamp<int64_t>(p.panels / (4 * threads) / 4 * 4, 4, 64);
   for_each_item(pool, (p.panels + p.width - 1) / p.width, threads,
-                [p](int64_t item, int64_t) { product(p, item); });
+                [p](int64_t item, const NextItem&) { product(p, item); });
   return ffi::Error::Success();
 }
 

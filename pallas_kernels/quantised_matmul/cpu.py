@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import build, dispatch
 from pallas_kernels.quantised_matmul.packing import PackedMatrix
+from pallas_kernels.quantised_matmul.rounding import Rounding
 
 SOURCE = Path(__file__).with_name("cpu.cc")
 SYMBOL = "QuantisedMatmul"
@@ -21,7 +22,7 @@ def quantised_matmul(
     codes: UInt8[Array, ...],  # the weight's, for the log
     weight: PackedMatrix,
     *,
-    rounds_activations: bool,
+    rounds_activations: Rounding | None,
     out_dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "tokens out"]:
     """See `api.quantised_matmul`. Columns of all leading axes are in one."""
@@ -30,8 +31,8 @@ def quantised_matmul(
         raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
     if weight.is_float:
         raise NotImplementedError("it multiplies integers")
-    if not rounds_activations:
-        raise NotImplementedError("it rounds activations to eight bits")
+    if rounds_activations != "groups":
+        raise NotImplementedError("it rounds activations to eight bits, by groups")
     if dispatch.is_partitioned():
         raise NotImplementedError("XLA cannot partition it over a mesh")
     if 0 in (*x.shape, *codes.shape):

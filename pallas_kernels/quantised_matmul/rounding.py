@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int8
 
 from pallas_kernels.quantised_matmul.packing import PackedMatrix, pack
 
+# What shares a scale when activations are rounded to int8: a group of a row, or a row.
+Rounding = Literal["groups", "tokens"]
 # Largest magnitudes below which a group of activations counts as zeros.
 TINY = 2.0**-100
 
@@ -72,19 +76,31 @@ def quantise_float8(matrix: Float[Array, " *lead out in"], *, group: int) -> Pac
     return pack(codes, scales, None, None, bits=8, group=group, is_float=True)
 
 
-def rounded_activations(x: Float[Array, "tokens in"], group: int) -> Float32[Array, "tokens in"]:
-    """Return activations as int8 times a scale for each row and group, in float32.
+def round_activations(
+    x: Float[Array, "tokens in"], group: int
+) -> tuple[Int8[Array, "tokens padded"], Float32[Array, "tokens groups"]]:
+    """Return activations in int8, filled up to whole groups, and a scale for each row and group.
 
-    A group with a number that is not finite becomes NaN.
+    The scale of a group with a number that is not finite is NaN.
     """
     tokens, depth = x.shape
     x = jnp.pad(x.astype(jnp.float32), [(0, 0), (0, -depth % group)])
     grouped = x.reshape(tokens, -1, group)
-    largest = jnp.max(jnp.abs(grouped), axis=-1, keepdims=True)
+    # A maximum on CPUs can pass over NaN, but not over infinity.
+    magnitudes = jnp.where(jnp.isfinite(grouped), jnp.abs(grouped), jnp.inf)
+    largest = jnp.max(magnitudes, axis=-1)
     is_zero = largest < TINY
     inverse = 127.0 / jnp.where(is_zero, 1.0, largest)
-    factor = jnp.where(jnp.isfinite(largest), jnp.where(is_zero, 0.0, largest / 127.0), jnp.nan)
-    return (jnp.round(grouped * inverse) * factor).reshape(tokens, -1)[:, :depth]
+    scales = jnp.where(is_zero, 0.0, jnp.where(jnp.isinf(largest), jnp.nan, largest / 127.0))
+    codes = jnp.nan_to_num(jnp.round(grouped * inverse[..., None]), posinf=0.0, neginf=0.0)
+    return codes.astype(jnp.int8).reshape(tokens, -1), scales
+
+
+def rounded_activations(x: Float[Array, "tokens in"], group: int) -> Float32[Array, "tokens in"]:
+    """Return activations as `round_activations` represents them, in float32."""
+    codes, scales = round_activations(x, group)
+    numbers = codes.reshape(len(x), -1, group).astype(jnp.float32) * scales[..., None]
+    return numbers.reshape(len(x), -1)[:, : x.shape[1]]
 
 
 def _divided(x: Float[Array, ...], by: Float[Array, ...]) -> Float32[Array, ...]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from pallas_kernels import dispatch
 from pallas_kernels.quantised_matmul.packing import PANEL, PackedMatrix, dequantise
-from pallas_kernels.quantised_matmul.rounding import rounded_activations
+from pallas_kernels.quantised_matmul.rounding import Rounding, rounded_activations
 
 # Elements of a weight that are widened at a time.
 _TILE_ELEMENTS = 2**22
@@ -23,14 +23,15 @@ def quantised_matmul(
     codes: UInt8[Array, ...],  # the weight's, for the log
     weight: PackedMatrix,
     *,
-    rounds_activations: bool,
+    rounds_activations: Rounding | None,
     out_dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "tokens out"]:
     """See `api.quantised_matmul`. Columns of all leading axes are in one."""
     del codes
     dtype = x.dtype
-    if rounds_activations:
-        x, dtype = rounded_activations(x, weight.group), jnp.float32
+    if rounds_activations is not None:
+        group = weight.group if rounds_activations == "groups" else x.shape[1]
+        x, dtype = rounded_activations(x, group), jnp.float32
     x = jnp.pad(x, [(0, 0), (0, weight.depth - x.shape[1])])
 
     def times(part: PackedMatrix) -> Float32[Array, "tokens columns"]:

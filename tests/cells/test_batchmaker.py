@@ -171,7 +171,7 @@ def test_a_loop_runs_until_it_ends():
 def test_a_loop_ends_at_its_limit():
     """The executor need not say so."""
     chooser = scheduler(CellType("loop", is_loop=True))
-    chooser.add(0, cell_graph((0,), ((),), (3,)), 0, 0.0)
+    chooser.add(0, cell_graph((0,), ((),), (3,), frozenset({0})), 0, 0.0)
     tasks = chooser.schedule(0, 0.0)
     assert len(tasks) == 3
     assert [chooser.complete(task) for task in tasks] == [[], [], [0]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,11 +61,11 @@ def test_gpus_gather_in_the_kernel(name):
             jax.ShapeDtypeStruct((50, *layout.pools[pool].shape), layout.pools[pool].dtype)
             for pool in programs.pools[t.index]
         ]
-        rows = jax.ShapeDtypeStruct((3, t.num_rows, BATCH), jnp.dtype("int32"))
+        rows = jax.ShapeDtypeStruct((3, BATCH, layout.width), jnp.dtype("int32"))
         num_tasks = jax.ShapeDtypeStruct((), jnp.dtype("int32"))
         with targeting():
-            step = programs.tasks[t.index]
-            traced = step.trace(programs.params[t.index], tuple(pools), rows, num_tasks)  # pyright: ignore[reportFunctionMemberAccess]
+            step: Any = programs.tasks[t.index]
+            traced = step.trace(programs.params[t.index], tuple(pools), rows, num_tasks)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert set(re.findall(r'name = "(\w+)"', text)) == {"gated_cell", "copy_pages"}
         moved = re.findall(r'"stablehlo\.(?:gather|scatter)"\(.*', text)

@@ -80,6 +80,13 @@ def _file(folder: Path, text: str) -> str:
         (("hi", "--groups", "1/1", "--stages", "1,1"), "", "cannot be combined with --stages"),
         (("hi", "--groups", "1/1"), "", "policy='auto' plans for one"),
         (("hi", "--replicas", "2", "--groups", "1/1"), "", "cannot be combined with --stages"),
+        (("hi", "--roles", "prefill=1"), "", "numbers of both roles"),
+        (("hi", "--roles", "prefill=1,decode=two"), "", "numbers of both roles"),
+        (("hi", "--roles", "prefill=1,prefill=1,decode=1"), "", "numbers of both roles"),
+        (("hi", "--roles", "prefill=0,decode=1"), "", "roles['prefill']=0"),
+        (("hi", "--roles", "prefill=1,decode=1", "--replicas", "2"), "", "omit --replicas"),
+        (("hi", "--roles", "prefill=1,decode=1", "--groups", "1/1"), "", "--roles cannot be"),
+        (("hi", "--roles", "prefill=1,decode=1", "--policy", "orca"), "", "keeps no pages"),
         (("hi", "--replicas", "2", "--record", "run"), "", "a fleet does not record"),
         (("hi", "--replicas", "2", "--disk-memory", "1MB"), "", "would write to one folder"),
         (("hi", "--max-tokens", "many"), "", "--max-tokens"),
@@ -159,6 +166,8 @@ def test_text_prompts_become_chats(model):
     assert chat["prompt_tokens"] == len("system: be\nuser: hi\nassistant: ")
     raw = json.loads(run(*arguments, "--raw").stdout)
     assert (raw["prompt_tokens"], raw["prompt"]) == (2, "hi")
+    empty = run("generate", "", "--model", model, *SMALL)
+    assert empty.exit_code == 1 and "EmptyPromptError" in empty.stderr
 
 
 def test_chat_converses(model):

@@ -54,7 +54,14 @@ def test_commands_agree_on_shared_options(command):
 
 def test_options_are_arguments_of_a_service():
     """`open_service` knows each field, with the same default where it has one."""
-    allowed = _names(RuntimeOptions) | {"replicas", "quiet", "stages", "groups", "data_parallel"}
+    allowed = _names(RuntimeOptions) | {
+        "replicas",
+        "roles",
+        "quiet",
+        "stages",
+        "groups",
+        "data_parallel",
+    }
     allowed |= inspect.signature(Runtime.from_pretrained).parameters.keys() | {"tensor_parallel"}
     assert _names(ServiceOptions) <= allowed
     for name, parameter in inspect.signature(opening.open_service).parameters.items():

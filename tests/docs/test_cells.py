@@ -17,7 +17,7 @@ def test_the_examples_run(capsys):
         exec(example, names)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "(64,) stop 10 nodes"
-    assert lines[1] == "(64,)"
-    assert lines[2].startswith("tokens 0 ")
+    assert lines[1] == lines[2] == "(64,)"
+    assert lines[3].startswith("tokens 0 ")
     assert lines[-2] == "(64,)"
     assert lines[-1].startswith("(1,")

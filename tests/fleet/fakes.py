@@ -78,6 +78,7 @@ class FakeReplica:
             pid=len(self.world.replicas),
             host="here",
             max_context=100,
+            max_length=100,
             max_prompt_tokens=99,
             vocab_size=50,
             num_host_pages=10,

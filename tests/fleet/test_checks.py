@@ -14,6 +14,7 @@ def _started(num_host_pages: int) -> Started:
         pid=1,
         host="here",
         max_context=100,
+        max_length=100,
         max_prompt_tokens=99,
         vocab_size=50,
         num_host_pages=num_host_pages,

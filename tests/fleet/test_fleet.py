@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
+import httpx2
 import pytest
 from typer.testing import CliRunner
 
@@ -36,6 +37,7 @@ from jaxserve.engine.answers import Piece
 from jaxserve.fleet.checks import check_resources
 from jaxserve.fleet.replica import ReplicaState
 from jaxserve.runtime import Service
+from jaxserve.server import ServerOptions, running
 from jaxserve.testing.tiny import VOCAB_SIZE, random_prompts
 from tests.common.processes import HEED_INTERRUPTS
 
@@ -216,6 +218,32 @@ def test_a_stream_goes_on_when_its_replica_is_killed(fleet, wanted):
         list(fleet.stream([]))
 
 
+def test_requests_over_http_survive_a_killed_replica(fleet, wanted):
+    """Every accepted request, streamed or not, has its whole answer; the server stays healthy."""
+    options = ServerOptions(model_name="tiny", port=0, log_requests=False)
+
+    def ask(url: str, number: int) -> list[int]:
+        params = {"max_tokens": 1800, "temperature": LONG[number].temperature, "seed": number}
+        body: dict[str, Any] = {"token_ids": list(PROMPTS[number]), "sampling_params": params}
+        body["stream"] = bool(number % 2)
+        answer = httpx2.post(url + "/inference/v1/generate", json=body, timeout=WAIT_S)
+        assert answer.status_code == 200, answer.text
+        if not body["stream"]:
+            return answer.json()["choices"][0]["token_ids"]
+        lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+        choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+        return [token for choice in choices for token in choice["token_ids"]]
+
+    with running(fleet, options) as url, ThreadPoolExecutor(6) as threads:
+        asked = [threads.submit(ask, url, number) for number in range(6)]
+        _until(lambda: all(state.num_unfinished for state in fleet.replicas))
+        time.sleep(0.1)
+        _kill(fleet.replicas[0])
+        assert [tuple(one.result(WAIT_S)) for one in asked] == wanted.long[:6]
+        assert httpx2.get(url + "/health").status_code == 200
+    _until(lambda: all(state.started is not None for state in fleet.replicas))
+
+
 def _kill(state: ReplicaState) -> None:
     assert state.started is not None
     os.kill(state.started.pid, signal.SIGKILL)
@@ -338,19 +366,20 @@ def test_a_runtime_and_a_fleet_are_one_service(fleet, model):
 
 
 def test_the_command_line_serves_from_a_fleet(ray, model, tmp_path):
-    """`jaxserve generate --replicas 2` prints the same as without the option."""
+    """`jaxserve generate` with --replicas or --roles prints the same as without the option."""
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS[:4]))
     arguments = ("generate", "--jsonl", str(jobs), "--model", model, "--load", "random", "--quiet")
     sizes = ("--max-tokens", "8", "--max-slots", "4", "--max-context", "128")
     runs = [
-        CliRunner().invoke(app, [*arguments, *sizes, "--replicas", replicas])
-        for replicas in ("1", "2")
+        CliRunner().invoke(app, [*arguments, *sizes, *options])
+        for options in ((), ("--replicas", "2"), ("--roles", "prefill=1,decode=1"))
     ]
-    assert [run.exit_code for run in runs] == [0, 0], runs[1].stderr
-    alone, fleet = ([json.loads(line) for line in run.stdout.splitlines()] for run in runs)
-    assert len(alone) == 4
-    assert [line["token_ids"] for line in fleet] == [line["token_ids"] for line in alone]
+    assert [run.exit_code for run in runs] == [0, 0, 0], [run.stderr for run in runs]
+    alone, *fleets = (
+        [json.loads(line)["token_ids"] for line in run.stdout.splitlines()] for run in runs
+    )
+    assert len(alone) == 4 and fleets == [alone, alone]
 
 
 def test_an_id_of_the_fleets_own_is_refused(fleet):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
+from typing import Any, cast, final
 
 import pytest
 
 from jaxserve.core.errors import EngineFailedError, InvalidConfigError, RuntimeClosedError
-from jaxserve.fleet.ray_replica import take_kv
+from jaxserve.fleet.call import cancelled_completion
+from jaxserve.fleet.ray_replica import send_kv, take_kv
+from jaxserve.runtime.pending import Pending
 from jaxserve.scheduling.kv.transfer import KVPages
+from tests.fleet.fakes import call
 
 KV = ((1, 2, 3), KVPages(b"weights", [b"page"]))
 
@@ -28,6 +32,66 @@ class _Importing:
             raise self.error
         self.taken.append((token_ids, kv))
         return len(kv.pages)
+
+
+@final
+class _Exporting:
+    """The part of a runtime that exports KV of a prompt; each look finds two further pages."""
+
+    def __init__(self, pending: Pending, num_looks: int):
+        self.asked: list[int] = []
+        self._pending = pending
+        self._num_looks = num_looks
+
+    def export_kv(self, token_ids: Sequence[int], first: int = 0, *, waits: bool) -> KVPages:
+        assert not waits
+        self.asked.append(first)
+        if len(self.asked) == self._num_looks:
+            completion = cancelled_completion(call("a"), arrival_s=0.0)
+            self._pending.future.set_result(completion)
+            return KVPages(b"weights", [])
+        return KVPages(b"weights", [b"%d" % page for page in range(first, first + 2)])
+
+
+def test_pages_are_sent_as_chunks_are_computed():
+    """Until the prompt has ended, each look begins where the one before has ended."""
+    pending = Pending("a", Future(), lambda _: None)
+    runtime, sent = _Exporting(pending, num_looks=4), []
+    send = send_kv(cast(Any, runtime), (1, 2), pending, sent.append, asyncio.Lock())
+    found = asyncio.run(send)
+    assert runtime.asked == [0, 2, 4, 6] and found == ([None] * 3, 6)
+    assert [page for kv in sent for page in kv.pages] == [b"%d" % page for page in range(6)]
+
+
+@final
+class _Sent:
+    """A reference to a part, which may be lost."""
+
+    def __init__(self, part: KVPages | Exception):
+        self._part = part
+
+    def __await__(self) -> Generator[None, None, tuple[Sequence[int], KVPages]]:
+        yield
+        if isinstance(self._part, Exception):
+            raise self._part
+        return (1, 2, 3), self._part
+
+
+def test_parts_are_taken_as_far_as_all_before_them_came(caplog):
+    """A lost part, or one of other weights, ends the KV; what is behind it is not used."""
+
+    def taken(*parts: KVPages | Exception) -> list[bytes]:
+        runtime = _Importing()
+        asyncio.run(take_kv(cast(Any, runtime), [_Sent(part) for part in parts]))
+        return [page for _, kv in runtime.taken for page in kv.pages]
+
+    one, two, three = (KVPages(b"weights", [name]) for name in (b"1", b"2", b"3"))
+    assert taken(one, two, three) == [b"1", b"2", b"3"]
+    assert taken(one, KVPages(b"others", [b"2"]), three) == [b"1"]
+    with caplog.at_level(logging.WARNING):
+        assert taken(one, MemoryError("lost"), three) == [b"1"]
+        assert taken(MemoryError("lost"), two) == []
+    assert caplog.text.count("lost") == 2
 
 
 def _take(runtime: _Importing, lost: Exception | None = None) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 
+from jaxserve.models.call_reader import Call, CallReader, MoreArguments
 from jaxserve.models.tool_calls import (
     HERMES,
     LIST,
     LLAMA3,
     MISTRAL,
-    Call,
-    CallReader,
     ToolFormat,
     format_of,
     with_instruction,
@@ -114,3 +114,60 @@ def test_deeply_nested_calls_are_text(form):
     found = [*reader.push(text), *reader.finish()]
     assert all(isinstance(each, str) for each in found)
     assert deep in "".join(map(str, found))
+
+
+CALL = '<tool_call>{"name": "now", '
+NOW = '{"name": "now", "arguments": {}}'
+OTHER = '"name": "other", "arguments": {}'
+LISTED = f"<tool_call>[{NOW}, "
+
+
+def _joined(parts: list[Any]) -> list[str | Call]:
+    """Return parts with each call's arguments as one text, and texts side by side as one."""
+    found: list[str | Call] = []
+    for part in parts:
+        if isinstance(part, MoreArguments):
+            last = found[-1]
+            assert isinstance(last, Call)
+            found[-1] = Call(last.name, last.arguments + part.text)
+        elif isinstance(part, str) and found and isinstance(found[-1], str):
+            found[-1] += part
+        else:
+            found.append(part)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "wanted"),
+    [
+        *TEXTS,
+        (HERMES, CALL + '"arguments": {"a": [1', [Call("now", '{"a": [1')]),
+        (HERMES, CALL + '"arguments": {"a": 1</tool_call>x', [Call("now", '{"a": 1'), "x"]),
+        (LIST, LISTED + "{" + OTHER + "}]</tool_call>", [B, Call("other", "{}")]),
+        (MISTRAL, f"[TOOL_CALLS][{NOW}, {NOW}]x", [B, B, "x"]),
+        (MISTRAL, f"[TOOL_CALLS][{NOW}, {{{OTHER}}}, {NOW}]x", [B, Call("other", "{}"), B, "x"]),
+        (HERMES, "<tool_call>{" + OTHER + "}</tool_call>", [Call("other", "{}")]),
+    ],
+)
+def test_arguments_are_streamed_however_the_text_is_cut(form, text, wanted):
+    """A known function's call comes when it begins, its arguments as they come; all is the same."""
+    rng = random.Random(text)
+    cuts = [sorted(rng.sample(range(len(text)), min(5, len(text)))) for _ in range(20)]
+    for cut in [[], list(range(1, len(text))), *cuts]:
+        reader = CallReader(form, ("add", "now"))
+        found = []
+        for begin, end in zip([0, *cut], [*cut, len(text)], strict=True):
+            found += reader.push(text[begin:end])
+        assert _joined(found + reader.finish()) == wanted, cut
+
+
+def test_arguments_come_before_the_call_ends():
+    """Each piece of the arguments is returned at once."""
+    reader = CallReader(HERMES, ("add",))
+    assert reader.push('<tool_call>{"name": "add", "arguments": {"x"') == [
+        Call("add", ""),
+        MoreArguments('{"x"'),
+    ]
+    assert reader.push(': "</tool') == [MoreArguments(': "</tool')]
+    assert reader.push('"}') == [MoreArguments('"}')]
+    assert reader.push("}</tool_call>") == [] == reader.finish()

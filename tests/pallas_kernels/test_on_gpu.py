@@ -21,6 +21,7 @@ from pallas_kernels.paged_attention.configurations import (
     Configuration,
 )
 from pallas_kernels.paged_attention.shapes import AttentionShape, make_inputs
+from pallas_kernels.quantised_matmul import shapes as product_shapes
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
 
@@ -130,6 +131,21 @@ def test_gated_cells_agree_with_xla(shape):
         )
     for new, right in zip(got, wanted, strict=True):
         _check_norm(new, right, ALLOWED[shape.dtype])
+
+
+@pytest.mark.parametrize("configuration", product_shapes.CONFIGURATIONS, ids=str)
+def test_products_agree_with_float32_in_any_batch(configuration):
+    """Products agree with XLA's, and a row has the same bits alone and among many."""
+    function, _ = configuration.call()
+    inputs = product_shapes.make_inputs(configuration, seed=0)
+    x, weight = inputs["x"], inputs["weight"]
+    product = jax.jit(partial(function, implementation="triton"))
+    got = product(x, weight)
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(partial(function, implementation="xla"))(x.astype(jnp.float32), weight)
+    _check_norm(got, wanted, ALLOWED[configuration.shape.dtype])
+    many = jnp.concatenate([x[-1:]] * 5 + [x] * -(-200 // len(x)))
+    assert jnp.array_equal(product(many, weight)[4 : 5 + len(x)], jnp.concatenate([got[-1:], got]))
 
 
 def _check_norm(got: jax.Array, wanted: jax.Array, allowed: float) -> None:

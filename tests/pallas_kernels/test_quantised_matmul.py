@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +18,7 @@ from pallas_kernels.quantised_matmul import (
     quantise_float8,
 )
 from sharding import make_mesh
+from tests.common.instructions import instruction_sets
 
 # (bits, group, has_minima).
 FORMATS = {
@@ -36,16 +34,9 @@ DEPTHS = st.sampled_from([1, 5, 31, 32, 33, 64, 100, 128, 300])
 WIDTHS = st.sampled_from([1, 15, 16, 17, 64, 70, 200])
 
 
-def _instructions() -> dict[str, tuple[str, ...]]:
-    """Return the flags of each instruction set that this machine has."""
-    found = {"native": ()}
-    cpuinfo = Path("/proc/cpuinfo")
-    if platform.machine() == "x86_64" and cpuinfo.exists() and " avx2 " in cpuinfo.read_text():
-        found |= {"avx2": ("-march=haswell",), "portable": ("-march=haswell", "-DPORTABLE")}
-    return found
-
-
-INSTRUCTIONS = _instructions()
+INSTRUCTIONS = instruction_sets()
+if "avx2" in INSTRUCTIONS:
+    INSTRUCTIONS["portable"] = ("-march=haswell", "-DPORTABLE")
 
 
 # Compiled as a whole, since each of its operations alone would be compiled for each shape.
@@ -97,7 +88,7 @@ def test_agrees_with_numpy(rows, depth, width, format, implementation):
     restored = np.asarray(jax.jit(dequantise)(packed), np.float64)[:width, :depth]
     if implementation == "xla":
         got = quantised_matmul(
-            jnp.asarray(x), packed, rounds_activations=True, implementation="xla"
+            jnp.asarray(x), packed, rounds_activations="groups", implementation="xla"
         )
     else:
         got = _by_kernel(x, packed, implementation)
@@ -141,10 +132,10 @@ def test_float8(factor):
     _assert_close(got[rest] / factor, weight[rest] / factor, 0.03)
     np.testing.assert_allclose(np.abs(got[rest]).max(1), np.abs(weight[rest]).max(1), rtol=1e-5)
     x = rng.standard_normal((6, 70), np.float32)
-    product = quantised_matmul(jnp.asarray(x), packed, rounds_activations=False)[:, rest]
+    product = quantised_matmul(jnp.asarray(x), packed, rounds_activations=None)[:, rest]
     _assert_close(product / factor, x @ (got[rest] / factor).T, 1e-5)
     with pytest.raises(NotImplementedError, match="multiplies integers"):
-        quantised_matmul(jnp.asarray(x), packed, rounds_activations=True, implementation="cpu")
+        quantised_matmul(jnp.asarray(x), packed, rounds_activations="groups", implementation="cpu")
 
 
 @pytest.mark.parametrize("implementation", [*INSTRUCTIONS, "xla"])
@@ -178,7 +169,7 @@ def test_zero_points(bits, kind, scales_dtype, implementation):
     x = rng.standard_normal((7, depth), np.float32)
     if implementation == "xla":
         got = quantised_matmul(
-            jnp.asarray(x), packed, rounds_activations=True, implementation="xla"
+            jnp.asarray(x), packed, rounds_activations="groups", implementation="xla"
         )
     else:
         got = _by_kernel(x, packed, implementation)
@@ -200,7 +191,7 @@ def test_the_bits_of_a_row_are_its_own(format, instructions):
 def test_the_error_is_that_of_the_format(format):
     """The product is about the dense one: within 2 % with 8 bits, 16 % with 4."""
     x, weight, packed = _draw(40, 300, 200, format)
-    got = quantised_matmul(jnp.asarray(x), packed, rounds_activations=True)[:, :200]
+    got = quantised_matmul(jnp.asarray(x), packed, rounds_activations="groups")[:, :200]
     _assert_close(got, x @ weight.T, 0.02 if FORMATS[format][0] == 8 else 0.16)
 
 
@@ -244,7 +235,7 @@ def test_what_is_not_finite_stays_in_its_row_and_column(format, implementation):
     def times(x, packed):
         x = jnp.asarray(x)
         return np.asarray(
-            quantised_matmul(x, packed, rounds_activations=True, implementation=implementation)
+            quantised_matmul(x, packed, rounds_activations="groups", implementation=implementation)
         )
 
     before = times(x, packed)[:, :40]
@@ -265,12 +256,12 @@ def test_more_axes_of_columns():
     weight = jax.random.normal(jax.random.key(0), (2, 3, 20, 70))
     x = jax.random.normal(jax.random.key(1), (5, 70))
     packed = quantise(weight, bits=4, group=32)
-    got = quantised_matmul(x, packed, rounds_activations=True)
+    got = quantised_matmul(x, packed, rounds_activations="groups")
     assert got.shape == (5, 2, 3, 32)
     for i in range(2):
         for j in range(3):
             one = quantise(weight[i, j], bits=4, group=32)
-            alone = quantised_matmul(x, one, rounds_activations=True)
+            alone = quantised_matmul(x, one, rounds_activations="groups")
             np.testing.assert_array_equal(got[:, i, j], alone)
 
 
@@ -287,10 +278,10 @@ def test_the_kernel_says_what_it_refuses():
     x, _, packed = _draw(4, 64, 32, "int8")
     x = jnp.asarray(x)
     with pytest.raises(NotImplementedError, match="rounds activations"):
-        quantised_matmul(x, packed, rounds_activations=False, implementation="cpu")
-    got = quantised_matmul(x, packed, rounds_activations=False)
+        quantised_matmul(x, packed, rounds_activations=None, implementation="cpu")
+    got = quantised_matmul(x, packed, rounds_activations=None)
     _assert_close(got, x @ np.asarray(dequantise(packed)).T, 1e-6)
-    product = jax.jit(lambda x, packed: quantised_matmul(x, packed, rounds_activations=True))
+    product = jax.jit(lambda x, packed: quantised_matmul(x, packed, rounds_activations="groups"))
     with jax.set_mesh(make_mesh(tensor=2)):
         assert "custom-call" not in product.lower(x, packed).compile().as_text()
     assert "custom-call" in product.lower(x, packed).compile().as_text()
@@ -301,6 +292,6 @@ def test_shapes_that_contradict_each_other_are_refused():
     """The errors name what was given."""
     x, _, packed = _draw(4, 64, 32, "int8")
     with pytest.raises(ValueError, match=r"x\(4, 65\) and a weight of 64 rows"):
-        quantised_matmul(jnp.zeros((4, 65)), packed, rounds_activations=True)
+        quantised_matmul(jnp.zeros((4, 65)), packed, rounds_activations="groups")
     with pytest.raises(ValueError, match="bits=5, group=32"):
         pack(jnp.zeros((4, 32), jnp.uint8), jnp.ones(4), None, None, bits=5, group=32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -104,6 +106,22 @@ def test_every_policy_gives_the_same_answers(t5, policy):
     """Prompts of which one alone may fill a step are scheduled whole, and nothing is compiled."""
     folder, wanted = t5
     with Runtime.from_pretrained(folder, policy=policy, **WARM) as rt:
+        assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
+        rt.check_integrity()
+
+
+def test_the_policy_exegpt_plans_by_itself(t5, tmp_path, monkeypatch):
+    """It measures step times at its start, and plans after 64 answers; tokens stay."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
+    folder, wanted = t5
+    with Runtime.from_pretrained(folder, policy="exegpt", latency_bound=50.0, **WARM) as rt:
+        assert _tokens(rt.generate(PROMPTS * 10, PARAMS)) == wanted * 10
+        end_s = time.monotonic() + 60
+        while rt.stats().plan is None:
+            assert time.monotonic() < end_s, "there is no plan after a minute"
+            time.sleep(0.02)
+        plan = rt.stats().plan
+        assert plan.keeps_bounds and plan.num_lengths >= 64
         assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
         rt.check_integrity()
 
@@ -242,6 +260,7 @@ def test_bad_requests_are_refused_alone(t5):
     scored = SamplingParams(max_tokens=2, prompt_logprobs=1)
     with Runtime.from_pretrained(folder, **OPTIONS) as rt:
         assert rt.config.max_prompt_tokens == 64
+        assert rt.max_length == rt.config.max_context > 65
         answers = rt.generate([[], [5] * 65, PROMPTS[0]], PARAMS)
         assert isinstance(answers[0].error, EmptyPromptError)
         assert isinstance(answers[1].error, PromptTooLongError)
@@ -264,12 +283,23 @@ def test_a_model_without_an_encoder_encodes_nothing():
 
 
 def test_device_groups_have_the_answers_of_one_device(t5):
-    """One group encodes, and hands the pages of prompts over to the group that decodes."""
+    """One group encodes, and hands the pages of prompts over to the group that decodes.
+
+    A plan for both groups under a bound, from their measured step times, changes no token.
+    """
     folder, wanted = t5
     groups = make_groups(encode=1, decode=2)
+    lengths = [(len(prompt), 12) for prompt in PROMPTS]
     with Runtime.from_pretrained(
         folder, mesh=groups, policy="exegpt_waa_c", strict=True, **OPTIONS
     ) as rt:
         assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
         assert rt.encode(PROMPTS)[1].shape == (len(PROMPTS[1]), 48)
+        times = rt.measure_group_times(rounds=1)
+        assert set(times.groups[0].encode_s) == set(rt.config.token_buckets)
+        with pytest.raises(InfeasibleBoundError) as refused:
+            rt.plan(1e-6, lengths=lengths)
+        plan = rt.plan(1.2 * refused.value.lowest["latency_s"], lengths=lengths)
+        assert plan.family == "waa" and plan.keeps_bounds
+        assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
         rt.check_integrity()

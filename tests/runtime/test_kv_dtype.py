@@ -7,7 +7,7 @@ import pytest
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import KV_DTYPES, RuntimeOptions
-from jaxserve.execution.build import nbytes
+from jaxserve.execution.sizes import nbytes
 from jaxserve.testing import FreeCopiesExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import StagePlan, make_mesh

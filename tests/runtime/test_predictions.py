@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -40,6 +42,21 @@ class Broken:
 
     def predict(self, prompts, /):
         raise RuntimeError("no idea")
+
+
+class Late:
+    """A predictor that waits until it may predict, and keeps the sizes of its batches."""
+
+    calibration = None
+
+    def __init__(self):
+        self.may_predict = threading.Event()
+        self.batches = []
+
+    def predict(self, prompts, /):
+        self.batches.append(len(prompts))
+        assert self.may_predict.wait(30)
+        return LengthDistributions(BUCKETS, np.tile([0, 1.0, 0, 0], (len(prompts), 1)))
 
 
 PREDICTORS = {
@@ -115,6 +132,42 @@ def test_what_is_expected_of_running_requests():
         assert rt.outlook() == {}
     with pytest.raises(RuntimeClosedError):
         rt.outlook()
+
+
+def test_a_late_prediction_delays_nothing():
+    """A request is answered without its prediction; what runs still gets it when it comes."""
+    late = Late()
+    with Runtime(
+        tiny_llama(),
+        tokenizer=letter_tokenizer(),
+        predictor=late,
+        wrap_executor=SlowExecutor,
+        **OPTIONS,
+    ) as rt:
+        assert rt.generate(PROMPTS[0], SamplingParams(max_tokens=4)).error is None
+        running = rt.submit(PROMPTS[1], SamplingParams(max_tokens=100, ignore_eos=True))
+        assert rt.outlook()[running.request_id].num_tokens > 50  # nothing is known of its length
+        late.may_predict.set()
+        end_s = time.monotonic() + 20
+        while rt.outlook()[running.request_id].num_tokens > 30:
+            assert time.monotonic() < end_s
+        assert not running.future.done()
+        running.cancel()
+        assert rt.stats().predicting_s > 0
+
+
+def test_requests_that_come_together_are_predicted_together():
+    """While one batch is predicted, others wait for the next one, and not one by one."""
+    late = Late()
+    with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), predictor=late, **OPTIONS) as rt:
+        pending = [rt.submit(prompt, SamplingParams(max_tokens=2)) for prompt in PROMPTS]
+        late.may_predict.set()
+        assert all(each.result(30).error is None for each in pending)
+        end_s = time.monotonic() + 20
+        while sum(late.batches) < len(PROMPTS):
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+    assert len(late.batches) == 2 and late.batches[0] == 1
 
 
 def test_requests_that_end_go_on_training_the_predictor():

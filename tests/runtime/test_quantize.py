@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 
 import jax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.models.linear import replace_weights
+from jaxserve.models.quantisation import Quantisation
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from pallas_kernels import dispatch
-from sharding import StagePlan, make_mesh
+from pallas_kernels.cross import targeting
+from sharding import StagePlan, make_mesh, state_shardings
 
 PROMPTS = random_prompts(5, longest=30)
 EACH = SamplingParams(max_tokens=12)
@@ -108,6 +113,42 @@ def test_two_devices_share_the_weights(format, served, caplog):
         assert _answers(rt) == served[format, 0][0]
         rt.update_params(nnx.state(tiny_llama(1), nnx.Param))
         assert _answers(rt) == served[format, 1][0]
+
+
+def test_orbax_saves_and_restores_quantised_weights(served, tmp_path):
+    """Restored onto the shards of a mesh, in their dtypes, they give the same answers."""
+    how = Quantisation.of(RuntimeOptions(quantize="int4"))
+    assert how is not None
+    model = tiny_llama(1)
+    replace_weights(model, how.change)
+    params = nnx.state(model, nnx.Param)
+    mesh = make_mesh(tensor=2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "weights", nnx.to_pure_dict(params))
+        checkpointer.wait_until_finished()
+        wanted = jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            nnx.to_pure_dict(params),
+            nnx.to_pure_dict(state_shardings(params, mesh)),
+        )
+        found = checkpointer.restore(tmp_path / "weights", wanted)
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, wanted)
+    restored = nnx.state(model, nnx.Param)
+    nnx.replace_by_pure_dict(restored, found)
+    with _runtime(quantize="int4", mesh=mesh) as rt:
+        rt.update_params(restored)
+        assert _answers(rt) == served["int4", 1][0]
+
+
+def test_activations_in_int8_are_rounded_as_the_platform_does(served):
+    """On a CPU "w8a8" is "int8"; for a GPU each token has one scale."""
+    with _runtime(quantize="w8a8") as rt:
+        assert _answers(rt) == served["int8", 0][0]
+    with targeting():
+        how = Quantisation.of(RuntimeOptions(quantize="w8a8"))
+    assert how is not None and how.layers is not None and how.embeddings is not None
+    assert how.layers.rounds_activations == "tokens"
+    assert how.embeddings.rounds_activations is None
 
 
 def test_embeddings_can_stay_dense(served):

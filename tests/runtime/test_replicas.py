@@ -15,14 +15,19 @@ import pytest
 
 from jaxserve.core.clock import VirtualClock, WallClock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import EngineFailedError, InvalidRequestError, RuntimeClosedError
+from jaxserve.core.errors import (
+    EngineFailedError,
+    InvalidRequestError,
+    QueueFullError,
+    RuntimeClosedError,
+)
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, Piece
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.scheduling.presets import get_policy
-from jaxserve.testing import FaultyExecutor
+from jaxserve.testing import FaultyExecutor, SlowExecutor
 from predictor import LengthBuckets, Refinement
 
 CONFIG = EngineConfig(page_size=4, num_pages=20, max_slots=4, max_context=60, max_step_tokens=16)
@@ -31,12 +36,14 @@ Wrap = Callable[[Any], Any]
 
 
 @contextmanager
-def _replicas(num_replicas: int, last: Wrap = lambda executor: executor) -> Iterator[Replicas]:
+def _replicas(
+    num_replicas: int, last: Wrap = lambda executor: executor, max_waiting: int | None = None
+) -> Iterator[Replicas]:
     """Return replicas, of which the last one's executor is wrapped."""
     executors = [SimulatedExecutor(CONFIG, VirtualClock()) for _ in range(num_replicas)]
     executors[-1] = last(executors[-1])
     sized = [(executor, None) for executor in executors]
-    replicas = Replicas(sized, get_policy("auto"), WallClock())
+    replicas = Replicas(sized, get_policy("auto"), WallClock(), max_waiting=max_waiting)
     try:
         yield replicas
     finally:
@@ -76,6 +83,31 @@ def test_the_next_turn_goes_where_the_answer_is():
         assert set(first) == {0, 1}
         again = [turn(f"again {i}", asked[i])[0] for i in (1, 0)]
         assert again == [first[1], first[0]]
+
+
+def test_the_queue_is_bounded():
+    """A call whose requests would be too many submits none; requests with a slot do not count."""
+    with _replicas(1, lambda inner: SlowExecutor(inner, 0.01), max_waiting=3) as replicas:
+        replicas.submit(*(_answer(f"first {i}", max_tokens=40) for i in range(3)))
+        end_s = time.monotonic() + WAIT_S
+        while len(replicas.first.engine.scheduler.running) < 3:
+            assert time.monotonic() < end_s
+            time.sleep(0.001)
+        waiting = [_answer(f"later {i}", max_tokens=40) for i in range(3)]
+        with replicas.first.loop.paused("keep"):  # none begins
+            replicas.submit(*waiting[:2])
+            with pytest.raises(
+                QueueFullError, match=r"2 requests wait, and 2 more .* max_waiting=3"
+            ):
+                replicas.submit(waiting[2], _answer("too many"))
+            replicas.submit(waiting[2])
+            with pytest.raises(QueueFullError):
+                replicas.submit(_answer("too many"))
+            replicas.cancel("later 0")
+        assert all(answer.future.result(WAIT_S).error is None for answer in waiting)
+        replicas.submit(again := _answer("too many"))
+        assert len(again.future.result(WAIT_S).token_ids) == 8
+        _check_is_clean(replicas)
 
 
 def test_many_threads_with_cancellations_and_pauses():

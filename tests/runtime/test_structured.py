@@ -19,6 +19,7 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import (
+    AnswerTooShortError,
     GrammarTooComplexError,
     InvalidGrammarError,
     InvalidSamplingParamsError,
@@ -199,6 +200,35 @@ def test_samples_streams_stops_and_limits(rt: Runtime):
     assert (len(whole.text), whole.finish_reason) == (5, "stop")
 
 
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_answers_have_a_least_length(rt: Runtime, logprobs: int | None):
+    """The end is forbidden until then, where the grammar allows another token; so is a stop."""
+    stop = letter_tokenizer().encode("c", False)
+    common: dict[str, Any] = {"stop_token_ids": stop, "min_tokens": 9, "logprobs": logprobs}
+    asked = [_params({"regex": "[a-c]{2,30}"}, i, **common) for i in range(len(PROMPTS))]
+    for answer in rt.generate(PROMPTS, asked):
+        assert answer.error is None and answer.finish_reason == "stop"
+        assert re.fullmatch("[ab]{9,30}", answer.text)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": "[ab]{4}"},
+        {"choice": ["a", "bcde"]},
+        {"regex": "aaaac[a-d]{9}", "stop_token_ids": letter_tokenizer().encode("c", False)},
+    ],
+)
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_grammars_of_shorter_answers(rt: Runtime, given: dict[str, Any], logprobs: int | None):
+    """Where only an end may follow too early, that request fails, and others go on."""
+    asked = [_params(given, 1, min_tokens=6, logprobs=logprobs), _params({"regex": "[ab]{4}"}, 1)]
+    failed, other = rt.generate(PROMPTS[:2], asked)
+    assert isinstance(failed.error, AnswerTooShortError)
+    assert "must end after" in str(failed.error) and "min_tokens=6" in str(failed.error)
+    assert other.error is None and len(other.text) == 4
+
+
 def test_conversations_keep_the_grammar_of_a_turn(rt: Runtime):
     """A turn has a grammar of its own, and the next one has none."""
     chat = rt.conversation()
@@ -218,7 +248,6 @@ def test_conversations_keep_the_grammar_of_a_turn(rt: Runtime):
         ({"json_schema": "[" * 9999 + "]" * 9999}, "not JSON"),
         ({"json_schema": [1]}, "not a schema"),
         ({"regex": "a" * 300_000}, "300000 characters"),
-        ({"regex": "a", "min_tokens": 3}, "min_tokens=3"),
         ({"json_object": "yes"}, "json_object="),
     ],
 )

@@ -49,6 +49,10 @@ def _rra(**settings: float) -> Policy:
     return Policy("rra", OnDemand(), DueFirst(), shape, Stateless())
 
 
+def _continuous(**settings: int) -> Policy:
+    return Policy("continuous", OnDemand(), DueFirst(), Unified(**settings), Stateless())
+
+
 def _item(num_output: int, arrival_s: float = 0.0, bound_s: float | None = None) -> WorkloadItem:
     return WorkloadItem(
         prompt_token_ids=(1,) * 3,
@@ -90,10 +94,12 @@ def test_a_bounded_prompt_does_not_wait_for_the_encode_phase():
     assert mixed and mixed[0].num_tokens == 2 + 3
 
 
-def test_a_full_engine_makes_way():
+@pytest.mark.parametrize("policy", [_rra(encode_batch=4), _continuous(reserved_slots=1)])
+def test_a_full_engine_makes_way(policy: Policy):
     """All slots are taken: the last answer without a bound is preempted, and loses no token."""
-    items = [*(_item(60) for _ in range(4)), _item(6, 5.0, 60.0)]
-    run = simulate(items, _rra(encode_batch=4), CONFIG, SECOND, progress=False)
+    bounded = _item(60, 0.0, 500.0)  # it has the reserved slot, if there is one
+    items = [*(_item(60) for _ in range(3)), bounded, _item(6, 5.0, 60.0)]
+    run = simulate(items, policy, CONFIG, SECOND, progress=False)
     assert run.stats.num_preemptions == 1
     assert (run.completions[4].timing.first_token_s or 0) <= 5.0 + 2 * 4 + 1
     assert [len(c.token_ids) for c in run.completions] == [60, 60, 60, 60, 6]
@@ -161,19 +167,35 @@ def test_bounded_requests_pass_bulk_that_is_held_up():
     assert admitted[3] < 3 + 10 and admitted[2] > 50
 
 
-def test_reserved_slots_are_for_bounded_requests():
+@pytest.mark.parametrize(
+    "policy",
+    [
+        _rra(encode_batch=4, reserved_slots=2),
+        _continuous(reserved_slots=2),
+        _continuous(reserved_slots=2, max_running=4),
+    ],
+)
+def test_reserved_slots_are_for_bounded_requests(policy: Policy):
     """Of four slots two are reserved, so only two answers without a bound run at a time."""
     items = [_item(30) for _ in range(6)]
-    run = simulate(items, _rra(encode_batch=4, reserved_slots=2), CONFIG, SECOND, progress=False)
+    run = simulate(items, policy, CONFIG, SECOND, progress=False)
     assert max(step.num_running for step in run.steps) == 2
     bounded = [_item(30, 0.0, 1e6) for _ in range(6)]
-    run = simulate(bounded, _rra(encode_batch=4, reserved_slots=2), CONFIG, SECOND, progress=False)
+    run = simulate(bounded, policy, CONFIG, SECOND, progress=False)
     assert max(step.num_running for step in run.steps) == 4
-    mixed = [*bounded[:2], *items]
-    run = simulate(mixed, _rra(encode_batch=4, reserved_slots=2), CONFIG, SECOND, progress=False)
+    run = simulate([*bounded[:2], *items], policy, CONFIG, SECOND, progress=False)
     assert run.steps[0].num_rows == 4  # two in the reserved slots, and two in the others
+
+
+def test_reserved_slots_are_checked():
+    """At least none; where all are reserved, one sequence without a bound runs all the same."""
     with pytest.raises(InvalidConfigError, match="reserved_slots=-1"):
         RRA(encode_batch=1, decode_iterations=1, reserved_slots=-1)
+    with pytest.raises(InvalidConfigError, match="reserved_slots=-1"):
+        Unified(reserved_slots=-1)
+    items = [_item(3) for _ in range(3)]
+    run = simulate(items, _continuous(reserved_slots=9), CONFIG, SECOND, progress=False)
+    assert max(step.num_running for step in run.steps) == 1
 
 
 @pytest.mark.parametrize("name", ["exegpt_rra", "auto", "vllm_like"])
@@ -186,6 +208,9 @@ def test_bounds_change_no_token(name: str):
         policy = replace(PRESETS[name], order=DueFirst(ageing_s=rng.choice([3.0, 1e7])))
         if name == "exegpt_rra":
             shape = RRA(encode_batch=2, decode_iterations=5, reserved_slots=rng.randint(0, 9))
+            policy = replace(policy, iteration=shape)
+        if name == "vllm_like":
+            shape = Unified(max_running=rng.randint(1, 6), reserved_slots=rng.randint(0, 9))
             policy = replace(policy, iteration=shape)
         engine = trace.engine(policy)
         requests = [
@@ -245,6 +270,39 @@ def test_a_few_stalled_steps_refuse_nothing():
     assert engine.recorder.iteration_s == pytest.approx(1.0)
     [sequence] = engine.add(_request("in time", 20, 100.0, clock))
     assert sequence.error is None
+
+
+@pytest.mark.parametrize("num_iterations", [1, 4])
+def test_a_slow_spell_is_forgotten_on_a_busy_engine(num_iterations: int):
+    """For 100 steps an iteration takes 50 s, then 1 s again, and the engine is never idle.
+
+    A request is refused in the spell. Six fast steps later it is not refused any more. Three slow
+    steps among fast ones do not count.
+    """
+    clock = VirtualClock()
+    config = replace(CONFIG, max_context=4000, max_decode_iterations=num_iterations)
+    engine = Engine(SimulatedExecutor(config, clock, cost=SECOND), PRESETS["auto"], clock)
+    engine.add(_request("busy", 3000, 1e9, clock))
+
+    def advance(num_steps: int, extra_s: float) -> None:
+        for _ in range(num_steps):
+            engine.step()
+            clock.advance_to(clock.now() + extra_s)
+
+    advance(10, 0.0)
+    advance(100, 49.0 * num_iterations)
+    assert (engine.recorder.iteration_s or 0.0) > 20
+    [refused] = engine.add(_request("in the spell", 20, 60.0, clock))
+    assert isinstance(refused.error, BoundNotMetError)
+    advance(6, 0.0)
+    assert engine.recorder.iteration_s == pytest.approx(1.0)
+    [served] = engine.add(_request("after it", 20, 60.0, clock))
+    assert served.error is None
+    advance(3, 49.0 * num_iterations)
+    assert engine.recorder.iteration_s == pytest.approx(1.0)
+    while not served.finish_reason:
+        engine.step()
+    assert served.error is None and len(served.output) == 20
 
 
 def test_an_idle_engine_refuses_nothing():

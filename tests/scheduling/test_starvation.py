@@ -12,7 +12,7 @@ from jaxserve.core.clock import VirtualClock
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated import END_TOKEN
+from jaxserve.execution.simulated_model import END_TOKEN
 from jaxserve.scheduling.admission.max_length import MaxLength
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.admission.oracle import Oracle

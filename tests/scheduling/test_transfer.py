@@ -93,6 +93,44 @@ def test_pages_are_read_while_others_run_and_again_later():
     assert other.stats.num_prefix_hit_on_host == 12
 
 
+def test_pages_are_read_in_parts_while_a_prompt_is_computed():
+    """Each part follows the one before, comes after its copy, and is that of the whole export."""
+    config = replace(CONFIG, max_step_tokens=8, token_buckets=())
+    engine, other = _engine(config), _engine(config)
+    wanted = _answer(_engine(), PROMPT, 10, "alone")
+    [sequence] = engine.add(
+        Request(id="a", prompt=PROMPT, params=SamplingParams(max_tokens=1), arrival_s=0.0)
+    )
+    parts: list[KVPages] = []
+    pages: list[bytes] = []
+    while sequence.finish_reason is None:
+        engine.step()
+        found = engine.export_kv(PROMPT, len(pages), waits=False)
+        engine.scheduler.check_integrity()
+        parts += [found] if found.pages else []
+        pages += found.pages
+    assert len(parts) >= 1 and len(pages) < 5  # the last page is computed in the last step
+    last = engine.export_kv(PROMPT, len(pages))
+    whole = engine.export_kv(PROMPT)
+    assert [*pages, *last.pages] == whole.pages and len(whole.pages) == 5
+    assert other.import_kv(PROMPT, whole) == 5
+    assert _answer(other, PROMPT, 10, "b") == wanted
+    assert engine.export_kv(PROMPT, 5).pages == [] == engine.export_kv(PROMPT, 9).pages
+
+
+def test_a_page_on_its_way_to_the_host_is_not_read():
+    """Neither before a plan copies it, nor while that plan is in flight."""
+    engine = _engine(replace(CONFIG, max_step_tokens=8, token_buckets=()))
+    engine.add(Request(id="a", prompt=PROMPT, params=SamplingParams(max_tokens=9), arrival_s=0.0))
+    assert engine.export_kv(PROMPT, waits=False).pages == []
+    engine.step()  # plans the first two pages
+    assert engine.export_kv(PROMPT, waits=False).pages == []  # has them copied
+    engine.step()  # plans the copies, and collects the step before
+    assert engine.export_kv(PROMPT, waits=False).pages == []
+    engine.step()
+    assert len(engine.export_kv(PROMPT, waits=False).pages) == 2
+
+
 def test_what_has_no_room_is_left_out():
     """A small host takes a part of the pages, and one without host memory none."""
     prefill = _engine(replace(CONFIG, num_host_pages=3))

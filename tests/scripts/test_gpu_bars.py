@@ -82,6 +82,17 @@ def test_an_error_that_is_no_number_is_not_met():
     assert _found(_kernels(DECODE, {**PREFILL, "error": 0.02}), what)[0] == "not met"
 
 
+def test_products_in_few_bits_are_held_to_the_roofline():
+    """Prefill counts for the error only; steps of few tokens also against dense products."""
+    few = {"shape": "few", "tokens": 16, "error": 1e-3, "of_bound": 0.75}
+    few |= {"seconds": 1e-5, "dense_s": 2e-5}
+    many = {**few, "shape": "many", "tokens": 4096, "of_bound": 0.3, "dense_s": 0.5e-5}
+    parts = {"products": {"status": "done", "result": {"products": [few, many]}}}
+    assert _found(parts, "products in few bits, relative error")[0] == "met"
+    assert _found(parts, "products in few bits, up to 64") == ("met", "75% at worst, few")
+    assert _found(parts, "products in few bits: speed")[1] == "2.00 times at worst, few"
+
+
 def test_peers_are_compared_where_both_have_a_time():
     """A peer that could not run is not measured, and its reason is shown."""
     own = {**DECODE, "peers": {"cudnn_dense": {"seconds": 2e-3}, "jax_paged": {"reason": "no"}}}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from scripts.launches import launches, launches_a_layer
+from scripts.launches import launches, launches_a_layer, made_arrays
 
 
 def _scanned(num_layers: int, products: int) -> str:
@@ -73,3 +73,27 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 """  # noqa: E501
     assert launches(hlo) == 4 + 3
     assert launches_a_layer(hlo, 3) == 3
+
+
+def test_arrays_that_are_written():
+    """Outputs of fusions and copies count, also in tuples; views, kernels and fused ones do not."""
+    hlo = """HloModule m, is_scheduled=true
+
+%fused (p: u8[4,6]) -> bf16[24] {
+  %p = u8[4,6]{1,0} parameter(0)
+  ROOT %wide = bf16[24]{0} convert(%p)
+}
+
+ENTRY %main (p: u8[4,6]) -> f32[4] {
+  %p = u8[4,6]{1,0} parameter(0)
+  %view = u8[24]{0} bitcast(%p)
+  %kernel = f32[24]{0} custom-call(%view), custom_call_target="ours"
+  %wide = bf16[24]{0} fusion(%view), kind=kLoop, calls=%fused
+  %two = (f32[4]{0}, /*index=1*/s8[2,12]{1,0}) fusion(%view), kind=kLoop, calls=%fused
+  %small = f32[23]{0} copy(%view)
+  ROOT %r = f32[4]{0} get-tuple-element(%two), index=0
+}
+"""
+    found = made_arrays(hlo, {24})
+    assert [line.split(" = ")[0] for line in found] == ["%wide", "%two"]
+    assert made_arrays(hlo, {24}, "[us]8") == found[1:]

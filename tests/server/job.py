@@ -1,4 +1,7 @@
-"""A server as a process of its own, on a tiny model whose steps take 10 ms."""
+"""A server as a process of its own, on a tiny model whose steps take 10 ms.
+
+The argument, if there is one, is the journal of its conversations.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ def main() -> None:
     print(
         f"listening on http://127.0.0.1:{listener.getsockname()[1]};", file=sys.stderr, flush=True
     )
-    with runtime(step_s=0.01, max_decode_iterations=1) as rt:
+    journal = sys.argv[1] if len(sys.argv) > 1 else None
+    with runtime(step_s=0.01, max_decode_iterations=1, conversations=journal) as rt:
         serve(options, lambda: (rt, rt.outlook), listener=listener)
 
 

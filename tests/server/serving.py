@@ -30,10 +30,10 @@ def runtime(*, step_s: float = 0.0, **options: Any) -> Iterator[Runtime]:
 
 
 @contextmanager
-def server(rt: Runtime, **options: Any) -> Iterator[str]:
+def server(rt: Runtime, *, traces: Any = None, **options: Any) -> Iterator[str]:
     """Serve a runtime, and yield the address."""
     given = {"model_name": NAME, "port": 0, "log_requests": False, **options}
-    with running(rt, ServerOptions(**given)) as url:
+    with running(rt, ServerOptions(**given), traces=traces) as url:
         yield url
 
 
@@ -49,10 +49,25 @@ def post(url: str, path: str, body: Any, **headers: str) -> httpx2.Response:
     return httpx2.post(url + path, content=content, headers=sent, timeout=60)
 
 
-def connect(url: str) -> socket.socket:
-    """Return a plain connection to a server."""
+def connect(url: str, receive_buffer: int | None = None) -> socket.socket:
+    """Return a plain connection to a server, which holds so many bytes that were not read."""
     host, _, port = url.removeprefix("http://").partition(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(20)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def request_of(path: str, body: Any) -> bytes:
+    """Return a request to post a body as JSON, whose connection is closed after the answer."""
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
 
 
 def events(text: str) -> list[dict[str, Any]]:

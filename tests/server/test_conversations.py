@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 import openai
@@ -98,12 +99,19 @@ def test_prompts_of_turns_are_bounded(rt: Runtime, stream: bool):
     assert len(rt.conversation(id).turns) == 1
 
 
-def test_ids_with_a_slash_are_refused(url: str):
-    """An id that no path could name cannot be given to a conversation."""
-    assert _say(url, "a/b", "hi").status_code == 400
-    for given in ("a/b", {"id": "a/b"}):
-        assert post(url, "/v1/responses", {"input": "hi", "conversation": given}).status_code == 400
-    assert "a/b" not in [card["id"] for card in httpx2.get(url + "/conversations").json()["data"]]
+@pytest.mark.parametrize("id", ["a/b", "/a/", "a/fork", "a?b#c%2F d"])
+def test_ids_with_a_slash(url: str, id: str):
+    """An id may have any printable character; in a path it is percent-encoded."""
+    assert _say(url, id, "hi").status_code == 200
+    body = {"input": "and", "conversation": {"id": id}, "max_output_tokens": 2}
+    assert post(url, "/v1/responses", body).json()["conversation"] == {"id": id}
+    path = f"/conversations/{quote(id, safe='')}"
+    shown = httpx2.get(url + path).json()
+    assert (shown["id"], len(shown["messages"])) == (id, 4)
+    forked = post(url, path + "/fork", {"num_turns": 1}).json()
+    assert forked["messages"] == shown["messages"][:2]
+    assert httpx2.delete(url + path).json() == {"id": id, "deleted": True}
+    assert httpx2.get(url + path).status_code == 404
 
 
 def test_errors_of_turns(url: str):

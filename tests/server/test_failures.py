@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import httpx2
@@ -22,7 +21,16 @@ from jaxserve.server import ServerOptions
 from jaxserve.server.backend import Backend
 from jaxserve.server.exchange import Exchange, Job, merged
 from jaxserve.testing import OPTIONS, FaultyExecutor, letter_tokenizer, tiny_llama
-from tests.server.serving import CHAT, NAME, client, connect, post, runtime, server
+from tests.server.serving import (
+    CHAT,
+    NAME,
+    client,
+    connect,
+    post,
+    request_of,
+    runtime,
+    server,
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +40,12 @@ def rt() -> Iterator[Runtime]:
 
 
 @contextmanager
-def _faulty() -> Iterator[Runtime]:
+def _faulty(error: Exception | None = None) -> Iterator[Runtime]:
     """Yield a runtime whose engine fails after a few steps."""
     with Runtime(
         tiny_llama(),
         tokenizer=letter_tokenizer(),
-        wrap_executor=lambda executor: FaultyExecutor(executor, raises_at=6),
+        wrap_executor=lambda executor: FaultyExecutor(executor, raises_at=6, error=error),
         **{**OPTIONS, "max_decode_iterations": 1},
     ) as rt:
         yield rt
@@ -73,6 +81,14 @@ def test_failed_engine_is_known_to_health(by: str):
         else:
             asked: Any = {"messages": CHAT, "conversation_id": "c", "max_tokens": 50}
             post(url, "/v1/chat/completions", {**asked, "stream": by != "turn"})
+        assert httpx2.get(url + "/health").status_code == 500
+
+
+def test_an_engine_without_memory_has_failed():
+    """A device that runs out of memory while it serves ends the engine, and /health says so."""
+    with _faulty(RuntimeError("RESOURCE_EXHAUSTED: 1 GB")) as rt, server(rt) as url:
+        refused = post(url, "/v1/completions", {"prompt": "a", "max_tokens": 50})
+        assert refused.status_code == 500 and "out of memory" in refused.text
         assert httpx2.get(url + "/health").status_code == 500
 
 
@@ -123,12 +139,8 @@ def test_slow_reader_holds_up_nobody(rt: Runtime):
     """While a client does not read its stream, others are answered; then it gets all of it."""
     with server(rt) as url:
         body: dict[str, Any] = {"prompt": "a", "max_tokens": 120, "n": 4, "logprobs": 20}
-        sent = json.dumps({**body, "stream": True}).encode()
         with connect(url) as slow:
-            slow.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-                b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(sent) + sent
-            )
+            slow.sendall(request_of("/v1/completions", {**body, "stream": True}))
             for _ in range(3):
                 assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 3}).is_success
             while rt.outlook():
@@ -136,6 +148,27 @@ def test_slow_reader_holds_up_nobody(rt: Runtime):
             received = b"".join(iter(lambda: slow.recv(65536), b""))
         assert received.count(b'"finish_reason":"length"') == 4
         assert b"data: [DONE]" in received
+
+
+def test_a_slow_reader_does_not_prolong_the_drain():
+    """A client that does not read has what is left of the limit, and not a limit of its own."""
+    schema = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    body = {"prompt": "a", "max_tokens": 40}
+    with (
+        runtime(step_s=0.02, max_decode_iterations=1) as rt,
+        ExitStack() as served,
+    ):
+        url = served.enter_context(server(rt, drain_timeout_s=2.5))
+        with connect(url, receive_buffer=4096) as slow, connect(url) as asking:
+            slow.sendall(schema * 200)  # more than the buffers hold
+            asking.sendall(request_of("/v1/completions", body))
+            while not rt.outlook():
+                time.sleep(0.01)
+            begun_s = time.monotonic()
+            served.close()
+            took_s = time.monotonic() - begun_s
+            assert b'"completion_tokens":40' in b"".join(iter(lambda: asking.recv(65536), b""))
+    assert 2.0 < took_s < 3.2
 
 
 def test_pieces_of_a_sample_are_joined():

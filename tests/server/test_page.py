@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 
+from predictor import LengthBuckets, LengthDistributions
 from tests.server.serving import NAME, runtime, server
 
 BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
+# Set by `make page-test`, which has installed a browser.
+MUST_RUN = "JAXSERVE_NEEDS_BROWSER" in os.environ
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +62,11 @@ def test_page_without_a_key(url: str):
 @pytest.fixture
 def tab() -> Iterator[Any]:
     """Yield a tab of a headless browser, in which nothing may be reported on the console."""
-    if not BROWSER:
-        pytest.skip("no Chromium is installed")
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as started:
+        own = started.chromium.executable_path  # where Playwright puts its own
+        if BROWSER is None and not MUST_RUN and not Path(own).exists():
+            pytest.skip("no Chromium is installed")
         browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         tab = browser.new_page()
         sync_api.expect.set_options(timeout=30_000)
@@ -105,6 +112,39 @@ def test_chat_in_a_browser(url: str, tab: Any):
     _expect(tab, "#conversations li").to_have_count(2)
     assert tab.query_selector_all("article") == []
     _expect(tab, "#running").to_have_text("0")
+
+
+class Even:
+    """A predictor to which every length up to 80 is equally likely."""
+
+    calibration = None
+
+    def predict(self, prompts, /):
+        buckets = LengthBuckets.equal_width(80, 4)
+        return LengthDistributions(buckets, np.full((len(prompts), 4), 0.25))
+
+
+def test_lengths_in_a_browser(tab: Any):
+    """While an answer comes, its likely length is beside it, narrower with time; the list rests."""
+    with (
+        runtime(predictor=Even(), step_s=0.05, max_decode_iterations=1) as rt,
+        server(rt) as url,
+    ):
+        tab.goto(url + "/")
+        _expect(tab, "#model").to_have_text(NAME)
+        tab.click("summary")
+        tab.fill("#max_tokens", "60")
+        tab.fill("#said", "hi")
+        tab.click("#send")
+        _expect(tab, ".length").to_contain_text("0 of about 41 tokens (8 to 60)")
+        assert tab.is_disabled("#new")
+        before = tab.locator(".lengths .likely").bounding_box()["width"]
+        _expect(tab, ".length").to_contain_text("s left")
+        _expect(tab, ".length").to_have_text(re.compile("^[34].*"))
+        assert tab.locator(".lengths .likely").bounding_box()["width"] < before
+        _expect(tab, "#status").to_contain_text("60 tokens in")
+        assert tab.is_enabled("#new") and tab.query_selector(".length") is None
+        tab.goto("about:blank")
 
 
 def test_stop_in_a_browser(tab: Any):

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from jaxserve.cli import app
 from jaxserve.testing import write_chat_model
 from tests.common.processes import one_device_environment
-from tests.server.serving import post
+from tests.server.serving import post, runtime, server
 
 
 def _start(folder: Path, *arguments: str) -> tuple[subprocess.Popen[bytes], str]:
@@ -43,10 +43,8 @@ def test_sigterm_under_load(tmp_path: Path):
     """After SIGTERM accepted requests get their whole answers, and the process ends with 0."""
     process, url = _start(tmp_path, "-m", "tests.server.job")
     try:
+        _until_ready(url)
         end_s = time.monotonic() + 60
-        while httpx2.get(url + "/ready", timeout=60).status_code != 200:
-            assert time.monotonic() < end_s
-            time.sleep(0.05)
         body: dict[str, Any] = {"prompt": "a", "max_tokens": 90}
         answers: list[httpx2.Response] = []
 
@@ -69,6 +67,43 @@ def test_sigterm_under_load(tmp_path: Path):
     finally:
         process.kill()
         process.wait()
+
+
+def test_turns_outlive_a_kill(tmp_path: Path):
+    """After kill -9 in the middle of a turn, the turns whose answers clients had are there."""
+    journal = tmp_path / "journal"
+    process, url = _start(tmp_path, "-m", "tests.server.job", str(journal))
+    asked: dict[str, Any] = {"conversation_id": "a/b", "temperature": 0}
+    try:
+        _until_ready(url)
+        for number, stream in enumerate((False, True)):
+            said = [{"role": "user", "content": f"hi {number}"}]
+            body = {**asked, "messages": said, "max_tokens": 5, "stream": stream}
+            assert post(url, "/v1/chat/completions", body).status_code == 200
+        shown = httpx2.get(url + "/conversations/a%2Fb").json()["messages"]
+        assert len(shown) == 4
+        body = {**asked, "messages": said, "max_tokens": 60, "stream": True}
+        with httpx2.stream("POST", url + "/v1/chat/completions", json=body) as cut:
+            lines = cut.iter_lines()
+            next(lines)
+            process.kill()
+            with pytest.raises(httpx2.TransportError):
+                list(lines)
+        assert process.wait(30) == -9
+    finally:
+        process.kill()
+        process.wait()
+    with runtime(conversations=journal) as rt, server(rt) as again:
+        assert httpx2.get(again + "/conversations/a%2Fb").json()["messages"] == shown
+        body = {**asked, "messages": said, "max_tokens": 5}
+        assert post(again, "/v1/chat/completions", body).status_code == 200
+
+
+def _until_ready(url: str) -> None:
+    end_s = time.monotonic() + 60
+    while httpx2.get(url + "/ready", timeout=60).status_code != 200:
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
 
 
 def _num_open(text: str) -> float:

@@ -115,6 +115,8 @@ def test_conversation(rt: Runtime, ai: openai.OpenAI):
         {"previous_response_id": "resp_1"},
         {"store": True},
         {"tools": [{"type": "web_search"}]},
+        {"tool_choice": "required"},
+        {"input": [{"type": "function_call_output", "output": "x"}]},
         {"top_logprobs": 2},
         {"input": []},
         {"text": {"format": {"type": "grammar"}}},

@@ -14,6 +14,9 @@ import pydantic
 import pytest
 
 from jaxserve import Runtime
+from jaxserve.server.response_items import OutputItems
+from jaxserve.server.schema.chat import AddedCall, AddedFunction
+from jaxserve.server.schema.responses import ResponseEvent
 from jaxserve.testing import write_chat_model
 from tests.server.serving import CHAT, NAME, client, events, post, server
 
@@ -167,7 +170,6 @@ def test_fields_of_vllm(ai: openai.OpenAI, fields: dict[str, Any], pattern: str)
         ({"tool_choice": "required"}, "needs tools"),
         ({"parallel_tool_calls": True}, "needs tools"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),
-        ({"tools": TOOLS, "conversation_id": "a"}, "conversation_id"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "names 'x'",
@@ -199,6 +201,98 @@ def test_required_tools_are_called(tooled: openai.OpenAI):
         streamed = final.message.tool_calls[0].function
         assert (streamed.name, streamed.arguments) == (call.function.name, call.function.arguments)
         assert len(call.id) > 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_conversations_have_tools(tooled: openai.OpenAI, stream: bool):
+    """A turn may call; the next ones send the result only, with the tools or without."""
+    url = str(tooled.base_url).removesuffix("/v1/")
+    id = f"tools {stream}"
+    common = {"conversation_id": id, "stream": stream, "temperature": 0}
+
+    def say(*messages: dict[str, Any], **others: Any) -> str:
+        body = {**common, "messages": messages, "max_tokens": 200, **others}
+        answer = post(url, "/v1/chat/completions", body)
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
+    required: Any = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    told = say({"role": "user", "content": "hi"}, **required)
+    (call_id,) = re.findall(r'"id":"(call_\w+)"', told)
+    assert "tool_calls" in told
+    result = {"role": "tool", "tool_call_id": call_id, "content": "sunny"}
+    say(result, tools=TOOLS, max_tokens=3)
+    say({"role": "user", "content": "so"}, max_tokens=3)
+    # Other tools, so that the history is written again, and a turn that has to call one.
+    told = say({"role": "user", "content": "so"}, **{**required, "tools": TOOLS[:1]})
+    assert "weather" in told
+    shown = httpx2.get(f"{url}/conversations/{id}").json()["messages"]
+    assert len(shown) == 8 and "place" in shown[1]["content"]
+    assert "sunny" in shown[2]["content"]
+    assert not any(message["role"] == "system" for message in shown)
+
+
+FLAT: Any = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
+
+
+def test_responses_have_tools(tooled: openai.OpenAI):
+    """A call is an item of the output, streamed or not, and goes back with its result."""
+    named: Any = {"type": "function", "name": "time"}
+    common: Any = {"model": NAME, "input": "hi", "tools": FLAT, "temperature": 0}
+    for choice in ("required", named):
+        asked = {**common, "tool_choice": choice, "parallel_tool_calls": False}
+        answer = tooled.responses.create(**asked)
+        (call,) = answer.output
+        assert call.type == "function_call" and call.status == answer.status == "completed"
+        assert call.name in (("weather", "time") if choice == "required" else ("time",))
+        assert json.loads(call.arguments)["place"] in ("Rome", "Oslo")
+        assert answer.tools[0].type == "function" and not answer.parallel_tool_calls
+        chunks = list(tooled.responses.create(**asked, stream=True))
+        deltas = [e.delta for e in chunks if e.type == "response.function_call_arguments.delta"]
+        assert len(deltas) > 1 and "".join(deltas) == call.arguments
+        kinds = [e.type for e in chunks if e.type != "response.function_call_arguments.delta"]
+        assert kinds == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.function_call_arguments.done",
+            "response.output_item.done",
+            "response.completed",
+        ]
+        last: Any = chunks[-1]
+        assert last.response.output[0].arguments == call.arguments
+        with tooled.responses.stream(**asked) as stream:
+            final: Any = stream.get_final_response().output[0]
+        assert (final.name, final.arguments) == (call.name, call.arguments)
+    said: Any = [
+        {"role": "user", "content": "hi"},
+        call.model_dump(exclude_none=True),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "noon"},
+    ]
+    goes_on: Any = {**common, "input": said, "max_output_tokens": 5}
+    answer = tooled.responses.create(**goes_on)
+    assert answer.status == "incomplete" and answer.output[0].type == "message"
+    without = tooled.responses.create(**{**goes_on, "input": "hi"})
+    assert answer.usage is not None and without.usage is not None
+    assert answer.usage.input_tokens > without.usage.input_tokens
+
+
+def test_responses_have_text_before_calls(ai: openai.OpenAI):
+    """The text before a call is a message of its own, which ends when the call begins."""
+    text = 'Look: <tool_call>[{"name": "time", "arguments": {"place": "Oslo"}}]</tool_call>'
+    form: Any = {"type": "json_schema", "name": "x", "schema": {"const": text}}
+    refused: Any = {"model": NAME, "input": "hi", "tools": FLAT, "text": {"format": form}}
+    with pytest.raises(openai.BadRequestError, match="exclude each other"):
+        ai.responses.create(**refused)
+    made = OutputItems(lambda kind, **fields: ResponseEvent(type=kind, sequence_number=0, **fields))
+    function = AddedFunction(name="time", arguments="{}")
+    added = AddedCall(index=0, id="call_1", type="function", function=function)
+    events = [*made.text("Look", []), *made.call(added), *made.close("completed")]
+    assert [(item.type, item.status) for item in made.items] == [
+        ("message", "completed"),
+        ("function_call", "completed"),
+    ]
+    assert [event.output_index for event in events] == [0, 0, 0, 0, 0, 0, 1, 1, 1, 1]
 
 
 def test_tools_of_nested_models_are_called(tooled: openai.OpenAI):
@@ -280,11 +374,16 @@ def test_metrics_count_grammars(ai: openai.OpenAI):
 
 
 def test_streams_are_events(ai: openai.OpenAI):
-    """The chunk of a call has the index, the id, the type and the function."""
+    """A call's first chunk has its id, type and name; the others more of its arguments."""
     url = str(ai.base_url).removesuffix("/v1/")
     body = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required", "stream": True}
     chunks = events(post(url, "/v1/chat/completions", {**body, "max_tokens": 200}).text)
     calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", ())]
-    assert [call["index"] for call in calls] == list(range(len(calls))) != []
-    assert all(call["type"] == "function" and call["id"] for call in calls)
+    begins = [call for call in calls if "id" in call]
+    assert [call["index"] for call in begins] == list(range(len(begins))) != []
+    assert all(call["type"] == "function" and call["function"]["name"] for call in begins)
+    assert len(calls) > len(begins)
+    for call in begins:
+        added = [c["function"]["arguments"] for c in calls if c["index"] == call["index"]]
+        assert json.loads("".join(added))["place"] in ("Rome", "Oslo")
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"

@@ -53,8 +53,8 @@ def test_steps(layout):
         )
         window = range(CONFIG.max_slots)
         decode = _kernels(
-            *(programs.decode_loop, params, cache, slots, np.int32(0), pack_window(window, ())),
-            *(np.int32(1), programs.plan_decode((), window), None),
+            *(programs.decode_loop, params, cache, slots, pack_window(window, ())),
+            *(programs.plan_decode((), window), None),
             variant=Variant.FULL,
         )
         values = jax.eval_shape(gathered, cache, np.zeros(8, np.int32))

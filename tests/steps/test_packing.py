@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from jaxserve.core.config import EngineConfig, fine_slot_buckets
 from jaxserve.scheduling.plan import Row
-from jaxserve.steps.packing import decode_window, pack_window, sampling_slots
+from jaxserve.steps.packing import (
+    decode_window,
+    loop_sizes,
+    pack_window,
+    sampling_slots,
+)
 from jaxserve.steps.sampling.variants import Variant
 from tests.planning.step_times import plan
 
@@ -34,8 +40,18 @@ def test_a_window_of_a_compiled_size_holds_the_plans(variant, max_slots):
         window = decode_window(config, planned, variant)
         assert set(range(start, start + size)) <= set(window) <= set(range(max_slots))
         assert len(window) == min(each for each in sizes if each >= size)
-        taking_part = np.array(window)[pack_window(window, rows)]
+        taking_part = np.array(window)[pack_window(window, rows).most > 0]
         assert sorted(taking_part) == sorted(slots)
+
+
+def test_loops_that_speculate_have_few_sizes():
+    config = _config(32)
+    assert loop_sizes(config, Variant.GREEDY, 0) == (1, 4, 8, 12, 16, 24, 32)
+    assert loop_sizes(config, Variant.GREEDY, 4) == (1, 4, 16, 32)
+    rows = (Row(5, 0, 0, 1, max_new_tokens=7),)
+    planned = replace(plan(rows, window_start=5, window_size=1), num_proposed=4)
+    assert decode_window(config, planned, Variant.GREEDY) == range(5, 6)
+    assert pack_window(range(4, 8), rows).most.tolist() == [0, 7, 0, 0]
 
 
 @pytest.mark.parametrize("variant", Variant)

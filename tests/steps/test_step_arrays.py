@@ -89,8 +89,8 @@ def test_masks_reach_the_head_of_a_step():
     admissions = [
         Admission(slot, request(seed=slot), 0, tokens, config.max_context) for slot in (0, 1)
     ]
-    index, rows = slot_edits.pack_admissions(config, admissions)
-    slots = jax.jit(slot_edits.admit)(slot_edits.empty_slots(config), index, rows)
+    admitted = slot_edits.pack_admissions(config, admissions)
+    slots = jax.jit(slot_edits.admit)(slot_edits.empty_slots(config), *admitted)
     allowed = np.zeros((2, VOCAB_SIZE), np.bool_)
     allowed[[0, 1], [7, 96]] = True
     head = jax.jit(

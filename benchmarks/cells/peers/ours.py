@@ -20,6 +20,7 @@ def main() -> None:
     from benchmarks.cells.peers.weights import model_from
     from benchmarks.cells.playing import serve_all
     from jaxserve.cells import CellRuntime
+    from jaxserve.cells.measure import sized
 
     job = read_job()
     sizes = SIZES[job["size"]]
@@ -32,7 +33,8 @@ def main() -> None:
         for request in job["requests"]
     ]
     model = model_from(dict(np.load(job["weights"])), batch_sizes_of(OURS, sizes))
-    with CellRuntime(model.cells, model.unfold, slot_memory=job["slot_memory"]) as rt:
+    cells = sized(model.cells)
+    with CellRuntime(cells, model.unfold, slot_memory=job["slot_memory"]) as rt:
         rt.generate(requests[:4], progress=False)
         settle()
         startup_s = time.perf_counter() - begin_s

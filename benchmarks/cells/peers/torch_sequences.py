@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from benchmarks.cells.peers.replay import Buckets, FirstCome, answer, play, read_job, settle
 
@@ -52,7 +53,7 @@ def main() -> None:
 
     def last_states(x: torch.Tensor, lengths: torch.Tensor):
         """Run the padded batch word by word: the outputs have no c, which a decoder needs."""
-        found = None
+        found: Any = None
         for number in range(x.shape[1]):
             _, state = encoder(x[:, number : number + 1], found)
             is_over = (lengths <= number)[None, :, None]

@@ -12,8 +12,8 @@ from benchmarks.figures.results import Result
 
 # Kinds whose tables say everything.
 _TABLES_ONLY = (
-    *("predictor", "probe", "s3", "scattered", "restore", "loading", "planning", "sharding"),
-    *("gpu_check", "exegpt_bounds"),
+    *("predictor", "probe", "s3", "scattered", "restore", "startup", "loading", "planning"),
+    *("sharding", "gpu_check", "exegpt_bounds", "roles"),
 )
 
 

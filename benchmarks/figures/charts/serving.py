@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.figures import style
-from benchmarks.figures.results import Result, bound_name
+from benchmarks.figures.results import Result, bound_name, is_quantised
 
 
 def peers(result: Result) -> Figure:
@@ -22,6 +22,8 @@ def peers(result: Result) -> Figure:
     axes = figure.subplots()
     values = [rates[name] for name in names]
     style.bars(axes, names, values, title="output tokens a second", form=".0f")
+    if is_quantised(result):  # The bound is that of weights in the model's dtype.
+        return figure
     bound = result.number("bound", "output_tokens_per_s")
     axes.axvline(bound, color=style.INK, linestyle="--", linewidth=1)
     axes.annotate(

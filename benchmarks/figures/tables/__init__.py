@@ -29,6 +29,7 @@ HEADINGS = {
     "pensieve": "Pensieve's models on its GPUs, simulated",
     "scattered": "Attention over scattered pages",
     "restore": "Coming back from the host",
+    "startup": "From an empty process to the first token",
     "loading": "Memory for loading a checkpoint",
     "planning": "The host's time a step",
     "sharding": "What plans send, and how full pipelines are",
@@ -36,6 +37,7 @@ HEADINGS = {
     "exegpt": "ExeGPT's models on its clusters, estimated and simulated",
     "exegpt_bounds": "Plans beside hand-tuned batch sizes",
     "cells": "Cellular batching beside graph batching",
+    "roles": "Prompts and answers in separate replicas",
 }
 # Tables of one result each; offline results share a table.
 _MAKE: dict[str, Callable[[Result, str], str]] = {
@@ -50,6 +52,7 @@ _MAKE: dict[str, Callable[[Result, str], str]] = {
     "pensieve": pensieve.tables,
     "scattered": conversations.scattered,
     "restore": conversations.restore,
+    "startup": devices.startup,
     "loading": devices.loading,
     "planning": devices.planning,
     "sharding": devices.sharding,
@@ -57,6 +60,7 @@ _MAKE: dict[str, Callable[[Result, str], str]] = {
     "exegpt": exegpt.tables,
     "exegpt_bounds": exegpt.bounds,
     "cells": cells.tables,
+    "roles": devices.roles,
 }
 
 

@@ -1,10 +1,45 @@
-"""Tables of loading, host time, sharding plans, and one GPU."""
+"""Tables of starts, loading, host time, sharding plans, roles of a fleet, and one GPU."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from benchmarks.figures.markdown import caption, linked, shown, table
 from benchmarks.figures.results import Result
 from benchmarks.figures.style import name
+
+# The parts of a start that tables show, in `benchmarks.startup.once`, and their headings.
+_STARTUP_PARTS = {
+    "imports": "imports",
+    "tokenizer": "tokenizer",
+    "weights": "weights",
+    "cache": "page pool",
+    "first_answer": "first answer",
+    "second_answer": "second answer",
+}
+
+
+def startup(result: Result, link: str) -> str:
+    """Return where the seconds of cold and of warm starts go."""
+    rows = []
+    for kind in ("cold", "warm"):
+        seconds = {part: result.spread((kind,), f"{part}_s") for part in _STARTUP_PARTS}
+        first = result.spread((kind,), "first_token_s")
+        loaded, compiled = (
+            result.spread((kind,), count).median for count in ("num_loaded", "num_compiled")
+        )
+        rows.append(
+            [
+                kind,
+                shown(first, ".1f", " s", link),
+                *(shown(spread, ".1f", " s") for spread in seconds.values()),
+                f"{loaded:.0f} loaded, {compiled:.0f} compiled",
+                shown(result.spread((kind,), "resident_bytes").over(1e9), ".2f", " GB"),
+            ]
+        )
+    header = ("start", "first token", *_STARTUP_PARTS.values(), "executables", "resident")
+    what = f"Starts of {result.get('model')} in new processes"
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 
 def loading(result: Result, link: str) -> str:
@@ -22,24 +57,35 @@ def loading(result: Result, link: str) -> str:
 
 
 def planning(result: Result, link: str) -> str:
-    """Return the host's milliseconds a step, of each checkout that was measured."""
+    """Return the host's milliseconds a step, of each checkout that was measured.
+
+    There is a row for each policy and context: the point whose planning takes longest.
+    """
     checkouts = [key for key, _ in result.items("points")]
-    rows = []
+    slowest: dict[tuple[str, int | None], tuple[Any, Any]] = {}
     for i, point in result.items("points", "here"):
+        place = point["policy"], point.get("max_context")
+        p99 = result.spread(("points", "here", i), "planning_ms", "p99").median
+        if place not in slowest or p99 > slowest[place][0]:
+            slowest[place] = p99, (i, point)
+    rows = []
+    for _, (i, point) in slowest.values():
+        context = point.get("max_context")
         row = [name(point["policy"]), f"{point['max_slots']}", f"{point['num_waiting']:,}"]
+        row.append("" if context is None else f"{context:,}")
         for checkout in checkouts:
             at = ("points", checkout, i)
             row.append(shown(result.spread(at, "planning_ms", "p50"), ".2f", link=link))
+            row.append(shown(result.spread(at, "planning_ms", "p99"), ".2f"))
+            row.append(shown(result.spread(at, "planning_ms", "max"), ".1f"))
             row.append(shown(result.spread(at, "host_ms", "p50"), ".2f"))
-            row.append(shown(result.spread(at, "host_ms", "p99"), ".1f"))
         rows.append(row)
-    columns = ("planning, median", "host, median", "host, 99th percentile")
+    columns = ("planning, median", "99th percentile", "worst", "host, median")
     names = {"here": "this commit", "against": f"{result.get('arguments')['against']}"}
     header = [f"{what}, {names[each]}" for each in checkouts for what in columns]
-    what = "Milliseconds a step, simulated device"
-    return (
-        f"{caption(result, what, link)}\n\n{table(('policy', 'slots', 'waiting', *header), rows)}"
-    )
+    what = "Milliseconds a step, simulated device; of each policy and context the slowest point"
+    places = ("policy", "slots", "waiting", "context")
+    return f"{caption(result, what, link)}\n\n{table((*places, *header), rows)}"
 
 
 def sharding(result: Result, link: str) -> str:
@@ -58,6 +104,27 @@ def sharding(result: Result, link: str) -> str:
     layers = result.get("model", "layers")
     what = f"{result.number('rows'):.0f} sequences of a model of {layers} layers"
     return f"{caption(result, what, link, how='counted')}\n\n{table(header, rows)}"
+
+
+def roles(result: Result, link: str) -> str:
+    """Return throughput and latencies of a fleet with roles, and of plain replicas."""
+    rows = []
+    for fleet, _ in result.items("fleets"):
+        at = ("fleets", fleet)
+        row = [{"roles": "one of each role", "whole": "two without roles"}[fleet]]
+        row.append(shown(result.spread(at, "output_tokens_per_s"), ".0f", link=link))
+        for what in ("first_token_s", "latency_s", "gap_s"):
+            row += [shown(result.spread(at, what, each), ".2f", " s") for each in ("p50", "p99")]
+        rows.append(row)
+    latencies = ("first token", "answer", "between tokens")
+    columns = [f"{what}, {each}" for what in latencies for each in ("median", "p99")]
+    given = result.get("arguments")
+    what = (
+        f"{given['num_requests']} prompts of {given['prompt_tokens']} tokens, answers of "
+        f"{given['output_tokens']}, arrivals {given['arrivals']}"
+    )
+    header = ("replicas", "output tokens/s", *columns)
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 
 def gpu_check(result: Result, link: str) -> str:

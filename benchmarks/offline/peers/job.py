@@ -12,6 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
+from benchmarks.offline.peers.vllm_folder import write_compressed_tensors, write_config
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.workload import WorkloadItem
 
@@ -30,9 +31,11 @@ def write_models(source: Path, folder: Path, quantize: str | None = None) -> dic
     to ignore them. In this file control tokens have other names, and the end token is one that no
     answer has.
 
-    With `quantize`, one of `BLOCKS`, GGUF files are added with the matrices in such blocks, the
-    embedding's and the head's in Q8_0: "few_bits", and "few_bits_endless" for llama.cpp. Our
-    runtime rounds the same float16 numbers when it loads them.
+    With `quantize`, GGUF files are added with the matrices in the blocks of `BLOCKS`, the
+    embedding's and the head's in Q8_0, or for "keep" in the source's: "few_bits", and
+    "few_bits_endless" for llama.cpp. For vLLM, which reads no GGUF file on CPUs, the weights of the
+    layers are rounded to a folder "compressed_tensors" (see `vllm_folder`). Our runtime
+    rounds the same float16 numbers when it loads them, or keeps the source's blocks.
     """
     paths = {
         "F16": folder / "model.F16.gguf",
@@ -46,10 +49,16 @@ def write_models(source: Path, folder: Path, quantize: str | None = None) -> dic
     if quantize is not None:
         for kind, endless in (("few_bits", False), ("few_bits_endless", True)):
             paths[kind] = folder / f"model.{kind}.gguf"
+            keeps = quantize == "keep"
             _write_gguf(
-                paths["F16"], paths[kind], np.dtype(np.float32), endless=endless,
-                blocks=BLOCKS[quantize],
+                source if keeps else paths["F16"], paths[kind], np.dtype(np.float32),
+                endless=endless, keeps=keeps, blocks=BLOCKS.get(quantize),
             )  # fmt: skip
+    if quantize in BLOCKS:
+        paths["compressed_tensors"] = folder / "compressed_tensors"
+        write_compressed_tensors(
+            GGUFSource(paths["F16"]), paths["compressed_tensors"], 8 if quantize == "int8" else 4
+        )
     return {kind: str(path) for kind, path in paths.items()}
 
 
@@ -60,13 +69,15 @@ def write_job(
     *,
     batch_size: int,
     settings: Mapping[str, Any],
+    fewer: Sequence[int] = (),
 ) -> None:
     """Write the job file.
 
     `models` as `write_models` returns them; `batch_size` is the most sequences at once;
     `max_context` the tokens of the longest prompt and answer; `kv_cache_gib` holds a whole batch of
     those in float32; `requests` have a `prompt` of token ids, `num_output_tokens`, and the
-    `max_tokens` that a scheduler may know. `settings` are for our runtime alone.
+    `max_tokens` that a scheduler may know. `settings` are for our runtime alone. For each number
+    in `fewer`, so many of the first requests are answered alone too.
     """
     max_context = max(len(i.prompt_token_ids) + i.num_output_tokens for i in items)
     config = GGUFSource(models["F16"]).config
@@ -78,6 +89,7 @@ def write_job(
         "max_context": max_context,
         "kv_cache_gib": 1 + batch_size * max_context * bytes_a_token // 2**30,
         "settings": dict(settings),
+        "fewer": list(fewer),
         "requests": [
             {
                 "prompt": list(item.prompt_token_ids),
@@ -92,11 +104,7 @@ def write_job(
 
 def _write_safetensors(source: Path, folder: Path) -> None:
     model = GGUFSource(source)
-    folder.mkdir()
-    # Without it vLLM takes the model for one that embeds.
-    architectures = [f"{model.config['model_type'].capitalize()}ForCausalLM"]
-    config = {**model.config, "architectures": architectures}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_config(model, folder)
     tensors = {
         name: np.ascontiguousarray(model.read(name), np.float32)
         for name in tqdm(model.shapes(), desc="writing safetensors", leave=False, delay=2)
@@ -110,16 +118,18 @@ def _write_gguf(
     dtype: np.dtype,
     *,
     endless: bool = False,
+    keeps: bool = False,
     blocks: gguf.GGMLQuantizationType | None = None,
 ) -> None:
-    """The file again, its matrices in `dtype` or blocks; tensors keep the order of llama.cpp."""
+    """The file again, its matrices as they are, in blocks, or in `dtype`, in the file's order."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields[gguf.Keys.General.ARCHITECTURE].contents()
     writer = gguf.GGUFWriter(path, architecture)
-    kind = gguf.LlamaFileType.MOSTLY_F16 if dtype.itemsize == 2 else gguf.LlamaFileType.ALL_F32
-    if blocks is not None:
-        kind = gguf.LlamaFileType[f"MOSTLY_{blocks.name}"]
-    writer.add_file_type(kind)
+    if not keeps:
+        kind = gguf.LlamaFileType.MOSTLY_F16 if dtype.itemsize == 2 else gguf.LlamaFileType.ALL_F32
+        if blocks is not None:
+            kind = gguf.LlamaFileType[f"MOSTLY_{blocks.name}"]
+        writer.add_file_type(kind)
     changed = _without_end(reader) if endless else {}
     for field in reader.fields.values():
         # Those that the writer adds itself.
@@ -129,6 +139,9 @@ def _write_gguf(
         value = changed.get(field.name, field.contents())
         writer.add_key_value(field.name, value, field.types[0], sub_type=inner)
     for tensor in tqdm(reader.tensors, desc=f"writing {path.name}", leave=False, delay=2):
+        if keeps:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+            continue
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         if blocks is not None and values.ndim > 1:
             is_end = not tensor.name.startswith("blk.")

@@ -13,6 +13,9 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+# A script finds the module beside it.
+from answering import timed
+
 PAD = 256  # of the context of a slot, which llama.cpp rounds up to
 STARTUP_LIMIT_S = 120
 
@@ -29,14 +32,16 @@ def main() -> None:
     try:
         _wait_until_ready(server, address)
         startup_s = time.perf_counter() - begin_s
-        begin_s = time.perf_counter()
         with ThreadPoolExecutor(len(job["requests"])) as pool:
-            token_ids = list(pool.map(lambda request: _answer(address, request), job["requests"]))
-        wall_s = time.perf_counter() - begin_s
+
+            def answers(requests: list[dict]) -> list[list[int]]:
+                return list(pool.map(lambda request: _answer(address, request), requests))
+
+            result = timed(answers, job)
     finally:
         server.terminate()
         server.wait()
-    print(json.dumps({"startup_s": startup_s, "wall_s": wall_s, "token_ids": token_ids}))
+    print(json.dumps({"startup_s": startup_s, **result}))
 
 
 def _command(job: dict, address: str) -> list[str]:

@@ -12,13 +12,18 @@ from jaxserve.models.registry import resolve
 from jaxserve.workload import WorkloadItem
 
 PRECISION = "float32"
-QUANTISED = ("int8", "int4")
+QUANTISED = ("int8", "int4", "keep")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--compare`."""
     known = ", ".join([*GROUPS, *(name for name in PEERS if not name.startswith(tuple(GROUPS)))])
     parser.add_argument("--compare", default=None, help=f"peers, separated by commas: {known}")
+    parser.add_argument(
+        "--fewer-requests",
+        default="",
+        help="with --compare: also time only so many of the requests, such as 1,4",
+    )
 
 
 def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
@@ -29,7 +34,7 @@ def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
     """
     if options.compare is None:
         return {}
-    from jaxserve.execution.build import platform_defaults
+    from jaxserve.execution.sizes import platform_defaults
 
     peers = named(options.compare)
     dtype = options.dtype or platform_defaults().dtype
@@ -45,21 +50,36 @@ def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
     if options.quantize is not None:
         if options.quantize not in QUANTISED:
             raise InvalidConfigError(
-                f"peers are compared with --quantize {' or '.join(QUANTISED)}, not "
-                f"{options.quantize}, whose blocks the peers do not all read"
+                f"peers are compared with --quantize {', '.join(QUANTISED)}, not {options.quantize}"
             )
-        lacking = sorted(name for name, peer in peers.items() if not peer.has_few_bits)
+        lacking = sorted(n for n, peer in peers.items() if options.quantize not in peer.few_bits)
         if lacking:
             raise InvalidConfigError(
-                f"--quantize {options.quantize}: {lacking} have no weights in few bits here; leave "
+                f"--quantize {options.quantize}: {lacking} do not have such weights here; leave "
                 "them out of --compare"
             )
+    _fewer(options)
     if resolve(options.model).kind != "gguf" or options.load is not None:
         raise InvalidConfigError(
             "peers are compared on the weights of a GGUF file: give --model a registered name or "
             "such a file, and leave out --load"
         )
     return peers
+
+
+def _fewer(options: argparse.Namespace) -> list[int]:
+    """Return the numbers of requests of `--fewer-requests`.
+
+    Raises:
+      InvalidConfigError: one of them is not a number from 1 to all requests but one.
+    """
+    found = [each for each in options.fewer_requests.split(",") if each]
+    if not all(each.isdecimal() and 0 < int(each) < options.num_requests for each in found):
+        raise InvalidConfigError(
+            f"--fewer-requests {options.fewer_requests}: pass numbers from 1 to "
+            f"{options.num_requests - 1}, separated by commas"
+        )
+    return [int(each) for each in found]
 
 
 def run_peers(
@@ -82,6 +102,7 @@ def run_peers(
         batch_size=batch_size,
         repeats=options.repeats,
         settings={**settings, "dtype": PRECISION, "max_slots": batch_size},
+        fewer=_fewer(options),
     )
     print_table(result)
     return {"precision": PRECISION, "quantize": options.quantize, **result}

@@ -6,6 +6,8 @@ import json
 import sys
 import time
 
+from benchmarks.offline.peers.answering import timed
+
 
 def main() -> None:
     """Answer the job's requests, all submitted at once, and print what it took."""
@@ -14,23 +16,26 @@ def main() -> None:
 
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
-    requests = job["requests"]
-    params = [
-        SamplingParams(
-            max_tokens=request["max_tokens"],
-            forced_length=request["num_output_tokens"],
-            ignore_eos=True,
-        )
-        for request in requests
-    ]
     settings = {"warmup": "full", **job["settings"]}
-    with Runtime.from_pretrained(job["models"]["safetensors"], **settings) as rt:
+    kind = "few_bits" if settings.get("quantize") == "keep" else "safetensors"
+    with Runtime.from_pretrained(job["models"][kind], **settings) as rt:
+
+        def answers(requests: list[dict]) -> list[list[int]]:
+            rt.forget_kept_pages()
+            params = [
+                SamplingParams(
+                    max_tokens=request["max_tokens"],
+                    forced_length=request["num_output_tokens"],
+                    ignore_eos=True,
+                )
+                for request in requests
+            ]
+            done = rt.generate([request["prompt"] for request in requests], params)
+            return [list(completion.token_ids) for completion in done]
+
         startup_s = time.perf_counter() - begin_s
-        begin_s = time.perf_counter()
-        done = rt.generate([request["prompt"] for request in requests], params)
-        wall_s = time.perf_counter() - begin_s
-    token_ids = [list(completion.token_ids) for completion in done]
-    print(json.dumps({"startup_s": startup_s, "wall_s": wall_s, "token_ids": token_ids}))
+        result = timed(answers, job)
+    print(json.dumps({"startup_s": startup_s, **result}))
 
 
 if __name__ == "__main__":

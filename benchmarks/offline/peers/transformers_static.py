@@ -6,6 +6,9 @@ import json
 import sys
 import time
 
+# A script finds the module beside it.
+from answering import timed
+
 
 def main() -> None:
     """Answer the job's requests in their order, a batch at a time, and print what it took."""
@@ -24,12 +27,13 @@ def main() -> None:
     _answer(torch, model, [{"prompt": [1, 2, 3], "num_output_tokens": 2}])
     startup_s = time.perf_counter() - begin_s
 
-    begin_s = time.perf_counter()
-    token_ids, requests, size = [], job["requests"], job["batch_size"]
-    for start in range(0, len(requests), size):
-        token_ids += _answer(torch, model, requests[start : start + size])
-    wall_s = time.perf_counter() - begin_s
-    print(json.dumps({"startup_s": startup_s, "wall_s": wall_s, "token_ids": token_ids}))
+    def answers(requests: list[dict]) -> list[list[int]]:
+        token_ids, size = [], job["batch_size"]
+        for start in range(0, len(requests), size):
+            token_ids += _answer(torch, model, requests[start : start + size])
+        return token_ids
+
+    print(json.dumps({"startup_s": startup_s, **timed(answers, job)}))
 
 
 def _answer(torch, model, requests: list[dict]) -> list[list[int]]:

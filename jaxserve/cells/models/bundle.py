@@ -35,20 +35,14 @@ def checked_tokens(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
       EmptyGraphError: there are none.
       TokenOutOfRangeError: one of them is not in the vocabulary.
     """
-    found = np.array([int(token) for token in tokens])
+    found = np.array(tokens)
+    if found.dtype.kind not in "iu" or found.ndim != 1:
+        found = np.array([int(token) for token in tokens])
     if not found.size:
         raise EmptyGraphError("the input has no tokens; pass at least one")
     for token in found[(found < 0) | (found >= vocab_size)].tolist():
         raise TokenOutOfRangeError(_out_of_range(token, vocab_size))
     return found.astype(np.int32)
-
-
-def checked_token(token: int, vocab_size: int) -> int:
-    """Return a token as an int; see `checked_tokens`."""
-    found = int(token)
-    if not 0 <= found < vocab_size:
-        raise TokenOutOfRangeError(_out_of_range(found, vocab_size))
-    return found
 
 
 def _out_of_range(token: int, vocab_size: int) -> str:

@@ -14,18 +14,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int32
 
-from jaxserve.cells.base import BATCH_SIZES, Node
+from jaxserve.cells.base import BATCH_SIZES
+from jaxserve.cells.blocks import NestedTree, numbered
 from jaxserve.cells.cell import Cell
 from jaxserve.cells.graph import Graph
-from jaxserve.cells.models.bundle import CellModel, checked_token
+from jaxserve.cells.models.bundle import CellModel, checked_tokens
 from jaxserve.cells.models.recurrent import Batch, uniform
 from jaxserve.cells.values import ValueSpec
-from jaxserve.core.errors import InvalidGraphError
 from pallas_kernels import Product, RowsAt, gated_cell
 from pallas_kernels.gated_cell import rows_at
 
 # A token, or a pair of trees.
-Tree: TypeAlias = "int | tuple[Tree, Tree]"
+Tree: TypeAlias = NestedTree
 
 
 @final
@@ -99,30 +99,15 @@ def tree_lstm_model(
         takes_rows=True,
     )
 
-    def join(left: Node, right: Node) -> Node:
-        return internal_cell(
-            left_h=left["h"], left_c=left["c"], right_h=right["h"], right_c=right["c"]
-        )
-
     def unfold(tree: Tree) -> Graph:
-        # Without recursion: a tree may be as deep as its sentence is long.
-        done: list[Node] = []
-        open: list[Tree | None] = [tree]  # None: join the last two
-        while open:
-            part = open.pop()
-            if part is None:
-                right = done.pop()
-                done.append(join(done.pop(), right))
-            elif isinstance(part, tuple):
-                if len(part) != 2:
-                    raise InvalidGraphError(
-                        f"a part of the tree has {len(part)} members; pass a token or a pair"
-                    )
-                left, right_part = part
-                open += [None, right_part, left]
-            else:
-                done.append(leaf_cell(token=checked_token(part, leaf.vocab_size)))
-        (root,) = done
+        tokens, pairs = numbered(tree)
+        root = internal_cell.tree(
+            leaf_cell,
+            {"token": checked_tokens(tokens, leaf.vocab_size)},
+            pairs,
+            left={"left_h": "h", "left_c": "c"},
+            right={"right_h": "h", "right_c": "c"},
+        )
         return Graph(outputs={"h": root["h"], "c": root["c"]})
 
     return CellModel((leaf_cell, internal_cell), unfold)

@@ -15,7 +15,13 @@ import numpy as np
 from jaxtyping import Int32, UInt8
 
 from jaxserve.core.errors import UnsupportedModelError
-from jaxserve.models.quantised_folders.matrix import Found, Matrix, unpacked, whole_number
+from jaxserve.models.quantised_folders.matrix import (
+    Found,
+    Matrix,
+    reader,
+    unpacked,
+    whole_number,
+)
 from jaxserve.models.source import WeightSource
 
 _BITS = 4
@@ -53,10 +59,7 @@ class AWQ:
 
     def matrices(self, source: WeightSource, found: Found) -> None:
         """See `Method`."""
-        for module in found.modules("qweight"):
-            matrix = self._matrix(source, found, module)
-            if matrix is not None:
-                found.matrices[module] = matrix
+        found.add_modules("qweight", partial(self._matrix, source, found))
 
     def _matrix(self, source: WeightSource, found: Found, module: str) -> Matrix | None:
         sizes = found.sizes(module, "qweight")
@@ -75,7 +78,7 @@ class AWQ:
         }
         if found.wrong_shapes(module, wanted):
             return None
-        read = partial(_read, source, module)
+        read = reader(source, module)
         return Matrix(
             shape=(num_outputs, num_inputs),
             bits=_BITS,
@@ -91,7 +94,3 @@ def _columns(words: Int32[np.ndarray, "rows words"]) -> UInt8[np.ndarray, "rows 
     """Return the numbers of each row in the order of the columns."""
     numbers = unpacked(words, _BITS)
     return numbers.reshape(len(words), -1, 8)[..., _PLACES].reshape(numbers.shape)
-
-
-def _read(source: WeightSource, module: str, last: str) -> np.ndarray:
-    return source.read(f"{module}.{last}")

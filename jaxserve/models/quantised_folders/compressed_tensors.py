@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self, final
 
 import numpy as np
@@ -25,7 +24,13 @@ from jaxserve.models.quantised_folders.float8 import (
     float8_matrix,
     is_block,
 )
-from jaxserve.models.quantised_folders.matrix import Found, Matrix, unpacked, whole_number
+from jaxserve.models.quantised_folders.matrix import (
+    Found,
+    Matrix,
+    reader,
+    unpacked,
+    whole_number,
+)
 from jaxserve.models.source import WeightSource
 
 # The types and bits of weights by format.
@@ -93,10 +98,9 @@ class CompressedTensors:
     def matrices(self, source: WeightSource, found: Found) -> None:
         """See `Method`."""
         packed = set(found.modules("weight_packed"))
-        for module in found.modules("weight_scale"):
-            matrix = self._matrix(source, found, module, module in packed)
-            if matrix is not None:
-                found.matrices[module] = matrix
+        found.add_modules(
+            "weight_scale", lambda module: self._matrix(source, found, module, module in packed)
+        )
         for module in packed - set(found.modules("weight_scale")):
             found.problems.append(f"missing tensor {module}.weight_scale")
 
@@ -107,7 +111,7 @@ class CompressedTensors:
         if floats:
             block = floats[0].block if any(floats[0].block) else None
             return float8_matrix(source, found, module, "weight_scale", block)
-        read = partial(_read, source, module)
+        read = reader(source, module)
         last = "weight_packed" if is_packed else "weight"
         stored = found.sizes(module, last)
         if stored is None:
@@ -219,7 +223,3 @@ def _unsigned(
     signed: Int[np.ndarray, "out numbers"], middle: int
 ) -> Int16[np.ndarray, "out numbers"]:
     return signed.astype(np.int16) + np.int16(middle)
-
-
-def _read(source: WeightSource, module: str, last: str) -> np.ndarray:
-    return source.read(f"{module}.{last}")

@@ -52,10 +52,9 @@ class Float8:
     def matrices(self, source: WeightSource, found: Found) -> None:
         """See `Method`."""
         scale = "weight_scale" if self.block is None else "weight_scale_inv"
-        for module in found.modules(scale):
-            matrix = float8_matrix(source, found, module, scale, self.block)
-            if matrix is not None:
-                found.matrices[module] = matrix
+        found.add_modules(
+            scale, lambda module: float8_matrix(source, found, module, scale, self.block)
+        )
 
 
 def is_block(given: Any) -> TypeGuard[list[int]]:

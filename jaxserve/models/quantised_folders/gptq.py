@@ -14,7 +14,13 @@ from typing import Any, Self, final
 import numpy as np
 
 from jaxserve.core.errors import UnsupportedModelError
-from jaxserve.models.quantised_folders.matrix import Found, Matrix, unpacked, whole_number
+from jaxserve.models.quantised_folders.matrix import (
+    Found,
+    Matrix,
+    reader,
+    unpacked,
+    whole_number,
+)
 from jaxserve.models.source import WeightSource
 
 
@@ -62,10 +68,7 @@ class GPTQ:
 
     def matrices(self, source: WeightSource, found: Found) -> None:
         """See `Method`."""
-        for module in found.modules("qweight"):
-            matrix = self._matrix(source, found, module)
-            if matrix is not None:
-                found.matrices[module] = matrix
+        found.add_modules("qweight", partial(self._matrix, source, found))
 
     def _matrix(self, source: WeightSource, found: Found, module: str) -> Matrix | None:
         sizes = found.sizes(module, "qweight")
@@ -98,7 +101,7 @@ class GPTQ:
         }
         if found.wrong_shapes(module, wanted):
             return None
-        read = partial(_read, source, module)
+        read = reader(source, module)
         return Matrix(
             shape=(num_outputs, num_inputs),
             bits=bits,
@@ -111,7 +114,3 @@ class GPTQ:
             ),
             groups=(lambda: read("g_idx")) if index else None,
         )
-
-
-def _read(source: WeightSource, module: str, last: str) -> np.ndarray:
-    return source.read(f"{module}.{last}")

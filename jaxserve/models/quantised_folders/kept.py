@@ -20,7 +20,7 @@ from jaxserve.models.quantised import INT8, QuantisedWeight, in_axes_last
 from jaxserve.models.quantised_folders.matrix import Matrix
 from jaxserve.models.quantised_folders.source import QuantisedFolder
 from pallas_kernels import PackedMatrix
-from pallas_kernels.quantised_matmul import pack
+from pallas_kernels.quantised_matmul import Rounding, pack
 
 _log = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ class KeptMatrices:
     otherwise they are dequantised, which is logged.
     """
 
-    def __init__(self, source: QuantisedFolder, *, rounds_activations: bool):
+    def __init__(self, source: QuantisedFolder, *, rounds_activations: Rounding | None):
         self._source = source
-        self._rounds_activations = rounds_activations
+        self._rounds_activations: Rounding | None = rounds_activations
 
     def weight(
         self, dense: nnx.Variable, axes: WeightAxes, names: Sequence[str], read: Read
@@ -93,7 +93,7 @@ class KeptMatrices:
             axes.split(dense.get_metadata()["logical_axes"]),
             width=math.prod(summed),
             out=out[-1],
-            rounds_activations=self._rounds_activations and not is_float,
+            rounds_activations=None if is_float else self._rounds_activations,
             order=order,
         )
 

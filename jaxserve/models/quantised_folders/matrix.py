@@ -106,6 +106,13 @@ class Found:
             if last == suffix:
                 yield module
 
+    def add_modules(self, suffix: str, matrix: Callable[[str], Matrix | None]) -> None:
+        """Add `matrix(module)` of each module with a tensor of this suffix, unless it is None."""
+        for module in self.modules(suffix):
+            made = matrix(module)
+            if made is not None:
+                self.matrices[module] = made
+
     def sizes(self, module: str, last: str) -> tuple[int, int] | None:
         """Return the two sizes of a tensor, or None after a note of what is wrong with it."""
         name = f"{module}.{last}"
@@ -139,6 +146,11 @@ class Found:
             f"{bits}-bit numbers divide the inputs and are multiples of {32 // bits}"
         )
         return True
+
+
+def reader(source: WeightSource, module: str) -> Callable[[str], np.ndarray]:
+    """Return a function that reads a tensor of a module by the last part of its name."""
+    return lambda last: source.read(f"{module}.{last}")
 
 
 def unpacked(

@@ -1,4 +1,4 @@
-"""The timer of a model's layer on devices."""
+"""The timer of a model's layers on devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, final
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.config import DecoderConfig, check_fits
 from jaxserve.planning.layers import profile as parts
-from jaxserve.planning.layers.layer import ShardedLayer
+from jaxserve.planning.layers.layer import ShardedLayer, one_layer
 from jaxserve.planning.layers.origin import LayerSizes
 from sharding import make_mesh
 
@@ -29,13 +29,15 @@ def degrees_of(config: DecoderConfig, devices: Sequence[Any]) -> tuple[int, ...]
 class LayerBench:
     """A `LayerTimer` of the first layer of a model with full attention, with random weights.
 
+    Of an encoder-decoder model, the first layer of each.
+
     Args:
       devices: those of the cluster; a degree takes the first of them.
       degrees: to time; by default all that `degrees_of` returns.
 
     Raises:
       InvalidConfigError: a degree does not divide the layer, or is more than the devices; or the
-        model has an encoder or recurrent layers.
+        model has recurrent layers.
     """
 
     def __init__(
@@ -45,10 +47,6 @@ class LayerBench:
         devices: Sequence[Any],
         degrees: Sequence[int] | None = None,
     ):
-        if config.has_encoder:
-            raise InvalidConfigError(
-                "layers of an encoder-decoder model are not measured yet; pass a decoder-only model"
-            )
         if config.num_recurrent_layers:
             raise InvalidConfigError(
                 "layers of a model with recurrent layers are not measured yet; pass a model with "
@@ -60,9 +58,7 @@ class LayerBench:
                 f"degrees {list(degrees)} are not allowed; this model on {len(devices)} devices "
                 f"can have {list(allowed)}"
             )
-        windows = config.sliding_windows
-        layer = windows.index(None) if None in windows else 0
-        self._config = config.part(range(layer, layer + 1))
+        self._config = one_layer(config)
         self._devices = devices
         self._layers: dict[int, ShardedLayer] = {}
         self.sizes = sizes
@@ -76,19 +72,24 @@ class LayerBench:
         timed = {
             parts.LAUNCH: lambda: layer.launch_s(at),
             parts.REST: lambda: layer.rest_s(at),
+            parts.ENCODE: lambda: layer.encode_s(at),
+            parts.JOIN: lambda: layer.join_s(at),
             parts.SUMS: lambda: layer.sums_s(at),
             parts.HEAD: lambda: layer.head_s(at),
-            parts.PROMPT: lambda: layer.attention_s([at], [at]),
-            parts.PROMPTS: lambda: layer.attention_s([at] * num_prompts, [at] * num_prompts),
+            parts.PROMPT: lambda: layer.prompts_s(1, at),
+            parts.PROMPTS: lambda: layer.prompts_s(num_prompts, at),
             parts.BUSY: lambda: layer.busy_s(self.sizes.max_tokens, self._devices[:at]),
             parts.HANDOFF: lambda: layer.handoff_s(at, self._devices[1]),
             parts.HANDOVER: lambda: layer.handover_s(at, self._devices[1]),
         }
         return timed[part]()
 
-    def decode_s(self, degree: int, batch: int, length: int) -> float:
+    def batch_s(self, part: str, degree: int, batch: int, length: int) -> float:
         """See `LayerTimer`."""
-        return self._layer(degree).attention_s([1] * batch, [length] * batch)
+        layer = self._layer(degree)
+        if part == parts.CROSS:
+            return layer.cross_s(batch, length)
+        return layer.attention_s([1] * batch, [length] * batch)
 
     def _layer(self, degree: int) -> ShardedLayer:
         if degree not in self._layers:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.core.errors import InvalidProfileError
 from jaxserve.planning.layers import profile as parts
-from jaxserve.planning.layers.profile import LayerProfile, curve, decode_curve
+from jaxserve.planning.layers.profile import LayerProfile, batch_curve, curve
 from jaxserve.planning.schedules.costs import Numbers, Phase
 
 
@@ -33,7 +33,7 @@ class Line:
 
 @final
 class MeasuredLayerCost:
-    """A `LayerCost` of a decoder-only model on real devices, from a `LayerProfile`.
+    """A `LayerCost` of a model on real devices, from a `LayerProfile`.
 
     Every curve has the seconds of an empty pass, which are taken off and counted once a stage
     (`launch_s`). A pass of more tokens than were measured takes several passes, and one of more
@@ -42,6 +42,9 @@ class MeasuredLayerCost:
     The rest of a layer is measured with its sums over shards. These are taken off again, so that
     the sum of both is what was measured and rises with the number of tokens.
 
+    Of an encoder-decoder model, prompts cost the encoder's layers. A decoded token attends to its
+    own sequence and, across, to a prompt of the mean length.
+
     Parts are measured while other devices idle. Host devices share cores, so a layer takes longer
     when all devices compute at the same time. How much longer was measured for the largest pass,
     and counts for every part.
@@ -49,8 +52,9 @@ class MeasuredLayerCost:
     Not in the profile, and 0 here: the embedding, the host's planning, edits of slots.
 
     Args:
-      num_layers: layers of the model, whose KV is handed over.
+      num_layers: layers of the decoder, whose KV is handed over.
       num_devices: devices that compute at the same time.
+      num_input_tokens: mean tokens of a prompt, for an encoder-decoder model.
 
     Raises:
       InvalidProfileError: the profile lacks curves of one device, as that of an interrupted
@@ -59,10 +63,18 @@ class MeasuredLayerCost:
 
     batching_pays = False
 
-    def __init__(self, profile: LayerProfile, num_layers: int, num_devices: int = 1):
+    def __init__(
+        self,
+        profile: LayerProfile,
+        num_layers: int,
+        num_devices: int = 1,
+        *,
+        num_input_tokens: float = 0.0,
+    ):
         self._profile = profile
         self._num_layers = num_layers
         self._num_devices = num_devices
+        self._num_input_tokens = num_input_tokens
         self.degrees = profile.degrees
         if 1 not in self.degrees:
             raise InvalidProfileError(
@@ -74,16 +86,26 @@ class MeasuredLayerCost:
     def attention_s(
         self, phase: Phase, batch: Numbers, length: Numbers, degree: Numbers
     ) -> np.ndarray:
+        if phase is Phase.DECODE and self._profile.has_encoder:
+            across = np.minimum(length, self._num_input_tokens)
+            own = np.subtract(length, across)
+            return self._by_degree(
+                degree, lambda d: self._decodes[d](batch, own) + self._crosses[d](batch, across)
+            )
         if phase is Phase.DECODE:
             return self._by_degree(degree, lambda d: self._decodes[d](batch, length))
         return self._by_degree(degree, lambda d: self._prompts[d](batch, length))
 
     def rest_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        whole_s = self._by_degree(degree, lambda d: self._rest[d](num_tokens))
+        is_encoder = phase is Phase.ENCODE and self._profile.has_encoder
+        rest = self._encode if is_encoder else self._rest
+        whole_s = self._by_degree(degree, lambda d: rest[d](num_tokens))
         return np.maximum(whole_s - self.sync_s(phase, num_tokens, degree), 0.0)
 
     def sync_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        return self._by_degree(degree, lambda d: 2.0 * self._sums[d](num_tokens))
+        # After attention and the MLP, and after cross attention.
+        num_sums = 2 + (phase is Phase.DECODE and self._profile.has_encoder)
+        return self._by_degree(degree, lambda d: num_sums * self._sums[d](num_tokens))
 
     def slowdown(self, degree: int) -> float:
         """Return how much longer `degree` devices take when all devices compute; at least 1.
@@ -94,7 +116,9 @@ class MeasuredLayerCost:
         return float(np.clip(self._busy(num) / self._busy(degree), 1.0, num / degree))
 
     def join_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        return np.zeros(np.broadcast(num_tokens, degree).shape)
+        if not self._profile.has_encoder:
+            return np.zeros(np.broadcast(num_tokens, degree).shape)
+        return self._by_degree(degree, lambda d: self._joins[d](num_tokens))
 
     def head_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         return self._by_degree(degree, lambda d: self._head[d](num_tokens))
@@ -130,13 +154,24 @@ class MeasuredLayerCost:
         launch_s = self._seconds(parts.LAUNCH, degree)[1]
         return {at: max(0.0, seconds - launch_s) for at, seconds in points.items()}
 
+    def _lines(self, part: str) -> dict[int, Line]:
+        return {degree: self._line(part, degree) for degree in self.degrees}
+
     @cached_property
     def _rest(self) -> dict[int, Line]:
-        return {degree: self._line(parts.REST, degree) for degree in self.degrees}
+        return self._lines(parts.REST)
+
+    @cached_property
+    def _encode(self) -> dict[int, Line]:
+        return self._lines(parts.ENCODE)
+
+    @cached_property
+    def _joins(self) -> dict[int, Line]:
+        return self._lines(parts.JOIN)
 
     @cached_property
     def _head(self) -> dict[int, Line]:
-        return {degree: self._line(parts.HEAD, degree) for degree in self.degrees}
+        return self._lines(parts.HEAD)
 
     @cached_property
     def _sums(self) -> dict[int, Line]:
@@ -181,13 +216,20 @@ class MeasuredLayerCost:
 
     @cached_property
     def _decodes(self) -> dict[int, Surface]:
+        return self._surfaces(parts.DECODE)
+
+    @cached_property
+    def _crosses(self) -> dict[int, Surface]:
+        return self._surfaces(parts.CROSS)
+
+    def _surfaces(self, part: str) -> dict[int, Surface]:
         return {
             degree: Surface(
                 {
                     batch: self._without_launch(
-                        self._profile.seconds[decode_curve(batch, degree)], degree
+                        self._profile.seconds[batch_curve(part, batch, degree)], degree
                     )
-                    for batch in self._seconds(parts.DECODE, degree)
+                    for batch in self._seconds(part, degree)
                 }
             )
             for degree in self.degrees

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.execution.memory_plan import free_device_bytes
 from jaxserve.models.config import DecoderConfig
+from jaxserve.models.encoder_decoder import RelativeConfig
 from jaxserve.planning.layers.cost import MeasuredLayerCost
-from jaxserve.planning.layers.layer import quantised_model
+from jaxserve.planning.layers.layer import one_layer, quantised_model
 from jaxserve.planning.layers.origin import LayerSizes
 from jaxserve.planning.layers.profile import LayerProfile
 from jaxserve.planning.roofline import DeviceRoofs
@@ -32,7 +34,7 @@ def shape_of(config: DecoderConfig, sizes: LayerSizes) -> TransformerShape:
     Args:
       sizes: with the formats of the KV cache and of the weights.
     """
-    params = jax.eval_shape(lambda: quantised_model(config.part(range(1)), sizes)[1])
+    params = jax.eval_shape(lambda: quantised_model(one_layer(config), sizes)[1])
     bytes_each = jnp.dtype(config.dtype).itemsize
     block_bytes = _bytes_of(params["blocks"])
     kv_bytes = jnp.dtype(sizes.kv_dtype or config.dtype).itemsize
@@ -43,13 +45,27 @@ def shape_of(config: DecoderConfig, sizes: LayerSizes) -> TransformerShape:
         kv_width=-(-config.num_kv_heads * config.head_dim * kv_bytes // bytes_each),
         num_params=block_bytes / bytes_each,
     )
-    return TransformerShape(
+    shape = TransformerShape(
         encode_layer=layer,
         num_encode_layers=config.num_layers,
         decode_layer=layer,
         num_decode_layers=config.num_layers,
         num_embedding_params=_bytes_of(params["embedding"]) / bytes_each,
         bytes_each=bytes_each,
+    )
+    if not config.has_encoder:
+        return shape
+    # Each encoder output is multiplied with the keys' and values' projections once.
+    join = _bytes_of(params["blocks"][0]["cross"]["wkv"]) / bytes_each
+    encoder_bytes = _bytes_of(params["encoder"]["blocks"])
+    return replace(
+        shape,
+        encode_layer=replace(layer, num_params=encoder_bytes / bytes_each),
+        num_encode_layers=cast(RelativeConfig, config).encoder.num_layers,
+        decode_layer=replace(
+            layer, num_params=layer.num_params - join, num_join_params=join, num_syncs=3
+        ),
+        is_decoder_only=False,
     )
 
 
@@ -67,7 +83,12 @@ def free_bytes_of(devices: Sequence[Any]) -> float:
 
 
 def layers_deployment(
-    profile: LayerProfile, config: DecoderConfig, num_devices: int, memory_bytes: float
+    profile: LayerProfile,
+    config: DecoderConfig,
+    num_devices: int,
+    memory_bytes: float,
+    *,
+    num_input_tokens: float = 0.0,
 ) -> Deployment:
     """Return a model on the measured devices, as one machine.
 
@@ -77,12 +98,15 @@ def layers_deployment(
     Args:
       num_devices: the first of the devices that were measured.
       memory_bytes: memory of each of them for weights and KV.
+      num_input_tokens: see `MeasuredLayerCost`.
 
     Raises:
       InvalidProfileError: see `MeasuredLayerCost`.
       InvalidConfigError: `num_devices` is below 1.
     """
-    cost = MeasuredLayerCost(profile, config.num_layers, num_devices)
+    cost = MeasuredLayerCost(
+        profile, config.num_layers, num_devices, num_input_tokens=num_input_tokens
+    )
     cluster = Cluster(
         roofs=DeviceRoofs(
             flops=math.inf,

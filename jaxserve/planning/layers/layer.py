@@ -1,28 +1,33 @@
-"""One decoder layer on the devices of a tensor-parallel degree, part by part."""
+"""One layer on the devices of a tensor-parallel degree, part by part."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import cycle
-from typing import Any, final
+from typing import Any, cast, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.weights import sharded
-from jaxserve.models.attention import causal_rows
+from jaxserve.models.attention import causal_rows, cross_rows
 from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
 from jaxserve.models.config import DecoderConfig
+from jaxserve.models.context import CrossContext
+from jaxserve.models.encoder_decoder import CrossBlock, EncoderDecoder, RelativeConfig
 from jaxserve.models.loading import abstract_model, random_params
 from jaxserve.models.quantisation import Quantisation, Quantiser
+from jaxserve.models.relative_positions import causal_biases
 from jaxserve.models.rope import rope_tables
+from jaxserve.planning.layers.block import TimedBlock
+from jaxserve.planning.layers.encoder import EncoderLayer
 from jaxserve.planning.layers.origin import LayerSizes
 from jaxserve.planning.layers.timing import seconds_of
 from jaxserve.scheduling.plan import Row
@@ -34,9 +39,6 @@ from pallas_kernels.paged_attention import Plan
 from sharding import make_mesh
 from sharding.shards import TENSOR, over_tensor, sum_over_tensor
 
-# Copies of a layer's weights, so that caches do not hold what other layers would have displaced.
-_WEIGHTS_BYTES = 256 << 20
-_MAX_COPIES = 32
 _KV_BYTES = 256 << 20
 
 
@@ -50,12 +52,25 @@ def quantised_model(config: DecoderConfig, sizes: LayerSizes) -> tuple[nnx.Graph
     return nnx.split(Quantiser(nnx.merge(graphdef, params), quantisation).model(params))
 
 
+def one_layer(config: DecoderConfig) -> DecoderConfig:
+    """Return the configuration of a model's first layer with full attention, if it has one.
+
+    An encoder has one layer, too.
+    """
+    windows = config.sliding_windows
+    layer = windows.index(None) if None in windows else 0
+    one = config.part(range(layer, layer + 1))
+    return replace(one, num_encoder_layers=1) if config.has_encoder else one
+
+
 @final
 class ShardedLayer:
     """A layer with random weights, its KV cache, and the model's head, on some devices.
 
+    Of an encoder-decoder model it is a layer of the decoder, and one of the encoder.
+
     Args:
-      config: of a model with one layer.
+      config: of a model with one layer, see `one_layer`.
       devices: as many as there are shards.
     """
 
@@ -68,12 +83,19 @@ class ShardedLayer:
             params = sharded(params, make_mesh(tensor=len(devices), devices=devices), config)
         self._params = params
         self._place = Placement.like(jax.tree.leaves(params)[0].sharding)
-        block_def, block = nnx.split(nnx.merge(graphdef, params).blocks[0])
-        self._blocks = _copies_of(block)
-        place, group = self._place.whole, config.group
-
-        def rest(block: Any, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
-            return nnx.merge(block_def, block)(x, _WithoutAttention(group))
+        model = nnx.merge(graphdef, params)
+        block, place = model.blocks[0], self._place.whole
+        self._block = TimedBlock(block, config.group, self._place)
+        self._encoder: EncoderLayer | None = None
+        self._distance_bias: Float32[Array, "heads distances"] | None = None
+        self._join: Any = None
+        if isinstance(model, EncoderDecoder):
+            self._encoder = EncoderLayer(model.encoder, self._place)
+            self._join = self._joining(cast(CrossBlock, block))
+            with self._place.in_force():
+                far = cast(RelativeConfig, config).max_distance
+                biases = causal_biases(model.relative_bias[...], far).astype(jnp.float32)
+            self._distance_bias = jax.device_put(biases, place)
 
         def head(params: Any, x: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
             _, largest = argmax(nnx.merge(graphdef, params).logits(x))
@@ -94,12 +116,15 @@ class ShardedLayer:
             )
             return out, cache
 
-        self._rest = jax.jit(rest, out_shardings=place)
-        self._anywhere = jax.jit(rest)
+        def see(q: Array, batch: AttentionBatch, cache: KVCache) -> Array:
+            options = {"scale": config.attention_scale, "soft_cap": config.attention_soft_cap}
+            return cache.read(0, q, batch, **options)
+
         self._head = jax.jit(head, out_shardings=place)
         self._sums = jax.jit(sums, out_shardings=place)
         self._launch = jax.jit(lambda x: x + 1, out_shardings=place)
         self._attend = jax.jit(attend, donate_argnums=3)
+        self._see = jax.jit(see)
         self._gathered = jax.jit(lambda cache, ids: jax.tree.map(lambda x: x[:, ids], cache))
         self._scattered = jax.jit(
             lambda cache, ids, new: cache.with_pages(0, ids, new), donate_argnums=0
@@ -115,8 +140,23 @@ class ShardedLayer:
 
     def rest_s(self, num_tokens: int) -> float:
         """Return the seconds of the layer without its attention, with its sums over shards."""
-        blocks = cycle(self._blocks)
-        return self._time(lambda x: self._rest(next(blocks), x), self._ones(num_tokens))
+        return self._block.rest_s(self._ones(num_tokens))
+
+    def encode_s(self, num_tokens: int) -> float:
+        """Return the same of the encoder's layer."""
+        assert self._encoder is not None, "a model without an encoder"
+        return self._encoder.rest_s(self._ones(num_tokens))
+
+    def join_s(self, num_tokens: int) -> float:
+        """Return the seconds to project encoder outputs, and to write their keys and values."""
+        longest = self._sizes.max_length
+        whole, rest = divmod(num_tokens, longest)
+        lengths = [longest] * whole + [rest] * (rest > 0)
+        with self._place.in_force():
+            batch = self._attention_batch(lengths, lengths)
+            join = partial(self._join, self._ones(num_tokens), batch)
+            seconds, self._cache = seconds_of(join, self._cache)
+        return seconds
 
     def sums_s(self, num_tokens: int) -> float:
         """Return the seconds of one sum of activations over the shards."""
@@ -125,6 +165,27 @@ class ShardedLayer:
     def head_s(self, num_rows: int) -> float:
         """Return the seconds of logits and greedy choice."""
         return self._time(partial(self._head, self._params), self._ones(num_rows))
+
+    def prompts_s(self, num_prompts: int, length: int) -> float:
+        """Return the seconds of the attention of a pass of prompts of one length."""
+        if self._encoder is not None:
+            return self._encoder.attention_s(num_prompts, self._qkv(num_prompts * length))
+        return self.attention_s([length] * num_prompts, [length] * num_prompts)
+
+    def cross_s(self, batch: int, length: int) -> float:
+        """Return the seconds of cross attention of decoding sequences to prompts of a length."""
+        ones, lengths = [1] * batch, [length] * batch
+        q = self._qkv(batch)[:, :, :-2].reshape(batch, -1, self._config.head_dim)
+        with self._place.in_force():
+            own = self._attention_batch(ones, lengths)
+            rows = cross_rows(
+                query_start=own.rows.query_start,
+                query_length=own.rows.query_length,
+                encoded_length=own.rows.context_length,
+                encoded_page_table=own.rows.page_table,
+            )
+            own = replace(own, page=None, offset=None, rows=rows, distance_bias=None)
+            return seconds_of(lambda q: self._see(q, own, self._cache), q)[0]
 
     def attention_s(self, num_queries: Sequence[int], lengths: Sequence[int]) -> float:
         """Return the seconds of attention of the newest queries of sequences of these lengths."""
@@ -142,14 +203,12 @@ class ShardedLayer:
         return seconds
 
     def busy_s(self, num_tokens: int, devices: Sequence[Any]) -> float:
-        """Return the seconds of the layer on each of these devices, all at the same time."""
-        blocks = [jax.device_put(self._blocks[0], device) for device in devices]
-        start = [jax.device_put(self._ones(num_tokens), device) for device in devices]
+        """Return the seconds of the layer on each of these devices, all at the same time.
 
-        def everywhere(inputs: list[Array]) -> list[Array]:
-            return [self._anywhere(block, x) for block, x in zip(blocks, inputs, strict=True)]
-
-        return self._time(everywhere, start)
+        Of an encoder-decoder model it is the encoder's, which a pass of prompts has.
+        """
+        block = self._block if self._encoder is None else self._encoder
+        return block.busy_s(self._ones(num_tokens), devices)
 
     def handoff_s(self, num_tokens: int, other: Any) -> float:
         """Return the seconds to send activations to another device."""
@@ -171,6 +230,17 @@ class ShardedLayer:
             return self._scattered(cache, there.astype(jnp.int32), sent)
 
         return self._time(hand_over, jax.device_put(self._new_cache(num_pages + 1), other))
+
+    def _joining(self, block: CrossBlock) -> Any:
+        """Return the compiled write of a decoder layer's keys and values of encoder outputs."""
+        definition, params = nnx.split(block.cross)
+
+        def join(params: Any, encoded: Array, batch: AttentionBatch, cache: KVCache) -> KVCache:
+            context = CrossContext(0, batch, cache)
+            nnx.merge(definition, params).write(encoded, context)
+            return context.cache
+
+        return partial(jax.jit(join, donate_argnums=3), params)
 
     def _time(self, call: Any, start: Any) -> float:
         with self._place.in_force():
@@ -215,6 +285,7 @@ class ShardedLayer:
             ),
             max_query_length=1 if (queries == 1).all() else None,
             plan=self._plan(queries, length),
+            distance_bias=self._distance_bias,
         )
 
     def _plan(self, queries: np.ndarray, length: np.ndarray) -> Plan | None:
@@ -266,34 +337,5 @@ class ShardedLayer:
             max_context=sizes.max_length,
             max_step_tokens=max(sizes.max_tokens, sizes.max_batch),
             kv_dtype=sizes.kv_dtype,
+            has_encoder=self._config.has_encoder,
         )
-
-
-@final
-class _WithoutAttention:
-    """A `LayerContext` in which a query sees its own key and value alone, for next to nothing."""
-
-    adapter: Int32[Array, " tokens"] | None = None
-
-    def __init__(self, group: int):
-        self._group = group
-
-    def attend(
-        self,
-        qkv: Float[Array, "tokens kv_heads columns head_dim"],
-        *,
-        scale: float | None,
-        soft_cap: float | None,
-    ) -> Float[Array, "tokens q_heads head_dim"]:
-        """See `LayerContext`. Keys and values take part, so that they are computed."""
-        group = self._group
-        own = qkv[:, :, group] + qkv[:, :, group + 1]
-        out = qkv[:, :, :group] + jnp.asarray(1e-6, qkv.dtype) * own[:, :, None]
-        return out.reshape(len(qkv), -1, qkv.shape[-1])
-
-
-def _copies_of(block: Any) -> list[Any]:
-    """Return a block's parameters, several times in memory."""
-    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(block))
-    num = min(_MAX_COPIES, max(1, -(-_WEIGHTS_BYTES // num_bytes)))
-    return [block, *(jax.tree.map(jnp.copy, block) for _ in range(num - 1))]

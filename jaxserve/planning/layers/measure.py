@@ -12,7 +12,13 @@ from tqdm import tqdm
 from jaxserve.planning.layers import profile as parts
 from jaxserve.planning.layers.adaptive import Range, sample
 from jaxserve.planning.layers.origin import LayerSizes
-from jaxserve.planning.layers.profile import LayerProfile, curve, decode_curve, ranges_of
+from jaxserve.planning.layers.profile import (
+    LayerProfile,
+    batch_curve,
+    batch_parts,
+    curve,
+    ranges_of,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +49,8 @@ class LayerTimer(Protocol):
         """Return the seconds of a part, one of the names in `layers.profile`."""
         ...
 
-    def decode_s(self, degree: int, batch: int, length: int) -> float:
-        """Return the seconds of the attention of a decoding batch of one length."""
+    def batch_s(self, part: str, degree: int, batch: int, length: int) -> float:
+        """Return the seconds of a decoding batch of one length, in a part of `batch_parts`."""
         ...
 
 
@@ -76,7 +82,7 @@ def measure_layers(
     ) as bar:
         measurement = _Measurement(timer, profile, bar)
         for degree in timer.degrees:
-            measurement.expect(ranges_of(timer.sizes, degree, timer.num_devices))
+            measurement.expect(_ranges(timer, degree, profile))
         for i, degree in enumerate(timer.degrees):
             left_s = begun_s + budget_s - now()
             if left_s <= 0 and i > 0 and not profile.has(degree):
@@ -85,7 +91,7 @@ def measure_layers(
                 )
                 return profile
             share_s = max(0.0, left_s) / (len(timer.degrees) - i)
-            _measure_degree(timer, degree, measurement, tolerance, share_s, now)
+            _measure_degree(timer, degree, measurement, profile, tolerance, share_s, now)
     profile.end()
     return profile
 
@@ -94,6 +100,7 @@ def _measure_degree(
     timer: LayerTimer,
     degree: int,
     measurement: _Measurement,
+    profile: LayerProfile,
     tolerance: float,
     budget_s: float,
     now: Callable[[], float],
@@ -106,15 +113,16 @@ def _measure_degree(
         return measurement.is_known or now() - begun_s < share * budget_s
 
     found = sample(
-        ranges_of(timer.sizes, degree, timer.num_devices),
+        _ranges(timer, degree, profile),
         measurement.seconds,
         tolerance=tolerance,
         least=least_s,
         goes_on=lambda: goes_on(_FIRST_SHARE),
     )
     batches = [
-        Range(decode_curve(batch, degree), 1, timer.sizes.max_length)
-        for batch in found[curve(parts.DECODE, degree)]
+        Range(batch_curve(part, batch, degree), 1, timer.sizes.max_length)
+        for part in batch_parts(has_encoder=profile.has_encoder)
+        for batch in found[curve(part, degree)]
     ]
     measurement.expect(batches)
     sample(
@@ -124,6 +132,11 @@ def _measure_degree(
         least=least_s,
         goes_on=lambda: goes_on(1.0),
     )
+
+
+def _ranges(timer: LayerTimer, degree: int, profile: LayerProfile) -> list[Range]:
+    has_encoder = profile.has_encoder
+    return ranges_of(timer.sizes, degree, timer.num_devices, has_encoder=has_encoder)
 
 
 @final
@@ -161,12 +174,12 @@ class _Measurement:
     def _measured(self, name: str, at: int) -> float:
         part, _, degree = name.partition("@")
         kind, _, batch = part.partition(" ")
-        if kind != parts.DECODE:
+        if kind not in batch_parts(has_encoder=self._profile.has_encoder):
             return self._timer.seconds(part, int(degree), at)
         longest = self._timer.sizes.max_length
         if not batch:
-            return self._timer.decode_s(int(degree), at, longest)
-        whole = self._profile.seconds[curve(parts.DECODE, int(degree))]
+            return self._timer.batch_s(kind, int(degree), at, longest)
+        whole = self._profile.seconds[curve(kind, int(degree))]
         if at == longest:  # measured as a point of the curve over batches
             return whole[int(batch)]
-        return self._timer.decode_s(int(degree), int(batch), at)
+        return self._timer.batch_s(kind, int(degree), int(batch), at)

@@ -12,7 +12,7 @@ from typing import Any, final
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.host import cpu_name
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.execution.build import platform_defaults
+from jaxserve.execution.sizes import platform_defaults
 from jaxserve.models.config import DecoderConfig
 
 # The longest length that is measured by default; attention of longer ones is extrapolated.

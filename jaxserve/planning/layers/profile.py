@@ -15,12 +15,16 @@ from jaxserve.planning.layers.origin import LayerOrigin, LayerSizes
 
 # Curves of a degree, over the unit in brackets; ExeGPT's profiler (section 3) measures the same.
 LAUNCH = "launch"  # an empty pass [1]
-REST = "rest"  # a layer without its attention, with its sums over shards [tokens]
+REST = "rest"  # a decoder layer without its attention, with its sums over shards [tokens]
 SUMS = "sums"  # the sums over shards alone [tokens]
 PROMPT = "prompt"  # attention of one prompt [its tokens]
 PROMPTS = "prompts"  # attention of as many prompts as a pass holds [tokens of each]
 DECODE = "decode"  # attention of a batch at the longest length [sequences]
 HEAD = "head"  # logits and the choice of tokens [sequences]
+# Further ones of an encoder-decoder model, whose attention of prompts is the encoder's.
+ENCODE = "encode"  # an encoder layer without its attention, with its sums over shards [tokens]
+JOIN = "join"  # keys and values of encoder outputs, for one decoder layer [tokens]
+CROSS = "cross"  # cross attention of a batch to prompts of the longest length [sequences]
 # Curves of degree 1 that have two devices.
 HANDOFF = "handoff"  # activations to the next stage [tokens]
 HANDOVER = "handover"  # KV of one layer to another group [tokens]
@@ -32,16 +36,28 @@ def curve(part: str, degree: int) -> str:
     return f"{part}@{degree}"
 
 
-def decode_curve(batch: int, degree: int) -> str:
-    """Return the name of the curve over lengths of a decoding batch."""
-    return curve(f"{DECODE} {batch}", degree)
+def batch_curve(part: str, batch: int, degree: int) -> str:
+    """Return the name of the curve over lengths of a decoding batch.
+
+    Args:
+      part: one of `batch_parts`.
+    """
+    return curve(f"{part} {batch}", degree)
 
 
-def ranges_of(sizes: LayerSizes, degree: int, num_devices: int) -> list[Range]:
+def batch_parts(*, has_encoder: bool) -> tuple[str, ...]:
+    """Return the parts that depend on the number of decoding sequences and on their lengths."""
+    return (DECODE, CROSS) if has_encoder else (DECODE,)
+
+
+def ranges_of(
+    sizes: LayerSizes, degree: int, num_devices: int, *, has_encoder: bool
+) -> list[Range]:
     """Return the curves of a degree, without those over lengths of decoding batches.
 
     Args:
       num_devices: of the machine; with a second one there are transfers.
+      has_encoder: the model is an encoder-decoder.
     """
     most = {
         REST: sizes.max_tokens,
@@ -51,6 +67,8 @@ def ranges_of(sizes: LayerSizes, degree: int, num_devices: int) -> list[Range]:
         HEAD: sizes.max_batch,
         LAUNCH: 1,
     }
+    if has_encoder:
+        most |= {ENCODE: sizes.max_tokens, JOIN: sizes.max_tokens, CROSS: sizes.max_batch}
     if degree > 1:
         most[SUMS] = sizes.max_tokens
     elif num_devices > 1:
@@ -79,15 +97,23 @@ class LayerProfile:
         return LayerSizes(**self.origin.sizes)
 
     @property
+    def has_encoder(self) -> bool:
+        """Whether the model is an encoder-decoder."""
+        return self.origin.model.get("decoder_start_token_id") is not None
+
+    @property
     def degrees(self) -> tuple[int, ...]:
         """The tensor-parallel degrees whose curves all have their ends."""
         begun = {int(name.rpartition("@")[2]) for name in self.seconds}
         return tuple(sorted(degree for degree in begun if self._has_ends(degree)))
 
     def _has_ends(self, degree: int) -> bool:
-        ranges = ranges_of(self.sizes, degree, self.origin.device["count"])
-        for batch in self.seconds.get(curve(DECODE, degree), {}):
-            ranges.append(Range(decode_curve(batch, degree), 1, self.sizes.max_length))
+        has_encoder, sizes = self.has_encoder, self.sizes
+        count = self.origin.device["count"]
+        ranges = ranges_of(sizes, degree, count, has_encoder=has_encoder)
+        for part in batch_parts(has_encoder=has_encoder):
+            for batch in self.seconds.get(curve(part, degree), {}):
+                ranges.append(Range(batch_curve(part, batch, degree), 1, sizes.max_length))
         return all(
             {each.low, each.high} <= self.seconds.get(each.name, {}).keys() for each in ranges
         )

@@ -2,21 +2,25 @@
 
 `search` finds the schedule with the highest throughput whose answers keep `LatencyBounds`, from a
 `Deployment` (model, cluster, layer costs) and `TaskLengths`. `RRATimeline` and `WAATimeline`
-estimate single configurations. `plan_rra` plans for one engine from its measured step times.
+estimate single configurations.
+
+A `planner.SchedulePlanner` plans for one engine from its measured step times. There are four:
+`RRAPlanner`, `continuous_planner.ContinuousPlanner`, `families.FamiliesPlanner`, which chooses
+between the two, and `measured_waa.WAAPlanner` for two device groups.
 """
 
 from jaxserve.planning.schedules.clusters import CLUSTERS, DEPLOYMENTS, Cluster
 from jaxserve.planning.schedules.configuration import Layout, Points, Policy, Schedule, Stage
 from jaxserve.planning.schedules.costs import LayerCost, Phase
 from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
-from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
+from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths, lengths_of
 from jaxserve.planning.schedules.measured_cost import MeasuredCost, measured_deployment
 from jaxserve.planning.schedules.models import MODELS, LayerShape, TransformerShape
 from jaxserve.planning.schedules.monotone import monotone_search
 from jaxserve.planning.schedules.plan import Plan
 from jaxserve.planning.schedules.roofline_cost import RooflineLayerCost
 from jaxserve.planning.schedules.rra import RRATimeline
-from jaxserve.planning.schedules.rra_planner import RRAPlanner, lengths_of, plan_rra
+from jaxserve.planning.schedules.rra_planner import RRAPlanner
 from jaxserve.planning.schedules.search import Choice, search, timelines_of
 from jaxserve.planning.schedules.timeline import Deployment, Timeline
 from jaxserve.planning.schedules.waa import WAATimeline
@@ -51,7 +55,6 @@ __all__ = [
     "lengths_of",
     "measured_deployment",
     "monotone_search",
-    "plan_rra",
     "search",
     "timelines_of",
 ]

@@ -138,6 +138,10 @@ class Adaptation:
             self._begins_s = max(self._begins_s, np.nextafter(lengths[0].admitted_s, -np.inf))
         return self._adopted(plan, task)
 
+    def keep(self, plan: Plan | None) -> None:
+        """Go on with this plan, for instance because the one that was found cannot be adopted."""
+        self.plan = plan
+
     def _split(
         self, running: Sequence[AnswerLength]
     ) -> tuple[list[AnswerLength], list[AnswerLength]]:

@@ -62,6 +62,23 @@ class Stage:
 
 
 @final
+@dataclass(frozen=True)
+class Division:
+    """The devices of an engine with two groups.
+
+    Attributes:
+      encode: devices that compute prompts.
+      decode: devices that compute answers.
+    """
+
+    encode: int
+    decode: int
+
+    def __str__(self) -> str:
+        return f"{self.encode}/{self.decode}"
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """A configuration that a runner can carry out.
@@ -77,6 +94,7 @@ class Schedule:
       stages: in the order of the devices; WAA's encode group comes first.
       max_running: B of continuous batching, the most sequences that run at once; 0 for others.
         Continuous batching has no B_E and N_D: `encode_batch` is 1 and `num_decodes` 0.
+      division: the devices that an engine with two groups needs for it; None for those it has.
     """
 
     layout: Layout
@@ -87,6 +105,7 @@ class Schedule:
     num_micro_batches: int
     stages: tuple[Stage, ...]
     max_running: int = 0
+    division: Division | None = None
 
     @property
     def num_encode_devices(self) -> int:

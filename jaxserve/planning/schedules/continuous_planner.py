@@ -33,7 +33,7 @@ class ContinuousPlanner(SchedulePlanner):
       player: simulates the engine.
     """
 
-    plans_classes: ClassVar[bool] = False
+    plans_classes: ClassVar[bool] = True
 
     player: Player
 
@@ -42,7 +42,7 @@ class ContinuousPlanner(SchedulePlanner):
         return self.player.config.max_slots
 
     def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> ContinuousSpace:
-        return ContinuousSpace(self.player, lengths)
+        return ContinuousSpace(self.player, lengths, tuple(classes))
 
 
 @final
@@ -58,10 +58,18 @@ class ContinuousSpace:
       keeps the bounds, the largest number that does is found by bisection.
     - Where answers are preempted, since memory is short, fewer sequences may serve more. So the
       smallest size that is as good as the best is bisected downwards, too.
+
+    Slots are reserved for requests with bounds of their own, beside the limit. Each limit is
+    simulated with as many sequences as the limit, and with the reserved slots in use as well; the
+    worse figure of both counts, for the throughput, too.
+
+    Attributes:
+      classes: requests with bounds of their own.
     """
 
     player: Player
     lengths: TaskLengths
+    classes: tuple[RequestClass, ...] = ()
 
     def estimate(self, schedule: Schedule) -> str:
         return SIMULATED
@@ -74,7 +82,8 @@ class ContinuousSpace:
                 scores[size] = float(score(self.of(size)[1]))
             return scores[size]
 
-        sizes = self.player.config.slot_buckets
+        buckets = self.player.config.slot_buckets
+        sizes = sorted({max(1, size - self.num_reserved) for size in buckets})
         for size in sizes:
             score_of(size)
         for low, high in zip(sizes, sizes[1:], strict=False):
@@ -90,14 +99,14 @@ class ContinuousSpace:
         return self.of(best)[0] if scores[best] > 0 else None
 
     def nearest(self, schedule: Schedule) -> Schedule:
-        size = min(max(1, schedule.max_running), self.player.config.max_slots)
-        return self.of(size)[0]
+        most = max(1, self.player.config.max_slots - self.num_reserved)
+        return self.of(min(max(1, schedule.max_running), most))[0]
 
     def estimated(self, schedule: Schedule) -> Estimates:
         return self.of(schedule.max_running)[1]
 
     def own_latencies_s(self, schedule: Schedule) -> tuple[float, ...]:
-        return ()
+        return self._own_latencies_s(schedule.max_running)
 
     def of(self, max_running: int) -> tuple[Schedule, Estimates]:
         """Return the schedule with at most so many sequences, and what it is expected to do."""
@@ -114,6 +123,8 @@ class ContinuousSpace:
         )
         inputs, outputs = self.lengths.inputs, self.lengths.outputs
         length = inputs.mean + outputs.less_one().mean_position
+        own_s = self._own_latencies_s(max_running)
+        shares = [s / each.latency_bound_s for s, each in zip(own_s, self.classes, strict=True)]
         return schedule, Estimates(
             fits=np.asarray(inputs.mean + outputs.mean <= self.player.room),
             throughput=np.asarray(played.answers_per_s),
@@ -124,12 +135,37 @@ class ContinuousSpace:
             encode_s=np.asarray(played.first_token_s),
             decode_batch=np.asarray(played.mean_running),
             memory_bytes=np.asarray(played.mean_running * length),
-            own_share=np.asarray(0.0),
+            own_share=np.asarray(max(shares, default=0.0)),
         )
 
+    @property
+    def num_reserved(self) -> int:
+        """Slots that only requests with bounds of their own may take."""
+        return sum(each.num_running for each in self.classes)
+
     def _played(self, max_running: int) -> Played:
-        shape = Unified(max_running=max_running)
-        return self.player.play(shape, self.lengths, max_running)
+        alone = self._play(max_running)
+        if not self.classes:
+            return alone
+        return alone.or_worse(self._play(max_running + self.num_reserved))
+
+    def _play(self, num_running: int) -> Played:
+        shape = Unified(max_running=num_running)
+        return self.player.play(shape, self.lengths, num_running)
+
+    def _own_latencies_s(self, max_running: int) -> tuple[float, ...]:
+        """Return the seconds of long answers of each class, with all reserved slots in use.
+
+        A request waits for two steps in flight. Then its prompt is computed beside one token of
+        each other answer, in as many steps as a long prompt needs. The last of them has its first
+        token.
+        """
+        config, num_running = self.player.config, max_running + self.num_reserved
+        prompt = self.lengths.inputs.percentile(self.lengths.level)
+        num_steps = -(-prompt // max(1, config.max_step_tokens - num_running))
+        before = 2 * config.max_decode_iterations + num_steps - 1
+        played = self._play(num_running)
+        return tuple(played.span_s(each.max_answer_tokens + before) for each in self.classes)
 
     def _may_gain(self, high: int, scores: dict[int, float]) -> bool:
         """Whether fewer sequences than `high` may serve more than the best size so far."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
@@ -17,7 +16,7 @@ from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.iterations import iteration_of
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.observed import RequestClass
-from jaxserve.planning.schedules.plan import CLOSED_FORM, SIMULATED, SIMULATED_RATE
+from jaxserve.planning.schedules.plan import SIMULATED, SIMULATED_RATE
 from jaxserve.planning.schedules.planner import SchedulePlanner, ScheduleSpace
 from jaxserve.planning.schedules.played import Player
 from jaxserve.planning.schedules.rra_planner import RRAPlanner
@@ -65,9 +64,10 @@ def check_families(families: Sequence[str], allowed: Sequence[str]) -> None:
 class FamiliesPlanner(SchedulePlanner):
     """A planner of one engine that chooses between RRA and continuous batching.
 
-    Both are simulated in the same way (`Player`), so that their throughputs are comparable. With
-    classes of requests with bounds of their own it offers RRA only, whose schedules reserve slots
-    for them; all figures are then those of the closed form.
+    Both are simulated in the same way (`Player`), so that their throughputs are comparable. Both
+    reserve slots for classes of requests with bounds of their own. Simulations have requests
+    without such bounds only, so the throughputs are of these alone while no reserved slot is in
+    use.
     """
 
     plans_classes: ClassVar[bool] = True
@@ -82,8 +82,7 @@ class FamiliesPlanner(SchedulePlanner):
     def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> FamiliesSpace:
         return FamiliesSpace(
             self.rra.space(lengths, classes),
-            self.continuous.space(lengths, ()),
-            num_classes=len(classes),
+            self.continuous.space(lengths, classes),
         )
 
     def _chosen(self, space: ScheduleSpace, bounds: LatencyBounds) -> Schedule | None:
@@ -102,16 +101,11 @@ class FamiliesSpace:
 
     rra: ScheduleSpace
     continuous: ContinuousSpace
-    num_classes: int = 0
 
     def estimate(self, schedule: Schedule) -> str:
-        if schedule.layout.policy is Policy.CONTINUOUS:
-            return SIMULATED
-        return CLOSED_FORM if self.num_classes else SIMULATED_RATE
+        return SIMULATED if schedule.layout.policy is Policy.CONTINUOUS else SIMULATED_RATE
 
     def best(self, score: Score) -> Schedule | None:
-        if self.num_classes:
-            return self.rra.best(score)
         found = [each.best(score) for each in (self.continuous, self.rra)]
         scores = {each: float(score(self.estimated(each))) for each in found if each is not None}
         best = max(scores, key=lambda each: scores[each], default=None)
@@ -123,12 +117,9 @@ class FamiliesSpace:
     def estimated(self, schedule: Schedule) -> Estimates:
         estimates = self._of(schedule).estimated(schedule)
         if schedule.layout.policy is Policy.CONTINUOUS:
-            # It has no place for requests with bounds of their own.
-            return replace(estimates, own_share=np.asarray(math.inf if self.num_classes else 0.0))
-        if self.num_classes:
             return estimates
         played = self.continuous.player.play(
-            iteration_of(schedule),
+            iteration_of(schedule, reserved_slots=self.continuous.num_reserved),
             self.continuous.lengths,
             schedule.decode_batch + schedule.encode_batch,
             warm_up=_WARM_UP,
@@ -136,9 +127,7 @@ class FamiliesSpace:
         return replace(estimates, throughput=np.asarray(played.answers_per_s))
 
     def own_latencies_s(self, schedule: Schedule) -> Sequence[float]:
-        if schedule.layout.policy is Policy.CONTINUOUS:
-            return [math.inf] * self.num_classes
-        return self.rra.own_latencies_s(schedule)
+        return self._of(schedule).own_latencies_s(schedule)
 
     def _of(self, schedule: Schedule) -> ScheduleSpace:
         is_continuous = schedule.layout.policy is Policy.CONTINUOUS

@@ -149,7 +149,7 @@ class ClusterSearch:
 @final
 @dataclass(frozen=True)
 class EngineSearch:
-    """A `ScheduleSearch` of RRA on one engine, by its measured step times; see `plan_rra`.
+    """A `ScheduleSearch` of RRA on one engine, by its measured step times; see `RRAPlanner`.
 
     `FamiliesSearch` also searches continuous batching.
 

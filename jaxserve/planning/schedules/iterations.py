@@ -15,10 +15,10 @@ def iteration_of(schedule: Schedule, *, reserved_slots: int = 0) -> RRA | WAA | 
     """Return the iteration shape that carries out a schedule.
 
     Args:
-      reserved_slots: slots that only requests with bounds of their own may take; under RRA only.
+      reserved_slots: slots that only requests with bounds of their own may take; WAA has none.
     """
     if schedule.layout.policy is Policy.CONTINUOUS:
-        return Unified(max_running=schedule.max_running)
+        return Unified(max_running=schedule.max_running, reserved_slots=reserved_slots)
     sizes: dict[str, Any] = {
         "encode_batch": schedule.encode_batch,
         "decode_iterations": schedule.num_decodes,

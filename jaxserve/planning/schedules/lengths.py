@@ -125,6 +125,23 @@ class TaskLengths:
         )
 
 
+def lengths_of(lengths: Sequence[tuple[int, int]]) -> TaskLengths:
+    """Return the distributions of prompt and output lengths.
+
+    Raises:
+      InvalidConfigError: there are none, or one is below 1.
+    """
+    if not lengths or min(map(min, lengths)) < 1:
+        raise InvalidConfigError(
+            f"lengths of {len(lengths)} answers are not allowed; pass (prompt tokens, output "
+            "tokens) of at least one answer, each at least 1"
+        )
+    inputs, outputs = zip(*lengths, strict=True)
+    return TaskLengths(
+        LengthDistribution.of_samples(inputs), LengthDistribution.of_samples(outputs)
+    )
+
+
 def paper_ending(iterations: LengthDistribution, num_decodes: int) -> np.ndarray:
     """Return the paper's P_D(U): the share of a decode batch that ends in iteration U of a phase.
 

@@ -177,6 +177,16 @@ class MeasuredCost:
         return np.maximum.accumulate(np.array([0.0, *bodies]))
 
 
+def num_tokens_held(config: EngineConfig) -> int:
+    """Return the tokens that the page pool holds where as many sequences run as there are slots.
+
+    Half of each sequence's last page is empty on average, and half of the last one of an encoder's
+    prompt.
+    """
+    empty = config.max_slots * config.page_size // (1 if config.has_encoder else 2)
+    return max(config.page_size, (config.num_pages - 1) * config.page_size - empty)
+
+
 def measured_deployment(
     times: StepTimes,
     config: EngineConfig,
@@ -185,9 +195,8 @@ def measured_deployment(
 ) -> Deployment:
     """Return one engine as a cluster of one device with one layer, limited by slots and pages.
 
-    Memory is counted in keys and values of tokens. Half of each sequence's last page is empty on
-    average, and half of the last one of an encoder's prompt. Batches may exceed their mean by
-    `THRESHOLD`, and phases last longer by as much.
+    Memory is counted in keys and values of tokens, see `num_tokens_held`. Batches may exceed their
+    mean by `THRESHOLD`, and phases last longer by as much.
 
     Args:
       times: step times of the engine.
@@ -204,8 +213,6 @@ def measured_deployment(
             most_decodes=most,
         )
 
-    half_pages = config.max_slots * config.page_size // (1 if config.has_encoder else 2)
-    num_tokens = max(config.page_size, (config.num_pages - 1) * config.page_size - half_pages)
     unit = LayerShape(hidden_size=0, attention_width=0, kv_width=1, num_params=0.0)
     return Deployment(
         model=TransformerShape(
@@ -221,7 +228,7 @@ def measured_deployment(
                 flops=math.inf,
                 memory_bytes_per_s=math.inf,
                 link_bytes_per_s=math.inf,
-                memory_bytes=_KV_UNITS * num_tokens,
+                memory_bytes=_KV_UNITS * num_tokens_held(config),
             ),
             num_devices=1,
             devices_per_machine=1,

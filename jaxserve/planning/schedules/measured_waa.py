@@ -16,7 +16,7 @@ from jaxserve.planning.schedules.configuration import Layout, Policy, Schedule
 from jaxserve.planning.schedules.costs import Phase
 from jaxserve.planning.schedules.estimates import Estimates
 from jaxserve.planning.schedules.lengths import TaskLengths
-from jaxserve.planning.schedules.measured_cost import THRESHOLD, MeasuredCost
+from jaxserve.planning.schedules.measured_cost import THRESHOLD, MeasuredCost, num_tokens_held
 from jaxserve.planning.schedules.observed import RequestClass
 from jaxserve.planning.schedules.plan import CLOSED_FORM
 from jaxserve.planning.schedules.planner import SchedulePlanner
@@ -113,9 +113,7 @@ class _Grid:
         handed_s = link_s + busy * encode_s
         latency_s = first_s + handed_s + (_STEPS_BEFORE + np.ceil(longest / step)) * longest_s
         length = lengths.inputs.mean + iterations.mean_position
-        half_pages = config.max_slots * config.page_size // 2
-        room = max(config.page_size, (config.num_pages - 1) * config.page_size - half_pages)
-        fits = (level * length <= room) & (batch <= level)
+        fits = (level * length <= num_tokens_held(config)) & (batch <= level)
         shape = np.broadcast_shapes(rate.shape, latency_s.shape)
 
         def flat(values: np.ndarray) -> np.ndarray:

@@ -93,7 +93,7 @@ def classes_of(answers: Sequence[AnswerLength], num_slots: int) -> tuple[Request
     """Return the classes of the ended answers with a bound, the tightest bound first.
 
     Args:
-      num_slots: slots of the engine, of which classes may reserve half.
+      num_slots: slots of the engine, of which classes may reserve half; each reserves at least one.
     """
     own = [
         (answer.latency_bound_s, answer)
@@ -113,7 +113,7 @@ def classes_of(answers: Sequence[AnswerLength], num_slots: int) -> tuple[Request
             RequestClass(
                 latency_bound_s=bounds[begin],
                 max_answer_tokens=longest,
-                num_running=_num_running(ours, bounds[end - 1], num_slots // (2 * groups)),
+                num_running=_num_running(ours, bounds[end - 1], max(1, num_slots // (2 * groups))),
             )
         )
     return tuple(classes)

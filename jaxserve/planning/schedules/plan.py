@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from jaxserve.planning.schedules.configuration import Policy, Schedule
+from jaxserve.planning.schedules.configuration import Division, Policy, Schedule
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.iterations import iteration_of
 from jaxserve.planning.schedules.observed import RequestClass
@@ -19,6 +19,60 @@ from jaxserve.scheduling.iteration.waa import WAA
 CLOSED_FORM = "closed form"
 SIMULATED = "simulated"
 SIMULATED_RATE = "throughput simulated"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A move of devices between two groups that a plan needs, or that it does without.
+
+    Attributes:
+      present: the division before.
+      division: the division that serves more.
+      gain: how many times as much, or how many times as little bounds are missed that no schedule
+        keeps; infinity if the present division keeps no bounds.
+      expected_pause_s: seconds for which no step runs.
+      max_pause_s: the longest that it may be.
+      is_measured: whether step times of groups of these sizes were measured; else some are derived
+        from those of other sizes.
+      refused: why the plan does without; empty if it needs the move.
+      pause_s: seconds that the move has paused the engine; None before it, or without it.
+    """
+
+    present: Division
+    division: Division
+    gain: float
+    expected_pause_s: float
+    max_pause_s: float
+    is_measured: bool
+    refused: str = ""
+    pause_s: float | None = None
+
+    def figures(self) -> dict[str, Any]:
+        """Return all of it as values of JSON; an infinite gain is None."""
+        return {
+            **{name: getattr(self, name) for name in _OF_A_MOVE},
+            "gain": None if self.gain == math.inf else self.gain,
+            "present": str(self.present),
+            "division": str(self.division),
+        }
+
+    def __str__(self) -> str:
+        times = "measured" if self.is_measured else "partly derived"
+        if self.refused:
+            return (
+                f"devices stay {self.present} and not {self.division}: {self.refused} "
+                f"(step times {times})"
+            )
+        paused = "" if self.pause_s is None else f", was {self.pause_s:.3g} s"
+        return (
+            f"devices move from {self.present} to {self.division} (prompts/answers), "
+            f"{self.gain:.3g} times as good by {times} step times; pause expected "
+            f"{self.expected_pause_s:.3g} s{paused}"
+        )
+
+
+_OF_A_MOVE = ("expected_pause_s", "max_pause_s", "is_measured", "refused", "pause_s")
 
 
 @final
@@ -50,6 +104,7 @@ class Plan:
       estimate: where the figures are from: `CLOSED_FORM`, `SIMULATED` or `SIMULATED_RATE`.
       lowest: the lowest seconds that some schedule reaches, by name of the bound, if no schedule
         keeps the bounds; empty if this one does.
+      move: of devices between two groups; None if the present division is the best.
     """
 
     schedule: Schedule
@@ -66,6 +121,7 @@ class Plan:
     fits: bool = True
     estimate: str = CLOSED_FORM
     lowest: dict[str, float] = field(default_factory=dict)
+    move: Move | None = None
 
     @property
     def latency_bound_s(self) -> float:
@@ -141,6 +197,8 @@ class Plan:
             "tokens_per_s": self.tokens_per_s,
             "max_answer_tokens": self.max_answer_tokens,
             "num_lengths": self.num_lengths,
+            "division": None if schedule.division is None else str(schedule.division),
+            "move": None if self.move is None else self.move.figures(),
         }
 
     def summary(self) -> str:
@@ -164,6 +222,7 @@ class Plan:
     def __str__(self) -> str:
         bounds = self.bounds
         missed = f"{self.missed}\n" if self.missed else ""
+        moved = f"{self.move}\n" if self.move is not None else ""
         return (
             f"{self._text}, about {self.schedule.decode_batch:.1f} sequences at a time\n"
             f"expected ({self.estimate}): {self.answers_per_s:.4g} answers/s, "
@@ -172,6 +231,7 @@ class Plan:
             f"first token after {self.first_token_s:.3g} s{_bound(bounds.first_token_s)}, then "
             f"{self.token_s:.3g} s a token{_bound(bounds.token_s)}\n"
             f"{missed}"
+            f"{moved}"
             f"computed from the lengths of {self.num_lengths} answers in {self.search_s:.2g} s"
         )
 

@@ -6,7 +6,7 @@ import abc
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError
 from jaxserve.planning.schedules.candidate import (
@@ -96,12 +96,13 @@ class SchedulePlanner(abc.ABC):
           DeviceMemoryError: one answer of these lengths is expected to need more than the memory.
         """
         began_s = time.perf_counter()
-        classes = tuple(classes) if self.plans_classes else ()
+        classes = self._planned(classes)
         space = self.space(lengths, classes)
         best = self._chosen(space, bounds)
         if best is None:
             raise self._infeasible(space, lengths, bounds, classes)
-        return _plan(space, best, lengths, bounds, num_lengths, began_s, classes)
+        plan = _plan(space, best, lengths, bounds, num_lengths, began_s, classes)
+        return self._finished(plan, space)
 
     def nearest(
         self,
@@ -120,12 +121,12 @@ class SchedulePlanner(abc.ABC):
         try:
             return self.plan(lengths, bounds, num_lengths=num_lengths, classes=classes)
         except InfeasibleBoundError as error:
-            classes = tuple(classes) if self.plans_classes else ()
+            classes = self._planned(classes)
             space = self.space(lengths, classes)
-            nearest = space.best(nearest_to(bounds))
+            nearest = self._nearest(space, bounds)
             assert nearest is not None, "some schedule fits, or `plan` says that none does"
             plan = _plan(space, nearest, lengths, bounds, num_lengths, began_s, classes)
-            return replace(plan, lowest=dict(error.lowest))
+            return replace(self._finished(plan, space), lowest=dict(error.lowest))
 
     def expected(
         self,
@@ -137,18 +138,25 @@ class SchedulePlanner(abc.ABC):
     ) -> Plan:
         """Return what a plan's schedule is expected to do with other lengths and classes."""
         began_s = time.perf_counter()
-        classes = tuple(classes) if self.plans_classes else ()
+        classes = self._planned(classes)
         space = self.space(lengths, classes)
         schedule = space.nearest(plan.schedule)
         return _plan(space, schedule, lengths, plan.bounds, num_lengths, began_s, classes)
 
-    def _chosen(self, space: ScheduleSpace, bounds: LatencyBounds) -> Schedule | None:
+    def _planned(self, classes: Sequence[RequestClass]) -> tuple[RequestClass, ...]:
+        return tuple(classes) if self.plans_classes else ()
+
+    def _chosen(self, space: Any, bounds: LatencyBounds) -> Schedule | None:
         """Return the schedule with the highest throughput under bounds; None if none keeps them."""
-        most = space.best(throughput_under(bounds))
-        if most is None:
-            return None
-        least = float(space.estimated(most).throughput) / _BETTER
-        return space.best(shortest_with(bounds, least)) or most
+        return chosen(space, bounds)
+
+    def _nearest(self, space: Any, bounds: LatencyBounds) -> Schedule | None:
+        """Return the schedule that misses the bounds least; None if none fits."""
+        return space.best(nearest_to(bounds))
+
+    def _finished(self, plan: Plan, space: Any) -> Plan:
+        """Return a plan with what else is to be said of its space."""
+        return plan
 
     def _infeasible(
         self,
@@ -177,6 +185,18 @@ class SchedulePlanner(abc.ABC):
             bounds.finite() | _by_name(classes, [each.latency_bound_s for each in classes]),
             lowest | _by_name(classes, own),
         )
+
+
+def chosen(space: ScheduleSpace, bounds: LatencyBounds) -> Schedule | None:
+    """Return the schedule with the highest throughput under bounds; None if none keeps them.
+
+    Of equally good ones it is the one with the lowest latency.
+    """
+    most = space.best(throughput_under(bounds))
+    if most is None:
+        return None
+    least = float(space.estimated(most).throughput) / _BETTER
+    return space.best(shortest_with(bounds, least)) or most
 
 
 def _plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import numpy as np
@@ -54,6 +54,8 @@ class Played:
         `latency_s`.
       mean_running: sequences that run, on average over steps.
       preempted_share: share of the answers that were preempted.
+      advances: when running answers advanced, in seconds, and the tokens that each has got until
+        then, float [2, steps].
     """
 
     answers_per_s: float
@@ -62,6 +64,29 @@ class Played:
     token_s: float
     mean_running: float
     preempted_share: float
+    advances: np.ndarray = field(compare=False, repr=False)
+
+    def span_s(self, num_tokens: int) -> float:
+        """Return the seconds in which a running answer gets `num_tokens` tokens.
+
+        99 % of the spans of the simulation are no longer. If it was too short for one, they are
+        those of an answer of the percentile length, in proportion.
+        """
+        at_s, gained = self.advances
+        reached = np.searchsorted(gained, gained + num_tokens)
+        starts = np.flatnonzero(reached < len(gained))
+        if not len(starts):
+            return num_tokens * self.token_s
+        return _quantile(at_s[reached[starts]] - at_s[starts], _FIRST_WITHIN)
+
+    def or_worse(self, other: Played) -> Played:
+        """Return the worse figure of each of two simulations; the spans are those of `other`."""
+        longest = ("latency_s", "first_token_s", "token_s", "mean_running", "preempted_share")
+        return replace(
+            other,
+            answers_per_s=min(self.answers_per_s, other.answers_per_s),
+            **{name: max(getattr(self, name), getattr(other, name)) for name in longest},
+        )
 
 
 @final
@@ -261,6 +286,7 @@ class _Trace:
             token_s=_quantile(decoding_s, _WITHIN) / max(1, self._num_tokens),
             mean_running=mean_running,
             preempted_share=len(self._preempted) / max(1, len(self._spans)),
+            advances=np.array([self._gained_s, self._gained], np.float64),
         )
 
     def _decoding_s(self, mean_running: float) -> np.ndarray:

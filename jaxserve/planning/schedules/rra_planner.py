@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import InvalidConfigError
 from jaxserve.planning.schedules.candidate import Score
 from jaxserve.planning.schedules.configuration import Layout, Points, Schedule
-from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
-from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
+from jaxserve.planning.schedules.estimates import Estimates
+from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_cost import measured_deployment
 from jaxserve.planning.schedules.observed import RequestClass
-from jaxserve.planning.schedules.plan import CLOSED_FORM, Plan
+from jaxserve.planning.schedules.plan import CLOSED_FORM
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.rra import RRATimeline
 from jaxserve.planning.schedules.search import maximise
@@ -106,52 +104,3 @@ class _Space:
         num_decodes = min(schedule.num_decodes, self.timeline.max_control)
         layout = self.timeline.layouts.index(schedule.layout)
         return Points.one(layout, schedule.encode_batch, num_decodes)
-
-
-def plan_rra(
-    times: StepTimes,
-    config: EngineConfig,
-    lengths: Sequence[tuple[int, int]],
-    latency_bound_s: float,
-    *,
-    first_token_bound_s: float = math.inf,
-    token_bound_s: float = math.inf,
-) -> Plan:
-    """Return the plan with the highest throughput whose long answers keep the bounds.
-
-    Args:
-      times: measured step times of the engine.
-      config: the engine's present configuration; its slots and page pool limit the schedule.
-      lengths: prompt and output tokens of each answer; the two are taken as independent.
-      latency_bound_s: seconds that an answer of the 99th-percentile length may take, from its
-        admission to its end; infinity for no bound, as of the other two.
-      first_token_bound_s: seconds to its first token.
-      token_bound_s: mean seconds per token after the first.
-
-    Raises:
-      InfeasibleBoundError: no schedule keeps the bounds; it says the lowest feasible ones.
-      DeviceMemoryError: one answer of these lengths is expected to need more than the page pool.
-      InvalidConfigError: there are no lengths, or one is not allowed; or a bound is not above 0.
-    """
-    bounds = LatencyBounds(
-        latency_s=latency_bound_s, first_token_s=first_token_bound_s, token_s=token_bound_s
-    )
-    planner = RRAPlanner.measured(times, lambda: config)
-    return planner.plan(lengths_of(lengths), bounds, num_lengths=len(lengths))
-
-
-def lengths_of(lengths: Sequence[tuple[int, int]]) -> TaskLengths:
-    """Return the distributions of prompt and output lengths.
-
-    Raises:
-      InvalidConfigError: there are none, or one is below 1.
-    """
-    if not lengths or min(map(min, lengths)) < 1:
-        raise InvalidConfigError(
-            f"lengths of {len(lengths)} answers are not allowed; pass (prompt tokens, output "
-            "tokens) of at least one answer, each at least 1"
-        )
-    inputs, outputs = zip(*lengths, strict=True)
-    return TaskLengths(
-        LengthDistribution.of_samples(inputs), LengthDistribution.of_samples(outputs)
-    )

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.lengths.forecast import MemoryUse
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
 
@@ -36,26 +37,82 @@ class Expected:
     def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
         return sequence.planned_length + 1
 
-    def headroom_pages(
-        self,
-        sequence: Sequence,
-        running: Seq[Sequence],
-        config: EngineConfig,
-        lengths: LengthTracker,
-    ) -> int:
-        if not running:
-            return 0
-        together = [*running, sequence]
-        forecast = lengths.forecast(together)
-        if forecast is None:
-            return OnDemand().headroom_pages(sequence, running, config, lengths)
-        held = np.asarray([each.planned_length + 1 for each in together], np.float64)
-        # The last page of a sequence is on average half empty.
-        peak = forecast.peak_tokens(held + config.page_size / 2, self.margin)
-        now = sum(each.kv.table.reservation for each in running)
-        now += sequence.kv.table.pages_for(self.reserve_tokens(sequence, lengths))
-        return max(0, math.ceil(peak / config.page_size) - now)
+    def headroom(
+        self, running: Seq[Sequence], config: EngineConfig, lengths: LengthTracker
+    ) -> ExpectedPeak:
+        return ExpectedPeak(running, config, lengths, self.margin)
 
     @property
     def extends(self) -> bool:
         return True
+
+
+@final
+class ExpectedPeak:
+    """Leaves what the memory in use is expected to grow by until its peak.
+
+    The memory that running sequences will need is computed once, and what an admitted one will need
+    is added to it, so an admission costs the same however many sequences run.
+
+    Args:
+      margin: see `Expected`.
+    """
+
+    def __init__(
+        self, running: Seq[Sequence], config: EngineConfig, lengths: LengthTracker, margin: float
+    ):
+        self._sequences = list(running)
+        self._page_size = config.page_size
+        self._lengths = lengths
+        self._margin = margin
+        self._watermark = OnDemand().headroom(running, config, lengths)
+        self.advanced()
+        self._has_estimates = any(lengths.estimate(each) is not None for each in running)
+        # The time up to which `_use`, of `_sequences`, is known; 0 before it is.
+        self._longest = 0.0
+        self._use = MemoryUse(np.zeros(0), np.zeros(0))
+        # What was asked for last: a sequence, and its use up to `_longest`.
+        self._asked: tuple[Sequence, MemoryUse] | None = None
+
+    def pages(self, sequence: Sequence) -> int:
+        """See `Headroom`."""
+        if not self._sequences:
+            return 0
+        if not self._has_estimates and self._lengths.estimate(sequence) is None:
+            return self._watermark.pages(sequence)
+        own = self._use_of(sequence)
+        self._asked = sequence, own
+        peak = self._use.plus(own).peak(self._margin)
+        now = self._num_reserved + sequence.kv.table.pages_for(sequence.planned_length + 1)
+        return max(0, math.ceil(peak / self._page_size) - now)
+
+    def admitted(self, sequence: Sequence) -> None:
+        """See `Headroom`."""
+        self._watermark.admitted(sequence)
+        self._sequences.append(sequence)
+        self._num_reserved += sequence.kv.table.reservation
+        self._has_estimates = self._has_estimates or self._lengths.estimate(sequence) is not None
+        if self._asked is not None and self._asked[0] is sequence:
+            self._use = self._use.plus(self._asked[1])
+        else:
+            self._longest = 0.0
+
+    def advanced(self) -> None:
+        """See `Headroom`. What they will need is the same as before."""
+        self._num_reserved = sum(each.kv.table.reservation for each in self._sequences)
+
+    def _use_of(self, sequence: Sequence) -> MemoryUse:
+        """Return the memory that a sequence will need, up to the end of the last of all."""
+        forecast = self._lengths.forecast([sequence], even_if_unknown=True)
+        assert forecast is not None, "a sequence has an estimate"
+        if forecast.longest > self._longest:
+            everything = self._lengths.forecast(self._sequences, even_if_unknown=True)
+            assert everything is not None
+            self._longest = max(forecast.longest, everything.longest)
+            self._use = everything.memory(self._held(self._sequences), self._longest)
+        return forecast.memory(self._held([sequence]), self._longest)
+
+    def _held(self, sequences: Seq[Sequence]) -> np.ndarray:
+        """Return the tokens of each; the last page of a sequence is on average half empty."""
+        held = np.asarray([each.planned_length + 1 for each in sequences], np.float64)
+        return held + self._page_size / 2

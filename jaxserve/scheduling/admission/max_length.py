@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.scheduling.admission.watermark import Watermark
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
 
@@ -19,14 +20,10 @@ class MaxLength:
     def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
         return sequence.max_length
 
-    def headroom_pages(
-        self,
-        sequence: Sequence,
-        running: Seq[Sequence],
-        config: EngineConfig,
-        lengths: LengthTracker,
-    ) -> int:
-        return 0
+    def headroom(
+        self, running: Seq[Sequence], config: EngineConfig, lengths: LengthTracker
+    ) -> Watermark:
+        return Watermark(0)
 
     @property
     def extends(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.scheduling.admission.watermark import Watermark
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
 
@@ -26,14 +27,10 @@ class OnDemand:
     def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
         return sequence.planned_length + 1
 
-    def headroom_pages(
-        self,
-        sequence: Sequence,
-        running: Seq[Sequence],
-        config: EngineConfig,
-        lengths: LengthTracker,
-    ) -> int:
-        return int(self.watermark * (config.num_pages - 1)) if running else 0
+    def headroom(
+        self, running: Seq[Sequence], config: EngineConfig, lengths: LengthTracker
+    ) -> Watermark:
+        return Watermark(int(self.watermark * (config.num_pages - 1)), is_idle=not running)
 
     @property
     def extends(self) -> bool:

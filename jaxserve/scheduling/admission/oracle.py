@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.scheduling.admission.watermark import Watermark
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
 
@@ -22,14 +23,10 @@ class Oracle:
     def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
         return sequence.request.end_length(sequence.max_length, sequence.sample_index)
 
-    def headroom_pages(
-        self,
-        sequence: Sequence,
-        running: Seq[Sequence],
-        config: EngineConfig,
-        lengths: LengthTracker,
-    ) -> int:
-        return 0
+    def headroom(
+        self, running: Seq[Sequence], config: EngineConfig, lengths: LengthTracker
+    ) -> Watermark:
+        return Watermark(0)
 
     @property
     def extends(self) -> bool:

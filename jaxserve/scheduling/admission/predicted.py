@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.scheduling.admission.watermark import Watermark
 from jaxserve.scheduling.lengths.estimate import LengthEstimate
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
@@ -45,14 +46,10 @@ class Predicted:
             wanted = max(wanted, self._length(sequence, first, 0) << sequence.kv.num_outgrown)
         return wanted
 
-    def headroom_pages(
-        self,
-        sequence: Sequence,
-        running: Seq[Sequence],
-        config: EngineConfig,
-        lengths: LengthTracker,
-    ) -> int:
-        return 0
+    def headroom(
+        self, running: Seq[Sequence], config: EngineConfig, lengths: LengthTracker
+    ) -> Watermark:
+        return Watermark(0)
 
     def _length(self, sequence: Sequence, estimate: LengthEstimate, num_outputs: int) -> int:
         """Return the estimated length of prompt and answer, which has `num_outputs` tokens."""

@@ -33,7 +33,7 @@ class Concurrent:
     """
 
     num_device_groups: ClassVar[int] = 1
-    makes_way: ClassVar[bool] = False
+    makes_way = False
 
     def new_state(self) -> Turns:
         return Turns()

@@ -31,7 +31,7 @@ class IterationLevel:
     """
 
     num_device_groups: ClassVar[int] = 1
-    makes_way: ClassVar[bool] = False
+    makes_way = False
 
     compacts: bool = True
 

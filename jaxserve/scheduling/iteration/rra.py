@@ -70,7 +70,7 @@ class RRA:
     """
 
     num_device_groups: ClassVar[int] = 1
-    makes_way: ClassVar[bool] = True
+    makes_way = True
 
     encode_batch: int
     decode_iterations: int
@@ -120,13 +120,16 @@ class RRA:
             step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
         workload = self._workload(state)
         most = max(1, step.config.max_slots - self.reserved_slots)
+        num_bulk = _num_bulk(step)
         while step.num_tokens_left:
             sequence = step.make_way()
             if sequence is not None:
                 state.batch.add(tokens_to_encode(sequence))
                 sequence = step.admit()
-            elif sum(each.request.due_s is None for each in step.running) < most:
+                num_bulk = _num_bulk(step)
+            elif num_bulk < most:
                 sequence = workload.next_of(step, state.batch)
+                num_bulk += sequence is not None and sequence.request.due_s is None
             if sequence is None:
                 return
             step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
@@ -165,6 +168,11 @@ class RRA:
         if self.decode_batch is not None or not share:
             return planned
         return replace(planned, decode_batch=self.encode_batch / share)
+
+
+def _num_bulk(step: StepBuilder) -> int:
+    """Return how many running sequences have no latency bound of their own."""
+    return sum(each.request.due_s is None for each in step.running)
 
 
 def _begin(state: Round) -> None:

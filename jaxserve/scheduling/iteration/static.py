@@ -28,7 +28,7 @@ class Static:
     """
 
     num_device_groups: ClassVar[int] = 1
-    makes_way: ClassVar[bool] = False
+    makes_way = False
 
     window_s: float = 0.0
 

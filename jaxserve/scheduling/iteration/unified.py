@@ -24,13 +24,16 @@ class Unified:
       max_running: a sequence is admitted only while fewer than this many run; None for as many as
         there are slots. Sequences with a latency bound of their own do not count, and need not
         wait for it. Where more run already (`Scheduler.adopt`), they go on.
+      reserved_slots: slots that only sequences with a latency bound of their own may take; one slot
+        is always for others. With reserved slots, a sequence with a bound that finds no slot or
+        memory has others preempted.
     """
 
     num_device_groups: ClassVar[int] = 1
-    makes_way: ClassVar[bool] = False
 
     chunk_tokens: int = 0
     max_running: int | None = None
+    reserved_slots: int = 0
 
     def __post_init__(self) -> None:
         if self.max_running is not None and self.max_running < 1:
@@ -38,11 +41,20 @@ class Unified:
                 f"max_running={self.max_running} is not allowed; pass at least 1, or None for all "
                 "slots"
             )
+        if self.reserved_slots < 0:
+            raise InvalidConfigError(
+                f"reserved_slots={self.reserved_slots} is not allowed; pass at least 0"
+            )
+
+    @property
+    def makes_way(self) -> bool:
+        return self.reserved_slots > 0
 
     def new_state(self) -> None:
         return None
 
     def select(self, step: StepBuilder, state: None) -> None:
+        self._make_way(step)
         admissible = step.first_admissible(only_bounded=self._is_at_limit(step))
         if not step.prefilling and admissible is None:
             step.add_decode_loop(decode_iterations(step))
@@ -53,12 +65,20 @@ class Unified:
             budget -= self._add_chunk(step, sequence, budget)
         while budget and (sequence := step.admit(only_bounded=self._is_at_limit(step))):
             budget -= self._add_chunk(step, sequence, budget)
+            self._make_way(step)
+
+    def _make_way(self, step: StepBuilder) -> None:
+        if self.makes_way:
+            step.make_way()
 
     def _is_at_limit(self, step: StepBuilder) -> bool:
         """Return whether no more sequences without a latency bound of their own may run."""
-        if self.max_running is None:
+        if self.max_running is None and not self.reserved_slots:
             return False
-        return sum(each.request.due_s is None for each in step.running) >= self.max_running
+        most = max(1, step.config.max_slots - self.reserved_slots)
+        if self.max_running is not None:
+            most = min(most, self.max_running)
+        return sum(each.request.due_s is None for each in step.running) >= most
 
     def _add_chunk(self, step: StepBuilder, sequence: Sequence, budget: int) -> int:
         count = min(sequence.num_uncomputed, budget)

@@ -48,7 +48,7 @@ class WAA:
     """
 
     num_device_groups: ClassVar[int] = NUM_GROUPS
-    makes_way: ClassVar[bool] = False
+    makes_way = False
 
     encode_batch: int
     encode_tokens: float | None = None

@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import final
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.memory.cached_page import PageKeys
+from jaxserve.core.request import Request
 from jaxserve.memory.disk_tier import DiskTier, HostMemory
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.host_pool import HostPool
 from jaxserve.memory.page_cache import PageCache, Tier
-from jaxserve.memory.page_table import PageTable
 from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.relocation import Moves, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
@@ -72,7 +71,7 @@ class KVManager:
         self._host_memory = host_memory
         self._host = HostPool(config.num_host_pages)
         swaps = policy.preemption.keeps_state and not retention.uses_host
-        self._swap_space = SwapSpace(self._host if swaps else None, costs)
+        self._swap_space = SwapSpace(self._host if swaps else None, costs, config.max_pages_out)
         self._values = PageValues(
             config.page_size, retention.eviction, page_cost(config, costs), now, copy_s(costs)
         )
@@ -83,6 +82,7 @@ class KVManager:
             disk=disk,
             host_memory=host_memory,
             identity=self._fingerprint(),
+            max_pages_out=config.max_pages_out,
         )
         self._retrieval = Retrieval(self._cache, now, on_arrival)
         self._prefixes = PrefixCacheManager(
@@ -138,16 +138,18 @@ class KVManager:
 
     # ---- sequences that begin ----
 
-    def new(self, whole: Seq[int] = ()) -> SequenceKV:
-        """Return the state of a sequence without KV; `whole` is that of `PageKeys`."""
-        return SequenceKV(PageTable(self._cache.pool, self.config.page_size), keys=PageKeys(whole))
+    def new(self, request: Request) -> SequenceKV:
+        """Return the state of a sequence without KV."""
+        return self._prefixes.new(request)
 
-    def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many pages a waiting sequence needs that no other owns."""
-        missing = sequence.kv.table.pages_for(num_tokens)
-        if sequence.kv.host_pages:
-            return missing
-        return missing - self._prefixes.num_shared(sequence)
+    def least_missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return the fewest pages that a waiting sequence could need, whatever others own."""
+        return sequence.kv.table.pages_for(num_tokens) - self._prefixes.most_shared(sequence)
+
+    def fits_into(self, sequence: Sequence, num_tokens: int, num_pages: int) -> bool:
+        """Whether a waiting sequence needs at most `num_pages` pages that no other owns."""
+        excess = sequence.kv.table.pages_for(num_tokens) - num_pages
+        return excess <= 0 or self._prefixes.shares(sequence, excess)
 
     def awaits_disk(self, sequence: Sequence) -> bool:
         """Whether pages of a waiting sequence are still to come from the disk; asks for them."""

@@ -7,12 +7,14 @@ from collections.abc import Sequence as Seq
 from typing import final
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.request import padded_to_pages
+from jaxserve.core.request import Request, padded_to_pages
 from jaxserve.memory.cached_page import Branch, CachedPage, PageKeys
 from jaxserve.memory.page_cache import PageCache
+from jaxserve.memory.page_table import PageTable
 from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.prefetch import Prefetch
 from jaxserve.memory.retrieval import Retrieval
+from jaxserve.scheduling.kv.sequence_kv import SequenceKV, SharedPages
 from jaxserve.scheduling.sequence import Phase, Sequence
 
 
@@ -63,13 +65,41 @@ class PrefixCacheManager:
 
     # ---- sequences that begin ----
 
-    def num_shared(self, sequence: Sequence) -> int:
-        """Return how many pages of a waiting sequence others own already."""
+    def new(self, request: Request) -> SequenceKV:
+        """Return the state of a sequence without KV, with the keys of its prompt's pages."""
+        keys = PageKeys(request.encoder_prompt)
+        if self._keeps:  # so that no step has to compute them
+            keys.of(request.prompt_array, self._page_size, self._cache.identity)
+        return SequenceKV(PageTable(self._cache.pool, self._page_size), keys=keys)
+
+    def most_shared(self, sequence: Sequence) -> int:
+        """Return how many pages of a waiting sequence others could own."""
+        if sequence.kv.host_pages or (self._keeps and sequence.wants_prompt_logprobs):
+            return 0
+        if self._keeps:
+            return self._num_to_find(sequence)
+        return 0 if sequence.primary is None else num_shareable(sequence, self._page_size)
+
+    def shares(self, sequence: Sequence, num_pages: int) -> bool:
+        """Whether others own at least `num_pages` pages of a waiting sequence.
+
+        What was found last is remembered: the pages are looked up again only when so many have
+        become owned since that there could be enough.
+        """
+        pool, kv = self._cache.pool, sequence.kv
+        if num_pages > min(self.most_shared(sequence), pool.num_owned):
+            return False
         if not self._keeps:
-            return len(self._pages_of_primary(sequence))
-        refcount = self._cache.pool.refcount
+            return len(self._pages_of_primary(sequence)) >= num_pages
+        num_keys = self._num_to_find(sequence)
+        found = kv.shared
+        if found is not None and found.num_keys == num_keys and not sequence.request.num_encoded:
+            if found.num_pages + pool.num_gained - found.num_gained < num_pages:
+                return False
         device_pages = [cached.device_page for cached in self._find(sequence)]
-        return sum(page is not None and refcount(page) > 0 for page in device_pages)
+        count = sum(page is not None and pool.refcount(page) > 0 for page in device_pages)
+        kv.shared = SharedPages(num_keys, count, pool.num_gained)
+        return count >= num_pages
 
     def awaits_disk(self, sequence: Sequence) -> bool:
         """Whether pages of a waiting sequence are still to come from the disk; asks for them."""
@@ -142,13 +172,18 @@ class PrefixCacheManager:
 
     def _keys_to_find(self, sequence: Sequence) -> Seq[bytes]:
         """The newest token is computed in any case: what follows it depends on that."""
-        return self._keys(sequence)[: (sequence.num_known - 1) // self._page_size]
+        return self._keys(sequence, 0, self._num_to_find(sequence))
+
+    def _num_to_find(self, sequence: Sequence) -> int:
+        return (sequence.num_known - 1) // self._page_size
 
     def _pages_of_primary(self, sequence: Sequence) -> dict[int, int]:
         primary = sequence.primary
         if primary is None or primary.phase is not Phase.RUNNING:
             return {}
-        return dict(enumerate(primary.kv.table.pages[: num_shareable(sequence, self._page_size)]))
+        table = primary.kv.table
+        count = min(num_shareable(sequence, self._page_size), table.num_pages)
+        return {index: table.page(index) for index in range(count)}
 
     def _count(self, sequence: Sequence, num_hit: int, num_on_host: int) -> None:
         keys = self._keys_to_find(sequence)
@@ -178,15 +213,15 @@ class PrefixCacheManager:
         count = num_tokens // self._page_size
         if count <= kv.num_cached:
             return
-        keys = self._keys(sequence)
-        for index in range(kv.num_cached, count):
-            self._add_page(sequence, index, keys[index])
+        keys = self._keys(sequence, kv.num_cached, count)
+        for index, key in enumerate(keys, kv.num_cached):
+            self._add_page(sequence, index, key)
         kv.num_cached = count
 
     def _add_page(self, sequence: Sequence, index: int, key: bytes | None) -> CachedPage:
         branch = sequence.kv.branch
         assert branch is not None
-        device_page = sequence.kv.table.pages[index]
+        device_page = sequence.kv.table.page(index)
         page = self._cache.on_page(device_page)
         if page is None:
             page = self._cache.add(device_page, index, key, branch)
@@ -227,7 +262,8 @@ class PrefixCacheManager:
         kv = sequence.kv
         for page in kv.unnamed:
             if (page.index + 1) * self._page_size < sequence.num_known:
-                self._cache.set_key(page, self._keys(sequence)[page.index])
+                (key,) = self._keys(sequence, page.index, page.index + 1)
+                self._cache.set_key(page, key)
             else:
                 self._cache.evict(page)
         kv.unnamed.clear()
@@ -246,8 +282,13 @@ class PrefixCacheManager:
             kv.branch.rest()
         kv.num_cached = 0
 
-    def _keys(self, sequence: Sequence) -> Seq[bytes]:
-        return sequence.kv.keys.of(sequence.known_tokens, self._page_size, self._cache.identity)
+    def _keys(self, sequence: Sequence, start: int, stop: int) -> Seq[bytes]:
+        """Return the keys of full pages of known tokens, from `start` to `stop`."""
+        keys, identity = sequence.kv.keys, self._cache.identity
+        known = keys.known(start, stop, identity)
+        if known is not None:
+            return known
+        return keys.of(sequence.known_tokens, self._page_size, identity)[start:stop]
 
 
 def _with_whole_prompt(

@@ -12,6 +12,22 @@ from jaxserve.memory.page_table import PageTable
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class SharedPages:
+    """What a look-up of a waiting sequence's pages found.
+
+    Attributes:
+      num_keys: leading full pages that were looked up.
+      num_pages: of those, the ones that others owned.
+      num_gained: `PagePool.num_gained` at that time.
+    """
+
+    num_keys: int
+    num_pages: int
+    num_gained: int
+
+
+@final
 @dataclass(eq=False, slots=True)
 class SequenceKV:
     """Where the KV of a sequence lies, and how far it is computed. Only the KV manager writes it.
@@ -29,6 +45,7 @@ class SequenceKV:
       num_cached: leading pages that the prefix cache knows.
       unnamed: pages in the prefix cache whose last tokens have not been read yet.
       prefetched: indices of pages that came to the device while the sequence waited.
+      shared: what others were found to own; None before it was looked up.
     """
 
     table: PageTable
@@ -43,6 +60,7 @@ class SequenceKV:
     num_cached: int = 0
     unnamed: list[CachedPage] = field(default_factory=list)
     prefetched: set[int] = field(default_factory=set)
+    shared: SharedPages | None = None
 
     def begin_with(self, cached: Collection[int], page_size: int) -> None:
         """Take exactly these pages, by their index in the table, as computed."""

@@ -17,6 +17,7 @@ class SwapSpace:
 
     Args:
       host: pages of the host; None where preempted sequences are always recomputed.
+      max_pages: that one plan copies; a sequence with more of them left is recomputed.
       costs: None where they were not measured: then swapping is taken to be cheaper, as it is by
         orders of magnitude on what was measured so far.
 
@@ -25,8 +26,9 @@ class SwapSpace:
       num_recomputed: tokens whose KV was dropped, and computed again.
     """
 
-    def __init__(self, host: HostPool | None, costs: SwapCosts | None):
+    def __init__(self, host: HostPool | None, costs: SwapCosts | None, max_pages: int):
         self._costs = costs
+        self._max_pages = max_pages
         self.num_pages_out = 0
         self.num_pages_in = 0
         self.num_recomputed = 0
@@ -111,7 +113,9 @@ class SwapSpace:
     def _host_for(self, num_tokens: int, num_pages: int) -> HostPool | None:
         """The host's pool where it has room for these pages and copying them pays, else None."""
         host = self._host
-        if host is None or not 0 < num_pages <= host.num_free:
+        num_leaving = sum(len(copies) for _, copies in self._saved)
+        most = 0 if host is None else min(host.num_free, self._max_pages - num_leaving)
+        if not 0 < num_pages <= most:
             return None
         if self._costs is None:
             return host

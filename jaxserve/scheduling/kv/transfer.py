@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, final
 
@@ -14,7 +14,7 @@ from jaxserve.scheduling.plan import PageCopies
 
 
 class KVPages(NamedTuple):
-    """KV of the leading full pages of a context.
+    """KV of consecutive full pages of a context, by default the leading ones.
 
     Attributes:
       identity: of the model, its weights and its pages; empty without host memory.
@@ -57,12 +57,13 @@ class PageTransfer:
         """Take note that the weights may be others from here on."""
         self._identity = None
 
-    def copy_to_host(self, tokens: Seq[int]) -> None:
-        """Have the next plan copy the leading full pages of a context, as far as they are cached.
+    def copy_to_host(self, tokens: Seq[int], first: int = 0) -> None:
+        """Have the next plan copy full pages of a context, as far as they are cached.
 
-        It ends at the first page that is not cached, or for which the host has no room.
+        They begin with page `first`. It ends at the first page that is not cached, or for which the
+        host has no room.
         """
-        for key in self._keys_of(tokens) if self._host_memory is not None else ():
+        for key in self._keys_of(tokens)[first:] if self._host_memory is not None else ():
             if not self._cache.copy_to_host(key):
                 return
 
@@ -70,14 +71,22 @@ class PageTransfer:
         """Evict from the host what a plan was to copy there, (device page, host page)."""
         self._cache.drop_copies(host_page for _, host_page in copies)
 
-    def read(self, tokens: Seq[int]) -> KVPages:
-        """Return the contents of the leading full pages of a context that the host has.
+    def read(
+        self, tokens: Seq[int], first: int = 0, *, on_the_way: Collection[int] = ()
+    ) -> KVPages:
+        """Return the contents of full pages of a context that the host has, from page `first` on.
 
-        The plan after `copy_to_host` has been submitted.
+        It ends at the first page that no plan has copied yet.
+
+        Args:
+          on_the_way: host pages at which it ends, too, since plans in flight copy to them.
         """
         contents: list[bytes] = []
-        for page in self._cache.find(self._keys_of(tokens)):
-            if page.index != len(contents) or page.host_page is None or self._host_memory is None:
+        for page in self._cache.find(self._keys_of(tokens)[first:]):
+            is_next = page.index == first + len(contents)
+            if not is_next or page.host_page is None or self._host_memory is None:
+                break
+            if self._cache.awaits_copy(page) or page.host_page in on_the_way:
                 break
             contents.append(self._host_memory.read_host_page(page.host_page))
         return KVPages(self._own_identity(), contents)

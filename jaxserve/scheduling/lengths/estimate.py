@@ -34,6 +34,24 @@ class LengthEstimate:
         """The mean, without regard to tokens that have come since `at`."""
         return self.at + self.prediction.mean_length
 
+    def percentile(self, level: float, num_outputs: int) -> int:
+        """Return the length that a part `level` of answers with these tokens do not outgrow.
+
+        Args:
+          num_outputs: as in `quantile`.
+        """
+        lengths = self.prediction.distribution
+        return self.at + int(lengths.quantile(level, num_outputs - self.at)[0])
+
+    def expected_remaining(self, num_outputs: int) -> float:
+        """Return the mean number of tokens still to come.
+
+        Args:
+          num_outputs: as in `quantile`.
+        """
+        lengths = self.prediction.distribution
+        return float(lengths.expected_remaining(num_outputs - self.at)[0])
+
     def quantile(self, miss_rate: float, num_outputs: int) -> int:
         """Return a length that at most `miss_rate` of answers outgrow.
 

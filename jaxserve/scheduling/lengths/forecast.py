@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
@@ -10,6 +11,31 @@ from predictor import LengthDistributions
 
 # Points in time at which the use of memory is evaluated.
 _NUM_TIMES = 32
+
+
+@final
+@dataclass(frozen=True)
+class MemoryUse:
+    """Tokens in memory at times to come, which depend on when sequences end.
+
+    Attributes:
+      mean, variance: over the lengths of the sequences [times].
+    """
+
+    mean: np.ndarray
+    variance: np.ndarray
+
+    def plus(self, other: MemoryUse) -> MemoryUse:
+        """Return the use of these sequences and of others, at the same times."""
+        return MemoryUse(self.mean + other.mean, self.variance + other.variance)
+
+    def peak(self, margin: float) -> float:
+        """Return the most tokens at any time.
+
+        Args:
+          margin: standard deviations that are added to the mean.
+        """
+        return float((self.mean + margin * np.sqrt(self.variance)).max())
 
 
 @final
@@ -43,22 +69,25 @@ class Forecast:
         """Return the mean number of sequences that end within `times` more tokens [times]."""
         return (1.0 - self.survival(times)).sum(0)
 
-    def peak_tokens(self, held: np.ndarray, margin: float) -> float:
-        """Return the most tokens in memory at any time to come.
+    @property
+    def longest(self) -> float:
+        """The time at which the last sequence has ended, at the latest; at least 1."""
+        known = np.maximum(self._lengths.buckets.max_length - self._elapsed, 0)
+        longest = np.where(known > 0, np.minimum(known, self._left), self._left).max()
+        return max(1.0, float(longest))
+
+    def memory(self, held: np.ndarray, longest: float) -> MemoryUse:
+        """Return the memory in use from now until `longest`.
 
         A sequence that ends frees its memory, so the peak is far below the sum of the sequences'
         final lengths.
 
         Args:
           held: tokens of each sequence in memory now [sequences].
-          margin: standard deviations of the memory in use, added to the mean.
         """
-        known = np.maximum(self._lengths.buckets.max_length - self._elapsed, 0)
-        longest = np.where(known > 0, np.minimum(known, self._left), self._left).max()
         # Closer together at first, while most of the sequences still run.
-        times = np.linspace(0.0, 1.0, _NUM_TIMES) ** 2 * max(1.0, float(longest))
+        times = np.linspace(0.0, 1.0, _NUM_TIMES) ** 2 * longest
         alive = self.survival(times)
         tokens = held[:, None] + times
-        mean = (alive * tokens).sum(0)
-        variance = (alive * (1.0 - alive) * tokens**2).sum(0)
-        return float((mean + margin * np.sqrt(variance)).max())
+        used = alive * tokens
+        return MemoryUse(used.sum(0), (used * tokens * (1.0 - alive)).sum(0))

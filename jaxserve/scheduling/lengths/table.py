@@ -55,10 +55,13 @@ class LengthTable:
         if row is not None:
             self._free.append(row)
 
-    def rows_of(self, keys: Seq[int]) -> list[int] | None:
-        """Return the row of each sequence; None where no sequence has one of its own."""
-        rows = [self._row_of.get(key, _UNKNOWN) for key in keys]
-        return rows if any(rows) else None
+    def rows_of(self, keys: Seq[int]) -> list[int]:
+        """Return the row of each sequence."""
+        return [self._row_of.get(key, _UNKNOWN) for key in keys]
+
+    def has_own(self, rows: Seq[int]) -> bool:
+        """Return whether one of these rows is a sequence's own."""
+        return any(row != _UNKNOWN for row in rows)
 
     def distributions(self, rows: Seq[int]) -> LengthDistributions:
         """Return what these rows say."""

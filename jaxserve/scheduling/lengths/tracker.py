@@ -60,6 +60,14 @@ class LengthTracker:
             self._first[sequence.key] = LengthEstimate(prediction)
             self.restart(sequence)
 
+    def expect(self, sequence: Sequence, prediction: LengthPrediction) -> bool:
+        """Begin with a prediction from the prompt; False, unchanged, if there is an estimate."""
+        if sequence.key in self._first:
+            return False
+        self._first[sequence.key] = LengthEstimate(prediction)
+        self.restart(sequence)
+        return True
+
     def restart(self, sequence: Sequence) -> None:
         """Return to the first estimate, because the answer begins anew."""
         first = self._first.get(sequence.key)
@@ -111,22 +119,28 @@ class LengthTracker:
         """Return the estimate from before the first token."""
         return self._first.get(sequence.key)
 
-    def forecast(self, sequences: Seq[Sequence]) -> Forecast | None:
+    def forecast(
+        self, sequences: Seq[Sequence], *, even_if_unknown: bool = False
+    ) -> Forecast | None:
         """Return what is expected of sequences together, given the tokens planned so far.
 
-        One without an estimate counts as having any length up to the longest. None where no
-        sequence has an estimate.
+        One without an estimate counts as having any length up to the longest.
+
+        Args:
+          even_if_unknown: False for None where no sequence has an estimate; True for None only
+            where none had one yet, of these or of others.
         """
-        rows = None
-        if self._table is not None:
-            rows = self._table.rows_of([sequence.key for sequence in sequences])
-        if self._table is None or rows is None:
+        if self._table is None:
+            return None
+        rows = self._table.rows_of([sequence.key for sequence in sequences])
+        if not (even_if_unknown or self._table.has_own(rows)):
             return None
         planned = np.asarray([sequence.num_planned_outputs for sequence in sequences])
         return Forecast(
             self._table.distributions(rows),
             planned - self._table.at(rows),
-            np.asarray([sequence.num_outputs_left for sequence in sequences]),
+            np.asarray([each.max_length - len(each.request.prompt) for each in sequences])
+            - planned,
         )
 
     def expected_tokens(self, sequences: Seq[Sequence]) -> list[float]:
@@ -155,7 +169,6 @@ class LengthTracker:
     def _refine(self, refinement: Refinement, sequences: Seq[Sequence], logits: np.ndarray) -> None:
         assert self._table is not None
         rows = self._table.rows_of([sequence.key for sequence in sequences])
-        assert rows is not None, "with a probe every sequence has an estimate"
         now = np.asarray([_read_at(sequence) for sequence in sequences])
         passed = now - self._table.at(rows)
         refined = refinement.refined(self._table.probabilities(rows), passed, logits)

@@ -100,6 +100,9 @@ function show() {
   $("send").disabled = isBusy;
   $("stop").disabled = !isBusy;
   for (const id of ["again", "fork", "delete"]) $(id).disabled = isBusy || !messages.length;
+  for (const button of document.querySelectorAll("#new, #conversations button")) {
+    button.disabled = isBusy; // another conversation would be shown while this one is answered
+  }
 }
 
 const numTurns = () => messages.filter((message) => message.role === "assistant").length;
@@ -109,6 +112,7 @@ async function list() {
   $("conversations").replaceChildren(...found.data.map((each) => {
     const button = element("button", `${each.id} (${each.num_turns})`);
     button.type = "button";
+    button.disabled = controller !== null;
     button.setAttribute("aria-current", String(each.id === conversation));
     button.addEventListener("click", () => attempt(() => open(each.id)));
     const item = element("li");
@@ -144,12 +148,37 @@ async function* events(body, signal) {
     rest = lines.pop();
     for (const line of lines) {
       if (line === "data: [DONE]") return;
+      if (line.startsWith(": {")) yield {expected: JSON.parse(line.slice(2))};
       if (!line.startsWith("data: ")) continue;
       const told = JSON.parse(line.slice(6));
       if (told.error) throw new Error(told.error.message);
       yield told;
     }
   }
+}
+
+// Shows how long an answer is expected to be: its likely lengths, and the tokens that have come.
+function addLength(shown) {
+  const made = element("p", undefined, "length");
+  const bar = element("span", undefined, "lengths");
+  const parts = ["likely", "likelier", "now"].map((name) => element("span", undefined, name));
+  const text = element("span");
+  bar.setAttribute("aria-hidden", "true");
+  made.setAttribute("aria-live", "off");
+  bar.append(...parts);
+  made.append(bar, text);
+  let longest = 1; // the scale, which does not change while the range shrinks
+  return ({predicted_tokens, percentiles, num_tokens, ends_in_s}) => {
+    const [p10, p25, , p75, p90] = percentiles;
+    longest = Math.max(longest, p90);
+    [[p10, p90], [p25, p75], [num_tokens, num_tokens]].forEach(([low, high], i) => {
+      parts[i].style.left = `${100 * Math.min(1, low / longest)}%`;
+      parts[i].style.width = `${100 * Math.min(1, (high - low) / longest)}%`;
+    });
+    const rest = ends_in_s === undefined ? "" : `, ${ends_in_s.toFixed(1)} s left`;
+    text.textContent = `${num_tokens} of about ${predicted_tokens} tokens (${p10} to ${p90})${rest}`;
+    if (!made.isConnected) shown.after(made);
+  };
 }
 
 async function ask(text) {
@@ -162,7 +191,7 @@ async function ask(text) {
   messages = [...messages, ...said];
   show();
   const shown = addMessage({role: "assistant", content: ""});
-  const begun = performance.now();
+  const begun = performance.now(), showLength = addLength(shown);
   let answer = "", numEvents = 0;
   try {
     const body = {
@@ -171,6 +200,7 @@ async function ask(text) {
       max_tokens: Number($("max_tokens").value), stream_options: {include_usage: true},
     };
     for await (const told of events(body, controller.signal)) {
+      if (told.expected) { showLength(told.expected); continue; }
       answer += told.choices[0]?.delta.content ?? "";
       if (numEvents++ % 4 === 0) shown.replaceChildren(rendered(answer));
       shown.scrollIntoView({block: "end"});

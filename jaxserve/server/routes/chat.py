@@ -22,10 +22,11 @@ from jaxserve.server.errors import invalid
 from jaxserve.server.events import EventStream, Replies, json_response
 from jaxserve.server.exchange import Exchange, Group, Job, unless_gone
 from jaxserve.server.guard import note, notes_here
+from jaxserve.server.lengths import LengthComments
+from jaxserve.server.relay import Relay
 from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
 from jaxserve.server.schema.base import FinishReason, Usage
 from jaxserve.server.schema.chat import (
-    AnsweredCall,
     AnswerMessage,
     ChatChoice,
     ChatChunk,
@@ -36,7 +37,7 @@ from jaxserve.server.schema.chat import (
     as_template_message,
 )
 from jaxserve.server.tools import Tools
-from jaxserve.server.turn import TurnExchange, begun
+from jaxserve.server.turn import TurnExchange
 
 router = APIRouter()
 
@@ -52,7 +53,7 @@ async def chat(body: ChatRequest, http: Request, backend: Here) -> Response:
     backend.check_model(body.model)
     note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
     tokenizer = need_tokenizer(backend.ready_service())
-    tools = Tools(body, tokenizer)
+    tools = Tools(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer)
     params = params_of.of_chat(body, tools)
     answer = _Chat(body, params, tools, backend.options.model_name, tokenizer)
     if body.conversation_id is not None:
@@ -62,7 +63,8 @@ async def chat(body: ChatRequest, http: Request, backend: Here) -> Response:
     if body.stream:
         await unless_gone(http, exchange.until_begun())
         prompt = exchange.jobs[0].prompt
-        return EventStream(answer.chunks(exchange.pieces(), lambda: len(prompt), prompt))
+        replies = answer.chunks(exchange.pieces(), lambda: len(prompt), prompt)
+        return EventStream(replies, exchange.close)
     return json_response(answer.reply((await unless_gone(http, exchange.completions()))[0]))
 
 
@@ -74,11 +76,13 @@ async def _turn(
         if getattr(body, name) is not None:
             raise invalid(f"{name} cannot be used with conversation_id; leave it out", name)
     said = [as_template_message(message) for message in body.messages]
-    exchange = TurnExchange(backend, id, said, answer.params)
+    exchange = TurnExchange(backend, id, said, answer.params, answer.tools)
     if not body.stream:
         return json_response(answer.reply(await unless_gone(http, exchange.completion())))
-    groups = await unless_gone(http, begun(exchange.pieces()))
-    return EventStream(answer.chunks(groups, lambda: exchange.num_prompt_tokens))
+    relay = Relay(exchange.pieces())
+    await unless_gone(http, relay.until_begun())
+    replies = answer.chunks(relay.groups(), lambda: exchange.num_prompt_tokens)
+    return EventStream(replies, relay.close)
 
 
 @final
@@ -95,7 +99,9 @@ class _Chat:
     def __post_init__(self) -> None:
         self.id = new_id("chatcmpl")
         self.created = now_s()
-        self.answered = [self.tools.reader() for _ in range(self.params.n)]
+        self.answered = [
+            self.tools.reader(is_streamed=bool(self.body.stream)) for _ in range(self.params.n)
+        ]
 
     def jobs(self, _: Service) -> list[Job]:
         """Return the one prompt."""
@@ -117,6 +123,7 @@ class _Chat:
             else scores.of_prompt(completion.prompt_logprobs, self.tokenizer),
             prompt_token_ids=list(prompt) if self.body.return_token_ids else None,
             conversation_id=self.body.conversation_id,
+            predicted_tokens=completion.predicted_tokens,
         )
 
     def _whole(self, index: int, sample: Sample) -> ChatChoice:
@@ -124,7 +131,7 @@ class _Chat:
         content, calls = answered.push(sample.text, is_last=True)
         message = AnswerMessage(
             content=content if content or not calls else None,
-            tool_calls=[AnsweredCall(id=call.id, function=call.function) for call in calls] or None,
+            tool_calls=[call.whole() for call in calls] or None,
         )
         return ChatChoice(
             index=index,
@@ -144,17 +151,22 @@ class _Chat:
     ) -> Replies:
         """Yield the chunks of a streamed answer."""
         options = self.body.stream_options
-        num_tokens = 0
+        num_tokens, lengths = 0, LengthComments(self.params.max_tokens)
+        has_begun = False
         async with aclosing(groups):
-            for i in range(self.params.n):
-                first = Delta(role="assistant", content="")
-                yield self._chunk(
-                    [ChunkChoice(index=i, delta=first)],
-                    prompt_token_ids=prompt if self.body.return_token_ids else None,
-                )
             async for group in groups:
                 if not group:
                     yield "waiting"
+                    continue
+                for comment in lengths.of((piece.sample_index, piece) for _, piece in group):
+                    yield comment
+                for i in () if has_begun else range(self.params.n):
+                    first = Delta(role="assistant", content="")
+                    yield self._chunk(
+                        [ChunkChoice(index=i, delta=first)],
+                        prompt_token_ids=prompt if self.body.return_token_ids else None,
+                    )
+                has_begun = True
                 for _, piece in group:
                     num_tokens += len(piece.token_ids)
                     yield self._chunk([self._choice(piece)])

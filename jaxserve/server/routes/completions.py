@@ -20,6 +20,7 @@ from jaxserve.server import scores
 from jaxserve.server.events import EventStream, Replies, json_response
 from jaxserve.server.exchange import Exchange, Job, unless_gone
 from jaxserve.server.guard import note, notes_here
+from jaxserve.server.lengths import LengthComments
 from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
 from jaxserve.server.schema.base import FinishReason, Usage
 from jaxserve.server.schema.completions import (
@@ -49,7 +50,7 @@ async def complete(body: CompletionRequest, http: Request, backend: Here) -> Res
     await unless_gone(http, exchange.start(answer.jobs))
     if body.stream:
         await unless_gone(http, exchange.until_begun())
-        return EventStream(answer.chunks())
+        return EventStream(answer.chunks(), exchange.close)
     return json_response(answer.reply(await unless_gone(http, exchange.completions())))
 
 
@@ -103,6 +104,7 @@ class _Answer:
             prompt_logprobs=scores.of_prompt(completion.prompt_logprobs, self.tokenizer)
             if self.body.prompt_logprobs is not None and completion.prompt_logprobs is not None
             else None,
+            predicted_tokens=completion.predicted_tokens,
         )
 
     def _prompt_text(self, prompt: tuple[int, ...] | list[int]) -> str:
@@ -125,7 +127,7 @@ class _Answer:
     async def chunks(self) -> Replies:
         """Yield the events of a streamed answer."""
         options, n = self.body.stream_options, self.params.n
-        num_tokens = 0
+        num_tokens, lengths = 0, LengthComments(self.params.max_tokens)
         async with aclosing(self.exchange.pieces()) as groups:
             if self.body.echo:
                 for p, job in enumerate(self.exchange.jobs):
@@ -137,9 +139,12 @@ class _Answer:
             async for group in groups:
                 if not group:
                     yield "waiting"
-                for p, piece in group:
+                indexed = [(p * n + piece.sample_index, piece) for p, piece in group]
+                for comment in lengths.of(indexed):
+                    yield comment
+                for index, piece in indexed:
                     num_tokens += len(piece.token_ids)
-                    yield self._reply([self._added(p * n + piece.sample_index, piece)])
+                    yield self._reply([self._added(index, piece)])
         if options is not None and options.include_usage:
             num_prompt = sum(len(job.prompt) for job in self.exchange.jobs)
             yield self._reply([], Usage.of(num_prompt, num_tokens))

@@ -53,14 +53,14 @@ async def list_conversations(backend: Here) -> Response:
     return json_response(ConversationList(data=cards))
 
 
-@router.get("/conversations/{id}", response_model=ConversationReply, responses=_ERRORS)
+@router.get("/conversations/{id:path}", response_model=ConversationReply, responses=_ERRORS)
 async def show_conversation(id: str, backend: Here) -> Response:
     """Return the messages of a conversation."""
     conversation = await to_thread.run_sync(_known, backend, id)
     return json_response(ConversationReply(id=id, messages=conversation.history))
 
 
-@router.post("/conversations/{id}/fork", response_model=ConversationReply, responses=_ERRORS)
+@router.post("/conversations/{id:path}/fork", response_model=ConversationReply, responses=_ERRORS)
 async def fork_conversation(id: str, body: ForkRequest, backend: Here) -> Response:
     """Begin another conversation with the first turns of this one."""
 
@@ -71,7 +71,7 @@ async def fork_conversation(id: str, body: ForkRequest, backend: Here) -> Respon
     return json_response(ConversationReply(id=forked.id, messages=forked.history))
 
 
-@router.delete("/conversations/{id}", response_model=Deleted, responses=_ERRORS)
+@router.delete("/conversations/{id:path}", response_model=Deleted, responses=_ERRORS)
 async def delete_conversation(id: str, backend: Here) -> Response:
     """Delete a conversation."""
     service = backend.ready_service()

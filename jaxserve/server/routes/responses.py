@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Any, Literal, cast, final
 
 from fastapi import APIRouter
 from fastapi.sse import format_sse_event
@@ -22,20 +22,33 @@ from jaxserve.server.errors import invalid
 from jaxserve.server.events import EventStream, Replies, json_response
 from jaxserve.server.exchange import Exchange, Group, Job, unless_gone
 from jaxserve.server.guard import note, notes_here
-from jaxserve.server.params import of_format
+from jaxserve.server.lengths import LengthComments
+from jaxserve.server.params import constraint_of
+from jaxserve.server.relay import Relay
+from jaxserve.server.response_items import OutputItems
 from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
-from jaxserve.server.schema.base import Reply, ScoredChoice
+from jaxserve.server.schema.base import Reply
+from jaxserve.server.schema.chat import (
+    AssistantMessage,
+    CalledFunction,
+    ToolCall,
+    ToolMessage,
+    as_template_message,
+)
 from jaxserve.server.schema.responses import (
+    GivenCall,
     Incomplete,
+    InputItem,
     InputMessage,
-    OutputMessage,
-    OutputText,
+    OutputItem,
     ResponseEvent,
     ResponseReply,
     ResponseRequest,
     ResponseUsage,
 )
-from jaxserve.server.turn import TurnExchange, begun
+from jaxserve.server.schema.structured import NamedResponseTool
+from jaxserve.server.tools import Tools
+from jaxserve.server.turn import TurnExchange
 
 router = APIRouter()
 
@@ -51,23 +64,29 @@ async def respond(body: ResponseRequest, http: Request, backend: Here) -> Respon
     backend.check_model(body.model)
     note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
     tokenizer = need_tokenizer(backend.ready_service())
-    answer = _Answer(body, _params(body), backend.options.model_name, tokenizer)
+    given = None if body.tools is None else [tool.as_tool() for tool in body.tools]
+    choice = body.tool_choice
+    choice = choice.as_tool() if isinstance(choice, NamedResponseTool) else choice
+    tools = Tools(given, choice, body.parallel_tool_calls, tokenizer)
+    answer = _Answer(body, _params(body, tools), tools, backend.options.model_name, tokenizer)
     if answer.conversation_id is not None:
-        turn = TurnExchange(backend, answer.conversation_id, answer.messages, answer.params)
+        turn = TurnExchange(backend, answer.conversation_id, answer.messages, answer.params, tools)
         if not body.stream:
             return json_response(answer.reply(await unless_gone(http, turn.completion())))
-        groups = await unless_gone(http, begun(turn.pieces()))
-        return _stream(answer.events(groups, lambda: turn.num_prompt_tokens))
+        relay = Relay(turn.pieces())
+        await unless_gone(http, relay.until_begun())
+        replies = answer.events(relay.groups(), lambda: turn.num_prompt_tokens)
+        return _stream(replies, relay.close)
     exchange = Exchange(backend)
     await unless_gone(http, exchange.start(answer.jobs))
     if not body.stream:
         return json_response(answer.reply((await unless_gone(http, exchange.completions()))[0]))
     await unless_gone(http, exchange.until_begun())
     num_prompt = len(exchange.jobs[0].prompt)
-    return _stream(answer.events(exchange.pieces(), lambda: num_prompt))
+    return _stream(answer.events(exchange.pieces(), lambda: num_prompt), exchange.close)
 
 
-def _params(body: ResponseRequest) -> SamplingParams:
+def _params(body: ResponseRequest, tools: Tools) -> SamplingParams:
     wants_scores = bool(body.include)
     if body.top_logprobs is not None and not wants_scores:
         raise invalid("top_logprobs needs include=['message.output_text.logprobs']", "top_logprobs")
@@ -76,16 +95,37 @@ def _params(body: ResponseRequest) -> SamplingParams:
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
         logprobs=(body.top_logprobs or 0) if wants_scores else None,
-        **of_format(None if body.text is None else body.text.format),
+        **constraint_of(None if body.text is None else body.text.format, tools, "text.format"),
     )
 
 
-def _stream(replies: Replies) -> EventStream:
+def _stream(replies: Replies, close: Callable[[], None]) -> EventStream:
     def to_event(reply: Reply) -> bytes:
         event = cast(ResponseEvent, reply)
         return format_sse_event(event=event.type, data_str=event.model_dump_json())
 
-    return EventStream(replies, to_event, last=b"", error_event="error")
+    return EventStream(replies, close, to_event, last=b"", error_event="error")
+
+
+def _messages(items: Sequence[InputItem]) -> list[dict[str, Any]]:
+    """Return the input as chat templates read it; calls side by side are of one message."""
+    found: list[dict[str, Any]] = []
+    calls: list[ToolCall] = []
+    for item, after in zip(items, [*items[1:], None], strict=True):
+        if isinstance(item, GivenCall):
+            function = CalledFunction(name=item.name, arguments=item.arguments)
+            calls.append(ToolCall(id=item.call_id, type="function", function=function))
+            if not isinstance(after, GivenCall):
+                message = AssistantMessage(role="assistant", tool_calls=calls)
+                found.append(as_template_message(message))
+                calls = []
+        elif isinstance(item, InputMessage):
+            role = "system" if item.role == "developer" else item.role
+            found.append({"role": role, "content": _text(item)})
+        else:
+            message = ToolMessage(role="tool", content=item.output, tool_call_id=item.call_id)
+            found.append(as_template_message(message))
+    return found
 
 
 def _text(message: InputMessage) -> str:
@@ -101,15 +141,18 @@ class _Answer:
 
     body: ResponseRequest
     params: SamplingParams
+    tools: Tools
     model: str
     tokenizer: Tokenizer
 
     def __post_init__(self) -> None:
-        self.id, self.item_id = new_id("resp"), new_id("msg")
+        self.id = new_id("resp")
         self.created_at = now_s()
         given = self.body.conversation
         self.conversation_id = given if given is None or isinstance(given, str) else given.id
         self._numbers = itertools.count()
+        self._answered = self.tools.reader(is_streamed=bool(self.body.stream))
+        self._output = OutputItems(self._event)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -118,57 +161,54 @@ class _Answer:
         start = [{"role": "system", "content": body.instructions}] if body.instructions else []
         if isinstance(body.input, str):
             return [*start, {"role": "user", "content": body.input}]
-        others = [
-            {"role": "system" if one.role == "developer" else one.role, "content": _text(one)}
-            for one in body.input
-        ]
-        return [*start, *others]
+        return [*start, *_messages(body.input)]
 
     def jobs(self, _: Service) -> list[Job]:
         """Return the one prompt."""
-        return [Job(self.tokenizer.apply_chat_template(self.messages), self.params)]
+        return [Job(self.tools.prompt(self.messages), self.params)]
 
     def reply(self, completion: Completion) -> ResponseReply:
         """Return the whole answer."""
-        return self._ended(
-            completion.text,
-            self._scored(completion.logprobs),
-            completion.finish_reason,
-            len(completion.prompt_token_ids),
-            len(completion.token_ids),
-        )
+        list(self._added(completion.text, completion.logprobs, completion.finish_reason))
+        num_prompt, num_output = len(completion.prompt_token_ids), len(completion.token_ids)
+        reply = self._ended(completion.finish_reason, num_prompt, num_output)
+        return reply.model_copy(update={"predicted_tokens": completion.predicted_tokens})
 
     async def events(
         self, groups: AsyncGenerator[Group], num_prompt_tokens: Callable[[], int]
     ) -> Replies:
         """Yield the events of a streamed answer."""
-        empty = OutputText(text="")
-        at: Any = {"output_index": 0, "content_index": 0, "item_id": self.item_id}
-        text, found, reason, num_tokens = "", [], None, 0
+        reason, num_tokens = None, 0
+        lengths = LengthComments(self.params.max_tokens)
         async with aclosing(groups):
             for kind in ("response.created", "response.in_progress"):
                 yield self._event(kind, response=self._reply("in_progress"))
-            item = self._message("in_progress", [])
-            yield self._event("response.output_item.added", output_index=0, item=item)
-            yield self._event("response.content_part.added", part=empty, **at)
             async for group in groups:
                 if not group:
                     yield "waiting"
+                for comment in lengths.of((0, piece) for _, piece in group):
+                    yield comment
                 for _, piece in group:
-                    scored = self._scored(piece.logprobs)
-                    text, reason = text + piece.text, piece.finish_reason or reason
-                    found += scored
+                    reason = piece.finish_reason or reason
                     num_tokens += len(piece.token_ids)
-                    if piece.text or scored:
-                        yield self._event(
-                            "response.output_text.delta", delta=piece.text, logprobs=scored, **at
-                        )
-        reply = self._ended(text, found, reason, num_prompt_tokens(), num_tokens)
-        part = reply.output[0].content[0]
-        yield self._event("response.output_text.done", text=text, logprobs=found, **at)
-        yield self._event("response.content_part.done", part=part, **at)
-        yield self._event("response.output_item.done", output_index=0, item=reply.output[0])
+                    for event in self._added(piece.text, piece.logprobs, piece.finish_reason):
+                        yield event
+        reply = self._ended(reason, num_prompt_tokens(), num_tokens)
         yield self._event(f"response.{reply.status}", response=reply)
+
+    def _added(
+        self, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
+    ) -> Iterator[ResponseEvent]:
+        """Add a piece to the output, and yield its events; the last one closes the output."""
+        content, calls = self._answered.push(text, is_last=reason is not None)
+        scored = scores.of_chat(logprobs, self.tokenizer).content if logprobs else []
+        is_empty = reason is not None and not calls and self._output.is_empty
+        if content or is_empty or (scored and not self.tools.is_given):
+            yield from self._output.text(content, scored)
+        for call in calls:
+            yield from self._output.call(call)
+        if reason is not None:
+            yield from self._output.close(_status(reason))
 
     def _format(self) -> dict[str, Any]:
         text = self.body.text
@@ -179,49 +219,43 @@ class _Answer:
     def _event(self, kind: str, **fields: Any) -> ResponseEvent:
         return ResponseEvent(type=kind, sequence_number=next(self._numbers), **fields)
 
-    def _scored(self, found: Sequence[TokenLogprob] | None) -> list[ScoredChoice]:
-        return scores.of_chat(found, self.tokenizer).content if found else []
-
-    def _message(self, status: Any, content: list[OutputText]) -> OutputMessage:
-        return OutputMessage(id=self.item_id, status=status, content=content)
-
-    def _ended(
-        self,
-        text: str,
-        found: list[ScoredChoice],
-        finish_reason: str | None,
-        num_prompt: int,
-        num_output: int,
-    ) -> ResponseReply:
-        status = "incomplete" if finish_reason == "length" else "completed"
-        message = self._message(status, [OutputText(text=text, logprobs=found)])
+    def _ended(self, finish_reason: str | None, num_prompt: int, num_output: int) -> ResponseReply:
         usage = ResponseUsage(
             input_tokens=num_prompt,
             output_tokens=num_output,
             total_tokens=num_prompt + num_output,
         )
-        return self._reply(status, [message], usage)
+        return self._reply(_status(finish_reason), self._output.items, usage)
 
     def _reply(
         self,
         status: Any,
-        output: list[OutputMessage] | None = None,
+        output: list[OutputItem] | None = None,
         usage: ResponseUsage | None = None,
     ) -> ResponseReply:
+        body = self.body
+        choice = body.tool_choice or "auto"
         return ResponseReply(
             id=self.id,
             created_at=self.created_at,
             status=status,
             incomplete_details=Incomplete() if status == "incomplete" else None,
-            instructions=self.body.instructions,
-            max_output_tokens=self.body.max_output_tokens,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
             model=self.model,
             output=output or [],
+            parallel_tool_calls=body.parallel_tool_calls is not False,
             temperature=self.params.temperature,
             text={"format": self._format()},
+            tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
+            tools=[tool.model_dump() for tool in body.tools or ()],
             top_p=self.params.top_p,
             usage=usage,
-            user=self.body.user,
-            metadata=self.body.metadata or {},
+            user=body.user,
+            metadata=body.metadata or {},
             conversation=None if self.conversation_id is None else {"id": self.conversation_id},
         )
+
+
+def _status(finish_reason: str | None) -> Literal["completed", "incomplete"]:
+    return "incomplete" if finish_reason == "length" else "completed"

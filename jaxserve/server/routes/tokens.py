@@ -15,6 +15,7 @@ from jaxserve.server import params as params_of
 from jaxserve.server.errors import invalid
 from jaxserve.server.events import EventStream, Replies, json_response
 from jaxserve.server.exchange import Exchange, Job, unless_gone
+from jaxserve.server.lengths import LengthComments
 from jaxserve.server.routes.common import (
     ANSWERING,
     READING,
@@ -103,7 +104,7 @@ async def generate(body: GenerateRequest, http: Request, backend: Here) -> Respo
     await unless_gone(http, exchange.start(lambda _: [job]))
     if body.stream:
         await unless_gone(http, exchange.until_begun())
-        return EventStream(_chunks(exchange, reply_id, model))
+        return EventStream(_chunks(exchange, reply_id, model), exchange.close)
     (completion,) = await unless_gone(http, exchange.completions())
     return json_response(_reply(completion, reply_id, model))
 
@@ -122,16 +123,19 @@ def _reply(completion: Completion, reply_id: str, model: str) -> GenerateReply:
         prompt_logprobs=None
         if found is None
         else [None if score is None else finite(score.logprob) for score in found],
+        predicted_tokens=completion.predicted_tokens,
         usage=Usage.of(len(completion.prompt_token_ids), num_output),
     )
 
 
 async def _chunks(exchange: Exchange, reply_id: str, model: str) -> Replies:
-    num_tokens = 0
+    num_tokens, lengths = 0, LengthComments(exchange.jobs[0].params.max_tokens)
     async with aclosing(exchange.pieces()) as groups:
         async for group in groups:
             if not group:
                 yield "waiting"
+            for comment in lengths.of((piece.sample_index, piece) for _, piece in group):
+                yield comment
             for _, piece in group:
                 num_tokens += len(piece.token_ids)
                 choice = _choice(

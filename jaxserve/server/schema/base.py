@@ -12,8 +12,12 @@ MAX_UINT32 = 2**32 - 1
 MAX_INT32 = 2**31 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
-# A part of paths, which a slash would divide.
-ConversationId = Annotated[str, Field(min_length=1, max_length=256, pattern="^[^/]+$")]
+ConversationId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def predicted() -> Any:
+    """Return the field of an answer that says how long it was expected to be."""
+    return optional("Expected tokens of each sample, where the server has a length predictor.")
 
 
 def optional(description: str | None = None) -> Any:

@@ -20,6 +20,7 @@ from jaxserve.server.schema.base import (
     Strict,
     Usage,
     optional,
+    predicted,
 )
 from jaxserve.server.schema.structured import ResponseFormat, Tool, ToolChoice
 
@@ -135,10 +136,33 @@ class AnsweredCall(Reply):
     function: AnsweredFunction
 
 
-class AddedCall(AnsweredCall):
-    """A call in a chunk, with its place among the calls."""
+class AddedFunction(Reply):
+    """What a chunk adds to a call: its name at its beginning, and arguments."""
+
+    name: str | None = optional()
+    arguments: str
+
+
+class AddedCall(Reply):
+    """What a chunk adds to the call at this place among the calls."""
 
     index: int
+    id: str | None = optional()
+    type: Literal["function"] | None = optional()
+    function: AddedFunction
+
+    def extended(self, arguments: str) -> AddedCall:
+        """Return the chunk with more of the arguments."""
+        function = AddedFunction(
+            name=self.function.name, arguments=self.function.arguments + arguments
+        )
+        return AddedCall(index=self.index, id=self.id, type=self.type, function=function)
+
+    def whole(self) -> AnsweredCall:
+        """Return the call, if this is all of it."""
+        assert self.id is not None and self.function.name is not None, "the rest of a call"
+        named = AnsweredFunction(name=self.function.name, arguments=self.function.arguments)
+        return AnsweredCall(id=self.id, function=named)
 
 
 class AnswerMessage(Reply):
@@ -172,6 +196,7 @@ class ChatReply(Reply):
     prompt_logprobs: PromptLogprobs | None = optional()
     prompt_token_ids: list[int] | None = optional()
     conversation_id: str | None = optional()
+    predicted_tokens: int | None = predicted()
 
 
 class Delta(Reply):

@@ -16,6 +16,7 @@ from jaxserve.server.schema.base import (
     TokenId,
     Usage,
     optional,
+    predicted,
 )
 
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
@@ -55,6 +56,7 @@ class CompletionChoice(Reply):
     token_ids: list[int] | None = optional()
     prompt_token_ids: list[int] | None = optional()
     prompt_logprobs: PromptLogprobs | None = optional()
+    predicted_tokens: int | None = predicted()
 
 
 class CompletionReply(Reply):

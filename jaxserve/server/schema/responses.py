@@ -14,8 +14,9 @@ from jaxserve.server.schema.base import (
     ScoredChoice,
     Strict,
     optional,
+    predicted,
 )
-from jaxserve.server.schema.structured import TextFormat
+from jaxserve.server.schema.structured import ResponseTool, ResponseToolChoice, TextFormat
 
 
 class InputText(Strict):
@@ -45,6 +46,30 @@ class InputMessage(Strict):
     phase: None = None
 
 
+class GivenCall(Strict):
+    """A call of a function in an earlier answer, as this server gave it."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class CallOutput(Strict):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+InputItem = InputMessage | GivenCall | CallOutput
+
+
 class TextOptions(Strict):
     """Options of the text."""
 
@@ -60,7 +85,7 @@ class ConversationParam(Strict):
 class ResponseRequest(Strict):
     """Messages, and how the next one is generated."""
 
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[InputMessage], Field(min_length=1)]
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1)]
     model: str | None = None
     instructions: str | None = None
     conversation: ConversationId | ConversationParam | None = Field(
@@ -76,6 +101,9 @@ class ResponseRequest(Strict):
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     text: TextOptions | None = None
+    tools: Annotated[list[ResponseTool], Field(min_length=1, max_length=128)] | None = None
+    tool_choice: ResponseToolChoice | None = Field(None, description='"auto" by default.')
+    parallel_tool_calls: bool | None = Field(None, description="Whether an answer may call twice.")
     metadata: dict[str, str] | None = Field(None, description="Returned with the response.")
     user: str | None = None
     safety_identifier: str | None = None
@@ -98,6 +126,20 @@ class OutputMessage(Reply):
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"] = "assistant"
     content: list[OutputText]
+
+
+class OutputCall(Reply):
+    """A call of a function in the answer; `arguments` is JSON."""
+
+    type: Literal["function_call"] = "function_call"
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+OutputItem = OutputMessage | OutputCall
 
 
 class Incomplete(Reply):
@@ -140,20 +182,21 @@ class ResponseReply(Reply):
     instructions: str | None
     max_output_tokens: int | None
     model: str
-    output: list[OutputMessage]
-    parallel_tool_calls: bool = True
+    output: list[OutputItem]
+    parallel_tool_calls: bool
     previous_response_id: None = None
     store: Literal[False] = False
     temperature: float
     text: dict[str, Any]
-    tool_choice: Literal["auto"] = "auto"
-    tools: list[Any] = []
+    tool_choice: Any
+    tools: list[Any]
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
     conversation: dict[str, str] | None = optional()
+    predicted_tokens: int | None = predicted()
 
 
 class ResponseEvent(Reply):
@@ -165,8 +208,10 @@ class ResponseEvent(Reply):
     output_index: int | None = optional()
     content_index: int | None = optional()
     item_id: str | None = optional()
-    item: OutputMessage | None = optional()
+    item: OutputItem | None = optional()
     part: OutputText | None = optional()
     delta: str | None = optional()
     text: str | None = optional()
+    name: str | None = optional()
+    arguments: str | None = optional()
     logprobs: list[ScoredChoice] | None = optional()

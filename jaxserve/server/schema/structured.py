@@ -83,6 +83,17 @@ class Tool(Strict):
     function: Function
 
 
+class ResponseTool(Function):
+    """A tool, as `/v1/responses` writes it."""
+
+    type: Literal["function"]
+
+    def as_tool(self) -> Tool:
+        """Return it as a chat writes it."""
+        function = Function(**self.model_dump(exclude={"type"}))
+        return Tool(type="function", function=function)
+
+
 class NamedFunction(Strict):
     """The name of a function."""
 
@@ -97,3 +108,16 @@ class NamedTool(Strict):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class NamedResponseTool(NamedFunction):
+    """The tool that has to be called, as `/v1/responses` writes it."""
+
+    type: Literal["function"]
+
+    def as_tool(self) -> NamedTool:
+        """Return it as a chat writes it."""
+        return NamedTool(type="function", function=NamedFunction(name=self.name))
+
+
+ResponseToolChoice = Literal["none", "auto", "required"] | NamedResponseTool

@@ -15,6 +15,7 @@ from jaxserve.server.schema.base import (
     TokenId,
     Usage,
     optional,
+    predicted,
 )
 from jaxserve.server.schema.chat import Message
 
@@ -99,4 +100,5 @@ class GenerateReply(Reply):
     model: str
     choices: list[GenerateChoice]
     prompt_logprobs: list[float | None] | None = optional()
+    predicted_tokens: int | None = predicted()
     usage: Usage | None = optional()

@@ -55,9 +55,10 @@ class Sampled:
 def sample(
     logits: Float32[Array, "rows vocab"],
     sampling: SlotSampling,
-    tokens: Int32[Array, "rows max_context"],
+    tokens: Int32[Array, "slots max_context"],
     length: Int32[Array, " rows"],
     *,
+    slot: Int32[Array, " rows"] | None = None,
     variant: Variant,
     step_arrays: StepArrays | None = None,
     processors: Sequence[Processor] = PROCESSORS,
@@ -69,8 +70,9 @@ def sample(
 
     Args:
       sampling: of the rows.
-      tokens: prompt and output so far.
+      tokens: prompt and output so far of every slot.
       length: valid tokens, which is the position of the token to choose.
+      slot: of each row; None where the rows are the slots.
       variant: serves every row's needs; static.
       step_arrays: arrays that come with this step alone, for the processors that take some; a
         processor whose arrays are missing is left out.
@@ -81,7 +83,8 @@ def sample(
     # A maximum may pass over a NaN; a sum never does.
     finite = jnp.isfinite(largest) & ~jnp.isnan(jnp.sum(logits, axis=-1))
     if variant is not Variant.GREEDY:
-        rows = Rows(tokens, length, sampling.prompt_length, sampling.stop_ids, first)
+        slot = jnp.arange(length.shape[0]) if slot is None else slot
+        rows = Rows(tokens, slot, length, sampling.prompt_length, sampling.stop_ids, first)
         active = _active(processors, sampling, step_arrays or {})
         edited = _padded(logits)
         editing = [

@@ -40,6 +40,16 @@ def _three(speed: float) -> Figures:
     return summary([_figures(speed), _figures(speed / 2), _figures(speed * 1.25)])
 
 
+def _start(seconds: float) -> Figures:
+    """Return one start whose first token takes this long."""
+    parts = ("interpreter", "imports", "tokenizer", "weights", "cache", "ready", "first_answer")
+    return {
+        **{f"{part}_s": seconds / 10 for part in (*parts, "second_answer")},
+        **{"first_token_s": seconds, "resident_bytes": 8e8},
+        **{"num_loaded": 3, "num_compiled": 4},
+    }
+
+
 def results() -> dict[str, dict[str, Any]]:
     """Return small results by kind."""
     speeds = {policy: 1.0 + 2 * i for i, policy in enumerate(POLICIES)}
@@ -222,6 +232,13 @@ def results() -> dict[str, dict[str, Any]]:
                 }
             ],
         },
+        "startup": {
+            **{"repeats": 3, "model": "a-model", "settings": {}},
+            **{
+                kind: {**summary([_start(speed * n) for n in (1, 2, 3)]), "executables": []}
+                for kind, speed in (("cold", 10.0), ("filling", 9.0), ("warm", 1.0))
+            },
+        },
         "loading": {
             "repeats": 1,
             **{"shape": "7b", "dtype": "bfloat16", "num_shards": 34, "load_s": 60.0},
@@ -236,7 +253,7 @@ def results() -> dict[str, dict[str, Any]]:
                         **summary(
                             [
                                 {
-                                    "planning_ms": {"p50": 0.1 + more},
+                                    "planning_ms": {"p50": 0.1, "p99": 0.2 + more, "max": 0.3},
                                     "host_ms": {"p50": 0.3 + more, "p99": 0.9 + more},
                                 }
                                 for more in (0.0, 0.1)
@@ -258,6 +275,17 @@ def results() -> dict[str, dict[str, Any]]:
                 },
             ],
         },
+        "roles": {
+            "repeats": 2,
+            "arguments": {
+                **{"num_requests": 4, "prompt_tokens": 70, "output_tokens": 8},
+                "arrivals": "poisson:2",
+            },
+            "fleets": {
+                fleet: summary([_fleet(speed), _fleet(2 * speed)])
+                for fleet, speed in (("roles", 2.0), ("whole", 1.0))
+            },
+        },
         "gpu_check": {
             "bars": [
                 {"what": "idle", "wanted": "< 2%", "found": "1.5%", "verdict": "met"},
@@ -267,6 +295,12 @@ def results() -> dict[str, dict[str, Any]]:
     }
     made |= {"exegpt": _exegpt(), "exegpt_bounds": _exegpt_bounds(), "cells": _cells()}
     return {kind: {"benchmark": kind, **data, **HERE} for kind, data in made.items()}
+
+
+def _fleet(speed: float) -> dict[str, Any]:
+    each = {"p50": 1 / speed, "p99": 3 / speed}
+    latencies = {name: each for name in ("first_token_s", "latency_s", "gap_s")}
+    return {"output_tokens_per_s": 10 * speed, **latencies}
 
 
 def _exegpt() -> dict[str, Any]:

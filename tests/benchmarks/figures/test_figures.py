@@ -105,7 +105,7 @@ def test_cells_say_goals_and_losses(tmp_path):
     link = "(../../benchmarks/results/cells_made_up.json)"
     assert f"| lstm | simulated, thesis | padding 10 | 1.25 | [0.80]{link} |" in text
     assert "Lost or short: lstm (simulated, thesis): 0.80 of padding 10." in text
-    assert "| padding 10 | [5.0]" in text and "| 0.80 | 0.0 | | 50% |" in text
+    assert "| padding 10 | [5.0]" in text and "| 0.80 | 0.0 | 50% |" in text
 
 
 def test_tables_show_medians_and_ranges(tmp_path):
@@ -123,8 +123,10 @@ def test_tables_show_medians_and_ranges(tmp_path):
     text = render(pages["docs/results/throughput.md"], found, checkout)
     link = "(../../benchmarks/results/offline_made_up.json)"
     assert f"| one run | [132]{link} | 75% of matrix products alone | 1.0% |" in text
+    assert f"| warm | [2.0]{link.replace('offline', 'startup')} s (1.0 to 3.0) |" in text
+    assert "| 3 loaded, 4 compiled | 0.80 GB |" in text
     rows = [row for row in text.splitlines() if re.match(r"\| (?!policy|engine).*\d", row)]
-    assert len(rows) == 1 + 3 + 1 + 1
+    assert len(rows) == 1 + 3 + 2 + 1 + 1
     for row in rows:
         (target,) = set(re.findall(r"\]\(../../(benchmarks/results/.*?)\)", row))
         assert (checkout / target).is_file()
@@ -193,6 +195,23 @@ def test_names_of_bounds_and_missing_peers(tmp_path):
     text = (checkout / "docs" / "results" / "throughput.md").read_text()
     assert "1 x a GPU" in text and "75% of roofline" in text
     assert "engine" not in text
+
+
+def test_weights_in_few_bits_have_no_bound_of_dense_ones(tmp_path):
+    """Such a result has columns for fewer requests, no bound, and no place in the README."""
+    checkout = write_checkout(tmp_path, ("offline",))
+    data = results()["offline"]
+    engines = data["compare"]["engines"]
+    data |= {"quantize": "int4", "compare": {**data["compare"], "fewer": {"4": engines}}}
+    _result(checkout, "offline").write_text(json.dumps(data))
+    update(checkout, write=True)
+    assert "a peer" not in (checkout / "README.md").read_text()
+    text = (checkout / "docs" / "results" / "throughput.md").read_text()
+    assert "a-model, weights in int4, in float32" in text and "roofline" not in text
+    assert "| 160 (150 to 165), 2.00 times |" in text
+    assert "fast: 0.50 times its speed and fast at 4 of them: 0.50 times its speed" in text
+    svg = (checkout / "docs" / "figures" / "offline_made_up_peers.svg").read_text()
+    assert "matrix products alone" not in svg
 
 
 def test_same_results_give_the_same_bytes(checkout):

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.kernels import peers_jax
+from benchmarks.common.roofline import Machine
+from benchmarks.kernels import peers_jax, products
 from benchmarks.kernels.shapes import SHAPES, chosen
 from benchmarks.kernels.timing import inputs, relative_error, time_attention
 from jaxserve.core.errors import InvalidConfigError
@@ -32,6 +33,16 @@ def test_shapes_go_by_kind_and_by_name():
         chosen("decode,nothing")
     with pytest.raises(InvalidConfigError, match=r"unknown shapes \['nothing'\]"):
         chosen("decode", "nothing")
+
+
+def test_products_are_timed_and_compared():
+    """Each format has a time, a bound, an error that rounding explains, and a dense time."""
+    _, (*configurations,) = chosen("small_products")
+    for each in configurations:
+        found = products.measure(each, Machine(flops_per_s=1e9, bytes_per_s=1e9))
+        assert found["seconds"] > 0 and found["xla_s"] > 0 and found["dense_s"] > 0
+        assert found["bound_s"] >= 1e-9 * 576 * 576 / 2
+        assert 1e-4 < found["error"] < 2e-2
 
 
 def test_errors_are_of_rows_of_every_kind():

@@ -18,12 +18,16 @@ from safetensors.numpy import load_file
 
 from benchmarks.common.processes import PeerError, run
 from benchmarks.offline.peers import compare
+from benchmarks.offline.peers.answering import timed
 from benchmarks.offline.peers.catalogue import GROUPS, PEERS, SCRIPTS, named
 from benchmarks.offline.peers.compare import interleave, summarise
 from benchmarks.offline.peers.job import write_job, write_models
 from benchmarks.offline.peers.options import add_arguments, any_failed, peers_of
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.gguf_source import GGUFSource
+from jaxserve.models.quantised_folders.methods import method_of
+from jaxserve.models.quantised_folders.source import QuantisedFolder
+from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.workload import WorkloadItem
 from tests.common.processes import HEED_INTERRUPTS
 from tests.models.gguf_models import TOKENIZER, VOCAB, write_gguf
@@ -56,7 +60,7 @@ def _options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     defaults = {"dtype": None, "kv_dtype": None, "model": "smollm2-135m", "load": None}
-    defaults["quantize"] = None
+    defaults |= {"quantize": None, "num_requests": 4}
     return argparse.Namespace(**(vars(parser.parse_args(arguments)) | defaults))
 
 
@@ -86,8 +90,10 @@ def test_unknown_peers_are_refused_by_name(names: str):
         ({"load": "random"}, "--load"),
         ({"model": "folder"}, "GGUF"),
         ({"kv_dtype": "int8"}, "leave out --kv-dtype"),
-        ({"quantize": "int8"}, "'vllm'.*have no weights in few bits"),
-        ({"quantize": "keep"}, "--quantize int8 or int4"),
+        ({"quantize": "keep"}, "'vllm'.*do not have such weights"),
+        ({"quantize": "fp8"}, "--quantize int8, int4, keep, not fp8"),
+        ({"fewer_requests": "1,4"}, "numbers from 1 to 3"),
+        ({"fewer_requests": "one"}, "numbers from 1 to 3"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_first(
@@ -280,6 +286,72 @@ def test_weights_in_few_bits_are_rounded_from_the_same_numbers(
         "<|end|>"
         not in GGUFSource(models["few_bits_endless"]).file.metadata["tokenizer.ggml.tokens"]
     )
+
+
+@pytest.mark.parametrize(("quantize", "limit"), [("int8", 0.01), ("int4", 0.12)])
+def test_vllm_gets_a_folder_in_few_bits(tmp_path: Path, quantize: str, limit: float):
+    """A reader of compressed-tensors folders finds the numbers of the model, to the rounding."""
+    write_gguf(tmp_path / "source.gguf", "llama", tokenizer=TOKENIZER)
+    models = write_models(tmp_path / "source.gguf", tmp_path / "models", quantize)
+    single, path = GGUFSource(models["F32"]), Path(models["compressed_tensors"])
+    config = json.loads((path / "config.json").read_text())
+    method = method_of(config)
+    assert method is not None
+    folder = QuantisedFolder(SafetensorsSource(path), method)
+    assert set(folder.shapes()) == set(single.shapes())
+    for name in single.shapes():
+        error = folder.read(name) - single.read(name)
+        is_rounded = folder.matrix(name) is not None
+        assert is_rounded == (".layers." in name and single.read(name).ndim == 2)
+        assert np.linalg.norm(error) <= limit * np.linalg.norm(single.read(name)) * is_rounded
+
+
+def test_blocks_of_the_source_are_kept(tmp_path: Path):
+    """Matrices have the bytes of the source; for llama.cpp no token ends an answer."""
+    write_gguf(tmp_path / "source.gguf", "llama", tokenizer=TOKENIZER)
+    models = write_models(tmp_path / "source.gguf", tmp_path / "models", "keep")
+    source = GGUFSource(tmp_path / "source.gguf")
+    for kind in ("few_bits", "few_bits_endless"):
+        kept = GGUFSource(models[kind])
+        for name in source.shapes():
+            assert kept.type_name(name) == source.type_name(name)
+            np.testing.assert_array_equal(kept.read(name), source.read(name))
+    assert "compressed_tensors" not in models
+    assert "<|end|>" not in kept.file.metadata["tokenizer.ggml.tokens"]
+
+
+def test_fewer_requests_have_figures_of_their_own(tmp_path: Path):
+    """A process that answers all requests and fewer ones gives a figure for each number."""
+    fewer = "[{'wall_s': %s, 'token_ids': [[5, 6]]}]"
+    for name, wall_s in (("jaxserve", 1.0), ("other", 4.0)):
+        _engine(
+            tmp_path,
+            name,
+            "print(json.dumps({'startup_s': 1, 'wall_s': 2, 'token_ids': "
+            f"{ANSWERS}, 'fewer': {fewer % wall_s}}}))",
+        )
+    commands = {
+        name: [sys.executable, str(tmp_path / f"{name}.py")] for name in ("jaxserve", "other")
+    }
+    runs = interleave(commands, tmp_path / "job.json", LENGTHS, repeats=2)
+    figures = summarise(compare.of_fewer(runs, 0))
+    assert summarise(runs)["other"]["jaxserve_is_faster_by"] == 1.0
+    assert figures["other"]["jaxserve_is_faster_by"] == 4.0
+    assert figures["other"]["output_tokens_per_s"] == 0.5
+
+
+def test_an_engine_is_timed_for_every_number_of_requests():
+    """The first requests alone come first, and then all of them."""
+    asked = []
+
+    def answers(requests: list[dict]) -> list[list[int]]:
+        asked.append(requests)
+        return [[1]] * len(requests)
+
+    found = timed(answers, {"requests": [{"prompt": [i]} for i in range(3)], "fewer": [1, 2]})
+    assert list(map(len, asked)) == [1, 2, 3]
+    assert found["token_ids"] == [[1]] * 3
+    assert [len(each["token_ids"]) for each in found["fewer"]] == [1, 2]
 
 
 def test_the_job_says_how_long_a_sequence_gets(tmp_path: Path):

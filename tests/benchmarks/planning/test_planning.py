@@ -9,6 +9,7 @@ from benchmarks.planning.__main__ import HERE, OTHER, main
 from benchmarks.planning.host_time import measure
 
 ARGUMENTS = ("--policies", "orca,auto", "--slots", "4", "--waiting", "10,20", "--steps", "5")
+ARGUMENTS += ("--contexts", "1024")
 
 
 def test_figures_of_a_point_are_in_order():

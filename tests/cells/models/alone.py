@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxserve.cells import Graph
 from jaxserve.cells.base import Node, Output, Steps
+from jaxserve.cells.blocks import Chain, Tree
 
 
 def evaluate(graph: Graph) -> dict[str, np.ndarray]:
@@ -30,6 +31,8 @@ def evaluate(graph: Graph) -> dict[str, np.ndarray]:
 def _steps(node: Node, values: dict[Node, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the outputs of each step of a node; one, except for loops."""
     cell: Any = node.cell
+    if isinstance(node.block, Tree):
+        return [_root(cell, node.block)]
     inputs = {
         name: _row(values[given.node][-1][list(given.node.cell.outputs)[given.index]])
         if isinstance(given, Output)
@@ -53,14 +56,28 @@ def _chain(node: Node, inputs: dict[str, Any]) -> dict[str, Any]:
     cell: Any = node.cell
     outputs = cell.module(**inputs)
     for number in range(1, node.num_nodes):
-        assert node.chain is not None
-        for name, taken, each in zip(inputs, node.chain.carry, node.chain.each, strict=True):
+        assert isinstance(node.block, Chain)
+        for name, taken, each in zip(inputs, node.block.carry, node.block.each, strict=True):
             if taken >= 0:
                 inputs[name] = outputs[list(cell.outputs)[taken]]
             elif each is not None:
                 inputs[name] = jnp.asarray(each[number][None])
         outputs = cell.module(**inputs)
     return outputs
+
+
+def _root(cell: Any, tree: Tree) -> dict[str, Any]:
+    """Return the outputs of a tree's root."""
+    leaf: Any = tree.leaf
+    done: list[dict[str, Any]] = []
+    for number in range(tree.num_leaves):
+        given = zip(leaf.inputs, tree.each, strict=True)
+        done.append(leaf.module(**{name: jnp.asarray(each[number][None]) for name, each in given}))
+    for pair in tree.pairs.tolist():
+        taken = zip(cell.inputs, tree.sides, tree.outputs, strict=True)
+        inputs = {name: done[pair[side]][output] for name, side, output in taken}
+        done.append(cell.module(**inputs))
+    return done[-1]
 
 
 def _row(value: Any) -> Any:

@@ -46,7 +46,7 @@ def _close(found: np.ndarray, expected: torch.Tensor) -> bool:
 
 
 class _Reader(torch.nn.Module):
-    def __init__(self, kind: type[torch.nn.RNNBase], num_layers: int = 1):
+    def __init__(self, kind: type[torch.nn.LSTM | torch.nn.GRU], num_layers: int = 1):
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCAB, EMBED)
         self.rnn = kind(EMBED, HIDDEN, num_layers)
@@ -231,4 +231,4 @@ def test_deep_trees_unfold():
     tree = 0
     for _ in range(3000):
         tree = (tree, 1)
-    assert len(model.unfold(tree).nodes) == 6001
+    assert model.unfold(tree).num_nodes == 6001

@@ -18,6 +18,7 @@ class MadeUpTimer:
 
     Args:
       fails_after: raises KeyboardInterrupt at the next point after so many; None for never.
+      has_encoder: a decoder layer has cross attention, and so one more sum over shards.
     """
 
     def __init__(
@@ -26,12 +27,14 @@ class MadeUpTimer:
         *,
         fails_after: int | None = None,
         sizes: LayerSizes = SIZES,
+        has_encoder: bool = False,
     ):
         self.sizes = sizes
         self.degrees = degrees
         self.num_devices = NUM_DEVICES
         self.asked: list[tuple[str, int, int]] = []
         self._fails_after = fails_after
+        self._num_sums = 3 if has_encoder else 2
 
     def seconds(self, part: str, degree: int, at: int) -> float:
         self._count(part, degree, at)
@@ -41,7 +44,9 @@ class MadeUpTimer:
             return 0.5 + (self.sizes.max_tokens // at) * at**2 / 1000 / degree
         base, slope = {
             parts.LAUNCH: (0.5, 0.0),
-            parts.REST: (1.5 + 2 * 0.25 * (degree > 1), 0.5 / degree),
+            parts.REST: (1.5 + self._num_sums * 0.25 * (degree > 1), 0.5 / degree),
+            parts.ENCODE: (1.25 + 2 * 0.25 * (degree > 1), 0.375 / degree),
+            parts.JOIN: (0.75, 0.125 / degree),
             parts.SUMS: (0.5 + 0.25, 0.0),
             parts.HEAD: (1.0, 0.25 / degree),
             parts.HANDOFF: (0.125, 0.0625),
@@ -50,9 +55,10 @@ class MadeUpTimer:
         }[part]
         return base + slope * at
 
-    def decode_s(self, degree: int, batch: int, length: int) -> float:
-        self._count("decode", degree, batch)
-        return 0.5 + batch * (1 + length / 100) / degree
+    def batch_s(self, part: str, degree: int, batch: int, length: int) -> float:
+        self._count(part, degree, batch)
+        each_s = {parts.DECODE: 1 + length / 100, parts.CROSS: 2 + length / 200}[part]
+        return 0.5 + batch * each_s / degree
 
     def _count(self, part: str, degree: int, at: int) -> None:
         if self._fails_after is not None and len(self.asked) >= self._fails_after:
@@ -60,10 +66,10 @@ class MadeUpTimer:
         self.asked.append((part, degree, at))
 
 
-def made_up_profile(path: Any = None, **device: Any) -> LayerProfile:
+def made_up_profile(path: Any = None, *, has_encoder: bool = False, **device: Any) -> LayerProfile:
     """Return an empty profile of made-up layers; `device` replaces fields of the origin's."""
     origin = LayerOrigin(
-        model={"num_layers": 4},
+        model={"num_layers": 4, "decoder_start_token_id": 0 if has_encoder else None},
         device={"platform": "cpu", "kind": "abacus", "count": NUM_DEVICES},
         sizes=asdict(SIZES),
         versions={"jax": "0"},

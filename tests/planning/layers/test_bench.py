@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import jax
 import pytest
+from flax import nnx
 
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.models.families.t5 import T5
 from jaxserve.planning.layers import (
     LayerBench,
     LayerOrigin,
@@ -15,11 +17,18 @@ from jaxserve.planning.layers import (
     LayerSizes,
     MeasuredLayerCost,
     degrees_of,
+    layers_deployment,
     measure_layers,
 )
 from jaxserve.planning.layers.deployment import shape_of
-from jaxserve.planning.schedules import Phase
-from jaxserve.testing.tiny import tiny_llama
+from jaxserve.planning.schedules import (
+    LatencyBounds,
+    LengthDistribution,
+    Phase,
+    TaskLengths,
+    search,
+)
+from jaxserve.testing.tiny import tiny_llama, tiny_t5
 
 SIZES = LayerSizes(max_tokens=16, max_batch=2, max_length=32, page_size=8)
 
@@ -46,6 +55,35 @@ def test_a_tiny_layer_is_measured_on_one_and_two_devices(tmp_path, kv_dtype, qua
     assert cost.rest_s(Phase.ENCODE, 16.0, 1) > 0
     assert cost.handover_s(16.0, 1) > 0 and cost.handoff_s(16.0, is_across=False) > 0
     assert LayerOrigin.of(config, devices[:1], sizes).differences(origin)
+
+
+def test_tiny_layers_of_an_encoder_decoder_are_measured():
+    """Encoder, cross attention and what it needs have times above 0, on one and two devices."""
+    config, devices = tiny_t5().config, jax.devices()[:2]
+    sizes = LayerSizes(max_tokens=4, max_batch=2, max_length=4, page_size=4)
+    profile = LayerProfile(LayerOrigin.of(config, devices, sizes))
+    bench = LayerBench(config, sizes, devices, (1, 2))
+    measure_layers(bench, profile, tolerance=9.0, progress=False)
+    assert profile.degrees == (1, 2) and profile.has_encoder
+    assert {"encode@2", "join@2", "cross@2", "cross 2@2"} <= profile.seconds.keys()
+    assert all(s > 0 for points in profile.seconds.values() for s in points.values())
+    deployment = layers_deployment(profile, config, 2, memory_bytes=1e9, num_input_tokens=12.0)
+    assert not deployment.model.is_decoder_only and deployment.cost.join_s(16.0, 2) > 0
+    lengths = TaskLengths(*(LengthDistribution.of_samples([5, 12]) for _ in range(2)))
+    choice = search(deployment, lengths, LatencyBounds())
+    assert choice.estimates.throughput > 0
+
+
+def test_the_shape_of_an_encoder_decoder():
+    """Parameters of encoder and decoder layers, of cross attention's projections, and layers."""
+    config = replace(tiny_t5().config, num_encoder_layers=3)
+    shape = shape_of(config, SIZES)
+    assert (shape.num_encode_layers, shape.num_decode_layers) == (3, 2)
+    params = jax.tree.leaves(nnx.state(T5(config, rngs=nnx.Rngs(0))))
+    biases = 2 * config.num_buckets * config.num_heads
+    norms = 2 * config.hidden_size
+    assert shape.num_params == sum(leaf.size for leaf in params) - biases - norms
+    assert shape.decode_layer.num_join_params == 2 * config.hidden_size**2
 
 
 def test_quantised_weights_take_less_memory():

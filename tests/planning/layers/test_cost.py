@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from jaxserve.core.errors import InvalidProfileError
-from jaxserve.planning.layers import MeasuredLayerCost, layers_deployment, measure_layers
+from jaxserve.planning.layers import (
+    LayerProfile,
+    MeasuredLayerCost,
+    layers_deployment,
+    measure_layers,
+)
 from jaxserve.planning.layers.cost import Line, Surface
 from jaxserve.planning.schedules import LatencyBounds, LengthDistribution, Phase, TaskLengths
 from jaxserve.planning.schedules.candidate import throughput_under
@@ -15,10 +20,13 @@ from jaxserve.testing.tiny import tiny_llama
 from tests.planning.layers.made_up import SIZES, MadeUpTimer, made_up_profile
 
 
+def made_up() -> LayerProfile:
+    return measure_layers(MadeUpTimer(), made_up_profile(), progress=False, tolerance=0.01)
+
+
 @pytest.fixture(scope="module")
 def cost() -> MeasuredLayerCost:
-    profile = measure_layers(MadeUpTimer(), made_up_profile(), progress=False, tolerance=0.01)
-    return MeasuredLayerCost(profile, num_layers=4)
+    return MeasuredLayerCost(made_up(), num_layers=4)
 
 
 def test_the_made_up_layer_is_found(cost):
@@ -34,6 +42,25 @@ def test_the_made_up_layer_is_found(cost):
     assert cost.handoff_s(np.array([1.0, 20.0]), is_across=False).tolist() == [0.1875, 1.375]
     assert cost.handover_s(20.0, 2) == pytest.approx(4 * (0.25 + 2.5) / 2)
     assert cost.launch_s == 0.5
+
+
+def test_an_encoder_has_costs_of_its_own():
+    """Encoder layers, cross attention and its keys and values are apart from decoder layers."""
+    timer, profile = MadeUpTimer(has_encoder=True), made_up_profile(has_encoder=True)
+    measure_layers(timer, profile, progress=False, tolerance=0.01)
+    assert profile.has_encoder and profile.degrees == (1, 2)
+    cost = MeasuredLayerCost(profile, num_layers=4, num_input_tokens=150.0)
+    for degree in (1, 2):
+        assert cost.rest_s(Phase.ENCODE, 8.0, degree) == pytest.approx(0.75 + 3 / degree)
+        assert cost.rest_s(Phase.DECODE, 8.0, degree) == pytest.approx(1.0 + 4 / degree)
+        sums_s = [cost.sync_s(phase, 8.0, degree) for phase in (Phase.ENCODE, Phase.DECODE)]
+        assert sums_s == ([0.5, 0.75] if degree > 1 else [0.0, 0.0])
+        assert cost.join_s(8.0, degree) == pytest.approx(0.25 + 1 / degree)
+        # Five sequences attend to 150 tokens of their prompts, and to 50 of their own.
+        decode_s = cost.attention_s(Phase.DECODE, 5.0, 200.0, degree)
+        assert decode_s == pytest.approx((5 * 1.5 + 5 * 2.75) / degree)
+        assert cost.attention_s(Phase.DECODE, 5.0, 100.0, degree) <= decode_s
+    assert not np.any(MeasuredLayerCost(made_up(), 4).join_s(8.0, 1))
 
 
 def test_devices_that_share_cores_slow_each_other():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.planning import StepTimes
+from jaxserve.planning.schedules import LatencyBounds, Plan, RRAPlanner, lengths_of
 from jaxserve.planning.step_times import Curve
 from tests.planning.step_times import made_up
 
@@ -41,3 +44,20 @@ def like_a_small_model(config: EngineConfig = CONFIG) -> StepTimes:
         plan_s=2e-4,
         submit_s=2e-4,
     )
+
+
+def plan_rra(
+    times: StepTimes,
+    config: EngineConfig,
+    lengths: Sequence[tuple[int, int]],
+    latency_bound_s: float,
+    *,
+    first_token_bound_s: float = math.inf,
+    token_bound_s: float = math.inf,
+) -> Plan:
+    """Return the plan of an engine's RRA schedules; see `RRAPlanner`."""
+    bounds = LatencyBounds(
+        latency_s=latency_bound_s, first_token_s=first_token_bound_s, token_s=token_bound_s
+    )
+    planner = RRAPlanner.measured(times, lambda: config)
+    return planner.plan(lengths_of(lengths), bounds, num_lengths=len(lengths))

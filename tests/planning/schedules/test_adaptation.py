@@ -14,10 +14,10 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.planning import GroupTimes, simulate
 from jaxserve.planning.schedules import LatencyBounds, RRAPlanner
 from jaxserve.planning.schedules.adaptation import Adaptation, task_of
+from jaxserve.planning.schedules.lengths import lengths_of
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength
 from jaxserve.planning.schedules.pilot import AdaptingPilot
-from jaxserve.planning.schedules.rra_planner import lengths_of
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.lengths.estimate import LengthEstimate
 from jaxserve.scheduling.order.fcfs import FCFS

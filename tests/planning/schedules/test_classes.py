@@ -22,17 +22,28 @@ from jaxserve.planning.schedules import (
 )
 from jaxserve.planning.schedules.adaptation import Adaptation
 from jaxserve.planning.schedules.candidate import throughput_under
+from jaxserve.planning.schedules.continuous_planner import ContinuousPlanner
+from jaxserve.planning.schedules.families import planner_of
 from jaxserve.planning.schedules.observed import AnswerLength, RequestClass, classes_of
 from jaxserve.planning.schedules.pilot import AdaptingPilot
+from jaxserve.planning.schedules.planner import SchedulePlanner
+from jaxserve.planning.schedules.played import Player
 from jaxserve.planning.schedules.search import enumerate_all
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.order.due_first import DueFirst
 from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.workload import WorkloadItem
 from tests.planning.schedules.step_times import CONFIG, like_a_small_model
 
 PLANNER = RRAPlanner.measured(like_a_small_model(), lambda: CONFIG)
+PLAYER = Player(like_a_small_model(), PRESETS["auto"], lambda: CONFIG)
+PLANNERS = {
+    "rra": PLANNER,
+    "continuous": ContinuousPlanner(PLAYER),
+    "both": planner_of(PLAYER),
+}
 NUM_BULK = 400
 
 
@@ -55,9 +66,9 @@ class _Traffic:
             for at, p, o in self.tight
         ]
 
-    def plan(self, *, with_classes: bool) -> Plan:
+    def plan(self, *, with_classes: bool, planner: SchedulePlanner = PLANNER) -> Plan:
         answers = self.answers()
-        return PLANNER.plan(
+        return planner.plan(
             lengths_of([(a.num_prompt, a.num_output) for a in answers]),
             LatencyBounds(),
             num_lengths=len(answers),
@@ -96,11 +107,19 @@ class _Traffic:
 
 
 @pytest.mark.parametrize(
-    ("seed", "bound_s", "per_s", "share"),
-    [(0, 1.3, 1.0, 0.7), (1, 2.5, 0.5, 0.8), (2, 1.6, 3.0, 0.6), (3, 1.5, 0.3, 0.75)],
+    ("seed", "bound_s", "per_s", "share", "family"),
+    [
+        (0, 1.3, 1.0, 0.7, "rra"),
+        (1, 2.5, 0.5, 0.8, "rra"),
+        (2, 1.6, 3.0, 0.6, "rra"),
+        (3, 1.5, 0.3, 0.75, "rra"),
+        (1, 2.5, 0.5, 0.8, "continuous"),
+        (2, 4.0, 2.0, 0.6, "continuous"),
+        (3, 3.0, 0.3, 0.75, "both"),
+    ],
 )
 def test_the_tight_bound_holds_and_bulk_goes_on(
-    seed: int, bound_s: float, per_s: float, share: float
+    seed: int, bound_s: float, per_s: float, share: float, family: str
 ):
     """99 % of tight answers are in time, at most 2 % are refused, and bulk keeps a stated share.
 
@@ -108,9 +127,9 @@ def test_the_tight_bound_holds_and_bulk_goes_on(
     tight answer would be in time.
     """
     traffic = _Traffic(seed, bound_s, per_s)
-    latencies, num_refused, bulk_per_s = traffic.serve(
-        traffic.plan(with_classes=True), with_bounds=True
-    )
+    plan = traffic.plan(with_classes=True, planner=PLANNERS[family])
+    assert plan.family == family or family == "both"
+    latencies, num_refused, bulk_per_s = traffic.serve(plan, with_bounds=True)
     assert np.mean(np.array(latencies) <= bound_s) >= 0.99
     assert num_refused <= 0.02 * len(traffic.tight)
     without, _, most_per_s = traffic.serve(traffic.plan(with_classes=False), with_bounds=False)

@@ -16,6 +16,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.planning import simulate
 from jaxserve.planning.schedules import LatencyBounds, Plan, TaskLengths, lengths_of
 from jaxserve.planning.schedules.adaptation import Adaptation
+from jaxserve.planning.schedules.candidate import throughput_under
 from jaxserve.planning.schedules.families import FamiliesPlanner, planner_of
 from jaxserve.planning.schedules.families_search import FamiliesSearch
 from jaxserve.planning.schedules.frontier import frontier_of, neighbours_of
@@ -23,6 +24,7 @@ from jaxserve.planning.schedules.observed import AnswerLength, RequestClass
 from jaxserve.planning.schedules.pilot import AdaptingPilot
 from jaxserve.planning.schedules.plan import CLOSED_FORM, SIMULATED, SIMULATED_RATE
 from jaxserve.planning.schedules.played import Player
+from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.workload import WorkloadItem
@@ -176,16 +178,47 @@ def test_answers_without_room_are_planned_as_cut():
     assert plan.answers_per_s > 0 and math.isfinite(plan.latency_s)
 
 
-def test_requests_with_bounds_of_their_own_get_rra():
-    """Only RRA reserves slots for them; continuous batching is expected to miss their bounds."""
-    planner, lengths = _planner(), lengths_of(_pairs(0))
-    each = RequestClass(latency_bound_s=2.0, max_answer_tokens=30, num_running=2)
-    free = planner.plan(lengths, LatencyBounds(), num_lengths=300)
-    assert free.family == "continuous" and isinstance(free.iteration(), Unified)
-    plan = planner.plan(lengths, LatencyBounds(), num_lengths=300, classes=[each])
-    assert plan.family == "rra" and plan.reserved_slots == 2 and plan.keeps_bounds
-    present = planner.expected(free, lengths, num_lengths=300, classes=[each])
-    assert present.family == "continuous" and not present.keeps_bounds
+def test_requests_with_bounds_of_their_own_get_the_better_family():
+    """From the lowest bound of the class to none, both families are offered with reserved slots.
+
+    The plan is at least as good as each family alone.
+    """
+    planner, lengths = PLANNERS["uniform"]
+    each = RequestClass(latency_bound_s=1e-6, max_answer_tokens=30, num_running=2)
+    with pytest.raises(InfeasibleBoundError) as refused:
+        planner.plan(lengths, LatencyBounds(), num_lengths=300, classes=[each])
+    [lowest_s] = refused.value.lowest.values()
+    families = set()
+    for share in (1.0001, 1.2, 1.5, 2.0, 3.0, 9.0):
+        tight = [replace(each, latency_bound_s=share * lowest_s)]
+        plan = planner.plan(lengths, LatencyBounds(), num_lengths=300, classes=tight)
+        assert plan.keeps_bounds and plan.reserved_slots == 2
+        assert plan.iteration().reserved_slots == 2
+        for one in (planner.rra, planner.continuous):
+            try:
+                alone = one.plan(lengths, LatencyBounds(), num_lengths=300, classes=tight)
+            except InfeasibleBoundError:
+                continue
+            present = planner.expected(alone, lengths, num_lengths=300, classes=tight)
+            assert present.keeps_bounds and plan.answers_per_s >= 0.99 * present.answers_per_s
+            families.add(alone.family)
+        assert isinstance(plan.iteration(), Unified if plan.family == "continuous" else RRA)
+    assert families == {"rra", "continuous"}
+
+
+def test_reserved_slots_are_beside_the_limit():
+    """Limit and reserve fit into the slots, and a bound that no limit keeps is found missed."""
+    planner, lengths = PLANNERS["uniform"]
+    each = RequestClass(latency_bound_s=1e3, max_answer_tokens=30, num_running=4)
+    space = planner.continuous.space(lengths, [each])
+    best = space.best(throughput_under(LatencyBounds()))
+    assert best is not None and 1 <= best.max_running <= SMALL.max_slots - 4
+    free = planner.continuous.plan(lengths, LatencyBounds(), num_lengths=300)
+    assert space.nearest(free.schedule).max_running <= SMALL.max_slots - 4
+    own = [space.own_latencies_s(space.of(size)[0])[0] for size in (1, 4, 8)]
+    assert own == sorted(own) and own[0] > 0
+    tight = planner.continuous.space(lengths, [replace(each, latency_bound_s=0.9 * own[0])])
+    assert tight.best(throughput_under(LatencyBounds())) is None
 
 
 def test_families_are_checked():
@@ -196,27 +229,27 @@ def test_families_are_checked():
             planner_of(player, wrong)
     only = planner_of(player, ("continuous",))
     plan = only.plan(lengths_of(_pairs(0)), LatencyBounds(), num_lengths=300)
-    assert plan.family == "continuous" and not only.plans_classes
+    assert plan.family == "continuous"
 
 
 def test_families_replace_each_other_while_requests_run():
-    """Answers become longer and a class of bounds appears: nothing is lost."""
+    """RRA begins, answers become longer and a class of bounds appears: nothing is lost."""
     planner = _planner()
     rng = random.Random(4)
-    lengths = [(rng.randint(20, 60), rng.randint(8, 40 if i < 300 else 90)) for i in range(900)]
+    lengths = [(rng.randint(20, 60), rng.randint(8, 40 if i < 300 else 90)) for i in range(600)]
     known = [
         AnswerLength(admitted_s=-math.inf, num_prompt=p, num_output=o) for p, o in lengths[:300]
     ]
     task = lengths_of(lengths[:300])
     bounds = LatencyBounds(latency_s=4.5)
-    plan = planner.plan(task, bounds, num_lengths=300)
+    plan = planner.rra.plan(task, bounds, num_lengths=300)
     pilot = AdaptingPilot(Adaptation(planner, bounds, plan=plan, answers=known))
     items = [
         WorkloadItem(
             prompt_token_ids=(1,) * p,
             num_output_tokens=o,
             max_tokens=o,
-            sampling=SamplingParams(latency_bound=250.0 if 400 < i < 500 else None),
+            sampling=SamplingParams(latency_bound=250.0 if 350 < i < 450 else None),
         )
         for i, (p, o) in enumerate(lengths)
     ]
@@ -225,6 +258,7 @@ def test_families_replace_each_other_while_requests_run():
     assert [len(c.token_ids) for c in run.completions] == [o for _, o in lengths]
     families = [plan.family, *(each.family for _, each in pilot.adopted)]
     assert {"rra", "continuous"} <= set(families), families
+    assert any(each.reserved_slots for _, each in pilot.adopted)
 
 
 def test_the_frontier_has_both_families():

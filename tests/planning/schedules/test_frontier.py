@@ -13,7 +13,6 @@ from jaxserve.planning.schedules import (
     LatencyBounds,
     LengthDistribution,
     TaskLengths,
-    plan_rra,
     search,
     timelines_of,
 )
@@ -26,6 +25,7 @@ from jaxserve.planning.schedules.frontier import (
 )
 from jaxserve.planning.schedules.search import enumerate_all
 from tests.planning.schedules.made_up import MadeUpCost, cluster_of, model_of, random_case
+from tests.planning.schedules.step_times import plan_rra
 from tests.planning.step_times import CONFIG, made_up
 
 
@@ -110,7 +110,7 @@ def test_neighbours_differ_in_one_step():
 
 
 def test_an_engine_plans_as_its_runtime_does():
-    """The schedule and figures of one engine are those of `plan_rra`."""
+    """The schedule and figures of one engine are those of `RRAPlanner`."""
     pairs = [(20 + i % 30, 1 + (7 * i) % 60) for i in range(100)]
     inputs, outputs = zip(*pairs, strict=True)
     lengths = TaskLengths(

@@ -25,7 +25,6 @@ from jaxserve.planning.schedules import (
     TaskLengths,
     lengths_of,
     measured_deployment,
-    plan_rra,
 )
 from jaxserve.planning.step_times import Curve
 from jaxserve.scheduling.admission.on_demand import OnDemand
@@ -34,7 +33,7 @@ from jaxserve.scheduling.order.fcfs import FCFS
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.workload import WorkloadItem
-from tests.planning.schedules.step_times import CONFIG, like_a_small_model
+from tests.planning.schedules.step_times import CONFIG, like_a_small_model, plan_rra
 
 
 def _lengths(num: int, seed: int) -> list[tuple[int, int]]:

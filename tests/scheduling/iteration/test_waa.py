@@ -129,6 +129,20 @@ def test_random_traces(policy):
     assert (checked.num_preemptions == 0) == (policy is EXEGPT)
 
 
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_caches_are_exchanged_on_random_traces(policy):
+    """As a move of devices does it: all KV is lost, and every token is as without the loss."""
+    sizes = 0
+    for seed in range(25):
+        trace = Trace(seed, with_faults=seed % 2 == 1)
+        found = trace.run(policy, cancel_rate=0.03, recompute_rate=0.05)
+        expected = trace.expected()
+        assert found.keys() == expected.keys()
+        assert all(outcome.agrees_with(expected[key]) for key, outcome in found.items())
+        sizes += len(trace.pool_sizes)
+    assert sizes > 35
+
+
 class LosesAPage(ExecutorWrapper):
     """Copies all but the first page of each handover."""
 

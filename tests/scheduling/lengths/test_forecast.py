@@ -1,6 +1,7 @@
 """Expected lengths of running sequences, compared with simulation."""
 
 import numpy as np
+import pytest
 
 from jaxserve.scheduling.lengths.forecast import Forecast
 from predictor import LengthBuckets, LengthDistributions
@@ -47,8 +48,30 @@ def test_the_peak_is_that_of_simulated_futures():
     )
     times = np.arange(100)
     use = ((ends[..., None] > times) * (held[:, None, None] + times)).sum(0)  # [futures, times]
-    assert abs(forecast.peak_tokens(held, 0.0) / use.mean(0).max() - 1) < 0.03
-    assert (use.max(1) > 1.01 * forecast.peak_tokens(held, 2.0)).mean() < 0.1
+    memory = forecast.memory(held, forecast.longest)
+    assert abs(memory.peak(0.0) / use.mean(0).max() - 1) < 0.03
+    assert (use.max(1) > 1.01 * memory.peak(2.0)).mean() < 0.1
+
+
+def test_memory_in_use_adds_up():
+    """The use of some sequences and that of others are the use of all, at the same times."""
+    rng = np.random.default_rng(2)
+    probabilities, held = rng.dirichlet(np.ones(5), size=9), rng.integers(1, 60, 9)
+
+    def forecast(which: slice) -> Forecast:
+        elapsed = np.arange(0, 90, 10)[which]
+        return Forecast(
+            LengthDistributions(BUCKETS, probabilities[which]), elapsed, np.full(len(elapsed), 200)
+        )
+
+    everything = forecast(slice(9))
+    some, others = (forecast(each) for each in (slice(5), slice(5, 9)))
+    added = some.memory(held[:5], everything.longest).plus(
+        others.memory(held[5:], everything.longest)
+    )
+    assert added.peak(1.0) == pytest.approx(
+        everything.memory(held, everything.longest).peak(1.0), rel=1e-12
+    )
 
 
 def test_no_sequence_runs_past_the_limit():

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.steps.sampling.processors.processor import Arrays, LogitsProcessor, RowArray, Rows
+
+# Tokens of each row that are counted at once.
+_TOKENS_AT_ONCE = 256
 
 
 @final
@@ -47,21 +51,44 @@ class Penalties(LogitsProcessor):
         self, logits: Float32[Array, "rows vocab"], arrays: Arrays, rows: Rows
     ) -> Float32[Array, "rows vocab"]:
         """See `LogitsProcessor`."""
-        row = jnp.arange(logits.shape[0])[:, None]
-        position = jnp.arange(rows.tokens.shape[1])[None, :]
-        nowhere = logits.shape[1]
+        factor, presence, frequency = (
+            arrays[name][:, None] for name in ("repetition", "presence", "frequency")
+        )
+        needed = (factor != 1) | (presence != 0) | (frequency != 0)
+        seen, count = _occurrences(rows, needed[:, 0], logits.shape[1])
+        repeated = jnp.where(logits > 0, logits / factor, logits * factor)
+        logits = jnp.where(seen, repeated, logits)
+        return logits - count * frequency - jnp.where(count > 0, presence, 0.0)
+
+
+def _occurrences(
+    rows: Rows, needed: Bool[Array, " rows"], vocab: int
+) -> tuple[Bool[Array, "rows vocab"], Float32[Array, "rows vocab"]]:
+    """Return which tokens the text of a row has, and how often its output has each.
+
+    The text is read in pieces up to the longest row that is needed, so that this costs what is
+    there, not what the context could hold.
+    """
+    row = jnp.arange(rows.length.shape[0])[:, None]
+    size = min(_TOKENS_AT_ONCE, rows.tokens.shape[1])
+
+    def read(
+        piece: Int32[Array, ""],
+        found: tuple[Bool[Array, "rows vocab"], Float32[Array, "rows vocab"]],
+    ) -> tuple[Bool[Array, "rows vocab"], Float32[Array, "rows vocab"]]:
+        seen, count = found
+        position = piece * size + jnp.arange(size)
         counts = position < rows.length[:, None]
         if rows.first is not None:
             counts &= position >= rows.first[:, None]
-        seen = jnp.where(counts, rows.tokens, nowhere)
-        output = jnp.where(position >= rows.prompt_length[:, None], seen, nowhere)
+        token = jnp.where(counts, rows.tokens_from(piece * size, size), vocab)
+        output = jnp.where(position >= rows.prompt_length[:, None], token, vocab)
+        return (
+            seen.at[row, token].set(True, mode="drop"),
+            count.at[row, output].add(1.0, mode="drop"),
+        )
 
-        # Every occurrence writes the same value, so a token seen twice is still penalized once.
-        factor = arrays["repetition"][:, None]
-        before = logits.at[row, seen].get(mode="fill", fill_value=0.0)
-        after = jnp.where(before > 0, before / factor, before * factor)
-        logits = logits.at[row, seen].set(after, mode="drop")
-
-        count = jnp.zeros(logits.shape, jnp.float32).at[row, output].add(1.0, mode="drop")
-        logits -= count * arrays["frequency"][:, None]
-        return logits - jnp.where(count > 0, arrays["presence"][:, None], 0.0)
+    shape = (rows.length.shape[0], vocab)
+    nothing = jnp.zeros(shape, jnp.bool_), jnp.zeros(shape, jnp.float32)
+    num_pieces = -(-jnp.max(jnp.where(needed, rows.length, 0)) // size)
+    return jax.lax.fori_loop(0, num_pieces, read, nothing)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Array, Float32, Int32, Shaped
@@ -53,7 +54,9 @@ class Rows:
     """What a processor may read of the rows beside its own arrays.
 
     Attributes:
-      tokens: prompt and output so far.
+      tokens: prompt and output so far of every slot; read a part of it with `tokens_from`, since
+        the whole is as wide as the longest context that there may be.
+      slot: of each row.
       length: valid tokens, which is the position of the token to choose.
       prompt_length: tokens of the prompt alone.
       stop_ids: tokens that end the row, padded with -1.
@@ -61,11 +64,17 @@ class Rows:
         an encoder; None for the first of all.
     """
 
-    tokens: Int32[Array, "rows max_context"]
+    tokens: Int32[Array, "slots max_context"]
+    slot: Int32[Array, " rows"]
     length: Int32[Array, " rows"]
     prompt_length: Int32[Array, " rows"]
     stop_ids: Int32[Array, "rows stop_ids"]
     first: Int32[Array, " rows"] | None = None
+
+    def tokens_from(self, start: Int32[Array, ""], count: int) -> Int32[Array, "rows {count}"]:
+        """Return the tokens at `count` positions from `start` on; those past the context are 0."""
+        positions = start + jnp.arange(count)
+        return self.tokens.at[self.slot[:, None], positions].get(mode="fill", fill_value=0)
 
 
 class Processor(abc.ABC):

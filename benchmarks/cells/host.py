@@ -1,0 +1,232 @@
+"""The host's work on cells, in nodes a second, without a device: `python -m benchmarks.cells.host`.
+
+No device computes anything, and JAX is not loaded. Prints one JSON object;
+docs/benchmarks/cells.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.cells.applications import (
+    APPLICATIONS,
+    SIZES,
+    CellRequest,
+    Simulated,
+    requests_of,
+    simulated,
+)
+from benchmarks.cells.contenders import OURS, batch_sizes_of
+from benchmarks.common.output import arguments_of, command, record_parser, show
+from benchmarks.common.record import Record
+from benchmarks.common.repeats import add_repeats, in_turns, summary
+from jaxserve.cells import BatchMaker
+from jaxserve.cells.answers import CellAnswer
+from jaxserve.cells.engine import CellEngine
+from jaxserve.cells.executor import CellHandle, TaskResults, calls_of
+from jaxserve.cells.flat_graph import FlatGraph, flatten
+from jaxserve.cells.graph import MAX_NODES
+from jaxserve.cells.layout import NUM_RESERVED_SLOTS, Layout
+from jaxserve.cells.policy import Task
+from jaxserve.cells.value_table import ValueTable
+from jaxserve.core.clock import WallClock
+from jaxserve.workload.sentences import SentenceLengths
+
+_NUM_SLOTS = 1 << 16
+_MAX_FUSED = 5
+# The seconds of each part of a run.
+_PARTS = ("unfolding_s", "serving_s", "scheduling_s")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    options = build_parser().parse_args(arguments)
+    return command(run, options, show_result=show_result)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the nodes a second of each application."""
+    from benchmarks.common import environment
+
+    record = Record(
+        options.output,
+        options.budget,
+        benchmark="cells_host",
+        arguments=arguments_of(options),
+        repeats=options.repeats,
+        points=[],
+        **environment.describe(),
+    )
+    sizes = SIZES[options.size]
+    requests: dict[str, list[CellRequest]] = {}
+    for application in APPLICATIONS:
+        lengths = SentenceLengths().draw(options.num_requests, options.seed)
+        requests[application] = requests_of(
+            application, lengths, vocab_size=sizes.vocab_size, seed=options.seed
+        )
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in APPLICATIONS}
+    for _, application in in_turns(list(APPLICATIONS), options.repeats):
+        model = simulated(application, batch_sizes_of(OURS, sizes))
+        runs[application].append(measure(model, requests[application]))
+    for application, own in runs.items():
+        record.result["points"].append({"application": application, **summary(own)})
+    record.save()
+    return record.result
+
+
+def measure(model: Simulated, requests: Sequence[CellRequest]) -> dict[str, float]:
+    """Return the figures of requests that are all there at the start, on one thread.
+
+    `nodes_per_s` counts all of the host's work, and `scheduled_per_s` the policy's alone; steps of
+    loops count as nodes.
+    """
+    layout = Layout(model.cells)
+    clock = WallClock()
+    engine = CellEngine(
+        HostCells(layout),
+        BatchMaker(max_tasks_to_submit=_MAX_FUSED),
+        clock,
+        max_nodes=MAX_NODES,
+    )
+    gc.collect()
+    gc.freeze()
+    begin_s = time.perf_counter()
+    answers = [
+        CellAnswer(f"{number}", flatten(model.unfold(one), layout, max_nodes=MAX_NODES), 0.0)
+        for number, one in enumerate(requests)
+    ]
+    unfolded_s = time.perf_counter()
+    for answer in answers:
+        engine.add(answer)
+    while engine.has_work:
+        engine.step()
+    end_s = time.perf_counter()
+    gc.unfreeze()
+    for answer in answers:
+        error = answer.future.result().error
+        if error is not None:
+            raise error
+    num_nodes = engine.stats.num_nodes
+    seconds = unfolded_s - begin_s, end_s - unfolded_s, engine.stats.scheduling_s
+    return {
+        "nodes_per_s": num_nodes / (end_s - begin_s),
+        "scheduled_per_s": num_nodes / engine.stats.scheduling_s,
+        "requests_per_s": len(requests) / (end_s - begin_s),
+        **dict(zip(_PARTS, seconds, strict=True)),
+    }
+
+
+@final
+class HostCells:
+    """A `CellExecutor` of one worker that describes tasks as one of devices does, and runs none.
+
+    A loop ends with the step that its first word says.
+    """
+
+    num_workers = 1
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        self.num_slots = (_NUM_SLOTS - NUM_RESERVED_SLOTS,) * len(layout.pools)
+        self._table = ValueTable(layout, 1, (_NUM_SLOTS,) * len(layout.pools))
+        self._values: dict[int, list[int]] = {}  # node -> values that are read when it has run
+        self._steps_left: dict[int, int] = {}  # of loops
+
+    def add(self, graph: FlatGraph, first_row: int, kept_row: int = 0) -> None:
+        self._table.add(graph, first_row, kept_row)
+        for node in graph.plan.loops:
+            self._steps_left[first_row + node] = int(graph.words[node, 0])
+        for value, _ in graph.wanted:
+            node = value // self.layout.stride
+            if node not in graph.plan.loops:
+                own = self._values.setdefault(first_row + node, [])
+                own.append(first_row * self.layout.stride + value)
+
+    def shrink(self, graph: FlatGraph, first_row: int, kept: Sequence[int]) -> None:
+        self._table.shrink(graph, first_row, kept)
+
+    def remove(self, graph: FlatGraph, first_row: int) -> None:
+        self._table.remove(first_row)
+        for value, _ in graph.wanted:
+            self._values.pop(first_row + value // self.layout.stride, None)
+
+    def submit(self, worker: int, tasks: Sequence[Task]) -> list[CellHandle]:
+        found: list[CellHandle] = []
+        for size, some in calls_of(tasks, self.layout, _MAX_FUSED):
+            rows = np.zeros((len(some), size, self.layout.width), np.int32)
+            ended: list[frozenset[int]] = []
+            values: list[int] = []
+            for number, task in enumerate(some):
+                self._table.fill(task.type, task.array, rows[number, : len(task.nodes)])
+                values += [value for node in task.nodes for value in self._values.get(node, ())]
+                ended.append(self._ended(task))
+            found.append(_Handle(some, TaskResults(ended, values=self._read(values))))
+        return found
+
+    def read(self, worker: int, values: Sequence[int]) -> CellHandle:
+        return _Handle((), TaskResults((), values=self._read(values)))
+
+    def check_integrity(self) -> None:
+        self._table.check_integrity()
+
+    def close(self) -> None:
+        """See `CellExecutor`; there is no device memory."""
+
+    def _ended(self, task: Task) -> frozenset[int]:
+        if not self.layout.types[task.type].is_loop:
+            return frozenset()
+        for node in task.nodes:
+            self._steps_left[node] -= 1
+        return frozenset(node for node in task.nodes if self._steps_left[node] <= 0)
+
+    def _read(self, values: Sequence[int]) -> list[tuple[int, np.ndarray]]:
+        return [(value, _VALUE) for value in values]
+
+
+_VALUE = np.zeros(1, np.float32)
+
+
+@final
+class _Handle:
+    """See `CellHandle`; it is ready at once."""
+
+    def __init__(self, tasks: Sequence[Task], results: TaskResults):
+        self.tasks = tasks
+        self._results = results
+
+    def is_ready(self) -> bool:
+        return True
+
+    def collect(self) -> TaskResults:
+        return self._results
+
+
+def show_result(result: dict[str, Any]) -> None:
+    """Print a table on stderr."""
+    table = Table("workload", "nodes/s", "scheduled/s", "requests/s", box=None)
+    for point in result["points"]:
+        names = ("nodes_per_s", "scheduled_per_s", "requests_per_s")
+        table.add_row(point["application"], *(f"{point[name]:,.0f}" for name in names))
+    show(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = record_parser("benchmarks.cells.host", "Nodes a second of the host, without a device.")
+    add = parser.add_argument_group("workload").add_argument
+    add("--size", choices=tuple(SIZES), default="small", help="the largest batches")
+    add("--num-requests", type=int, default=500, help="of each application")
+    add("--seed", type=int, default=0, help="of lengths, trees and tokens")
+    add_repeats(parser, "application")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Replicas of a fleet that compute prompts or answers, beside replicas that compute both."""

@@ -1,0 +1,153 @@
+"""Tokens a second with and without speculation: `python -m benchmarks.speculation --help`.
+
+The same prompts are answered greedily by a runtime that speculates and by one that does not, in
+turns. Their answers are the same, token for token, which is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from benchmarks.common import workloads
+from benchmarks.common.counters import counters_of, since
+from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.policies import add_policy_options, parse_policies
+from benchmarks.common.repeats import Figures, Spread, add_repeats, in_turns, ratios, summary
+from benchmarks.common.serving import Runtimes
+from benchmarks.speculation.prompts import KINDS, prompts_of
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.runtime import Runtime
+
+_WAYS = ("without", "lookup")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    options = build_parser().parse_args(arguments)
+    return command(run, options, show_result=_print_table, is_whole=_is_whole)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of every kind of prompt and number of requests."""
+    from benchmarks.common import environment
+
+    kinds = options.kinds.split(",")
+    if unknown := sorted(set(kinds) - set(KINDS)):
+        raise InvalidConfigError(f"--kinds has {unknown}; pass some of {','.join(KINDS)}")
+    counts = [int(count) for count in options.requests.split(",")]
+    options.num_requests = max(counts)
+    cases = []
+    with Runtimes(options) as open_runtimes:
+        policy = parse_policies(options.policies)[0]
+        runtimes = {
+            way: open_runtimes.open(policy, speculation=None if way == "without" else way)
+            for way in _WAYS
+        }
+        tokenizer = open_runtimes.tokenizer
+        items = workloads.items(options, runtimes["without"])
+        texts = [tokenizer.decode(item.prompt_token_ids) for item in items]
+        for kind in kinds:
+            prompts = prompts_of(kind, texts, options.seed)
+            for count in counts:
+                print(f"{kind}, {count} requests", file=sys.stderr)
+                cases.append(_case(runtimes, kind, prompts[:count], options))
+    return {
+        "benchmark": "speculation",
+        "arguments": arguments_of(options),
+        "repeats": options.repeats,
+        "cases": cases,
+        **environment.describe(),
+    }
+
+
+def _case(
+    runtimes: dict[str, Runtime], kind: str, prompts: list[Any], options: argparse.Namespace
+) -> dict[str, Any]:
+    found: dict[str, list[Figures]] = {way: [] for way in _WAYS}
+    answers: dict[str, list[tuple[int, ...]]] = {}
+    for _, way in in_turns(_WAYS, options.repeats):
+        figures, answers[way] = _played(runtimes[way], prompts, options.output_tokens)
+        found[way].append(figures)
+    rates = {way: [run["tokens_per_s"] for run in runs] for way, runs in found.items()}
+    spread = Spread.of(ratios(rates["lookup"], rates["without"]))
+    pairs = zip(*(answers[way] for way in _WAYS), strict=True)
+    return {
+        "kind": kind,
+        "num_requests": len(prompts),
+        "is_faster_by": {"median": spread.median, "range": [spread.low, spread.high]},
+        "num_same_answers": sum(one == other for one, other in pairs),
+        **{way: summary(runs) for way, runs in found.items()},
+    }
+
+
+def _played(
+    rt: Runtime, prompts: list[Any], output_tokens: int
+) -> tuple[Figures, list[tuple[int, ...]]]:
+    """Return the figures of one run, with nothing in the prefix cache, and the answers' tokens."""
+    rt.forget_kept_pages()
+    before, begin_s = counters_of(rt.stats()), time.perf_counter()
+    done = rt.generate(prompts, SamplingParams(max_tokens=output_tokens), progress=False)
+    wall_s = time.perf_counter() - begin_s
+    answers = [tuple(each.token_ids) for each in done]
+    engine = since(before, counters_of(rt.stats()))
+    num_computed, num_right = engine["num_draft_tokens"], engine["num_accepted_tokens"]
+    return {
+        "wall_s": wall_s,
+        "num_failed": sum(each.error is not None for each in done),
+        "output_tokens": sum(map(len, answers)),
+        "tokens_per_s": sum(map(len, answers)) / wall_s,
+        "num_draft_tokens": num_computed,
+        "accepted_share": num_right / num_computed if num_computed else 0.0,
+    }, answers
+
+
+def _is_whole(result: dict[str, Any]) -> bool:
+    return not any(case[way]["num_failed"] for case in result["cases"] for way in _WAYS)
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    table = Table(
+        "prompts", "requests", "tokens/s without", "tokens/s with", "faster by", "accepted", "same",
+        box=None, header_style="bold",
+    )  # fmt: skip
+    for case in result["cases"]:
+        low, high = case["is_faster_by"]["range"]
+        table.add_row(
+            case["kind"],
+            str(case["num_requests"]),
+            *(f"{case[way]['tokens_per_s']:.0f}" for way in _WAYS),
+            f"{case['is_faster_by']['median']:.2f} ({low:.2f} to {high:.2f})",
+            f"{case['lookup']['accepted_share']:.0%}",
+            f"{case['num_same_answers']}/{case['num_requests']}",
+        )
+    show(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.speculation",
+        description="The same prompts with and without speculation, in turns. Prints a table and "
+        "one JSON object.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    workloads.add_arguments(parser)
+    add_repeats(parser, "way")
+    add_policy_options(parser, policies="auto", max_context=1024)
+    text = f"kinds of prompts, separated by commas: {', '.join(KINDS)}"
+    parser.add_argument("--kinds", default=",".join(KINDS), help=text)
+    parser.add_argument(
+        "--requests", default="1,4,16,64", help="numbers of requests at once, separated by commas"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

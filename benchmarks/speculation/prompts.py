@@ -1,0 +1,51 @@
+"""Prompts whose answers quote them more or less: chats, texts to repeat, code to change."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+KINDS = ("chat", "repeating", "editing")
+
+# Characters of a text to repeat at most.
+_MAX_CHARACTERS = 600
+_NAMES = ("total", "count", "price", "width", "height", "weight", "score", "limit", "offset")
+_VERBS = ("add", "scale", "check", "update", "merge", "split", "clean", "load")
+
+
+def prompts_of(kind: str, texts: Sequence[str], seed: int) -> list[list[dict[str, Any]]]:
+    """Return a chat of one message for each text.
+
+    Args:
+      kind: one of `KINDS`. "chat" is the text itself; "repeating" asks for the text again;
+        "editing" asks for a made-up program with one name changed, which depends on the seed only.
+    """
+    rng = random.Random(seed)
+    wanted = []
+    for text in texts:
+        if kind == "repeating":
+            text = f"Repeat this text word for word:\n\n{text[:_MAX_CHARACTERS]}"
+        elif kind == "editing":
+            old, new = rng.sample(_NAMES, 2)
+            text = (
+                f"Write this program again, in full, with {old} renamed to {new}:\n\n"
+                f"```python\n{_program(rng, old)}```"
+            )
+        wanted.append([{"role": "user", "content": text}])
+    return wanted
+
+
+def _program(rng: random.Random, name: str) -> str:
+    """Return a few Python functions that use a name."""
+    functions = []
+    for verb in rng.sample(_VERBS, 4):
+        other = rng.choice([each for each in _NAMES if each != name])
+        functions.append(
+            f"def {verb}_{name}({name}, {other}={rng.randrange(100)}):\n"
+            f'    """Return the {name} after the {other}."""\n'
+            f"    if {name} > {other}:\n"
+            f"        {name} = {name} - {other}\n"
+            f"    return {name} * {rng.randrange(2, 9)}\n"
+        )
+    return "\n\n".join(functions)

@@ -1,0 +1,110 @@
+"""Many nodes that one call makes: a chain, or a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import numpy as np
+
+from jaxserve.core.errors import InvalidGraphError
+
+# A number, such as a token, or a pair of trees.
+NestedTree: TypeAlias = "int | tuple[NestedTree, NestedTree]"
+
+
+@final
+@dataclass(frozen=True)
+class Chain:
+    """The nodes of `BaseCell.chain`.
+
+    Attributes:
+      each: for each input, the constants of the nodes [num_nodes, ...]; None for others.
+      carry: for each input, the output of the node before that it takes; -1 for none.
+    """
+
+    num_nodes: int
+    each: tuple[np.ndarray | None, ...]
+    carry: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Tree:
+    """The nodes of `BaseCell.tree`, in the order of their numbers: leaves, and then pairs.
+
+    Attributes:
+      leaf: the `BaseCell` of the leaves.
+      each: for each input of a leaf, the constants of the leaves [num_leaves, ...].
+      pairs: int32 [num_leaves - 1, 2], the numbers of the left and the right node of each pair.
+      sides: for each input of a pair: 0 if it is of the left node, 1 of the right one.
+      outputs: for each input of a pair: the name of the output that it takes.
+    """
+
+    leaf: Any
+    each: tuple[np.ndarray, ...]
+    pairs: np.ndarray
+    sides: tuple[int, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def num_leaves(self) -> int:
+        return len(self.pairs) + 1
+
+    @property
+    def num_nodes(self) -> int:
+        return 2 * len(self.pairs) + 1
+
+
+def numbered(tree: NestedTree) -> tuple[list[int], np.ndarray]:
+    """Return the numbers at a tree's leaves, and the pairs that join them, for `BaseCell.tree`.
+
+    Raises:
+      InvalidGraphError: a part of the tree is neither a number nor a pair.
+    """
+    leaves: list[int] = []
+    pairs: list[tuple[int, int]] = []
+    # Without recursion: a tree may be as deep as its sentence is long. Pair i is -1 - i here.
+    done: list[int] = []
+    open: list[NestedTree | None] = [tree]  # None: join the last two
+    while open:
+        part = open.pop()
+        if part is None:
+            right = done.pop()
+            pairs.append((done.pop(), right))
+            done.append(-len(pairs))
+        elif isinstance(part, tuple):
+            if len(part) != 2:
+                raise InvalidGraphError(
+                    f"a part of the tree has {len(part)} members; pass a token or a pair"
+                )
+            open += (None, part[1], part[0])
+        else:
+            done.append(len(leaves))
+            leaves.append(part)
+    found = np.array(pairs, np.int32).reshape(-1, 2)
+    return leaves, np.where(found < 0, len(leaves) - 1 - found, found)
+
+
+def checked_pairs(
+    cell: str, pairs: Sequence[Sequence[int]] | np.ndarray, num_leaves: int
+) -> np.ndarray:
+    """Return the pairs of a tree as an array.
+
+    Raises:
+      InvalidGraphError: they join another number of leaves, later nodes, or a node twice.
+    """
+    found = np.array(pairs, np.int32)
+    joined = np.arange(2 * num_leaves - 2)
+    if (
+        found.shape != (num_leaves - 1, 2)
+        or (found.max(axis=1) >= joined[: num_leaves - 1] + num_leaves).any()
+        or (np.sort(found, axis=None) != joined).any()
+    ):
+        raise InvalidGraphError(
+            f"a tree of cell {cell!r} with {num_leaves} leaves was given pairs of shape "
+            f"{list(found.shape)}; pass {num_leaves - 1} pairs of earlier nodes that join each "
+            "node but the last one once"
+        )
+    return found

@@ -1,0 +1,40 @@
+"""A cache of what was used last."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar, final
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
+
+
+@final
+class Newest(Generic[_Key, _Value]):
+    """The values that were used last, of at most `max_size` together. It is thread-safe."""
+
+    def __init__(self, max_size: int):
+        self._max_size = max_size
+        self._size = 0
+        self._entries: OrderedDict[_Key, tuple[_Value, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: _Key) -> _Value | None:
+        with self._lock:
+            found = self._entries.get(key)
+            if found is None:
+                return None
+            self._entries.move_to_end(key)
+            return found[0]
+
+    def add(self, key: _Key, value: _Value, size: int) -> _Value:
+        """Return the value of a key: the one that it has, or this one, which is added."""
+        with self._lock:
+            found = self._entries.setdefault(key, (value, size))
+            if found[0] is value:
+                self._size += size
+                while self._size > self._max_size:
+                    self._size -= self._entries.popitem(last=False)[1][1]
+            return found[0]

@@ -1,0 +1,42 @@
+"""Sequences whose KV is lost: computed anew, or failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxserve.core.errors import DeviceMemoryError
+from jaxserve.scheduling.collect import Progress
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.scheduler import Scheduler
+
+
+def restart_running(scheduler: Scheduler) -> int:
+    """Compute every running sequence anew; nothing may be in flight.
+
+    Returns:
+      Tokens that were computed, and will be again.
+    """
+    running = tuple(scheduler.running)
+    num_tokens = sum(sequence.kv.num_computed for sequence in running)
+    for sequence in running:
+        scheduler.restart(sequence, keeps_output=True)
+    return num_tokens
+
+
+def fail_and_restart(
+    scheduler: Scheduler, news: Iterable[Progress], lost: StepPlan, error: Exception
+) -> None:
+    """Fail the sequences of a step that ran out of memory, and compute all others anew.
+
+    Args:
+      news: of the steps that were lost, this one among them.
+    """
+    failed = {row.sequence_key for row in lost.rows}
+    out_of_memory = DeviceMemoryError(
+        f"the device ran out of memory in a step with this request ({error}); submit it again, "
+        "and pass a smaller kv_memory, max_step_tokens or max_slots if that happens again"
+    )
+    for sequence in {each.sequence for each in news if each.sequence.key in failed}:
+        scheduler.end(sequence, "error", out_of_memory)
+    for sequence in (*scheduler.running, *scheduler.waiting):
+        scheduler.restart(sequence, keeps_output=True)

@@ -1,0 +1,265 @@
+"""Reads the calls of tools in an answer that comes in pieces."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, final
+
+from jaxserve.models.tool_calls import ToolFormat
+
+# The beginning of a call, up to the object of its arguments; in a list, with what is before it.
+_HEAD = re.compile(
+    r'\s*(\[?)\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+
+
+@final
+@dataclass(frozen=True)
+class Call:
+    """A call; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+@final
+@dataclass(frozen=True)
+class MoreArguments:
+    """More of the arguments of the last call, as the model writes them."""
+
+    text: str
+
+
+Part = str | Call | MoreArguments
+
+
+@final
+class CallReader:
+    """Separates the calls from the text of an answer that comes in pieces.
+
+    Text that may be the beginning of a call is held back. What looks like a call and is none stays
+    text.
+
+    Args:
+      streamed: names of functions whose calls are returned when their arguments begin, without
+        these; `MoreArguments` follow as they come. Such a call stays one if its arguments end too
+        early. Other calls are returned when they are complete.
+    """
+
+    def __init__(self, form: ToolFormat, streamed: Collection[str] = ()):
+        self._form = form
+        self._streamed = streamed
+        self._arguments: _Arguments | None = None  # of the call that is being returned
+        self._is_after = False  # the arguments of a call that was returned as it came
+        self._is_in_list = False  # of such calls
+        self._begin, self._end = form.begin.strip(), form.end.strip()
+        self._buffer = ""
+        self._is_inside = False
+        self._is_text = False  # from here on, for a format whose calls are the whole answer
+        self._has_call = False
+        self._may_end = True  # whether the newest text has what ends a call without a tag
+
+    def push(self, text: str) -> list[Part]:
+        """Return text and calls that are complete, in their order."""
+        self._buffer += text
+        self._may_end = "}" in text or "]" in text
+        found: list[Part] = []
+        while (new := self._next()) is not None:
+            found += new
+        return found
+
+    def finish(self) -> list[Part]:
+        """Return what is left when the answer has ended."""
+        rest, self._buffer = self._buffer, ""
+        if self._arguments is not None:
+            return [MoreArguments(rest)] if rest else []
+        if self._is_after:
+            return []
+        if self._is_inside and self._begin:
+            rest = self._begin + rest
+        self._is_inside = False
+        is_gap = self._has_call and not rest.strip(" \n;")
+        return [rest] if rest and not is_gap else []
+
+    def _next(self) -> list[Part] | None:
+        """Return the next part; None if more text is needed."""
+        if self._is_text:
+            text, self._buffer = self._buffer, ""
+            return [text] if text else None
+        if self._is_inside:
+            return self._inside()
+        return self._outside() if self._begin else self._at_start()
+
+    def _at_start(self) -> list[Part] | None:
+        """Go on where a call would begin without a tag."""
+        rest = self._buffer.lstrip(" \n;" if self._has_call else " \n")
+        rest = rest.removeprefix("<|python_tag|>")
+        if not rest or "<|python_tag|>".startswith(rest):
+            return None
+        self._is_inside = rest.startswith("{")
+        self._is_text = not self._is_inside
+        if self._is_inside:
+            self._buffer = rest
+        return []
+
+    def _outside(self) -> list[Part] | None:
+        before, tag, after = self._buffer.partition(self._begin)
+        if tag:
+            self._buffer, self._is_inside = after, True
+            return [before] if before.strip() else []
+        held = _num_held_back(self._buffer, self._begin)
+        cut = len(self._buffer) - held
+        text, self._buffer = self._buffer[:cut], self._buffer[cut:]
+        if self._has_call and not text.strip():
+            return None
+        return [text] if text else None
+
+    def _inside(self) -> list[Part] | None:
+        if self._arguments is not None:
+            return self._in_arguments(self._arguments)
+        if self._is_after:
+            return self._after_arguments()
+        if self._streamed and (begun := self._begun()):
+            return begun
+        if self._end:
+            body, tag, after = self._buffer.partition(self._end)
+            if not tag:
+                return None
+            if self._is_in_list:
+                body = "[" + body
+                self._is_in_list = False
+            calls = _calls(body, self._form)
+            self._buffer, self._is_inside = after, False
+            self._has_call |= calls is not None
+            return calls if calls is not None else [self._begin + body + tag]
+        if not self._may_end:
+            return None
+        start = len(self._buffer) - len(self._buffer.lstrip())
+        try:
+            _, length = json.JSONDecoder().raw_decode(self._buffer[start:])
+        except (ValueError, RecursionError):
+            return None
+        body, rest = self._buffer[: start + length], self._buffer[start + length :]
+        calls = _calls(body, self._form)
+        self._has_call |= calls is not None
+        if calls is not None and self._is_in_list:  # one that was not streamed, among others
+            self._buffer, self._is_after = rest, True
+            return calls
+        self._buffer, self._is_inside = rest, False
+        if calls is not None:
+            return calls
+        self._is_text = True
+        return [self._begin + body]
+
+    # ---- calls that are returned as they come ----
+
+    def _begun(self) -> list[Part] | None:
+        """Return the call that the buffer begins with, if its arguments have begun."""
+        head = _HEAD.match(self._buffer)
+        if head is None or (head[1] and self._is_in_list):
+            return None
+        try:
+            name = json.loads(head[2])
+        except ValueError:
+            return None
+        if name not in self._streamed:
+            return None
+        self._buffer = self._buffer[head.end() :]
+        self._arguments, self._has_call = _Arguments(self._end), True
+        self._is_in_list |= bool(head[1])
+        return [Call(name, "")]
+
+    def _in_arguments(self, arguments: _Arguments) -> list[Part] | None:
+        taken = arguments.take(self._buffer)
+        self._buffer = self._buffer[len(taken) :]
+        if arguments.has_ended:
+            self._arguments, self._is_after = None, True
+        return [MoreArguments(taken)] if taken else [] if self._is_after else None
+
+    def _after_arguments(self) -> list[Part] | None:
+        """Go on behind the arguments of a call, with the next call of a list or behind the tag."""
+        rest = self._buffer.lstrip().removeprefix("}").lstrip()
+        if self._is_in_list and rest.startswith(","):
+            self._buffer, self._is_after = rest[1:], False
+            return []
+        if self._end:
+            _, tag, after = self._buffer.partition(self._end)
+            if not tag:
+                return None
+            rest = after
+        elif not rest and "}" not in self._buffer or (self._is_in_list and not rest):
+            return None
+        elif self._is_in_list:
+            rest = rest.removeprefix("]")
+        self._buffer, self._is_after, self._is_in_list, self._is_inside = rest, False, False, False
+        return []
+
+
+@final
+class _Arguments:
+    """Where the JSON object of a call's arguments ends in a text that comes in pieces."""
+
+    def __init__(self, end: str):
+        self.has_ended = False
+        self._end = end
+        self._depth = 0
+        self._is_string = self._is_escaped = False
+
+    def take(self, text: str) -> str:
+        """Return the beginning of a text that belongs to the arguments.
+
+        An end tag outside a string ends them, too; what may be the beginning of one is left.
+        """
+        for i, character in enumerate(text):
+            if self._is_string:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif character == "\\":
+                    self._is_escaped = True
+                elif character == '"':
+                    self._is_string = False
+            elif character == '"':
+                self._is_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    self.has_ended = True
+                    return text[: i + 1]
+            elif self._end and text.startswith(self._end, i):
+                self.has_ended = True
+                return text[:i]
+            elif self._end and self._end.startswith(text[i:]):
+                return text[:i]
+        return text
+
+
+def _calls(body: str, form: ToolFormat) -> list[Part] | None:
+    """Return the calls in a JSON text; None if it is not of calls, or nested too deeply."""
+    try:
+        return _parsed_calls(json.loads(body), form)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _parsed_calls(parsed: Any, form: ToolFormat) -> list[Part] | None:
+    found: list[Part] = []
+    for each in parsed if isinstance(parsed, list) else [parsed]:
+        if not isinstance(each, dict) or not isinstance(each.get("name"), str):
+            return None
+        arguments = each.get(form.arguments, each.get("arguments", each.get("parameters", {})))
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        found.append(Call(each["name"], arguments))
+    return found or None
+
+
+def _num_held_back(text: str, tag: str) -> int:
+    """Return the length of the longest end of a text that begins a tag."""
+    return next(
+        (n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0
+    )

@@ -1,0 +1,228 @@
+"""WAA schedules of an engine whose devices can be divided between its two groups in several ways.
+
+ExeGPT moves devices and layers between the groups when lengths change (section 5.2). Here a move
+drops the KV of running sequences, which is computed anew, and pauses the engine while weights are
+placed. So another division has to serve enough more to pay for that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.planning.group_times import GroupTimes
+from jaxserve.planning.schedules.candidate import Score, nearest_to
+from jaxserve.planning.schedules.configuration import Division, Schedule
+from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
+from jaxserve.planning.schedules.lengths import TaskLengths
+from jaxserve.planning.schedules.measured_waa import WAAPlanner
+from jaxserve.planning.schedules.observed import RequestClass
+from jaxserve.planning.schedules.plan import CLOSED_FORM, Move, Plan
+from jaxserve.planning.schedules.planner import SchedulePlanner, ScheduleSpace, chosen
+
+# Another division has to serve so many times as much, by measured times and by derived ones.
+_GAIN = 1.1
+_GAIN_IF_DERIVED = 1.25
+# Seconds within which a move has to pay for its pause and for the KV that is computed anew.
+_HORIZON_S = 300.0
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DivisionOption:
+    """A division of the devices that the engine can have.
+
+    Attributes:
+      times: step times of groups of these sizes.
+      num_pages: pages of the pool.
+      pause_s: seconds that the move is expected to pause the engine; 0 for the present division.
+      is_measured: whether the step times of both sizes were measured.
+      refused: why the engine cannot have it now; empty if it can.
+    """
+
+    division: Division
+    times: GroupTimes
+    num_pages: int
+    pause_s: float = 0.0
+    is_measured: bool = True
+    refused: str = ""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DividedPlanner(SchedulePlanner):
+    """A planner of the WAA schedules of every division of an engine's devices.
+
+    The best schedule of the division that serves the most is chosen, if the move pays; else the
+    best schedule of the present division.
+
+    Attributes:
+      options: returns the divisions, the present one first.
+      config: returns the present configuration.
+      max_pause_s: the longest pause that a move may be expected to take.
+    """
+
+    plans_classes: ClassVar[bool] = False
+
+    options: Callable[[], Sequence[DivisionOption]]
+    config: Callable[[], EngineConfig]
+    max_pause_s: float
+
+    @property
+    def max_slots(self) -> int:
+        return self.config().max_slots
+
+    def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> DividedSpace:
+        config, options = self.config(), self.options()
+        spaces = {}
+        for option in options:
+            own = replace(config, num_pages=option.num_pages)
+            planner = WAAPlanner(times=option.times, config=lambda own=own: own)
+            spaces[option.division] = planner.space(lengths, classes)
+        return DividedSpace(
+            spaces=spaces,
+            options={option.division: option for option in options},
+            max_pause_s=self.max_pause_s,
+        )
+
+    def _chosen(self, space: DividedSpace, bounds: LatencyBounds) -> Schedule | None:
+        return space.chosen(bounds)[0]
+
+    def _nearest(self, space: DividedSpace, bounds: LatencyBounds) -> Schedule | None:
+        return space.nearest_to(bounds)[0]
+
+    def _finished(self, plan: Plan, space: DividedSpace) -> Plan:
+        keeps = plan.keeps_bounds
+        judged = space.chosen(plan.bounds) if keeps else space.nearest_to(plan.bounds)
+        return replace(plan, move=judged[1])
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DividedSpace:
+    """The WAA schedules of every division, and when a division is worth a move.
+
+    Attributes:
+      spaces: the schedules by division, those of the present division first.
+      options: what is known of each division.
+      max_pause_s: see `DividedPlanner`.
+    """
+
+    spaces: Mapping[Division, ScheduleSpace]
+    options: Mapping[Division, DivisionOption]
+    max_pause_s: float
+
+    @property
+    def present(self) -> Division:
+        """The division that the engine has."""
+        return next(iter(self.spaces))
+
+    def chosen(self, bounds: LatencyBounds) -> tuple[Schedule | None, Move | None]:
+        """Return the schedule that serves the most under bounds, and the move that it needs.
+
+        If a division that would serve more is not worth the move, the second value says why. The
+        schedule is None if none keeps the bounds.
+        """
+        found = {division: chosen(space, bounds) for division, space in self.spaces.items()}
+        values = {
+            division: float(self.spaces[division].estimated(schedule).throughput)
+            for division, schedule in found.items()
+            if schedule is not None
+        }
+        return self._judged(found, values)
+
+    def nearest_to(self, bounds: LatencyBounds) -> tuple[Schedule | None, Move | None]:
+        """Return the schedule that misses the bounds least, and the move; see `chosen`."""
+        score = nearest_to(bounds)
+        found = {division: space.best(score) for division, space in self.spaces.items()}
+        values = {
+            division: float(score(self.spaces[division].estimated(schedule)))
+            for division, schedule in found.items()
+            if schedule is not None
+        }
+        return self._judged(found, values)
+
+    def _judged(
+        self, found: Mapping[Division, Schedule | None], values: Mapping[Division, float]
+    ) -> tuple[Schedule | None, Move | None]:
+        """Choose among the best schedules of each division.
+
+        Args:
+          values: what rises with how good the schedule of a division is.
+        """
+        present = self.present
+        first: Move | None = None
+        for division in sorted(values, key=lambda each: -values[each]):
+            schedule = found[division]
+            if division == present or schedule is None or values[division] <= 0:
+                break
+            move = self._move(division, schedule, values[division], values.get(present, 0.0))
+            if not move.refused:
+                return replace(schedule, division=division), move
+            first = first or move
+        kept = found[present]
+        return None if kept is None else replace(kept, division=present), first
+
+    def _move(self, division: Division, schedule: Schedule, value: float, now: float) -> Move:
+        option = self.options[division]
+        gain = value / now if now else math.inf
+        needed = _GAIN if option.is_measured else _GAIN_IF_DERIVED
+        figures = self.spaces[division].estimated(schedule)
+        tokens_per_s = schedule.encode_tokens / float(figures.encode_s)
+        # Memory is in tokens, which are computed anew.
+        cost_s = option.pause_s + float(figures.memory_bytes) / tokens_per_s
+        refused = option.refused
+        if not refused and option.pause_s > self.max_pause_s:
+            refused = (
+                f"it would pause the engine for {option.pause_s:.3g} s, and max_pause_s is "
+                f"{self.max_pause_s:.3g}"
+            )
+        elif not refused and gain * (1 - cost_s / _HORIZON_S) <= needed:
+            refused = (
+                f"it would be {gain:.3g} times as good, and has to be {needed:.3g} times as good "
+                f"over {_HORIZON_S:.0f} s, of which a move takes {cost_s:.3g} s"
+            )
+        return Move(
+            present=self.present,
+            division=division,
+            gain=gain,
+            expected_pause_s=option.pause_s,
+            max_pause_s=self.max_pause_s,
+            is_measured=option.is_measured,
+            refused=refused,
+        )
+
+    # ---- see `ScheduleSpace` ----
+
+    def estimate(self, schedule: Schedule) -> str:
+        return CLOSED_FORM
+
+    def best(self, score: Score) -> Schedule | None:
+        """Return the schedule with the highest score of the divisions that a move may lead to."""
+        best, most = None, 0.0
+        for division, space in self.spaces.items():
+            option = self.options[division]
+            if option.refused or option.pause_s > self.max_pause_s:
+                continue
+            found = space.best(score)
+            value = 0.0 if found is None else float(score(space.estimated(found)))
+            if found is not None and value > most:
+                best, most = replace(found, division=division), value
+        return best
+
+    def nearest(self, schedule: Schedule) -> Schedule:
+        """Return the schedule of the same division, or of the present one if it has gone."""
+        division = schedule.division
+        if division is None or division not in self.spaces:
+            division = self.present
+        return replace(self.spaces[division].nearest(schedule), division=division)
+
+    def estimated(self, schedule: Schedule) -> Estimates:
+        assert schedule.division is not None
+        return self.spaces[schedule.division].estimated(schedule)
+
+    def own_latencies_s(self, schedule: Schedule) -> tuple[float, ...]:
+        return ()

@@ -1,0 +1,66 @@
+"""What a request's span says, in OpenTelemetry's names for generative models."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any, final
+
+from jaxserve.core.request import Completion
+from jaxserve.core.sampling_params import SamplingParams
+
+
+@final
+class Trace:
+    """The attributes of one request's span, as they become known.
+
+    Attributes:
+      error: name of the type of the error that ended a request; None without one.
+    """
+
+    def __init__(self) -> None:
+        self.attributes: dict[str, Any] = {}
+        self.error: str | None = None
+        self._num_input = self._num_output = 0
+        self._reasons: list[str] = []
+
+    def asked(self, params: SamplingParams, conversation_id: str | None = None) -> None:
+        """Add how the answer is sampled."""
+        given = {
+            "request.max_tokens": params.max_tokens,
+            "request.temperature": params.temperature,
+            "request.top_p": params.top_p,
+            "request.top_k": params.top_k or None,
+            "request.presence_penalty": params.presence_penalty or None,
+            "request.frequency_penalty": params.frequency_penalty or None,
+            "request.seed": params.seed,
+            "request.stop_sequences": list(params.stop) or None,
+            "request.choice.count": params.n if params.n > 1 else None,
+            "conversation.id": conversation_id,
+        }
+        self._set(given)
+
+    def ended(self, completion: Completion) -> None:
+        """Add what a prompt's answer has come to."""
+        if completion.error is not None:
+            self.error = type(completion.error).__name__
+        self._num_input += len(completion.prompt_token_ids)
+        self._num_output += sum(len(sample.token_ids) for sample in completion.samples)
+        self._reasons += [sample.finish_reason for sample in completion.samples]
+        self._set(
+            {
+                "usage.input_tokens": self._num_input,
+                "usage.output_tokens": self._num_output,
+                "response.finish_reasons": self._reasons,
+            }
+        )
+
+    def _set(self, given: dict[str, Any]) -> None:
+        self.attributes |= {f"gen_ai.{k}": v for k, v in given.items() if v is not None}
+
+
+current: ContextVar[Trace | None] = ContextVar("trace", default=None)
+
+
+def trace_here() -> Trace:
+    """Return what is known of the present request; without tracing, it is not used."""
+    return current.get() or Trace()

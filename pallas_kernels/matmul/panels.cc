@@ -1,0 +1,104 @@
+// Matrix products with a weight in panels on the CPU, as an XLA custom call (float32).
+//
+// A panel is kPanel columns of the weight, [k, kPanel], in one run of memory; see panels.py. A
+// thread takes a panel for up to kRows rows of x, and goes down it kDepth rows at a time: such a
+// block of the panel stays in L1 while tiles of x are multiplied with it, and the next one is
+// prefetched meanwhile. So the weight is read from memory once for every kRows rows of x, without a
+// copy. tiles.h promises that a row's bits are its own.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "threads.h"
+#include "tiles.h"
+#include "vectors.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int kPanel = 48;              // columns; panels.py has the same number
+constexpr int kPart = kVectors * W;     // columns of a tile: all of a panel, or half of them
+constexpr int64_t kDepth = 96;          // maximum of rows of a block, a multiple of 4
+constexpr int64_t kRows = 256;          // maximum of rows of x of an item
+constexpr int64_t kWorthAThread = 1 << 18;  // multiply-adds per additional thread
+static_assert(kPanel % kPart == 0);
+
+struct Problem {
+  const float* x;       // [m, k]
+  const float* panels;  // [count, k, kPanel]
+  float* y;             // [m, n]
+  int64_t m, k, n, count;
+
+  int64_t row_blocks() const { return (m + kRows - 1) / kRows; }
+  const float* panel(int64_t item) const { return panels + item % count * k * kPanel; }
+};
+
+// Prefetches a block of a panel into L2, one cache line per call.
+struct Ahead {
+  const float *at, *end;
+  void fetch_line() {
+    if (at < end) __builtin_prefetch(at, 0, 2);
+    at += 16;
+  }
+};
+
+void product(const Problem& p, int64_t item, const NextItem& next) {
+  const int64_t m0 = item / p.count * kRows, n0 = item % p.count * kPanel;
+  const int64_t rows = std::min(kRows, p.m - m0), tiles = (rows + kTile - 1) / kTile;
+  const int64_t blocks = (p.k + kDepth - 1) / kDepth;
+  const int64_t most = ((p.k + blocks - 1) / blocks + 3) / 4 * 4;
+  alignas(64) static thread_local float total[kRows * kPanel];
+  // Each tile's share of the cache lines of 4 rows of a panel.
+  const int64_t calls = tiles * (kPanel / kPart);
+  const int lines = static_cast<int>((4 * kPanel / 16 + calls - 1) / calls);
+  const float* panel = p.panel(item);
+  for (int64_t k0 = 0; k0 < p.k; k0 += most) {
+    const int64_t depth = std::min(most, p.k - k0);
+    const float *b = panel + k0 * kPanel, *after = b + depth * kPanel;
+    if (k0 + most >= p.k) {  // the first block of the panel that this thread takes next, probably
+      const int64_t other = next;
+      after = other < p.count * p.row_blocks() ? p.panel(other) : nullptr;
+    }
+    Ahead ahead = {after, after ? after + std::min(most, p.k) * kPanel : nullptr};
+    for (int part = 0; part < kPanel; part += kPart)
+      for (int64_t r = 0; r < rows; r += kTile)
+        multiply_rows<kPanel>(static_cast<int>(std::min<int64_t>(kTile, rows - r)),
+                              p.x + (m0 + r) * p.k + k0, p.k, b + part, kPanel, depth, k0 == 0,
+                              total + r * kPanel + part, ahead, lines);
+  }
+  const int64_t columns = std::min<int64_t>(kPanel, p.n - n0);
+  for (int64_t r = 0; r < rows; ++r)
+    std::copy_n(total + r * kPanel, columns, p.y + (m0 + r) * p.n + n0);
+}
+
+using Matrix = ffi::Buffer<ffi::F32, 2>;
+using Panels = ffi::Buffer<ffi::F32, 3>;
+
+ffi::Error panel_matmul(ffi::ThreadPool pool, Matrix x, Panels panels, ffi::Result<Matrix> y) {
+  Problem p;
+  p.x = x.typed_data();
+  p.panels = panels.typed_data();
+  p.y = y->typed_data();
+  p.m = x.dimensions()[0];
+  p.k = x.dimensions()[1];
+  p.n = y->dimensions()[1];
+  p.count = panels.dimensions()[0];
+  if (panels.dimensions()[1] != p.k || panels.dimensions()[2] != kPanel ||
+      p.count != (p.n + kPanel - 1) / kPanel)
+    return ffi::Error::InvalidArgument("panel_matmul: the panels do not fit x and y");
+  const int64_t threads = 1 + p.m * p.k * p.n / kWorthAThread;
+  for_each_item(pool, p.count * p.row_blocks(), threads,
+                [p](int64_t item, const NextItem& next) { product(p, item, next); });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PanelMatmul, panel_matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Matrix>()
+                                  .Arg<Panels>()
+                                  .Ret<Matrix>());

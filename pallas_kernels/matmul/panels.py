@@ -1,0 +1,140 @@
+"""Products with a float32 weight that is laid out for the CPU once, when it is loaded.
+
+A weight [in, out] becomes panels [panels, in, PANEL]: PANEL columns in one run of memory, in the
+order in which the kernel (panels.cc) reads them. The last panel is filled with zeros.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int
+
+from pallas_kernels import build, dispatch
+from pallas_kernels.matmul import xla
+
+PANEL = 48  # columns; panels.cc has the same number
+SOURCE = Path(__file__).with_name("panels.cc")
+SYMBOL = "PanelMatmul"
+
+Implementation = Literal["xla", "cpu"]
+
+
+def to_panels(weight: Float32[Array, "in out"]) -> Float32[Array, "panels depth width"]:
+    """Return a weight in panels."""
+    depth, columns = weight.shape
+    padded = jnp.pad(weight, ((0, 0), (0, -columns % PANEL)))
+    return padded.reshape(depth, -1, PANEL).transpose(1, 0, 2)
+
+
+def from_panels(
+    panels: Float32[Array, "panels depth width"], columns: int
+) -> Float32[Array, "in out"]:
+    """Return the weight of `columns` columns that is in panels."""
+    return panels.transpose(1, 0, 2).reshape(panels.shape[1], -1)[:, :columns]
+
+
+def columns_of(
+    panels: Float32[Array, "panels depth width"], index: Int[Array, " tokens"]
+) -> Float32[Array, "tokens in"]:
+    """Return columns of the weight, as rows."""
+    return panels[index // PANEL, :, index % PANEL]
+
+
+def panel_matmul(
+    x: Float32[Array, "tokens in"],
+    panels: Float32[Array, "panels depth width"],
+    *,
+    columns: int,
+    implementation: Implementation | None = None,
+) -> Float32[Array, "tokens out"]:
+    """Multiply `x` with a weight in panels.
+
+    Args:
+      columns: of the weight.
+      implementation: overrides the platform's choice, which is made when the call is traced and
+        logged once: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
+        refuses. "xla" copies the weight for each product.
+
+    Returns:
+      [tokens, columns]. With "cpu", the bits of a row do not depend on the other rows.
+
+    Raises:
+      NotImplementedError: the requested implementation cannot serve this case.
+      ValueError: the shapes contradict each other, or the implementation is unknown.
+    """
+    wanted = (-(-columns // PANEL), x.shape[-1], PANEL)
+    if x.ndim != 2 or panels.shape != wanted:
+        raise ValueError(
+            f"x{x.shape} and panels{panels.shape} do not fit {columns} columns; pass [tokens, in] "
+            f"and panels{wanted}"
+        )
+    return dispatch.call(
+        "panel_matmul",
+        {"xla": _by_xla, "cpu": _by_kernel},
+        {"cpu": ("cpu",)},
+        implementation,
+        x=x,
+        panels=panels,
+        columns=columns,
+    )
+
+
+def call(
+    target: str,
+    x: Float32[Array, "tokens in"],
+    panels: Float32[Array, "panels depth width"],
+    *,
+    columns: int,
+) -> Float32[Array, "tokens out"]:
+    """Call the kernel that is registered under `target`."""
+    return _product(target, columns, x, panels)
+
+
+def _by_kernel(
+    x: Float32[Array, "tokens in"], panels: Float32[Array, "panels depth width"], *, columns: int
+) -> Float32[Array, "tokens out"]:
+    platform = dispatch.target_platform()
+    if platform != "cpu":
+        raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
+    if dispatch.is_partitioned():
+        raise NotImplementedError("XLA cannot partition it over a mesh")
+    if {str(x.dtype), str(panels.dtype)} != {"float32"}:
+        raise NotImplementedError(f"it serves float32 only, not {x.dtype} with {panels.dtype}")
+    if 0 in (*x.shape, *panels.shape):
+        raise NotImplementedError(f"x{x.shape} or panels{panels.shape} is empty")
+    return call(build.cpu_target(SOURCE, SYMBOL), x, panels, columns=columns)
+
+
+def _by_xla(
+    x: Float32[Array, "tokens in"], panels: Float32[Array, "panels depth width"], *, columns: int
+) -> Float32[Array, "tokens out"]:
+    weight = from_panels(panels, columns)
+    return xla.matmul(x, weight, transposed=False, out_dtype=x.dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _product(
+    target: str,
+    columns: int,
+    x: Float32[Array, "tokens in"],
+    panels: Float32[Array, "panels depth width"],
+) -> Float32[Array, "tokens out"]:
+    return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype))(x, panels)
+
+
+@_product.defjvp
+def _derivative(
+    target: str,
+    columns: int,
+    values: tuple[jax.Array, jax.Array],
+    tangents: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the tangent with XLA's product, which XLA can transpose."""
+    (x, panels), (dx, dpanels) = values, tangents
+    times = partial(_by_xla, columns=columns)
+    return _product(target, columns, x, panels), times(dx, panels) + times(x, dpanels)

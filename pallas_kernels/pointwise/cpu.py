@@ -1,0 +1,86 @@
+"""Norms and gated activations on the CPU: C++ kernels (cpu.cc) on XLA's own threads.
+
+XLA makes several operations of each, most of them on one thread.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from pallas_kernels import build, dispatch
+from pallas_kernels.pointwise import xla
+
+SOURCE = Path(__file__).with_name("cpu.cc")
+
+
+def rms_norm(
+    x: Float[Array, "*rows width"], scale: Float[Array, " width"], *, eps: float, offset: float
+) -> Float[Array, "*rows width"]:
+    """See `api.rms_norm`."""
+    _check(x, scale)
+    target = build.cpu_target(SOURCE, "RmsNorm")
+    return norm_by(target, eps, offset, x.reshape(-1, x.shape[-1]), scale).reshape(x.shape)
+
+
+def gated_silu(x: Float[Array, "rows 2 width"]) -> Float[Array, "rows width"]:
+    """See `api.gated_silu`."""
+    _check(x)
+    return gate_by(build.cpu_target(SOURCE, "GatedSilu"), x)
+
+
+def _check(*arrays: jax.Array) -> None:
+    platform = dispatch.target_platform()
+    if platform != "cpu":
+        raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
+    if dispatch.is_partitioned():
+        raise NotImplementedError("XLA cannot partition it over a mesh")
+    if any(x.dtype != jnp.float32 or x.size == 0 for x in arrays):
+        raise NotImplementedError(
+            f"it serves float32 only, and no empty arrays, not {[str(x.aval) for x in arrays]}"
+        )
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def norm_by(
+    target: str,
+    eps: float,
+    offset: float,
+    x: Float[Array, "rows width"],
+    scale: Float[Array, " width"],
+) -> Float[Array, "rows width"]:
+    """Call the kernel that is registered under `target`."""
+    return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(x.shape, x.dtype))(
+        x, scale, eps=np.float32(eps), offset=np.float32(offset)
+    )
+
+
+@norm_by.defjvp
+def _norm_derivative(
+    target: str,
+    eps: float,
+    offset: float,
+    values: tuple[jax.Array, ...],
+    tangents: tuple[jax.Array, ...],
+) -> tuple[jax.Array, jax.Array]:
+    _, tangent = jax.jvp(partial(xla.rms_norm, eps=eps, offset=offset), values, tangents)
+    return norm_by(target, eps, offset, *values), tangent
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def gate_by(target: str, x: Float[Array, "rows 2 width"]) -> Float[Array, "rows width"]:
+    """Call the kernel that is registered under `target`."""
+    shape = jax.ShapeDtypeStruct((x.shape[0], x.shape[2]), x.dtype)
+    return jax.ffi.ffi_call(target, shape)(x)
+
+
+@gate_by.defjvp
+def _gate_derivative(
+    target: str, values: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    return gate_by(target, *values), jax.jvp(xla.gated_silu, values, tangents)[1]

@@ -1,0 +1,19 @@
+"""The benchmark of the kernels for CPUs."""
+
+from __future__ import annotations
+
+import json
+
+from benchmarks.kernels.cpu import PAGES, PRODUCTS, main
+
+
+def test_it_prints_each_case(capsys):
+    """One JSON object has a rate for each product, attention and pass."""
+    assert main("--rows 2 --layers 1 --repeats 1 --context 40".split()) == 0
+    result = json.loads(capsys.readouterr().out)
+    wanted = {f"product, {kind}, 2" for kind in PRODUCTS}
+    wanted |= {f"attention, {dtype}, 2" for dtype in PAGES}
+    wanted |= {f"passes, {implementation}, 2" for implementation in ("cpu", "xla")}
+    assert result["cases"].keys() == wanted
+    for figures in result["cases"].values():
+        assert figures["least_ms"] > 0 and figures["of_roofline"] > 0

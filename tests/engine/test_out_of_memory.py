@@ -1,0 +1,95 @@
+"""A step that runs out of the device's memory fails its own requests, and the engine goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import DeviceMemoryError
+from jaxserve.core.request import Request
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.testing import ExecutorWrapper, FaultyExecutor
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
+
+CONFIG = EngineConfig(
+    page_size=4, num_pages=40, max_slots=4, max_context=60, max_step_tokens=16, num_host_pages=30
+)
+_GREEDY = SamplingParams(max_tokens=12)
+
+
+def _outcomes(
+    policy: str, wrap: Callable[[Any], Any] = lambda inner: inner
+) -> tuple[dict[str, tuple[int, ...]], dict[str, Any], int]:
+    """Return the tokens and the errors of 24 requests, and the steps that were lost."""
+    clock = VirtualClock()
+    engine = Engine(wrap(SimulatedExecutor(CONFIG, clock)), PRESETS[policy], clock)
+    sequences = [
+        *(
+            each
+            for number in range(24)
+            for each in engine.add(
+                Request(
+                    id=f"{number}",
+                    prompt=tuple(range(1 + number % 3, 20)),
+                    params=SamplingParams(max_tokens=5 + number % 20),
+                    arrival_s=float(number),
+                )
+            )
+        )
+    ]
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check_integrity()
+    errors = {each.request.id: each.error for each in sequences if each.error is not None}
+    return (
+        {each.request.id: tuple(each.output) for each in sequences},
+        errors,
+        engine.stats.num_lost_steps,
+    )
+
+
+@pytest.mark.parametrize("policy", ["vllm_like", "s3", "pensieve", "auto"])
+@pytest.mark.parametrize("every", [3, 7, 20])
+def test_others_have_the_tokens_that_they_have_anyway(policy: str, every: int):
+    """Their KV is computed anew, also where it was on the host or in the prefix cache."""
+    wanted, _, _ = _outcomes(policy)
+    found, errors, num_lost = _outcomes(
+        policy, lambda inner: FaultyExecutor(inner, out_of_memory_every=every)
+    )
+    assert num_lost and errors
+    assert all(type(error) is DeviceMemoryError for error in errors.values())
+    for name, output in found.items():
+        assert output == (wanted[name] if name not in errors else wanted[name][: len(output)])
+
+
+class _Twice(ExecutorWrapper):
+    """The 4th step and the 12th run out of memory, one of them when it is collected."""
+
+    def __init__(self, inner: Any):
+        super().__init__(FaultyExecutor(inner, out_of_memory_every=4))
+
+    def submit(self, plan: Any) -> Any:
+        faulty = self.inner
+        return (faulty if faulty.num_submitted < 8 else faulty.inner).submit(plan)
+
+
+def test_a_device_goes_on():
+    """The page cache and the slots are made anew; what is served next is right."""
+    prompts = random_prompts(6, longest=20)
+    with Runtime(tiny_llama(), policy="auto", **OPTIONS) as rt:
+        wanted = [each.token_ids for each in rt.generate(prompts, _GREEDY)]
+    with Runtime(tiny_llama(), policy="auto", wrap_executor=_Twice, **OPTIONS) as rt:
+        done = rt.generate(prompts, _GREEDY)
+        assert any(isinstance(each.error, DeviceMemoryError) for each in done)
+        for each, tokens in zip(done, wanted, strict=True):
+            assert each.error is not None or each.token_ids == tokens
+        assert [each.token_ids for each in rt.generate(prompts, _GREEDY)] == wanted
+        assert rt.stats().num_lost_steps >= 2
+        rt.check_integrity()

@@ -1,0 +1,138 @@
+"""Norms and gated activations agree with NumPy's, and a row's bits depend only on the row."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import build, gated_silu, rms_norm
+from pallas_kernels.pointwise import cpu
+from sharding import make_mesh
+from tests.common.instructions import instruction_sets
+
+INSTRUCTIONS = instruction_sets()
+ROWS = st.sampled_from([1, 2, 7, 33, 200])
+WIDTHS = st.sampled_from([1, 8, 15, 16, 17, 64, 100, 576, 1537])
+
+
+def _normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).standard_normal(shape, np.float32)
+
+
+def _norm(x, scale, instructions: str, eps: float = 1e-5, offset: float = 0.0) -> np.ndarray:
+    target = build.cpu_target(cpu.SOURCE, "RmsNorm", INSTRUCTIONS[instructions])
+    return np.asarray(cpu.norm_by(target, eps, offset, jnp.asarray(x), jnp.asarray(scale)))
+
+
+def _gate(x, instructions: str) -> np.ndarray:
+    target = build.cpu_target(cpu.SOURCE, "GatedSilu", INSTRUCTIONS[instructions])
+    return np.asarray(cpu.gate_by(target, jnp.asarray(x)))
+
+
+def _assert_close(got, wanted) -> None:
+    assert got.shape == wanted.shape
+    assert np.linalg.norm(got - wanted) <= 1e-6 * np.linalg.norm(wanted)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    rows=ROWS,
+    width=WIDTHS,
+    offset=st.sampled_from([0.0, 1.0]),
+    instructions=st.sampled_from([*INSTRUCTIONS, "xla"]),
+)
+def test_norms_agree_with_float64(rows, width, offset, instructions):
+    """Any number and width of rows agree, with and without an offset of the scale."""
+    x, scale = _normal(rows, width), _normal(width)
+    if instructions == "xla":
+        got = rms_norm(*map(jnp.asarray, (x, scale)), eps=1e-5, offset=offset, implementation="xla")
+    else:
+        got = _norm(x, scale, instructions, offset=offset)
+    wide = x.astype(np.float64)
+    wanted = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * (scale + offset)
+    _assert_close(np.asarray(got), wanted)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(rows=ROWS, width=WIDTHS, instructions=st.sampled_from([*INSTRUCTIONS, "xla"]))
+def test_gates_agree_with_float64(rows, width, instructions):
+    """Any number and width of rows agree."""
+    x = 10 * _normal(rows, 2, width)
+    if instructions == "xla":
+        got = gated_silu(jnp.asarray(x), implementation="xla")
+    else:
+        got = _gate(x, instructions)
+    gate, up = x[:, 0].astype(np.float64), x[:, 1].astype(np.float64)
+    _assert_close(np.asarray(got), gate / (1 + np.exp(-gate)) * up)
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_the_bits_of_a_row_are_its_own(instructions):
+    """A row has the same bits alone, in any batch, and at any place of it."""
+    x, scale, both = _normal(70, 100), _normal(100), _normal(70, 2, 100)
+    norms, gates = _norm(x, scale, instructions), _gate(both, instructions)
+    for first, count in ((0, 1), (3, 8), (20, 50)):
+        part = slice(first, first + count)
+        np.testing.assert_array_equal(_norm(x[part], scale, instructions), norms[part])
+        np.testing.assert_array_equal(_gate(both[part], instructions), gates[part])
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_numbers_that_are_not_finite_are_as_in_xla(instructions):
+    """NaN, infinities and the largest numbers give what XLA gives."""
+    special = [np.nan, np.inf, -np.inf, 1e30, -1e30, 100, -100, 87.5, -88.5, 0]
+    gate, up = (np.asarray(x, np.float32) for x in zip(*((a, b) for a in special for b in special)))  # noqa: B905
+    both = np.stack([gate, up])[None]
+    np.testing.assert_allclose(
+        _gate(both, instructions),
+        np.asarray(gated_silu(jnp.asarray(both), implementation="xla")),
+        rtol=1e-5,
+        atol=1e-30,
+    )
+    x, scale = _normal(len(special), 40), np.ones(40, np.float32)
+    x[:, 3] = special
+    np.testing.assert_allclose(
+        _norm(x, scale, instructions),
+        np.asarray(rms_norm(jnp.asarray(x), jnp.asarray(scale), eps=1e-5, implementation="xla")),
+        rtol=1e-5,
+        atol=1e-30,
+    )
+
+
+def test_they_can_be_differentiated():
+    """Gradients equal XLA's."""
+    x, scale, both = (jnp.asarray(_normal(*s)) for s in ((5, 24), (24,), (5, 2, 24)))
+
+    def loss(x, scale, both, implementation):
+        norm = rms_norm(x, scale, eps=1e-5, implementation=implementation)
+        return jnp.sum(jnp.sin(norm) * gated_silu(both, implementation=implementation))
+
+    for got, wanted in zip(
+        *(jax.grad(loss, (0, 1, 2))(x, scale, both, each) for each in ("cpu", "xla")), strict=True
+    ):
+        _close = np.linalg.norm(got - wanted) < 1e-5 * np.linalg.norm(wanted)
+        assert _close
+
+
+def test_what_the_kernels_do_not_serve():
+    """Other precisions and meshes are XLA's; several leading axes are rows."""
+    x, scale = jnp.asarray(_normal(3, 4, 8)), jnp.ones(8)
+    flat = rms_norm(x.reshape(12, 8), scale, eps=1e-5)
+    np.testing.assert_array_equal(rms_norm(x, scale, eps=1e-5).reshape(12, 8), flat)
+    with pytest.raises(NotImplementedError, match="serves float32 only"):
+        rms_norm(x.astype(jnp.bfloat16), scale, eps=1e-5, implementation="cpu")
+    with jax.set_mesh(make_mesh(tensor=2)), pytest.raises(NotImplementedError, match="mesh"):
+        gated_silu(jnp.ones((2, 2, 8)), implementation="cpu")
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_shapes_that_contradict_each_other_are_refused():
+    """The errors name the shapes."""
+    with pytest.raises(ValueError, match=r"x\(2, 8\) and scale\(7,\)"):
+        rms_norm(jnp.ones((2, 8)), jnp.ones(7), eps=1e-5)
+    with pytest.raises(ValueError, match=r"pass \[rows, 2, width\]"):
+        gated_silu(jnp.ones((2, 3, 8)))

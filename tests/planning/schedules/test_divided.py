@@ -1,0 +1,224 @@
+"""Which division of the devices a plan chooses, against all of them and against simulations."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import InfeasibleBoundError
+from jaxserve.planning import GroupTimes, StepTimes, simulate
+from jaxserve.planning.group_sizes import GroupSizes, derived
+from jaxserve.planning.schedules import LatencyBounds, lengths_of
+from jaxserve.planning.schedules.adaptation import Adaptation
+from jaxserve.planning.schedules.configuration import Division
+from jaxserve.planning.schedules.divided import DividedPlanner, DivisionOption
+from jaxserve.planning.schedules.measured_waa import WAAPlanner
+from jaxserve.planning.schedules.observed import AnswerLength
+from jaxserve.planning.schedules.plan import Plan
+from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.workload import WorkloadItem
+from tests.planning.schedules.step_times import like_a_small_model
+
+SMALL = EngineConfig(
+    page_size=16,
+    num_pages=800,
+    max_slots=12,
+    max_context=512,
+    max_step_tokens=256,
+    max_decode_iterations=4,
+)
+DIVISIONS = [Division(e, d) for e in (1, 2, 4) for d in (1, 2, 4) if e + d <= 5]
+LONG_ANSWERS = [(20, 40)] * 20
+LONG_PROMPTS = [(300, 4)] * 20
+
+
+def _of_size(size: int, parallel: float = 0.9) -> StepTimes:
+    """Return times of a group of `size` devices, by Amdahl's law."""
+    times = like_a_small_model(SMALL)
+    times = replace(times, origin=replace(times.origin, device={"count": 1}))
+    law = derived(times, size)
+    factor = (1 - parallel) + parallel / size
+    return replace(
+        law,
+        **{
+            name: {
+                key: replace(curve, points=tuple((x, factor * s) for x, s in curve.points))
+                for key, curve in getattr(times, name).items()
+            }
+            for name in ("decode_s", "prefill_s")
+        },
+    )
+
+
+def _times(encode: int, decode: int, parallel: float = 0.9) -> GroupTimes:
+    groups = (_of_size(encode, parallel), _of_size(decode, parallel))
+    return GroupTimes(groups=groups, handover_s=1e-3, page_s=1e-4)
+
+
+def _options(present: Division, **settings: object) -> list[DivisionOption]:
+    ordered = sorted(DIVISIONS, key=lambda each: each != present)
+    return [
+        DivisionOption(
+            division=each,
+            times=_times(each.encode, each.decode),
+            num_pages=SMALL.num_pages,
+            **(settings if each != present else {}),  # pyright: ignore[reportArgumentType]
+        )
+        for each in ordered
+    ]
+
+
+def _planner(options: Sequence[DivisionOption], max_pause_s: float = 1.0) -> DividedPlanner:
+    return DividedPlanner(options=lambda: options, config=lambda: SMALL, max_pause_s=max_pause_s)
+
+
+def _plan(planner: DividedPlanner, lengths: list[tuple[int, int]], bound_s: float = math.inf):
+    task = lengths_of(lengths)
+    return planner.plan(task, LatencyBounds(latency_s=bound_s), num_lengths=len(lengths))
+
+
+def _rates(lengths: list[tuple[int, int]], bound_s: float = math.inf) -> dict[Division, float]:
+    """Return the best throughput of each division, each found by itself."""
+    rates = {}
+    for each in DIVISIONS:
+        planner = WAAPlanner(times=_times(each.encode, each.decode), config=lambda: SMALL)
+        try:
+            plan = planner.plan(
+                lengths_of(lengths), LatencyBounds(latency_s=bound_s), num_lengths=1
+            )
+        except InfeasibleBoundError:
+            continue
+        rates[each] = plan.answers_per_s
+    return rates
+
+
+def test_the_division_that_serves_the_most_is_chosen():
+    """Of all divisions, whatever the present one, the lengths and the bound; or the present one."""
+    rng = random.Random(5)
+    moved = 0
+    for _ in range(6):
+        lengths = [(rng.choice([10, 60, 250]), rng.choice([4, 20, 60])) for _ in range(4)]
+        bound_s = rng.choice([math.inf, 0.8, 0.4])
+        rates = _rates(lengths, bound_s)
+        if not rates:
+            continue
+        present = rng.choice(DIVISIONS)
+        plan = _plan(_planner(_options(present, pause_s=0.01)), lengths, bound_s)
+        best = max(rates, key=lambda each: rates[each])
+        if plan.schedule.division == present:
+            assert plan.answers_per_s == rates[present] >= max(rates.values()) / 1.12
+            assert plan.move is None or "times as good" in plan.move.refused
+        else:
+            moved += 1
+            assert plan.schedule.division == best and plan.answers_per_s == rates[best]
+            assert plan.move is not None and plan.move.division == best and not plan.move.refused
+            assert f"devices move from {present} to {best}" in str(plan)
+    assert moved > 1
+
+
+@pytest.mark.parametrize("lengths", [LONG_ANSWERS, LONG_PROMPTS], ids=["answers", "prompts"])
+def test_the_discrete_simulation_agrees(lengths: list[tuple[int, int]]):
+    """The real scheduler serves more on the chosen division than on the one before."""
+    present = Division(4, 1) if lengths is LONG_ANSWERS else Division(1, 4)
+    options = _options(present)
+    plan = _plan(_planner(options), lengths)
+    division = plan.schedule.division
+    assert division is not None and division != present
+    assert (division.encode < present.encode) == (lengths is LONG_ANSWERS)
+    before = _plan(_planner(options[:1]), lengths)
+    assert _simulated(lengths, plan) > 1.1 * _simulated(lengths, before)
+
+
+def _simulated(lengths: list[tuple[int, int]], plan: Plan) -> float:
+    """Return the answers per second of the middle third of answers that all wait."""
+    division = plan.schedule.division
+    assert division is not None
+    simulation = simulate(
+        [WorkloadItem(prompt_token_ids=(1,) * i, num_output_tokens=o) for i, o in lengths * 8],
+        Policy("waa", OnDemand(), FCFS(), plan.iteration(), Stateless()),
+        SMALL,
+        _times(division.encode, division.decode).costs(),
+        progress=False,
+    )
+    ends = np.sort([completion.timing.finished_s or 0.0 for completion in simulation.completions])
+    low, high = len(ends) // 3, 2 * len(ends) // 3
+    return (high - low) / (ends[high] - ends[low])
+
+
+def test_a_move_that_does_not_pay_is_not_made_and_the_plan_says_why():
+    """The pause is above its bound, or too long to pay, or the division has failed before."""
+    present = Division(4, 1)
+    best = _plan(_planner(_options(present)), LONG_ANSWERS).schedule.division
+    for settings, max_pause_s, reason in (
+        (dict(pause_s=2.0), 1.0, "would pause the engine for 2 s, and max_pause_s is 1"),
+        (dict(pause_s=290.0), 1e3, "of which a move takes 29"),
+        (dict(refused="an earlier move failed"), 1.0, "an earlier move failed"),
+    ):
+        plan = _plan(_planner(_options(present, **settings), max_pause_s), LONG_ANSWERS)
+        assert plan.schedule.division == present
+        assert plan.move is not None and plan.move.division == best
+        assert reason in plan.move.refused and reason in str(plan)
+        assert plan.figures()["move"]["division"] == str(best)
+
+
+def test_a_bound_that_only_another_division_keeps():
+    """It is a reason to move; where the pause is too long the error says what is feasible here."""
+    present = Division(4, 1)
+    here = WAAPlanner(times=_times(4, 1), config=lambda: SMALL)
+    with pytest.raises(InfeasibleBoundError) as refused:
+        _ = here.plan(lengths_of(LONG_ANSWERS), LatencyBounds(latency_s=1e-9), num_lengths=1)
+    lowest_s = refused.value.lowest["latency_s"]
+    plan = _plan(_planner(_options(present)), LONG_ANSWERS, 0.8 * lowest_s)
+    assert plan.keeps_bounds and plan.schedule.division != present
+    assert plan.move is not None and plan.move.gain == math.inf
+    assert plan.figures()["move"]["gain"] is None
+    with pytest.raises(InfeasibleBoundError) as refused:
+        _plan(_planner(_options(present, pause_s=2.0)), LONG_ANSWERS, 0.8 * lowest_s)
+    assert refused.value.lowest["latency_s"] == pytest.approx(lowest_s)
+    nearest = _planner(_options(present)).nearest(
+        lengths_of(LONG_ANSWERS), LatencyBounds(latency_s=1e-9), num_lengths=1
+    )
+    assert nearest.schedule.division != present and not nearest.keeps_bounds
+
+
+def test_lengths_that_drift_move_devices_once():
+    """Long prompts after long answers: one move, and none back while the lengths stay."""
+    options = _options(Division(1, 4), pause_s=0.01)
+    planner = _planner(options)
+    plan = _plan(planner, LONG_ANSWERS)
+    assert plan.schedule.division == Division(1, 4)
+    first = [AnswerLength(admitted_s=float(i), num_prompt=20, num_output=40) for i in range(80)]
+    adaptation = Adaptation(planner, LatencyBounds(), plan=plan, answers=first)
+    moves = []
+    for i in range(80, 400):
+        answer = AnswerLength(admitted_s=float(i), num_prompt=300, num_output=4)
+        if adaptation.observe([answer]) and (found := adaptation.revised([])) is not None:
+            if found.move is not None and not found.move.refused:
+                moves.append(found.move.division)
+                options[:] = _options(found.move.division, pause_s=0.01)
+    assert len(moves) == 1 and moves[0].encode > 1
+    assert adaptation.plan is not None and adaptation.plan.schedule.division == moves[0]
+
+
+def test_times_of_sizes_that_were_not_measured_follow_from_those_that_were():
+    """Two sizes give the part that devices share; one size counts all as shared."""
+    sizes = GroupSizes(_times(1, 2, parallel=0.8))
+    assert sizes.is_measured(1, 2) and not sizes.is_measured(2, 4)
+    four = sizes.times(4, 1).groups[0]
+    expected = _of_size(4, parallel=0.8)
+    assert four.origin.device["count"] == 4
+    assert four.prefill_s[64](100.0) == pytest.approx(expected.prefill_s[64](100.0))
+    assert four.plan_s == expected.plan_s and sizes.times(4, 1).page_s == 1e-4
+    alone = derived(_of_size(2, parallel=0.8), 4)
+    assert alone.decode_s[1](0.0) == pytest.approx(_of_size(2, parallel=0.8).decode_s[1](0.0) / 2)
+    sizes.add(expected)
+    assert sizes.is_measured(4) and sizes.times(4, 1).groups[0] is expected

@@ -1,0 +1,111 @@
+"""Models whose float32 weights are laid out for the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.models.loading import abstract_model
+from jaxserve.models.panelled import PanelledWeight
+from jaxserve.models.quantisation import Quantisation, Quantiser, has_panels
+from jaxserve.models.quantised import QuantisedWeight
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
+from pallas_kernels import dispatch
+from sharding import make_mesh
+
+PROMPTS = random_prompts(4, longest=30)
+EACH = SamplingParams(max_tokens=12)
+IN_PANELS = Quantisation.in_panels(None)
+
+
+def _panelled(seed: int = 0) -> nnx.Module:
+    """Return the tiny model as it is after a checkpoint was loaded for one CPU."""
+    model = tiny_llama(seed)
+    return Quantiser(model, IN_PANELS).model(nnx.state(model, nnx.Param))
+
+
+def _answers(rt: Runtime):
+    return [completion.token_ids for completion in rt.generate(list(PROMPTS), EACH)]
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """The answers of the dense model, by seed."""
+    found = {}
+    for seed in (0, 1):
+        with Runtime(tiny_llama(seed), **OPTIONS | {"warmup": False}) as rt:
+            found[seed] = _answers(rt)
+    return found
+
+
+def test_answers_are_those_of_dense_weights(wanted):
+    """The layout changes no token, the kernel serves it, and an update gets it too."""
+    with Runtime(_panelled(), **OPTIONS | {"warmup": True, "strict": True}) as rt:
+        assert _answers(rt) == wanted[0]
+        before = rt.stats().num_compilations
+        rt.update_params(nnx.state(tiny_llama(1), nnx.Param))
+        assert _answers(rt) == wanted[1]
+        rt.update_params(nnx.state(_panelled(0), nnx.Param))
+        assert _answers(rt) == wanted[0]
+        assert rt.stats().num_compilations == before
+        other = nnx.state(tiny_llama(num_layers=1), nnx.Param)
+        with pytest.raises(InvalidConfigError, match="do not fit"):
+            rt.update_params(other)
+    chosen = {c.implementation for c in dispatch.choices() if c.operation == "panel_matmul"}
+    assert "cpu" in chosen
+
+
+def test_which_weights_are_in_panels():
+    """All matrices of layers and the embedding are; stacked layers and other dtypes are not."""
+    config = tiny_llama().config
+    for layout, dtype, found in (
+        ("unrolled", "float32", True),
+        ("scanned", "float32", False),
+        ("unrolled", "bfloat16", False),
+    ):
+        graphdef, state = abstract_model(
+            replace(config, dtype=dtype),
+            layer_layout=layout,  # pyright: ignore
+            change=IN_PANELS.change,
+        )
+        model = nnx.merge(graphdef, state)
+        assert has_panels(model) == (dtype == "float32")  # the ends of a model are not stacked
+        if found:
+            weights = [m for _, m in nnx.iter_modules(model) if isinstance(m, PanelledWeight)]
+            assert len(weights) == 4 * config.num_layers + 2
+
+
+def test_when_a_checkpoint_is_loaded_in_panels():
+    """On one CPU; a mesh, or blocks that are kept, have none. Other weights can be quantised."""
+    dense = RuntimeOptions()
+    alone = Quantisation.at_loading(dense, mesh=None)
+    assert alone is not None and alone.has_panels and not alone.rounds_weights
+    assert Quantisation.at_loading(dense, mesh=make_mesh(tensor=2)) is None
+    kept = Quantisation.at_loading(RuntimeOptions(quantize="keep"), mesh=None)
+    assert kept is not None and not kept.has_panels
+    options = RuntimeOptions(quantize="int8", quantize_embeddings="none")
+    both = Quantisation.at_loading(options, mesh=None)
+    assert both is not None and both.has_panels and both.name != alone.name
+    graphdef, state = abstract_model(tiny_llama().config, change=both.change)
+    model = nnx.merge(graphdef, state)
+    assert isinstance(model.embedding, PanelledWeight)
+    assert isinstance(model.blocks[0].attention.wqkv, QuantisedWeight)
+
+
+@pytest.mark.parametrize("name", ["embedding", "lm_head"])
+def test_a_weight_comes_back(name):
+    """Panels hold the numbers of the dense weight, and its rows."""
+    dense, panelled = tiny_llama(), _panelled()
+    array, weight = getattr(dense, name)[...], getattr(panelled, name)
+    matrix = array.T if name == "embedding" else array
+    np.testing.assert_array_equal(weight.matrix(), matrix)
+    index = jax.numpy.asarray([3, 96, 0])
+    rows = weight.rows(index, None, "float32")
+    np.testing.assert_array_equal(rows, matrix.T[np.asarray(index)])

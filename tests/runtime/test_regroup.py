@@ -1,0 +1,269 @@
+"""Devices that move between the two groups of a runtime: the same answers, and nothing lost."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import InvalidConfigError, RegroupError
+from jaxserve.execution import regroup
+from jaxserve.execution.protocol import StepHandle
+from jaxserve.planning import StepTimes, keep_step_times
+from jaxserve.planning.schedules.configuration import Division
+from jaxserve.planning.step_times import Curve
+from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.iteration.waa import WAA
+from jaxserve.scheduling.plan import StepPlan, StepResult
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.testing import ExecutorWrapper, SlowExecutor, WrapAll
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
+from sharding import DeviceGroups, StagePlan, make_groups, make_mesh
+
+# Pages on demand, so that the groups take back what they have; several iterations of a decode step.
+POLICY = replace(
+    PRESETS["exegpt_waa_c"],
+    name="waa on demand",
+    admission=OnDemand(0.0),
+    iteration=WAA(encode_batch=4, decode_iterations=2),
+)
+SMALL: dict[str, Any] = OPTIONS | dict(policy=POLICY, warmup=False)
+PROMPTS = random_prompts(12, longest=60)
+PARAMS = [
+    SamplingParams(
+        max_tokens=6 + 5 * (i % 5), temperature=0.8 * (i % 2), seed=i, n=1 + (i % 4 == 3)
+    )
+    for i in range(len(PROMPTS))
+]
+
+
+def _samples(completions):
+    return [[s.token_ids for s in completion.samples] for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """Return the answers of one device under the default policy."""
+    with Runtime(tiny_llama(num_heads=8), **OPTIONS | dict(warmup=False)) as rt:
+        return _samples(rt.generate(PROMPTS, PARAMS))
+
+
+def _runtime(**options: Any) -> Runtime:
+    settings = SMALL | dict(mesh=make_groups(encode=1, decode=2)) | options
+    return Runtime(tiny_llama(num_heads=8), **settings)
+
+
+def _devices(executor: Any) -> list[list[int]]:
+    """Return the ids of the devices that hold the weights of each group."""
+    return [
+        sorted(device.id for device in jax.tree.leaves(group.params)[0].sharding.device_set)
+        for group in executor.groups
+    ]
+
+
+def test_requests_streams_and_conversations_go_on(wanted):
+    """Before, through and after moves; then other weights, and another page pool."""
+    seen = WrapAll(partial(SlowExecutor, step_s=0.0))
+    with _runtime(wrap_executor=seen) as rt:
+        (slow,) = seen.executors
+        assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted
+        talk = rt.conversation()
+        talk.send(PROMPTS[0], SamplingParams(max_tokens=4))
+        slow.step_s = 0.01
+        pending = [rt.submit(p, each) for p, each in zip(PROMPTS, PARAMS, strict=True)]
+        stream = rt.stream(PROMPTS[4], replace(PARAMS[4], n=1))
+        streamed = tuple(next(stream).token_ids)
+        assert _devices(slow) == [[0], [1, 2]]
+        assert 0 < rt.regroup(encode=2, decode=1, max_pause_s=60) < 60
+        assert _devices(slow) == [[0, 1], [2]]
+        slow.step_s = 0.0
+        for piece in stream:
+            streamed += tuple(piece.token_ids)
+        assert streamed == wanted[4][0]
+        assert _samples([each.result() for each in pending]) == wanted
+        assert len(talk.send(PROMPTS[1][:8], SamplingParams(max_tokens=4)).token_ids) == 4
+        stats = rt.stats()
+        assert stats.num_moves == 1 and 0 < stats.move_pause_s < 60
+        rt.check_integrity()
+
+        rt.update_params(nnx.state(tiny_llama(seed=1, num_heads=8)))
+        assert _samples(rt.generate(PROMPTS, PARAMS)) != wanted
+        rt.regroup(encode=1, decode=1, max_pause_s=60)
+        rt.update_params(nnx.state(tiny_llama(num_heads=8)))
+        assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted
+        size = rt.stats().pool_bytes
+        rt.resize_kv(size // 2)
+        assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted
+        rt.regroup(encode=1, decode=2, max_pause_s=60)
+        assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted and rt.stats().num_moves == 3
+
+
+def test_moves_under_random_cancellations(wanted):
+    """Every answer that was not cancelled is whole, and the others are beginnings of it."""
+    rng = random.Random(7)
+    seen = WrapAll(partial(SlowExecutor, step_s=0.002))
+    with _runtime(mesh=make_groups(encode=2, decode=2), wrap_executor=seen) as rt:
+        for _ in range(3):
+            pending = [rt.submit(p, each) for p, each in zip(PROMPTS, PARAMS, strict=True)]
+            cancelled = set()
+            for encode, decode in ((1, 2), (2, 1)):
+                for index in rng.sample(range(len(PROMPTS)), 2):
+                    cancelled.add(index)
+                    rt.cancel(pending[index].request_id)
+                rt.regroup(encode=encode, decode=decode, max_pause_s=60)
+                rt.check_integrity()
+                time.sleep(0.01 * rng.random())
+            found = _samples([each.result() for each in pending])
+            for index, samples in enumerate(found):
+                for tokens, whole in zip(samples, wanted[index], strict=True):
+                    begun = whole[: len(tokens)] if index in cancelled else whole
+                    assert tokens == begun
+        assert rt.stats().num_moves == 6
+        rt.check_integrity()
+
+
+def test_a_move_that_fails_leaves_the_groups_serving(wanted, monkeypatch):
+    """Weights that cannot be placed during the pause: all answers are as before, and go on."""
+    seen = WrapAll(partial(SlowExecutor, step_s=0.005))
+    with _runtime(wrap_executor=seen) as rt:
+        pages = rt.config.num_pages
+        pending = [rt.submit(p, each) for p, each in zip(PROMPTS, PARAMS, strict=True)]
+        number = 0
+
+        def failing(leaf: Any, sharding: Any) -> Any:
+            nonlocal number
+            number += 1
+            if number == 3:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory for weights")
+            return jax.device_put(leaf, sharding)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(regroup, "placed", failing)
+            with pytest.raises(RegroupError, match="serve as before.*no memory for weights"):
+                rt.regroup(encode=2, decode=1, max_pause_s=60)
+        assert number == 3 and _devices(seen.executors[0]) == [[0], [1, 2]]
+        assert _samples([each.result() for each in pending]) == wanted
+        assert rt.stats().num_moves == 0 and rt.config.num_pages == pages
+        rt.check_integrity()
+        rt.regroup(encode=2, decode=1, max_pause_s=60)
+        assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted
+
+
+def test_what_is_refused():
+    """Divisions that devices or model do not allow, a pause above its bound, other runtimes."""
+    with _runtime() as rt:
+        with pytest.raises(InvalidConfigError, match=r"encode=2, decode=2 is not a division"):
+            rt.regroup(encode=2, decode=2)
+        with pytest.raises(RegroupError, match=r"expected to pause the engine.*max_pause_s=0"):
+            rt.regroup(encode=2, decode=1, max_pause_s=0)
+        assert rt.regroup(encode=1, decode=2, max_pause_s=0) == 0.0
+        assert rt.stats().num_moves == 0
+    stages = DeviceGroups(make_mesh(), StagePlan.of([1, 1], devices=jax.devices()[1:]))
+    for options in (dict(mesh=stages), dict(mesh=None, policy="auto")):
+        with (
+            _runtime(**options) as rt,
+            pytest.raises(InvalidConfigError, match="devices cannot move between groups here"),
+        ):
+            rt.regroup(encode=1, decode=1)
+
+
+def test_nothing_compiles_after_a_move(wanted):
+    """The executables are made before the pause, in strict mode too."""
+    sizes = dict(max_slots=2, max_step_tokens=16, max_decode_iterations=1)
+    with _runtime(**sizes, strict=True, warmup="full") as rt:
+        rt.regroup(encode=2, decode=1, max_pause_s=60)
+        before = rt.stats().num_compilations
+        assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted
+        assert rt.stats().num_compilations == before
+
+
+def _scaled(times: StepTimes, size: int, *, decode: float, prefill: float) -> StepTimes:
+    """Return times of a group of `size` devices, whose steps take as many times as long."""
+
+    def scaled(curves: dict[int, Curve], factor: float) -> dict[int, Curve]:
+        return {
+            key: Curve(tuple((x, factor * s) for x, s in curve.points))
+            for key, curve in curves.items()
+        }
+
+    return replace(
+        times,
+        origin=replace(times.origin, device={**times.origin.device, "count": size}),
+        decode_s=scaled(times.decode_s, decode),
+        loop_s={key: decode * s for key, s in times.loop_s.items()},
+        prefill_s=scaled(times.prefill_s, prefill),
+    )
+
+
+class _Late:
+    """A step that ends later than it does."""
+
+    def __init__(self, handle: StepHandle, late_s: float):
+        self._handle = handle
+        self._late_s = late_s
+
+    def is_ready(self) -> bool:
+        return self._handle.is_ready()
+
+    def collect(self) -> StepResult:
+        time.sleep(self._late_s)
+        return self._handle.collect()
+
+
+class SlowSteps(ExecutorWrapper):
+    """Prompts take 15 ms more a step, and answers 8 ms, so that the host's time does not matter."""
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        handle = self.inner.submit(plan)
+        if plan.handovers:
+            return handle
+        return _Late(handle, 0.008 if plan.is_decode_loop else 0.015)
+
+
+def test_a_plan_moves_devices_and_so_does_a_drift(
+    wanted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """By times of two devices from the cache folder, which encode faster and decode slower."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
+    seen = WrapAll(SlowSteps)
+    prompts = [tuple(range(i % 40, i % 40 + 55)) for i in range(70)]
+    short = SamplingParams(max_tokens=2, ignore_eos=True)
+    with _runtime(wrap_executor=seen) as rt:
+        (executor,) = seen.executors
+        rt.regroup(encode=1, decode=1, max_pause_s=60)
+        times = rt.measure_group_times(rounds=1).groups[0]
+        two = _scaled(times, 2, decode=100.0, prefill=0.001)
+        keep_step_times(tmp_path / "profiles", two)
+
+        stays = rt.plan(lengths=[(60, 2)] * 9, max_pause_s=0.0)
+        assert stays.schedule.division == Division(1, 1) and stays.move is not None
+        assert stays.move.is_measured and "max_pause_s is 0" in stays.move.refused
+        moves = rt.plan(lengths=[(60, 2)] * 9, max_pause_s=60.0, adapt=False)
+        assert moves.schedule.division == Division(2, 1) and moves.move is not None
+        assert moves.move.pause_s is not None and 0 < moves.move.pause_s < 60
+        assert f"was {moves.move.pause_s:.3g} s" in str(moves) and rt.stats().plan == moves
+        assert _devices(executor) == [[0, 1], [2]]
+        assert rt.report().figures()["plan"]["move"]["division"] == "2/1"
+        assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted
+
+        rt.regroup(encode=1, decode=1, max_pause_s=60)
+        assert rt.stats().plan is None and _devices(executor) == [[0], [1]]
+        plan = rt.plan(lengths=[(4, 100)] * 9, max_pause_s=60.0)
+        assert plan.schedule.division == Division(1, 1)
+        for _ in range(30):
+            if rt.stats().num_moves == 4:
+                break
+            rt.generate(prompts, short)
+        assert rt.stats().num_moves == 4 and _devices(executor) == [[0, 1], [2]]
+        now = rt.stats().plan
+        assert now is not None and now.schedule.division == Division(2, 1)
+        assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted
+        rt.check_integrity()

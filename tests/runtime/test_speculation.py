@@ -1,0 +1,123 @@
+"""Speculation changes how many tokens an iteration gives, and no token."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.execution.state_limits import check_speculation
+from jaxserve.testing import OPTIONS, tiny_llama
+from sharding import StagePlan, make_groups, make_mesh
+
+QUOTED = [7, 3, 9, 4, 11, 6, 2, 8]
+
+
+def _prompts() -> list[list[int]]:
+    """Return prompts that repeat themselves, some of them all the time."""
+    rng = random.Random(0)
+    return [[rng.randrange(90)] * rng.randint(1, 4) + QUOTED * rng.randint(1, 4) for _ in range(10)]
+
+
+def _params(rng: random.Random) -> SamplingParams:
+    """Return parameters of any kind, among them some that favour tokens that were there before."""
+    kind = rng.randrange(5)
+    bias = {token: 30.0 for token in QUOTED[:2]}
+    common: dict[str, Any] = dict(max_tokens=rng.randint(1, 60), seed=rng.randrange(100))
+    return [
+        SamplingParams(**common),
+        SamplingParams(**common, temperature=0.8, logit_bias=bias),
+        SamplingParams(**common, logit_bias=bias),
+        SamplingParams(**common, temperature=1.0, repetition_penalty=1.3, logprobs=2),
+        SamplingParams(**common, logit_bias=bias, frequency_penalty=0.4, logprobs=1, n=1),
+    ][kind]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    with Runtime(tiny_llama(), **OPTIONS) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def speculating() -> Any:
+    with Runtime(tiny_llama(), **OPTIONS, speculation="lookup", strict=True) as runtime:
+        yield runtime
+
+
+def test_tokens_and_logprobs_are_those_without_speculation(plain, speculating):
+    """Greedy and drawn, with penalties and log-probabilities; nothing compiles meanwhile."""
+    for seed in range(4):
+        rng = random.Random(seed)
+        prompts = _prompts()
+        params = [_params(rng) for _ in prompts]
+        wanted, given = plain.generate(prompts, params), speculating.generate(prompts, params)
+        for one, other in zip(wanted, given, strict=True):
+            assert other.token_ids == one.token_ids
+            assert other.finish_reason == one.finish_reason
+            if one.logprobs is not None:
+                np.testing.assert_allclose(
+                    [each.logprob for each in other.logprobs],
+                    [each.logprob for each in one.logprobs],
+                    rtol=1e-4,
+                    atol=1e-5,
+                )
+    stats = speculating.stats()
+    assert stats.num_accepted_tokens > 20
+    assert stats.num_accepted_tokens < stats.num_draft_tokens
+    assert plain.stats().num_draft_tokens == 0
+
+
+def test_a_stop_string_and_an_end_token_end_an_answer_in_the_middle_of_what_was_proposed(plain):
+    prompt, params = QUOTED * 3, SamplingParams(max_tokens=50, logit_bias={5: 100.0})
+    first = plain.generate(prompt, params).token_ids
+    with Runtime(tiny_llama(), **OPTIONS, speculation="lookup") as runtime:
+        runtime.generate(prompt, params)  # after which it knows that speculating pays
+        for length in range(1, 12):
+            limited = SamplingParams(max_tokens=length, logit_bias={5: 100.0})
+            assert runtime.generate(prompt, limited).token_ids == first[:length]
+        ends = SamplingParams(max_tokens=50, logit_bias={5: 100.0}, stop_token_ids=(5,))
+        assert runtime.generate(prompt, ends).finish_reason == "stop"
+
+
+def test_tensor_parallel_runtimes_speculate_too(plain):
+    prompts = _prompts()[:4]
+    params = SamplingParams(max_tokens=40, logit_bias={token: 30.0 for token in QUOTED[:2]})
+    model = tiny_llama()
+    with Runtime(model, mesh=make_mesh(tensor=2), **OPTIONS, speculation="lookup") as runtime:
+        given = runtime.generate(prompts, params)
+        assert runtime.stats().num_accepted_tokens > 0
+    wanted = plain.generate(prompts, params)
+    assert [each.token_ids for each in given] == [each.token_ids for each in wanted]
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ({"mesh": StagePlan.of([1, 1])}, "stages"),
+        ({"mesh": make_groups(encode=1, decode=1), "policy": "exegpt_waa_c"}, "2 device groups"),
+    ],
+)
+def test_what_cannot_speculate_refuses_it(where, name):
+    with pytest.raises(InvalidConfigError, match=name):
+        Runtime(tiny_llama(), **where, **OPTIONS, speculation="lookup")
+
+
+def test_models_with_recurrent_layers_refuse_it():
+    model_config = SimpleNamespace(num_recurrent_layers=2)
+    check_speculation(model_config, RuntimeOptions())
+    with pytest.raises(InvalidConfigError, match="recurrent layers"):
+        check_speculation(model_config, RuntimeOptions(speculation="lookup"))
+
+
+def test_an_unknown_source_of_proposals_is_refused():
+    with pytest.raises(InvalidConfigError, match="speculation='oracle' is unknown"):
+        Runtime(tiny_llama(), **OPTIONS, speculation="oracle")
+    with pytest.raises(InvalidConfigError, match="num_speculative_tokens=0"):
+        Runtime(tiny_llama(), **OPTIONS, speculation="lookup", num_speculative_tokens=0)

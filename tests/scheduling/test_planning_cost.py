@@ -1,0 +1,105 @@
+"""The work of planning a step grows neither with the requests that wait nor with long contexts.
+
+It is counted in calls of Python functions, which no other work on the machine changes.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.prediction import LengthPrediction
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.scheduler import Scheduler
+from predictor import LengthBuckets
+
+CONFIG = EngineConfig(num_pages=41, max_slots=8, max_context=256, max_step_tokens=64, page_size=16)
+LONG = EngineConfig(
+    num_pages=30_000, max_slots=8, max_context=400_000, max_step_tokens=256, page_size=16
+)
+_BUCKETS = LengthBuckets.equal_width(64, 4)
+
+
+def _engine(policy: str, config: EngineConfig) -> Engine:
+    clock = VirtualClock()
+    executor = SimulatedExecutor(config, clock, reads_context=False)
+    return Engine(executor, PRESETS[policy], clock)
+
+
+def _request(number: int, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 64) -> Request:
+    weights = np.ones(4)
+    weights[number % 4] += 8
+    return Request(
+        id=str(number),
+        prompt=prompt,
+        params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        arrival_s=float(number),
+        prediction=LengthPrediction(_BUCKETS, weights / weights.sum()),
+    )
+
+
+def _calls(engine: Engine, num_steps: int) -> int:
+    """Return the most calls that planning one of the next steps made, or resumed."""
+    plan, counts = Scheduler.plan.__code__, []
+    depth = num = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal depth, num
+        if event in ("call", "return"):
+            entered = 1 if event == "call" else -1
+            if depth or frame.f_code is plan:
+                depth += entered
+                num += entered > 0
+                if not depth:
+                    counts.append(num)
+                    num = 0
+
+    sys.setprofile(count)
+    try:
+        for _ in range(num_steps):
+            engine.step()
+    finally:
+        sys.setprofile(None)
+    return max(counts)
+
+
+@pytest.mark.parametrize("policy", ["vllm_like", "s3", "s3_oracle", "pensieve", "auto"])
+def test_ten_times_as_many_wait(policy: str):
+    """The slots are full and the memory limits admission, with 200 waiting as with 2,000."""
+    found = []
+    for num_waiting in (200, 2_000):
+        engine = _engine(policy, CONFIG)
+        for number in range(num_waiting):
+            engine.add(_request(number, tuple(range(1, 30 + number % 50))))
+        engine.step()
+        found.append(_calls(engine, 40))
+    assert found[1] < 1.5 * found[0] + 200, found
+
+
+@pytest.mark.parametrize("policy", ["vllm_like", "s3", "pensieve", "auto"])
+def test_a_long_context_is_not_walked_over_each_step(policy: str):
+    """One sequence of 12,500 pages runs and as long a one waits; a step touches its own pages."""
+    found = []
+    for num_tokens in (4_000, 200_000):
+        config = replace(LONG, num_pages=2 + num_tokens // 10)
+        engine = _engine(policy, config)
+        for number in range(2):
+            prompt = tuple(range(number, num_tokens + number))
+            engine.add(_request(number, prompt, max_tokens=1000))
+        for number in range(2, 5):
+            engine.add(_request(number))
+        for _ in range(4):  # what begins with the long one is computed once
+            engine.step()
+        found.append(_calls(engine, 10))
+    assert found[1] < 1.5 * found[0] + 200, found

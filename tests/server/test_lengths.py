@@ -1,0 +1,109 @@
+"""Predicted lengths over HTTP: in comments of streams, and in whole answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from predictor import LengthBuckets, LengthDistributions
+from tests.server.serving import CHAT, client, post, runtime, server
+
+BUCKETS = LengthBuckets.equal_width(40, 4)
+CHATS = {"messages": CHAT}
+# The endpoints that stream, each with a body.
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {**CHATS, "max_tokens": 30},
+    "/v1/completions": {"prompt": "a", "max_tokens": 30},
+    "/v1/responses": {"input": "a", "max_output_tokens": 30},
+    "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": 30}},
+    "turn": {**CHATS, "max_tokens": 30, "conversation_id": "c"},
+}
+
+
+class Even:
+    """A predictor to which every length up to 40 is equally likely."""
+
+    calibration = None
+
+    def predict(self, prompts, /):
+        return LengthDistributions(BUCKETS, np.full((len(prompts), 4), 0.25))
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with (
+        runtime(predictor=Even(), step_s=0.03, max_decode_iterations=1) as rt,
+        server(rt) as url,
+    ):
+        yield url
+
+
+def _comments(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[2:]) for line in text.splitlines() if line.startswith(": {")]
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_streams_say_how_long_they_will_be(url: str, name: str):
+    """The first comment is the prediction; later ones are narrower, and say when the end comes."""
+    path = "/v1/chat/completions" if name == "turn" else name
+    text = post(url, path, {**ASKED[name], "stream": True}).text
+    first, *others = _comments(text)
+    assert first == {
+        "index": 0,
+        "predicted_tokens": 21,
+        "percentiles": [4, 10, 20, 30, 30],
+        "num_tokens": 0,
+    }
+    if name != "/v1/responses":  # its stream begins with the response
+        assert text.startswith(": {")
+    assert others
+    before = first
+    for later in others:
+        assert before["num_tokens"] < later["num_tokens"] < later["percentiles"][0] + 1
+        assert later["percentiles"][0] > before["percentiles"][0]
+        assert later["predicted_tokens"] >= before["predicted_tokens"]
+        # Between the fastest and a slow pace of the tokens that are expected to come.
+        num_left = later["predicted_tokens"] - later["num_tokens"]
+        assert 0.02 * (num_left - 1) < later["ends_in_s"] < num_left
+        before = later
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_whole_answers_have_the_prediction(url: str, name: str):
+    """`predicted_tokens` is the mean, or the limit of the answer if that is less."""
+    path = "/v1/chat/completions" if name == "turn" else name
+    told = post(url, path, ASKED[name]).json()
+    told = told["choices"][0] if path == "/v1/completions" else told
+    assert told["predicted_tokens"] == 21
+
+
+def test_choices_have_their_own_comments(url: str):
+    """Each sample of each prompt has its number, and at most its limit."""
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 3, "stream": True}
+    comments = _comments(post(url, "/v1/completions", body).text)
+    assert {each["index"]: each["predicted_tokens"] for each in comments} == dict.fromkeys(
+        range(4), 3
+    )
+
+
+def test_official_clients_skip_comments(url: str):
+    """The client reads the stream as any other."""
+    with client(url) as ai:
+        stream = ai.chat.completions.create(
+            model="tiny", messages=CHAT, max_tokens=3, temperature=0, stream=True
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    whole = post(url, "/v1/chat/completions", {**CHATS, "max_tokens": 3, "temperature": 0})
+    assert text == whole.json()["choices"][0]["message"]["content"]
+
+
+def test_servers_without_a_predictor_say_nothing():
+    """There are no comments, and no field."""
+    with runtime() as rt, server(rt) as url:
+        body = {"prompt": "a", "max_tokens": 3}
+        assert _comments(post(url, "/v1/completions", {**body, "stream": True}).text) == []
+        assert "predicted_tokens" not in post(url, "/v1/completions", body).text

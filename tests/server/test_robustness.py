@@ -1,0 +1,143 @@
+"""Clients that leave at any stage, bodies without an end, and thousands of requests that wait."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import httpx2
+import pytest
+
+from jaxserve import Runtime
+from jaxserve.server import ServerOptions, listen
+from tests.server.serving import NAME, connect, post, request_of, runtime, server
+
+BODY: dict[str, Any] = {"prompt": "a", "max_tokens": 100, "stream": True}
+# Bytes of a request after which its client is gone, and what it has received by then.
+STAGES = ["connected", "in the head", "in the body", "asked", "streaming", "half closed"]
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Runtime]:
+    """A runtime whose long answers take seconds."""
+    with runtime(step_s=0.02, max_decode_iterations=1) as rt:
+        yield rt
+
+
+@pytest.fixture(scope="module")
+def url(slow: Runtime) -> Iterator[str]:
+    with server(slow, max_waiting=20_000) as url:
+        yield url
+
+
+def _until(is_true: Callable[[], bool], seconds: float = 20.0) -> None:
+    end_s = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def _num_open(url: str) -> float:
+    lines = httpx2.get(url + "/metrics", timeout=60).text.splitlines()
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith("jaxserve:num_requests_")
+    )
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_clients_may_leave_at_any_stage(slow: Runtime, url: str, stage: str, is_reset: bool):
+    """Whether it closes or resets the connection, nothing of the request is left."""
+    sent = request_of("/v1/completions", BODY)
+    num_sent = {"connected": 0, "in the head": 30, "in the body": len(sent) - 5}
+    with connect(url) as leaving:
+        leaving.sendall(sent[: num_sent.get(stage, len(sent))])
+        if stage in ("streaming", "half closed"):
+            assert b"data:" in leaving.recv(1000)
+        if stage == "half closed":
+            leaving.shutdown(socket.SHUT_WR)
+            _until(lambda: not slow.outlook())
+        if is_reset:
+            leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    _until(lambda: not slow.outlook() and not _num_open(url))
+    slow.check_integrity()
+    assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).is_success
+
+
+def test_dead_connections_are_noticed():
+    """Connections are probed, so that a client without a network is known to be gone."""
+    listener = listen(ServerOptions(model_name=NAME, port=0))
+    address = listener.getsockname()
+    with listener, socket.create_connection(address), listener.accept()[0] as accepted:
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle_s = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        every_s = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+        count = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+    assert idle_s + every_s * count <= 60
+
+
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_bodies_of_100_mb(url: str, is_announced: bool):
+    """They are refused before they are received, and others are answered."""
+    length = b"content-length: 104857600" if is_announced else b"transfer-encoding: chunked"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    part = b"x" * (1 << 20)
+    chunk = part if is_announced else b"100000\r\n" + part + b"\r\n"
+    num_sent = 0
+    with connect(url) as large:
+        large.sendall(head + length + b"\r\n\r\n")
+        with suppress(ConnectionError):
+            for _ in range(100):
+                large.sendall(chunk)
+                num_sent += len(part)
+                large.setblocking(False)
+                with suppress(BlockingIOError):
+                    assert large.recv(12) == b"HTTP/1.1 413"
+                    break
+                large.settimeout(20)
+    assert num_sent < 60 << 20
+    assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).is_success
+
+
+def test_ten_thousand_wait(slow: Runtime, url: str):
+    """They are accepted, one more than the limit is 429, and when their clients leave all end."""
+    sent = request_of("/v1/completions", {**BODY, "prompt": ["a"] * 128})
+    with ExitStack() as clients:
+        for _ in range(79):
+            clients.enter_context(connect(url)).sendall(sent)
+        _until(lambda: _num_open(url) >= 10_000, 60)
+        assert httpx2.get(url + "/health").is_success
+        with server(slow, max_waiting=1) as strict:
+            answers = [post(strict, "/v1/completions", {"prompt": ["a"] * 2}) for _ in range(2)]
+            assert {answer.status_code for answer in answers} == {429}
+    _until(lambda: not slow.outlook() and not _num_open(url), 60)
+    slow.check_integrity()
+    assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).is_success
+
+
+def test_every_accepted_request_ends_under_load(slow: Runtime):
+    """With a short queue and clients that come and go, each one gets an answer or a typed error."""
+    answers: list[httpx2.Response] = []
+
+    def ask(url: str, number: int) -> None:
+        body = {"prompt": "a" * (1 + number % 9), "max_tokens": 1 + number % 7}
+        answers.append(post(url, "/v1/completions", {**body, "stream": bool(number % 2)}))
+
+    with server(slow, max_waiting=6) as url:
+        threads = [threading.Thread(target=ask, args=(url, number)) for number in range(40)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert len(answers) == 40
+    for answer in answers:
+        assert answer.status_code in (200, 429)
+        if answer.status_code == 429:
+            assert json.loads(answer.text)["error"]["code"] == "queue_full"
+        else:
+            assert "length" in answer.text
