@@ -72,10 +72,11 @@ def _case(
     runtimes: dict[str, Runtime], kind: str, prompts: list[Any], options: argparse.Namespace
 ) -> dict[str, Any]:
     found: dict[str, list[Figures]] = {way: [] for way in _WAYS}
-    answers: dict[str, list[tuple[int, ...]]] = {}
+    answers: dict[str, list[tuple[int, ...]]] = {way: [] for way in _WAYS}
     for _, way in in_turns(_WAYS, options.repeats):
-        figures, answers[way] = _played(runtimes[way], prompts, options.output_tokens)
+        figures, own = _played(runtimes[way], prompts, options.output_tokens)
         found[way].append(figures)
+        answers[way] += own
     rates = {way: [run["tokens_per_s"] for run in runs] for way, runs in found.items()}
     spread = Spread.of(ratios(rates["lookup"], rates["without"]))
     pairs = zip(*(answers[way] for way in _WAYS), strict=True)
@@ -83,6 +84,7 @@ def _case(
         "kind": kind,
         "num_requests": len(prompts),
         "is_faster_by": {"median": spread.median, "range": [spread.low, spread.high]},
+        "num_answers": len(answers["without"]),
         "num_same_answers": sum(one == other for one, other in pairs),
         **{way: summary(runs) for way, runs in found.items()},
     }
@@ -110,7 +112,9 @@ def _played(
 
 
 def _is_whole(result: dict[str, Any]) -> bool:
-    return not any(case[way]["num_failed"] for case in result["cases"] for way in _WAYS)
+    cases = result["cases"]
+    is_same = all(case["num_same_answers"] == case["num_answers"] for case in cases)
+    return is_same and not any(case[way]["num_failed"] for case in cases for way in _WAYS)
 
 
 def _print_table(result: dict[str, Any]) -> None:
@@ -126,7 +130,7 @@ def _print_table(result: dict[str, Any]) -> None:
             *(f"{case[way]['tokens_per_s']:.0f}" for way in _WAYS),
             f"{case['is_faster_by']['median']:.2f} ({low:.2f} to {high:.2f})",
             f"{case['lookup']['accepted_share']:.0%}",
-            f"{case['num_same_answers']}/{case['num_requests']}",
+            f"{case['num_same_answers']}/{case['num_answers']}",
         )
     show(table)
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, final
 
-import numpy as np
-
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxserve.core.prediction import LengthPrediction
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -65,6 +65,8 @@ class Request:
     @cached_property
     def prompt_array(self) -> np.ndarray:
         """The prompt as int32 [tokens], made once; a prompt may have a million tokens."""
+        import numpy as np  # the command line's help does without
+
         return np.asarray(self.prompt, np.int32)
 
     @property

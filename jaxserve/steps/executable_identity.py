@@ -122,10 +122,9 @@ def _tokens(value: Any) -> Iterator[str]:
         yield "partial"
         yield from _tokens((value.func, value.args, value.keywords))
     elif isinstance(value, Mapping):
+        # Flax copies the metadata of a variable in an order that differs between processes.
         yield f"{{{len(value)}"
-        for name, item in value.items():
-            yield from _tokens(name)
-            yield from _tokens(item)
+        yield from sorted("\1".join(_tokens(item)) for item in value.items())
     elif isinstance(value, (tuple, list)):
         yield f"{_global(type(value))}{len(value)}"
         for item in value:

@@ -272,6 +272,7 @@ def test_things_without_a_stable_name_are_refused():
     assert key_of(jax.nn.silu, np.dtype("float32"), {"a": (1, 2.0)}) == key_of(
         jax.nn.silu, np.dtype("float32"), {"a": (1, 2.0)}
     )
+    assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1}) != key_of({"a": 2, "b": 1})
     assert len({key_of(1), key_of("1"), key_of(1.0), key_of((1,)), key_of(True)}) == 5
 
 
