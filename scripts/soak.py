@@ -102,9 +102,14 @@ class Counts:
             self.ends[how] += 1
 
 
+def _threads() -> set[threading.Thread]:
+    """Return all threads but the one that tqdm keeps for its bars."""
+    return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+
+
 def soak(num_requests: int, num_threads: int, seed: int) -> dict[str, Any]:
     """Run, and return the figures; `problems` says what is wrong."""
-    threads_before = threading.active_count()
+    threads_before = _threads()
     counts, problems = Counts(), []
     sizes: list[int] = []
     begin_s = time.perf_counter()
@@ -136,9 +141,8 @@ def soak(num_requests: int, num_threads: int, seed: int) -> dict[str, Any]:
         problems += _left_over(rt)
         stats = rt.stats()
     seconds = time.perf_counter() - begin_s
-    if threading.active_count() > threads_before:
-        names = [thread.name for thread in threading.enumerate()]
-        problems.append(f"{threading.active_count()} threads, {threads_before} before: {names}")
+    if more := [thread.name for thread in _threads() - threads_before]:
+        problems.append(f"{len(more)} threads are left: {more}")
     if counts.num_ended_again:
         problems.append(f"{counts.num_ended_again} requests ended more than once")
     if counts.num_ended != counts.num_begun:

@@ -6,9 +6,6 @@ import json
 import sys
 import time
 
-# A script finds the module beside it.
-from answering import timed
-
 PAGE_SIZE = 256  # its default
 MAX_BATCH_TOKENS = 512  # of one step; its default is made for GPUs and for longer prompts
 
@@ -17,6 +14,7 @@ def main() -> None:
     """Answer the job's requests, all submitted at once, and print what it took."""
     begin_s = time.perf_counter()
     import torch
+    from answering import timed  # a script finds the module beside it; `benchmarks.decode` does not
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     with open(sys.argv[1], encoding="utf-8") as file:
