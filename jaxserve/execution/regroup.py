@@ -29,7 +29,7 @@ from sharding import DeviceGroups, placed, state_shardings
 from sharding.rules import replicated
 from sharding.shards import TENSOR
 
-# Bytes of weights that are placed between two checks.
+# Bytes of weights, in whole arrays, after which a check follows.
 _PIECE_BYTES = 64 << 20
 # Bytes that are placed to learn how long it takes.
 _TRIAL_BYTES = 16 << 20

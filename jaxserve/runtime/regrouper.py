@@ -157,10 +157,11 @@ class Regrouper:
         if division == self.present:
             return 0.0
         if division not in self._others or (num_pages := self._num_pages(division)) is None:
+            possible = (d for d in self._others if d == self.present or self._num_pages(d))
             raise InvalidConfigError(
                 f"encode={division.encode}, decode={division.decode} is not a division of these "
-                f"{len(self._devices)} devices that the model allows; pass one of "
-                f"{', '.join(map(str, self._others))} (prompts/answers) that has enough memory"
+                f"{len(self._devices)} devices that the model and the memory of the present "
+                f"groups allow; pass one of {', '.join(map(str, possible))} (prompts/answers)"
             )
         expected_s = self.expected_pause_s(division)
         if expected_s > max_pause_s:
