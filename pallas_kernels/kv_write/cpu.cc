@@ -70,7 +70,8 @@ void put(const float* x, int64_t n, T* to, float* scale) {
     largest = std::max(largest, std::fabs(x[i]));
     is_nan |= x[i] != x[i];
   }
-  *scale = is_nan ? __builtin_nanf("") : largest / kLargest<T>;
+  // XLA divides by a constant so, and pages have the same bits whoever wrote them.
+  *scale = is_nan ? __builtin_nanf("") : largest * (1.0f / kLargest<T>);
   const float by = *scale == 0.0f ? 1.0f : *scale;
   for (int64_t i = 0; i < n; ++i) encode(x[i] / by, to + i);
 }
