@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,8 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import EngineBusyError, JaxserveError, RuntimeClosedError
+
+_log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _Job = TypeVar("_Job")
@@ -148,7 +151,9 @@ class DeviceLoop(Generic[_Job]):
         """Call `news` on the loop's thread between steps; never, if the loop is over before."""
         with self._changed:
             if self._failure is None and not self._is_closing:
-                self._questions.append((news, Future()))
+                done: Future[None] = Future()
+                done.add_done_callback(_log_error)
+                self._questions.append((news, done))
                 self._changed.notify_all()
 
     def ask(self, question: Callable[[], _T]) -> _T:
@@ -331,3 +336,9 @@ class DeviceLoop(Generic[_Job]):
         self._work.fail_all(error, waiting)
         for _, asked in self._questions:
             asked.set_exception(error)
+
+
+def _log_error(done: Future[None]) -> None:
+    """Log why news could not be taken in, since nothing waits for it."""
+    if not done.cancelled() and (error := done.exception()) is not None:
+        _log.error("news for the loop was lost: %s", error, exc_info=error)

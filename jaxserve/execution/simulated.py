@@ -278,7 +278,7 @@ class SimulatedExecutor:
             self._sample(slot, index, result)
             num += 1
         assert result.proposals is not None
-        result.proposals[index] += (max(num, int(not slot.is_inert)), 0, num, 1)
+        result.proposals[index] += (max(num, int(not slot.is_inert)), 0, num, num, 1)
         return num
 
     def _start(self, slot: _Slot, row: Row, plan: StepPlan) -> int | None:

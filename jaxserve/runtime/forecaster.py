@@ -171,7 +171,7 @@ class Forecaster:
 
     def _predict(self, batch: Sequence[_Asked]) -> None:
         begin_s = time.perf_counter()
-        predictions: list[LengthPrediction | None] = [None] * len(batch)
+        predictions: list[LengthPrediction | None]
         try:
             prompts = [self._tokenizer.decode(each.request.given_prompt) for each in batch]
             with _on(self._device):
@@ -181,10 +181,13 @@ class Forecaster:
                 LengthPrediction(predicted.buckets, row, calibration)
                 for row in predicted.probabilities
             ]
+            if len(predictions) != len(batch):
+                raise ValueError(f"{len(predictions)} predictions for {len(batch)} prompts")
         except Exception:
             if not self.num_failed:
                 _log.exception("the length predictor failed; requests go on without predictions")
             self.num_failed += len(batch)
+            predictions = [None] * len(batch)
         self.seconds += time.perf_counter() - begin_s
         for each, prediction in zip(batch, predictions, strict=True):
             self.num_late += each.answer(prediction)

@@ -184,7 +184,7 @@ class Regrouper:
         self.num_moves += 1
         self.pause_s += pause_s
         self._placing_s.clear()  # weights lie elsewhere now
-        self._rest_s = max(_REST_S, self._rest_s, pause_s - expected_s + self._rest_s)
+        self._rest_s = max(_REST_S, pause_s - expected_s + self._rest_s)
         _log.info("devices moved to %s in a pause of %.3g s", division, pause_s)
         return pause_s
 

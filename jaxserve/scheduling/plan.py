@@ -223,14 +223,15 @@ class ProposalCount(enum.IntEnum):
     """What a decode loop counts of proposed tokens, in each row.
 
     HITS are tokens that were the ones proposed. MISSES were not, or had no proposal. COMPUTED are
-    proposals that the model computed, which a loop that does not speculate never does. ITERATIONS
-    are those in which the row took part.
+    proposals that the model computed, which a loop that does not speculate never does, and ACCEPTED
+    those of them that were right. ITERATIONS are those in which the row took part.
     """
 
     HITS = 0
     MISSES = 1
     COMPUTED = 2
-    ITERATIONS = 3
+    ACCEPTED = 3
+    ITERATIONS = 4
 
 
 @final

@@ -81,7 +81,7 @@ class Speculation:
             self._found.popitem(last=False)
         if plan.num_proposed:
             self._num_drafted += int(result.proposals[:, ProposalCount.COMPUTED].sum())
-            self._num_accepted += int(result.proposals[:, ProposalCount.HITS].sum())
+            self._num_accepted += int(result.proposals[:, ProposalCount.ACCEPTED].sum())
         if num_iterations := int(result.proposals[:, ProposalCount.ITERATIONS].max(initial=0)):
             key = _size(len(plan.rows)), plan.num_proposed
             times = self._seconds.setdefault(key, deque(maxlen=_NUM_TIMES))

@@ -101,7 +101,9 @@ def decode_loop(
                 hits = tried & proposed.found & (sampled.token == proposed.tokens[:, place])
                 outputs = count(outputs, ProposalCount.HITS, hits)
                 outputs = count(outputs, ProposalCount.MISSES, tried & ~hits)
-                counts = hits & (place + 1 < num) & rows.live(now.done)
+                accepted = hits & (place + 1 < num)
+                outputs = count(outputs, ProposalCount.ACCEPTED, accepted)
+                counts = accepted & rows.live(now.done)
             return now, outputs, counts
 
         if proposed is not None:

@@ -51,7 +51,7 @@ class _Loops:
     def ran(self, *, hits: int, misses: int, seconds: float, num_proposed: int = 0) -> None:
         """Take in a loop of one iteration."""
         proposals = np.zeros((1, len(ProposalCount)), np.int32)
-        proposals[0] = hits, misses, num_proposed, 1
+        proposals[0] = hits, misses, num_proposed, hits * (num_proposed > 0), 1
         plan = StepPlan(0, rows=(Row(0, 0, 0, 1, 1),), window_size=1, num_proposed=num_proposed)
         nothing = np.zeros(1, np.int32)
         result = StepResult(nothing[:, None], nothing, nothing == 0, proposals=proposals)
