@@ -24,7 +24,8 @@ class PanelledWeight(nnx.Module):
     """
 
     def __init__(self, panels: Float32[Array, "panels depth width"], out: tuple[int, ...]):
-        self.panels = nnx.Param(panels, logical_axes=(None, None, None))
+        # A model in half precision may have a few weights in float32, such as T5's.
+        self.panels = nnx.Param(panels, logical_axes=(None, None, None), has_own_dtype=True)
         self.out = out
 
     @classmethod
