@@ -56,7 +56,8 @@ def next_prompt(
       said: a text, which becomes the user's message; one or several messages; or token ids, which
         follow the history directly.
       render: returns the tokens of messages, for instance with tools; by default the chat template
-        does. Where it writes the first turn differently, all messages are tokenized by it.
+        does. Where it writes the newest prompt that was tokenized as a whole differently, all
+        messages are tokenized by it.
 
     Raises:
       InvalidRequestError: one of its subclasses.
@@ -84,8 +85,7 @@ def next_prompt(
             "this conversation is of token ids, and messages cannot go on with it; give token ids, "
             "or begin another conversation"
         )
-    first = history.turns[0]
-    is_same = render is None or tuple(render(first.messages or ())) == first.prompt
+    is_same = render is None or _is_written_by(render, history)
     added = _continuation(tokenizer, history, messages) if is_same else None
     if added is not None:
         kept = history.token_ids
@@ -144,6 +144,18 @@ def _parsed(said: Any) -> tuple[tuple[Message, ...] | None, tuple[int, ...]]:
     except TypeError:
         pass
     return as_messages(items), ()
+
+
+def _is_written_by(render: Render, history: History) -> bool:
+    """Return whether `render` gives the newest prompt that was tokenized as a whole."""
+    newest = num_before = 0
+    for i, turn in enumerate(history.turns):
+        if turn.num_kept < num_before:
+            newest = i
+        num_before = turn.num_kept + len(turn.prompt) + len(turn.answer)
+    turn, before = history.turns[newest], History.of(history.turns[:newest])
+    written = render([*before.messages, *(turn.messages or ())])
+    return tuple(written) == (*before.token_ids[: turn.num_kept], *turn.prompt)
 
 
 def _continuation(

@@ -31,6 +31,7 @@ A message says what was given, what is allowed, and what to do.
     ├── DownloadError              a file could not be fetched, or is not the published one
     ├── ModelCacheError            the model cache cannot be read or written
     ├── DeviceMemoryError          weights or page pool do not fit
+    │   └── StepMemoryError            one step did not fit; other requests go on
     ├── InvalidConfigError         a runtime, policy or mesh setting
     │   └── InvalidCellError           a cell's module does not fit its inputs or outputs
     ├── InfeasibleBoundError       no schedule keeps a latency bound; says what the lowest is
@@ -245,6 +246,10 @@ class ModelCacheError(JaxserveError, OSError):
 
 class DeviceMemoryError(JaxserveError, MemoryError):
     """Weights, step temporaries and page pool that do not fit in the device's memory."""
+
+
+class StepMemoryError(DeviceMemoryError):
+    """A step that did not fit in the device's memory; only its own requests end with this."""
 
 
 class InvalidConfigError(JaxserveError, ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxserve.core.errors import DeviceMemoryError
+from jaxserve.core.errors import StepMemoryError
 from jaxserve.scheduling.collect import Progress
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
@@ -32,7 +32,7 @@ def fail_and_restart(
       news: of the steps that were lost, this one among them.
     """
     failed = {row.sequence_key for row in lost.rows}
-    out_of_memory = DeviceMemoryError(
+    out_of_memory = StepMemoryError(
         f"the device ran out of memory in a step with this request ({error}); submit it again, "
         "and pass a smaller kv_memory, max_step_tokens or max_slots if that happens again"
     )

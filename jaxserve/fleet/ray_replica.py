@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypedDict, final
+from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard, final
 
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import (
@@ -20,6 +20,7 @@ from jaxserve.core.errors import (
     MissingExtraError,
     ReplicaDiedError,
     RuntimeClosedError,
+    StepMemoryError,
 )
 from jaxserve.core.request import Completion, Timing
 from jaxserve.core.sampling_params import SamplingParams
@@ -41,7 +42,7 @@ _MAX_OPEN = 4096
 # some, and at most. They double while there are none, as for a prompt that waits.
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.01, 0.32
 
-# Errors after which a runtime can answer no further request.
+# Errors after which a runtime can answer no further request; of a completion, see `_is_over`.
 _FATAL = (EngineFailedError, DeviceMemoryError, RuntimeClosedError)
 # Errors of a runtime whose loop has failed or was closed.
 _OVER = (EngineFailedError, RuntimeClosedError)
@@ -193,7 +194,7 @@ class _Actor:
         except Exception as error:  # such as a full store, or no memory for the copies
             _log.warning("KV of a prompt is not sent, and is computed again: %s", error)
             completion = await pending.aresult()
-        if isinstance(completion.error, _FATAL):
+        if _is_over(completion.error):
             raise completion.error
         return sent if completion.finish_reason == "length" else []
 
@@ -309,7 +310,7 @@ class RayReplica:
             )
         except _FATAL as error:
             raise _useless(error) from error
-        if isinstance(completion.error, _FATAL):
+        if _is_over(completion.error):
             raise _useless(completion.error) from completion.error
         return completion
 
@@ -378,6 +379,11 @@ def _asked(call: Call) -> Asked:
         deadline_s=None if deadline_s is None else deadline_s - WallClock().now(),
         conversation_id=call.conversation_id,
     )
+
+
+def _is_over(error: JaxserveError | None) -> TypeGuard[JaxserveError]:
+    """Return whether a completion's error says that its runtime can answer nothing more."""
+    return isinstance(error, _FATAL) and not isinstance(error, StepMemoryError)
 
 
 def _useless(error: JaxserveError) -> ReplicaDiedError:

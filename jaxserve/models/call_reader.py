@@ -12,7 +12,8 @@ from jaxserve.models.tool_calls import ToolFormat
 
 # The beginning of a call, up to the object of its arguments; in a list, with what is before it.
 _HEAD = re.compile(
-    r'\s*(\[?)\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'\s*(?:(\[)\s*)?\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 
 
@@ -40,8 +41,7 @@ Part = str | Call | MoreArguments
 class CallReader:
     """Separates the calls from the text of an answer that comes in pieces.
 
-    Text that may be the beginning of a call is held back. What looks like a call and is none stays
-    text.
+    Text that may be the beginning of a call is held back, and returned as text if it is not one.
 
     Args:
       streamed: names of functions whose calls are returned when their arguments begin, without
@@ -52,8 +52,10 @@ class CallReader:
     def __init__(self, form: ToolFormat, streamed: Collection[str] = ()):
         self._form = form
         self._streamed = streamed
-        self._arguments: _Arguments | None = None  # of the call that is being returned
+        self._arguments: _ObjectEnd | None = None  # of the call that is being returned
         self._is_after = False  # the arguments of a call that was returned as it came
+        self._is_open = False  # the object of that call
+        self._other_keys: _ObjectEnd | None = None  # behind its arguments
         self._is_in_list = False  # of such calls
         self._begin, self._end = form.begin.strip(), form.end.strip()
         self._buffer = ""
@@ -158,6 +160,8 @@ class CallReader:
 
     def _begun(self) -> list[Part] | None:
         """Return the call that the buffer begins with, if its arguments have begun."""
+        if self._buffer.lstrip()[:1] not in ("{", "["):
+            return None
         head = _HEAD.match(self._buffer)
         if head is None or (head[1] and self._is_in_list):
             return None
@@ -168,20 +172,33 @@ class CallReader:
         if name not in self._streamed:
             return None
         self._buffer = self._buffer[head.end() :]
-        self._arguments, self._has_call = _Arguments(self._end), True
+        self._arguments, self._has_call = _ObjectEnd(self._end), True
         self._is_in_list |= bool(head[1])
         return [Call(name, "")]
 
-    def _in_arguments(self, arguments: _Arguments) -> list[Part] | None:
+    def _in_arguments(self, arguments: _ObjectEnd) -> list[Part] | None:
         taken = arguments.take(self._buffer)
         self._buffer = self._buffer[len(taken) :]
         if arguments.has_ended:
-            self._arguments, self._is_after = None, True
+            self._arguments, self._is_after, self._is_open = None, True, True
         return [MoreArguments(taken)] if taken else [] if self._is_after else None
 
     def _after_arguments(self) -> list[Part] | None:
         """Go on behind the arguments of a call, with the next call of a list or behind the tag."""
-        rest = self._buffer.lstrip().removeprefix("}").lstrip()
+        if self._other_keys is not None:
+            self._buffer = self._buffer[len(self._other_keys.take(self._buffer)) :]
+            if not self._other_keys.has_ended:
+                return None
+            self._other_keys = None
+        rest = self._buffer.lstrip()
+        if self._is_open:
+            if not rest:
+                return None
+            self._is_open = False
+            if rest.startswith(","):
+                self._other_keys = _ObjectEnd(self._end, depth=1)
+            self._buffer = rest.removeprefix("}")
+            return []
         if self._is_in_list and rest.startswith(","):
             self._buffer, self._is_after = rest[1:], False
             return []
@@ -190,29 +207,35 @@ class CallReader:
             if not tag:
                 return None
             rest = after
-        elif not rest and "}" not in self._buffer or (self._is_in_list and not rest):
-            return None
         elif self._is_in_list:
+            if not rest:
+                return None
             rest = rest.removeprefix("]")
         self._buffer, self._is_after, self._is_in_list, self._is_inside = rest, False, False, False
         return []
 
 
 @final
-class _Arguments:
-    """Where the JSON object of a call's arguments ends in a text that comes in pieces."""
+class _ObjectEnd:
+    """Finds where a JSON object ends in a text that comes in pieces.
 
-    def __init__(self, end: str):
+    Args:
+      end: tag that ends the object, too, outside its strings; empty for none.
+      depth: number of brackets that are open before the text.
+    """
+
+    def __init__(self, end: str, depth: int = 0):
         self.has_ended = False
         self._end = end
-        self._depth = 0
+        self._depth = depth
         self._is_string = self._is_escaped = False
 
     def take(self, text: str) -> str:
-        """Return the beginning of a text that belongs to the arguments.
+        """Return the beginning of a text that belongs to the object.
 
-        An end tag outside a string ends them, too; what may be the beginning of one is left.
+        What may be the beginning of the end tag does not.
         """
+        end = self._end
         for i, character in enumerate(text):
             if self._is_string:
                 if self._is_escaped:
@@ -230,10 +253,10 @@ class _Arguments:
                 if self._depth <= 0:
                     self.has_ended = True
                     return text[: i + 1]
-            elif self._end and text.startswith(self._end, i):
+            elif end and text.startswith(end, i):
                 self.has_ended = True
                 return text[:i]
-            elif self._end and self._end.startswith(text[i:]):
+            elif len(text) - i < len(end) and end.startswith(text[i:]):
                 return text[:i]
         return text
 

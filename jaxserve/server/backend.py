@@ -11,7 +11,12 @@ from typing import Literal, final
 
 from anyio import to_thread
 
-from jaxserve.core.errors import DeviceMemoryError, EngineFailedError, JaxserveError
+from jaxserve.core.errors import (
+    DeviceMemoryError,
+    EngineFailedError,
+    JaxserveError,
+    StepMemoryError,
+)
 from jaxserve.runtime import RuntimeStats, Service
 from jaxserve.scheduling.lengths.outlook import Outlook
 from jaxserve.server.errors import failed, too_busy, unavailable, unknown_model
@@ -86,9 +91,10 @@ class Backend:
 
         A service that recovers goes on, and the error is that of one request.
         """
-        is_over = self._service is not None and not self._service.recovers
-        # The latter of a running engine, which then ends; no request alone meets it.
-        if isinstance(error, (EngineFailedError, DeviceMemoryError)) and is_over:
+        if self._service is None or self._service.recovers or isinstance(error, StepMemoryError):
+            return
+        # The loop has ended with one of these, which no request alone gets.
+        if isinstance(error, (EngineFailedError, DeviceMemoryError)):
             self.fail()
 
     def drain(self) -> None:

@@ -57,6 +57,7 @@ STATUSES: Mapping[type[JaxserveError], Kind] = {
     errors.BoundNotMetError: Kind(503, _SERVER, "bound_not_met", True),
     errors.RuntimeClosedError: Kind(503, _SERVER, "shutting_down", True),
     errors.ReplicaDiedError: Kind(503, _SERVER, "replica_died", True),
+    errors.StepMemoryError: Kind(503, _SERVER, "step_memory", True),
     errors.NumericalError: Kind(500, _SERVER, "numerical_error"),
     errors.MissingExtraError: Kind(501, _SERVER, "missing_extra"),
     JaxserveError: Kind(500, _SERVER, "internal_error"),

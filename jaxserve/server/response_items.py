@@ -25,7 +25,7 @@ class OutputItems:
       make: returns an event, of a type and with fields.
 
     Attributes:
-      items: those that are complete.
+      items: the complete ones.
     """
 
     def __init__(self, make: Callable[..., ResponseEvent]):

@@ -30,12 +30,12 @@ _log = logging.getLogger(__name__)
 Opened = tuple[Service, OutlookOf | None]
 
 if sys.platform == "linux":
-    # Seconds of silence before a probe, seconds between probes, probes, milliseconds for data.
+    # Seconds of silence before a probe, seconds between probes, probes. TCP_USER_TIMEOUT is not
+    # set: it would end connections whose clients pause reading.
     _KEEP_ALIVE = (
         (socket.TCP_KEEPIDLE, 30),
         (socket.TCP_KEEPINTVL, 10),
         (socket.TCP_KEEPCNT, 3),
-        (socket.TCP_USER_TIMEOUT, 60_000),
     )
 
 # Bytes of the head of a request.
@@ -132,7 +132,8 @@ def listen(options: ServerOptions) -> socket.socket:
             "another --host or --port"
         ) from error
     # Connections inherit these. A client whose machine or network is gone is noticed within about
-    # a minute; without them, only after hours, and its requests would run to their ends.
+    # a minute if it has acknowledged all data, and else when TCP gives up sending again, after
+    # about 15 minutes; without them, a silent one would be noticed only after hours.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         for name, value in _KEEP_ALIVE:

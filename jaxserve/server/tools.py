@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from jaxserve.models import tool_calls
-from jaxserve.models.call_reader import Call, CallReader, MoreArguments
+from jaxserve.models.call_reader import Call, CallReader
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.models.tool_calls import format_of
 from jaxserve.server.errors import invalid
@@ -103,6 +103,12 @@ def _has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
 
 
+def separated(parts: Sequence[str | AddedCall]) -> tuple[str, list[AddedCall]]:
+    """Return the content and the calls of parts."""
+    content = "".join(part for part in parts if isinstance(part, str))
+    return content, [part for part in parts if isinstance(part, AddedCall)]
+
+
 @final
 @dataclass
 class Answered:
@@ -113,29 +119,30 @@ class Answered:
     num_calls: int = 0
     _num_dropped: int = 0
 
-    def push(self, text: str, *, is_last: bool) -> tuple[str, list[AddedCall]]:
-        """Return the content, the calls and the arguments that a piece of text adds."""
+    def push(self, text: str, *, is_last: bool) -> list[str | AddedCall]:
+        """Return what a piece of text adds, in its order: content, calls and arguments."""
         if self._reader is None:
-            return text, []
+            return [text] if text else []
         found = self._reader.push(text)
         if is_last:
             found += self._reader.finish()
-        content = "".join(part for part in found if isinstance(part, str))
-        added: list[AddedCall] = []
+        added: list[str | AddedCall] = []
         for part in found:
-            if isinstance(part, Call):
+            if isinstance(part, str):
+                added.append(part)
+            elif isinstance(part, Call):
                 if self._max_calls is not None and self.num_calls >= self._max_calls:
                     self._num_dropped += 1
                 else:
                     added.append(self._added(part))
-            elif isinstance(part, MoreArguments) and not self._num_dropped:
-                index = self.num_calls - 1
-                if added and added[-1].index == index:
-                    added[-1] = added[-1].extended(part.text)
+            elif not self._num_dropped:
+                last = added[-1] if added else None
+                if isinstance(last, AddedCall):
+                    added[-1] = last.extended(part.text)
                 else:
                     more = AddedFunction(arguments=part.text)
-                    added.append(AddedCall(index=index, function=more))
-        return content, added
+                    added.append(AddedCall(index=self.num_calls - 1, function=more))
+        return added
 
     def finish_reason(self, reason: str) -> str:
         """Return why the sample ended: "tool_calls" in place of "stop" after a call."""

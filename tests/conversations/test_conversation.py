@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from typing import Any
 
 import pytest
 
@@ -94,6 +96,30 @@ def test_a_template_that_rewrites_is_noticed(caplog):
     assert second.prompt_token_ids[: len(first.prompt_token_ids)] != first.prompt_token_ids
     assert chat.turns[1].num_kept == len("?user ")  # START and "user " are the same
     assert chat.token_ids == (*second.prompt_token_ids, *second.token_ids)
+
+
+def test_a_history_is_rewritten_once_for_new_tools(caplog):
+    """Later turns with the same tools go on with its tokens; other tools rewrite it again."""
+
+    async def answers() -> None:
+        for render in (None, one, one, one, two, two):
+            num_logged, before = caplog.text.count("tokenized again"), chat.token_ids
+            pieces = [piece async for piece in chat.astream("hi", render=render)]
+            is_new = render is not None and render not in used
+            used.append(render)
+            assert pieces and caplog.text.count("tokenized again") - num_logged == is_new
+            assert (chat.token_ids[: len(before)] == before) != is_new
+
+    tokenizer = chat_tokenizer()
+    chat = conversations(tokenizer=tokenizer).open()
+    used: list[Any] = []
+    one, two = (
+        lambda said, tool=tool: tokenizer.apply_chat_template(
+            [{"role": "system", "content": tool}, *said]
+        )
+        for tool in ("add", "now")
+    )
+    asyncio.run(answers())
 
 
 def test_a_rewritten_history_is_read_back(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import DeviceMemoryError
+from jaxserve.core.errors import StepMemoryError
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
@@ -64,7 +64,7 @@ def test_others_have_the_tokens_that_they_have_anyway(policy: str, every: int):
         policy, lambda inner: FaultyExecutor(inner, out_of_memory_every=every)
     )
     assert num_lost and errors
-    assert all(type(error) is DeviceMemoryError for error in errors.values())
+    assert all(type(error) is StepMemoryError for error in errors.values())
     for name, output in found.items():
         assert output == (wanted[name] if name not in errors else wanted[name][: len(output)])
 
@@ -87,7 +87,7 @@ def test_a_device_goes_on():
         wanted = [each.token_ids for each in rt.generate(prompts, _GREEDY)]
     with Runtime(tiny_llama(), policy="auto", wrap_executor=_Twice, **OPTIONS) as rt:
         done = rt.generate(prompts, _GREEDY)
-        assert any(isinstance(each.error, DeviceMemoryError) for each in done)
+        assert any(isinstance(each.error, StepMemoryError) for each in done)
         for each, tokens in zip(done, wanted, strict=True):
             assert each.error is not None or each.token_ids == tokens
         assert [each.token_ids for each in rt.generate(prompts, _GREEDY)] == wanted

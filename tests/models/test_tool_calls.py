@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -40,6 +41,29 @@ TEXTS: list[tuple[ToolFormat, str, list[str | Call]]] = [
     ),
     (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"x": 1, "y": "<b>"}}]', [A]),
     (MISTRAL, "[TOOL] is text", ["[TOOL] is text"]),
+    (
+        MISTRAL,
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"x": 1, "y": "<b>"}, "id": "}], {"}, '
+        '{"name": "now", "arguments": {} , "id": {"a": [1]}} ]x',
+        [A, B, "x"],
+    ),
+    (
+        LLAMA3,
+        '{"name": "add", "parameters": {"x": 1, "y": "<b>"}, "id": "1}"}; '
+        '{"name": "now", "parameters": {}, "more": {}}',
+        [A, B],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "now", "arguments": {}, "id": "1"}\n</tool_call>x',
+        [B, "x"],
+    ),
+    (
+        LIST,
+        '<tool_call>[{"name": "now", "arguments": {}, "id": "1, 2"}, '
+        '{"name": "add", "arguments": {"x": 1, "y": "<b>"}, "id": "]"}]</tool_call>x',
+        [B, A, "x"],
+    ),
     (
         LLAMA3,
         '{"name": "add", "parameters": {"x": 1, "y": "<b>"}}; {"name": "now", "parameters": {}}',
@@ -147,6 +171,9 @@ def _joined(parts: list[Any]) -> list[str | Call]:
         (MISTRAL, f"[TOOL_CALLS][{NOW}, {NOW}]x", [B, B, "x"]),
         (MISTRAL, f"[TOOL_CALLS][{NOW}, {{{OTHER}}}, {NOW}]x", [B, Call("other", "{}"), B, "x"]),
         (HERMES, "<tool_call>{" + OTHER + "}</tool_call>", [Call("other", "{}")]),
+        (HERMES, CALL + '"arguments": {}, "id": </tool_call>x', [B, "x"]),
+        (LLAMA3, '{"name": "now", "parameters": {}, "id": "', [B]),
+        (LLAMA3, '{"name": "now", "parameters": {} x', [B, "x"]),
     ],
 )
 def test_arguments_are_streamed_however_the_text_is_cut(form, text, wanted):
@@ -159,6 +186,18 @@ def test_arguments_are_streamed_however_the_text_is_cut(form, text, wanted):
         for begin, end in zip([0, *cut], [*cut, len(text)], strict=True):
             found += reader.push(text[begin:end])
         assert _joined(found + reader.finish()) == wanted, cut
+
+
+def test_a_long_text_is_read_in_time_proportional_to_its_length():
+    """Neither white space before a call nor the characters of its arguments cost the whole text."""
+    space = " " * 300_000
+    begun_s = time.perf_counter()
+    reader = CallReader(LIST, ("now",))
+    assert reader.push(f"<tool_call>{space}") == []
+    text = f"<tool_call>{space}[{space}{NOW[:-2]}{space}}}}}]</tool_call>"
+    reader = CallReader(LIST, ("now",))
+    assert _joined(reader.push(text)) == [Call("now", f"{{{space}}}")]
+    assert time.perf_counter() - begun_s < 5
 
 
 def test_arguments_come_before_the_call_ends():

@@ -118,6 +118,8 @@ def test_errors_of_turns(url: str):
     """A turn has one sample, and a failed turn leaves the conversation as it was."""
     assert _say(url, "n", "a", n=2, temperature=1).status_code == 400
     assert _say(url, "n", "x" * 200, stream=True).status_code == 400
+    for id in ("", "a\nb", "a\n"):  # a path cannot have them
+        assert _say(url, id, "a").status_code == 400
     assert _say(url, "n", "a", priority=1).json()["error"]["param"] == "priority"
     assert httpx2.get(url + "/conversations/n").status_code == 404
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from jaxserve.runtime.pending import Pending
 from jaxserve.server import ServerOptions
 from jaxserve.server.backend import Backend
 from jaxserve.server.exchange import Exchange, Job, merged
-from jaxserve.testing import OPTIONS, FaultyExecutor, letter_tokenizer, tiny_llama
+from jaxserve.testing import OPTIONS, ExecutorWrapper, FaultyExecutor, letter_tokenizer, tiny_llama
 from tests.server.serving import (
     CHAT,
     NAME,
@@ -40,12 +40,12 @@ def rt() -> Iterator[Runtime]:
 
 
 @contextmanager
-def _faulty(error: Exception | None = None) -> Iterator[Runtime]:
-    """Yield a runtime whose engine fails after a few steps."""
+def _faulty(wrap: Callable[[Any], Any] | None = None) -> Iterator[Runtime]:
+    """Yield a runtime whose engine fails after a few steps, or whose executor is wrapped."""
     with Runtime(
         tiny_llama(),
         tokenizer=letter_tokenizer(),
-        wrap_executor=lambda executor: FaultyExecutor(executor, raises_at=6, error=error),
+        wrap_executor=wrap or (lambda executor: FaultyExecutor(executor, raises_at=6)),
         **{**OPTIONS, "max_decode_iterations": 1},
     ) as rt:
         yield rt
@@ -84,9 +84,32 @@ def test_failed_engine_is_known_to_health(by: str):
         assert httpx2.get(url + "/health").status_code == 500
 
 
+def test_a_step_without_memory_fails_its_own_requests():
+    """They get 503 and may come again; the engine goes on, and so does the server."""
+    with (
+        _faulty(lambda executor: FaultyExecutor(executor, out_of_memory_every=6)) as rt,
+        server(rt) as url,
+    ):
+        refused = post(url, "/v1/completions", {"prompt": "a", "max_tokens": 50})
+        assert (refused.status_code, refused.headers["x-should-retry"]) == (503, "true")
+        assert refused.json()["error"]["code"] == "step_memory"
+        assert httpx2.get(url + "/health").status_code == 200
+        assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 2}).is_success
+
+
+class _CannotReset(ExecutorWrapper):
+    """Has no memory for a step, and cannot go on after that, as with stages."""
+
+    def __init__(self, inner: Any):
+        super().__init__(FaultyExecutor(inner, out_of_memory_every=6))
+
+    def reset(self) -> bool:
+        return False
+
+
 def test_an_engine_without_memory_has_failed():
-    """A device that runs out of memory while it serves ends the engine, and /health says so."""
-    with _faulty(RuntimeError("RESOURCE_EXHAUSTED: 1 GB")) as rt, server(rt) as url:
+    """A lack of memory that ends the engine is the server's, and /health says so."""
+    with _faulty(_CannotReset) as rt, server(rt) as url:
         refused = post(url, "/v1/completions", {"prompt": "a", "max_tokens": 50})
         assert refused.status_code == 500 and "out of memory" in refused.text
         assert httpx2.get(url + "/health").status_code == 500

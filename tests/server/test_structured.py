@@ -16,8 +16,10 @@ import pytest
 from jaxserve import Runtime
 from jaxserve.server.response_items import OutputItems
 from jaxserve.server.schema.chat import AddedCall, AddedFunction
-from jaxserve.server.schema.responses import ResponseEvent
-from jaxserve.testing import write_chat_model
+from jaxserve.server.schema.responses import OutputCall, ResponseEvent
+from jaxserve.server.schema.structured import Tool
+from jaxserve.server.tools import Tools
+from jaxserve.testing import letter_tokenizer, write_chat_model
 from tests.server.serving import CHAT, NAME, client, events, post, server
 
 SCHEMA: dict[str, Any] = {
@@ -293,6 +295,26 @@ def test_responses_have_text_before_calls(ai: openai.OpenAI):
         ("function_call", "completed"),
     ]
     assert [event.output_index for event in events] == [0, 0, 0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_text_behind_a_call_is_a_message_of_its_own():
+    """Whole or cut anywhere, a text has the same messages and calls, in the order of the text."""
+    begin, end = '<tool_call>[{"name": "time", "arguments": ', "}]</tool_call>"
+    text = f'Look:{begin}{{"place": "Oslo"}}{end}so'
+    cuts = [len(text), *range(len(text))]
+    for cut in cuts:
+        made = OutputItems(lambda kind, **fields: ResponseEvent(type=kind, sequence_number=0))
+        tools = [Tool.model_validate(tool) for tool in TOOLS]
+        tokenizer = letter_tokenizer()
+        answered = Tools(tools, None, None, tokenizer).reader(is_streamed=cut < len(text))
+        for piece, is_last in ((text[:cut], False), (text[cut:], True)):
+            for part in answered.push(piece, is_last=is_last):
+                list(made.text(part, []) if isinstance(part, str) else made.call(part))
+        list(made.close("completed"))
+        before, call, behind = made.items
+        assert isinstance(call, OutputCall) and call.arguments == '{"place": "Oslo"}', cut
+        texts = [item.content[0].text for item in (before, behind) if item.type == "message"]
+        assert texts == ["Look:", "so"], cut
 
 
 def test_tools_of_nested_models_are_called(tooled: openai.OpenAI):

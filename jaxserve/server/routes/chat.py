@@ -36,7 +36,7 @@ from jaxserve.server.schema.chat import (
     Delta,
     as_template_message,
 )
-from jaxserve.server.tools import Tools
+from jaxserve.server.tools import Tools, separated
 from jaxserve.server.turn import TurnExchange
 
 router = APIRouter()
@@ -128,7 +128,7 @@ class _Chat:
 
     def _whole(self, index: int, sample: Sample) -> ChatChoice:
         answered = self.answered[index]
-        content, calls = answered.push(sample.text, is_last=True)
+        content, calls = separated(answered.push(sample.text, is_last=True))
         message = AnswerMessage(
             content=content if content or not calls else None,
             tool_calls=[call.whole() for call in calls] or None,
@@ -175,7 +175,7 @@ class _Chat:
 
     def _choice(self, piece: Piece) -> ChunkChoice:
         reason, answered = piece.finish_reason, self.answered[piece.sample_index]
-        content, calls = answered.push(piece.text, is_last=reason is not None)
+        content, calls = separated(answered.push(piece.text, is_last=reason is not None))
         is_silent = not content and bool(reason or calls or self.tools.is_given)
         return ChunkChoice(
             index=piece.sample_index,

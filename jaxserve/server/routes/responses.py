@@ -200,13 +200,17 @@ class _Answer:
         self, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
     ) -> Iterator[ResponseEvent]:
         """Add a piece to the output, and yield its events; the last one closes the output."""
-        content, calls = self._answered.push(text, is_last=reason is not None)
+        parts = self._answered.push(text, is_last=reason is not None)
         scored = scores.of_chat(logprobs, self.tokenizer).content if logprobs else []
-        is_empty = reason is not None and not calls and self._output.is_empty
-        if content or is_empty or (scored and not self.tools.is_given):
-            yield from self._output.text(content, scored)
-        for call in calls:
-            yield from self._output.call(call)
+        is_empty = reason is not None and self._output.is_empty
+        if not parts and (is_empty or (scored and not self.tools.is_given)):
+            parts = [""]
+        for part in parts:
+            if isinstance(part, str):
+                yield from self._output.text(part, scored)
+                scored = []
+            else:
+                yield from self._output.call(part)
         if reason is not None:
             yield from self._output.close(_status(reason))
 

@@ -12,7 +12,8 @@ MAX_UINT32 = 2**32 - 1
 MAX_INT32 = 2**31 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
-ConversationId = Annotated[str, Field(min_length=1, max_length=256)]
+# Without control characters, which paths of requests cannot have.
+ConversationId = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f]+$")]
 
 
 def predicted() -> Any:
