@@ -115,8 +115,8 @@ def _served(policy: Policy, noise: float | None) -> tuple[int, int]:
 def test_readings_make_better_schedules():
     """They need fewer iterations; without an error, no more preemptions either.
 
-    With an error of a fifth, 15 to 26 of 120 answers are preempted, by the draw of the errors, where
-    16 are without readings.
+    With an error of a fifth, there are 15 to 26 preemptions, by the draw of the errors, and 16
+    without readings.
     """
     # No pages are cached, so that the cost of a preemption does not depend on the cache.
     policy = replace(AUTO, retention=Stateless())
