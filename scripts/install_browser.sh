@@ -8,9 +8,9 @@ for name in chromium chromium-browser google-chrome; do
     if command -v "$name" >/dev/null; then exit 0; fi
 done
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    if timeout 600 apt-get update -q && timeout 600 apt-get install -y -q --no-install-recommends chromium
+    if timeout 120 apt-get update -q && timeout 120 apt-get install -y -q --no-install-recommends chromium
     then
         exit 0
     fi
 fi
-timeout 600 "$python" -m playwright install chromium
+timeout 120 "$python" -m playwright install chromium
