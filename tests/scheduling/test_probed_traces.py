@@ -115,13 +115,12 @@ def _served(policy: Policy, noise: float | None) -> tuple[int, int]:
 def test_readings_make_better_schedules():
     """They need fewer iterations; without an error, no more preemptions either.
 
-    With an error of a fifth, there are 15 to 26 preemptions, by the draw of the errors, and 16
-    without readings.
+    With an error of a fifth there may be some more, by the draw of the errors.
     """
     # No pages are cached, so that the cost of a preemption does not depend on the cache.
     policy = replace(AUTO, retention=Stateless())
     iterations, preemptions = _served(policy, None)
-    for noise, most in ((0.0, preemptions), (0.2, 1.7 * preemptions)):
+    for noise, most in ((0.0, preemptions), (0.2, 1.2 * preemptions)):
         own_iterations, own_preemptions = _served(policy, noise)
         assert own_iterations < 0.95 * iterations, (noise, own_iterations, iterations)
         assert own_preemptions <= most, (noise, own_preemptions, preemptions)

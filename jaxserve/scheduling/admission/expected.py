@@ -66,13 +66,13 @@ class ExpectedPeak:
         self._lengths = lengths
         self._margin = margin
         self._watermark = OnDemand().headroom(running, config, lengths)
-        self.advanced()
         self._has_estimates = any(lengths.estimate(each) is not None for each in running)
         # The time up to which `_use`, of `_sequences`, is known; 0 before it is.
         self._longest = 0.0
         self._use = MemoryUse(np.zeros(0), np.zeros(0))
         # What was asked for last: a sequence, and its use up to `_longest`.
         self._asked: tuple[Sequence, MemoryUse] | None = None
+        self.advanced()
 
     def pages(self, sequence: Sequence) -> int:
         """See `Headroom`."""
@@ -98,8 +98,9 @@ class ExpectedPeak:
             self._longest = 0.0
 
     def advanced(self) -> None:
-        """See `Headroom`. What they will need is the same as before."""
+        """See `Headroom`. What they will need is computed anew from their new lengths."""
         self._num_reserved = sum(each.kv.table.reservation for each in self._sequences)
+        self._longest, self._asked = 0.0, None
 
     def _use_of(self, sequence: Sequence) -> MemoryUse:
         """Return the memory that a sequence will need, up to the end of the last of all."""
