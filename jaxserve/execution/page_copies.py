@@ -169,7 +169,7 @@ class HostPages:
 
     Pages that leave the device are gathered into a separate buffer first, because the cache is
     donated to the next step, which may write to them. A thread waits for them and stores them, one
-    call after another; whoever needs a page waits for that page alone.
+    call after another; a thread that needs a page waits for that page alone.
 
     Args:
       place: sharding of the cache's buffers.

@@ -51,7 +51,7 @@ class Scheduler:
 
     Attributes:
       lengths: what is expected of the sequences' lengths; policies read it.
-      speculation: what is known of proposals; whoever times steps tells it.
+      speculation: what is known of proposals; the engine tells it how long steps took.
       wake_s: until when the policy or the disk lets the device idle; None where neither does.
     """
 

@@ -14,7 +14,7 @@ from jaxserve.steps.batches import DecodeWindow, MixedBatch
 from jaxserve.steps.sampling.processors.allowed_tokens import AllowedTokens
 from jaxserve.steps.sampling.variants import Variant
 
-# Sizes of loops that speculate are at least this many times the one below, but for the largest.
+# Sizes of loops that speculate are at least this many times the one below, except the largest.
 _SPECULATING_RATIO = 4
 
 
