@@ -12,7 +12,7 @@ from rich.table import Table
 
 FOLDER = Path(__file__).parent
 # Scripts that another benchmark starts with a file of its own.
-_SCRIPTS = ("offline/peers/", "cells/peers/", "planning/host_time.py")
+_SCRIPTS = ("offline/peers/", "cells/peers/", "http/peers/", "planning/host_time.py")
 
 
 def main() -> int:

@@ -6,11 +6,19 @@ implementations, and the named shapes that tests and benchmarks share.
 
 from pallas_kernels.gated_cell import Product, RowsAt, gated_cell
 from pallas_kernels.kv_write import RopeTables, apply_rope, kv_write, quantize, rotate_and_write
-from pallas_kernels.matmul import columns_of, from_panels, matmul, panel_matmul, to_panels
+from pallas_kernels.matmul import (
+    columns_of,
+    from_panels,
+    grouped_matmul,
+    matmul,
+    panel_matmul,
+    to_panels,
+)
 from pallas_kernels.page_copy import gather_pages, move_pages, scatter_pages
 from pallas_kernels.paged_attention import Rows, paged_attention
-from pallas_kernels.pointwise import gated_silu, rms_norm
+from pallas_kernels.pointwise import gated_silu, layer_norm, log_sum_exp, rms_norm
 from pallas_kernels.quantised_matmul import PackedMatrix, dequantise, quantised_matmul
+from pallas_kernels.whole_attention import whole_attention
 
 __all__ = [
     "PackedMatrix",
@@ -25,7 +33,10 @@ __all__ = [
     "gated_cell",
     "gated_silu",
     "gather_pages",
+    "grouped_matmul",
     "kv_write",
+    "layer_norm",
+    "log_sum_exp",
     "matmul",
     "move_pages",
     "paged_attention",
@@ -36,4 +47,5 @@ __all__ = [
     "rotate_and_write",
     "scatter_pages",
     "to_panels",
+    "whole_attention",
 ]

@@ -32,6 +32,9 @@ from pallas_kernels.own_files import is_own, read_own_file
 COMPILE_TIMEOUT_S = 120
 _INCLUDE = Path(__file__).with_name("include")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread", "-w")
+# For some machines, GCC leaves out fused multiply-adds that would wait for each other. It decides
+# for each loop, and one sum is computed by several: the bits of a row must not depend on which.
+_GCC_FLAGS = ("--param=avoid-fma-max-bits=0",)
 _NATIVE = {"x86_64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 
 _logger = logging.getLogger(__name__)
@@ -107,10 +110,12 @@ def compile_library(source: Path, more_flags: tuple[str, ...] = (), *, force: bo
     """
     compiler = _find_compiler()
     native = _NATIVE.get(platform.machine())
-    flags = (*_FLAGS, *((native,) if native else ()), *more_flags)
+    described = _compiler_version(compiler, os.stat(compiler).st_mtime_ns)
+    own = _GCC_FLAGS if "Free Software Foundation" in described else ()
+    flags = (*_FLAGS, *own, *((native,) if native else ()), *more_flags)
     inputs = (
         *(path.read_text() for path in (source, *sorted(_INCLUDE.glob("*.h")))),
-        *(compiler, _compiler_version(compiler, os.stat(compiler).st_mtime_ns), *flags),
+        *(compiler, described, *flags),
         *(version("jaxlib"), cpu_model()),
     )
     digest = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]

@@ -12,11 +12,14 @@ _HERE = Path(__file__).parent
 _HANDLERS = (
     (_HERE / "paged_attention" / "cpu.cc", "PagedAttention"),
     (_HERE / "matmul" / "cpu.cc", "Matmul"),
+    (_HERE / "matmul" / "cpu.cc", "GroupedMatmul"),
     (_HERE / "quantised_matmul" / "cpu.cc", "QuantisedMatmul"),
     (_HERE / "matmul" / "panels.cc", "PanelMatmul"),
     (_HERE / "kv_write" / "cpu.cc", "RotateAndWrite"),
     (_HERE / "pointwise" / "cpu.cc", "RmsNorm"),
     (_HERE / "pointwise" / "cpu.cc", "GatedSilu"),
+    (_HERE / "pointwise" / "cpu.cc", "LayerNorm"),
+    (_HERE / "pointwise" / "cpu.cc", "LogSumExp"),
     (_HERE / "zeros.cc", "Zeros"),
 )
 _FLOAT8_HANDLERS = ((_HERE / "put_rows.cc", "PutRows"),)

@@ -1,6 +1,7 @@
-"""Writes of rows into float8 arrays in place on a CPU.
+"""Writes of rows into arrays in place on a CPU.
 
-XLA's own scatter would convert the whole array to float16 and back.
+XLA's own scatter writes one row after the other in a loop of several operations each, and converts
+a whole float8 array to float16 and back.
 """
 
 from __future__ import annotations
@@ -16,15 +17,22 @@ _SOURCE = Path(__file__).with_suffix(".cc")
 
 
 def serves(array: Shaped[Array, ...]) -> bool:
-    """Return whether `put_rows` should write into `array`, in the current trace.
+    """Return whether `put_rows` should write pages into `array`, in the current trace.
 
-    False for dtypes that XLA scatters well, for other platforms, for an array that XLA partitions
-    over a mesh, for 2^31 elements or more, and without a C++ compiler, which is logged as a
-    warning.
+    False for dtypes other than float8, which have a kernel of their own, and where it cannot.
     """
-    if not array.dtype.name.startswith("float8") or dispatch.target_platform() != "cpu":
+    return array.dtype.name.startswith("float8") and can_put_rows(array)
+
+
+def can_put_rows(array: Shaped[Array, ...]) -> bool:
+    """Return whether `put_rows` can write into `array`, in the current trace.
+
+    False for other platforms, for an array that XLA partitions over a mesh, for no elements or 2^31
+    and more, and without a C++ compiler, which is logged as a warning.
+    """
+    if dispatch.target_platform() != "cpu" or dispatch.is_partitioned():
         return False
-    if dispatch.is_partitioned() or array.size >= 2**31:
+    if not 0 < array.size < 2**31:
         return False
     try:
         build.cpu_target(_SOURCE, "PutRows")
@@ -39,7 +47,7 @@ def put_rows(
     """Return `array` with some rows replaced; in place when it is donated.
 
     Args:
-      array: [..., *row]; `serves(array)` must hold.
+      array: [..., *row]; `can_put_rows(array)` must hold.
       place: int32 [count], row numbers in memory order; numbers out of range are skipped.
       rows: [count, *row], of the array's dtype.
     """

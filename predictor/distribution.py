@@ -89,14 +89,14 @@ class LengthDistributions:
     ) -> Float[np.ndarray, "sequences times"]:
         """Return P(L > t + m | L > t) for `more` tokens m."""
         t = self._column(elapsed)
-        ends = t + more
         total = self._over(t)
-        # After a refuted prediction, all lengths that are left are equally likely.
-        longest = float(self.buckets.max_length)
-        flat = np.clip((longest - ends) / np.maximum(longest - t, 1e-9), 0.0, 1.0)
-        return np.where(
-            total < _NOTHING_LEFT, flat, self._over(ends) / np.maximum(total, _NOTHING_LEFT)
-        )
+        alive = self._over(t + more) / np.maximum(total, _NOTHING_LEFT)
+        refuted = total[:, 0] < _NOTHING_LEFT
+        if refuted.any():  # then all lengths that are left are equally likely
+            longest, t = float(self.buckets.max_length), t[refuted]
+            left = (longest - t - more) / np.maximum(longest - t, 1e-9)
+            alive[refuted] = np.clip(left, 0.0, 1.0)
+        return alive
 
     def remaining(
         self, elapsed: Int[np.ndarray, " sequences"] | int, buckets: LengthBuckets
@@ -127,12 +127,21 @@ class LengthDistributions:
 
     def _over(self, lengths: np.ndarray) -> np.ndarray:
         """Return P(L > length) for lengths [sequences, any], which is linear within a bucket."""
+        rate, tail = self._lines
+        place = self._bucket_from.take(lengths.astype(np.intp), mode="clip")
+        place += np.arange(0, rate.size, self.buckets.num)[:, None]
+        over = rate.take(place)
+        over *= lengths
+        np.subtract(tail.take(place), over, out=over)
+        return np.maximum(over, 0.0, out=over)
+
+    @functools.cached_property
+    def _lines(self) -> tuple[np.ndarray, np.ndarray]:
+        """P(L > length) is `tail - rate * length` within a bucket: both [sequences, buckets]."""
         rate = self.probabilities / (self._high - self._low)
         # From the longest on, so that what is left of the tail has no rounding errors of the rest.
         tail = np.cumsum(self.probabilities[:, ::-1], axis=1)[:, ::-1] + rate * self._low
-        bucket = self._bucket_from[np.minimum(lengths, self.buckets.max_length).astype(np.intp)]
-        place = bucket + np.arange(0, rate.size, self.buckets.num)[:, None]
-        return np.maximum(tail.take(place) - rate.take(place) * lengths, 0.0)
+        return rate, tail
 
     def _share_over(self, t: np.ndarray) -> np.ndarray:
         """Return the share of each bucket's lengths that are over t."""

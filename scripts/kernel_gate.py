@@ -5,8 +5,10 @@ kernels to machine code for an H100. Errors are a register spill, more shared me
 has, a cache that is not updated in place, and temporaries of the cache's size. It also compiles a
 whole decode loop and a whole mixed step, with unrolled and with scanned layers, with pages in the
 model's dtype and in 8 bits, and with weights in few bits; and a task of cells whose kernel reads
-their pools. A layer or a task may not have more launches than `kernel_gate.json` records. A decode
-loop with weights in few bits may make no copy of a weight.
+their pools. A layer or a task may not have more launches than `kernel_gate.json` records. A step
+with unrolled layers, the default, may read and write at most 5 % of its weights' bytes beside the
+weights, pages and activations (`scripts.traffic`). A decode loop with weights in few bits may make
+no copy of a weight.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -62,6 +64,7 @@ from pallas_kernels.paged_attention.configurations import (  # noqa: E402
     Configuration as Attention,
 )
 from scripts.launches import launches, launches_a_layer, made_arrays  # noqa: E402
+from scripts.traffic import StepBytes, step_bytes  # noqa: E402
 
 _ALL = (*CONFIGURATIONS, *RARE_CONFIGURATIONS)
 # File with the launches of a layer that were recorded last.
@@ -96,11 +99,14 @@ class Steps:
         return ", ".join(parts)
 
 
-_SCANNED = tuple(Steps("scanned", kv_dtype) for kv_dtype in (None, *KV_DTYPES))
-_STEPS_OF_SUBSET = (Steps("unrolled"), *_SCANNED, Steps("unrolled", quantize="int4"))
+_STEPS_OF_SUBSET = (
+    *(Steps("unrolled", kv_dtype) for kv_dtype in (None, *KV_DTYPES)),
+    Steps("scanned"),
+    Steps("unrolled", quantize="int4"),
+)
 _STEPS = (
     *_STEPS_OF_SUBSET,
-    *(Steps("unrolled", kv_dtype) for kv_dtype in KV_DTYPES),
+    *(Steps("scanned", kv_dtype) for kv_dtype in KV_DTYPES),
     Steps("scanned", dtype="float32"),
     Steps("scanned", attention="mosaic,triton"),
     *(Steps("unrolled", quantize=kind) for kind in ("int8", "fp8", "w8a8")),
@@ -135,6 +141,8 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
+# Maximum bytes that a step with unrolled layers moves beside what it needs, of its weights' bytes.
+_MAX_SHARE_BESIDE = 0.05
 # Maximum bytes of temporaries of one call; attention's partial results are the largest.
 _MAX_TEMPORARY_BYTES = 128 << 20
 # Maximum shared memory of a block that opts in, see `_H100`.
@@ -149,8 +157,9 @@ def main() -> int:
     problems = _compile_configurations(mesh, chosen)
     steps = _STEPS_OF_SUBSET if options.subset else _STEPS
     layers: dict[str, float] = {}
+    moved: dict[str, StepBytes] = {}
     for each in steps:
-        layers |= _compile_steps(mesh, each, problems)
+        layers |= _compile_steps(mesh, each, problems, moved)
     found = {"launches a layer": layers, "launches a task": _compile_tasks(mesh, problems)}
     shared = _shared_bytes()
     problems += [
@@ -171,6 +180,8 @@ def main() -> int:
         "configurations": f"{len(chosen)} of {len(_ALL)}",
         "steps": f"{2 * len(steps)} of {2 * len(_STEPS)}",
         **found,
+        "bytes a step": {name: asdict(each) for name, each in moved.items()},
+        "share beside": {name: round(each.share_beside, 3) for name, each in moved.items()},
         "most bytes of shared memory": shared,
     }
     print(json.dumps(summary, indent=2))
@@ -215,9 +226,22 @@ def _compile_configurations(mesh: Mesh, configurations: Sequence[Configuration])
     return problems
 
 
-def _compile_steps(mesh: Mesh, steps: Steps, problems: list[str]) -> dict[str, float]:
-    """Return the launches per layer of the mixed step and the decode loop of a small Llama."""
+def _compile_steps(
+    mesh: Mesh, steps: Steps, problems: list[str], moved: dict[str, StepBytes]
+) -> dict[str, float]:
+    """Return the launches per layer of the mixed step and the decode loop of a small Llama.
+
+    Args:
+      moved: gets the bytes that either moves, by name.
+    """
     more = _modules(mesh, steps, 5, problems)
+    for name, hlo in more.items():
+        own = moved[name] = step_bytes(hlo)
+        if steps.layout == "unrolled" and own.share_beside > _MAX_SHARE_BESIDE:
+            problems.append(
+                f"{name}: {own.beside} bytes beside those of the weights ({own.weights}), "
+                "activations and pages"
+            )
     if steps.layout == "scanned":
         return {name: launches_a_layer(hlo, 5) for name, hlo in more.items()}
     few = _modules(mesh, steps, 3, problems)

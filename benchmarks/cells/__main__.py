@@ -322,7 +322,7 @@ def _comparisons(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for application, how in dict.fromkeys((p["application"], p["how"]) for p in points):
         own = [p for p in points if (p["application"], p["how"]) == (application, how)]
         if any(point["policy"] == contenders.OURS for point in own):
-            entry = compared(own, contenders.OURS, without=(contenders.IDEAL, "lazy_batching"))
+            entry = compared(own, contenders.OURS, without=(contenders.IDEAL,))
             found.append({"application": application, "how": how, **entry})
     return found
 

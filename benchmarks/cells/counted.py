@@ -8,11 +8,11 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
 from jaxserve.cells import Cell, Graph, Repeat
-from jaxserve.cells.models import CellModel, Embedded, Predicting
-from jaxserve.cells.models.recurrent import token_inputs
+from jaxserve.cells.models import CellModel, Predicting
+from jaxserve.cells.models.recurrent import Batch, Reader, token_inputs
 from jaxserve.cells.models.sequence import read, token_cell
 from jaxserve.cells.values import ValueSpec
 
@@ -32,19 +32,19 @@ class Counted(nnx.Module):
         self,
         token: Int32[Array, " batch"],
         left: Int32[Array, " batch"],
-        **state: Float[Array, "batch hidden"],
+        **state: Batch,
     ) -> dict[str, jax.Array]:
         return {**self.decoder(token, **state), "left": left - 1}
 
 
 def counted_seq2seq(
-    encoder: Embedded, decoder: Predicting, batch_sizes: Mapping[str, Sequence[int]]
+    encoder: Reader, decoder: Predicting, batch_sizes: Mapping[str, Sequence[int]]
 ) -> CellModel:
     """Return a model whose inputs are `CellRequest`s, and whose results have the tokens."""
-    step = decoder.embedded.step
+    reader = decoder.embedded
     encode = token_cell(encoder, name="encoder", batch_sizes=batch_sizes["encoder"])
-    inputs = {**token_inputs(step), "left": ValueSpec((), jnp.dtype(jnp.int32))}
-    once = Cell(Counted(decoder), inputs, name="decoder", priority=1)
+    inputs = {**token_inputs(reader), "left": ValueSpec((), jnp.dtype(jnp.int32))}
+    once = Cell(Counted(decoder), inputs, name="decoder", priority=1, takes_rows=True)
     decode = Repeat(
         once,
         {name: name for name in inputs},
@@ -56,7 +56,7 @@ def counted_seq2seq(
 
     def unfold(request: Any) -> Graph:
         node = read(encode, encoder, request.tokens)
-        states = {name: node[name] for name in step.state}
+        states = {name: node[name] for name in reader.state}
         answer = decode(
             token=0, left=request.num_output_tokens, max_steps=request.max_steps, **states
         )

@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, final
 
 from benchmarks.common.counters import average_batch, counters_of, since
 from benchmarks.common.predictors import load_predictor
@@ -44,12 +44,10 @@ class Runtimes:
         from jaxserve.models.store import load_model
 
         enable_compilation_cache()
-        defaults = platform_defaults()
         self.predictor = load_predictor(options)
         self._model = load_model(
             options.model,
-            dtype=defaults.dtype,
-            layer_layout=cast(Any, defaults.layer_layout),
+            dtype=platform_defaults().dtype,
             quantisation=Quantisation.at_loading(RuntimeOptions(), mesh=None),
         )
         self._settings: dict[str, Any] = {
@@ -67,14 +65,13 @@ class Runtimes:
         """The model's tokenizer."""
         return self._model.tokenizer
 
-    def open(
-        self, policy: Policy, *, max_slots: int | None = None, speculation: str | None = None
-    ) -> Runtime:
+    def open(self, policy: Policy, *, max_slots: int | None = None, **settings: Any) -> Runtime:
         """Return a runtime with the policy and a page pool as large as that of the others.
 
         Args:
           max_slots: most sequences at once, in place of that of the options.
-          speculation: see `RuntimeOptions`.
+          settings: more options of the runtime, see `RuntimeOptions`. One with another size or
+            number of pages is not compared with the others.
 
         Raises:
           InvalidConfigError, DeviceMemoryError: the memory does not hold a pool as large.
@@ -84,9 +81,8 @@ class Runtimes:
         from jaxserve import Runtime
 
         model = self._model
-        settings: dict[str, Any] = {
-            "warmup": "full", "speculation": speculation, **self._settings
-        }  # fmt: skip
+        is_alike = not settings.keys() & {"kv_memory", "page_size"}
+        settings = {"warmup": "full", **self._settings, **settings}
         if max_slots is not None:
             settings["max_slots"] = max_slots
         rt = self._open.enter_context(
@@ -99,6 +95,8 @@ class Runtimes:
                 **settings,
             )
         )
+        if not is_alike:
+            return rt
         num_pages = self._num_pages.setdefault(max_slots, rt.config.num_pages)
         if num_pages != rt.config.num_pages:
             raise InvalidConfigError(

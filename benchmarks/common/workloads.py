@@ -26,15 +26,21 @@ ARRIVALS = "all, constant:SECONDS or poisson:RATE; all by default, or as they we
 HELD_OUT = 0.15
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose requests and the lengths of their answers."""
+def add_arguments(
+    parser: argparse.ArgumentParser, *, num_requests: str = f"{NUM_REQUESTS}"
+) -> None:
+    """Add the options that choose requests and the lengths of their answers.
+
+    Args:
+      num_requests: the number that a benchmark takes by default, in words.
+    """
     add = parser.add_argument_group("workload").add_argument
     add("--workload", type=_known, default="sharegpt", help=KNOWN)
     add(
         "--num-requests",
         type=int,
         default=None,
-        help=f"{NUM_REQUESTS} by default, or all that were recorded",
+        help=f"{num_requests} by default, or all that were recorded",
     )
     add("--seed", type=int, default=0, help="of the draw of the requests and of the arrivals")
     add("--prompt-tokens", type=int, default=16, help="uniform: of each prompt")
@@ -73,6 +79,11 @@ def items(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
     return drawn
 
 
+def is_recorded(options: argparse.Namespace) -> bool:
+    """Return whether the requests are those of a file."""
+    return options.workload.startswith(_RECORDED)
+
+
 def arriving_items(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
     """Return the requests with the arrivals of `--arrivals`, the same for every policy."""
     drawn = items(options, rt)
@@ -82,7 +93,7 @@ def arriving_items(options: argparse.Namespace, rt: Runtime) -> list[WorkloadIte
 
 
 def _draw(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
-    if options.workload.startswith(_RECORDED):
+    if is_recorded(options):
         return recorded_items(options.workload.removeprefix(_RECORDED), options.num_requests)
     num = NUM_REQUESTS if options.num_requests is None else options.num_requests
     if options.workload == "sharegpt":

@@ -11,7 +11,7 @@ import argparse
 import sys
 from dataclasses import replace
 from statistics import median
-from typing import Any, cast, final
+from typing import Any, final
 
 import numpy as np
 from rich.table import Table
@@ -32,7 +32,6 @@ from jaxserve.execution.build import build_executor
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.sizes import platform_defaults
 from jaxserve.execution.warmup import enable_compilation_cache
-from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.models.store import LoadedModel, load_model
 from jaxserve.scheduling.kv.transfer import KVPages
@@ -100,12 +99,10 @@ class _Server:
 
     def __init__(self, options: argparse.Namespace, longest: int):
         enable_compilation_cache()
-        defaults = platform_defaults()
-        layout = cast(Any, defaults.layer_layout)
-        model = _model(options, defaults.dtype, layout)
+        model = _model(options, platform_defaults().dtype)
         num_tokens = options.wait_tokens + longest + options.new_tokens
         built, size = build_executor(
-            *(model.graphdef, model.params, model.config, layout),
+            *(model.graphdef, model.params, model.config, "unrolled"),
             RuntimeOptions(
                 max_slots=options.others + 1,
                 max_context=num_tokens + 1024,
@@ -228,12 +225,12 @@ class _Server:
         return tuple(np.random.default_rng().integers(0, self._vocab_size, count).tolist())
 
 
-def _model(options: argparse.Namespace, dtype: str, layout: LayerLayout) -> LoadedModel:
+def _model(options: argparse.Namespace, dtype: str) -> LoadedModel:
     if options.model in SHAPES:
         config = LlamaConfig.from_hf(hf_config(options.model))
-        return load_model(config, dtype=dtype, load="random", layer_layout=layout)
+        return load_model(config, dtype=dtype, load="random")
     load = "random" if options.random_weights else "auto"
-    return load_model(options.model, dtype=dtype, load=load, layer_layout=layout)
+    return load_model(options.model, dtype=dtype, load=load)
 
 
 def lengths_from(text: str) -> list[int]:

@@ -59,16 +59,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise InvalidConfigError(f"--batches {options.batches!r}: pass sizes of at least 1")
     session = _Session(options, tuple(options.tasks.split(",")), batches)
     with Runtimes(options) as runtimes:
-        for number in range(options.repeats):
-            for policy in (STATIC, *options.policies.split(",")):
-                for batch in batches:
-                    session.play_policy(runtimes, policy, batch, number)
-            session.play_plans(runtimes, number)
+        while session.num_rounds < options.repeats and session.has_time():
+            session.play_round(runtimes)
     return {
         "benchmark": "exegpt_bounds",
         "arguments": arguments_of(options),
-        "repeats": options.repeats,
-        "is_whole": not session.is_late,
+        "repeats": session.num_rounds,
+        "is_whole": session.num_rounds == options.repeats,
         "tasks": {task: session.summary(task) for task in session.tasks},
         "simulated": session.simulated(),
         "runs": session.runs,
@@ -127,44 +124,59 @@ def _medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 @final
 @dataclass
 class _Session:
-    """The runs so far, until the budget is spent.
+    """The runs of whole rounds: every policy, batch size and plan once in each.
 
     Attributes:
-      runs: each with task, policy, batch, number, and the figures of the run; those of a plan with
-        `bound_s` and the plan, and `failed` if no schedule keeps it.
+      runs: each with task, policy, batch, the number of its round, and the figures of the run;
+        those of a plan with `bound_s` and the plan, and `failed` if no schedule keeps it.
+      num_rounds: that have ended.
     """
 
     options: argparse.Namespace
     tasks: tuple[str, ...]
     batches: tuple[int, ...]
     runs: list[dict[str, Any]] = field(default_factory=list)
-    is_late: bool = False
+    num_rounds: int = 0
     _times: dict[int, StepTimes] = field(default_factory=dict)
     _began_s: float = field(default_factory=time.perf_counter)
 
-    def play_policy(self, runtimes: Runtimes, policy: str, batch: int, number: int) -> None:
-        """Play every task against a policy with a batch size."""
-        if self._is_over():
-            return
+    def has_time(self) -> bool:
+        """Return whether a round as long as the mean of those before ends within the budget."""
+        budget_s = self.options.budget_s
+        if budget_s is None or not self.num_rounds:
+            return True
+        spent_s = time.perf_counter() - self._began_s
+        return spent_s * (1 + 1 / self.num_rounds) <= budget_s
+
+    def play_round(self, runtimes: Runtimes) -> None:
+        """Play every task against each policy with each batch size, then against its plans."""
+        for policy in (STATIC, *self.options.policies.split(",")):
+            for batch in self.batches:
+                self._play_policy(runtimes, policy, batch)
+        self._play_plans(runtimes)
+        self.num_rounds += 1
+
+    def _play_policy(self, runtimes: Runtimes, policy: str, batch: int) -> None:
         preset = get_policy(policy)
         with closing(runtimes.open(preset, max_slots=batch)) as rt:
             for task, asked in self._asked(rt):
-                named = {"task": task, "policy": policy, "batch": batch, "number": number}
+                named = self._named(task, policy, batch)
                 self._play(rt, preset, asked, named)
 
-    def play_plans(self, runtimes: Runtimes, number: int) -> None:
-        """Play every task against the plan for each of its bounds."""
-        if self._is_over():
-            return
+    def _named(self, task: str, policy: str, batch: int) -> dict[str, Any]:
+        return {"task": task, "policy": policy, "batch": batch, "number": self.num_rounds}
+
+    def _play_plans(self, runtimes: Runtimes) -> None:
         batch, preset = max(self.batches), get_policy("vllm_like")
         with closing(runtimes.open(preset, max_slots=batch)) as rt:
-            rt.measure_step_times(rounds=1)
+            rt.measure_step_times()
             for task, asked in self._asked(rt):
+                known = self._known(rt, task)
                 for bound_s in self.bounds(task):
-                    named = {"task": task, "policy": PLANNED, "batch": batch, "number": number}
+                    named = self._named(task, PLANNED, batch)
                     named |= {"bound_s": None if math.isinf(bound_s) else bound_s}
                     try:
-                        plan = rt.plan(bound_s, lengths=self._known(rt, task))
+                        plan = rt.plan(bound_s, lengths=known)
                     except InfeasibleBoundError as error:
                         lowest_s = error.lowest["latency_s"]
                         self.runs.append(named | {"failed": str(error), "lowest_s": lowest_s})
@@ -244,8 +256,6 @@ class _Session:
     ) -> None:
         from jaxserve.planning import simulate
 
-        if self._is_over():
-            return
         label = " ".join(str(named[each]) for each in ("task", "policy", "batch", "number"))
         figures, done = measure(rt, asked, label=label)
         measured = figures_of(done, figures["wall_s"])
@@ -281,18 +291,14 @@ class _Session:
 
     def _known(self, rt: Runtime, task: str) -> list[tuple[int, int]]:
         """Return lengths of other requests of a task, by which it is planned."""
-        others = items(self._options_for(task, self.options.seed + 1), rt)
+        options = self._options_for(task, self.options.seed + 1)
+        options.num_requests = self.options.known
+        others = items(options, rt)
         return [(len(each.prompt_token_ids), each.num_output_tokens or 1) for each in others]
 
     def _options_for(self, task: str, seed: int) -> argparse.Namespace:
         workload = task if task == "sharegpt" else f"task:{task}"
         return argparse.Namespace(**{**vars(self.options), "workload": workload, "seed": seed})
-
-    def _is_over(self) -> bool:
-        budget_s = self.options.budget_s
-        if budget_s is not None and time.perf_counter() - self._began_s > budget_s:
-            self.is_late = True
-        return self.is_late
 
 
 def _print_tables(result: dict[str, Any]) -> None:
@@ -328,12 +334,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_arguments(parser)
     add_repeats(parser, "policy and batch size")
-    parser.set_defaults(num_requests=48, scale=0.25, output_scale=0.25, repeats=2)
+    parser.set_defaults(num_requests=64, scale=0.25, output_scale=0.25, repeats=2)
     add = parser.add_argument
     add("--tasks", default="sharegpt,S,T,G,C1,C2", help="separated by commas")
     add("--policies", default="orca,vllm_like,auto", help="beside static batches and the plan")
-    add("--batches", default="4,8,16,32", help="sizes that every policy is tuned over")
-    add("--budget-s", type=float, default=None, help="seconds after which no run begins")
+    add("--batches", default="4,8,16", help="sizes that every policy is tuned over")
+    add("--known", type=int, default=1000, help="other requests whose lengths a plan knows")
+    text = "no round begins that would end after so many seconds; the first always runs"
+    add("--budget-s", type=float, default=None, help=text)
     text = "do not simulate each configuration, which takes the measuring of its step times"
     add("--no-simulation", dest="simulate", action="store_false", help=text)
     add("--model", default="smollm2-135m", help="a name, folder or GGUF file")

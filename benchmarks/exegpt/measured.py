@@ -2,8 +2,9 @@
 
 RRA on one group of devices and WAA on two serve the same requests, all waiting from the start. Each
 schedule runs on the devices and then on the simulated executor with the step times that were
-measured on those devices. They are not fitted to the run. A table on stderr, one JSON object on
-stdout; docs/benchmarks/papers.md says what each figure means.
+measured on those devices. They are not fitted to the run. Other policies answer the requests, too,
+for their tokens. Progress and a table on stderr, one JSON object on stdout;
+docs/benchmarks/papers.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -15,39 +16,50 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 from rich.table import Table
+from tqdm import tqdm
 
-from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.output import arguments_of, command, record_parser, show
+from benchmarks.common.record import Record
+from benchmarks.common.repeats import Figures, add_repeats, summary
 from benchmarks.common.replay import replay
-from jaxserve.core.metrics import summarise
+from jaxserve.cli.meshes import device_groups
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.metrics import spread
 from jaxserve.core.request import Completion
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.presets import PRESETS, get_policy
 from jaxserve.workload import WorkloadItem
 
 if TYPE_CHECKING:
+    from flax import nnx
+
     from jaxserve.execution.step_cost import StepCost
-    from jaxserve.models.families.llama import Llama
     from jaxserve.runtime import Runtime
 
 _DEVICES = "--xla_force_host_platform_device_count"
 # Devices on one host share its cores; with one thread each, they do so as little as they can.
 _FLAGS = f"{_DEVICES}=8 --xla_cpu_multi_thread_eigen=false"
-MODELS = ("tiny", "smollm2")
+# The devices of a model, whose attention heads and groups of them they divide.
+GROUPS = {"smollm2": "1 1/1 3/3", "t5_small": "1 1/1 4/4", "tiny": "1 1/1", "tiny_t5": "1 1/1"}
+FIGURES = ("output_tokens_per_s", "p50_s", "p99_s", "first_token_p50_s")
+# Figures whose errors count.
+JUDGED = ("output_tokens_per_s", "p99_s")
 
 
+@final
 @dataclass(frozen=True)
 class Case:
-    """A schedule, and the devices that it runs on: one number, or those of each group."""
+    """A schedule, and its devices: those of one group, or of both as in "1/2"."""
 
     policy: Policy
-    devices: tuple[int, ...]
+    groups: str
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,129 +74,156 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
     from benchmarks.common import environment
 
-    model = _model(options.model)
-    items = _items(options, model.config.vocab_size)
-    wanted = _alone(options, model, items)
-    found = []
-    for devices, cases in _by_devices(_cases(options)).items():
-        found += _measured(options, model, devices, cases, items, wanted)
-    errors = [abs(each["error"]["output_tokens_per_s"]) for each in found]
-    return {
-        "benchmark": "exegpt_measured",
-        "arguments": arguments_of(options),
-        "schedules": found,
-        "all_tokens_agree": all(each["tokens_agree"] for each in found),
-        "median_error": statistics.median(errors),
-        "worst_error": max(errors),
+    if options.repeats < 1:
+        raise InvalidConfigError(f"--repeats is {options.repeats}; it must be at least 1")
+    policies = [get_policy(name) for name in options.policies.split(",")]
+    cases = list(_cases(options))
+    record = Record(
+        options.output,
+        options.budget,
+        benchmark="exegpt_measured",
+        arguments=arguments_of(options),
+        repeats=options.repeats,
+        policies=[],
+        schedules=[],
         **environment.describe(),
-    }
+    )
+    session = _Session(options)
+    with tqdm(total=len(policies) + len(cases), desc="exegpt on devices") as bar:
+        for policy in policies:
+            record.add("policies", policy.name, partial(session.answered, policy))
+            bar.update()
+        for case in cases:
+            name = f"{case.policy.name} on {case.groups}"
+            bar.set_postfix_str(name)
+            record.add("schedules", name, partial(session.measured, case))
+            bar.update()
+    record.result |= _judged(record.result)
+    record.save()
+    return record.result
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
     rra, waa = PRESETS["exegpt_rra"], PRESETS["exegpt_waa_c"]
-    for batch in options.encode_batches:
-        for num in options.decode_iterations:
-            shape = RRA(encode_batch=batch, decode_iterations=num)
-            yield Case(replace(rra, name=f"rra {batch} {num}", iteration=shape), (1,))
-            steps = WAA(encode_batch=batch, decode_iterations=num)
-            groups = (options.encode_devices, options.decode_devices)
-            yield Case(replace(waa, name=f"waa {batch} {num}", iteration=steps), groups)
+    for groups in (options.groups or GROUPS[options.model]).split():
+        for batch in options.encode_batches:
+            for num in options.decode_iterations:
+                sizes = dict(encode_batch=batch, decode_iterations=num)
+                own = (waa, "waa", WAA(**sizes)) if "/" in groups else (rra, "rra", RRA(**sizes))
+                policy, name, shape = own
+                yield Case(replace(policy, name=f"{name} {batch} {num}", iteration=shape), groups)
 
 
-def _by_devices(cases: Iterator[Case]) -> dict[tuple[int, ...], list[Case]]:
-    found: dict[tuple[int, ...], list[Case]] = {}
-    for case in cases:
-        found.setdefault(case.devices, []).append(case)
+def _judged(result: dict[str, Any]) -> dict[str, Any]:
+    """Return whether all tokens agree, and how far the simulations are off."""
+    schedules = result["schedules"]
+    agree = [each["tokens_agree"] for each in (*schedules, *result["policies"])]
+    found: dict[str, Any] = {
+        # The first one's tokens are those of the others.
+        "all_tokens_agree": all(agree) if len(agree) > 1 else None,
+        "errors": {},
+    }
+    for name in FIGURES if schedules else ():
+        errors = [abs(each["error"][name]) for each in schedules]
+        found["errors"][name] = {"median": statistics.median(errors), "most": max(errors)}
+    for share in (0.05, 0.1):
+        found[f"num_within_{share:.0%}"] = sum(
+            all(abs(each["error"][name]) <= share for name in JUDGED) for each in schedules
+        )
     return found
 
 
-def _measured(
-    options: argparse.Namespace,
-    model: Llama,
-    devices: tuple[int, ...],
-    cases: Sequence[Case],
-    items: Sequence[WorkloadItem],
-    wanted: Sequence[tuple[int, ...]],
-) -> Iterator[dict[str, Any]]:
-    """Yield the figures of every schedule on these devices; step times are measured once."""
-    cost: StepCost | None = None
-    for case in cases:
-        with closing(_runtime(options, model, case)) as rt:
-            if cost is None:
-                cost = _cost(rt, devices)
-            runs = [replay(rt, items, label=case.policy.name) for _ in range(options.repeats + 1)]
-            measured = [_figures(done, wall_s) for done, wall_s in runs[1:]]  # the first warms up
-            tokens = [tuple(each.token_ids) for each in runs[-1][0]]
-            simulated = _simulated(items, case.policy, rt, cost)
-        middle = {name: statistics.median(run[name] for run in measured) for name in simulated}
-        yield {
+@final
+class _Session:
+    """One model and its requests, for every policy and schedule."""
+
+    def __init__(self, options: argparse.Namespace):
+        self._options = options
+        self._model: Any = _model(options.model)
+        self._items = _items(options, self._model.config.vocab_size)
+        # Those of the first policy.
+        self._tokens: list[tuple[int, ...]] = []
+        # By the devices on which they were measured.
+        self._costs: dict[str, StepCost] = {}
+
+    def answered(self, policy: Policy) -> Figures:
+        """Return whether a policy on one device has the tokens of the first policy."""
+        with closing(self._runtime(policy, "1", warmup=False)) as rt:
+            done, _ = replay(rt, self._items, label=policy.name)
+        return {"policy": policy.name, "tokens_agree": self._agrees(done)}
+
+    def measured(self, case: Case) -> Figures:
+        """Return the figures of a schedule on its devices and simulated."""
+        from jaxserve.planning import simulate
+
+        runs, agree = [], True
+        with closing(self._runtime(case.policy, case.groups, warmup="full")) as rt:
+            cost = self._cost(rt, case.groups)
+            for number in range(self._options.repeats + 1):
+                # The first run warms up, with as many requests as run at once.
+                asked = self._items if number else self._items[: rt.config.max_slots]
+                done, wall_s = replay(rt, asked, label=f"{case.policy.name}, run {number}")
+                if number:
+                    runs.append(_figures(done, wall_s))
+                    agree = agree and self._agrees(done)
+            played = simulate(self._items, case.policy, rt.config, cost, progress=False)
+        measured, simulated = summary(runs), _figures(played.completions, played.wall_s)
+        return {
             "schedule": case.policy.name,
-            "devices": list(devices),
-            "measured": middle,
+            "groups": case.groups,
+            "measured": measured,
             "simulated": simulated,
-            "error": {name: simulated[name] / middle[name] - 1 for name in simulated},
-            "tokens_agree": tokens == list(wanted),
+            "error": {name: simulated[name] / measured[name] - 1 for name in simulated},
+            "tokens_agree": agree,
         }
 
+    def _runtime(self, policy: Policy, groups: str, *, warmup: Any) -> Runtime:
+        from jaxserve import Runtime
+        from sharding import make_mesh
 
-def _runtime(options: argparse.Namespace, model: Llama, case: Case) -> Runtime:
-    from jaxserve import Runtime
-    from sharding import make_groups, make_mesh
+        options = self._options
+        mesh = device_groups(groups) if "/" in groups else make_mesh(tensor=int(groups))
+        return Runtime(
+            self._model,
+            mesh=mesh,
+            policy=policy,
+            warmup=warmup,
+            max_slots=options.max_slots,
+            max_context=options.max_context,
+            max_step_tokens=options.max_step_tokens,
+            host_memory=0,
+        )
 
-    if len(case.devices) == 1:
-        mesh = make_mesh(tensor=case.devices[0])
-    else:
-        encode, decode = case.devices
-        mesh = make_groups(encode=encode, decode=decode)
-    return Runtime(model, mesh=mesh, policy=case.policy, warmup="full", **_sizes(options))
+    def _cost(self, rt: Runtime, groups: str) -> StepCost:
+        """Return the step times of these devices, measured once."""
+        if groups not in self._costs:
+            self._costs[groups] = (
+                rt.measure_group_times(rounds=1).costs()
+                if "/" in groups
+                else rt.measure_step_times(rounds=1)
+            )
+        return self._costs[groups]
 
-
-def _sizes(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "max_slots": options.max_slots,
-        "max_context": options.max_context,
-        "max_step_tokens": options.max_step_tokens,
-        "host_memory": 0,
-    }
-
-
-def _alone(
-    options: argparse.Namespace, model: Llama, items: Sequence[WorkloadItem]
-) -> list[tuple[int, ...]]:
-    """Return the answers of the default policy on one device."""
-    from jaxserve import Runtime
-
-    with Runtime(model, warmup=False, **_sizes(options)) as rt:
-        done, _ = replay(rt, items, label="auto")
-    return [tuple(each.token_ids) for each in done]
-
-
-def _cost(rt: Runtime, devices: tuple[int, ...]) -> StepCost:
-    if len(devices) == 1:
-        return rt.measure_step_times(rounds=1)
-    return rt.measure_group_times(rounds=1).costs()
-
-
-def _simulated(
-    items: Sequence[WorkloadItem], policy: Policy, rt: Runtime, cost: StepCost
-) -> dict[str, float]:
-    from jaxserve.planning import simulate
-
-    simulation = simulate(items, policy, rt.config, cost, progress=False)
-    return _figures(simulation.completions, simulation.wall_s)
+    def _agrees(self, done: Sequence[Completion]) -> bool:
+        tokens = [tuple(each.token_ids) for each in done]
+        self._tokens = self._tokens or tokens
+        return tokens == self._tokens
 
 
 def _figures(done: Sequence[Completion], wall_s: float) -> dict[str, float]:
+    """Return throughput, latencies from admission to end, and the first token's from submission."""
+    spent, first = [], []
     for completion in done:
         if completion.error is not None:
             raise completion.error
-    figures: dict[str, Any] = summarise(done, wall_s)
-    return {
-        "output_tokens_per_s": figures["output_tokens_per_s"],
-        "latency_p50_s": figures["latency_s"]["p50"],
-        "latency_p99_s": figures["latency_s"]["p99"],
-        "first_token_p50_s": figures["time_to_first_token_s"]["p50"],
-    }
+        timing = completion.timing
+        spent.append((timing.finished_s or 0.0) - (timing.admitted_s or 0.0))
+        first.append(timing.time_to_first_token_s or 0.0)
+    latencies, firsts = spread(spent), spread(first)
+    assert latencies is not None and firsts is not None
+    tokens = sum(len(each.token_ids) for each in done)
+    figures = (tokens / wall_s, latencies["p50"], latencies["p99"], firsts["p50"])
+    return dict(zip(FIGURES, figures, strict=True))
 
 
 def _items(options: argparse.Namespace, vocab_size: int) -> list[WorkloadItem]:
@@ -207,15 +246,31 @@ def _items(options: argparse.Namespace, vocab_size: int) -> list[WorkloadItem]:
     return items
 
 
-def _model(name: str) -> Llama:
-    """Return a model with random weights: the tests' tiny one, or one of SmolLM2-135M's shape."""
+def _model(name: str) -> nnx.Module:
+    """Return a model with random weights: a tiny one of the tests, or of a known model's shape."""
     from flax import nnx
 
     from jaxserve.models.families.llama import Llama, LlamaConfig
-    from jaxserve.testing import tiny_llama
+    from jaxserve.models.families.t5 import T5, T5Config
+    from jaxserve.testing.tiny import tiny_llama, tiny_t5
 
     if name == "tiny":
         return tiny_llama()
+    if name == "tiny_t5":
+        return tiny_t5()
+    if name == "t5_small":
+        config = T5Config(
+            vocab_size=32128,
+            hidden_size=512,
+            intermediate_size=2048,
+            num_layers=6,
+            num_encoder_layers=6,
+            num_heads=8,
+            num_kv_heads=8,
+            head_dim=64,
+            dtype="float32",
+        )
+        return T5(config, rngs=nnx.Rngs(0), layer_layout="unrolled")
     config = LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -231,7 +286,7 @@ def _model(name: str) -> Llama:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    names = ("output_tokens_per_s", "latency_p99_s", "first_token_p50_s")
+    names = ("output_tokens_per_s", "p99_s", "first_token_p50_s")
     print("measured, simulated, and the error of the simulation", file=sys.stderr)
     table = Table("schedule", "devices", *names, "tokens", box=None, header_style="bold")
     for each in result["schedules"]:
@@ -241,8 +296,16 @@ def _print_table(result: dict[str, Any]) -> None:
             for name in names
         )
         agree = "agree" if each["tokens_agree"] else "DIFFER"
-        table.add_row(each["schedule"], "+".join(map(str, each["devices"])), *cells, agree)
+        table.add_row(each["schedule"], each["groups"], *cells, agree)
     show(table)
+    for each in result["policies"]:
+        agree = "agree" if each["tokens_agree"] else "DIFFER"
+        print(f"tokens of {each['policy']} on one device {agree}", file=sys.stderr)
+    print(
+        f"{result['num_within_5%']} of {len(result['schedules'])} schedules are within 5 % in "
+        f"throughput and p99, {result['num_within_10%']} within 10 %",
+        file=sys.stderr,
+    )
 
 
 def _numbers(text: str) -> list[int]:
@@ -253,16 +316,17 @@ def _numbers(text: str) -> list[int]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.exegpt.measured",
-        description="RRA and WAA on devices and simulated from the devices' step times: a table "
-        "and one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = record_parser(
+        "benchmarks.exegpt.measured",
+        "RRA and WAA on devices and simulated from the devices' step times: a table and one JSON "
+        "object.",
     )
     add = parser.add_argument
-    add("--model", choices=MODELS, default="smollm2", help="shape of the random weights")
-    add("--encode-devices", type=int, default=1, help="devices of WAA's encode group")
-    add("--decode-devices", type=int, default=1, help="devices of WAA's decode group")
+    add("--model", choices=list(GROUPS), default="smollm2", help="shape of the random weights")
+    text = 'devices, such as "1 4/4" for RRA on one and WAA on 4 and 4; by default the model\'s'
+    add("--groups", default=None, help=text)
+    text = "policies on one device, whose tokens are compared, separated by commas"
+    add("--policies", default="auto,fastertransformer,orca,vllm_like", help=text)
     add("--encode-batches", type=_numbers, default="2,4", help="B_E, separated by commas")
     add("--decode-iterations", type=_numbers, default="4,8", help="N_D of RRA, and of WAA's steps")
     add("--num-requests", type=int, default=48, help="requests, all waiting from the start")
@@ -271,9 +335,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-slots", type=int, default=16, help="sequences that run at once")
     add("--max-context", type=int, default=256, help="tokens of prompt and answer together")
     add("--max-step-tokens", type=int, default=256, help="tokens of a step")
-    add("--repeats", type=int, default=3, help="runs of each schedule; figures are their medians")
+    add_repeats(parser, "schedule, one after another")
     add("--seed", type=int, default=0, help="of prompts and lengths")
-    add("--output", type=Path, default=None, help="also write the object here")
     return parser
 
 

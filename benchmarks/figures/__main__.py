@@ -45,12 +45,13 @@ class Page:
         return "../" * self.path.count("/")
 
 
+_THROUGHPUT = ("offline", "http", "structured", "startup", "loading", "planning", "invariance")
 PAGES = (
     Page("README.md", None),
-    Page("docs/results/throughput.md", ("offline", "startup", "loading", "planning")),
+    Page("docs/results/throughput.md", _THROUGHPUT),
     Page("docs/results/policies.md", ("policies", "online", "flover", "simulate", "s3")),
     Page("docs/results/conversations.md", ("conversations", "pensieve", "scattered", "restore")),
-    Page("docs/results/exegpt.md", ("exegpt", "exegpt_bounds")),
+    Page("docs/results/exegpt.md", ("exegpt", "exegpt_bounds", "exegpt_measured")),
     Page("docs/results/cells.md", ("cells",)),
     Page("docs/results/lengths.md", ("predictor", "probe")),
     Page("docs/results/devices.md", ("sharding", "roles", "gpu_check")),

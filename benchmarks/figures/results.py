@@ -14,9 +14,20 @@ from jaxserve.core.errors import InvalidConfigError
 
 # The kinds of results, in the order of the pages.
 KINDS = (
-    *("offline", "policies", "online", "conversations", "flover", "simulate", "predictor"),
+    *(
+        "offline",
+        "http",
+        "structured",
+        "policies",
+        "online",
+        "conversations",
+        "flover",
+        "simulate",
+        "predictor",
+    ),
     *("probe", "s3", "pensieve", "scattered", "restore", "startup", "loading"),
-    *("planning", "sharding", "gpu_check", "exegpt", "exegpt_bounds", "cells", "roles"),
+    *("planning", "sharding", "gpu_check", "exegpt", "exegpt_bounds"),
+    *("exegpt_measured", "cells", "roles", "invariance"),
 )
 # Names and positions of a value in a result.
 Keys = Sequence[str | int]

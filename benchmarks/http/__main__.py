@@ -2,18 +2,17 @@
 
 The requests come from another process, each on a connection of its own, and stream tokens. Once all
 come at once, for throughput; once as Poisson arrivals at half of that, for latencies. With
-`--peer`, the same client sends the same prompts to other servers, and to this one in the same form.
+`--compare` and `--peer`, the same client sends the same prompts to other servers, and to this one
+in the same form.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
-from statistics import median
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 import numpy as np
 from rich.table import Table
@@ -21,14 +20,18 @@ from rich.table import Table
 from benchmarks.common import workloads
 from benchmarks.common.output import arguments_of, command, show
 from benchmarks.common.policies import add_policy_options, parse_policies
-from benchmarks.common.repeats import add_repeats
+from benchmarks.common.processes import PeerError
+from benchmarks.common.repeats import Figures, add_repeats, summary
 from benchmarks.common.serving import Runtimes
-from benchmarks.http.load import Seen, send
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.answers import Piece
+from benchmarks.http.load import Seen
+from benchmarks.http.peers.servers import PEERS, named, started
+from benchmarks.http.ways import Way, completions_of, engine_first_tokens, of_ours
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.models.registry import resolve
 from jaxserve.workload import WorkloadItem
 
-Play = Callable[[Sequence[WorkloadItem], Sequence[float]], list[Seen]]
+OVER_HTTP = ("http", "completions")
+OURS = ("in process", *OVER_HTTP)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,85 +40,145 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of both ways for each number of connections."""
+    """Return the figures of all ways for each number of connections.
+
+    Raises:
+      InvalidConfigError: an unknown peer, or a model that peers do not read.
+    """
     from benchmarks.common import environment
     from jaxserve.server import ServerOptions, running
 
-    counts = [int(text) for text in options.connections.split(",")]
-    points = []
+    peers = named(options.compare)
+    model = resolve(options.model)
+    if peers and model.kind != "gguf":
+        raise InvalidConfigError(
+            f"--compare: servers get the weights of a GGUF file, and --model {options.model} has "
+            "none; pass a registered name or such a file"
+        )
+    most = max(options.connections)
+    if options.num_requests is None and not workloads.is_recorded(options):
+        options.num_requests = most
     with Runtimes(options) as open_runtimes:
         rt = open_runtimes.open(parse_policies(options.policies)[0])
         items = workloads.items(options, rt)
         serving = ServerOptions(
-            model_name="model", port=0, max_waiting=2 * max(counts), log_requests=False
+            model_name="model", port=0, max_waiting=2 * most, log_requests=False
         )
-        with running(rt, serving) as url:
-            ways: dict[str, Play] = {
-                "in process": lambda items, arrivals: _in_process(rt, items, arrivals),
-                "http": lambda items, arrivals: _over_http(url, items, arrivals),
-            }
-            if options.peer:
-                ways["completions"] = _completions(url, "model")
-            for name, peer in options.peer:
-                ways[name] = _completions(*peer)
-            for play in ways.values():  # what is slow only once
-                play(items[:2], [0.0] * min(2, len(items)))
-            for count in counts:
-                points.append(_point(ways, items, count, options))
+        with (
+            running(rt, serving) as url,
+            started(peers, model.path, items, batch_size=rt.config.max_slots) as servers,
+        ):
+            ways = of_ours(rt, url, completions=bool(peers or options.peer))
+            for name, (address, served) in options.peer:
+                ways[name] = completions_of(address, served)
+            for name, address in servers.urls.items():
+                ways[name] = completions_of(address, "model", peers[name].fields)
+            contest = _Contest(ways, url, servers.failed)
+            contest.turn(items[:2], [0.0] * len(items[:2]))  # what is slow only once
+            points = [_point(contest, items, count, options) for count in options.connections]
     return {
         "benchmark": "http",
         "arguments": arguments_of(options),
         "repeats": options.repeats,
         "points": points,
+        "peers": {
+            name: {
+                "requirements": peer.environment.requirements,
+                "startup_s": servers.startup_s.get(name),
+            }
+            for name, peer in peers.items()
+        },
+        "failed": contest.failed,
         **environment.describe(),
     }
 
 
 def _point(
-    ways: dict[str, Play], items: list[WorkloadItem], count: int, options: argparse.Namespace
+    contest: _Contest, items: Sequence[WorkloadItem], count: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return the figures for a number of requests, both ways in turns."""
+    """Return the figures for a number of requests, of all ways in turns."""
     asked = [items[i % len(items)] for i in range(count)]
-    found: dict[str, dict[str, list[Any]]] = {way: {"at_once": [], "poisson": []} for way in ways}
+    runs: dict[str, list[Figures]] = {name: [] for name in contest.ways}
     for repeat in range(options.repeats):
-        for way, play in ways.items():
-            print(f"{count} requests, {way}, run {repeat + 1}", file=sys.stderr)
-            found[way]["at_once"].append(_figures(play(asked, [0.0] * count), [0.0] * count))
-        rate = 0.5 * found["in process"]["at_once"][-1]["requests_per_s"]
+        print(f"{count} requests, run {repeat + 1} of {options.repeats}", file=sys.stderr)
+        at_once = contest.turn(asked, [0.0] * count)
+        rate = 0.5 * at_once["in process"]["requests_per_s"]
         rng = np.random.default_rng(options.seed + repeat)
-        arrivals = np.cumsum(rng.exponential(1 / rate, count)).tolist()
-        for way, play in ways.items():
-            found[way]["poisson"].append(_figures(play(asked, arrivals), arrivals))
-    ours, base = found["http"], found["in process"]
-    share = [
-        one["tokens_per_s"] / other["tokens_per_s"]
-        for one, other in zip(ours["at_once"], base["at_once"], strict=True)
+        arrivals_s = np.cumsum(rng.exponential(1 / rate, count)).tolist()
+        poisson = contest.turn(asked, arrivals_s)
+        for name, figures in poisson.items():
+            runs[name].append({"at_once": at_once[name], "poisson": figures})
+    costs = [
+        {
+            "throughput_share": ours["at_once"]["tokens_per_s"] / base["at_once"]["tokens_per_s"],
+            "first_token_later_s": ours["poisson"]["first_token_s"]["p50"]
+            - base["poisson"]["first_token_s"]["p50"],
+            "outside_engine_s": ours["poisson"]["outside_engine_s"],
+        }
+        for ours, base in zip(runs["http"], runs["in process"], strict=True)
     ]
-    later = [
-        one["first_token_s"]["p50"] - other["first_token_s"]["p50"]
-        for one, other in zip(ours["poisson"], base["poisson"], strict=True)
-    ]
-    peers = {name: runs for name, runs in found.items() if name not in ("in process", "http")}
     return {
         "connections": count,
-        "runs": found,
-        "peers_tokens_per_s": {
-            name: median(run["tokens_per_s"] for run in runs["at_once"])
-            for name, runs in peers.items()
-        },
-        "throughput_share": {"median": median(share), "range": [min(share), max(share)]},
-        "first_token_later_s": {"median": median(later), "range": [min(later), max(later)]},
+        "ways": {name: summary(each) for name, each in runs.items() if each},
+        "costs": summary(costs),
     }
 
 
-def _figures(seen: list[Seen], arrivals_s: Sequence[float]) -> dict[str, Any]:
+@final
+@dataclass(frozen=True)
+class _Contest:
+    """The ways that take turns.
+
+    Attributes:
+      url: of our server, which says how long its engine took.
+      failed: reasons why other servers take part no more.
+    """
+
+    ways: Mapping[str, Way]
+    url: str
+    failed: dict[str, str]
+
+    def turn(
+        self, items: Sequence[WorkloadItem], arrivals_s: Sequence[float]
+    ) -> dict[str, Figures]:
+        """Return the figures of each way to answer requests that arrive at these seconds."""
+        found = {}
+        for name, answer in self.ways.items():
+            if name in self.failed:
+                continue
+            try:
+                before = engine_first_tokens(self.url)
+                seen = answer(items, arrivals_s)
+                now = engine_first_tokens(self.url)
+            except PeerError as error:
+                if name in OURS:
+                    raise
+                print(f"{name} failed: {error}", file=sys.stderr)
+                self.failed[name] = str(error)
+                continue
+            found[name] = _figures(seen, arrivals_s)
+            if name in OVER_HTTP:
+                mean_s = sum(one.times_s[0] for one in seen) / len(seen)
+                engine_s = (now[0] - before[0]) / (now[1] - before[1])
+                found[name]["outside_engine_s"] = mean_s - engine_s
+        return found
+
+
+def _figures(seen: Sequence[Seen], arrivals_s: Sequence[float]) -> Figures:
     wall_s = max(arrival + one.end_s for arrival, one in zip(arrivals_s, seen, strict=True))
     gaps = [b - a for one in seen for a, b in zip(one.times_s, one.times_s[1:], strict=False)]
+    # The first event may have several tokens, too; then this is less than the time of one token.
+    each = [
+        (one.times_s[-1] - one.times_s[0]) / (one.num_tokens - 1)
+        for one in seen
+        if one.num_tokens > 1
+    ]
     return {
         "wall_s": wall_s,
         "requests_per_s": len(seen) / wall_s,
         "tokens_per_s": sum(one.num_tokens for one in seen) / wall_s,
         "first_token_s": _percentiles([one.times_s[0] for one in seen]),
+        "token_s": _percentiles(each) if each else None,
         "between_events_s": _percentiles(gaps) if gaps else None,
     }
 
@@ -124,97 +187,45 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{q}": float(np.percentile(seconds, q)) for q in (50, 99)}
 
 
-def _params(item: WorkloadItem) -> dict[str, Any]:
-    return {"max_tokens": item.num_output_tokens, "ignore_eos": True, "temperature": 0.0}
-
-
-def _over_http(url: str, items: Sequence[WorkloadItem], arrivals_s: Sequence[float]) -> list[Seen]:
-    bodies = [
-        {
-            "token_ids": list(map(int, item.prompt_token_ids)),
-            "sampling_params": _params(item),
-            "stream": True,
-        }
-        for item in items
-    ]
-    return send(url, bodies, arrivals_s)
-
-
-def _completions(url: str, model: str) -> Play:
-    """Return a way over a server's `/v1/completions`, as vLLM and llama.cpp have it, too."""
-
-    def play(items: Sequence[WorkloadItem], arrivals_s: Sequence[float]) -> list[Seen]:
-        bodies = [
-            {
-                "model": model,
-                "prompt": list(map(int, item.prompt_token_ids)),
-                **_params(item),
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-            for item in items
-        ]
-        return send(url, bodies, arrivals_s, "/v1/completions")
-
-    return play
+def _counts(text: str) -> list[int]:
+    """Return numbers of connections, for argparse."""
+    if not all(each.isdecimal() and int(each) > 0 for each in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,64")
+    return [int(each) for each in text.split(",")]
 
 
 def _peer(text: str) -> tuple[str, tuple[str, str]]:
-    """Return a server's name, and its address and model."""
+    """Return a server's name, and its address and model, for argparse."""
     name, _, rest = text.partition("=")
     url, _, model = rest.partition(",")
     if not name or not url.startswith("http://"):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a server; pass NAME=http://HOST:PORT,MODEL"
         )
+    if name in (*OURS, *PEERS):
+        raise argparse.ArgumentTypeError(f"the name {name!r} is taken; pass another one")
     return name, (url, model or "model")
-
-
-def _in_process(rt: Any, items: Sequence[WorkloadItem], arrivals_s: Sequence[float]) -> list[Seen]:
-    """Submit each request at its time, on this thread."""
-    begun_s = time.perf_counter() + 0.1
-    seen = [Seen([], 0, 0.0) for _ in items]
-    ended = threading.Semaphore(0)
-
-    def sink(one: Seen, at_s: float) -> Callable[[Piece], None]:
-        def take(piece: Piece) -> None:
-            now_s = time.perf_counter() - at_s
-            if piece.token_ids:
-                one.times_s.append(now_s)
-                one.num_tokens += len(piece.token_ids)
-            if piece.finish_reason is not None:
-                one.end_s = now_s
-                ended.release()
-
-        return take
-
-    for item, arrival_s, one in zip(items, arrivals_s, seen, strict=True):
-        at_s = begun_s + arrival_s
-        time.sleep(max(0.0, at_s - time.perf_counter()))
-        rt.submit(item.prompt_token_ids, SamplingParams(**_params(item)), on_piece=sink(one, at_s))
-    for _ in items:
-        ended.acquire()
-    return seen
 
 
 def _print_table(result: dict[str, Any]) -> None:
     table = Table(
         "connections", "way", "requests/s", "tokens/s", "first token p50 ms", "p99",
-        "between events p50 ms", "p99", box=None, header_style="bold",
+        "token p50 ms", "p99", box=None, header_style="bold",
     )  # fmt: skip
+
+    def ms(seconds: dict[str, float] | None) -> list[str]:
+        return ["", ""] if seconds is None else [f"{each * 1e3:.1f}" for each in seconds.values()]
+
     for point in result["points"]:
-        for way, runs in point["runs"].items():
-            at_once, poisson = runs["at_once"][0], runs["poisson"][0]
-            first, gaps = poisson["first_token_s"], poisson["between_events_s"]
+        for way, figures in point["ways"].items():
+            at_once, poisson = figures["at_once"], figures["poisson"]
             table.add_row(
                 str(point["connections"]),
                 way,
                 f"{at_once['requests_per_s']:.3g}",
                 f"{at_once['tokens_per_s']:.0f}",
-                f"{first['p50'] * 1e3:.1f}",
-                f"{first['p99'] * 1e3:.1f}",
-                f"{gaps['p50'] * 1e3:.1f}" if gaps else "",
-                f"{gaps['p99'] * 1e3:.1f}" if gaps else "",
+                *ms(poisson["first_token_s"]),
+                *ms(poisson["token_s"]),
             )
         table.add_section()
     show(table)
@@ -228,12 +239,15 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--connections", default="1,64,1000", help="numbers of requests, each on its connection")
+    text = "numbers of requests, each on its connection"
+    add("--connections", type=_counts, default="1,64,1000", help=text)
+    text = f"servers that are installed, started and measured, too: {','.join(PEERS)}"
+    add("--compare", default="", help=text)
     add(
         "--peer", type=_peer, action="append", default=[], metavar="NAME=URL,MODEL",
-        help="a server with OpenAI's completions that runs already, such as vLLM's or llama.cpp's",
+        help="a server with OpenAI's completions that runs already",
     )  # fmt: skip
-    workloads.add_arguments(parser)
+    workloads.add_arguments(parser, num_requests="as many as the largest number of connections")
     add_repeats(parser, "way at every number of connections")
     add_policy_options(parser, policies="auto", max_context=1024)
     return parser

@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.common.paths import ROOT
+from benchmarks.common.processes import PeerError
+
+LIMIT_S = 1800.0
 
 
 @final
@@ -38,18 +40,21 @@ def send(
         tokens at the end (`stream_options.include_usage`), as OpenAI's completions do.
 
     Raises:
-      RuntimeError: a request was not answered.
+      PeerError: a request was not answered, or not within `LIMIT_S` seconds.
     """
     given = json.dumps(
         {"url": url, "path": path, "bodies": list(bodies), "arrivals_s": list(arrivals_s)}
     )
     program = "from benchmarks.http.load import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program], input=given, capture_output=True, text=True, cwd=ROOT,
-        check=False,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program], input=given, capture_output=True, text=True, cwd=ROOT,
+            check=False, timeout=LIMIT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise PeerError(f"not every answer came within {LIMIT_S:g} s") from error
     if done.returncode:
-        raise RuntimeError(f"the client failed: {done.stderr[-2000:]}")
+        raise PeerError(f"the client failed: {done.stderr[-2000:]}")
     return [Seen(**each) for each in json.loads(done.stdout)]
 
 
@@ -83,12 +88,13 @@ async def _send_one(host: str, port: int, path: str, body: bytes, at_s: float) -
     async for line in reader:
         lines.append(line)
         if line.startswith(b"data: {"):
+            now_s = time.perf_counter() - at_s
             found = json.loads(line[6:])
             choices = found.get("choices", ())
             if any(choice.get("token_ids") or choice.get("text") for choice in choices):
-                times_s.append(time.perf_counter() - at_s)
+                times_s.append(now_s)
             num_tokens += sum(len(choice.get("token_ids") or ()) for choice in choices)
-            usage = found.get("usage")
+            usage = found.get("usage") or usage
     writer.close()
     if b"data: [DONE]\n" not in lines:
         raise RuntimeError(b"".join(lines)[-500:].decode(errors="replace"))

@@ -39,7 +39,13 @@ from pallas_kernels.quantised_matmul import quantise
 # SmolLM2-135M: the weights of a layer [in, out], and its heads.
 SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576))
 KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 3, 3, 64, 32
-PRODUCTS = ("dense", "panels", "int8", "int4")
+# Arguments of `quantise`, by the name of a format.
+FORMATS = {
+    "int8": dict(bits=8, group=32),
+    "int4": dict(bits=4, group=32, has_minima=True),
+    "int4, symmetric": dict(bits=4, group=32),
+}
+PRODUCTS = ("dense", "panels", *FORMATS)
 PAGES = ("float32", "int8")
 
 Case = tuple[Callable[..., Any], tuple[Any, ...], dict[str, float]]
@@ -104,10 +110,9 @@ def _figures(
 def _weights(kind: str, layers: int) -> list[Any]:
     keys = jax.random.split(jax.random.key(0), (layers, len(SHAPES)))
     draw = jax.jit(jax.random.normal, static_argnums=1)
-    bits = {"int8": dict(bits=8, group=32), "int4": dict(bits=4, group=32, has_minima=True)}
     change = {"dense": lambda x: x, "panels": jax.jit(to_panels)}.get(kind)
     if change is None:
-        rounded = jax.jit(partial(quantise, **bits[kind]))
+        rounded = jax.jit(partial(quantise, **FORMATS[kind]))
         change = lambda x: rounded(x.T)  # noqa: E731
     return [
         change(draw(keys[layer, i], shape))
@@ -243,7 +248,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--rows", default="1,32,256", help="numbers of tokens of a step, separated by commas")
+    add("--rows", default="1,4,32,256", help="numbers of tokens of a step, separated by commas")
     add("--context", type=int, default=172, help="keys that a query sees")
     add("--layers", type=int, default=30, help="of the model")
     add("--repeats", type=int, default=7, help="timed runs; rates are those of the fastest")

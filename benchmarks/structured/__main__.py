@@ -17,7 +17,7 @@ from benchmarks.common import workloads
 from benchmarks.common.counters import counters_of, since
 from benchmarks.common.output import arguments_of, command, show
 from benchmarks.common.policies import add_policy_options, parse_policies
-from benchmarks.common.repeats import Figures, Spread, add_repeats, ratios, summary
+from benchmarks.common.repeats import Figures, add_repeats, ratios, summary
 from benchmarks.common.serving import Runtimes
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.workload import WorkloadItem
@@ -71,14 +71,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             figures, _ = _played(rt, items, [_free(max(1, length)) for length in lengths])
             found["without"].append(figures)
     share = ratios(*([run["tokens_per_s"] for run in found[name]] for name in ("with", "without")))
-    spread = Spread.of(share)
     return {
         "benchmark": "structured",
         "arguments": arguments_of(options),
         "repeats": options.repeats,
         "first_run_s": first_s,
         **{name: summary(runs) for name, runs in found.items()},
-        "throughput_share": {"median": spread.median, "range": [spread.low, spread.high]},
+        "costs": summary([{"throughput_share": each} for each in share]),
         **environment.describe(),
     }
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import final
 
 from jaxserve.cells.cell_graph import CellGraph
-from jaxserve.cells.policy import CellType, Task
+from jaxserve.cells.choice import choose
+from jaxserve.cells.one_worker import OneWorkerScheduler
+from jaxserve.cells.policy import CellScheduler, CellType, Task
 from jaxserve.core.errors import InvalidConfigError
 
 _FREE = -1  # the worker of a subgraph that any worker may run
@@ -40,7 +42,9 @@ class BatchMaker:
     def name(self) -> str:
         return "batchmaker"
 
-    def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> BatchMakerScheduler:
+    def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> CellScheduler:
+        if num_workers == 1 and self.releases_at_submission:
+            return OneWorkerScheduler(types, self.max_tasks_to_submit)
         return BatchMakerScheduler(
             types, num_workers, self.max_tasks_to_submit, self.releases_at_submission
         )
@@ -135,7 +139,10 @@ class _Queue:
 
 @final
 class BatchMakerScheduler:
-    """See `CellScheduler` and `BatchMaker`. On one worker a node takes amortised constant time."""
+    """See `CellScheduler` and `BatchMaker`. It serves any number of workers.
+
+    `OneWorkerScheduler` returns the same tasks for one worker, in less time.
+    """
 
     wake_s = None
 
@@ -189,7 +196,7 @@ class BatchMakerScheduler:
                 self._queues[subgraph.type].remove(subgraph)
 
     def schedule(self, worker: int, now_s: float) -> list[Task]:
-        queue = self._choose(worker)
+        queue = choose(self._by_priority, worker)
         if queue is None:
             return []
         index = self._index[id(queue)]
@@ -235,20 +242,6 @@ class BatchMakerScheduler:
                 finished.append(run.key)
         return finished
 
-    def _choose(self, worker: int) -> _Queue | None:
-        """Return the queue of the type that runs next (lines 5 to 10); None without ready nodes."""
-        idle = some = None
-        for queue in self._by_priority:
-            num_ready = queue.num_ready + queue.num_pinned[worker]
-            if num_ready >= queue.type.max_batch:
-                return queue
-            if num_ready:
-                if idle is None and queue.num_running == 0:
-                    idle = queue
-                if some is None:
-                    some = queue
-        return idle or some
-
     def _update(
         self, queue: _Queue, members: list[tuple[_Subgraph, list[int]]], worker: int
     ) -> None:
@@ -269,10 +262,8 @@ class BatchMakerScheduler:
                 if subgraph.steps_left:
                     num_new += 1
                     continue
-            if num == len(ready):
-                ready = subgraph.ready = []
-            else:
-                del ready[:num]
+            # Nodes that follow go before those that did not fit into the task.
+            ready, rest = [], ready[num:]
             subgraph.num_open -= num
             if subgraph.num_open:
                 dependencies, after = run.dependencies, run.graph.inner_successors
@@ -281,7 +272,9 @@ class BatchMakerScheduler:
                         dependencies[other] -= 1
                         if dependencies[other] == 0:
                             ready.append(other)
-                            num_new += 1
+                num_new += len(ready)
+            ready += rest
+            subgraph.ready = ready
             if self._releases_early and not is_loop:
                 outer = run.graph.outer_successors
                 for node in nodes:

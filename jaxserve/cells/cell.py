@@ -29,8 +29,8 @@ class Cell(BaseCell):
       name: the name in reports and errors; by default the module's class.
       priority, batch_sizes: see `BaseCell`.
       takes_rows: whether the module also takes inputs as `pallas_kernels.RowsAt`, rows of a pool of
-        states that are not gathered. On GPUs it is then called with these, for inputs that do not
-        travel with the task.
+        states that are not gathered. On GPUs and CPUs it is then called with these, for inputs that
+        do not travel with the task.
 
     Raises:
       InvalidCellError: the module does not take these inputs, or does not return these outputs.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 
+from jaxserve.cells.links import Entry, Links, chain_links, links_of, tree_links
 from jaxserve.cells.newest import Newest
 
 _Edges: TypeAlias = "tuple[tuple[int, ...], ...]"
@@ -23,35 +25,41 @@ class CellGraph:
 
     Attributes:
       types: index of the cell type of each node.
-      predecessors: for each node the nodes whose outputs it takes, each once.
       max_steps: most times that each node runs; 1 except for loops.
       loop_types: the types that are loops.
 
     Args:
-      partition: its partition, if it is known.
+      predecessors: a function that returns them, for graphs whose schedulers may not need them.
+      links: its links, if they are known.
     """
 
     def __init__(
         self,
         types: tuple[int, ...],
-        predecessors: _Edges,
+        predecessors: _Edges | Callable[[], _Edges],
         max_steps: tuple[int, ...],
         loop_types: frozenset[int] = frozenset(),
         *,
-        partition: _Partition | None = None,
+        links: Links | None = None,
     ):
         self.types = types
-        self.predecessors = predecessors
         self.max_steps = max_steps
         self.loop_types = loop_types
-        self._known_partition = partition
+        self._given_predecessors = predecessors
+        self._given_links = links
 
     def __len__(self) -> int:
         return len(self.types)
 
     def prepare(self) -> None:
-        """Compute the partition and its edges now, so that no scheduler waits for them."""
-        _ = self._partition
+        """Compute the partition and its links now, so that no scheduler waits for them."""
+        _ = self.links
+
+    @cached_property
+    def predecessors(self) -> _Edges:
+        """For each node the nodes whose outputs it takes, each once."""
+        given = self._given_predecessors
+        return given() if callable(given) else given
 
     @cached_property
     def successors(self) -> _Edges:
@@ -124,8 +132,28 @@ class CellGraph:
         return self._partition.outer_successors
 
     @cached_property
+    def links(self) -> Links:
+        """The edges of the partition as arrays."""
+        if self._given_links is not None:
+            return self._given_links
+        parts = self._partition
+        starts = [Entry(some[0], type, np.array(some), 0) for type, some in parts.starts]
+        later = [
+            Entry(part.nodes[0], part.type, np.array(part.first), part.num_dependencies)
+            for part in parts.later_subgraphs
+        ]
+        heads = [entry.head for entry in later]
+        return links_of(
+            parts.inner_successors,
+            [[heads[to - parts.num_starts] for to in some] for some in parts.outer_successors],
+            parts.inner_dependencies,
+            self.max_steps,
+            (*starts, *later),
+        )
+
+    @cached_property
     def _partition(self) -> _Partition:
-        return self._known_partition or _partition(self)
+        return _partition(self)
 
 
 class _Partition(NamedTuple):
@@ -174,47 +202,31 @@ def cell_graph(
     predecessors: _Edges,
     max_steps: tuple[int, ...],
     loop_types: frozenset[int] = frozenset(),
+    *,
+    links: Links | None = None,
 ) -> CellGraph:
     """Return the graph of a structure; the same object as before if it was used lately."""
     key = types, predecessors, max_steps, loop_types
     found = _structures.get(key)
-    return found or _structures.add(key, CellGraph(*key), len(types))
+    return found or _structures.add(key, CellGraph(*key, links=links), len(types))
 
 
 def tree_graph(leaf_type: int, pair_type: int, pairs: np.ndarray) -> CellGraph:
     """Return the graph of a tree, prepared; see `Tree`. Its cells are of two types."""
     num_leaves, num_pairs = len(pairs) + 1, len(pairs)
-    end = num_leaves + num_pairs
-    parents = np.zeros(end, np.int64)
-    parents[pairs.ravel()] = np.repeat(np.arange(num_leaves, end), 2)
-    num_inner = (pairs >= num_leaves).sum(axis=1)
-    first = (np.flatnonzero(num_inner == 0) + num_leaves).tolist()
-    leaves, own = tuple(range(num_leaves)), tuple(range(num_leaves, end))
-    partition = _Partition(
-        starts=((leaf_type, leaves),),
-        num_starts=num_leaves,
-        later_subgraphs=(Subgraph(pair_type, own, tuple(first), num_leaves),),
-        subgraph_of=(*leaves, *[num_leaves] * num_pairs),
-        inner_dependencies=(*[0] * num_leaves, *num_inner.tolist()),
-        inner_successors=(
-            *[()] * num_leaves,
-            *[(parent,) for parent in parents[num_leaves:-1].tolist()],
-            (),
-        ),
-        outer_successors=(*[(num_leaves,)] * num_leaves, *[()] * num_pairs),
-    )
     return CellGraph(
         (leaf_type,) * num_leaves + (pair_type,) * num_pairs,
-        (*[()] * num_leaves, *map(tuple, pairs.tolist())),
-        (1,) * end,
-        partition=partition,
+        lambda: (*[()] * num_leaves, *map(tuple, pairs.tolist())),
+        (1,) * (num_leaves + num_pairs),
+        links=tree_links(leaf_type, pair_type, pairs),
     )
 
 
 def chain_graph(type: int, num_nodes: int) -> CellGraph:
     """Return a graph in which each node of one type takes an output of the one before it."""
     before: _Edges = ((), *((node,) for node in range(num_nodes - 1)))
-    return cell_graph((type,) * num_nodes, before, (1,) * num_nodes)
+    links = chain_links(type, num_nodes)
+    return cell_graph((type,) * num_nodes, before, (1,) * num_nodes, links=links)
 
 
 def _partition(graph: CellGraph) -> _Partition:

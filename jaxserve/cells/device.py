@@ -317,28 +317,40 @@ class _Handle:
             values += zip(some, np.asarray(array), strict=False)
         if self._flags is None:
             return TaskResults((), values=values)
-        flags = np.asarray(self._flags)
-        t = self._layout.types[self.tasks[0].type]
-        bad = np.argwhere(flags[: len(self.tasks)] & FINITE == 0).tolist()
+        flags = np.asarray(self._flags)[: len(self.tasks)]
+        bad = np.argwhere(flags & FINITE == 0).tolist()
         not_finite = [
             self.tasks[number].nodes[row]
             for number, row in bad
             if row < len(self.tasks[number].nodes)
         ]
-        if not t.is_loop:
+        if not self._layout.types[self.tasks[0].type].is_loop:
             return TaskResults((frozenset(),) * len(self.tasks), not_finite, values)
-        ended: list[frozenset[int]] = []
-        of_node: dict[int, tuple[list[int], list[int]]] = {}  # node -> tasks, rows of its steps
-        for number, (task, row) in enumerate(zip(self.tasks, flags, strict=False)):
-            own = row[: len(task.nodes)]
-            ended.append(frozenset(task.array[own & ENDED != 0].tolist()))
-            for index in np.flatnonzero(own & WAS_ENDED == 0).tolist():
-                numbers, indices = of_node.setdefault(task.nodes[index], ([], []))
-                numbers.append(number)
-                indices.append(index)
-        steps = []
+        ended = [
+            frozenset(task.array[row[: len(task.nodes)] & ENDED != 0].tolist())
+            for task, row in zip(self.tasks, flags, strict=True)
+        ]
+        return TaskResults(ended, not_finite, values, self._steps(flags))
+
+    def _steps(self, flags: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """Return the emitted outputs of each loop, of the steps before it had ended."""
+        t = self._layout.types[self.tasks[0].type]
+        nodes = np.concatenate([task.array for task in self.tasks])
+        numbers = np.repeat(np.arange(len(self.tasks)), [len(task.nodes) for task in self.tasks])
+        rows = np.concatenate([np.arange(len(task.nodes)) for task in self.tasks])
+        steps = np.flatnonzero(flags[numbers, rows] & WAS_ENDED == 0)
+        steps = steps[np.argsort(nodes[steps], kind="stable")]
+        if not len(steps):
+            return []
+        nodes, numbers, rows = nodes[steps], numbers[steps], rows[steps]
+        begins = np.flatnonzero(np.diff(nodes, prepend=-1))
+        ranges = list(zip(begins.tolist(), [*begins[1:].tolist(), len(nodes)], strict=True))
+        found = []
         for name, array in zip(t.cell.emits, map(np.asarray, self._emitted), strict=True):
-            output = t.cell.output_index[name]
-            for node, places in of_node.items():
-                steps.append((node * self._layout.stride + output, array[places]))
-        return TaskResults(ended, not_finite, values, steps)
+            output, emitted = t.cell.output_index[name], array[numbers, rows]
+            values = (nodes[begins] * self._layout.stride + output).tolist()
+            found += [
+                (value, emitted[begin:end])
+                for value, (begin, end) in zip(values, ranges, strict=True)
+            ]
+        return found

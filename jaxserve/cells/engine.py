@@ -317,7 +317,7 @@ class CellEngine:
             part.detach()
         values = part.values()
         if graph.then is None:
-            self._end(part, "stop")
+            self._end(part, "stop", values=values)
             return
         try:
             after = graph.then(values)

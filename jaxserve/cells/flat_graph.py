@@ -9,7 +9,8 @@ from typing import Any, final
 import numpy as np
 
 from jaxserve.cells.base import Node, Output, Steps
-from jaxserve.cells.blocks import Tree
+from jaxserve.cells.block_plans import plan_of_a_chain, plan_of_a_tree
+from jaxserve.cells.blocks import Chain, Tree
 from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.graph import Graph, Then, parts_of
 from jaxserve.cells.graph_plan import (
@@ -18,7 +19,6 @@ from jaxserve.cells.graph_plan import (
     PlanBuilder,
     Wanted,
     WantedValues,
-    plan_of_a_tree,
 )
 from jaxserve.cells.layout import Layout, TypeLayout, words_of, words_of_each
 from jaxserve.core.errors import InvalidGraphError, TooManyNodesError, UnknownCellError
@@ -119,7 +119,7 @@ class _Flattener:
         if plan is not None:
             return FlatGraph(plan, self._words(), (), {}, (), graph.then)
         wanted = self._wanted()
-        plan = self._plan_of_a_tree(wanted)
+        plan = self._plan_of_a_chain(structure, wanted) or self._plan_of_a_tree(wanted)
         if plan is not None:
             return FlatGraph(plan, self._words(), (), {}, (), graph.then)
         builder = PlanBuilder(layout, self._row_of, self._known)
@@ -132,17 +132,18 @@ class _Flattener:
         return FlatGraph(plan, self._words(), constants, keep, builder.kept, graph.then)
 
     def _type_of(self, node: Node) -> TypeLayout:
-        cells = [node.cell]
+        layout = self._layout
+        index = layout.index_of.get(node.cell.key)
+        is_known = index is not None
         if isinstance(node.block, Tree):
-            cells.append(node.block.leaf)
-        for cell in cells:
-            if cell.key not in self._layout.index_of:
-                names = ", ".join(repr(t.cell.name) for t in self._layout.types)
-                raise UnknownCellError(
-                    f"{node} is not of a cell of this runtime, whose cells are {names}; create the "
-                    "runtime with all cells"
-                )
-        return self._layout.types[self._layout.index_of[node.cell.key]]
+            is_known = is_known and node.block.leaf.key in layout.index_of
+        if index is None or not is_known:
+            names = ", ".join(repr(t.cell.name) for t in layout.types)
+            raise UnknownCellError(
+                f"{node} is not of a cell of this runtime, whose cells are {names}; create the "
+                "runtime with all cells"
+            )
+        return layout.types[index]
 
     def _wanted(self) -> WantedValues:
         found: list[tuple[int, Wanted]] = []
@@ -169,7 +170,7 @@ class _Flattener:
         None for others, and for those with large constants, trees, or values of another graph.
         """
         nodes = self._graph.nodes
-        if len(nodes) > _MAX_CALLS or self._graph.keep:
+        if len(nodes) > _MAX_CALLS or self._graph.keep or isinstance(nodes[0].block, Tree):
             return None
         found: list[Hashable] = []
         for name, result in self._graph.outputs.items():
@@ -197,6 +198,16 @@ class _Flattener:
                     return None
         return tuple(found)
 
+    def _plan_of_a_chain(
+        self, structure: Hashable | None, wanted: WantedValues
+    ) -> GraphPlan | None:
+        """Return the plan of a graph that is one chain and has a structure; else None."""
+        chain = self._graph.nodes[0].block
+        if structure is None or not isinstance(chain, Chain) or len(self._graph.nodes) > 1:
+            return None
+        plan = plan_of_a_chain(self._layout, self._types[0], chain, wanted)
+        return self._layout.plans.add(structure, plan, plan.num_nodes)
+
     def _plan_of_a_tree(self, wanted: WantedValues) -> GraphPlan | None:
         """Return the plan of a graph that is one tree with small constants; else None."""
         tree = self._graph.nodes[0].block
@@ -206,7 +217,11 @@ class _Flattener:
         leaf = self._layout.types[self._layout.index_of[tree.leaf.key]]
         if leaf is pair or None in leaf.words:
             return None
-        return plan_of_a_tree(self._layout, leaf, pair, tree, wanted)
+        layout = self._layout
+        key = leaf.index, pair.index, tree.pairs.tobytes(), tree.sides, tree.outputs, wanted
+        return layout.plans.get(key) or layout.plans.add(
+            key, plan_of_a_tree(layout, leaf, pair, tree, wanted), tree.num_nodes
+        )
 
     def _words(self) -> np.ndarray:
         """Return the small constants, int32 [nodes, max_words]."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.cells.base import Node, Output
 from jaxserve.cells.blocks import Chain, Tree
-from jaxserve.cells.cell_graph import CellGraph, cell_graph, tree_graph
+from jaxserve.cells.cell_graph import CellGraph, cell_graph
 from jaxserve.cells.layout import Layout, TypeLayout
 from jaxserve.cells.slot_plan import plan_slots
 from jaxserve.core.errors import InvalidGraphError
@@ -265,52 +265,3 @@ class PlanBuilder:
     def _other(self, entry: int | tuple[int, np.ndarray]) -> int:
         self._others.append(entry)
         return -len(self._others)
-
-
-def plan_of_a_tree(
-    layout: Layout, leaf: TypeLayout, pair: TypeLayout, tree: Tree, wanted: WantedValues
-) -> GraphPlan:
-    """Return the plan of a graph that is one tree, whose leaves have small constants alone.
-
-    As with `plan_slots`, the outputs of a pair take the slots of its left node.
-    """
-    num_leaves, stride, first = tree.num_leaves, layout.stride, layout.first_output
-    pairs = tree.pairs
-    slots = list(range(num_leaves))  # of each node: the leaf whose slots it takes
-    for left, _ in pairs.tolist():
-        slots.append(slots[left])
-    slot = np.array(slots, np.int32)
-    codes = np.full((tree.num_nodes, layout.first_word), TRASH, np.int32)
-    codes[:num_leaves, : leaf.num_inputs] = WORDS
-    # Each output that pairs take has a slot of each leaf; another one that is returned, one.
-    root = (tree.num_nodes - 1) * stride
-    names = list(pair.cell.outputs)
-    sizes = dict.fromkeys(tree.outputs, num_leaves)
-    for value, _ in wanted:
-        sizes.setdefault(names[value - root], 1)
-    num_slots = [0] * len(layout.pools)
-    begin: dict[str, tuple[int, int]] = {}
-    for name, size in sizes.items():
-        pool = pair.output_pools[pair.cell.output_index[name]]
-        begin[name] = pool, num_slots[pool]
-        num_slots[pool] += size
-    bases = list(accumulate(num_slots, initial=FIRST_SLOT))
-    for name, (pool, offset) in begin.items():
-        code, column = bases[pool] + offset, first + pair.cell.output_index[name]
-        if name not in tree.outputs:
-            codes[-1, column] = code
-            continue
-        codes[:num_leaves, first + tree.leaf.output_index[name]] = code + slot[:num_leaves]
-        codes[num_leaves:, column] = code + slot[num_leaves:]
-        for number, (side, output) in enumerate(zip(tree.sides, tree.outputs, strict=True)):
-            if output == name:
-                codes[num_leaves:, number] = code + slot[pairs[:, side]]
-    return GraphPlan(
-        graph=tree_graph(leaf.index, pair.index, pairs),
-        num_nodes=tree.num_nodes,
-        codes=codes,
-        types=np.repeat([leaf.index, pair.index], [num_leaves, num_leaves - 1]),
-        num_slots=tuple(num_slots),
-        loops=(),
-        wanted=wanted,
-    )

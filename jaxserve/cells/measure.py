@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ from jaxserve.core.errors import InvalidConfigError
 
 # Calls of an executable before those that are timed, the first of which compiles.
 _NUM_UNTIMED = 2
+# Between sizes from this one on, `sized` adds another one.
+_FROM_SIZE = 8
 
 
 def sized(
@@ -28,7 +31,8 @@ def sized(
     """Return cells with batches as large as pays off; create a runtime with them.
 
     The largest batch of each cell is doubled, and the new size added, for as long as the time of a
-    row becomes shorter.
+    row becomes shorter. Sizes halfway between those over 8 are added, too, so that tasks have less
+    padding.
 
     Args:
       device: see `measure_cells`.
@@ -46,10 +50,12 @@ def sized(
         candidates.append(sizes)
     timed = [cell.resized(sizes) for cell, sizes in zip(cells, candidates, strict=True)]
     seconds = measure_cells(timed, device).seconds
-    return [
-        cell.resized((*cell.batch_sizes, *sizes_that_pay(seconds[cell.name], least_gain)[1:]))
-        for cell in cells
-    ]
+    found = []
+    for cell in cells:
+        sizes = (*cell.batch_sizes, *sizes_that_pay(seconds[cell.name], least_gain)[1:])
+        halfway = [(a + b) // 2 for a, b in pairwise(sizes) if a >= _FROM_SIZE and b > a + 1]
+        found.append(cell.resized(sorted({*sizes, *halfway})))
+    return found
 
 
 def sizes_that_pay(seconds: Mapping[int, float], least_gain: float) -> list[int]:

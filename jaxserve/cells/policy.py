@@ -52,12 +52,20 @@ class Task:
 
     __slots__ = ("type", "nodes", "worker", "num_padding", "array")
 
-    def __init__(self, type: int, nodes: Sequence[int], worker: int, num_padding: int = 0):
+    def __init__(
+        self,
+        type: int,
+        nodes: Sequence[int],
+        worker: int,
+        num_padding: int = 0,
+        *,
+        array: np.ndarray | None = None,
+    ):
         self.type = type
         self.nodes = nodes
         self.worker = worker
         self.num_padding = num_padding
-        self.array = np.array(nodes, np.int64)
+        self.array = np.array(nodes, np.int64) if array is None else array
 
     def __repr__(self) -> str:
         return f"Task(type={self.type}, nodes={list(self.nodes)}, worker={self.worker})"

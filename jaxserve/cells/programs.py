@@ -15,6 +15,7 @@ from jaxserve.cells.layout import TRASH_SLOT, Layout, TypeLayout
 from jaxserve.cells.values import ValueSpec
 from pallas_kernels import RowsAt, scatter_pages
 from pallas_kernels.dispatch import target_platform
+from pallas_kernels.put_rows import can_put_rows, put_rows
 
 # Bits of the flags of a row: its outputs are finite; its loop has ended; it had ended before.
 FINITE, ENDED, WAS_ENDED = 1, 2, 4
@@ -115,14 +116,14 @@ class _Tasks:
 
     def _task(self, params, pools, task: Int32[Array, "width batch"]):
         t = self._type
-        in_kernel = self._takes_rows and target_platform() == "cuda"
-        inputs = self._inputs(pools, task, in_kernel)
-        if not in_kernel:
+        inputs = self._gathered(pools, task)
+        if not (self._takes_rows and target_platform() == "cuda"):
             # Every slot is read before any is written, so that XLA updates the pools in place. What
             # a kernel reads it has read before it returns the values that are written.
             pools, inputs = lax.optimization_barrier((pools, inputs))
+        rows_at = self._rows_at(pools, task)
         module: Any = nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, params))
-        outputs = module(**inputs)
+        outputs = module(**inputs, **rows_at)
         values = [outputs[name] for name in t.cell.outputs]
         finite = _finite(values, task.shape[1])
         slots = task[self._layout.first_output :][: t.num_outputs]
@@ -145,7 +146,7 @@ class _Tasks:
         for pool in dict.fromkeys(t.output_pools):
             mine = [index for index, other in enumerate(t.output_pools) if other == pool]
             number = self._number[pool]
-            if in_kernel:
+            if self._takes_rows and target_platform() == "cuda":
                 given = [values[index] for index in mine]
                 to = jnp.concatenate([slots[index] for index in mine])
                 pools[number] = _scatter(pools[number], to, given)
@@ -156,15 +157,29 @@ class _Tasks:
         flag = sum(is_set.astype(jnp.uint8) * bit for is_set, bit in bits)
         return tuple(pools), flag, tuple(values[index] for index in self._emits)
 
-    def _inputs(self, pools, task, in_kernel: bool) -> dict[str, Array | RowsAt]:
+    def _rows_at(self, pools, task) -> dict[str, RowsAt]:
+        """Return the inputs that the module takes as rows of pools."""
         t = self._type
-        found: dict[str, Array | RowsAt] = {}
+        return {
+            name: RowsAt(pools[self._number[t.input_pools[number]]], task[number])
+            for number, name in enumerate(t.cell.inputs)
+            if self._is_row(number)
+        }
+
+    def _is_row(self, number: int) -> bool:
+        """Return whether the module takes an input as rows of a pool."""
+        is_served = self._takes_rows and target_platform() in ("cuda", "cpu")
+        return is_served and self._type.words[number] is None
+
+    def _gathered(self, pools, task) -> dict[str, Array]:
+        """Return the inputs that the module takes as arrays."""
+        t = self._type
+        found: dict[str, Array] = {}
         for number, (name, spec) in enumerate(t.cell.inputs.items()):
+            if self._is_row(number):
+                continue
             slots, words = task[number], t.words[number]
             value = pools[self._number[t.input_pools[number]]]
-            if in_kernel and words is None:
-                found[name] = RowsAt(value, slots)
-                continue
             value = value.at[jnp.maximum(slots, 0)].get(mode="promise_in_bounds")
             if words is not None:
                 begin = self._layout.first_word
@@ -184,6 +199,8 @@ def _write(pool: Array, slots: Int32[Array, " n"], values: Array) -> Array:
 
 
 def _set(pool: Array, slots: Int32[Array, " n"], values: Array) -> Array:
+    if can_put_rows(pool):
+        return put_rows(pool, slots, values)
     return pool.at[slots].set(values, mode="promise_in_bounds")
 
 

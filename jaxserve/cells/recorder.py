@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from typing import final
 
 from jaxserve.cells.layout import Layout
@@ -23,7 +22,10 @@ class CellRecorder:
     def __init__(self, layout: Layout, num_workers: int):
         self.records = Records()
         self._layout = layout
-        self._in_flight: list[deque[StepRecord]] = [deque() for _ in range(num_workers)]
+        # Of each worker: index, padding, requests and time of its tasks in flight.
+        self._in_flight: list[deque[tuple[int, int, int, float]]] = [
+            deque() for _ in range(num_workers)
+        ]
         self._num_tasks = 0
 
     def submitted(self, task: Task, now_s: float, num_requests: int) -> int:
@@ -35,10 +37,18 @@ class CellRecorder:
         cell = self._layout.types[task.type].cell
         num = len(task.nodes)
         padding = bucket(num + task.num_padding, cell.batch_sizes) - num
-        self._in_flight[task.worker].append(
+        self._in_flight[task.worker].append((self._num_tasks, padding, num_requests, now_s))
+        self._num_tasks += 1
+        return padding
+
+    def collected(self, task: Task, now_s: float) -> None:
+        """Record that the oldest task of a worker was collected."""
+        index, padding, num_requests, submitted_s = self._in_flight[task.worker].popleft()
+        num = len(task.nodes)
+        self.records.add_step(
             StepRecord(
-                index=self._num_tasks,
-                kind=cell.name,
+                index=index,
+                kind=self._layout.types[task.type].cell.name,
                 num_rows=num,
                 num_tokens=num,
                 num_iterations=1,
@@ -50,18 +60,12 @@ class CellRecorder:
                 pages_cached=0,
                 pages_out=0,
                 pages_in=0,
-                submitted_s=now_s,
+                submitted_s=submitted_s,
                 host_gap_s=0.0,
+                collected_s=now_s,
                 group=task.worker,
             )
         )
-        self._num_tasks += 1
-        return padding
-
-    def collected(self, task: Task, now_s: float) -> None:
-        """Record that the oldest task of a worker was collected."""
-        record = self._in_flight[task.worker].popleft()
-        self.records.add_step(replace(record, collected_s=now_s))
 
     def request_ended(self, completion: CellCompletion) -> None:
         self.records.add_request(

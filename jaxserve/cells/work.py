@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import final
 
 from jaxserve.cells.answers import CellAnswer
 from jaxserve.cells.engine import CellEngine
@@ -58,7 +58,7 @@ class CellWork:
     def rest(self) -> None:
         """Do nothing: a cell engine counts no idle time."""
 
-    def make_room(self, running: Running | Literal["keep"]) -> None:
+    def make_room(self, running: Running) -> None:
         """See `DeviceWork`.
 
         Raises:

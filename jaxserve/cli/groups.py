@@ -64,6 +64,7 @@ class ServiceOptions:
     quantize: opt.Quantize = None
     quantize_embeddings: opt.QuantizeEmbeddings = None
     speculation: opt.Speculation = None
+    deterministic: opt.Deterministic = False
     host_memory: opt.HostMemory = None
     disk_memory: opt.DiskMemory = None
     disk_folder: opt.DiskFolder = None

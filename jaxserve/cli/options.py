@@ -115,6 +115,13 @@ Speculation = Annotated[
         text="Propose next tokens: lookup (what followed the same tokens before in the request).",
     ),
 ]
+Deterministic = Annotated[
+    bool,
+    _runtime(
+        "--deterministic",
+        text="Refuse to serve where the bits of an answer could depend on other requests.",
+    ),
+]
 HostMemory = Annotated[
     str | None,
     _runtime("--host-memory", text="Host memory for KV that leaves the device, e.g. 8GiB, or 0."),

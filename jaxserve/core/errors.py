@@ -33,7 +33,8 @@ A message says what was given, what is allowed, and what to do.
     ├── DeviceMemoryError          weights or page pool do not fit
     │   └── StepMemoryError            one step did not fit; other requests go on
     ├── InvalidConfigError         a runtime, policy or mesh setting
-    │   └── InvalidCellError           a cell's module does not fit its inputs or outputs
+    │   ├── InvalidCellError           a cell's module does not fit its inputs or outputs
+    │   └── InvalidParamsError         new weights that do not fit, or are not finite
     ├── InfeasibleBoundError       no schedule keeps a latency bound; says what the lowest is
     ├── InvalidProfileError        step times that are unreadable, or measured on something else
     ├── MissingExtraError          an optional package is missing; names the extra to install
@@ -51,6 +52,7 @@ A message says what was given, what is allowed, and what to do.
     │       └── JournalVersionError        written by a newer jaxserve
     ├── QueueFullError             as many requests wait as the runtime allows
     ├── EngineBusyError            requests run for longer than a call may wait for their end
+    ├── StaleWeightsError          its first tokens are of weights that are too old
     ├── EngineFailedError          the device or the loop failed; all running requests end with it
     ├── RegroupError               devices did not move to another group; all serve as before
     ├── HandoverError              KV was lost several times on its way between device groups
@@ -260,6 +262,10 @@ class InvalidCellError(InvalidConfigError):
     """A cell whose module does not fit its inputs or outputs, or whose sizes are not allowed."""
 
 
+class InvalidParamsError(InvalidConfigError):
+    """New weights that do not fit or are not finite; the present ones go on serving."""
+
+
 class InfeasibleBoundError(JaxserveError, ValueError):
     """Latency bounds that no schedule keeps.
 
@@ -287,6 +293,10 @@ class QueueFullError(JaxserveError):
 
     None of them was accepted; the same call may succeed when others have begun.
     """
+
+
+class StaleWeightsError(JaxserveError):
+    """A request with tokens of older weights than an update allowed (`max_staleness`)."""
 
 
 class EngineBusyError(JaxserveError, TimeoutError):

@@ -75,6 +75,10 @@ class RuntimeOptions:
         before. Tokens stay the same, drawn ones too. docs/speculation.md says when it pays.
       num_speculative_tokens: tokens that are proposed at most for a sequence at a time.
       page_size: tokens per page.
+      deterministic: refuse to serve where the bits of a request's tokens and log-probabilities
+        could depend on other requests. True changes nothing where it is allowed, which is on CPUs
+        in float32 without tensor parallelism: the bits are the same there in any case
+        (docs/batch_invariance.md).
       seed: seed for the requests that have none.
       warmup: when executables are compiled, or loaded from an earlier start, one of `WARMUPS`.
         "background": on other threads while requests are served; a request waits only for those
@@ -115,6 +119,7 @@ class RuntimeOptions:
     speculation: str | None = None
     num_speculative_tokens: int = 4
     page_size: int = 32
+    deterministic: bool = False
     seed: int = 0
     warmup: bool | str = "background"
     strict: bool = False

@@ -128,10 +128,18 @@ def drawn_seed(seed: int, number: int) -> int:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """The natural log-probability of a token, and those of the likeliest at its position."""
+    """The natural log-probability of a token, and those of the likeliest at its position.
+
+    Attributes:
+      logprob: the model's, before penalties, bias, temperature and truncation, as those of `top`.
+      processed_logprob: that of the distribution that the token was drawn from, after these. Of a
+        greedy request, after penalties and bias. Of a prompt token, as if it were drawn there; of a
+        greedy request's prompt, the same as `logprob`.
+    """
 
     token_id: int
     logprob: float
+    processed_logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -163,12 +171,20 @@ class Sample:
     Attributes:
       text: ends before a stop string. Tokens are not split, so the last one may reach past it.
       token_ids: with the stop token that ended the sample, which a trainer needs.
+      version_runs: (version, number of tokens) of the weights that computed the tokens, in their
+        order; versions increase. See `Runtime.update_params`.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] | None = None
+    version_runs: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def weights_versions(self) -> tuple[int, ...]:
+        """The version of the weights that computed each token."""
+        return tuple(version for version, count in self.version_runs for _ in range(count))
 
 
 @final
@@ -207,3 +223,16 @@ class Completion:
     @property
     def finish_reason(self) -> FinishReason:
         return self.samples[0].finish_reason
+
+    @property
+    def weights_versions(self) -> tuple[int, ...]:
+        return self.samples[0].weights_versions
+
+    @property
+    def weights_version(self) -> int | None:
+        """The oldest version of weights that computed a token of any sample; None without tokens.
+
+        `Runtime.weights_version` minus this one is the staleness of the completion.
+        """
+        oldest = (sample.version_runs[0][0] for sample in self.samples if sample.version_runs)
+        return min(oldest, default=None)

@@ -44,7 +44,8 @@ class SamplingParams:
         with those.
       ignore_eos: continue past the model's end token, which may then be in the output, as in vLLM.
       logprobs: None for none, 0 for the sampled token's, k for the k likeliest tokens' too. They
-        are the model's log-probabilities, before penalties, bias and temperature.
+        are the model's log-probabilities, before penalties, bias and temperature; see
+        `TokenLogprob` for those after.
       prompt_logprobs: the same for every prompt token except the first.
       forced_length: for measurements, the exact number of output tokens, unless a stop ends the
         output earlier: one number for all samples, or one per sample. It is hidden from policies.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
-from jaxserve.core.errors import JaxserveError
+from jaxserve.core.errors import JaxserveError, StaleWeightsError
+from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import (
     Completion,
     FinishReason,
@@ -18,6 +19,7 @@ from jaxserve.core.request import (
     TokenLogprob,
 )
 from jaxserve.engine.text import StreamDecoder, TextAssembler
+from jaxserve.engine.versions import TokenVersions, Weights
 from jaxserve.scheduling.lengths.estimate import LengthEstimate
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Phase
@@ -33,6 +35,7 @@ class Piece:
       logprobs: those of `token_ids`; None if the request did not ask for them.
       estimate: what is expected of the sample's length, where that is new: with the first piece,
         and after the probe has changed it.
+      weights_version: of the weights that computed the tokens.
     """
 
     text: str
@@ -41,6 +44,7 @@ class Piece:
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     estimate: LengthEstimate | None = None
+    weights_version: int = 0
 
 
 _log = logging.getLogger(__name__)
@@ -81,10 +85,36 @@ class Answer:
         self._was_cut = [False] * count
         self._reported_end = [False] * count
         self._estimates: list[LengthEstimate | None] = [None] * count
+        self._versions: list[TokenVersions] = []
 
-    def begin(self, sequences: list[Running]) -> None:
+    def begin(self, sequences: list[Running], weights: Weights) -> None:
         """Set the request's sequences, one per sample, after the scheduler created them."""
         self.sequences = sequences
+        self._versions = [TokenVersions(weights.version) for _ in sequences]
+
+    def go_on_with(self, weights: Weights, scheduler: Scheduler) -> None:
+        """Have these weights compute the tokens that follow; nothing is in flight.
+
+        A sample whose first token is of older weights than may be kept ends with an error.
+        """
+        for sequence, versions in zip(self.sequences, self._versions, strict=True):
+            if sequence.phase is Phase.FINISHED or versions.newest == weights.version:
+                continue
+            versions.change(weights.version, len(sequence.output))
+            runs = versions.runs(len(sequence.output))
+            if runs and runs[0][0] < weights.oldest_kept:
+                error = _stale(sequence, runs[0][0], weights)
+                scheduler.end(sequence, "error", error)
+
+    def expect(self, prediction: LengthPrediction, scheduler: Scheduler) -> None:
+        """Take a prediction that comes after the submission, whether the request has begun or not.
+
+        To be called on the engine's thread.
+        """
+        if self.request.prediction is None:
+            self.request = replace(self.request, prediction=prediction)
+        for sequence in self.sequences:
+            scheduler.expect(sequence, prediction)
 
     @property
     def waits(self) -> bool:
@@ -101,6 +131,7 @@ class Answer:
         """Drop the delivered tokens and text. Call it only if `has_shown` is false."""
         assert not self.has_shown
         self._num_delivered = [0] * len(self._num_delivered)
+        self._versions = [TokenVersions(versions.newest) for versions in self._versions]
         if self._decoder is not None:
             stops = self.request.params.stop
             self._assemblers = [TextAssembler(self._decoder(), stops) for _ in self._assemblers]
@@ -181,6 +212,7 @@ class Answer:
                     finish_reason=reason,
                     logprobs=self._logprobs(sequence, len(new)),
                     estimate=estimate,
+                    weights_version=self._versions[i].newest,
                 )
             )
 
@@ -227,7 +259,16 @@ class Answer:
             logprobs=tuple(sequence.scores.output)
             if self.request.params.logprobs is not None
             else None,
+            version_runs=self._versions[i].runs(len(sequence.output)),
         )
+
+
+def _stale(sequence: Running, version: int, weights: Weights) -> StaleWeightsError:
+    return StaleWeightsError(
+        f"request {sequence.request.id}: its first tokens are of weights version {version}, and "
+        f"the update to version {weights.version} keeps version {weights.oldest_kept} or newer. "
+        "Submit it again, or pass a larger max_staleness to update_params"
+    )
 
 
 def _predicted_tokens(request: Request) -> int | None:

@@ -20,8 +20,8 @@ _T = TypeVar("_T")
 _Job = TypeVar("_Job")
 _JobIn = TypeVar("_JobIn", contravariant=True)
 
-# How a pause for new weights treats the running requests.
-Running = Literal["finish", "restart", "abort"]
+# How a pause treats the running requests; see `DeviceLoop.paused`.
+Running = Literal["finish", "restart", "abort", "keep"]
 
 
 class DeviceWork(Protocol[_JobIn]):
@@ -65,7 +65,7 @@ class DeviceWork(Protocol[_JobIn]):
         """Take note that the loop waits, or stops."""
         ...
 
-    def make_room(self, running: Running | Literal["keep"]) -> None:
+    def make_room(self, running: Running) -> None:
         """End, restart or halt the running jobs before a pause, as `DeviceLoop.paused` says."""
         ...
 
@@ -91,7 +91,7 @@ class DeviceWork(Protocol[_JobIn]):
 class _Pause:
     """A caller's request for a pause; `is_held` is true while the loop is paused for it."""
 
-    running: Running | Literal["keep"]
+    running: Running
     is_held: bool = False
 
 
@@ -104,6 +104,9 @@ class DeviceLoop(Generic[_Job]):
 
     Args:
       name: name of the thread.
+
+    Attributes:
+      is_halted: whether no job advances, see `halt`.
     """
 
     def __init__(self, work: DeviceWork[_Job], clock: Clock, *, name: str):
@@ -116,6 +119,7 @@ class DeviceLoop(Generic[_Job]):
         self._cancelled: list[str] = []
         self._questions: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._is_closing = False
+        self.is_halted = False
         self._one_pause = threading.Lock()
         self._pause: _Pause | None = None
         self._failure: JaxserveError | None = None
@@ -174,7 +178,7 @@ class DeviceLoop(Generic[_Job]):
 
     @contextmanager
     def paused(
-        self, running: Running | Literal["keep"] = "finish", *, until_s: float | None = None
+        self, running: Running = "finish", *, until_s: float | None = None
     ) -> Iterator[None]:
         """Keep the loop's thread from its work within the block.
 
@@ -190,12 +194,17 @@ class DeviceLoop(Generic[_Job]):
 
         Raises:
           EngineBusyError: the submitted jobs, or another pause, had not ended by then. They
-            continue.
+            continue. Or the loop is halted, so that no job can finish.
           RuntimeClosedError: the loop was closed.
           EngineFailedError: the loop failed before.
         """
         with self._alone(until_s), self._changed:
             self._raise_if_over()
+            if self.is_halted and running == "finish":
+                raise EngineBusyError(
+                    "this call waits for the end of running requests, and the runtime is paused; "
+                    "call rt.resume() before it"
+                )
             pause = self._pause = _Pause(running)
             self._changed.notify_all()
             try:
@@ -215,6 +224,28 @@ class DeviceLoop(Generic[_Job]):
                 self._held = []
                 self._changed.notify_all()
 
+    def halt(self, running: Running) -> None:
+        """Advance no job from now on, until `go_on`. No step is in flight after the call.
+
+        Jobs are still accepted, and wait. `cancel`, `ask` and `paused` work.
+
+        Args:
+          running: as in `paused`.
+
+        Raises:
+          RuntimeClosedError: the loop was closed.
+          EngineFailedError: the loop failed before.
+        """
+        with self.paused(running):
+            self.is_halted = True
+
+    def go_on(self) -> None:
+        """Advance jobs again after `halt`; do nothing if the loop is not halted."""
+        with self._changed:
+            self._raise_if_over()
+            self.is_halted = False
+            self._changed.notify_all()
+
     @contextmanager
     def _alone(self, until_s: float | None) -> Iterator[None]:
         """Keep other pauses from the block.
@@ -233,6 +264,16 @@ class DeviceLoop(Generic[_Job]):
             yield
         finally:
             self._one_pause.release()
+
+    def fail(self, error: JaxserveError) -> None:
+        """End the loop with an error, for instance because a pause has broken what it works with.
+
+        Every job ends with this error, after a pause if there is one, and later calls raise it.
+        """
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+                self._changed.notify_all()
 
     @property
     def is_here(self) -> bool:
@@ -262,6 +303,8 @@ class DeviceLoop(Generic[_Job]):
     def _run(self) -> None:
         try:
             while self._take_in():
+                if self.is_halted:
+                    continue
                 if self._work.has_work:
                     self._work.step()
                 elif self._work.has_idle_work:
@@ -282,9 +325,14 @@ class DeviceLoop(Generic[_Job]):
             while not (self._arrived or self._cancelled or self._is_closing or self._is_due()):
                 if self._pause is not pause or self._questions or self._has_idle_work():
                     break
+                if self._failure is not None:
+                    break
                 self._work.rest()
-                wake_s = self._work.idle_until_s if self._work.has_work else None
+                may_wake = self._work.has_work and not self.is_halted
+                wake_s = self._work.idle_until_s if may_wake else None
                 self._changed.wait(None if wake_s is None else wake_s - self._clock.now())
+            if self._failure is not None:
+                raise self._failure
             cancelled, self._cancelled = self._cancelled, []
             if self._is_closing:
                 return False
@@ -314,19 +362,23 @@ class DeviceLoop(Generic[_Job]):
         self._work.settle()
 
     def _is_due(self) -> bool:
+        if self.is_halted:
+            return False
         wake_s = self._work.idle_until_s
         return self._work.has_work and (wake_s is None or wake_s <= self._clock.now())
 
     def _has_idle_work(self) -> bool:
-        return self._work.has_idle_work and not self._work.has_work
+        has_time = not (self._work.has_work or self.is_halted)
+        return has_time and self._work.has_idle_work
 
     def _fail(self, cause: Exception) -> None:
-        failure = self._work.failure_of(cause)
-        failure.__cause__ = None if failure is cause else cause
-        with self._changed:
-            self._failure = failure
-            self._changed.notify_all()
-        self._end_all(failure)
+        if self._failure is None:
+            failure = self._work.failure_of(cause)
+            if failure is not cause:
+                failure.__cause__ = cause
+            self.fail(failure)
+        assert self._failure is not None
+        self._end_all(self._failure)
 
     def _end_all(self, error: JaxserveError) -> None:
         self._work.rest()

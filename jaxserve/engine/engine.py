@@ -5,18 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from os import urandom
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.request import Request
 from jaxserve.engine.constraints import Constraints, GrammarSource
-from jaxserve.engine.recomputing import fail_and_restart, restart_running
+from jaxserve.engine.recomputing import fail_and_restart, restart_computed
 from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.versions import Weights
 from jaxserve.execution.device_errors import is_out_of_memory
 from jaxserve.execution.protocol import Executor, StepHandle
 from jaxserve.memory.disk_tier import DiskTier
@@ -24,7 +24,6 @@ from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier
 from jaxserve.scheduling.collect import Progress
 from jaxserve.scheduling.deferred import Deferred
-from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.transfer import KVPages
 from jaxserve.scheduling.lengths.bounds import expected_late
@@ -36,9 +35,7 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 
 
-@final
-@dataclass(frozen=True)
-class _InFlight:
+class _InFlight(NamedTuple):
     plan: StepPlan
     handle: StepHandle
 
@@ -59,6 +56,7 @@ class Engine:
         earlier runs; None for no disk tier. `close` closes it.
 
     Attributes:
+      weights: those that the next steps compute with.
       changed: condition that another thread notifies when pages have come from the disk, so that
         `step` has work. Other threads may use no other attribute of an engine.
 
@@ -93,6 +91,7 @@ class Engine:
         self.scheduler = Scheduler(policy, clock, self._kv, executor.refinement, self.recorder.pace)
         self._constraints = Constraints(self.scheduler, grammars)
         self.stats = EngineStats(clock)
+        self.weights = Weights()
         self._deferred = Deferred()
         self._clock = clock
         self._executor = executor
@@ -159,7 +158,7 @@ class Engine:
             plan = self._constraints.masked(plan)
             gap_before_s = self.stats.host_gap_s
             lane = self._in_flight[plan.group]
-            self.stats.before_submit(_newest_handle(lane))
+            self.stats.before_submit(lane[-1].handle if lane else None)
             self.recorder.step_submitted(
                 plan, self.scheduler, self._clock.now(), self.stats.host_gap_s - gap_before_s
             )
@@ -211,10 +210,6 @@ class Engine:
         """Set the recompute cost by which cached pages are valued from now on."""
         self._kv.value_by(cost)
 
-    def swap_by(self, costs: SwapCosts | None) -> None:
-        """Decide between copying and recomputing pages by these costs; None: copies pay off."""
-        self._kv.swap_by(costs)
-
     def export_kv(self, tokens: Seq[int], first: int = 0, *, waits: bool = True) -> KVPages:
         """Return the contents of full pages of a context that are cached, from page `first` on.
 
@@ -258,11 +253,22 @@ class Engine:
     def forget_kept_pages(self, *, keeps_disk: bool) -> None:
         """Drop every cached page, so that no later lookup hits it. Call `drain` first.
 
-        Args:
-          keeps_disk: keep the disk's pages that belong to the present weights.
+        The disk's pages of the present weights are kept if `keeps_disk`.
         """
         assert not self._is_at_work, "steps are in flight; drain() first"
         self._kv.clear(b"" if keeps_disk else urandom(8))
+
+    def weights_changed(self, weights: Weights, *, keeps_kv: bool) -> None:
+        """Take note that the executor has other weights. Call `drain` first.
+
+        Sequences keep their KV if `keeps_kv`, and no other finds it; else it is computed anew.
+        """
+        assert not self._is_at_work, "steps are in flight; drain() first"
+        if not keeps_kv:
+            restart_computed(self.scheduler)
+        sequences = (*self.scheduler.running, *self.scheduler.waiting)
+        self._kv.weights_changed(weights.version, sequences)
+        self.weights = weights
 
     def close(self, *, is_whole: bool) -> None:
         """Move cached pages to the disk tier, if there is one. No step may follow.
@@ -306,26 +312,24 @@ class Engine:
         self._executor.resize(num_pages, moves)
         self.scheduler.resize(num_pages, moves)
 
-    def recompute(self, num_pages: int, exchange: Callable[[], None]) -> int:
-        """Go on with other caches, in which the KV of every sequence is computed anew.
+    def drop_kv(self) -> int:
+        """Drop all KV; sequences go on with KV computed anew, and keep their tokens.
 
-        Call `drain` first. Sequences keep their tokens; those that ran wait in front of the others.
-
-        Args:
-          num_pages: pages of the pool after `exchange`, which hold as long an answer as before.
-          exchange: replaces the executor's caches. If it raises, they have as many pages as before.
+        Call `drain` first. Those that ran wait in front of the others.
 
         Returns:
           Tokens that were computed, and will be again.
         """
         assert not self._is_at_work, "steps are in flight; drain() first"
-        num_tokens = restart_running(self.scheduler)
+        num_tokens = restart_computed(self.scheduler)
         self.forget_kept_pages(keeps_disk=True)
-        exchange()
+        return num_tokens
+
+    def pool_exchanged(self, num_pages: int) -> None:
+        """Take note that the executor has another pool, of `num_pages` pages, since `drop_kv`."""
         moves = self.scheduler.make_room(num_pages)
         assert not moves, "a page is owned, although nothing runs"
         self.scheduler.resize(num_pages, moves)
-        return num_tokens
 
     def abandon(self) -> None:
         """Drop the steps in flight, for shutdown."""
@@ -352,7 +356,7 @@ class Engine:
             later = [each.plan for lane in self._in_flight.values() for each in lane]
             self.abandon()
             return self._go_on_without([oldest.plan, *later], error)
-        self.stats.after_collect(_newest_handle(lane))
+        self.stats.after_collect(lane[-1].handle if lane else None)
         return self._apply(oldest.plan, result)
 
     def _apply(self, plan: StepPlan, result: StepResult) -> list[Progress]:
@@ -393,7 +397,3 @@ class Engine:
                     return lane
             self._clock.wait()
         return lanes[0]
-
-
-def _newest_handle(lane: deque[_InFlight]) -> StepHandle | None:
-    return lane[-1].handle if lane else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Literal, TypeAlias, final
+from typing import TypeAlias, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import DeviceMemoryError, EngineFailedError, JaxserveError
@@ -59,7 +59,7 @@ class _EngineWork:
     def begin(self, job: Answer) -> None:
         """Begin an answer, which has no sequences yet."""
         self._answers[job.request.id] = job
-        job.begin(self._engine.add(job.request))
+        job.begin(self._engine.add(job.request), self._engine.weights)
         self._by_sequence.update((s.key, job) for s in job.sequences)
         for sequence in job.sequences:
             if sequence.output:  # what a grammar forces before any step
@@ -81,7 +81,7 @@ class _EngineWork:
     def rest(self) -> None:
         self._engine.stats.end_busy_period()
 
-    def make_room(self, running: Running | Literal["keep"]) -> None:
+    def make_room(self, running: Running) -> None:
         """See `DeviceWork`; "finish" does nothing."""
         if running == "finish":
             return
@@ -95,6 +95,7 @@ class _EngineWork:
 
     def settle(self) -> None:
         for answer in list(self._answers.values()):
+            answer.go_on_with(self._engine.weights, self._engine.scheduler)
             self._settle(answer)
 
     def cancel(self, id: str) -> None:

@@ -10,15 +10,16 @@ from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 
 
-def restart_running(scheduler: Scheduler) -> int:
-    """Compute every running sequence anew; nothing may be in flight.
+def restart_computed(scheduler: Scheduler) -> int:
+    """Compute every sequence anew that has KV, on the device or the host; nothing is in flight.
 
     Returns:
       Tokens that were computed, and will be again.
     """
-    running = tuple(scheduler.running)
-    num_tokens = sum(sequence.kv.num_computed for sequence in running)
-    for sequence in running:
+    swapped_out = (sequence for sequence in scheduler.waiting if sequence.kv.host_pages)
+    computed = (*scheduler.running, *swapped_out)
+    num_tokens = sum(sequence.kv.num_computed for sequence in computed)
+    for sequence in computed:
         scheduler.restart(sequence, keeps_output=True)
     return num_tokens
 

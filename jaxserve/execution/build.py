@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
+from jaxserve.execution.deterministic import check_deterministic
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.group import check_alike, in_group
@@ -72,6 +73,7 @@ def build_executor(
         num_processes=1 if group is None else group.num_processes,
     )
     check_speculation(model_config, options, stages=stages)
+    check_deterministic(model_config, options, graphdef, params, stages)
     if probe is not None:
         check_probe(probe, model_config)
         if stages is not None or group is not None:

@@ -41,6 +41,7 @@ from jaxserve.steps.packing import (
 from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
+from jaxserve.steps.step_function import abstract
 
 # Seconds before executables are made behind requests, if those that are needed first are loaded
 # early: a process that answers one prompt ends before.
@@ -131,13 +132,8 @@ class DeviceExecutor:
         self._has_prepared()
 
     def _preparations(self) -> list[tuple[str, Callable[[], Any]]]:
-        return list(
-            DeviceWarmup(
-                *(self.config, self._programs, self._params, self._slots, self._pages),
-                self._states,
-                takes_masks=self._takes_masks,
-            ).steps()
-        )
+        parts = (self.config, self._programs, self._params, self._slots, self._pages)
+        return list(DeviceWarmup(*parts, self._states, takes_masks=self._takes_masks).steps())
 
     def _has_prepared(self) -> None:
         self._warm_num_pages.add(self.config.num_pages)
@@ -172,14 +168,18 @@ class DeviceExecutor:
         self._raise_if_closed()
         return encode_prompts(self._programs, self._params, prompts)
 
-    def fitted(self, params: Any) -> Any:
+    def fitted(self, params: Any, *, partial: bool = False) -> Any:
         """See `ModelExecutor`."""
         self._raise_if_closed()
-        return fitted(params, self._params)
+        return fitted(params, self._params, partial=partial)
 
     def update_params(self, params: Any) -> None:
         """See `ModelExecutor`."""
         self._params = params
+
+    def drop_params(self) -> None:
+        """See `ModelExecutor`."""
+        self._params = abstract(self._params)
 
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""

@@ -21,6 +21,7 @@ from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.packing import pack_window
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.step_function import abstract
 
 
 @final
@@ -56,6 +57,10 @@ class DeviceStage:
     def update_params(self, params: Any) -> None:
         """Replace the parameters of this stage for all later steps."""
         self.params = params
+
+    def drop_params(self) -> None:
+        """Keep only the shapes of the parameters, until the next update."""
+        self.params = abstract(self.params)
 
     def edit(self, plan: StepPlan) -> None:
         """Apply the plan's edits to the slots. Call it before the plan's rows."""

@@ -134,8 +134,11 @@ class GroupExecutor(abc.ABC):
             "on one alone; encode on a runtime whose mesh is within this process"
         )
 
-    def fitted(self, params: Any) -> Any:
-        return self._executor.fitted(params)
+    def fitted(self, params: Any, *, partial: bool = False) -> Any:
+        return self._executor.fitted(params, partial=partial)
+
+    def drop_params(self) -> None:
+        self._executor.drop_params()
 
     def resize(self, num_pages: int, moves: Moves) -> None:
         raise InvalidConfigError(

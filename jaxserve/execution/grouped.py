@@ -139,9 +139,9 @@ class GroupedExecutor:
             self._num_former += group.num_compilations
             group.close()
 
-    def fitted(self, params: Any) -> list[Any]:
+    def fitted(self, params: Any, *, partial: bool = False) -> list[Any]:
         """See `ModelExecutor`. The result has one entry per group."""
-        return [group.fitted(params) for group in self._groups]
+        return [group.fitted(params, partial=partial) for group in self._groups]
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """See `ModelExecutor`; by the encode group."""
@@ -151,6 +151,11 @@ class GroupedExecutor:
         """See `ModelExecutor`."""
         for group, own in zip(self._groups, params, strict=True):
             group.update_params(own)
+
+    def drop_params(self) -> None:
+        """See `ModelExecutor`."""
+        for group in self._groups:
+            group.drop_params()
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
         """See `ModelExecutor`."""

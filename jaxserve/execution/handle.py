@@ -19,13 +19,13 @@ from jaxserve.steps.sampling.variants import SamplingNeeds
 class PromptPart:
     """Prompt log-probabilities of a mixed step: arrays over its tokens, and spans of rows."""
 
-    arrays: tuple[jax.Array, jax.Array, jax.Array]
+    arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
     spans: dict[int, slice]
 
     @classmethod
     def of(
         cls,
-        arrays: tuple[jax.Array, jax.Array, jax.Array],
+        arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
         rows: Sequence[tuple[int, Row]],
         starts: Sequence[int],
     ) -> Self:
@@ -95,6 +95,7 @@ class DeviceHandle:
             num_tokens=np.where(samples, self._by_row("num_tokens"), 0),
             finite=self._by_row("finite") | ~samples,
             logprobs=self._by_row("logprobs") if needs.logprobs else None,
+            processed_logprobs=self._by_row("processed_logprobs") if needs.logprobs else None,
             top_ids=self._by_row("top_ids") if needs.top_logprobs else None,
             top_logprobs=self._by_row("top_logprobs") if needs.top_logprobs else None,
             prompt_logprobs=self._prompt_logprobs(),
@@ -112,9 +113,9 @@ class DeviceHandle:
     def _prompt_logprobs(self) -> dict[int, PromptLogprobs] | None:
         if self._prompt_part is None:
             return None
-        logprobs, top_ids, top_logprobs = (np.asarray(a) for a in self._prompt_part.arrays)
+        arrays = [np.asarray(array) for array in self._prompt_part.arrays]
         return {
-            row: PromptLogprobs(logprobs[span], top_ids[span], top_logprobs[span])
+            row: PromptLogprobs(*(array[span] for array in arrays))
             for row, span in self._prompt_part.spans.items()
         }
 
@@ -124,7 +125,7 @@ class DeviceHandle:
             wanted += self._prompt_part.arrays
         for out in self._outputs:
             wanted += [out.tokens, out.num_tokens, out.finite]
-            wanted += [out.logprobs] if self._needs.logprobs else []
+            wanted += [out.logprobs, out.processed_logprobs] if self._needs.logprobs else []
             wanted += [out.top_ids, out.top_logprobs] if self._needs.top_logprobs else []
             wanted += [out.remaining, out.proposals]
         return [array for array in wanted if array is not None]

@@ -198,11 +198,16 @@ class ModelExecutor(Executor, Protocol):
         """
         ...
 
-    def fitted(self, params: Any) -> Any:
+    def fitted(self, params: Any, *, partial: bool = False) -> Any:
         """Return the whole model's `params` on the executor's devices, as `update_params` needs.
 
+        Floating dtypes become those of the present parameters.
+
+        Args:
+          partial: whether parameters that `params` lacks stay as they are.
+
         Raises:
-          InvalidConfigError: structure, shapes or dtypes differ from those of the present
+          InvalidParamsError: structure, shapes or dtypes differ from those of the present
             parameters.
           RuntimeClosedError: the executor was closed.
         """
@@ -210,4 +215,8 @@ class ModelExecutor(Executor, Protocol):
 
     def update_params(self, params: Any) -> None:
         """Replace the parameters for all later steps by `params`, which `fitted` returned."""
+        ...
+
+    def drop_params(self) -> None:
+        """Drop the references to the parameters; no step follows before the next update."""
         ...

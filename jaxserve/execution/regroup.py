@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import jax
 import numpy as np
@@ -14,28 +15,32 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import EngineFailedError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.grouped import GroupedExecutor, Links, links_between
 from jaxserve.execution.sizes import CachePlan, engine_config
 from jaxserve.execution.warmup import executable_store
+from jaxserve.execution.weight_moves import (
+    Check,
+    Leaves,
+    MovingWeights,
+    WeightsMemory,
+    weights_memory,
+)
+from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.programs import Programs
-from jaxserve.steps.step_function import StepFunction
-from sharding import DeviceGroups, placed, state_shardings
+from jaxserve.steps.step_function import StepFunction, abstract
+from sharding import DeviceGroups, state_shardings
 from sharding.rules import replicated
 from sharding.shards import TENSOR
 
-# Bytes of weights, in whole arrays, after which a check follows.
-_PIECE_BYTES = 64 << 20
 # Bytes that are placed to learn how long it takes.
 _TRIAL_BYTES = 16 << 20
-
-# Raises if the work is to end; called again and again.
-Check = Callable[[], None]
 
 
 @final
@@ -56,13 +61,40 @@ class GroupMaker:
     probe: Probe | None = None
     takes_masks: bool = False
 
-    def weights_bytes(self, params: Any, mesh: Mesh) -> int:
-        """Return the bytes of the parameters on each device of a mesh."""
-        leaves = jax.tree.leaves(params)
-        places = jax.tree.leaves(state_shardings(params, mesh))
-        shards = (p.shard_shape(x.shape) for x, p in zip(leaves, places, strict=True))
-        sizes = [jax.ShapeDtypeStruct(s, x.dtype) for x, s in zip(leaves, shards, strict=True)]
-        return sum(each.size * each.dtype.itemsize for each in sizes)
+    def check_fits(self, params: Any, mesh: Mesh) -> None:
+        """Raise ValueError if the model cannot be divided over a mesh."""
+        check_fits(mesh, self.model_config)
+        state_shardings(params, mesh)
+
+    def moved_bytes(
+        self, params: Sequence[Any], groups: DeviceGroups, shared: Leaves
+    ) -> WeightsMemory:
+        """Return the bytes of weights during and after a move to other groups.
+
+        Args:
+          params: the present parameters of each group.
+          shared: see `shared_leaves`.
+        """
+        places = [state_shardings(params[0], mesh) for mesh in meshes_of(groups)]
+        return weights_memory(params, list(map(jax.tree.leaves, places)), shared)
+
+    def step_bytes(self, params: Any, groups: DeviceGroups, num_pages: int) -> list[int]:
+        """Return the bytes that the largest step of each group needs beside its arguments.
+
+        The executables of these steps are made, beside an engine that may serve.
+
+        Args:
+          params: the present parameters, of which only shapes and dtypes are read.
+          num_pages: pages of each group's pool.
+        """
+        config = engine_config(self.model_config, self.options, num_pages=num_pages)
+        return [
+            self._programs(mesh, config).step_bytes(
+                _shapes(params, state_shardings(params, mesh)),
+                self._cache_plan(_place(mesh)).abstract(num_pages),
+            )
+            for mesh in meshes_of(groups)
+        ]
 
     def page_bytes(self, mesh: Mesh) -> int:
         """Return the bytes of a page on each device of a mesh."""
@@ -112,31 +144,29 @@ class GroupMaker:
     def _prepared(self, mesh: Mesh, params: Any, config: EngineConfig) -> _Prepared:
         place = _place(mesh)
         shardings = state_shardings(params, mesh)
-        programs = Programs.shared(
-            *(self.graphdef, config, self.model_config, place, self.probe, executable_store())
-        )
+        programs = self._programs(mesh, config)
         plan = self._cache_plan(place)
         cache = jax.tree.map(partial(_shape, place.pages), plan.abstract(config.num_pages))
         executor = DeviceExecutor(
             config,
             programs,
-            jax.tree.map(lambda x, sharding: _shape(sharding, x), params, shardings),
+            _shapes(params, shardings),
             cache,
             strict=self.options.strict,
             takes_masks=self.takes_masks,
         )
         return _Prepared(executor, shardings, plan.maker(config.num_pages, programs.shelf))
 
-    def empty_caches(self, meshes: Sequence[Mesh], config: EngineConfig) -> list[Any]:
-        """Return caches of zeros for executors of these meshes."""
-        caches = []
-        for mesh in meshes:
-            place = _place(mesh)
-            programs = Programs.shared(
-                *(self.graphdef, config, self.model_config, place, self.probe, executable_store())
-            )
-            caches.append(self._cache_plan(place).new(config.num_pages, programs.shelf))
-        return caches
+    def empty_cache(self, mesh: Mesh, config: EngineConfig) -> Any:
+        """Return a cache of zeros for an executor of this mesh."""
+        shelf = self._programs(mesh, config).shelf
+        return self._cache_plan(_place(mesh)).new(config.num_pages, shelf)
+
+    def _programs(self, mesh: Mesh, config: EngineConfig) -> Programs:
+        place = _place(mesh)
+        return Programs.shared(
+            *(self.graphdef, config, self.model_config, place, self.probe, executable_store())
+        )
 
     def _cache_plan(self, place: Placement) -> CachePlan:
         return CachePlan(self.model_config, self.options, self.layer_layout, place)
@@ -182,21 +212,21 @@ class PreparedGroups:
         for each in self._prepared:
             each.executor.finish_warmup()
 
-    def fill(self, params: Any, check: Check) -> None:
-        """Place weights and make empty caches, on devices that have room for both.
-
-        If it fails, the executors are as before.
-        """
-        weights = [_placed(params, each.shardings, check) for each in self._prepared]
-        caches = []
+    def fill(self, weights: MovingWeights, check: Check) -> None:
+        """Place weights, and make empty caches when none is left where it was."""
+        weights.place([jax.tree.leaves(each.shardings) for each in self._prepared], check)
+        for executor, params in zip(self.executors, weights.params, strict=True):
+            executor.update_params(params)
         for each in self._prepared:
-            caches.append(jax.block_until_ready(each.new_cache()))
+            each.executor.pages.replace(jax.block_until_ready(each.new_cache()))
             check()
-        for each, own, cache in zip(self._prepared, weights, caches, strict=True):
-            each.executor.update_params(own)
-            each.executor.pages.replace(cache)
         for link in self.links.values():
             link.warm_up()
+
+    def empty(self) -> None:
+        """Let go of weights and caches, as far as there are any."""
+        for executor in self.executors:
+            _give_up(executor)
 
     def close(self) -> None:
         for each in self._prepared:
@@ -204,51 +234,74 @@ class PreparedGroups:
 
 
 def exchange(
-    executor: GroupedExecutor, prepared: PreparedGroups, maker: GroupMaker, check: Check
+    executor: GroupedExecutor,
+    prepared: PreparedGroups,
+    maker: GroupMaker,
+    shared: Leaves,
+    check: Check,
 ) -> None:
     """Have an executor go on with prepared groups, whose caches are empty.
 
-    The present caches are deleted before weights are placed, so that no device needs more memory
-    than weights and cache. If it fails, the present groups go on with empty caches.
+    The present caches are deleted before weights are placed, and new ones are made after that. So
+    a device needs memory for `GroupMaker.moved_bytes`, and later for weights and cache. If it
+    fails, the weights are put back, and the present groups go on with empty caches.
 
     Args:
       executor: its groups have a mesh each, no step in flight, and no sequence with pages.
+      shared: see `shared_leaves`.
+
+    Raises:
+      EngineFailedError: the weights could not be put back; the executor cannot go on.
     """
-    params = params_of(executor)
-    pools = [pool for group in executor.groups for pool in group.page_pools]
-    for pool in pools:
-        pool.drop()
+    groups = _groups_of(executor)
+    weights = MovingWeights(params_of(executor), shared)
+    for group in groups:
+        _give_up(group)
     try:
-        prepared.fill(params, check)
-    except BaseException:
-        meshes = [_mesh_of(pool.place) for pool in pools]
-        for pool, cache in zip(pools, maker.empty_caches(meshes, executor.config), strict=True):
-            pool.replace(cache)
+        prepared.fill(weights, check)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they may hold arrays
+        try:
+            prepared.empty()
+            _put_back(groups, weights, maker, executor.config)
+        except BaseException as second:
+            raise EngineFailedError(
+                f"devices could not move to another group ({type(error).__name__}: {error}), and "
+                f"the weights could not be put back ({type(second).__name__}: {second}); this "
+                "runtime serves no more: close it, and create a new one"
+            ) from second
+        del weights  # a caller may keep the error, and with it this frame
         raise
     executor.exchange(prepared.executors, prepared.links)
 
 
-def params_of(executor: GroupedExecutor) -> Any:
-    """Return the present parameters of an executor whose encode group has no stages."""
-    encode: Any = executor.groups[0]
-    return encode.params
+def _put_back(
+    groups: Sequence[DeviceExecutor],
+    weights: MovingWeights,
+    maker: GroupMaker,
+    config: EngineConfig,
+) -> None:
+    """Place weights where they were, and make empty caches."""
+    weights.put_back(check=lambda: None)
+    for group, params in zip(groups, weights.params, strict=True):
+        group.update_params(params)
+        cache = maker.empty_cache(_mesh_of(group.pages.place), config)
+        group.pages.replace(jax.block_until_ready(cache))
 
 
-def _placed(params: Any, shardings: Any, check: Check) -> Any:
-    """Return the parameters on other devices; arrays that are there already are not copied."""
-    leaves, structure = jax.tree.flatten(params)
-    new: list[jax.Array] = []
-    num_bytes = 0
-    for leaf, sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
-        new.append(placed(leaf, sharding))
-        num_bytes += leaf.nbytes
-        if num_bytes >= _PIECE_BYTES:
-            jax.block_until_ready(new)
-            check()
-            num_bytes = 0
-    jax.block_until_ready(new)
-    check()
-    return jax.tree.unflatten(structure, new)
+def params_of(executor: GroupedExecutor) -> list[Any]:
+    """Return the present parameters of each group of an executor without stages."""
+    return [group.params for group in _groups_of(executor)]
+
+
+def _groups_of(executor: GroupedExecutor) -> list[DeviceExecutor]:
+    return [cast(DeviceExecutor, group) for group in executor.groups]
+
+
+def _give_up(executor: DeviceExecutor) -> None:
+    """Let go of weights and cache; the executor has their shapes instead."""
+    executor.pages.drop()
+    executor.update_params(abstract(executor.params))
 
 
 def _trial_s(num_bytes: int, source: Mesh, target: Mesh) -> float:
@@ -267,6 +320,10 @@ def _trial_s(num_bytes: int, source: Mesh, target: Mesh) -> float:
 
 def _shape(sharding: jax.sharding.Sharding, leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _shapes(params: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda leaf, sharding: _shape(sharding, leaf), params, shardings)
 
 
 def _place(mesh: Mesh) -> Placement:

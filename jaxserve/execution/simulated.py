@@ -144,8 +144,9 @@ class SimulatedExecutor:
         return self._handle(StepWork(plan, 0, ()), nothing_computed())
 
     def _handle(self, work: StepWork, result: StepResult) -> SimulatedHandle:
-        group = work.plan.group
-        begin_s = max(self._free_at_s.get(group, 0.0), self._clock.now())
+        group, now_s = work.plan.group, self._clock.now()
+        begin_s = max(self._free_at_s.get(group, 0.0), now_s)
+        work = work.beside(self._free_at_s, now_s, begin_s)
         ready_s = self._free_at_s[group] = begin_s + self._cost.device_s(work)
         self._clock.expect(ready_s)
         return SimulatedHandle(result, ready_s, self._clock)

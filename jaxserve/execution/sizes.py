@@ -29,15 +29,12 @@ class PlatformDefaults:
     Attributes:
       dtype: dtype of parameters, activations and, without `kv_dtype`, KV. XLA computes bfloat16
         slower than float32 on CPUs.
-      layer_layout: whether layers are scanned or unrolled. On the CPU a scan was measured to be
-        three times slower.
       has_fine_windows: whether decode windows come in `fine_slot_buckets`. On a CPU an empty row
         costs as much as a full one from about 16 rows on; a GPU is bound by reading the weights.
       restore: see `RuntimeOptions`.
     """
 
     dtype: str
-    layer_layout: str
     max_slots: int
     max_step_tokens: int
     max_decode_iterations: int
@@ -47,7 +44,6 @@ class PlatformDefaults:
 
 _CPU = PlatformDefaults(
     dtype="float32",
-    layer_layout="unrolled",
     max_slots=32,
     max_step_tokens=256,
     max_decode_iterations=4,
@@ -56,7 +52,6 @@ _CPU = PlatformDefaults(
 )
 _GPU = PlatformDefaults(
     dtype="bfloat16",
-    layer_layout="scanned",
     max_slots=256,
     max_step_tokens=2048,
     max_decode_iterations=16,

@@ -111,12 +111,12 @@ class StagedExecutor:
         self._raise_if_closed()
         return encode_prompts(self._stages[0].programs, self._stages[0].params, prompts)
 
-    def fitted(self, params: Any) -> list[Any]:
+    def fitted(self, params: Any, *, partial: bool = False) -> list[Any]:
         """See `ModelExecutor`. The result has one entry per stage."""
         self._raise_if_closed()
-        check_same(params, self._whole)
+        check_same(params, self._whole, partial=partial)
         return [
-            fitted(part.params_of(params), stage.params)
+            fitted(part.params_of(params), stage.params, partial=partial)
             for part, stage in zip(self._parts, self._stages, strict=True)
         ]
 
@@ -124,6 +124,11 @@ class StagedExecutor:
         """See `ModelExecutor`."""
         for stage, own in zip(self._stages, params, strict=True):
             stage.update_params(own)
+
+    def drop_params(self) -> None:
+        """See `ModelExecutor`."""
+        for stage in self._stages:
+            stage.drop_params()
 
     @property
     def stages(self) -> tuple[DeviceStage, ...]:

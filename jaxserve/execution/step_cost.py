@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, final
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol, Self, final
 
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import LINK, StepPlan
 
 
 @final
@@ -21,11 +22,35 @@ class StepWork:
         the prompts that an encoder computes.
       decoded: the same sum for rows with one token, for each iteration that ran. A mixed step has
         one iteration; a decode loop ends early when every row has ended.
+      is_beside: whether another device group computes when the step is submitted.
+      source_s: seconds for which the source of a handover computes steps that were submitted
+        before, from the time at which the link is free.
     """
 
     plan: StepPlan
     prefilled: int
     decoded: tuple[int, ...]
+    is_beside: bool = False
+    source_s: float = 0.0
+
+    def beside(self, free_at_s: Mapping[int, float], now_s: float, begin_s: float) -> Self:
+        """Return the work beside what was submitted before.
+
+        Args:
+          free_at_s: when each device group, and the link, has run what was submitted to it.
+          begin_s: when the work begins.
+        """
+        others = {
+            group: s for group, s in free_at_s.items() if group not in (self.plan.group, LINK)
+        }
+        if not others:
+            return self
+        sources = [others.get(each.source, 0.0) - begin_s for each in self.plan.handovers]
+        return replace(
+            self,
+            is_beside=any(s > now_s for s in others.values()),
+            source_s=max(0.0, *sources) if sources else 0.0,
+        )
 
 
 class StepCost(Protocol):

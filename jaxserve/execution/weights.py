@@ -6,11 +6,12 @@ from hashlib import blake2b
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.errors import InvalidConfigError, InvalidParamsError
 from jaxserve.models.config import check_fits
 from sharding import placed, state_shardings
 
@@ -27,28 +28,77 @@ def sharded(params: Any, mesh: Mesh, model_config: Any) -> Any:
     return placed(params, state_shardings(params, mesh))
 
 
-def check_same(params: Any, expected: Any) -> None:
-    """Raise InvalidConfigError if structure, shapes or dtypes of two states differ.
+def check_same(params: Any, expected: Any, *, partial: bool = False) -> None:
+    """Raise InvalidParamsError if structure, shapes or dtypes of two states differ.
 
-    The message names the first difference. Either state may be abstract.
+    The message names the first difference. Either state may be abstract. A floating dtype may
+    differ, except from that of a parameter with the metadata `has_own_dtype`.
+
+    Args:
+      partial: whether `params` may lack some parameters.
     """
-    new, now = (
-        {path: v.get_value() for path, v in nnx.to_flat_state(tree)} for tree in (params, expected)
-    )
-    problems = [f"{'.'.join(map(str, path))} is missing" for path in now if path not in new]
+    new, now = (dict(nnx.to_flat_state(tree)) for tree in (params, expected))
+    missing = [] if partial else [path for path in now if path not in new]
+    problems = [f"{'.'.join(map(str, path))} is missing" for path in missing]
     problems += [f"{'.'.join(map(str, path))} is unknown" for path in new if path not in now]
     problems += [
-        f"{'.'.join(map(str, path))} is {new[path].dtype}{new[path].shape} instead of "
-        f"{array.dtype}{array.shape}"
-        for path, array in now.items()
-        if path in new and (new[path].shape, new[path].dtype) != (array.shape, array.dtype)
+        f"{'.'.join(map(str, path))} is {array.dtype}{array.shape} instead of "
+        f"{old.get_value().dtype}{old.get_value().shape}"
+        for path, old in now.items()
+        if path in new and not _fits(array := new[path].get_value(), old)
     ]
     if problems:
-        raise InvalidConfigError(
+        raise InvalidParamsError(
             f"the parameters do not fit this model: {problems[0]}"
             + (f", and {len(problems) - 1} more problems" if problems[1:] else "")
-            + "; pass a state of the same structure, shapes and dtypes"
+            + "; pass a state of the same structure and shapes"
         )
+
+
+def _fits(array: Any, old: nnx.Variable) -> bool:
+    like = old.get_value()
+    if array.shape != like.shape or array.dtype == like.dtype:
+        return array.shape == like.shape
+    has_own_dtype = old.get_metadata().get("has_own_dtype", False)
+    return not has_own_dtype and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (array, like))
+
+
+def check_usable(params: Any) -> None:
+    """Raise InvalidParamsError if an array of `params` was deleted, or has NaN or infinite numbers.
+
+    Every array is read once where it is; the check of each shape is compiled at its first use.
+    """
+    if not isinstance(params, nnx.State):
+        raise InvalidParamsError(
+            f"parameters of the type {type(params).__name__} are not allowed; pass an nnx.State, "
+            "such as nnx.state(model, nnx.Param)"
+        )
+    flat = [(path, variable.get_value()) for path, variable in nnx.to_flat_state(params)]
+    for path, array in flat:
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise InvalidParamsError(
+                f"the parameter {'.'.join(map(str, path))} was deleted, as donated arrays are; do "
+                "not donate parameters that a runtime gets or serves"
+            )
+    found = [
+        (path, _all_finite(array))
+        for path, array in flat
+        if jnp.issubdtype(array.dtype, jnp.floating)
+    ]
+    bad = [".".join(map(str, path)) for path, is_finite in found if not is_finite]
+    if bad:
+        raise InvalidParamsError(
+            f"the parameter {bad[0]} has NaN or infinite numbers"
+            + (f", and so have {len(bad) - 1} more" if bad[1:] else "")
+            + "; the present weights go on serving. Pass parameters of a training step that is "
+            "finite"
+        )
+
+
+@jax.jit
+def _all_finite(array: jax.Array) -> jax.Array:
+    wide = array.astype(jnp.float32) if array.dtype.itemsize < 4 else array
+    return jnp.isfinite(wide).all()
 
 
 def check_dtype(params: Any, dtype: str) -> None:
@@ -80,17 +130,25 @@ def fingerprint(params: Any, *settings: Any) -> bytes:
     return digest.digest()
 
 
-def fitted(params: Any, old: Any) -> Any:
-    """Return `params` on the devices of `old`. Arrays already there are not copied.
+def fitted(params: Any, old: Any, *, partial: bool = False) -> Any:
+    """Return `params` on the devices and in the dtypes of `old`.
+
+    Arrays that are there already, in the same dtype, are not copied.
+
+    Args:
+      partial: whether parameters that `params` lacks stay those of `old`.
 
     Raises:
-      InvalidConfigError: structure, shapes or dtypes differ; see `check_same`.
+      InvalidParamsError: structure, shapes or dtypes differ; see `check_same`.
     """
-    check_same(params, old)
+    check_same(params, old, partial=partial)
     new = dict(nnx.to_flat_state(params))
-    return nnx.from_flat_state(
-        [
-            (path, old.replace(placed(new[path].get_value(), old.get_value().sharding)))
-            for path, old in nnx.to_flat_state(old)
-        ]
-    )
+
+    def own(path: tuple[Any, ...], old: nnx.Variable) -> nnx.Variable:
+        if path not in new:
+            return old
+        array, like = new[path].get_value(), old.get_value()
+        cast = array if array.dtype == like.dtype else array.astype(like.dtype)
+        return old.replace(placed(cast, like.sharding))
+
+    return nnx.from_flat_state([(path, own(path, old)) for path, old in nnx.to_flat_state(old)])

@@ -44,6 +44,11 @@ class PageTable:
         """Pages that are owned or may still be allocated."""
         return len(self._pages) + self._num_unallocated
 
+    @property
+    def num_reserved_tokens(self) -> int:
+        """Tokens that these pages hold."""
+        return self.reservation * self._page_size
+
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
 

@@ -42,6 +42,7 @@ class CallReader:
     """Separates the calls from the text of an answer that comes in pieces.
 
     Text that may be the beginning of a call is held back, and returned as text if it is not one.
+    White space alone before a call is dropped, however the text is cut.
 
     Args:
       streamed: names of functions whose calls are returned when their arguments begin, without
@@ -52,22 +53,23 @@ class CallReader:
     def __init__(self, form: ToolFormat, streamed: Collection[str] = ()):
         self._form = form
         self._streamed = streamed
+        self._begin, self._end = form.begin.strip(), form.end.strip()
+        self._buffer = ""
+        self._num_searched = 0  # characters of the buffer that need not be looked at again
+        self._is_gap = True  # whether only white space came since the beginning or the last call
+        self._is_inside = False
+        self._is_text = False  # from here on, for a format whose calls are the whole answer
+        self._has_call = False
+        self._value = _ObjectEnd("")  # of the JSON in the buffer, without an end tag
         self._arguments: _ObjectEnd | None = None  # of the call that is being returned
         self._is_after = False  # the arguments of a call that was returned as it came
         self._is_open = False  # the object of that call
         self._other_keys: _ObjectEnd | None = None  # behind its arguments
         self._is_in_list = False  # of such calls
-        self._begin, self._end = form.begin.strip(), form.end.strip()
-        self._buffer = ""
-        self._is_inside = False
-        self._is_text = False  # from here on, for a format whose calls are the whole answer
-        self._has_call = False
-        self._may_end = True  # whether the newest text has what ends a call without a tag
 
     def push(self, text: str) -> list[Part]:
         """Return text and calls that are complete, in their order."""
         self._buffer += text
-        self._may_end = "}" in text or "]" in text
         found: list[Part] = []
         while (new := self._next()) is not None:
             found += new
@@ -75,7 +77,7 @@ class CallReader:
 
     def finish(self) -> list[Part]:
         """Return what is left when the answer has ended."""
-        rest, self._buffer = self._buffer, ""
+        rest = self._cut(len(self._buffer))
         if self._arguments is not None:
             return [MoreArguments(rest)] if rest else []
         if self._is_after:
@@ -86,10 +88,16 @@ class CallReader:
         is_gap = self._has_call and not rest.strip(" \n;")
         return [rest] if rest and not is_gap else []
 
+    def _cut(self, length: int) -> str:
+        """Remove the beginning of the buffer, and return it."""
+        cut, self._buffer = self._buffer[:length], self._buffer[length:]
+        self._num_searched = 0
+        return cut
+
     def _next(self) -> list[Part] | None:
         """Return the next part; None if more text is needed."""
         if self._is_text:
-            text, self._buffer = self._buffer, ""
+            text = self._cut(len(self._buffer))
             return [text] if text else None
         if self._is_inside:
             return self._inside()
@@ -104,64 +112,82 @@ class CallReader:
         self._is_inside = rest.startswith("{")
         self._is_text = not self._is_inside
         if self._is_inside:
-            self._buffer = rest
+            self._cut(len(self._buffer) - len(rest))
         return []
 
     def _outside(self) -> list[Part] | None:
-        before, tag, after = self._buffer.partition(self._begin)
-        if tag:
-            self._buffer, self._is_inside = after, True
-            return [before] if before.strip() else []
-        held = _num_held_back(self._buffer, self._begin)
-        cut = len(self._buffer) - held
-        text, self._buffer = self._buffer[:cut], self._buffer[cut:]
-        if self._has_call and not text.strip():
+        """Return text before a tag; white space only if text is before or behind it."""
+        at = self._buffer.find(self._begin, self._num_searched)
+        held = 0 if at >= 0 else _num_held_back(self._buffer, self._begin)
+        end = at if at >= 0 else len(self._buffer) - held
+        is_gap = self._is_gap and not self._buffer[self._num_searched : end].strip()
+        if at < 0 and (is_gap or not end):
+            self._num_searched = end
             return None
-        return [text] if text else None
+        text = self._cut(end)
+        self._is_gap = is_gap
+        if at >= 0:
+            self._cut(len(self._begin))
+            self._is_inside = True
+        return [text] if text and not is_gap else []
 
     def _inside(self) -> list[Part] | None:
         if self._arguments is not None:
             return self._in_arguments(self._arguments)
         if self._is_after:
             return self._after_arguments()
-        if self._streamed and (begun := self._begun()):
+        # The object of a call's arguments begins where its head ends.
+        may_begin = self._streamed and self._buffer.find("{", self._num_searched) >= 0
+        if may_begin and (begun := self._begun()):
             return begun
-        if self._end:
-            body, tag, after = self._buffer.partition(self._end)
-            if not tag:
-                return None
-            if self._is_in_list:
-                body = "[" + body
-                self._is_in_list = False
-            calls = _calls(body, self._form)
-            self._buffer, self._is_inside = after, False
-            self._has_call |= calls is not None
-            return calls if calls is not None else [self._begin + body + tag]
-        if not self._may_end:
+        return self._tagged() if self._end else self._untagged()
+
+    def _tagged(self) -> list[Part] | None:
+        """Return the calls before the end tag, once it has come."""
+        at = self._find_end()
+        if at < 0:
             return None
-        start = len(self._buffer) - len(self._buffer.lstrip())
-        try:
-            _, length = json.JSONDecoder().raw_decode(self._buffer[start:])
-        except (ValueError, RecursionError):
+        body = self._cut(at)
+        self._cut(len(self._end))
+        calls = _calls("[" + body if self._is_in_list else body, self._form)
+        self._is_inside = self._is_in_list = False
+        self._called(calls)
+        return calls if calls is not None else [self._begin + body + self._end]
+
+    def _untagged(self) -> list[Part] | None:
+        """Return the calls of a JSON value, once it has ended."""
+        if not self._num_searched:
+            self._value = _ObjectEnd("")
+        self._num_searched += len(self._value.take(self._buffer[self._num_searched :]))
+        if not self._value.has_ended:
             return None
-        body, rest = self._buffer[: start + length], self._buffer[start + length :]
+        body = self._cut(self._num_searched)
         calls = _calls(body, self._form)
+        self._called(calls)
+        if calls is None:
+            self._is_inside, self._is_text = False, True
+            return [self._begin + body]
+        if self._is_in_list:  # one that was not streamed, among others
+            self._is_after = True
+        else:
+            self._is_inside = False
+        return calls
+
+    def _called(self, calls: list[Part] | None) -> None:
         self._has_call |= calls is not None
-        if calls is not None and self._is_in_list:  # one that was not streamed, among others
-            self._buffer, self._is_after = rest, True
-            return calls
-        self._buffer, self._is_inside = rest, False
-        if calls is not None:
-            return calls
-        self._is_text = True
-        return [self._begin + body]
+        self._is_gap = calls is not None
+
+    def _find_end(self) -> int:
+        """Return where the end tag begins in the buffer; -1 if it has not come."""
+        at = self._buffer.find(self._end, self._num_searched)
+        if at < 0:
+            self._num_searched = max(0, len(self._buffer) - len(self._end) + 1)
+        return at
 
     # ---- calls that are returned as they come ----
 
     def _begun(self) -> list[Part] | None:
         """Return the call that the buffer begins with, if its arguments have begun."""
-        if self._buffer.lstrip()[:1] not in ("{", "["):
-            return None
         head = _HEAD.match(self._buffer)
         if head is None or (head[1] and self._is_in_list):
             return None
@@ -171,14 +197,13 @@ class CallReader:
             return None
         if name not in self._streamed:
             return None
-        self._buffer = self._buffer[head.end() :]
+        self._cut(head.end())
         self._arguments, self._has_call = _ObjectEnd(self._end), True
         self._is_in_list |= bool(head[1])
         return [Call(name, "")]
 
     def _in_arguments(self, arguments: _ObjectEnd) -> list[Part] | None:
-        taken = arguments.take(self._buffer)
-        self._buffer = self._buffer[len(taken) :]
+        taken = self._cut(len(arguments.take(self._buffer)))
         if arguments.has_ended:
             self._arguments, self._is_after, self._is_open = None, True, True
         return [MoreArguments(taken)] if taken else [] if self._is_after else None
@@ -186,7 +211,7 @@ class CallReader:
     def _after_arguments(self) -> list[Part] | None:
         """Go on behind the arguments of a call, with the next call of a list or behind the tag."""
         if self._other_keys is not None:
-            self._buffer = self._buffer[len(self._other_keys.take(self._buffer)) :]
+            self._cut(len(self._other_keys.take(self._buffer)))
             if not self._other_keys.has_ended:
                 return None
             self._other_keys = None
@@ -197,21 +222,23 @@ class CallReader:
             self._is_open = False
             if rest.startswith(","):
                 self._other_keys = _ObjectEnd(self._end, depth=1)
-            self._buffer = rest.removeprefix("}")
+            self._cut(len(self._buffer) - len(rest.removeprefix("}")))
             return []
         if self._is_in_list and rest.startswith(","):
-            self._buffer, self._is_after = rest[1:], False
+            self._cut(len(self._buffer) - len(rest) + 1)
+            self._is_after = False
             return []
         if self._end:
-            _, tag, after = self._buffer.partition(self._end)
-            if not tag:
+            at = self._find_end()
+            if at < 0:
                 return None
-            rest = after
+            self._cut(at + len(self._end))
         elif self._is_in_list:
             if not rest:
                 return None
-            rest = rest.removeprefix("]")
-        self._buffer, self._is_after, self._is_in_list, self._is_inside = rest, False, False, False
+            self._cut(len(self._buffer) - len(rest.removeprefix("]")))
+        self._is_after = self._is_in_list = self._is_inside = False
+        self._is_gap = True
         return []
 
 

@@ -10,12 +10,11 @@ from dataclasses import replace
 from typing import Protocol, final
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.batch import AttentionBatch, KVCache
 from jaxserve.models.recurrence import Advance, Inputs, Recurrence, advance_whole
-from pallas_kernels import RopeTables, apply_rope
+from pallas_kernels import RopeTables, whole_attention
 
 
 class LayerContext(Protocol):
@@ -177,28 +176,13 @@ class WholeContext:
         soft_cap: float | None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         """See `LayerContext`."""
-        tokens, kv_heads, columns, head_dim = qkv.shape
-        length, group = self._length, columns - 2
-        rotated = qkv[:, :, : group + 1]
-        if self._rope is not None:
-            rotated = apply_rope(rotated, self._rope)
-        grouped = rotated[:, :, :group].reshape(-1, length, kv_heads, group, head_dim)
-        k, v = (
-            x.reshape(-1, length, kv_heads, head_dim)
-            for x in (rotated[:, :, group], qkv[:, :, group + 1])
+        return whole_attention(
+            *(qkv, self._rope),
+            length=self._length,
+            scale=scale,
+            sliding_window=self._sliding_window,
+            soft_cap=soft_cap,
         )
-        logits = jnp.einsum("bqkgd,bskd->bkgqs", grouped, k, preferred_element_type=jnp.float32)
-        logits = logits * (head_dim**-0.5 if scale is None else scale)
-        if soft_cap is not None:
-            logits = soft_cap * jnp.tanh(logits / soft_cap)
-        back = jnp.arange(length)[:, None] - jnp.arange(length)
-        seen = (
-            back >= 0
-            if self._sliding_window is None
-            else ((back >= 0) & (back < self._sliding_window))
-        )
-        weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1).astype(v.dtype)
-        return jnp.einsum("bkgqs,bskd->bqkgd", weights, v).reshape(tokens, -1, head_dim)
 
     def recur(
         self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike

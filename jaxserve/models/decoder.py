@@ -31,7 +31,7 @@ from jaxserve.models.layers import Block, soft_capped
 from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope, rope_tables
-from pallas_kernels import RopeTables
+from pallas_kernels import RopeTables, log_sum_exp
 
 LayerLayout = Literal["unrolled", "scanned"]
 
@@ -157,11 +157,25 @@ class Decoder(nnx.Module):
         """Return the logits of whole sequences.
 
         Padding at the end of a sequence changes nothing before it. Uses no cache, is
-        differentiable, and serves training and scoring.
+        differentiable, and serves training and scoring. Where serving is deterministic
+        (docs/batch_invariance.md), these are the bits of the logits that tokens are sampled from.
         """
         x = self.whole_residual(tokens, self.config.num_layers)
         hidden = self._end(x.reshape(-1, x.shape[-1]), None)
         return self.logits(hidden).reshape(*tokens.shape, -1)
+
+    def whole_logprobs(
+        self, tokens: Int32[Array, "sequences length"]
+    ) -> Float32[Array, "sequences length_minus_1"]:
+        """Return the log-probability of each token after the first, given those before it.
+
+        It is differentiable. Where serving is deterministic, these are the bits of the
+        log-probabilities that sampling reports.
+        """
+        logits = self.whole_logits(tokens)[:, :-1]
+        rows = logits.reshape(-1, logits.shape[-1])
+        chosen = jnp.take_along_axis(rows, tokens[:, 1:].reshape(-1, 1), axis=1)[:, 0]
+        return (chosen - log_sum_exp(rows)).reshape(tokens.shape[0], -1)
 
     def whole_residual(
         self, tokens: Int32[Array, "sequences length"], num_layers: int

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import cast, final
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -18,6 +18,7 @@ from jaxserve.models.context import LayerContext
 from jaxserve.models.layers import gated
 from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
+from pallas_kernels import log_sum_exp
 from sharding.shards import (
     TENSOR,
     num_tensor_shards,
@@ -90,9 +91,10 @@ class MixtureOfExperts(nnx.Module):
     ]:
         """Return the gates and the experts of each token."""
         scores = Linear(self.router)(x, adapter, out_dtype=jnp.float32)
-        gates, experts = lax.top_k(jax.nn.softmax(scores), self.config.experts_per_token)
+        likeliest, experts = lax.top_k(scores, self.config.experts_per_token)
+        gates = jnp.exp(likeliest - log_sum_exp(scores)[:, None])
         if self.config.normalises_gates:
-            gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
+            gates = gates / _sum(gates)[:, None]
         return gates, experts
 
 
@@ -122,4 +124,10 @@ def _mix(
     # Back to where token t's i-th expert is at t * num_each + i.
     out = jnp.where((own < num_own)[:, None], out[jnp.argsort(order)], 0)
     out = out.reshape(num_tokens, num_each, -1) * gates[..., None].astype(x.dtype)
-    return sum_over_tensor(jnp.sum(out, axis=1), num_shards)
+    return sum_over_tensor(_sum(out), num_shards)
+
+
+def _sum(x: Float[Array, "tokens few *shape"]) -> Float[Array, " tokens *shape"]:
+    """Return the sum over the second axis, added up in its order whatever the number of tokens."""
+    wide = x.astype(jnp.float32)
+    return reduce(add, (wide[:, i] for i in range(x.shape[1]))).astype(x.dtype)

@@ -13,10 +13,9 @@ from typing import Any, Protocol, TypeVar, final
 
 import jax
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import matmul
+from pallas_kernels import grouped_matmul, matmul
 
 _Item = TypeVar("_Item")
 
@@ -117,9 +116,9 @@ class DenseWeight:
         sizes: Int32[Array, " matrices"],
         adapter: Int32[Array, " tokens"] | None,
     ) -> Float[Array, " tokens *out"]:
-        """See `Representation`."""
+        """See `Representation`. On the CPU by the kernel of `pallas_kernels.grouped_matmul`."""
         matrices, width, *out = self.array.shape
-        flat = lax.ragged_dot(x, self.array.reshape(matrices, width, -1), sizes)
+        flat = grouped_matmul(x, self.array.reshape(matrices, width, -1), sizes)
         return flat.reshape(-1, *out)
 
     def rows(

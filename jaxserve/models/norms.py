@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol, final
 
-import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
 
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.param_maker import ParamMaker
-from pallas_kernels import rms_norm
+from pallas_kernels import layer_norm, rms_norm
 
 
 class Norm(Protocol):
@@ -45,8 +43,4 @@ class LayerNorm(nnx.Module):
         self.eps = config.norm_eps
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        scale, bias = (p[...].astype(jnp.float32) for p in (self.scale, self.bias))
-        return (wide * scale + bias).astype(x.dtype)
+        return layer_norm(x, self.scale[...], self.bias[...], eps=self.eps)

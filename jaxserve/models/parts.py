@@ -34,7 +34,10 @@ class ModelPart:
     shardings: nnx.State
 
     def params_of(self, whole: nnx.State) -> nnx.State:
-        """Return this part's share of a whole model's parameters; copies no array in place."""
+        """Return this part's share of a whole model's parameters, or of some of them.
+
+        Arrays in place are not copied.
+        """
         flat = dict(nnx.to_flat_state(whole))
 
         def own(path: Path, place: nnx.Variable) -> nnx.Variable:
@@ -42,7 +45,13 @@ class ModelPart:
             array = self._cut(path, variable.get_value())
             return variable.replace(jax.device_put(array, place.get_value()))
 
-        return nnx.map_state(own, self.shardings)
+        return nnx.from_flat_state(
+            [
+                (path, own(path, place))
+                for path, place in nnx.to_flat_state(self.shardings)
+                if self._origin(path) in flat
+            ]
+        )
 
     def _origin(self, path: Path) -> Path:
         """Return the path in the whole model of the parameter at `path`."""

@@ -150,35 +150,57 @@ class Quantiser:
             )
             self._own_paths = _paths(state)
         else:
-            self._dense_model = lambda: (graphdef, state)
+            # Abstract, so that the first weights are freed when others have come.
+            dense = nnx.map_state(lambda _, variable: variable.replace(_abstract(variable)), state)
+            self._dense_model = lambda: (graphdef, dense)
             self._own_paths = set()
         self._quantisation = quantisation
 
     def model(self, params: nnx.State) -> nnx.Module:
         """Return the model that stores these dense parameters as it does."""
         model = nnx.merge(self._dense_model()[0], params)
-        replace_weights(model, self._quantisation.change)
+        replace_weights(model, self._changed)
         return model
 
-    def is_dense(self, params: nnx.State) -> bool:
-        """Return whether parameters have the structure of the model with dense weights."""
-        paths = _paths(params)
-        return paths != self._own_paths and paths == _paths(self._dense_model()[1])
+    def _changed(self, weight: nnx.Param, axes: WeightAxes) -> Any:
+        is_abstract = isinstance(weight.get_value(), jax.ShapeDtypeStruct)
+        return weight if is_abstract else self._quantisation.change(weight, axes)
 
-    def params(self, params: nnx.State) -> nnx.State:
+    def is_dense(self, params: nnx.State, *, partial: bool = False) -> bool:
+        """Return whether parameters have the structure of the model with dense weights.
+
+        Args:
+          partial: or of a part of it.
+        """
+        paths, dense = _paths(params), _paths(self._dense_model()[1])
+        if partial:
+            return paths <= dense and not paths <= self._own_paths
+        return paths != self._own_paths and paths == dense
+
+    def params(self, params: nnx.State, *, partial: bool = False) -> nnx.State:
         """Return parameters as the model stores them.
 
         Dense ones may have any floating dtype; what stays dense gets the model's. Parameters of
         another structure are returned as they are.
+
+        Args:
+          partial: whether they may be a part of the model's; the same part is returned.
         """
-        if not self.is_dense(params):
+        if not self.is_dense(params, partial=partial):
             return params
-        dense = dict(nnx.to_flat_state(self._dense_model()[1]))
-        cast = [
-            (path, v.replace(_cast(v.get_value(), dense[path].get_value())))
-            for path, v in nnx.to_flat_state(params)
+        new = dict(nnx.to_flat_state(params))
+        whole = [
+            (path, _like(new[path], v.get_value()) if path in new else v)
+            for path, v in nnx.to_flat_state(self._dense_model()[1])
         ]
-        return nnx.split(self.model(nnx.from_flat_state(cast)))[1]
+        stored = nnx.split(self.model(nnx.from_flat_state(whole)))[1]
+        return nnx.from_flat_state(
+            [
+                (path, v)
+                for path, v in nnx.to_flat_state(stored)
+                if not isinstance(v.get_value(), jax.ShapeDtypeStruct)
+            ]
+        )
 
 
 def _paths(params: nnx.State) -> set[tuple[Any, ...]]:
@@ -211,5 +233,11 @@ def log_replicated(params: nnx.State, mesh: Mesh) -> None:
             )  # fmt: skip
 
 
-def _cast(array: Any, like: Any) -> Any:
-    return array if array.dtype == like.dtype else array.astype(like.dtype)
+def _like(variable: nnx.Variable, like: Any) -> nnx.Variable:
+    array = variable.get_value()
+    return variable.replace(array if array.dtype == like.dtype else array.astype(like.dtype))
+
+
+def _abstract(variable: nnx.Variable) -> jax.ShapeDtypeStruct:
+    array = variable.get_value()
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)

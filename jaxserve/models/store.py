@@ -97,7 +97,8 @@ def load_model(
       cache: keep the converted form of a GGUF file for the next start; has no effect where the mesh
         spans several processes.
       layer_layout: the layout of layers that are alike; layers that differ, and layers of stages,
-        are unrolled.
+        are unrolled. Scanned ones compile in a time that does not grow with their number, but
+        their steps take longer: XLA on GPUs first copies the weights of each layer.
       progress: show bars on stderr.
 
     Raises:

@@ -12,7 +12,7 @@ from jaxserve.execution.page_copies import PAGES_A_CALL
 from jaxserve.execution.protocol import Executor
 from jaxserve.planning.group_costs import GroupCosts
 from jaxserve.planning.origin import Origin
-from jaxserve.planning.profiler import measure
+from jaxserve.planning.profiler import measure, measure_beside
 from jaxserve.planning.step_times import StepTimes
 from jaxserve.scheduling.plan import LINK, Handover, StepPlan
 
@@ -30,11 +30,14 @@ class GroupTimes:
       groups: step times of the encode group and of the decode group.
       handover_s: a handover without its pages, from its submission to its arrival.
       page_s: each of its pages.
+      beside: how many times as long a step of each group takes while the other one computes. It is
+        more than 1 where both share something, as host devices share cores.
     """
 
     groups: tuple[StepTimes, ...]
     handover_s: float
     page_s: float
+    beside: tuple[float, ...] = (1.0, 1.0)
 
     def costs(self) -> GroupCosts:
         """Return the costs of a simulated executor's steps."""
@@ -44,6 +47,8 @@ class GroupTimes:
             page_bytes=1.0,
             link_bytes_per_s=1.0 / max(self.page_s, 1e-12),
             handover_s=self.handover_s,
+            beside=self.beside,
+            copies_follow_steps=True,
         )
 
 
@@ -55,7 +60,7 @@ def measure_groups(
     rounds: int = 2,
     progress: bool = True,
 ) -> GroupTimes:
-    """Time the steps of each device group, and handovers from the first to the second.
+    """Time the steps of each device group, alone and beside the other's, and handovers.
 
     The executor must be idle; its slots are inert afterwards, and its pages have other contents.
 
@@ -71,7 +76,12 @@ def measure_groups(
     many = min(_MANY_PAGES, executor.config.num_pages - 1)
     few_s, many_s = (_handover_s(executor, clock, num_pages) for num_pages in (few, many))
     page_s = max(0.0, many_s - few_s) / (many - few) if many > few else few_s / few
-    return GroupTimes(groups=groups, handover_s=max(0.0, few_s - few * page_s), page_s=page_s)
+    return GroupTimes(
+        groups=groups,
+        handover_s=max(0.0, few_s - few * page_s),
+        page_s=page_s,
+        beside=measure_beside(executor, clock),
+    )
 
 
 def _handover_s(executor: Executor, clock: Clock, num_pages: int) -> float:

@@ -191,7 +191,7 @@ class _Clients:
         while self.next_arrival_s <= now_s:
             index = heapq.heappop(self._arriving)[1]
             answer = self._unsettled[index] = self.answers[index]
-            answer.begin(engine.add(answer.request))
+            answer.begin(engine.add(answer.request), engine.weights)
             has_news = True
         return has_news
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import final
 
-from jaxserve.core.errors import JaxserveError, RegroupError
+from jaxserve.core.errors import InvalidConfigError, JaxserveError, RegroupError
 from jaxserve.planning.schedules.adaptation import Adaptation
 from jaxserve.planning.schedules.configuration import Division
 from jaxserve.planning.schedules.observed import AnswerLength, unfinished
@@ -40,7 +40,7 @@ class Adapter:
         self._replicas = replicas
         self._regrouper = regrouper
         self._ended: queue.SimpleQueue[Sequence[AnswerLength] | None] = queue.SimpleQueue()
-        # Held while a plan is adopted, so that replicas never have different ones.
+        # Held while a plan is adopted or devices move, so that replicas never have different plans.
         self._lock = threading.Lock()
         self._in_force: Plan | None = None
         self._adaptation: Adaptation | None = None
@@ -85,7 +85,8 @@ class Adapter:
           The plan, with the pause that a move of devices took.
 
         Raises:
-          RegroupError: devices could not be moved; nothing has changed.
+          RegroupError: devices could not be moved, or were moved since the plan was made; nothing
+            has changed.
           RuntimeClosedError, EngineFailedError
         """
         with self._lock:
@@ -133,9 +134,17 @@ class Adapter:
 
     def _carry_out(self, plan: Plan) -> Plan:
         """Have the replicas carry out a plan; return it with the pause that a move took."""
-        iteration, move = plan.iteration(), plan.move
-        if self._regrouper is not None and move is not None and not move.refused:
-            pause_s = self._regrouper.move(move.division, move.max_pause_s)
+        iteration, move, regrouper = plan.iteration(), plan.move, self._regrouper
+        if regrouper is not None and plan.num_moves != regrouper.num_moves:
+            raise RegroupError(
+                "devices have moved between the groups while the plan was made, which is for the "
+                "groups before; plan again"
+            )
+        if regrouper is not None and move is not None and not move.refused:
+            try:
+                pause_s = regrouper.move(move.division, move.max_pause_s)
+            except InvalidConfigError as error:  # the page pool was resized meanwhile
+                raise RegroupError(f"the plan's move is not possible any more: {error}") from error
             plan = replace(plan, move=replace(move, pause_s=pause_s))
         for replica in self._replicas.all:
             replica.loop.ask(partial(replica.engine.adopt, iteration))

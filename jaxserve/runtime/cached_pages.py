@@ -7,15 +7,16 @@ from collections.abc import Sequence
 
 from jaxserve.memory.page_cache import Tier
 from jaxserve.runtime.maintenance import Maintenance
+from jaxserve.runtime.trained import Trained
 from jaxserve.scheduling.kv.transfer import KVPages
 
 
-class CachedPages(abc.ABC):
+class CachedPages(Trained):
     """The methods of `Runtime` for the KV that it keeps of ended requests."""
 
     @abc.abstractmethod
     def __init__(self, maintenance: Maintenance):
-        self._maintenance = maintenance
+        super().__init__(maintenance)
 
     def residency(self, token_ids: Sequence[int]) -> list[Tier]:
         """Return the tier that holds the KV of each full page of a context at present.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -18,6 +17,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion, Request
+from jaxserve.runtime.awaited_prediction import AwaitedPrediction
 from jaxserve.scheduling.admission.predicted import Predicted
 from jaxserve.scheduling.policy import Policy
 from jaxserve.steps.probing import Probe
@@ -56,6 +56,9 @@ class Forecaster:
     gets its prediction before it is submitted if that comes within `patience_s`, and else later. If
     the predictor raises, requests go on without predictions, and the first error is logged.
 
+    What it has still to predict is dropped when a request is refused or ends, so it is never more
+    than the requests that have not ended.
+
     Args:
       tokenizer: tokenizer that decodes the prompts to text for the predictor.
       learner: trainer of the predictor on requests that have ended; `close` closes it. None for a
@@ -90,7 +93,10 @@ class Forecaster:
         self.num_failed = 0
         self.num_late = 0
         self.seconds = 0.0
-        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        # What is to be predicted, the oldest first.
+        self._asked: dict[AwaitedPrediction, None] = {}
+        self._changed = threading.Condition()
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="jaxserve-predictor", daemon=True)
 
     @classmethod
@@ -138,38 +144,54 @@ class Forecaster:
         if self.learner is not None:
             self.learner.start()
 
-    def with_predictions(
+    def ask(
         self, requests: Sequence[Request], late: Callable[[str, LengthPrediction], None]
-    ) -> list[Request]:
-        """Return the same requests, those with their predictions that come in time.
+    ) -> list[AwaitedPrediction]:
+        """Have the lengths of requests predicted. The caller must `drop` what it does not need.
 
         Args:
-          late: called with the id of a request whose prediction comes later, on the thread of the
-            predictor.
+          late: see `AwaitedPrediction`; called on any thread.
         """
-        asked = [_Asked(request, late) for request in requests]
-        for each in asked:
-            self._asked.put(each)
+        asked = [AwaitedPrediction(request, late) for request in requests]
+        with self._changed:
+            self._asked.update(dict.fromkeys(asked))
+            self._changed.notify()
+        return asked
+
+    def wait_for(self, asked: Sequence[AwaitedPrediction]) -> list[Request]:
+        """Return the requests of `ask`, with the predictions that come within `patience_s`."""
         end_s = time.monotonic() + self._patience_s
         return [each.wait(max(0.0, end_s - time.monotonic())) for each in asked]
 
-    def _run(self) -> None:
-        while (first := self._asked.get()) is not None:
-            batch: list[_Asked] = [first]
-            end_s = time.monotonic() + _WINDOW_S
-            is_over = False
-            while len(batch) < _MAX_BATCH and not is_over:
-                try:
-                    more = self._asked.get(timeout=max(0.0, end_s - time.monotonic()))
-                except queue.Empty:
-                    break
-                is_over = more is None
-                batch += [] if more is None else [more]
-            self._predict(batch)
-            if is_over:
-                return
+    def drop(self, *asked: AwaitedPrediction) -> None:
+        """Predict these no more, because their requests were refused or have ended."""
+        with self._changed:
+            for each in asked:
+                self._asked.pop(each, None)
 
-    def _predict(self, batch: Sequence[_Asked]) -> None:
+    def _run(self) -> None:
+        while (batch := self._next_batch()) is not None:
+            if batch:
+                self._predict(batch)
+
+    def _next_batch(self) -> list[AwaitedPrediction] | None:
+        """Return what was asked for within `_WINDOW_S` of the first one; None when closing.
+
+        It is empty where all of that was dropped meanwhile.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._asked or self._is_closing)
+            self._changed.wait_for(
+                lambda: len(self._asked) >= _MAX_BATCH or self._is_closing, timeout=_WINDOW_S
+            )
+            if self._is_closing:
+                return None
+            batch = list(itertools.islice(self._asked, _MAX_BATCH))
+            for each in batch:
+                del self._asked[each]
+        return batch
+
+    def _predict(self, batch: Sequence[AwaitedPrediction]) -> None:
         begin_s = time.perf_counter()
         predictions: list[LengthPrediction | None]
         try:
@@ -208,44 +230,14 @@ class Forecaster:
     def close(self) -> None:
         """Stop predicting and training, and save the trained predictor."""
         if self._thread.is_alive():
-            self._asked.put(None)
+            with self._changed:
+                self._is_closing = True
+                self._changed.notify()
             self._thread.join()
         if self.learner is not None:
             self.learner.close()
             if self._folder is not None:
                 self.learner.save(self._folder)
-
-
-@final
-class _Asked:
-    """A request that awaits its prediction, until it is given up."""
-
-    def __init__(self, request: Request, late: Callable[[str, LengthPrediction], None]):
-        self.request = request
-        self._late = late
-        self._lock = threading.Lock()
-        self._is_answered = threading.Event()
-        self._has_gone_on = False
-        self._prediction: LengthPrediction | None = None
-
-    def wait(self, seconds: float) -> Request:
-        """Return the request, with its prediction if that comes within so many seconds."""
-        self._is_answered.wait(seconds)
-        with self._lock:
-            self._has_gone_on = True
-            if self._prediction is None:
-                return self.request
-            return replace(self.request, prediction=self._prediction)
-
-    def answer(self, prediction: LengthPrediction | None) -> bool:
-        """Give the prediction, None for none; return whether it came late."""
-        with self._lock:
-            self._prediction = prediction
-            self._is_answered.set()
-            is_late = self._has_gone_on and prediction is not None
-        if is_late and prediction is not None:
-            self._late(self.request.id, prediction)
-        return is_late
 
 
 def _on(device: Any) -> AbstractContextManager[None]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import InvalidRequestError, MissingExtraError, UnsupportedModelError
-from jaxserve.core.request import Request, Timing
+from jaxserve.core.request import Completion, Request, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, PieceSink, failed_completion
 from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
 from jaxserve.execution.encoding import in_steps
 from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.runtime.awaited_prediction import AwaitedPrediction
 from jaxserve.runtime.forecaster import Forecaster
 from jaxserve.runtime.pending import Batch, Pending
 from jaxserve.runtime.replicas import Replicas
@@ -105,6 +107,7 @@ class Intake:
                 "this model has no encoder; encode() is for encoder-decoder models such as T5"
             )
         self._replicas.check_leads()
+        self._replicas.check_awake()
         self._replicas.check_may_wait()
         batch, single = as_batch(prompts)
         tokens = [self._requests.prompt_tokens(prompt) for prompt in batch]
@@ -118,8 +121,22 @@ class Intake:
     def _hand_over(
         self, requests: Sequence[Request], on_piece: PieceSink | None = None
     ) -> list[Pending]:
-        if self._forecaster is not None:
-            requests = self._forecaster.with_predictions(requests, self._replicas.expect)
+        forecaster = self._forecaster
+        if forecaster is None:
+            return self._submit(requests, on_piece)
+        self._replicas.check_accepts(len(requests))
+        asked = forecaster.ask(requests, self._replicas.expect)
+        try:
+            pending = self._submit(forecaster.wait_for(asked), on_piece)
+        except BaseException:
+            forecaster.drop(*asked)
+            raise
+        for awaited, request in zip(asked, pending, strict=True):
+            awaited.submitted()
+            request.future.add_done_callback(partial(_drop, forecaster, awaited))
+        return pending
+
+    def _submit(self, requests: Sequence[Request], on_piece: PieceSink | None) -> list[Pending]:
         answers = [self._answer(request, on_piece) for request in requests]
         self._replicas.submit(*answers)
         return [Pending(a.request.id, a.future, self._replicas.cancel) for a in answers]
@@ -130,3 +147,7 @@ class Intake:
             return Answer(request, sink=on_piece)
         skip = request.params.skip_special_tokens
         return Answer(request, decoder=lambda: tokenizer.stream_decoder(skip), sink=on_piece)
+
+
+def _drop(forecaster: Forecaster, awaited: AwaitedPrediction, _: Future[Completion]) -> None:
+    forecaster.drop(awaited)

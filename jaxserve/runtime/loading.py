@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -47,7 +47,6 @@ def load_for(
 
     policy = get_policy(options.policy)
     enable_compilation_cache()
-    defaults = platform_defaults()
     group = processes_of(mesh)
     check_early(options, policy, mesh, group)
     if options.quantize is not None:
@@ -59,10 +58,9 @@ def load_for(
     ):
         return load_model(
             name_or_path,
-            dtype=dtype or defaults.dtype,
+            dtype=dtype or platform_defaults().dtype,
             load=load,
             seed=options.seed,
-            layer_layout=cast(Any, defaults.layer_layout),
             mesh=mesh,
             quantisation=Quantisation.at_loading(options, mesh),
             progress=options.progress,

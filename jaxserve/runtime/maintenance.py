@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, final, get_args
+from typing import Any, final
 
 from jaxserve.core.assets import cache_folder
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
+from jaxserve.core.errors import InvalidConfigError, InvalidParamsError, ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.device_loop import Running
+from jaxserve.engine.versions import Weights
 from jaxserve.execution.build import resized
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.warmup import warm_up
+from jaxserve.execution.weights import check_usable
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier
 from jaxserve.models.quantisation import Quantiser
@@ -30,7 +33,8 @@ from jaxserve.planning import (
     measure,
     measure_groups,
 )
-from jaxserve.runtime.replicas import Replicas
+from jaxserve.runtime.replicas import Replica, Replicas
+from jaxserve.runtime.weight_update import WeightUpdate, check_running
 from jaxserve.scheduling.kv.transfer import KVPages
 from sharding import split_replicas
 
@@ -46,6 +50,9 @@ class Maintenance:
       origin: model, device and configuration of step times. A resize updates its pool size.
       decode_origin: that of the decode group, if there are two device groups; `origin` is then that
         of the encode group.
+
+    Attributes:
+      placing: held while weights are placed, so that the groups of devices stay as they are.
     """
 
     def __init__(
@@ -57,6 +64,8 @@ class Maintenance:
         quantiser: Quantiser | None = None,
         decode_origin: Origin | None = None,
     ):
+        self.placing = threading.Lock()
+        self._states = threading.Lock()  # held while the runtime falls asleep, wakes up or resumes
         self._replicas = replicas
         self._quantiser = quantiser
         self._origin = origin
@@ -66,6 +75,7 @@ class Maintenance:
         self._options = options
         self._progress = options.progress
         self._times: StepTimes | None = None
+        self._has_weights = True
 
     def dismiss_followers(self) -> None:
         """See `Runtime.dismiss_followers`."""
@@ -74,31 +84,100 @@ class Maintenance:
             if self._replicas.group is not None:
                 self._replicas.group.dismiss()
 
-    def update_params(self, params: Any, running: Running) -> None:
+    @property
+    def weights(self) -> Weights:
+        """The weights that the next steps compute with; they change in pauses."""
+        return self._replicas.first.engine.weights
+
+    def update_params(self, params: Any, update: WeightUpdate) -> int:
         """See `Runtime.update_params`."""
-        if running not in get_args(Running):
-            raise InvalidConfigError(
-                f"running={running!r} is unknown; pass one of {get_args(Running)}"
+        update.after(self.weights)  # before any request is cancelled or starts again
+        check_usable(params)
+        if update.partial and not self._has_weights:
+            raise InvalidParamsError(
+                "partial=True is not allowed, because the weights were dropped (rt.sleep); pass "
+                "all parameters"
             )
         if self._quantiser is not None:
-            params = self._quantiser.params(params)
-        origin, fitted = self._origin, self._fitted(params)
-        with self._replicas.paused(running):
-            if self._origin is not origin:  # devices may have moved to another group
-                fitted = self._fitted(params)
+            params = self._quantiser.params(params, partial=update.partial)
+        with self.placing:
+            before = self._origin, self._decode_origin, self.weights
+            fitted = self._fitted(params, update.partial)
+        with self._replicas.paused(update.running):
+            # Devices may have moved to another group, or another update may have come.
+            if (self._origin, self._decode_origin, self.weights) != before:
+                fitted = self._fitted(params, update.partial)
+            weights = update.after(self.weights)
             for replica, part in zip(self._replicas.all, fitted, strict=True):
                 replica.executor.update_params(part)
-                replica.engine.forget_kept_pages(keeps_disk=True)
+                replica.engine.weights_changed(weights, keeps_kv=update.kv == "keep")
+            self._has_weights = True
+        return weights.version
 
-    def _fitted(self, params: Any) -> list[Any]:
+    def _fitted(self, params: Any, partial: bool) -> list[Any]:
         """Return new parameters on the devices of each replica."""
         replicas = self._replicas.all
         parts = split_replicas(params)
         if len(parts) != len(replicas):  # the parameters are on other devices than the replicas
             parts = [params] * len(replicas)
         return [
-            replica.executor.fitted(part) for replica, part in zip(replicas, parts, strict=True)
+            replica.executor.fitted(part, partial=partial)
+            for replica, part in zip(replicas, parts, strict=True)
         ]
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` was called, and `resume` was not."""
+        return self._replicas.first.loop.is_halted
+
+    def pause(self, running: Running) -> None:
+        """See `Runtime.pause`."""
+        check_running(running)
+        self._replicas.check_leads()
+        self._replicas.check_may_wait()
+        for replica in self._replicas.all:
+            replica.loop.halt(running)
+
+    def resume(self) -> None:
+        """See `Runtime.resume`."""
+        with self._states:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self._replicas.check_awake()
+        for replica in self._replicas.all:
+            replica.loop.go_on()
+
+    def sleep(self, *, drops_weights: bool) -> None:
+        """See `Runtime.sleep`."""
+        first = self._replicas.first.executor
+        if not first.can_resize or first.num_device_groups > 1:
+            raise InvalidConfigError(
+                "the memory of a model that several processes or two groups of devices serve "
+                "cannot be given back; close the runtime, and create another one afterwards"
+            )
+        with self._states:
+            self.pause("keep")
+            with self._replicas.paused("keep"):
+                self._has_weights = self._has_weights and not drops_weights
+                self._replicas.sleep(drops_weights=drops_weights)
+
+    def wake_up(self) -> None:
+        """See `Runtime.wake_up`."""
+        if not self._has_weights:
+            raise InvalidConfigError(
+                "this runtime has dropped its weights (rt.sleep); call rt.update_params(params) "
+                "before rt.wake_up()"
+            )
+        with self._states:
+            with (
+                out_of_memory_as("taking memory again", "free memory of the trainer first"),
+                self._replicas.paused("keep"),
+            ):
+                self._replicas.wake_up()
+                for replica in self._replicas.all:
+                    self._warm_up(replica)
+            self._go_on()
 
     def residency(self, token_ids: Sequence[int]) -> list[Tier]:
         """See `Runtime.residency`."""
@@ -133,6 +212,7 @@ class Maintenance:
         """See `Runtime.resize_kv`."""
         kv_bytes = 0 if size == 0 else parse_bytes(size)
         self._replicas.check_leads()
+        self._replicas.check_awake()
         if not all(replica.executor.can_resize for replica in self._replicas.all):
             raise InvalidConfigError(
                 f"size={size!r}: the page pool of a model that several processes serve cannot be "
@@ -261,9 +341,13 @@ class Maintenance:
         for replica, size in zip(replicas, sizes, strict=True):
             if size.num_pages != replica.executor.config.num_pages:
                 replica.resize(size)
-            if self._options.warmup and not replica.executor.is_warm:
-                behind = self._options.warms_up_behind
-                warm_up(replica.executor, progress=self._progress, behind=behind)
+            self._warm_up(replica)
+
+    def _warm_up(self, replica: Replica) -> None:
+        """Compile for the present pool size, unless that was done before."""
+        if self._options.warmup and not replica.executor.is_warm:
+            behind = self._options.warms_up_behind
+            warm_up(replica.executor, progress=self._progress, behind=behind)
 
     def _check_one_group(self) -> None:
         if self._replicas.first.executor.num_device_groups > 1:
@@ -274,6 +358,7 @@ class Maintenance:
 
     def _check_is_alone(self) -> None:
         self._replicas.check_may_wait()
+        self._replicas.check_awake()
         if self._replicas.group is not None:
             raise ProcessGroupError(
                 "KV is neither exported nor imported where several processes serve one model; use "

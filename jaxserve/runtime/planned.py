@@ -10,17 +10,18 @@ from pathlib import Path
 from jaxserve.planning import GroupTimes, StepTimes
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.plan import Plan
-from jaxserve.runtime.cached_pages import CachedPages
+from jaxserve.runtime.intake import Intake
 from jaxserve.runtime.maintenance import Maintenance
 from jaxserve.runtime.planner import Planner
+from jaxserve.runtime.scored import Scored
 
 
-class Planned(CachedPages):
+class Planned(Scored):
     """The methods of `Runtime` that measure step times, and find a schedule from them."""
 
     @abc.abstractmethod
-    def __init__(self, maintenance: Maintenance, planner: Planner):
-        super().__init__(maintenance)
+    def __init__(self, maintenance: Maintenance, planner: Planner, intake: Intake):
+        super().__init__(maintenance, intake)
         self._planner = planner
 
     def plan(
@@ -51,7 +52,7 @@ class Planned(CachedPages):
         The first call measures step times, unless `measure_step_times` or `load_step_times` was
         called before. It waits for the end of the requests that run, for at most `max_wait_s`, and
         then measures for up to minutes. Requests that are submitted meanwhile start after it.
-        `docs/latency_bounds.md` says what a plan does not cover.
+        `docs/promises/latency_bounds.md` says what a plan does not cover.
 
         Args:
           latency_bound: seconds that an answer of the 99th-percentile length may take from its
@@ -116,9 +117,11 @@ class Planned(CachedPages):
         Raises:
           InvalidConfigError: there is one group, a group has stages, or the devices, their memory
             or the model do not allow these numbers.
-          RegroupError: the pause is expected to be longer, or something failed; all serve as
-            before.
-          RuntimeClosedError, EngineFailedError
+          RegroupError: the pause is expected to be longer, weights cannot be placed in the devices'
+            memory, or something failed; all serve as before.
+          EngineFailedError: something failed, and the weights could not be put back; or the engine
+            had failed before. The runtime serves no more.
+          RuntimeClosedError
         """
         return self._planner.regroup(encode, decode, max_pause_s)
 

@@ -159,7 +159,7 @@ class Planner:
             try:
                 return self._adopted(planner, plan, used, adapt=adapt, is_given=is_given)
             except RegroupError as error:
-                # The next plan does without this division.
+                # The next plan does without this division, or is for the one that there is now.
                 _log.warning("planning again: %s", error)
 
     def regroup(self, encode: int, decode: int, max_pause_s: float) -> float:
@@ -231,6 +231,7 @@ class Planner:
             return DividedPlanner(
                 options=regrouper.options,
                 config=lambda: executor.config,
+                num_moves=lambda: regrouper.num_moves,
                 max_pause_s=max_pause_s,
             )
         families = policies if policies is not None else policy.families or FAMILIES
@@ -238,5 +239,7 @@ class Planner:
         times = self._maintenance.step_times(max_wait_s)
         player = self._player
         if player is None or player.times is not times:
-            player = self._player = Player(times, policy, lambda: executor.config)
+            # Unlike the executor's, this one has the pool's pages while the runtime is asleep.
+            scheduler = self._replicas.first.engine.scheduler
+            player = self._player = Player(times, policy, lambda: scheduler.config)
         return planner_of(player, families)

@@ -5,23 +5,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, final
 
 from jaxserve.core.assets import cache_folder
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import InvalidConfigError, RegroupError, RuntimeClosedError
+from jaxserve.core.errors import (
+    EngineFailedError,
+    InvalidConfigError,
+    RegroupError,
+    RuntimeClosedError,
+)
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.execution.grouped import GroupedExecutor
-from jaxserve.execution.regroup import GroupMaker, PreparedGroups, exchange, meshes_of, params_of
+from jaxserve.execution.regroup import GroupMaker, exchange, meshes_of, params_of
+from jaxserve.execution.weight_moves import Leaves, WeightsMemory, shared_leaves
 from jaxserve.memory.page_pool import MIN_PAGES
-from jaxserve.models.config import check_fits
 from jaxserve.planning import GroupTimes, find_step_times
 from jaxserve.planning.group_sizes import GroupSizes
 from jaxserve.planning.schedules.configuration import Division
 from jaxserve.planning.schedules.divided import DivisionOption
 from jaxserve.runtime.maintenance import Maintenance
 from jaxserve.runtime.replicas import Replicas
+from jaxserve.steps.step_function import abstract
 from sharding import DeviceGroups, make_groups
 
 _log = logging.getLogger(__name__)
@@ -31,21 +37,50 @@ _REST_S = 0.05
 
 
 @final
+@dataclass(frozen=True)
+class _Room:
+    """The memory of a device of two groups.
+
+    Attributes:
+      num_bytes: for weights, pages and the largest step; those of the fullest present device.
+      shared: arrays of the weights that are not freed when the runtime lets go of them.
+    """
+
+    num_bytes: int
+    shared: Leaves
+
+
+@final
+@dataclass(frozen=True)
+class _Fit:
+    """How a division fits into the devices.
+
+    Attributes:
+      num_pages: pages of the pool.
+      refused: why weights cannot be placed; empty if they can.
+    """
+
+    num_pages: int
+    refused: str = ""
+
+
+@final
 class Regrouper:
     """Divides the devices of a runtime with two groups in other ways, while requests go on.
 
     Executors for the other groups, and their executables, are made beside the engine. Then its loop
     is paused: KV is dropped, weights are placed, and caches are made. Running sequences keep their
-    tokens, and their KV is computed anew. If anything fails, the groups serve as before.
+    tokens, and their KV is computed anew. If anything fails, the weights are put back, and the
+    groups serve as before. If that fails, too, the engine fails.
 
-    One thread at a time may call `move`.
+    One thread at a time may call `move`, beside others that call `options`.
 
     Args:
       executor: the executor of both groups, without wrappers.
       groups: the present groups, in one piece each.
 
     Attributes:
-      num_moves: moves so far.
+      num_moves: moves so far. With other groups it is another number.
       pause_s: seconds for which they have paused the engine.
     """
 
@@ -72,6 +107,8 @@ class Regrouper:
         # Seconds that placing weights is expected to take, and that the rest of a pause took last.
         self._placing_s: dict[Division, float] = {}
         self._rest_s = _REST_S
+        # By the arrays that others share; empty after a move.
+        self._memories: dict[tuple[Division, Leaves], WeightsMemory] = {}
         # Divisions whose executors could not be made, and why.
         self._failed: dict[Division, str] = {}
         self._is_closed = False
@@ -86,26 +123,34 @@ class Regrouper:
 
         Times of groups of other sizes are taken from the cache folder, if it has them.
         """
-        self._failed.clear()
-        if self._sizes is not None:
-            self._sizes.learn(times)
-            return
-        self._sizes = GroupSizes(times)
-        sizes = {size for each in self._others for size in (each.encode, each.decode)}
-        for size in sizes:
-            if not self._sizes.is_measured(size):
-                origin = self._maintenance.group_origin(size)
-                found = find_step_times(cache_folder() / "profiles", origin)
-                if found is not None:
-                    self._sizes.add(found)
+        with self._maintenance.placing:
+            self._failed.clear()
+            if self._sizes is not None:
+                self._sizes.learn(times)
+                return
+            self._sizes = GroupSizes(times)
+            for size in {size for each in self._others for size in astuple(each)}:
+                if not self._sizes.is_measured(size):
+                    origin = self._maintenance.group_origin(size)
+                    found = find_step_times(cache_folder() / "profiles", origin)
+                    if found is not None:
+                        self._sizes.add(found)
 
     def options(self) -> Sequence[DivisionOption]:
         """Return the divisions that the devices allow, the present one first. Call `learn` before.
 
         Those that do not hold as long an answer as the present one are left out.
+
+        Raises:
+          RuntimeClosedError, EngineFailedError
         """
+        with self._maintenance.placing:
+            self._replicas.first.loop.check()
+            return self._options()
+
+    def _options(self) -> Sequence[DivisionOption]:
         assert self._sizes is not None
-        sizes, present = self._sizes, self.present
+        sizes, present, room = self._sizes, self.present, self._room()
         config = self._executor.config
         found = [
             DivisionOption(
@@ -117,29 +162,29 @@ class Regrouper:
         for division in self._others:
             if division == present:
                 continue
-            num_pages = self._num_pages(division)
-            if num_pages is None:
+            fit = self._fit(division, room)
+            if fit is None:
                 continue
             found.append(
                 DivisionOption(
                     division=division,
                     times=sizes.times(division.encode, division.decode),
-                    num_pages=num_pages,
-                    pause_s=self.expected_pause_s(division),
+                    num_pages=fit.num_pages,
+                    pause_s=self._expected_pause_s(division),
                     is_measured=sizes.is_measured(division.encode, division.decode),
-                    refused=self._failed.get(division, ""),
+                    refused=fit.refused or self._failed.get(division, ""),
                 )
             )
         return found
 
-    def expected_pause_s(self, division: Division) -> float:
+    def _expected_pause_s(self, division: Division) -> float:
         """Return the seconds for which a move is expected to pause the engine.
 
         An array is placed on the devices for a trial, once until the next move.
         """
         if division not in self._placing_s:
-            params = params_of(self._executor)
-            self._placing_s[division] = self._maker.placing_s(params, self._others[division])
+            params, groups = params_of(self._executor)[0], self._others[division]
+            self._placing_s[division] = self._maker.placing_s(params, groups)
         return self._rest_s + self._placing_s[division]
 
     def move(self, division: Division, max_pause_s: float) -> float:
@@ -150,27 +195,36 @@ class Regrouper:
 
         Raises:
           InvalidConfigError: the devices, or the model, do not allow this division.
-          RegroupError: the pause is expected to be longer, or was, or something failed; the groups
-            serve as before.
-          RuntimeClosedError, EngineFailedError
+          RegroupError: the memory does not suffice, the pause is expected to be longer, or was, or
+            something failed; the groups serve as before.
+          EngineFailedError: something failed, and the weights could not be put back; or the engine
+            had failed before.
+          RuntimeClosedError
         """
+        self._replicas.first.loop.check()
         if division == self.present:
             return 0.0
-        if division not in self._others or (num_pages := self._num_pages(division)) is None:
-            possible = (d for d in self._others if d == self.present or self._num_pages(d))
+        room = self._room()
+        fit = self._fit(division, room) if division in self._others else None
+        if fit is None:
+            possible = (d for d in self._others if d == self.present or self._fit(d, room))
             raise InvalidConfigError(
                 f"encode={division.encode}, decode={division.decode} is not a division of these "
                 f"{len(self._devices)} devices that the model and the memory of the present "
                 f"groups allow; pass one of {', '.join(map(str, possible))} (prompts/answers)"
             )
-        expected_s = self.expected_pause_s(division)
+        if fit.refused:
+            raise RegroupError(
+                f"devices cannot move from {self.present} to {division}: {fit.refused}"
+            )
+        expected_s = self._expected_pause_s(division)
         if expected_s > max_pause_s:
             raise RegroupError(
                 f"moving devices from {self.present} to {division} is expected to pause the engine "
                 f"for {expected_s:.3g} s, and max_pause_s={max_pause_s:.3g}; pass a longer one"
             )
         try:
-            pause_s = self._carried_out(division, num_pages, max_pause_s)
+            pause_s = self._carried_out(division, fit, max_pause_s)
         except RuntimeClosedError:
             raise
         except Exception as error:
@@ -181,9 +235,7 @@ class Regrouper:
                 f"moving devices from {self.present} to {division} failed, and the groups serve as "
                 f"before: {type(error).__name__}: {error}"
             ) from error
-        self.num_moves += 1
         self.pause_s += pause_s
-        self._placing_s.clear()  # weights lie elsewhere now
         self._rest_s = max(_REST_S, pause_s - expected_s + self._rest_s)
         _log.info("devices moved to %s in a pause of %.3g s", division, pause_s)
         return pause_s
@@ -192,24 +244,29 @@ class Regrouper:
         """End a move that is being prepared; any thread may call it."""
         self._is_closed = True
 
-    def _carried_out(self, division: Division, num_pages: int, max_pause_s: float) -> float:
-        replica, groups = self._replicas.first, self._others[division]
-        params = params_of(self._executor)
-        size = replace(
-            replica.pool_size,
-            num_pages=num_pages,
-            page_bytes=max(map(self._maker.page_bytes, meshes_of(groups))),
-        )
-        before = self._executor.config
-        with ExitStack() as if_it_fails:
-            prepared: PreparedGroups = self._maker.prepare(
-                groups, params, num_pages, self._check_open
+    def _carried_out(self, division: Division, fit: _Fit, max_pause_s: float) -> float:
+        replica, groups, maker = self._replicas.first, self._others[division], self._maker
+        before, shapes = self._executor.config, abstract(params_of(self._executor)[0])
+        step_bytes = maker.step_bytes(shapes, groups, fit.num_pages)
+        measured = self._fit(division, self._room(), step_bytes)
+        if measured is None:
+            raise RegroupError(
+                f"the largest steps of these groups need {max(step_bytes):,} bytes, and with them "
+                "the pool would hold shorter answers; lower max_step_tokens or max_context"
             )
+        with ExitStack() as if_it_fails:
+            # The executables of the largest steps are used, if the pages that were expected fit.
+            num_pages = min(fit.num_pages, measured.num_pages)
+            prepared = maker.prepare(groups, shapes, num_pages, self._check_open)
             if_it_fails.callback(prepared.close)
-            with self._replicas.paused("keep"):
-                if self._executor.config != before:
-                    raise RegroupError("the page pool was resized meanwhile; try again")
+            with self._maintenance.placing, self._replicas.paused("keep"):
                 begin_s = self._clock.now()
+                room = self._room()
+                now = self._fit(division, room, step_bytes)
+                if self._executor.config != before or now is None or now.num_pages < num_pages:
+                    raise RegroupError("the memory for pages has changed meanwhile; try again")
+                if now.refused:
+                    raise RegroupError(now.refused)
 
                 def check() -> None:
                     self._check_open()
@@ -220,12 +277,25 @@ class Regrouper:
                             f"{max_pause_s:.3g}"
                         )
 
-                replica.recompute(
-                    size, lambda: exchange(self._executor, prepared, self._maker, check)
+                page_bytes = map(maker.page_bytes, meshes_of(groups))
+                largest, step = max(zip(page_bytes, step_bytes, strict=True))
+                size = replace(
+                    replica.pool_size, num_pages=num_pages, page_bytes=largest, step_bytes=step
                 )
+                try:
+                    replica.recompute(
+                        size,
+                        lambda: exchange(self._executor, prepared, maker, room.shared, check),
+                    )
+                except EngineFailedError as error:
+                    replica.loop.fail(error)
+                    raise
                 if_it_fails.pop_all()
                 pause_s = self._clock.now() - begin_s
                 self._groups = groups
+                self.num_moves += 1
+                self._placing_s.clear()  # weights lie elsewhere now
+                self._memories.clear()
                 times = self._measured(division)
                 self._maintenance.regrouped(division.encode, division.decode, times)
         return pause_s
@@ -243,44 +313,70 @@ class Regrouper:
 
     def _divided(self) -> dict[Division, DeviceGroups]:
         """Return the divisions that the model allows, each with its groups."""
-        found, params = {}, params_of(self._executor)
+        found, params = {}, params_of(self._executor)[0]
         num = len(self._devices)
         for encode in range(1, num):
             for decode in range(1, num - encode + 1):
                 groups = make_groups(encode=encode, decode=decode, devices=self._devices)
                 try:
                     for mesh in meshes_of(groups):
-                        check_fits(mesh, self._maker.model_config)
-                        self._maker.weights_bytes(params, mesh)
+                        self._maker.check_fits(params, mesh)
                 except ValueError:  # the model cannot be divided so
                     continue
                 found[Division(encode, decode)] = groups
         return found
 
-    def _num_pages(self, division: Division) -> int | None:
-        """Return the pages of a division's pool; None if it holds shorter answers than now.
-
-        The fullest device of the present groups has room for its weights, pages and steps, so each
-        device has as much.
-        """
+    def _room(self) -> _Room:
+        shared = shared_leaves(params_of(self._executor))
         config, size = self._executor.config, self._replicas.first.pool_size
-        params, maker = params_of(self._executor), self._maker
-        weights = [maker.weights_bytes(params, mesh) for mesh in meshes_of(self._groups)]
-        pages = [maker.page_bytes(mesh) for mesh in meshes_of(self._groups)]
-        room = max(w + config.num_pages * p for w, p in zip(weights, pages, strict=True))
-        num_pages = 1 + config.max_slots * config.max_pages_per_sequence
+        weights = self._memory(self.present, shared).group_bytes
+        pages = map(self._maker.page_bytes, meshes_of(self._groups))
+        used = max(w + config.num_pages * p for w, p in zip(weights, pages, strict=True))
+        return _Room(used + size.step_bytes, shared)
+
+    def _memory(self, division: Division, shared: Leaves) -> WeightsMemory:
+        """Return the memory of the weights during and after a move."""
+        if (division, shared) not in self._memories:
+            groups = self._groups if division == self.present else self._others[division]
+            found = self._maker.moved_bytes(params_of(self._executor), groups, shared)
+            self._memories[division, shared] = found
+        return self._memories[division, shared]
+
+    def _fit(self, division: Division, room: _Room, step_bytes: Sequence[int] = ()) -> _Fit | None:
+        """Return how a division fits; None if its pool holds shorter answers than the present one.
+
+        Each device is taken to have as much memory as the fullest one of the present groups.
+
+        Args:
+          step_bytes: of the largest step of each group. Without them the largest present step grows
+            as the shards do, which is the most that it can.
+        """
+        config, maker = self._executor.config, self._maker
+        memory = self._memory(division, room.shared)
+        present = self._replicas.first.pool_size.step_bytes
         fewest = min(len(devices) for devices in self._groups.devices)
-        for mesh in meshes_of(self._others[division]):
-            # Temporaries of a step grow at most as the shards do.
-            more = max(0, size.step_bytes * fewest // mesh.size - size.step_bytes)
-            left = room - maker.weights_bytes(params, mesh) - more
+        num_pages = 1 + config.max_slots * config.max_pages_per_sequence
+        for group, mesh in enumerate(meshes_of(self._others[division])):
+            step = max(present, present * fewest // mesh.size)
+            if step_bytes:
+                step = step_bytes[group]
+            left = room.num_bytes - memory.group_bytes[group] - step
             if (wanted := maker.options.kv_memory) is not None:
                 left = min(left, parse_bytes(wanted))
             num_pages = min(num_pages, left // maker.page_bytes(mesh))
         if num_pages < MIN_PAGES:
             return None
-        holds = replace(config, num_pages=num_pages).max_length
-        return num_pages if holds >= config.max_length else None
+        if replace(config, num_pages=num_pages).max_length < config.max_length:
+            return None
+        if memory.most_bytes <= room.num_bytes:
+            return _Fit(num_pages)
+        return _Fit(
+            num_pages,
+            f"a device would need {memory.most_bytes:,} bytes while weights are placed array by "
+            f"array, and the present ones have {room.num_bytes:,} for weights, pages and steps; "
+            "pass more kv_memory"
+            + (", or delete the model that was given to the runtime" if room.shared else ""),
+        )
 
 
 def _division(groups: DeviceGroups) -> Division:

@@ -9,10 +9,15 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, final
+from typing import final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import InvalidRequestError, JaxserveError, QueueFullError
+from jaxserve.core.errors import (
+    EngineBusyError,
+    InvalidRequestError,
+    JaxserveError,
+    QueueFullError,
+)
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion
 from jaxserve.engine.answers import Answer
@@ -32,6 +37,9 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
 from pallas_kernels import dispatch
 
+# Pages of a pool without any that a sequence could use: the null page, and one more.
+_NO_PAGES = 2
+
 
 @final
 @dataclass
@@ -43,6 +51,22 @@ class Replica:
     engine: Engine
     loop: EngineLoop
 
+    def free_pool(self) -> None:
+        """Free the page pool until `take_pool`; no step follows before. The loop is paused.
+
+        Every sequence is computed anew when it goes on. The scheduler knows the pool as it was.
+        """
+        self.engine.drop_kv()
+        self.executor.resize(_NO_PAGES, ())
+
+    def take_pool(self) -> None:
+        """Allocate the page pool as it was before `free_pool`. The loop is paused.
+
+        Raises:
+          DeviceMemoryError: the pool does not fit; nothing has changed.
+        """
+        self.executor.resize(self.engine.scheduler.config.num_pages, ())
+
     def resize(self, size: PoolSize) -> None:
         """Resize the page pool. The loop must be paused.
 
@@ -53,8 +77,18 @@ class Replica:
         self.pool_size = size
 
     def recompute(self, size: PoolSize, exchange: Callable[[], None]) -> int:
-        """Go on with other caches, of another size; see `Engine.recompute`. The loop is paused."""
-        num_tokens = self.engine.recompute(size.num_pages, exchange)
+        """Go on with other caches, in which KV is computed anew. The loop is paused.
+
+        Args:
+          size: of the pool after `exchange`, which holds as long an answer as before.
+          exchange: replaces the executor's caches. If it raises, they are as large as before.
+
+        Returns:
+          Tokens that were computed, and will be again.
+        """
+        num_tokens = self.engine.drop_kv()
+        exchange()
+        self.engine.pool_exchanged(size.num_pages)
         self.pool_size = size
         return num_tokens
 
@@ -83,6 +117,7 @@ class Replicas:
 
     Attributes:
       all: the replicas, in the order of the mesh's `data` axis.
+      are_asleep: whether page pools are freed, see `Runtime.sleep`.
     """
 
     def __init__(
@@ -105,6 +140,7 @@ class Replicas:
             Replica(executor, size, engine, engine_loop(engine, clock, logs))
             for (executor, size), engine in zip(executors, engines, strict=True)
         )
+        self.are_asleep = False
         config = self.first.executor.config
         self._page_size = config.page_size
         self._max_context = config.max_context
@@ -129,6 +165,31 @@ class Replicas:
         if self.group is not None:
             self.group.check_leads()
 
+    def sleep(self, *, drops_weights: bool) -> None:
+        """Free what `Runtime.sleep` says. The loops are paused and halted."""
+        self.are_asleep = True  # also if what follows fails: `wake_up` mends it
+        for replica in self.all:
+            replica.free_pool()
+            if drops_weights:
+                replica.executor.drop_params()
+
+    def wake_up(self) -> None:
+        """Take the pools' memory again; do nothing if they have it. The loops are paused.
+
+        Raises:
+          DeviceMemoryError: a pool does not fit; the replicas stay asleep.
+        """
+        for replica in self.all if self.are_asleep else ():
+            replica.take_pool()
+        self.are_asleep = False
+
+    def check_awake(self) -> None:
+        """Raise EngineBusyError while page pools, and perhaps weights, are freed."""
+        if self.are_asleep:
+            raise EngineBusyError(
+                "this runtime has given back its memory (rt.sleep); call rt.wake_up() first"
+            )
+
     def check_may_wait(self) -> None:
         """Check that this thread may wait for the engines; an engine's thread would deadlock.
 
@@ -144,12 +205,18 @@ class Replicas:
     @property
     def max_prompt_tokens(self) -> int:
         """Length of the longest prompt that leaves room for one output token on any replica."""
-        return min(replica.executor.config.max_prompt_tokens for replica in self.all)
+        return min(replica.engine.scheduler.config.max_prompt_tokens for replica in self.all)
 
     @property
     def max_length(self) -> int:
         """Maximum number of tokens of a prompt and its answer together, on any replica."""
-        return min(replica.executor.config.max_length for replica in self.all)
+        return min(replica.engine.scheduler.config.max_length for replica in self.all)
+
+    def check_accepts(self, num_requests: int) -> None:
+        """Raise the error that `submit` would raise now for so many requests with new ids."""
+        self._check_is_open()
+        with self._lock:
+            self._refuse_if_full(num_requests)
 
     def submit(self, *answers: Answer) -> None:
         """Hand answers to the engines; those on one replica start in the same iteration.
@@ -160,12 +227,10 @@ class Replicas:
           InvalidRequestError: a request with this id is still running.
           QueueFullError: more requests than `max_waiting` would wait; none was accepted.
         """
-        self.check_leads()
-        for replica in self.all:
-            replica.loop.check()
+        self._check_is_open()
         with self._lock:
             self._refuse_open_ids(answers)
-            self._refuse_if_full(answers)
+            self._refuse_if_full(len(answers))
             placed = [self._place(answer) for answer in answers]
             if self._max_waiting is not None:
                 self._waiting.update((answer.request.id, answer) for answer in answers)
@@ -188,11 +253,7 @@ class Replicas:
             return
         replica = self.all[placed.replica]
 
-        def take_in() -> None:
-            for sequence in placed.answer.sequences:
-                replica.engine.scheduler.expect(sequence, prediction)
-
-        replica.loop.tell(take_in)
+        replica.loop.tell(lambda: placed.answer.expect(prediction, replica.engine.scheduler))
 
     def cancel(self, request_id: str) -> None:
         """End a request with the tokens so far; do nothing if it has ended or is unknown."""
@@ -212,7 +273,7 @@ class Replicas:
 
     @contextmanager
     def paused(
-        self, running: Running | Literal["keep"] = "finish", *, until_s: float | None = None
+        self, running: Running = "finish", *, until_s: float | None = None
     ) -> Iterator[None]:
         """Pause every loop within the block; see `DeviceLoop.paused`."""
         self.check_may_wait()
@@ -262,6 +323,11 @@ class Replicas:
         for replica in self.all:
             replica.engine.close(is_whole=not replica.loop.has_failed)
 
+    def _check_is_open(self) -> None:
+        self.check_leads()
+        for replica in self.all:
+            replica.loop.check()
+
     def _refuse_open_ids(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
             known = self._placed.get(answer.request.id)
@@ -271,15 +337,15 @@ class Replicas:
                     "id, or no id to have one generated"
                 )
 
-    def _refuse_if_full(self, answers: Sequence[Answer]) -> None:
+    def _refuse_if_full(self, num_requests: int) -> None:
         most = self._max_waiting
         if most is None:
             return
-        if len(self._waiting) + len(answers) > most:
+        if len(self._waiting) + num_requests > most:
             self._waiting = {key: each for key, each in self._waiting.items() if each.waits}
-        if len(self._waiting) + len(answers) > most:
+        if len(self._waiting) + num_requests > most:
             raise QueueFullError(
-                f"{len(self._waiting)} requests wait, and {len(answers)} more were submitted; "
+                f"{len(self._waiting)} requests wait, and {num_requests} more were submitted; "
                 f"max_waiting={most}. Submit them when others have begun, or pass a larger "
                 "max_waiting"
             )

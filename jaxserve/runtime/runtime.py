@@ -16,7 +16,6 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
-from jaxserve.engine.device_loop import Running
 from jaxserve.engine.requests import Prompt
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.models.tokenizer import Tokenizer
@@ -88,8 +87,7 @@ class Runtime(Planned):
         self.model_config = cast(Any, model).config
         self.conversations = parts.conversations
         self._replicas = parts.replicas
-        self._intake = parts.intake
-        super().__init__(parts.maintenance, parts.planner)
+        super().__init__(parts.maintenance, parts.planner, parts.intake)
         self._forecaster = parts.forecaster
         self._weights_bytes = parts.weights_bytes
         # Closes a runtime that is dropped without `close`, as in notebooks.
@@ -333,28 +331,6 @@ class Runtime(Planned):
     def learner(self) -> OnlineLearner | None:
         """The online trainer of the length predictor; None without `learns=True`."""
         return None if self._forecaster is None else self._forecaster.learner
-
-    def update_params(self, params: nnx.State, *, running: Running = "finish") -> None:
-        """Replace the weights for all later steps, for instance by those of a trainer.
-
-        Arrays that are placed as the old ones are shared and not copied; others are moved to the
-        old ones' devices. Nothing is compiled. The runtime drops its references to the old arrays.
-        If several processes serve the model, all of them call it while none follows
-        (`dismiss_followers`).
-
-        Args:
-          params: parameters of the same structure, shapes and dtypes.
-          running: treatment of the requests that were submitted before. "finish" waits until they
-            have ended with the old weights, "abort" cancels them, and "restart" starts them again
-            with the new weights, except that a request that has sent tokens to a stream, or has
-            ended one of its samples, keeps its tokens and continues with the new weights. Requests
-            that are submitted during the call wait, or run on a replica that is not paused yet.
-
-        Raises:
-          InvalidConfigError: the parameters do not fit.
-          RuntimeClosedError, EngineFailedError
-        """
-        self._maintenance.update_params(params, running)
 
     def resize_kv(self, size: int | str) -> int:
         """Resize the page pool, for instance to free memory for a trainer's step.

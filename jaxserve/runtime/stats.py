@@ -31,6 +31,9 @@ class RuntimeStats:
       plan: the schedule in force, its bounds, and what is expected of it; None without one.
       num_pages_owned, num_pages_usable: pages of the device that sequences own now, and that they
         can own, over all replicas.
+      num_pages_reserved, num_pages_cached: pages that are reserved and not allocated yet, and pages
+        with contents that no sequence owns, over all replicas.
+      num_host_pages, num_host_pages_used: pages of the host, and those of them with contents.
     """
 
     num_steps: int
@@ -66,6 +69,10 @@ class RuntimeStats:
     predicting_s: float
     num_pages_owned: int
     num_pages_usable: int
+    num_pages_reserved: int
+    num_pages_cached: int
+    num_host_pages: int
+    num_host_pages_used: int
     num_pages: int
     max_pages_owned: int
     page_size: int
@@ -98,6 +105,10 @@ class RuntimeStats:
             **counters,
             num_pages_owned=sum(usage.num_owned for usage in usages),
             num_pages_usable=sum(usage.num_usable for usage in usages),
+            num_pages_reserved=sum(usage.num_reserved for usage in usages),
+            num_pages_cached=sum(usage.num_cached for usage in usages),
+            num_host_pages=sum(usage.num_host for usage in usages),
+            num_host_pages_used=sum(usage.num_host - usage.num_host_free for usage in usages),
             num_compilations=sum(r.executor.num_compilations for r in replicas.all),
             predicting_s=predicting_s,
             num_pages=first.executor.config.num_pages,

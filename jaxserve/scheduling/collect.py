@@ -38,14 +38,19 @@ def _append_outputs(sequence: Sequence, result: StepResult, row: int, count: int
     wanted = sequence.request.params.logprobs
     if wanted is None:
         return
-    assert result.logprobs is not None
+    assert result.logprobs is not None and result.processed_logprobs is not None
     for i, token_id in enumerate(tokens):
         top: tuple[tuple[int, float], ...] = ()
         if wanted:
             assert result.top_ids is not None and result.top_logprobs is not None
             top = _pairs(result.top_ids[row, i, :wanted], result.top_logprobs[row, i, :wanted])
-        logprob = float(result.logprobs[row, i])
-        sequence.scores.output.append(TokenLogprob(token_id=token_id, logprob=logprob, top=top))
+        score = TokenLogprob(
+            token_id=token_id,
+            logprob=float(result.logprobs[row, i]),
+            processed_logprob=float(result.processed_logprobs[row, i]),
+            top=top,
+        )
+        sequence.scores.output.append(score)
 
 
 def _append_prompt_logprobs(sequence: Sequence, start: int, part: PromptLogprobs) -> None:
@@ -57,7 +62,10 @@ def _append_prompt_logprobs(sequence: Sequence, start: int, part: PromptLogprobs
         if position < len(prompt):
             top = _pairs(part.top_ids[i, :wanted], part.top_logprobs[i, :wanted])
             sequence.scores.prompt[position] = TokenLogprob(
-                token_id=prompt[position], logprob=float(part.logprobs[i]), top=top
+                token_id=prompt[position],
+                logprob=float(part.logprobs[i]),
+                processed_logprob=float(part.processed_logprobs[i]),
+                top=top,
             )
 
 

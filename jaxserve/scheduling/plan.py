@@ -211,10 +211,12 @@ class StepPlan:
 class PromptLogprobs:
     """Of one row: entry i belongs to the token at position `start + i + 1` of its sequence.
 
-    logprobs f32 [tokens], top_ids i32 [tokens, MAX_LOGPROBS], top_logprobs f32 likewise.
+    logprobs and processed_logprobs f32 [tokens], top_ids i32 [tokens, MAX_LOGPROBS], top_logprobs
+    f32 likewise.
     """
 
     logprobs: np.ndarray
+    processed_logprobs: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray
 
@@ -243,7 +245,8 @@ class StepResult:
       tokens: int32 [rows, tokens].
       num_tokens: int32 [rows], how many of them are valid: at most the row's `max_new_tokens`.
       finite: bool [rows], False where the model's logits were not.
-      logprobs: float32 [rows, tokens], or None when no row asked.
+      logprobs, processed_logprobs: float32 [rows, tokens], before and after processors, or None
+        when no row asked.
       top_ids, top_logprobs: [rows, tokens, MAX_LOGPROBS], or None.
       prompt_logprobs: row index -> its prompt log-probabilities.
       remaining: float32 [rows, buckets], what a probe read where each sampling row's last token was
@@ -258,6 +261,7 @@ class StepResult:
     num_tokens: np.ndarray
     finite: np.ndarray
     logprobs: np.ndarray | None = None
+    processed_logprobs: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     prompt_logprobs: dict[int, PromptLogprobs] | None = None

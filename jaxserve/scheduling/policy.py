@@ -95,8 +95,14 @@ class Order(Protocol):
 class Preemption(Protocol):
     """Which sequence is preempted when memory runs out, and what becomes of its KV."""
 
-    def victim(self, candidates: Seq[Sequence], lengths: LengthTracker) -> Sequence:
-        """Return one of the candidates, which are in order and never include the very first."""
+    def ranked(self, candidates: Seq[Sequence], lengths: LengthTracker) -> Seq[Sequence]:
+        """Return the candidates in the order in which they are preempted.
+
+        It is asked for once a step, and holds for each preemption of that step.
+
+        Args:
+          candidates: in the policy's order; the very first that runs is never among them.
+        """
         ...
 
     @property
@@ -169,6 +175,11 @@ class StepBuilder(Protocol):
         ...
 
     @property
+    def has_waiting(self) -> bool:
+        """Whether `waiting` has any."""
+        ...
+
+    @property
     def num_tokens_left(self) -> int:
         """Tokens that still fit in this step."""
         ...
@@ -182,6 +193,10 @@ class StepBuilder(Protocol):
         Args:
           only_bounded: pass those without a bound, too.
         """
+        ...
+
+    def fetch_next(self) -> None:
+        """Have the disk read what the first waiting sequence will need, as an admission does."""
         ...
 
     def make_way(self) -> Sequence | None:

@@ -105,6 +105,12 @@ class Queues:
             lambda each: each.request.due_s is None or self._kv.awaits_disk(each)
         )
 
+    def fetch_next(self) -> None:
+        """Have the disk read the pages of the first waiting sequence that lie there alone."""
+        first = next(self.waiting.ready(), None)
+        if first is not None:
+            self._kv.awaits_disk(first)
+
     def _first_that(self, awaits: Callable[[Sequence], bool]) -> Sequence | None:
         return self.waiting.first_that(self._fits, awaits, self._kv.num_available)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import final
 
@@ -136,7 +137,7 @@ class Sequence:
     @property
     def may_grow(self) -> bool:
         """Whether a token may be planned: the bound on its length is below its limit."""
-        if self.awaits_token:
+        if self.request.awaits_tokens and self.awaits_token:
             return False
         return not self.falls_short or self.planned_length < self.max_length
 
@@ -175,3 +176,20 @@ class Sequence:
         self.output.clear()
         self.scores = TokenScores()
         self.times.first_token_s = None
+
+
+def split(sequences: Iterable[Sequence], group: int) -> tuple[list[Sequence], list[Sequence]]:
+    """Return which of a device group's running sequences decode, and which have a prompt left.
+
+    One whose newest token has to be read first is in neither.
+    """
+    decoding: list[Sequence] = []
+    prefilling: list[Sequence] = []
+    for sequence in sequences:
+        if sequence.kv.group != group:
+            continue
+        if not sequence.is_decoding:
+            prefilling.append(sequence)
+        elif sequence.may_grow:
+            decoding.append(sequence)
+    return decoding, prefilling

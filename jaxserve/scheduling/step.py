@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from typing import final
 
 import numpy as np
 
+from jaxserve.scheduling.kv.growth import Growth
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.plan import LINK, Handover, Row, StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.queues import Queues, admission
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.sequence import Sequence, split
 from jaxserve.scheduling.speculation import Speculation
+from jaxserve.scheduling.victims import Victims
 
 
 @final
@@ -50,7 +52,6 @@ class Step:
         queues.begin_step()
         self._queues = queues
         self._kv = kv
-        self._policy = policy
         self._lengths = lengths
         self._speculation = speculation
         self._extends = policy.admission.extends
@@ -61,15 +62,14 @@ class Step:
         self._max_new: list[int] = []
         self._admitted: list[Sequence] = []
         self._new_pages: list[tuple[Sequence, int, int]] = []
-        self._num_iterations = 1
-        self._num_proposed = 0
+        self._num_iterations, self._num_proposed = 1, 0
         self._is_decode_loop = False
-        self._has_preempted = False
-        self._is_short = False
-        self._is_full = False
-        self._compacts = True
-        self._min_rows = 0
+        self._has_preempted = self._is_short = self._is_full = False
+        self._compacts, self._min_rows = True, 0
         self._window: tuple[int, int] | None = None
+        self._victims = Victims(policy.preemption, lengths)
+        # Known until a sequence advances, or others run.
+        self._decoding_and_prefilling: tuple[Seq[Sequence], Seq[Sequence]] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -91,22 +91,29 @@ class Step:
         return tuple(self._queues.running)
 
     @property
-    def decoding(self) -> list[Sequence]:
-        return [s for s in self._running_here if s.is_decoding and s.may_grow]
+    def decoding(self) -> Seq[Sequence]:
+        return self._split()[0]
 
     @property
-    def prefilling(self) -> list[Sequence]:
-        return [s for s in self._running_here if not s.is_decoding]
+    def prefilling(self) -> Seq[Sequence]:
+        return self._split()[1]
 
-    @property
-    def _running_here(self) -> list[Sequence]:
-        return [s for s in self._queues.running if s.kv.group == self._group]
+    def _split(self) -> tuple[Seq[Sequence], Seq[Sequence]]:
+        if self._decoding_and_prefilling is None:
+            self._decoding_and_prefilling = split(self._queues.running, self._group)
+        return self._decoding_and_prefilling
 
     @property
     def waiting(self) -> Seq[Sequence]:
-        if self._is_short:  # none is admitted into a step that ran out of memory
-            return []
-        return list(itertools.islice(self._queues.waiting.ready(), self.config.max_slots))
+        return list(itertools.islice(self._ready(), self.config.max_slots))
+
+    @property
+    def has_waiting(self) -> bool:
+        return next(self._ready(), None) is not None
+
+    def _ready(self) -> Iterator[Sequence]:
+        # None is admitted into a step that ran out of memory.
+        return iter(()) if self._is_short else self._queues.waiting.ready()
 
     @property
     def num_tokens_left(self) -> int:
@@ -125,12 +132,17 @@ class Step:
     def first_admissible(self, *, only_bounded: bool = False) -> Sequence | None:
         return None if self._is_short else self._queues.first_admissible(only_bounded)
 
+    def fetch_next(self) -> None:
+        self._queues.fetch_next()
+
     def admit(self, *, only_bounded: bool = False) -> Sequence | None:
         sequence = self.first_admissible(only_bounded=only_bounded)
         if sequence is not None:
             entries = self._queues.admit(sequence)
             self._new_pages += [(sequence, index, page) for index, page in entries]
             self._admitted.append(sequence)
+            self._victims.forget_ranks()
+            self._decoding_and_prefilling = None
         return sequence
 
     def make_way(self) -> Sequence | None:
@@ -153,7 +165,7 @@ class Step:
 
     def use_group(self, group: int) -> None:
         assert not self.has_work and group in self.open_groups, "a step of one open group"
-        self._group = group
+        self._group, self._decoding_and_prefilling = group, None
 
     def hand_over(self, sequence: Sequence, target: int) -> None:
         assert not self.sequences and not sequence.num_in_flight, "KV that is not complete"
@@ -214,13 +226,16 @@ class Step:
         if any(sequence.request.awaits_tokens for sequence in decoding):
             self.add_decoding()
             return 1
-        if any(sequence.awaits_token for sequence in self._running_here):
+        if any(s.awaits_token for s in self._queues.running if s.kv.group == self._group):
             max_iterations = 1
-        left = [self._num_tokens_left_of(sequence) for sequence in decoding]
+        left = [sequence.num_outputs_left for sequence in decoding]
+        if not self._extends:
+            left = [min(n, s.kv.num_reserved_left) for n, s in zip(left, decoding, strict=True)]
         self._num_proposed = self._speculation.num_proposed(decoding)
         block = 1 + self._num_proposed
         count = min(max_iterations, *(-(-num // block) for num in left))
-        while count * block > 1 and not self._fits(decoding, count * block):
+        growth = Growth(decoding, self.config.page_size)
+        while count * block > 1 and growth.num_missing(count * block) > self._kv.num_available:
             count, block = max(1, count // 2), block if count > 1 else 1
         self._num_proposed = block - 1
         self._compacts, self._min_rows = compacts, min_rows
@@ -270,8 +285,8 @@ class Step:
                 moves = queues.compact(group)
             slots = queues.slots[group]
             window_start, window_size = self._window or slots.window(self._min_rows)
-        arrived = queues.take_arrived(group)
-        self._new_pages = [each for each in self._new_pages if each[0] not in arrived]
+        if arrived := queues.take_arrived(group):
+            self._new_pages = [each for each in self._new_pages if each[0] not in arrived]
         for sequence in arrived:
             self._new_pages += [(sequence, *e) for e in enumerate(sequence.kv.table.pages)]
         admitted = [sequence for sequence in self._admitted if sequence.slot is not None]
@@ -318,13 +333,14 @@ class Step:
             num_tokens=1 if self._is_decode_loop else end - start,
             max_new_tokens=max_new_tokens,
             wants_prompt_logprobs=(
-                sequence.wants_prompt_logprobs and start < sequence.prompt_length - 1
+                start < sequence.prompt_length - 1 and sequence.wants_prompt_logprobs
             ),
             encodes=encodes,
         )
 
     def _advance(self, sequence: Sequence, spans: Seq[tuple[int, int]]) -> None:
         """After these tokens: a row that reaches the newest token plans the next one."""
+        self._decoding_and_prefilling = None
         start, end = spans[-1]
         is_at_end = end == sequence.planned_length
         max_new_tokens = end - start if self._is_decode_loop else int(is_at_end)
@@ -333,24 +349,21 @@ class Step:
         self._max_new += [0] * (len(spans) - 1) + [max_new_tokens]
         self.sequences += [sequence] * len(spans)
         self._spans += spans
-        self._num_tokens += sum(end - start for start, end in spans)
+        for first, last in spans:
+            self._num_tokens += last - first
         self._kv.computed(sequence, spans[0][0], end)
 
     # ---- memory ----
 
-    def _fits(self, decoding: Seq[Sequence], count: int) -> bool:
-        missing = sum(s.kv.table.num_missing(s.kv.num_computed + count) for s in decoding)
-        return missing <= self._kv.num_available
-
     def _with_room_to_decode(self) -> list[Sequence]:
         """Preempt until the decoding sequences that stay have pages for their next tokens."""
-        decoding = self.decoding
+        decoding = [*self.decoding]
         if not self._extends:
             for sequence in decoding:
                 if self._has_outgrown(sequence):
                     self._preempt(sequence, has_outgrown=True)
             decoding = [s for s in decoding if s.slot is not None]
-        while not self._fits(decoding, 1):
+        while Growth(decoding, self.config.page_size).num_missing(1) > self._kv.num_available:
             self._preempt_one()
             decoding = [s for s in decoding if s.slot is not None]
         return decoding
@@ -374,27 +387,14 @@ class Step:
 
         So the first in order always advances, and then the next.
         """
-        running = self._queues.running
-        have_rows = set(self.sequences)
-        candidates = [s for s in running[1:] if s not in have_rows] or running[:1]
-        victim = self._policy.preemption.victim(candidates, self._lengths)
+        victim = self._victims.next(self._queues.running, set(self.sequences))
         self._is_short = True
         self._preempt(victim)
         return victim
 
     def _preempt(self, sequence: Sequence, *, has_outgrown: bool = False) -> None:
-        self._has_preempted = True
+        self._has_preempted, self._decoding_and_prefilling = True, None
         self._queues.preempt(sequence, has_outgrown=has_outgrown)
 
-    def _num_tokens_left_of(self, sequence: Sequence) -> int:
-        """Tokens that it may have more, by its length limit and, where it counts, reservation."""
-        most = sequence.num_outputs_left
-        return most if self._extends else min(most, self._num_reserved_left(sequence))
-
-    def _num_reserved_left(self, sequence: Sequence) -> int:
-        """Tokens for which its reservation still has room."""
-        kv = sequence.kv
-        return kv.table.reservation * self.config.page_size - kv.num_computed
-
     def _has_outgrown(self, sequence: Sequence) -> bool:
-        return not self._extends and self._num_reserved_left(sequence) <= 0
+        return not self._extends and sequence.kv.num_reserved_left <= 0

@@ -121,7 +121,8 @@ async def _answer_bad_body(http: Request, error: Exception) -> Response:
     # A page of another site can send other types without the browser's asking this server.
     if "json" not in http.headers.get("content-type", ""):
         return _response(invalid("the body is not JSON; send 'content-type: application/json'"))
-    first = error.errors()[0]
+    # Where a value may have several types, the deepest error is of the type that was meant.
+    first = max(error.errors(), key=lambda each: len(each["loc"]))
     where = [str(part) for part in first["loc"] if part != "body"]
     field = ".".join(where)
     if first["type"] == "json_invalid":

@@ -20,6 +20,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
 from jaxserve.runtime import Service
 from jaxserve.runtime.pending import Pending
+from jaxserve.scheduling.lengths.estimate import LengthEstimate
 from jaxserve.server.backend import Backend, OpenRequest
 from jaxserve.server.errors import invalid, timed_out
 from jaxserve.server.guard import note, notes_here
@@ -70,6 +71,7 @@ class Exchange:
         self._notes = notes_here()
         self._trace = trace_here()
         self._last_s: dict[tuple[int, int], float] = {}
+        self._estimates: dict[tuple[int, int], LengthEstimate] = {}
         self._news = asyncio.Event()
         self._expiry: asyncio.TimerHandle | None = None
         self._next_ping: asyncio.TimerHandle | None = None
@@ -213,6 +215,8 @@ class Exchange:
         if piece.token_ids and index in self._open:
             self._backend.has_token(self._open[index])
             self._note_gap(index, piece)
+            if piece.estimate is not None:
+                self._estimates.setdefault((index, piece.sample_index), piece.estimate)
         self._pieces.append((index, piece))
         self._news.set()
 
@@ -221,6 +225,8 @@ class Exchange:
             self._backend.end(self._open.pop(index))
             completion = future.result()
             self._backend.metrics.ended(completion, self.jobs[index].params)
+            for i, sample in enumerate(completion.samples):
+                self._backend.metrics.predicted(self._estimates.get((index, i)), sample)
             self._trace.ended(completion)
             self._num_prompt += len(completion.prompt_token_ids)
             self._num_output += sum(len(sample.token_ids) for sample in completion.samples)

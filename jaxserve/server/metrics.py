@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, final
 
 from prometheus_client import (
@@ -13,12 +13,12 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from jaxserve.core.request import Completion
+from jaxserve.core.request import Completion, Sample
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.runtime import RuntimeStats
+from jaxserve.scheduling.lengths.estimate import LengthEstimate
+from jaxserve.server.engine_metrics import LABELS, EngineCollector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -28,7 +28,8 @@ _REQUEST_S = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30,
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _SAMPLES = (1, 2, 5, 10, 20, 50, 100)
 
-_LABELS = ("model_name", "engine")
+# Shares of answers that outgrow a promised length, see `LengthEstimate.quantile`.
+_MISS_RATES = (0.5, 0.1, 0.01)
 # vLLM's words for the reasons of an end.
 _REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 
@@ -44,10 +45,10 @@ class Metrics:
     def __init__(self, model_name: str, prefix: str, stats: Callable[[], RuntimeStats | None]):
         self._registry = CollectorRegistry()
         values = (model_name, "0")
-        self._registry.register(_EngineCollector(prefix, values, stats))
+        self._registry.register(EngineCollector(prefix, values, stats))
 
         def make(kind: Any, name: str, text: str, **options: Any) -> Any:
-            metric = kind(f"{prefix}:{name}", text, _LABELS, registry=self._registry, **options)
+            metric = kind(f"{prefix}:{name}", text, LABELS, registry=self._registry, **options)
             return metric.labels(*values)
 
         def seconds(name: str, text: str, buckets: tuple[float, ...] = _REQUEST_S) -> Any:
@@ -77,13 +78,31 @@ class Metrics:
         self._max_tokens = make(
             Histogram, "request_params_max_tokens", "Limits of answers.", buckets=_TOKENS
         )
-        ends = Counter(
-            f"{prefix}:request_success",
-            "Ended requests by the reason of the end.",
-            (*_LABELS, "finished_reason"),
-            registry=self._registry,
+        self._predicted = make(
+            Histogram, "request_predicted_tokens", "Expected tokens of an answer.", buckets=_TOKENS
         )
-        self._ends = {reason: ends.labels(*values, word) for reason, word in _REASONS.items()}
+        self._wrong_by = make(
+            Histogram,
+            "request_prediction_error_tokens",
+            "Tokens by which an answer is longer or shorter than expected.",
+            buckets=_TOKENS,
+        )
+
+        def by(name: str, text: str, label: str) -> Callable[[object], Any]:
+            labels = (*LABELS, label)
+            counter = Counter(f"{prefix}:{name}", text, labels, registry=self._registry)
+            return lambda value: counter.labels(*values, str(value))
+
+        ends = by("request_success", "Ended requests by the reason of the end.", "finished_reason")
+        self._ends = {reason: ends(word) for reason, word in _REASONS.items()}
+        outgrown = by(
+            "request_outgrown",
+            "Predicted answers that were longer than a length that this share may outgrow.",
+            "promised_miss_rate",
+        )
+        self._outgrown = {rate: outgrown(rate) for rate in _MISS_RATES}
+        bounds = by("latency_bounds", "Ended requests with a latency bound of their own.", "kept")
+        self._bounds = {kept: bounds(str(kept).lower()) for kept in (True, False)}
 
     def exposition(self) -> bytes:
         """Return all metrics in the text format. It may wait for the service."""
@@ -117,9 +136,23 @@ class Metrics:
         self._n.observe(params.n)
         if params.max_tokens is not None:
             self._max_tokens.observe(params.max_tokens)
-        self._observe_times(completion)
+        self._observe_times(completion, params.latency_bound)
 
-    def _observe_times(self, completion: Completion) -> None:
+    def predicted(self, estimate: LengthEstimate | None, sample: Sample) -> None:
+        """Compare the first estimate of a sample's length, if there is one, with its length.
+
+        A sample that was cancelled, or that failed, does not count.
+        """
+        if estimate is None or sample.finish_reason not in ("stop", "length"):
+            return
+        num_tokens = len(sample.token_ids)
+        self._predicted.observe(estimate.expected_length)
+        self._wrong_by.observe(abs(estimate.expected_length - num_tokens))
+        for miss_rate, counter in self._outgrown.items():
+            if num_tokens > estimate.quantile(miss_rate, estimate.at):
+                counter.inc()
+
+    def _observe_times(self, completion: Completion, latency_bound_s: float | None) -> None:
         times = completion.timing
         if None in (times.admitted_s, times.first_token_s, times.finished_s):
             return
@@ -133,99 +166,9 @@ class Metrics:
         self._prefill_s.observe(times.first_token_s - times.admitted_s)
         self._decode_s.observe(decode_s)
         self._inference_s.observe(times.finished_s - times.admitted_s)
+        if latency_bound_s is not None and completion.finish_reason in ("stop", "length"):
+            is_kept = times.finished_s - times.arrival_s <= latency_bound_s
+            self._bounds[is_kept].inc()
         most = max(len(sample.token_ids) for sample in completion.samples)
         if most > 1:
             self._each_s.observe(decode_s / (most - 1))
-
-
-@final
-class _EngineCollector(Collector):
-    """The counters of the service at the time of a scrape."""
-
-    def __init__(
-        self, prefix: str, values: tuple[str, ...], stats: Callable[[], RuntimeStats | None]
-    ):
-        self._prefix = prefix
-        self._values = values
-        self._stats = stats
-
-    def describe(self) -> list[Metric]:
-        """Return no names, so that registration does not ask the service."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics; none while there is no service."""
-        stats = self._stats()
-        if stats is None:
-            return
-        usage = stats.num_pages_owned / max(1, stats.num_pages_usable)
-        yield self._family(GaugeMetricFamily, "kv_cache_usage_perc", "Used part of the KV.", usage)
-        yield self._config(stats)
-        page_bytes = stats.pool_bytes // max(1, stats.num_pages)
-        counts: dict[str, tuple[str, float]] = {
-            "num_preemptions": ("Sequences sent back to wait.", stats.num_preemptions),
-            "prefix_cache_queries": ("Prompt tokens looked up.", stats.num_prefix_queried),
-            "prefix_cache_hits": ("Looked up tokens that were cached.", stats.num_prefix_hit),
-            "prefix_cache_evicted": ("Looked up tokens evicted before.", stats.num_evicted_tokens),
-            "reservations_outgrown": (
-                "Preempted sequences that were longer than predicted.",
-                stats.num_outgrown,
-            ),
-            "length_estimates_refined": ("Estimates that a probe changed.", stats.num_refined),
-            "recomputed_tokens": ("Tokens computed again.", stats.num_recomputed),
-            "constrained_requests": ("Requests with a grammar.", stats.num_constrained),
-            "forced_tokens": ("Output tokens that grammars forced.", stats.num_forced),
-            "spec_decode_num_draft_tokens": ("Proposals computed.", stats.num_draft_tokens),
-            "spec_decode_num_accepted_tokens": (
-                "Proposals that became output.",
-                stats.num_accepted_tokens,
-            ),
-            "token_mask_seconds": ("Seconds of host threads for masks.", stats.mask_s),
-            "engine_steps": ("Steps of the device.", stats.num_steps),
-            "computed_tokens": ("Tokens computed.", stats.num_tokens),
-            "padding_tokens": ("Tokens computed for idle slots.", stats.num_padding_tokens),
-            "compilations": ("Compilations.", stats.num_compilations),
-            "engine_busy_seconds": ("Seconds with work.", stats.busy_s),
-            "host_gap_seconds": ("Seconds with work and an idle device.", stats.host_gap_s),
-            "planning_seconds": ("Seconds of planning.", stats.planning_s),
-            "predicting_seconds": ("Seconds of predicting lengths.", stats.predicting_s),
-        }
-        for name, (text, count) in counts.items():
-            yield self._family(CounterMetricFamily, name, text, count)
-        on_device = stats.num_prefix_hit - stats.num_prefix_hit_on_host
-        yield self._by(
-            "prefix_cache_tier_hits",
-            "Tokens found in each tier.",
-            "tier",
-            {
-                "device": on_device - stats.num_prefix_hit_on_disk,
-                "host": stats.num_prefix_hit_on_host,
-                "disk": stats.num_prefix_hit_on_disk,
-            },
-        )
-        yield self._by(
-            "kv_moved_bytes",
-            "Bytes of pages copied between device and host.",
-            "direction",
-            {
-                "to_host": stats.num_pages_out * page_bytes,
-                "to_device": stats.num_pages_in * page_bytes,
-            },
-        )
-
-    def _family(self, kind: Any, name: str, text: str, value: float) -> Metric:
-        family = kind(f"{self._prefix}:{name}", text, labels=_LABELS)
-        family.add_metric(self._values, value)
-        return family
-
-    def _by(self, name: str, text: str, label: str, counts: dict[str, float]) -> Metric:
-        family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, label))
-        for value, count in counts.items():
-            family.add_metric((*self._values, value), count)
-        return family
-
-    def _config(self, stats: RuntimeStats) -> Metric:
-        labels = (*_LABELS, "block_size", "num_gpu_blocks")
-        family = GaugeMetricFamily(f"{self._prefix}:cache_config_info", "Sizes.", labels=labels)
-        family.add_metric((*self._values, str(stats.page_size), str(stats.num_pages)), 1)
-        return family

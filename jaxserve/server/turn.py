@@ -82,7 +82,9 @@ class TurnExchange:
           JaxserveError: see `Conversation.send`.
         """
         conversation, open_ = await self._open()
-        begun_s, first_s, tokens = time.monotonic(), None, []
+        begun_s, estimate, tokens = time.monotonic(), None, []
+        first_s: float | None = None
+        last_s: float | None = None
         try:
             pieces = conversation.astream(
                 self._said,
@@ -93,14 +95,21 @@ class TurnExchange:
             )
             try:
                 async for piece in pieces:
-                    if piece.token_ids and first_s is None:
-                        first_s = time.monotonic()
-                        self._backend.has_token(open_)
+                    if piece.token_ids:
+                        now_s = time.monotonic()
+                        if last_s is None:
+                            first_s = now_s
+                            self._backend.has_token(open_)
+                        else:
+                            new = len(piece.token_ids)
+                            self._backend.metrics.between_tokens(now_s - last_s, new)
+                        last_s = now_s
                     tokens += piece.token_ids
+                    estimate = estimate or piece.estimate
                     if piece.finish_reason is not None:
-                        self._ended(
-                            open_, self._as_completion(tokens, piece, begun_s, first_s or begun_s)
-                        )
+                        whole = self._as_completion(tokens, piece, begun_s, first_s or begun_s)
+                        self._ended(open_, whole)
+                        self._backend.metrics.predicted(estimate, whole.samples[0])
                     yield [(0, piece)]
             except JaxserveError as error:
                 self._backend.fail_if_over(error)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.batch import KVCache
@@ -20,7 +21,9 @@ from jaxserve.steps.batches import (
 )
 from jaxserve.steps.encoding import visible_rows
 from jaxserve.steps.probing import Probe
+from jaxserve.steps.sampling.processors.processor import Rows
 from jaxserve.steps.sampling.prompt_logprobs import PromptLogprobs, prompt_logprobs
+from jaxserve.steps.sampling.sampler import processed_logprobs
 from jaxserve.steps.slots import SlotState
 from pallas_kernels.paged_attention import Plan
 
@@ -90,9 +93,25 @@ def score_prompts(
     graphdef: nnx.GraphDef,
     config: EngineConfig,
 ) -> PromptLogprobs:
-    """Return `prompt_logprobs` of each token's successor in its slot."""
+    """Return `prompt_logprobs` of each token's successor in its slot.
+
+    Processors count for slots that draw their tokens.
+    """
     model = nnx.merge(graphdef, params)
     batch, _ = where_slots_are(batch, slots)
     positions, slot = positions_and_slots(batch)
     successors = jnp.minimum(positions + 1, config.max_context - 1)
-    return prompt_logprobs(model.logits, hidden, slots.tokens[slot, successors])
+
+    def process(
+        logits: Float32[Array, "chunk vocab"],
+        target: Int32[Array, " chunk"],
+        index: Int32[Array, " chunk"],
+    ) -> Float32[Array, " chunk"]:
+        own = slot[index]
+        sampling = jax.tree.map(lambda leaf: leaf[own], slots.sampling)
+        text = (slots.tokens, own, positions[index] + 1)
+        rows = Rows(*text, sampling.prompt_length, sampling.stop_ids)
+        return processed_logprobs(logits, target, sampling, rows)
+
+    targets, is_random = slots.tokens[slot, successors], slots.sampling.is_random[slot]
+    return prompt_logprobs(model.logits, hidden, targets, is_random, process)

@@ -26,7 +26,7 @@ class Outputs:
     Attributes:
       num_tokens: the number of tokens of a row that are valid.
       finite: False where the model's logits were not.
-      logprobs: None except in the FULL variant, like the two below.
+      logprobs: None except in the FULL variant, like the three below.
       remaining: a probe's logits where a row's last token was sampled; None without a probe.
       proposals: counts of `scheduling.plan.ProposalCount`; None except in decode loops of a runtime
         that speculates.
@@ -36,6 +36,7 @@ class Outputs:
     num_tokens: Int32[Array, " rows"]
     finite: Bool[Array, " rows"]
     logprobs: Float32[Array, "rows most"] | None = None
+    processed_logprobs: Float32[Array, "rows most"] | None = None
     top_ids: Int32[Array, "rows most top"] | None = None
     top_logprobs: Float32[Array, "rows most top"] | None = None
     remaining: Float32[Array, "rows buckets"] | None = None
@@ -64,6 +65,7 @@ def no_outputs(
     return replace(
         outputs,
         logprobs=jnp.zeros(shape, jnp.float32),
+        processed_logprobs=jnp.zeros(shape, jnp.float32),
         top_ids=jnp.zeros((*shape, MAX_LOGPROBS), jnp.int32),
         top_logprobs=jnp.zeros((*shape, MAX_LOGPROBS), jnp.float32),
     )
@@ -88,6 +90,7 @@ def record(out: Outputs, live: Bool[Array, " rows"], sampled: Sampled) -> Output
         num_tokens=out.num_tokens + (live & sampled.finite).astype(out.num_tokens.dtype),
         finite=out.finite & (sampled.finite | ~live),
         logprobs=put(out.logprobs, sampled.logprob),
+        processed_logprobs=put(out.processed_logprobs, sampled.processed_logprob),
         top_ids=put(out.top_ids, sampled.top_ids),
         top_logprobs=put(out.top_logprobs, sampled.top_logprobs),
     )

@@ -71,11 +71,14 @@ class ExecutorWrapper:
     def encode(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         return self.inner.encode(prompts)
 
-    def fitted(self, params: Any) -> Any:
-        return self.inner.fitted(params)
+    def fitted(self, params: Any, *, partial: bool = False) -> Any:
+        return self.inner.fitted(params, partial=partial)
 
     def update_params(self, params: Any) -> None:
         self.inner.update_params(params)
+
+    def drop_params(self) -> None:
+        self.inner.drop_params()
 
     @property
     def config(self) -> EngineConfig:

@@ -13,6 +13,7 @@ from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.versions import Weights
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.simulated_model import Accepted
 from jaxserve.memory.disk_tier import DiskTier
@@ -196,6 +197,7 @@ class Trace:
         cancel_rate: float = 0.0,
         resize_rate: float = 0.0,
         recompute_rate: float = 0.0,
+        update_rate: float = 0.0,
         disk: DiskTier | None = None,
     ) -> dict[tuple[str, int], Outcome]:
         """Serve the requests under a policy, and return how each sample of each of them ended.
@@ -207,6 +209,7 @@ class Trace:
           cancel_rate: cancellations a step.
           resize_rate: resizes of the pool a step.
           recompute_rate: caches that are exchanged for others of another size a step.
+          update_rate: versions of the weights a step; half of them keep the KV of running requests.
 
         Returns:
           By request id and sample.
@@ -236,6 +239,8 @@ class Trace:
                 self._resize(engine, rng)
             if recompute_rate and rng.random() < recompute_rate:
                 self._recompute(engine, executor, rng)
+            if update_rate and rng.random() < update_rate:
+                self._update(engine, rng)
             before = _advancement(sequences)
             closed = [s for s in sequences if s.phase is Phase.CLOSING]
             engine.step()
@@ -278,16 +283,22 @@ class Trace:
     def _recompute(self, engine: Engine, executor: SimulatedExecutor, rng: random.Random) -> None:
         fewest = 1 + -(-self.config.max_length // self.config.page_size)
         num_pages = rng.randint(fewest, self.config.num_pages)
-
-        def exchange() -> None:
-            executor.resize(2, ())  # which drops every page
-            executor.resize(num_pages, ())
-
         engine.drain()
-        self._require(engine.recompute(num_pages, exchange) >= 0, "fewer than no tokens")
+        self._require(engine.drop_kv() >= 0, "fewer than no tokens")
+        executor.resize(2, ())  # which drops every page
+        executor.resize(num_pages, ())
+        engine.pool_exchanged(num_pages)
         self._require(not engine.scheduler.running, "a sequence runs without KV")
         engine.scheduler.check_integrity()
         self.pool_sizes.add(num_pages)
+
+    def _update(self, engine: Engine, rng: random.Random) -> None:
+        engine.drain()
+        weights = Weights(engine.weights.version + 1)
+        engine.weights_changed(weights, keeps_kv=rng.random() < 0.5)
+        engine.scheduler.check_integrity()
+        found = {tier for request in self.asked for tier in engine.residency(request.prompt)}
+        self._require(found <= {"nowhere"}, "pages of former weights are found")
 
     def _next_turns(self, sequences: list[Sequence], answered: set[int]) -> list[Request]:
         """Return turns that follow answers which have just ended; not every answer has one."""

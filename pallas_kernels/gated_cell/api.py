@@ -9,13 +9,13 @@ from typing import Literal
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.gated_cell import reference, triton, xla
+from pallas_kernels.gated_cell import cpu, reference, triton, xla
 from pallas_kernels.gated_cell.kinds import KINDS, Kind
 from pallas_kernels.gated_cell.operands import Product, RowsAt
 
-Implementation = Literal["reference", "xla", "triton", "triton_interpreted"]
+Implementation = Literal["reference", "xla", "cpu", "triton", "triton_interpreted"]
 
-_PREFERRED = {"cuda": ("triton",)}
+_PREFERRED = {"cuda": ("triton",), "cpu": ("cpu",)}
 
 
 def gated_cell(
@@ -27,13 +27,15 @@ def gated_cell(
 ) -> tuple[Float[Array, "batch hidden"], ...]:
     """Compute one step of a recurrent or tree cell, whose inputs are rows of larger arrays.
 
-    The gates of each product are slices of equal width of `concatenate(rows) @ weight + bias`.
+    The gates of each product are slices of equal width of `concatenate(rows) @ weight + bias`, plus
+    `added` if it is given.
 
     Args:
       kind: what the gates do with the carried states; see `KINDS` for products and gates.
       products: of embeddings and states with weights.
       carried: states [batch, hidden] that the gates scale.
-      implementation: overrides the platform's choice: "triton" on NVIDIA GPUs, "xla" elsewhere.
+      implementation: overrides the platform's choice: "triton" on NVIDIA GPUs, "cpu" on the CPU if
+        a compiler is found, and "xla" elsewhere or if these refuse.
 
     Returns:
       The new states, each [batch, hidden]: h and then c, or h alone for "gru".
@@ -49,6 +51,7 @@ def gated_cell(
     implementations = {
         "reference": reference.gated_cell,
         "xla": xla.gated_cell,
+        "cpu": cpu.gated_cell,
         "triton": triton.gated_cell,
         "triton_interpreted": partial(triton.gated_cell, interpret=True),
     }
@@ -80,6 +83,8 @@ def _check(kind: Kind, products: Sequence[Product], carried: Sequence[RowsAt]) -
         hidden.add(one.bias.shape[0] // num)
         fits = fits and one.weight.shape == (width, one.bias.shape[0])
         fits = fits and one.bias.shape[0] % num == 0
+        if one.added is not None:
+            fits = fits and one.added.shape == (all_rows[0].shape[0], one.bias.shape[0])
     if not fits or len(hidden) != 1:
         raise ValueError(
             f"a cell of kind {kind!r} was given {'; '.join(shapes)}; pass products with "

@@ -39,17 +39,19 @@ class RowsAt:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Product:
-    """Rows side by side, times a weight, plus a bias.
+    """Rows side by side, times a weight, plus a bias, plus rows that are products already.
 
     Attributes:
       rows: parts of each row of the product, from left to right.
       weight: [sum of the widths, gates * hidden].
       bias: [gates * hidden].
+      added: rows of an array [num, gates * hidden]; None for none.
     """
 
     rows: tuple[RowsAt, ...]
     weight: Any
     bias: Any
+    added: RowsAt | None = None
 
 
 def rows_at(*given: jax.Array | RowsAt) -> tuple[RowsAt, ...]:

@@ -26,6 +26,8 @@ def gated_cell(
             found = x @ np.asarray(product.weight, np.float64) + np.asarray(
                 product.bias, np.float64
             )
+            if product.added is not None:
+                found = found + _row(product.added, row)
             gates += np.split(found, num)
         held = [jnp.asarray(_row(one, row), jnp.float32) for one in carried]
         gates = [jnp.asarray(gate, jnp.float32) for gate in gates]

@@ -59,6 +59,8 @@ def gated_cell(
     """
     if not interpret:
         gpu.require_triton()
+    if any(product.added is not None for product in products):
+        raise NotImplementedError("it adds no rows to a product")
     arrays = [array for array in jax.tree.leaves((products, carried)) if array.ndim == 2]
     dtypes = {array.dtype.name for array in arrays}
     if len(dtypes) != 1 or not dtypes <= set(_DTYPES):

@@ -21,5 +21,8 @@ def gated_cell(
     for product, num in zip(products, KINDS[kind].num_gates, strict=True):
         parts = [rows.gathered() for rows in product.rows]
         x = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
-        gates += jnp.split(matmul(x, product.weight) + product.bias, num, axis=-1)
+        found = matmul(x, product.weight) + product.bias
+        if product.added is not None:
+            found = found + product.added.gathered()
+        gates += jnp.split(found, num, axis=-1)
     return KINDS[kind].finish(gates, [rows.gathered() for rows in carried])

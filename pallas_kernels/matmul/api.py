@@ -1,11 +1,11 @@
-"""The public signature of the product with a weight, and the choice of its implementation."""
+"""The public signatures of products with weights, and the choice of their implementation."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import dispatch
 from pallas_kernels.matmul import cpu, xla
@@ -57,4 +57,42 @@ def matmul(
         weight=weight,
         transposed=transposed,
         out_dtype=x.dtype if out_dtype is None else out_dtype,
+    )
+
+
+def grouped_matmul(
+    x: Float[Array, "tokens in"],
+    weight: Float[Array, " matrices in out"],
+    sizes: Int32[Array, " matrices"],
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "tokens out"]:
+    """Multiply adjacent tokens of `x` with one matrix a group.
+
+    The first `sizes[0]` tokens belong to matrix 0, the next `sizes[1]` to matrix 1, and so on.
+    Tokens after the last group get zeros.
+
+    Args:
+      implementation: as in `matmul`.
+
+    Returns:
+      [tokens, out] in x's dtype. With "cpu", the bits of a row depend on it and on its matrix only.
+
+    Raises:
+      NotImplementedError: the requested implementation cannot serve this case.
+      ValueError: the shapes contradict each other, or the implementation is unknown.
+    """
+    if x.ndim != 2 or weight.ndim != 3 or (*sizes.shape, x.shape[1]) != weight.shape[:2]:
+        raise ValueError(
+            f"x{x.shape}, weight{weight.shape} and sizes{sizes.shape} do not fit; pass "
+            "[tokens, in], [matrices, in, out] and [matrices]"
+        )
+    return dispatch.call(
+        "grouped_matmul",
+        {"xla": xla.grouped_matmul, "cpu": cpu.grouped_matmul},
+        _PREFERRED,
+        implementation,
+        x=x,
+        weight=weight,
+        sizes=sizes,
     )

@@ -56,6 +56,7 @@ struct Problem {
   void cut(int64_t threads);
   int64_t first_column(int64_t item) const { return item % strips * width * kPanel; }
   int64_t first_row(int64_t item) const { return item / strips * kRows; }
+  int64_t items() const { return strips * row_blocks; }
 };
 
 void Problem::cut(int64_t threads) {
@@ -175,7 +176,9 @@ Stream stream_of(int rows, std::integer_sequence<int, r...>) {
   return table[rows - 1];
 }
 
-void product(const Problem& p, int64_t item, const NextItem& next) {
+// Computes an item. next() is the one that this thread takes next, probably.
+template <typename Next>
+void product(const Problem& p, int64_t item, Next next) {
   const int64_t first = p.first_column(item), m0 = p.first_row(item);
   if (p.streams) {
     const int64_t columns = std::min(p.width * kPanel, p.n - first);
@@ -194,8 +197,11 @@ void product(const Problem& p, int64_t item, const NextItem& next) {
   for (int64_t k0 = 0; k0 < p.k; k0 += p.depth) {
     const int64_t depth = std::min<int64_t>(p.depth, p.k - k0);
     Ahead ahead;
-    if (k0 + p.depth < p.k) ahead = Ahead(p, first, k0 + p.depth);
-    else if (next < p.strips * p.row_blocks) ahead = Ahead(p, p.first_column(next), 0);
+    if (k0 + p.depth < p.k) {
+      ahead = Ahead(p, first, k0 + p.depth);
+    } else if (const int64_t other = next(); other < p.items()) {
+      ahead = Ahead(p, p.first_column(other), 0);
+    }
     for (int64_t panel = 0; panel < panels; ++panel) {
       const int64_t n0 = first + panel * kPanel;
       const float* b = p.w + k0 * p.n + n0;
@@ -219,6 +225,8 @@ void product(const Problem& p, int64_t item, const NextItem& next) {
 }
 
 using Matrix = ffi::Buffer<ffi::F32, 2>;
+using Stack = ffi::Buffer<ffi::F32, 3>;
+using Sizes = ffi::Buffer<ffi::S32, 1>;
 
 ffi::Error matmul(ffi::ThreadPool pool, Matrix x, Matrix w, ffi::Result<Matrix> y,
                   bool transposed) {
@@ -232,8 +240,44 @@ ffi::Error matmul(ffi::ThreadPool pool, Matrix x, Matrix w, ffi::Result<Matrix> 
   p.transposed = transposed;
   p.cut(pool.num_threads());
   const int64_t threads = 1 + p.m * p.k * p.n / kWorthAThread;
-  for_each_item(pool, p.strips * p.row_blocks, threads,
-                [p](int64_t item, const NextItem& next) { product(p, item, next); });
+  for_each_item(pool, p.items(), threads, [p](int64_t item, const NextItem& next) {
+    product(p, item, [&next] { return next.load(); });
+  });
+  return ffi::Error::Success();
+}
+
+// Groups of adjacent rows of x, each times its own matrix; zeros for rows after the last group.
+ffi::Error grouped_matmul(ffi::ThreadPool pool, Matrix x, Stack w, Sizes sizes,
+                          ffi::Result<Matrix> y) {
+  const int64_t m = x.dimensions()[0], k = x.dimensions()[1], n = y->dimensions()[1];
+  const int64_t matrices = w.dimensions()[0];
+  if (w.dimensions()[1] != k || w.dimensions()[2] != n || sizes.dimensions()[0] != matrices)
+    return ffi::Error::InvalidArgument("grouped_matmul: the matrices do not fit x and y");
+  std::vector<Problem> groups;
+  std::vector<int64_t> ends;  // of the groups' items
+  int64_t row = 0;
+  for (int64_t matrix = 0; matrix < matrices; ++matrix) {
+    const int64_t rows = std::clamp<int64_t>(sizes.typed_data()[matrix], 0, m - row);
+    if (rows == 0) continue;
+    Problem p;
+    p.x = x.typed_data() + row * k;
+    p.w = w.typed_data() + matrix * k * n;
+    p.y = y->typed_data() + row * n;
+    p.m = rows, p.k = k, p.n = n;
+    p.transposed = false;
+    p.cut(pool.num_threads());
+    ends.push_back((ends.empty() ? 0 : ends.back()) + p.items());
+    groups.push_back(p);
+    row += rows;
+  }
+  std::fill(y->typed_data() + row * n, y->typed_data() + m * n, 0.0f);
+  if (groups.empty()) return ffi::Error::Success();
+  const int64_t count = ends.back(), threads = 1 + row * k * n / kWorthAThread;
+  for_each_item(pool, count, threads, [groups, ends](int64_t item, const NextItem& next) {
+    const int64_t group = std::upper_bound(ends.begin(), ends.end(), item) - ends.begin();
+    const int64_t first = group == 0 ? 0 : ends[group - 1];
+    product(groups[group], item - first, [&next, first] { return next.load() - first; });
+  });
   return ffi::Error::Success();
 }
 
@@ -246,3 +290,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, matmul,
                                   .Arg<Matrix>()
                                   .Ret<Matrix>()
                                   .Attr<bool>("transposed"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedMatmul, grouped_matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Matrix>()
+                                  .Arg<Stack>()
+                                  .Arg<Sizes>()
+                                  .Ret<Matrix>());

@@ -1,17 +1,19 @@
-"""The product on the CPU: a C++ kernel (cpu.cc) that XLA calls on its own threads.
+"""Products on the CPU: C++ kernels (cpu.cc) that XLA calls on its own threads.
 
 At the few rows of a decode batch, XLA's own product reads the weight more than once and reaches
-half of this kernel's speed. The weight is not copied or rearranged.
+half of this kernel's speed. The weight is not copied or rearranged. For groups of tokens, XLA
+multiplies all of them with every matrix.
 """
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import build, dispatch
 from pallas_kernels.matmul import xla
@@ -27,6 +29,24 @@ def matmul(
     out_dtype: jax.typing.DTypeLike,
 ) -> Float[Array, " tokens *out"]:
     """See `api.matmul`."""
+    _check(x, weight, out_dtype)
+    target = build.cpu_target(_SOURCE, "Matmul")
+    out = weight.shape[:1] if transposed else weight.shape[1:]
+    matrix = weight if transposed else weight.reshape(weight.shape[0], -1)
+    return _product(target, transposed, x, matrix).reshape(x.shape[0], *out)
+
+
+def grouped_matmul(
+    x: Float[Array, "tokens in"],
+    weight: Float[Array, " matrices in out"],
+    sizes: Int32[Array, " matrices"],
+) -> Float[Array, "tokens out"]:
+    """See `api.grouped_matmul`."""
+    _check(x, weight, x.dtype)
+    return _grouped(build.cpu_target(_SOURCE, "GroupedMatmul"), x, weight, sizes)
+
+
+def _check(x: jax.Array, weight: jax.Array, out_dtype: jax.typing.DTypeLike) -> None:
     platform = dispatch.target_platform()
     if platform != "cpu":
         raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
@@ -37,10 +57,6 @@ def matmul(
         raise NotImplementedError("XLA cannot partition it over a mesh")
     if 0 in (*x.shape, *weight.shape):
         raise NotImplementedError(f"x{x.shape} or weight{weight.shape} is empty")
-    target = build.cpu_target(_SOURCE, "Matmul")
-    out = weight.shape[:1] if transposed else weight.shape[1:]
-    matrix = weight if transposed else weight.reshape(weight.shape[0], -1)
-    return _product(target, transposed, x, matrix).reshape(x.shape[0], *out)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -69,3 +85,26 @@ def _derivative(
         return xla.matmul(x, matrix, transposed=transposed, out_dtype=x.dtype)
 
     return _product(target, transposed, x, matrix), times(dx, matrix) + times(x, dmatrix)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _grouped(
+    target: str,
+    x: Float[Array, "tokens in"],
+    weight: Float[Array, " matrices in out"],
+    sizes: Int32[Array, " matrices"],
+) -> Float[Array, "tokens out"]:
+    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[2]), x.dtype)
+    return jax.ffi.ffi_call(target, shape)(x, weight, sizes)
+
+
+@_grouped.defjvp
+def _grouped_derivative(
+    target: str,
+    values: tuple[jax.Array, jax.Array, jax.Array],
+    tangents: tuple[jax.Array, jax.Array, Any],  # sizes have none
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the tangent with XLA's product, which XLA can transpose."""
+    (x, weight, sizes), (dx, dweight, _) = values, tangents
+    tangent = xla.grouped_matmul(dx, weight, sizes) + xla.grouped_matmul(x, dweight, sizes)
+    return _grouped(target, *values), tangent

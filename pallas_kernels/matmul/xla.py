@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 
 def matmul(
@@ -17,3 +17,12 @@ def matmul(
     """See `api.matmul`."""
     contracted = ((1,), (1 if transposed else 0,))
     return lax.dot_general(x, weight, (contracted, ((), ())), preferred_element_type=out_dtype)
+
+
+def grouped_matmul(
+    x: Float[Array, "tokens in"],
+    weight: Float[Array, " matrices in out"],
+    sizes: Int32[Array, " matrices"],
+) -> Float[Array, "tokens out"]:
+    """See `api.grouped_matmul`."""
+    return lax.ragged_dot(x, weight, sizes)

@@ -13,7 +13,8 @@ from jaxtyping import Array, Int
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a flat ragged batch. Several rows may share one page table.
+    """The rows of a flat ragged batch. Several rows may share one page table, but no query: a
+    kernel may write the output in the place of the queries.
 
     A row is a run of queries at consecutive positions of one sequence. The key and value of the
     sequence's token at position p are in page `page_table[p // page_size]` at offset

@@ -14,6 +14,7 @@ from pallas_kernels import dispatch, gpu
 from pallas_kernels.paged_attention.planner import Plan
 from pallas_kernels.paged_attention.rows import Rows
 from pallas_kernels.paged_attention.triton_kernels import (
+    KernelRows,
     Kernels,
     Operands,
     merge_kernel,
@@ -45,7 +46,7 @@ def paged_attention(
     interpret: bool = False,
     tiled: Float[Array, "tokens q_heads head_dim"] | None = None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """See `api.paged_attention`. Tokens in no row get zeros.
+    """See `api.paged_attention`. The output takes the place of the queries, where it can.
 
     Args:
       interpret: run in the interpreter, on any platform, for tests; slow.
@@ -69,16 +70,14 @@ def paged_attention(
     operands = Operands(
         counts=plan.counts,
         layer=jnp.asarray(layer, jnp.int32).reshape(1),
-        rows=Rows(
-            query_start=jnp.arange(q.shape[0], dtype=jnp.int32)
-            if max_query_length == 1
-            else rows.query_start,
+        rows=KernelRows(
+            query_start=None if max_query_length == 1 else rows.query_start,
             query_length=rows.query_length,
             first_position=rows.first_position,
             context_length=rows.context_length,
             page_table=rows.page_table,
         ),
-        q=q,
+        q=None if tiled is None else q,
         k=flat(k_pages),
         v=flat(v_pages),
         k_scales=flat(k_scales),
@@ -103,7 +102,7 @@ def paged_attention(
         page_size=page_size,
         interpret=interpret,
     )
-    out = jnp.zeros_like(q) if tiled is None else tiled
+    out = q if tiled is None else tiled
     if len(plan.tiles) and tiled is None:
         (out,) = kernels.call(tile_kernel, plan.tiles, operands, out, launches.tile)
     if len(plan.splits):

@@ -35,13 +35,26 @@ Softmax = tuple[jax.Array, jax.Array, jax.Array]
 @final
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class KernelRows:
+    """`Rows` as the kernels take them: arrays in the call, references in a kernel."""
+
+    query_start: Any  # int32 [rows], or None where row i has one query, the i-th
+    query_length: Any  # int32 [rows]
+    first_position: Any  # int32 [rows]
+    context_length: Any  # int32 [rows]
+    page_table: Any  # int32 [rows, row_pages]
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Operands:
     """The inputs of the tile and the split kernel: arrays in the call, references in a kernel."""
 
     counts: Any  # int32 [3]
     layer: Any  # int32 [1]
-    rows: Any  # `Rows`
-    q: Any  # [tokens, q_heads, head_dim]
+    rows: Any  # `KernelRows`
+    q: Any  # [tokens, q_heads, head_dim], or None where the output has the queries before
     k: Any  # [layers * pages, kv_heads, page_size, head_dim]
     v: Any
     k_scales: Any  # float32 [layers * pages, kv_heads, page_size], or None
@@ -145,7 +158,8 @@ class _Queries:
         self.end = jnp.where(count > 0, jnp.maximum(end, 0), 0)
         window = kernels.sliding_window
         self.begin = jnp.int32(0) if window is None else jnp.maximum(first - window + 1, 0)
-        token = rows.query_start[row] + first_query + number // group
+        start = row if rows.query_start is None else rows.query_start[row]
+        token = start + first_query + number // group
         lane = jnp.arange(kernels.width, dtype=jnp.int32)
         self.at = (token[:, None], self.head[:, None], lane[None, :])
         self.mask = self.is_used[:, None] & (lane < kernels.head_dim)[None, :]
@@ -183,11 +197,17 @@ def _merged(one: Softmax, other: Softmax) -> Softmax:
 
 
 def _attend(
-    kernels: Kernels, queries: _Queries, operands: Any
+    kernels: Kernels, queries: _Queries, operands: Any, given: Any
 ) -> Callable[[jax.Array, jax.Array], Softmax]:
-    """Return a function from (begin, end) to the queries' softmax over keys in that range."""
+    """Return a function from (begin, end) to the queries' softmax over keys in that range.
+
+    Args:
+      given: the output before the kernel. Where it has the queries, an item reads its own before it
+        overwrites them, and no other item reads them.
+    """
     block, page_size = kernels.block_keys, kernels.page_size
-    q = triton.load(operands.q.at[queries.at], mask=queries.mask, other=0.0)
+    q_ref = given if operands.q is None else operands.q
+    q = triton.load(q_ref.at[queries.at], mask=queries.mask, other=0.0)
     num_rows, width = q.shape
     lane = jnp.arange(width, dtype=jnp.int32)
     head = queries.kv_head
@@ -249,14 +269,14 @@ def tile_kernel(
     kernels: Kernels,
     items_ref: Any,  # int32 [tiles, 3]
     operands: Operands,
-    _: Any,
+    given_ref: Any,  # `out_ref` before
     out_ref: Any,  # [tokens, q_heads, head_dim]
 ) -> None:
     head, num_rows = pl.program_id(1), kernels.tiling.tile_rows
 
     def one(item: jax.Array) -> None:
         queries = _Queries(kernels, head, num_rows, items_ref, item, operands.rows)
-        softmax = _attend(kernels, queries, operands)(queries.begin, queries.end)
+        softmax = _attend(kernels, queries, operands, given_ref)(queries.begin, queries.end)
         queries.store(out_ref, softmax)
 
     kernels.for_each_item(operands.counts[0], one)
@@ -266,7 +286,7 @@ def split_kernel(
     kernels: Kernels,
     items_ref: Any,  # int32 [splits, 6]
     operands: Operands,
-    _: Any,
+    given_ref: Any,  # `out_ref` before
     out_ref: Any,  # [tokens, q_heads, head_dim]
     values_ref: Any,  # [partials, kv_heads, split_rows, head_dim]
     sums_ref: Any,  # [partials, kv_heads, split_rows, 2]: maximum, sum
@@ -280,7 +300,7 @@ def split_kernel(
         begin, end, first_partial = (items_ref[item, column] for column in range(3, 6))
         is_direct = first_partial < 0
         queries = _Queries(kernels, head, num_rows, items_ref, item, operands.rows)
-        attend = _attend(kernels, queries, operands)
+        attend = _attend(kernels, queries, operands, given_ref)
 
         def one_split(split: jax.Array, softmax: Softmax) -> Softmax:
             new = attend(

@@ -1,10 +1,10 @@
-"""The public signatures of norms and gated activations, and the choice of their implementation."""
+"""The public signatures of operations on each row, and the choice of their implementation."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import dispatch
 from pallas_kernels.pointwise import cpu, xla
@@ -24,7 +24,8 @@ def rms_norm(
 ) -> Float[Array, "*rows width"]:
     """Return x / sqrt(mean(x^2) + eps) * (scale + offset) over the last axis, in x's dtype.
 
-    It computes in float32 (Zhang and Sennrich, arXiv:1910.07467).
+    It computes in float32 (Zhang and Sennrich, arXiv:1910.07467). As for all operations here, the
+    bits of a row do not depend on the other rows with "cpu".
 
     Args:
       implementation: overrides the platform's choice, which is made when the call is traced and
@@ -46,6 +47,65 @@ def rms_norm(
         scale=scale,
         eps=eps,
         offset=offset,
+    )
+
+
+def layer_norm(
+    x: Float[Array, "*rows width"],
+    scale: Float[Array, " width"],
+    bias: Float[Array, " width"],
+    *,
+    eps: float,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*rows width"]:
+    """Return (x - mean(x)) / sqrt(variance(x) + eps) * scale + bias over the last axis.
+
+    It computes in float32 and returns x's dtype (Ba et al., arXiv:1607.06450).
+
+    Args:
+      implementation: as in `rms_norm`.
+
+    Raises:
+      NotImplementedError: the requested implementation cannot serve this case.
+      ValueError: the shapes contradict each other, or the implementation is unknown.
+    """
+    if x.ndim < 1 or {scale.shape, bias.shape} != {x.shape[-1:]}:
+        raise ValueError(
+            f"x{x.shape}, scale{scale.shape} and bias{bias.shape} do not fit; pass [..., n] and "
+            "twice [n]"
+        )
+    return dispatch.call(
+        "layer_norm",
+        {"xla": xla.layer_norm, "cpu": cpu.layer_norm},
+        _PREFERRED,
+        implementation,
+        x=x,
+        scale=scale,
+        bias=bias,
+        eps=eps,
+    )
+
+
+def log_sum_exp(
+    x: Float32[Array, "rows width"], *, implementation: Implementation | None = None
+) -> Float32[Array, " rows"]:
+    """Return log(sum(exp(x))) over the last axis, without overflow.
+
+    Args:
+      implementation: as in `rms_norm`.
+
+    Raises:
+      NotImplementedError: the requested implementation cannot serve this case.
+      ValueError: the shape is another, or the implementation is unknown.
+    """
+    if x.ndim != 2:
+        raise ValueError(f"x{x.shape} does not fit; pass [rows, width]")
+    return dispatch.call(
+        "log_sum_exp",
+        {"xla": xla.log_sum_exp, "cpu": cpu.log_sum_exp},
+        _PREFERRED,
+        implementation,
+        x=x,
     )
 
 

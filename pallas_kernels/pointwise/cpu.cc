@@ -1,4 +1,4 @@
-// Norms and gated activations on the CPU, as XLA custom calls (float32): one pass over their rows.
+// Norms, gated activations and log-sum-exp on the CPU, as XLA custom calls (float32), row by row.
 //
 // What a row becomes depends on the row alone, in an order of operations that its length fixes.
 
@@ -18,24 +18,66 @@ namespace {
 constexpr int W = kWide;
 constexpr int64_t kTogether = 1 << 13;  // numbers of an item
 
-void norm_row(const float* x, const float* scale, int64_t n, float eps, float offset, float* y) {
+// The sum of f over x, W numbers at a time, in an order that n alone fixes. The last vector is
+// filled with `rest`, of which f adds nothing.
+template <typename F>
+inline float sum_over(const float* x, int64_t n, float rest, F f) {
   Float<W> sums[4] = {};
   int64_t i = 0;
   for (; i + 4 * W <= n; i += 4 * W)
-    for (int j = 0; j < 4; ++j) {
-      const Float<W> a = load<W>(x + i + j * W);
-      sums[j] += a * a;
-    }
-  for (; i + W <= n; i += W) {
-    const Float<W> a = load<W>(x + i);
-    sums[0] += a * a;
+    for (int j = 0; j < 4; ++j) sums[j] += f(load<W>(x + i + j * W));
+  for (; i + W <= n; i += W) sums[0] += f(load<W>(x + i));
+  if (i < n) {
+    float end[W];
+    std::fill_n(end, W, rest);
+    std::copy(x + i, x + n, end);
+    sums[1] += f(load<W>(end));
   }
-  float total = sum<W>((sums[0] + sums[1]) + (sums[2] + sums[3]));
-  for (; i < n; ++i) total += x[i] * x[i];
+  return sum<W>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+void norm_row(const float* x, const float* scale, int64_t n, float eps, float offset, float* y) {
+  const float total = sum_over(x, n, 0.0f, [](Float<W> a) { return a * a; });
   const float factor = 1.0f / std::sqrt(total / static_cast<float>(n) + eps);
-  for (i = 0; i + W <= n; i += W)
+  int64_t i = 0;
+  for (; i + W <= n; i += W)
     store(y + i, load<W>(x + i) * factor * (load<W>(scale + i) + offset));
   for (; i < n; ++i) y[i] = x[i] * factor * (scale[i] + offset);
+}
+
+void layer_norm_row(const float* x, const float* scale, const float* bias, int64_t n, float eps,
+                    float* y) {
+  const float count = static_cast<float>(n);
+  const float mean = sum_over(x, n, 0.0f, [](Float<W> a) { return a; }) / count;
+  const float squares = sum_over(x, n, mean, [mean](Float<W> a) {
+    const Float<W> away = a - mean;
+    return away * away;
+  });
+  const float factor = 1.0f / std::sqrt(squares / count + eps);
+  int64_t i = 0;
+  for (; i + W <= n; i += W)
+    store(y + i, (load<W>(x + i) - mean) * factor * load<W>(scale + i) + load<W>(bias + i));
+  for (; i < n; ++i) y[i] = (x[i] - mean) * factor * scale[i] + bias[i];
+}
+
+float log_sum_exp_row(const float* x, int64_t n) {
+  Float<W> tops = Float<W>{} - __builtin_inff();
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    const Float<W> a = load<W>(x + i);
+    tops = tops < a ? a : tops;
+  }
+  float top = largest<W>(tops);
+  for (; i < n; ++i) top = top < x[i] ? x[i] : top;
+  if (!std::isfinite(top)) {  // infinity, or nothing but minus infinity and NaN
+    float total = 0.0f;
+    for (i = 0; i < n; ++i) total += std::exp(x[i]);
+    return std::log(total);
+  }
+  // exp of what is far below the largest is e^-87, which vanishes beside its 1.
+  const float total = sum_over(x, n, -__builtin_inff(),
+                               [top](Float<W> a) { return exponential<W>(a - top); });
+  return top + std::log(total);
 }
 
 inline Float<W> silu(Float<W> x) {
@@ -80,6 +122,26 @@ ffi::Error rms_norm(ffi::ThreadPool pool, Matrix x, Vector scale, ffi::Result<Ma
   return ffi::Error::Success();
 }
 
+ffi::Error layer_norm(ffi::ThreadPool pool, Matrix x, Vector scale, Vector bias,
+                      ffi::Result<Matrix> y, float eps) {
+  const float *from = x.typed_data(), *by = scale.typed_data(), *plus = bias.typed_data();
+  float* to = y->typed_data();
+  const int64_t n = x.dimensions()[1];
+  for_each_row(pool, x.dimensions()[0], n, [=](int64_t row) {
+    layer_norm_row(from + row * n, by, plus, n, eps, to + row * n);
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error log_sum_exp(ffi::ThreadPool pool, Matrix x, ffi::Result<Vector> y) {
+  const float* from = x.typed_data();
+  float* to = y->typed_data();
+  const int64_t n = x.dimensions()[1];
+  for_each_row(pool, x.dimensions()[0], 4 * n,
+               [=](int64_t row) { to[row] = log_sum_exp_row(from + row * n, n); });
+  return ffi::Error::Success();
+}
+
 ffi::Error gated_silu(ffi::ThreadPool pool, Halves x, ffi::Result<Matrix> y) {
   const float* from = x.typed_data();
   float* to = y->typed_data();
@@ -100,6 +162,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RmsNorm, rms_norm,
                                   .Ret<Matrix>()
                                   .Attr<float>("eps")
                                   .Attr<float>("offset"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(LayerNorm, layer_norm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Matrix>()
+                                  .Arg<Vector>()
+                                  .Arg<Vector>()
+                                  .Ret<Matrix>()
+                                  .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(LogSumExp, log_sum_exp,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Matrix>().Ret<Vector>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GatedSilu, gated_silu,
                               ffi::Ffi::Bind()

@@ -1,6 +1,7 @@
-"""Norms and gated activations on the CPU: C++ kernels (cpu.cc) on XLA's own threads.
+"""Operations on each row on the CPU: C++ kernels (cpu.cc) on XLA's own threads.
 
-XLA makes several operations of each, most of them on one thread.
+XLA makes several operations of each, most of them on one thread, and the order in which it adds up
+a row depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import build, dispatch
 from pallas_kernels.pointwise import xla
@@ -26,6 +27,25 @@ def rms_norm(
     _check(x, scale)
     target = build.cpu_target(SOURCE, "RmsNorm")
     return norm_by(target, eps, offset, x.reshape(-1, x.shape[-1]), scale).reshape(x.shape)
+
+
+def layer_norm(
+    x: Float[Array, "*rows width"],
+    scale: Float[Array, " width"],
+    bias: Float[Array, " width"],
+    *,
+    eps: float,
+) -> Float[Array, "*rows width"]:
+    """See `api.layer_norm`."""
+    _check(x, scale, bias)
+    target = build.cpu_target(SOURCE, "LayerNorm")
+    return layer_norm_by(target, eps, x.reshape(-1, x.shape[-1]), scale, bias).reshape(x.shape)
+
+
+def log_sum_exp(x: Float32[Array, "rows width"]) -> Float32[Array, " rows"]:
+    """See `api.log_sum_exp`."""
+    _check(x)
+    return log_sum_exp_by(build.cpu_target(SOURCE, "LogSumExp"), x)
 
 
 def gated_silu(x: Float[Array, "rows 2 width"]) -> Float[Array, "rows width"]:
@@ -70,6 +90,40 @@ def _norm_derivative(
 ) -> tuple[jax.Array, jax.Array]:
     _, tangent = jax.jvp(partial(xla.rms_norm, eps=eps, offset=offset), values, tangents)
     return norm_by(target, eps, offset, *values), tangent
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def layer_norm_by(
+    target: str,
+    eps: float,
+    x: Float[Array, "rows width"],
+    scale: Float[Array, " width"],
+    bias: Float[Array, " width"],
+) -> Float[Array, "rows width"]:
+    """Call the kernel that is registered under `target`."""
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.ffi.ffi_call(target, shape)(x, scale, bias, eps=np.float32(eps))
+
+
+@layer_norm_by.defjvp
+def _layer_norm_derivative(
+    target: str, eps: float, values: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    _, tangent = jax.jvp(partial(xla.layer_norm, eps=eps), values, tangents)
+    return layer_norm_by(target, eps, *values), tangent
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def log_sum_exp_by(target: str, x: Float32[Array, "rows width"]) -> Float32[Array, " rows"]:
+    """Call the kernel that is registered under `target`."""
+    return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(x.shape[:1], x.dtype))(x)
+
+
+@log_sum_exp_by.defjvp
+def _log_sum_exp_derivative(
+    target: str, values: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    return log_sum_exp_by(target, *values), jax.jvp(xla.log_sum_exp, values, tangents)[1]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.cells.answers import CellAnswer
-from jaxserve.cells.batchmaker import BatchMaker
+from jaxserve.cells.batchmaker import BatchMaker, BatchMakerScheduler
 from jaxserve.cells.cell_graph import cell_graph, chain_graph
 from jaxserve.cells.engine import CellEngine
 from jaxserve.cells.flat_graph import flatten
+from jaxserve.cells.one_worker import OneWorkerScheduler
 from jaxserve.cells.policy import CellType, Task
 from jaxserve.cells.simulated import SimulatedCells
 from jaxserve.core.clock import VirtualClock
@@ -242,3 +244,47 @@ def test_every_request_ends_once_under_random_loads(data: st.DataObject):
             assert completion.error is None
             assert completion["last"].shape == (4,)
             assert len(completion["all"]) >= 1
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_one_worker_has_the_same_tasks(data: st.DataObject):
+    """The scheduler of one worker decides as that of several does, also under cancellations."""
+    types = layout_of(*CELLS).cell_types
+    max_tasks = data.draw(st.integers(1, 3))
+    both = [
+        OneWorkerScheduler(types, max_tasks),
+        BatchMakerScheduler(types, 1, max_tasks, releases_at_submission=True),
+    ]
+    random = Random(data.draw(st.integers(0, 2**16)))
+    layout = layout_of(*CELLS)
+    graphs = data.draw(st.lists(random_graphs(CELLS), min_size=1, max_size=6))
+    waiting = [flatten(graph, layout, max_nodes=99).graph for graph in graphs]
+    in_flight: deque[tuple[Task, Task]] = deque()
+    running: set[int] = set()
+    first, key = 0, 0
+    while waiting or in_flight or both[0].has_work:
+        action = random.random()
+        if waiting and action < 0.5:
+            graph = waiting.pop()
+            for chooser in both:
+                chooser.add(key, graph, first, 0.0)
+            running.add(key)
+            first, key = first + len(graph), key + 1
+        elif running and action < 0.6:
+            gone = random.choice(sorted(running))
+            running.remove(gone)
+            for chooser in both:
+                chooser.cancel(gone)
+        if action < 0.9 and len(in_flight) < 9:
+            ours, wanted = [chooser.schedule(0, 0.0) for chooser in both]
+            assert [(t.type, t.nodes) for t in ours] == [(t.type, t.nodes) for t in wanted]
+            assert all(task.array.tolist() == task.nodes for task in ours)
+            in_flight.extend(zip(ours, wanted, strict=True))
+        if in_flight and (action > 0.3 or len(in_flight) >= 9):
+            ours, wanted = in_flight.popleft()
+            ended = {n for n in ours.nodes if types[ours.type].is_loop and random.random() < 0.3}
+            finished = both[0].complete(ours, ended)
+            assert finished == both[1].complete(wanted, ended)
+            running.difference_update(finished)
+    assert not running and not both[1].has_work

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.cells.cell_graph import CellGraph, cell_graph, chain_graph
+from jaxserve.cells.cell_graph import CellGraph, cell_graph, chain_graph, tree_graph
 from jaxserve.cells.flat_graph import flatten
 from tests.cells.examples import layout_of, leaf_cell, merge_cell, tree
 
@@ -67,6 +68,30 @@ def test_subgraphs_partition_the_graph(graph: CellGraph):
         assert len(outer) == subgraph.num_dependencies
         assert all(of[other] < number for other in outer)
         assert _is_connected(graph, subgraph.nodes)
+
+
+def test_a_tree_has_the_links_of_its_edges():
+    """The links that are computed from pairs are those of the partition."""
+    pairs = np.array([(0, 1), (3, 2), (6, 5), (4, 7)], np.int32)
+    found = tree_graph(0, 1, pairs)
+    assert found.predecessors[5:] == ((0, 1), (3, 2), (6, 5), (4, 7))
+    _check_links(found)
+
+
+def test_a_chain_has_the_links_of_its_edges():
+    """Of one node, too."""
+    _check_links(chain_graph(0, 6))
+    _check_links(chain_graph(1, 1))
+
+
+def _check_links(found: CellGraph) -> None:
+    wanted = CellGraph(found.types, found.predecessors, found.max_steps)
+    for name in ("inner", "outer", "num_inner", "max_steps"):
+        np.testing.assert_array_equal(getattr(found.links, name), getattr(wanted.links, name))
+    assert found.links.several == wanted.links.several == {}
+    for ours, theirs in zip(found.links.entries, wanted.links.entries, strict=True):
+        assert ours[:2] + ours[3:] == theirs[:2] + theirs[3:]
+        np.testing.assert_array_equal(ours.nodes, theirs.nodes)
 
 
 def _is_connected(graph: CellGraph, nodes: tuple[int, ...]) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from jaxserve.cells import Graph, SimulatedCell
 from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.flat_graph import FlatGraph, flatten
+from jaxserve.cells.graph_plan import FIRST_SLOT
 from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import (
     CyclicGraphError,
@@ -26,6 +27,7 @@ from jaxserve.core.errors import (
 )
 from tests.cells.examples import (
     STATE,
+    TOKEN,
     chain,
     chain_cell,
     layout_of,
@@ -139,6 +141,26 @@ def test_a_chain_is_the_graph_of_its_calls(size: int, length: int):
     again = cell.chain({"x": given}, {"h": "h"}, h=0.0, w=0.0)
     with pytest.raises(TooManyNodesError, match=f"{length} nodes.*0"):
         Graph({"h": again["h"]}, max_nodes=0)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_a_chain_alone_is_the_graph_of_its_calls(length: int):
+    """Its plan is made without a pass over its nodes, and is the same."""
+    names = ("h", "c", "o")
+    cell = SimulatedCell("cell", {"x": TOKEN, "c": STATE, "h": STATE}, dict.fromkeys(names, STATE))
+    node = cell(x=0, h=0.0, c=0.0)
+    for number in range(1, length):
+        node = cell(x=number, h=node["h"], c=node["c"])
+    chained = cell.chain({"x": range(length)}, {"h": "h", "c": "c"}, h=0.0, c=0.0)
+    called, found = [
+        flatten(Graph({"c": last["c"]}), layout_of(cell), max_nodes=9) for last in (node, chained)
+    ]
+    assert found.graph.predecessors == called.graph.predecessors
+    assert found.num_slots == called.num_slots
+    is_slot = called.plan.codes >= FIRST_SLOT
+    np.testing.assert_array_equal(found.plan.codes >= FIRST_SLOT, is_slot)
+    np.testing.assert_array_equal(found.plan.codes[~is_slot], called.plan.codes[~is_slot])
+    np.testing.assert_array_equal(found.words, called.words)
 
 
 def _assert_equal(found: FlatGraph, called: FlatGraph) -> None:

@@ -1,9 +1,16 @@
-"""Random JSON schemas of what structured output supports, small enough for a short answer."""
+"""Random JSON schemas with short answers, and grammars that explode."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
+
+# Each rule is twice the next one, and the last one is ambiguous.
+_RULES = [f"{chr(97 + i)}: {chr(98 + i)} {chr(98 + i)}" for i in range(24)]
+DOUBLING = "\n".join(["start: a", *_RULES, 'y: "q" | y y'])
+# Thousands of rules of a thousand symbols each.
+SYMBOLS = "start: " + " | ".join(f"r{i}" for i in range(3500)) + "\n"
+SYMBOLS += "\n".join(f'r{i}: "a"{{1,1000}}' for i in range(3500))
 
 _NAMES = ("a", "b", "id", "name", "x1", "unit")
 _WORDS = ("yes", "no", "red", "green", "7", "")

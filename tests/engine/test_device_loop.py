@@ -21,6 +21,7 @@ class _Nothing:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
+        self.failed: list[tuple[JaxserveError, Sequence[str]]] = []
 
     def begin(self, job: str) -> None: ...
 
@@ -38,7 +39,8 @@ class _Nothing:
 
     def cancel_all(self) -> None: ...
 
-    def fail_all(self, error: JaxserveError, not_begun: Sequence[str]) -> None: ...
+    def fail_all(self, error: JaxserveError, not_begun: Sequence[str]) -> None:
+        self.failed.append((error, not_begun))
 
     def failure_of(self, cause: Exception) -> JaxserveError:
         return EngineFailedError(str(cause))
@@ -58,3 +60,27 @@ def test_a_pause_waits_for_another_one_no_longer_than_it_is_told():
             pass
     finally:
         loop.close()
+
+
+def test_a_loop_that_another_thread_fails_ends_every_job_with_that_error():
+    """In a pause, with the jobs that were submitted before it and in it; and while it is idle."""
+    error = EngineFailedError("its weights are gone")
+    error.__cause__ = OSError("the device fell off the bus")
+    work = _Nothing()
+    loop: DeviceLoop[str] = DeviceLoop(work, WallClock(), name="nothing")
+    with loop.paused("keep"):
+        loop.submit("held")
+        loop.fail(error)
+        assert loop.has_failed
+        with pytest.raises(EngineFailedError, match="its weights are gone"):
+            loop.submit("later")
+    loop.close()
+    assert work.failed == [(error, ["held"])] and isinstance(error.__cause__, OSError)
+    with pytest.raises(EngineFailedError, match="its weights are gone"):
+        loop.ask(lambda: None)
+
+    idle = _Nothing()
+    loop = DeviceLoop(idle, WallClock(), name="nothing")
+    loop.fail(error)
+    loop.close()
+    assert idle.failed == [(error, [])]

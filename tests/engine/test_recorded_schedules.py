@@ -73,7 +73,7 @@ class Run:
         while arriving or engine.has_work:
             while arriving and arriving[0].arrival_s <= clock.now():
                 answer = Answer(arriving.pop(0))
-                answer.sequences = engine.add(answer.request)
+                answer.begin(engine.add(answer.request), engine.weights)
                 open_answers.append(answer)
             for answer in open_answers:
                 if self.cancelled_s.get(answer.request.id, float("inf")) <= clock.now():

@@ -112,7 +112,7 @@ def _served(policy: str, seed: int, **executor) -> tuple:
             max_tokens=rng.choice((None, 30)),
         )
         answers.append(Answer(builder.build_item(item, 0.0)))
-        answers[-1].begin(engine.add(answers[-1].request))
+        answers[-1].begin(engine.add(answers[-1].request), engine.weights)
     while engine.has_work:
         engine.step()
     engine.scheduler.check_integrity()

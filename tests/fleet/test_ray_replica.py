@@ -1,18 +1,31 @@
-"""What a replica does with the KV that another one sends, without Ray."""
+"""What a replica does with failures, and with the KV that another one sends, without Ray."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, cast, final
 
 import pytest
 
-from jaxserve.core.errors import EngineFailedError, InvalidConfigError, RuntimeClosedError
+from jaxserve.core.errors import (
+    DeviceMemoryError,
+    EngineFailedError,
+    InvalidConfigError,
+    JaxserveError,
+    NumericalError,
+    ReplicaDiedError,
+    RuntimeClosedError,
+    StepMemoryError,
+)
+from jaxserve.core.request import Completion, Timing
+from jaxserve.engine.answers import failed_completion
 from jaxserve.fleet.call import cancelled_completion
-from jaxserve.fleet.ray_replica import send_kv, take_kv
+from jaxserve.fleet.ray_replica import RayReplica, send_kv, take_kv
 from jaxserve.runtime.pending import Pending
 from jaxserve.scheduling.kv.transfer import KVPages
 from tests.fleet.fakes import call
@@ -120,3 +133,50 @@ def test_a_runtime_that_is_over_says_so(error):
     """Its replica is replaced then."""
     with pytest.raises(type(error)):
         _take(_Importing(error))
+
+
+@final
+class _Ray:
+    """The part of Ray that a replica uses, with an actor whose answers are all the same."""
+
+    exceptions = SimpleNamespace(RayTaskError=LookupError, RayError=LookupError)
+
+    def __init__(self, completion: Completion):
+        self._completion = completion
+
+    def remote(self, **_: Any) -> Any:
+        async def reply(*_: Any) -> Completion:
+            return self._completion
+
+        method = SimpleNamespace(remote=reply)
+        actor = SimpleNamespace(start=method, answer=method)
+        return lambda _: SimpleNamespace(remote=lambda: actor)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_over"),
+    [
+        (EngineFailedError("it stopped"), True),
+        (RuntimeClosedError("closed"), True),
+        (DeviceMemoryError("it has no memory left"), True),
+        (StepMemoryError("no memory for this step"), False),
+        (NumericalError("not a number"), False),
+    ],
+)
+def test_a_replica_is_replaced_when_its_runtime_is_over(
+    error: JaxserveError, is_over: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """A runtime that can answer nothing more is a dead replica; other errors are of one request."""
+    failed = failed_completion("a", (), error, Timing(arrival_s=0.0, finished_s=0.0))
+    monkeypatch.setitem(sys.modules, "ray", cast(Any, _Ray(failed)))
+
+    async def answer() -> Completion:
+        replica = RayReplica("a-model", tensor_parallel=1, num_cpus=1, num_gpus=0, options={})
+        await replica.start()
+        return await replica.answer(call("a"))
+
+    if is_over:
+        with pytest.raises(ReplicaDiedError, match=type(error).__name__):
+            asyncio.run(answer())
+    else:
+        assert asyncio.run(answer()).error is error

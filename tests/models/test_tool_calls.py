@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from typing import Any
 
@@ -22,6 +23,8 @@ from jaxserve.models.tool_calls import (
 
 A = Call("add", '{"x": 1, "y": "<b>"}')
 B = Call("now", "{}")
+NOW = '{"name": "now", "arguments": {}}'
+OOPS = "<tool_call>oops</tool_call>"
 # Format, text, and what is in it.
 TEXTS: list[tuple[ToolFormat, str, list[str | Call]]] = [
     (HERMES, "plain < text <tool", ["plain < text <tool"]),
@@ -72,15 +75,30 @@ TEXTS: list[tuple[ToolFormat, str, list[str | Call]]] = [
     (LLAMA3, '<|python_tag|>{"name": "now", "parameters": {}}', [B]),
     (LLAMA3, 'It is {"name": "now"}', ['It is {"name": "now"}']),
     (LLAMA3, '{"city": "Rome"} is JSON', ['{"city": "Rome"} is JSON']),
+    (HERMES, f"So:\n<tool_call>{NOW}</tool_call>\n\nThen", ["So:\n", B, "\n\nThen"]),
+    (HERMES, f"\n \n<tool_call>{NOW}</tool_call>\n <tool_call>{NOW}</tool_call>\n", [B, B]),
+    (LIST, "\n text ", ["\n text "]),
+    (LIST, " \n", [" \n"]),
+    (LIST, f"<tool_call>oops</tool_call>\n<tool_call>[{NOW}]</tool_call>", [OOPS + "\n", B]),
+    (MISTRAL, f"\n[TOOL_CALLS] [{NOW}] \nso", [B, " \nso"]),
+    (MISTRAL, '[TOOL_CALLS] [{"a": oops}] [', ['[TOOL_CALLS] [{"a": oops}] [']),
+    (LLAMA3, '\n{"name": "now", "parameters": {}} so', [B, " so"]),
 ]
+
+
+def _cuts(text: str) -> list[list[int]]:
+    """Return places to cut: nowhere, everywhere, around words and tags, and at random."""
+    rng = random.Random(text)
+    drawn = [sorted(rng.sample(range(len(text)), min(5, len(text)))) for _ in range(20)]
+    words = [at.start() for at in re.finditer(r"\s+|\S+", text)][1:]
+    tags = [each for at in re.finditer(r"</?tool_call>|\[TOOL_CALLS\]", text) for each in at.span()]
+    return [[], list(range(1, len(text))), words, tags, *drawn]
 
 
 @pytest.mark.parametrize(("form", "text", "wanted"), TEXTS)
 def test_calls_are_read_however_the_text_is_cut(form, text, wanted):
     """Whole, by characters and cut at random, the text gives the same content and calls."""
-    rng = random.Random(text)
-    cuts = [sorted(rng.sample(range(len(text)), min(5, len(text)))) for _ in range(20)]
-    for cut in [[], list(range(1, len(text))), *cuts]:
+    for cut in _cuts(text):
         reader = CallReader(form)
         ends = [0, *cut, len(text)]
         found: list[str | Call] = []
@@ -141,7 +159,6 @@ def test_deeply_nested_calls_are_text(form):
 
 
 CALL = '<tool_call>{"name": "now", '
-NOW = '{"name": "now", "arguments": {}}'
 OTHER = '"name": "other", "arguments": {}'
 LISTED = f"<tool_call>[{NOW}, "
 
@@ -178,9 +195,7 @@ def _joined(parts: list[Any]) -> list[str | Call]:
 )
 def test_arguments_are_streamed_however_the_text_is_cut(form, text, wanted):
     """A known function's call comes when it begins, its arguments as they come; all is the same."""
-    rng = random.Random(text)
-    cuts = [sorted(rng.sample(range(len(text)), min(5, len(text)))) for _ in range(20)]
-    for cut in [[], list(range(1, len(text))), *cuts]:
+    for cut in _cuts(text):
         reader = CallReader(form, ("add", "now"))
         found = []
         for begin, end in zip([0, *cut], [*cut, len(text)], strict=True):
@@ -197,6 +212,19 @@ def test_a_long_text_is_read_in_time_proportional_to_its_length():
     text = f"<tool_call>{space}[{space}{NOW[:-2]}{space}}}}}]</tool_call>"
     reader = CallReader(LIST, ("now",))
     assert _joined(reader.push(text)) == [Call("now", f"{{{space}}}")]
+    assert time.perf_counter() - begun_s < 5
+
+
+@pytest.mark.parametrize("form", [HERMES, LIST, MISTRAL, LLAMA3])
+def test_a_call_that_is_held_back_is_read_once(form):
+    """Where its name is not known, pieces cost no more at its end than at its beginning."""
+    many = "[{}], " * 20_000
+    body = f'{{"name": "other", "{form.arguments}": {{"a": [{many}1]}}}}'
+    text = form.begin + (f"[{body}]" if form.is_list else body) + form.end
+    reader = CallReader(form, ("now",))
+    begun_s = time.perf_counter()
+    found = [part for i in range(0, len(text), 4) for part in reader.push(text[i : i + 4])]
+    assert [type(part) for part in found + reader.finish()] == [Call]
     assert time.perf_counter() - begun_s < 5
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Product, RowsAt, gated_cell
+from pallas_kernels import Product, RowsAt, build, gated_cell
 from pallas_kernels.gated_cell.shapes import TEST_SHAPES, GatedShape, make_inputs
 from pallas_kernels.gated_cell.triton import tile_of
 
@@ -28,6 +28,84 @@ def test_agrees_with_the_reference(shape, implementation):
         assert (new.shape, new.dtype) == ((shape.batch, shape.hidden), right.dtype)
         new, right = np.asarray(new, np.float32), np.asarray(right, np.float32)
         assert np.linalg.norm(new - right) <= ALLOWED[shape.dtype] * np.linalg.norm(right)
+
+
+CPU_SHAPES = [s for s in TEST_SHAPES if s.kind != "gru" and s.dtype == "float32"]
+
+
+@pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("has_added", [False, True])
+@pytest.mark.parametrize("shape", CPU_SHAPES, ids=str)
+def test_the_kernel_of_cpus(shape, has_added):
+    """It agrees with the reference, and a row alone has the bits that it has beside others."""
+    inputs = _poisoned(make_inputs(shape, seed=1))
+    if has_added:
+        (product,) = inputs["products"]
+        rows = np.random.default_rng(2).normal(size=(shape.batch, product.bias.shape[0]))
+        added = RowsAt(jnp.asarray(rows, jnp.float32))
+        inputs["products"] = (dataclasses.replace(product, added=added),)
+    wanted = gated_cell(shape.kind, **inputs, implementation="reference")
+    got = gated_cell(shape.kind, **inputs, implementation="cpu")
+    for new, right in zip(got, wanted, strict=True):
+        error = np.linalg.norm(np.asarray(new) - np.asarray(right))
+        assert error <= 1e-5 * np.linalg.norm(np.asarray(right))
+    last = shape.batch - 1
+    alone = gated_cell(
+        shape.kind, **_with_rows(inputs, lambda rows: _one_row(rows, last)), implementation="cpu"
+    )
+    for new, one in zip(got, alone, strict=True):
+        np.testing.assert_array_equal(np.asarray(new)[last:], np.asarray(one))
+
+
+def _one_row(rows: RowsAt, number: int) -> RowsAt:
+    index = jnp.arange(rows.shape[0]) if rows.index is None else rows.index
+    return RowsAt(rows.values, index[number : number + 1].astype(jnp.int32))
+
+
+@pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("shape", CPU_SHAPES[:3], ids=str)
+def test_gradients_and_numbers_out_of_range_are_those_of_xla(shape):
+    """Cells can be trained, and a wrong number of a row changes no other row."""
+    inputs = make_inputs(shape, seed=1)
+    wrong = {name: list(value) for name, value in inputs.items()}
+    first = wrong["carried"][0] if wrong["carried"] else wrong["products"][0].rows[0]
+    index = np.zeros(shape.batch, np.int32) if first.index is None else np.array(first.index)
+    index[0] = first.values.shape[0] + 7
+    bad = RowsAt(first.values, jnp.asarray(index))
+    if wrong["carried"]:
+        wrong["carried"][0] = bad
+    else:
+        (product,) = wrong["products"]
+        wrong["products"] = [dataclasses.replace(product, rows=(bad, *product.rows[1:]))]
+    ours, xla = (gated_cell(shape.kind, **wrong, implementation=name) for name in ("cpu", "xla"))
+    for one, other in zip(ours, xla, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+    def loss(weight: jax.Array, name: str) -> jax.Array:
+        (product,) = inputs["products"]
+        changed = [dataclasses.replace(product, weight=weight)]
+        out = gated_cell(shape.kind, changed, inputs["carried"], implementation=name)
+        return sum(jnp.sum(jnp.sin(each)) for each in out)
+
+    weight = inputs["products"][0].weight
+    one, other = (jax.grad(loss)(weight, name) for name in ("cpu", "xla"))
+    assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+
+
+@pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
+def test_tanh_near_zero_and_far_from_it():
+    """Small, large and infinite gates have the states of the reference, and NaN stays NaN."""
+    gates = jnp.asarray([0.0, 1e-6, 1e-3, 0.6, 0.7, 3.0, 50.0, 200.0, jnp.inf, jnp.nan])
+    weight, bias = jnp.zeros((1, 40)), jnp.zeros(40)
+    for sign in (1, -1):
+        added = RowsAt(jnp.tile(sign * gates, 4)[None])
+        product = Product((RowsAt(jnp.ones((1, 1))),), weight, bias, added)
+        given = {"products": [product], "carried": [RowsAt(jnp.ones((1, 10)))]}
+        ours, xla = (
+            gated_cell("lstm", **given, implementation=name) for name in ("cpu", "xla")
+        )  # fmt: skip
+        for one, other in zip(ours, xla, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-30)
 
 
 def test_random_shapes():
@@ -102,6 +180,9 @@ def test_what_does_not_fit_is_refused():
     narrow = Product(product.rows, product.weight[1:], product.bias)
     with pytest.raises(ValueError, match="one hidden size"):
         gated_cell("lstm", [narrow], [c])
+    gru = make_inputs(TEST_SHAPES[2], seed=0)
+    with pytest.raises(NotImplementedError, match="not gru"):
+        gated_cell("gru", **gru, implementation="cpu")
     with pytest.raises(NotImplementedError, match="not for cpu"):
         gated_cell("lstm", [product], [c], implementation="triton")
     half = Product(product.rows, product.weight.astype("bfloat16"), product.bias)

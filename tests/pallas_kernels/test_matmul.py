@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import matmul
+from pallas_kernels import grouped_matmul, matmul
 from sharding import make_mesh
 
 # Numbers of rows around a tile, a row block and the threshold for packing; widths around a panel
@@ -88,6 +88,48 @@ def test_what_is_not_finite_stays_in_its_row():
     )
 
 
+def _draw_groups(sizes: tuple[int, ...], rows: int, depth: int = 100, width: int = 60):
+    rng = np.random.default_rng(rows + depth)
+    x = rng.standard_normal((rows, depth), np.float32)
+    weight = rng.standard_normal((len(sizes), depth, width), np.float32)
+    return jnp.asarray(x), jnp.asarray(weight), jnp.asarray(sizes, jnp.int32)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "cpu"])
+@pytest.mark.parametrize("sizes", [(3,), (0, 5, 0, 70, 1), (0, 0), (9, 9, 9, 9)])
+def test_groups_agree_with_float64(sizes, implementation):
+    """Each group is multiplied with its matrix, and tokens after the last group get zeros."""
+    x, weight, counts = _draw_groups(sizes, rows=sum(sizes) + 2)
+    got = np.asarray(grouped_matmul(x, weight, counts, implementation=implementation))
+    matrix = np.repeat(np.arange(len(sizes)), sizes)
+    wide = np.asarray(x, np.float64)[: len(matrix), None]
+    wanted = (wide @ np.asarray(weight, np.float64)[matrix])[:, 0]
+    np.testing.assert_allclose(got[: len(matrix)], wanted, rtol=1e-4, atol=1e-4)
+    assert not got[len(matrix) :].any()
+
+
+def test_the_bits_of_a_row_of_a_group_are_those_of_a_product():
+    """Neither the size of its group nor its place among the others changes a row."""
+    x, weight, counts = _draw_groups((40, 3, 90), rows=133)
+    got = np.asarray(grouped_matmul(x, weight, counts, implementation="cpu"))
+    for matrix, rows in enumerate((slice(0, 40), slice(40, 43), slice(43, 133))):
+        alone = np.asarray(matmul(x[rows], weight[matrix], implementation="cpu"))
+        np.testing.assert_array_equal(got[rows], alone)
+
+
+def test_groups_can_be_differentiated():
+    """Gradients with respect to tokens and matrices equal XLA's."""
+    x, weight, counts = _draw_groups((2, 0, 5), rows=8, depth=24, width=16)
+
+    def loss(x, weight, implementation):
+        return jnp.sum(jnp.sin(grouped_matmul(x, weight, counts, implementation=implementation)))
+
+    for got, wanted in zip(
+        *(jax.grad(loss, (0, 1))(x, weight, each) for each in ("cpu", "xla")), strict=True
+    ):
+        assert np.linalg.norm(got - wanted) < 1e-5 * np.linalg.norm(wanted)
+
+
 def test_other_precisions_are_served_by_xla():
     """XLA is chosen; the kernel, requested by name, says which precisions it serves."""
     x, weight = (each.astype(jnp.bfloat16) for each in _draw(4, 32, 8, False))
@@ -116,3 +158,5 @@ def test_shapes_that_contradict_each_other_are_refused():
         matmul(x, weight, transposed=True)
     with pytest.raises(ValueError, match="'triton' is unknown"):
         matmul(x, weight, implementation="triton")  # pyright: ignore
+    with pytest.raises(ValueError, match=r"sizes\(3,\) do not fit"):
+        grouped_matmul(x, weight[None], jnp.ones(3, jnp.int32))

@@ -336,12 +336,20 @@ def test_a_row_that_shrank_since_the_plan():
     )
     work = _plan(q, k_pages, longer, 1)
     attend = partial(paged_attention, q, k_pages, v_pages, 1, rows, max_query_length=1)
-    got = attend(plan=work, implementation="triton_interpreted")
-    np.testing.assert_allclose(got, attend(implementation="reference"), atol=2e-6)
+    live = np.asarray(rows.query_length) > 0  # the output of others is undefined, but finite
+
+    def check(got: jax.Array, wanted: jax.Array) -> None:
+        assert np.isfinite(got).all() and not live.all()
+        np.testing.assert_allclose(got[live], wanted[live], atol=2e-6)
+
+    check(
+        attend(plan=work, implementation="triton_interpreted"), attend(implementation="reference")
+    )
     shorter = dataclasses.replace(rows, context_length=rows.context_length - 5)
     attend = partial(paged_attention, q, k_pages, v_pages, 1, shorter, max_query_length=1)
-    got = attend(plan=work, implementation="triton_interpreted")
-    np.testing.assert_allclose(got, attend(implementation="reference"), atol=2e-6)
+    check(
+        attend(plan=work, implementation="triton_interpreted"), attend(implementation="reference")
+    )
 
 
 def test_a_plan_of_other_heads_is_refused():

@@ -1,4 +1,4 @@
-"""Norms and gated activations agree with NumPy's, and a row's bits depend only on the row."""
+"""Operations on rows agree with NumPy's, and a row's bits depend only on the row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import build, gated_silu, rms_norm
+from pallas_kernels import build, gated_silu, layer_norm, log_sum_exp, rms_norm
 from pallas_kernels.pointwise import cpu
 from sharding import make_mesh
 from tests.common.instructions import instruction_sets
@@ -26,6 +26,16 @@ def _normal(*shape: int) -> np.ndarray:
 def _norm(x, scale, instructions: str, eps: float = 1e-5, offset: float = 0.0) -> np.ndarray:
     target = build.cpu_target(cpu.SOURCE, "RmsNorm", INSTRUCTIONS[instructions])
     return np.asarray(cpu.norm_by(target, eps, offset, jnp.asarray(x), jnp.asarray(scale)))
+
+
+def _layer_norm(x, scale, bias, instructions: str, eps: float = 1e-5) -> np.ndarray:
+    target = build.cpu_target(cpu.SOURCE, "LayerNorm", INSTRUCTIONS[instructions])
+    return np.asarray(cpu.layer_norm_by(target, eps, *map(jnp.asarray, (x, scale, bias))))
+
+
+def _log_sum_exp(x, instructions: str) -> np.ndarray:
+    target = build.cpu_target(cpu.SOURCE, "LogSumExp", INSTRUCTIONS[instructions])
+    return np.asarray(cpu.log_sum_exp_by(target, jnp.asarray(x)))
 
 
 def _gate(x, instructions: str) -> np.ndarray:
@@ -59,6 +69,35 @@ def test_norms_agree_with_float64(rows, width, offset, instructions):
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(rows=ROWS, width=WIDTHS, instructions=st.sampled_from([*INSTRUCTIONS, "xla"]))
+def test_layer_norms_agree_with_float64(rows, width, instructions):
+    """Any number and width of rows agree, and so do rows far from zero."""
+    x, scale, bias = 3 + _normal(rows, width), _normal(width), _normal(width + 1)[1:]
+    if instructions == "xla":
+        got = layer_norm(*map(jnp.asarray, (x, scale, bias)), eps=1e-2, implementation="xla")
+    else:
+        got = _layer_norm(x, scale, bias, instructions, eps=1e-2)
+    wide = x.astype(np.float64) - x.astype(np.float64).mean(1, keepdims=True)
+    wanted = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-2) * scale + bias
+    assert got.shape == wanted.shape
+    assert np.linalg.norm(got - wanted) <= 1e-5 * np.linalg.norm(wanted)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(rows=ROWS, width=WIDTHS, instructions=st.sampled_from([*INSTRUCTIONS, "xla"]))
+def test_log_sum_exp_agrees_with_float64(rows, width, instructions):
+    """Any number and width of rows agree, however large their numbers are."""
+    x = 20 * _normal(rows, width) + 300
+    got = log_sum_exp(jnp.asarray(x), implementation="xla") if instructions == "xla" else (
+        _log_sum_exp(x, instructions)
+    )  # fmt: skip
+    wide = x.astype(np.float64)
+    top = wide.max(1)
+    wanted = top + np.log(np.exp(wide - top[:, None]).sum(1))
+    _assert_close(np.asarray(got), wanted)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(rows=ROWS, width=WIDTHS, instructions=st.sampled_from([*INSTRUCTIONS, "xla"]))
 def test_gates_agree_with_float64(rows, width, instructions):
     """Any number and width of rows agree."""
     x = 10 * _normal(rows, 2, width)
@@ -75,10 +114,15 @@ def test_the_bits_of_a_row_are_its_own(instructions):
     """A row has the same bits alone, in any batch, and at any place of it."""
     x, scale, both = _normal(70, 100), _normal(100), _normal(70, 2, 100)
     norms, gates = _norm(x, scale, instructions), _gate(both, instructions)
+    layers = _layer_norm(x, scale, -scale, instructions)
+    sums = _log_sum_exp(x, instructions)
     for first, count in ((0, 1), (3, 8), (20, 50)):
         part = slice(first, first + count)
         np.testing.assert_array_equal(_norm(x[part], scale, instructions), norms[part])
         np.testing.assert_array_equal(_gate(both[part], instructions), gates[part])
+        found = _layer_norm(x[part], scale, -scale, instructions)
+        np.testing.assert_array_equal(found, layers[part])
+        np.testing.assert_array_equal(_log_sum_exp(x[part], instructions), sums[part])
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
@@ -101,6 +145,10 @@ def test_numbers_that_are_not_finite_are_as_in_xla(instructions):
         rtol=1e-5,
         atol=1e-30,
     )
+    none = np.full((1, 40), -np.inf, np.float32)
+    for each in (x, none):
+        wanted = log_sum_exp(jnp.asarray(each), implementation="xla")
+        np.testing.assert_allclose(_log_sum_exp(each, instructions), wanted, rtol=1e-5)
 
 
 def test_they_can_be_differentiated():
@@ -109,7 +157,9 @@ def test_they_can_be_differentiated():
 
     def loss(x, scale, both, implementation):
         norm = rms_norm(x, scale, eps=1e-5, implementation=implementation)
-        return jnp.sum(jnp.sin(norm) * gated_silu(both, implementation=implementation))
+        layer = layer_norm(x, scale, scale, eps=1e-5, implementation=implementation)
+        rows = log_sum_exp(norm * layer, implementation=implementation)[:, None]
+        return jnp.sum(jnp.sin(norm) * gated_silu(both, implementation=implementation) * rows)
 
     for got, wanted in zip(
         *(jax.grad(loss, (0, 1, 2))(x, scale, both, each) for each in ("cpu", "xla")), strict=True
@@ -136,3 +186,7 @@ def test_shapes_that_contradict_each_other_are_refused():
         rms_norm(jnp.ones((2, 8)), jnp.ones(7), eps=1e-5)
     with pytest.raises(ValueError, match=r"pass \[rows, 2, width\]"):
         gated_silu(jnp.ones((2, 3, 8)))
+    with pytest.raises(ValueError, match=r"bias\(7,\) do not fit"):
+        layer_norm(jnp.ones((2, 8)), jnp.ones(8), jnp.ones(7), eps=1e-5)
+    with pytest.raises(ValueError, match=r"pass \[rows, width\]"):
+        log_sum_exp(jnp.ones(3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jaxserve.core.errors import InvalidConfigError
@@ -27,8 +29,15 @@ def test_each_group_has_its_cost_and_the_link_its_bandwidth():
         work = StepWork(plan, 28, (0,))
         assert costs.device_s(work) == cost.device_s(work)
         assert costs.host_s(plan) == cost.host_s(plan)
+        slower = replace(costs, beside=(1.5, 2.0))
+        assert slower.device_s(work) == cost.device_s(work)
+        beside = replace(work, is_beside=True)
+        assert slower.device_s(beside) == slower.beside[group] * cost.device_s(work)
     assert COPY.num_pages_handed_over == 3
     assert costs.device_s(StepWork(COPY, 0, ())) == 6.5
+    behind = StepWork(COPY, 0, (), source_s=2.0)
+    assert costs.device_s(behind) == 6.5
+    assert replace(costs, copies_follow_steps=True).device_s(behind) == 8.5
     assert costs.host_s(COPY) == 0.0
 
 

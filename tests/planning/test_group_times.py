@@ -17,13 +17,17 @@ ORIGIN = Origin(model={}, device={}, config=CONFIG, versions={})
 
 @pytest.mark.parametrize("num_pages", [80, 9, 3])
 def test_groups_and_handovers_have_their_own_times(num_pages):
-    """A step takes 3 s on the encode group and 2 s on the other; a page 0.5 s after 0.25 s."""
+    """A step takes 3 s on the encode group and 2 s on the other; a page 0.5 s after 0.25 s.
+
+    Beside the other group's steps they take 1.5 times and 1.25 times as long.
+    """
     config = EngineConfig(**{**vars(CONFIG), "num_pages": num_pages})
     costs = GroupCosts(
         (FlatCost(3.0, 0.0), FlatCost(2.0, 0.0)),
         page_bytes=2.0,
         link_bytes_per_s=4.0,
         handover_s=0.25,
+        beside=(1.5, 1.25),
     )
     clock = VirtualClock()
     executor = SimulatedExecutor(config, clock, cost=costs)
@@ -31,6 +35,7 @@ def test_groups_and_handovers_have_their_own_times(num_pages):
     encode, decode = times.groups
     assert all(curve(0) == 3.0 for curve in encode.prefill_s.values())
     assert all(curve(0) == 2.0 for curve in decode.prefill_s.values())
+    assert times.beside == pytest.approx((1.5, 1.25)) and times.costs().beside == times.beside
     for count in (8, 32):
         handover = Handover(0, 0, 1, tuple(range(count)))
         plan = StepPlan(index=0, num_iterations=0, handovers=(handover,), group=LINK)

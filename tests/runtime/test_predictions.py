@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 
 from jaxserve import Runtime, SamplingParams
-from jaxserve.core.errors import InvalidConfigError, RuntimeClosedError
+from jaxserve.core.errors import InvalidConfigError, QueueFullError, RuntimeClosedError
 from jaxserve.testing import FreeCopiesExecutor, SlowExecutor
 from jaxserve.testing.tiny import OPTIONS, letter_tokenizer, random_prompts, tiny_llama
 from predictor import LengthBuckets, LengthDistributions
@@ -159,15 +160,60 @@ def test_a_late_prediction_delays_nothing():
 def test_requests_that_come_together_are_predicted_together():
     """While one batch is predicted, others wait for the next one, and not one by one."""
     late = Late()
-    with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), predictor=late, **OPTIONS) as rt:
-        pending = [rt.submit(prompt, SamplingParams(max_tokens=2)) for prompt in PROMPTS]
+    slow = partial(SlowExecutor, step_s=0.05)  # none has ended before it is predicted
+    with Runtime(
+        tiny_llama(),
+        tokenizer=letter_tokenizer(),
+        predictor=late,
+        wrap_executor=slow,
+        **OPTIONS,
+    ) as rt:
+        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        pending = [rt.submit(prompt, params) for prompt in PROMPTS]
         late.may_predict.set()
-        assert all(each.result(30).error is None for each in pending)
         end_s = time.monotonic() + 20
         while sum(late.batches) < len(PROMPTS):
             assert time.monotonic() < end_s
             time.sleep(0.01)
+        for each in pending:
+            each.cancel()
+            assert each.result(30).error is None
     assert len(late.batches) == 2 and late.batches[0] == 1
+
+
+def test_what_is_refused_is_not_predicted():
+    """The queue has room for two requests; a call with three asks the predictor nothing."""
+    late = Late()
+    with Runtime(
+        tiny_llama(), tokenizer=letter_tokenizer(), predictor=late, max_waiting=2, **OPTIONS
+    ) as rt:
+        with pytest.raises(QueueFullError):
+            rt.generate(PROMPTS[:3])
+        late.may_predict.set()
+        assert rt.generate(PROMPTS[0], SamplingParams(max_tokens=2)).error is None
+    assert late.batches == [1]
+
+
+def test_what_has_ended_is_not_predicted():
+    """The predictor is slow with the first request; of the later ones the last still runs."""
+    late = Late()
+    with Runtime(
+        tiny_llama(),
+        tokenizer=letter_tokenizer(),
+        predictor=late,
+        wrap_executor=SlowExecutor,
+        **OPTIONS,
+    ) as rt:
+        for prompt in PROMPTS[:6]:
+            assert rt.generate(prompt, SamplingParams(max_tokens=2)).predicted_tokens is None
+        last = rt.submit(PROMPTS[6], SamplingParams(max_tokens=100, ignore_eos=True))
+        late.may_predict.set()
+        end_s = time.monotonic() + 20
+        while len(late.batches) < 2:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        assert last.result(30).predicted_tokens == 16
+    assert late.batches == [1, 1]
 
 
 def test_requests_that_end_go_on_training_the_predictor():

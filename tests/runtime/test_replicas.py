@@ -21,6 +21,7 @@ from jaxserve.core.errors import (
     QueueFullError,
     RuntimeClosedError,
 )
+from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, Piece
@@ -107,6 +108,31 @@ def test_the_queue_is_bounded():
         assert all(answer.future.result(WAIT_S).error is None for answer in waiting)
         replicas.submit(again := _answer("too many"))
         assert len(again.future.result(WAIT_S).token_ids) == 8
+        _check_is_clean(replicas)
+
+
+def test_a_late_prediction_reaches_a_request_that_has_not_begun():
+    """It comes while a pause waits for running requests, and later ones are held back."""
+    buckets = LengthBuckets((0, 4, 11, 60))
+    prediction = LengthPrediction(buckets, np.array([0.0, 1.0, 0.0]))
+    with _replicas(1, lambda inner: SlowExecutor(inner, 0.01)) as replicas:
+        first, later = _answer("first", max_tokens=50), _answer("later")
+        replicas.submit(first)
+
+        def pause() -> None:
+            with replicas.paused("finish"):
+                pass
+
+        thread = threading.Thread(target=pause)
+        thread.start()
+        time.sleep(0.05)
+        replicas.submit(later)
+        replicas.expect("later", prediction)
+        replicas.expect("first", prediction)
+        thread.join(WAIT_S)
+        for answer in (first, later):
+            assert answer.future.result(WAIT_S).predicted_tokens == 8
+            assert answer.request.prediction is prediction
         _check_is_clean(replicas)
 
 

@@ -341,7 +341,7 @@ def test_cancel_returns_what_was_generated(runtime):
     pending.cancel()
     completion = pending.result(30)
     assert completion.finish_reason == "cancelled"
-    runtime.cancel("nobody")
+    runtime.cancel("unknown")
     _wait_until_idle(runtime)
 
 

@@ -28,7 +28,7 @@ from jaxserve.core.errors import (
 from jaxserve.scheduling.plan import StepPlan, TokenMasks
 from jaxserve.testing import OPTIONS, letter_tokenizer, random_prompts, tiny_llama
 from sharding import StagePlan, make_groups
-from tests.common.schemas import random_schema
+from tests.common.schemas import DOUBLING, SYMBOLS, random_schema
 
 PROMPTS = random_prompts(8, longest=20)
 # Grammars of every notation, and what they match.
@@ -50,14 +50,6 @@ GRAMMARS: list[tuple[dict[str, Any], str]] = [
         r'\{"name": "[a-z]{4}"\}',
     ),
 ]
-
-
-# Each rule is twice the next one, and the last one is ambiguous.
-_RULES = [f"{chr(97 + i)}: {chr(98 + i)} {chr(98 + i)}" for i in range(24)]
-DOUBLING = "\n".join(["start: a", *_RULES, 'y: "q" | y y'])
-
-SYMBOLS = "start: " + " | ".join(f"r{i}" for i in range(3500)) + "\n"
-SYMBOLS += "\n".join(f'r{i}: "a"{{1,1000}}' for i in range(3500))
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +297,10 @@ def test_grammars_that_explode(rt: Runtime, given: dict[str, Any]):
     assert re.fullmatch("[ab]{9}", others[0])
 
 
+# Answers of each schema.
+_NUM_SEEDS = 10
+
+
 def test_schemas_hold():
     """Of 200 random schemas, every answer that ends validates, and nearly all end."""
     rng = random.Random(0)
@@ -312,14 +308,14 @@ def test_schemas_hold():
     params = [
         _params({"json_schema": schema}, seed, max_tokens=120)
         for schema in schemas
-        for seed in range(4)
+        for seed in range(_NUM_SEEDS)
     ]
     options = {**OPTIONS, "max_slots": 32}
     with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), **options) as rt:
         answers = rt.generate(["x"] * len(params), params)
     num_ended = 0
     for i, answer in enumerate(answers):
-        schema = schemas[i // 4]
+        schema = schemas[i // _NUM_SEEDS]
         assert answer.error is None, (schema, answer.error)
         if answer.finish_reason == "stop":
             num_ended += 1

@@ -10,9 +10,11 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.tiered import Tiered
+from jaxserve.scheduling.sequence import Sequence
 
 CONFIG = EngineConfig(
     page_size=4,
@@ -82,6 +84,26 @@ def test_the_next_turn_computes_what_is_new():
     stats = server.engine.stats
     assert (stats.num_prefix_queried, stats.num_prefix_hit) == (16 + 24, 20)
     assert stats.num_evicted_tokens == 0
+
+
+def test_an_answer_that_begins_anew_is_looked_up_anew():
+    """Its tokens are others then, of which another sequence has the pages: one page is missing."""
+    kv = KVManager(CONFIG, PRESETS["pensieve"], lambda: 0.0)
+
+    def sequence(key: int, prompt: tuple[int, ...]) -> Sequence:
+        request = Request(id=str(key), prompt=prompt, params=SamplingParams(), arrival_s=0.0)
+        return Sequence(key, request, sample_index=0, max_length=100, kv=kv.new(request))
+
+    first, later = sequence(0, PROMPT), sequence(1, PROMPT[:9])
+    kv.begin(first, 18)
+    kv.allocate(first, 18)
+    kv.computed(first, 0, 18)
+    later.output.extend([77] * 8)
+    assert not kv.fits_into(later, 18, num_pages=1)  # 2 of 5 pages are those of the first
+    kv.restart(later, keeps_output=False)
+    later.drop_output()
+    later.output.extend(PROMPT[9:17])
+    assert kv.fits_into(later, 18, num_pages=1)
 
 
 def test_at_least_one_token_is_computed():

@@ -66,23 +66,25 @@ CONFIG = EngineConfig(
     max_decode_iterations=4,
     num_host_pages=400,
 )
-LENGTHS = np.random.default_rng(0).integers(1, 129, 120)
+NUM_ANSWERS = 120
 BUCKETS = LengthBuckets.logarithmic(128, 7)
 
 
-def _served(policy: Policy, noise: float | None) -> tuple[int, int]:
+def _served(policy: Policy, noise: float | None, seed: int = 0) -> tuple[int, int]:
     """Return iterations and preemptions of 120 answers, whose length distribution is known.
 
     Args:
       noise: standard deviation of the logarithm of the readings; None for no readings.
+      seed: of the lengths, and of the readings' errors.
     """
-    clock, random = VirtualClock(), np.random.default_rng(1)
-    marginal = np.bincount(BUCKETS.bucket_of(LENGTHS), minlength=BUCKETS.num) / len(LENGTHS)
+    clock, random = VirtualClock(), np.random.default_rng(1000 + seed)
+    lengths = np.random.default_rng(seed).integers(1, 129, NUM_ANSWERS)
+    marginal = np.bincount(BUCKETS.bucket_of(lengths), minlength=BUCKETS.num) / NUM_ANSWERS
 
     def reading(request: Request, sample: int, elapsed: int) -> np.ndarray:
         if noise is None:
             return np.full(BUCKETS.num, np.nan)
-        left = max(1, LENGTHS[int(request.id)] - elapsed)
+        left = max(1, lengths[int(request.id)] - elapsed)
         at = np.log(left) + noise * random.normal()
         middle = np.log(BUCKETS.middle(np.arange(BUCKETS.num)))
         return -0.5 * ((middle - at) / 0.5) ** 2
@@ -90,13 +92,13 @@ def _served(policy: Policy, noise: float | None) -> tuple[int, int]:
     executor = SimulatedExecutor(
         CONFIG,
         clock,
-        answer_length=lambda request, _: int(LENGTHS[int(request.id)]),
+        answer_length=lambda request, _: int(lengths[int(request.id)]),
         refinement=Refinement(buckets=BUCKETS, marginal=marginal, belief_weight=0.5, interval=4),
         reading=reading,
         reads_context=False,
     )
     engine = Engine(executor, policy, clock)
-    for i in range(len(LENGTHS)):
+    for i in range(NUM_ANSWERS):
         params = SamplingParams(max_tokens=None)
         engine.add(
             Request(
@@ -113,17 +115,21 @@ def _served(policy: Policy, noise: float | None) -> tuple[int, int]:
 
 
 def test_readings_make_better_schedules():
-    """They need fewer iterations; without an error, no more preemptions either.
+    """They need fewer iterations and no more preemptions, on average over eight draws.
 
-    With an error of a fifth there may be some more, by the draw of the errors.
+    A single draw has 10 to 30 preemptions, more or fewer with readings that have errors.
     """
     # No pages are cached, so that the cost of a preemption does not depend on the cache.
     policy = replace(AUTO, retention=Stateless())
-    iterations, preemptions = _served(policy, None)
-    for noise, most in ((0.0, preemptions), (0.2, 1.2 * preemptions)):
-        own_iterations, own_preemptions = _served(policy, noise)
+
+    def mean(noise: float | None) -> list[float]:
+        return np.mean([_served(policy, noise, seed) for seed in range(8)], axis=0).tolist()
+
+    iterations, preemptions = mean(None)
+    for noise in (0.0, 0.2):
+        own_iterations, own_preemptions = mean(noise)
         assert own_iterations < 0.95 * iterations, (noise, own_iterations, iterations)
-        assert own_preemptions <= most, (noise, own_preemptions, preemptions)
+        assert own_preemptions <= preemptions, (noise, own_preemptions, preemptions)
 
 
 def test_a_probe_alone_lets_s3_reserve_less_than_all():

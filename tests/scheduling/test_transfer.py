@@ -12,6 +12,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import EncoderPrompts, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.versions import Weights
 from jaxserve.execution.protocol import StepHandle
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.disk_tier import HostMemory
@@ -154,14 +155,13 @@ def test_pages_of_another_size_are_refused():
 
 
 def test_pages_of_other_weights_are_refused():
-    """They have the right size; an update of the weights makes an engine's own KV another's."""
+    """They have the right size; so has the KV that an engine had before an update."""
     engine, kv = _engine(), _filled(PROMPT)
     with pytest.raises(InvalidConfigError, match="same weights"):
         engine.import_kv(PROMPT, KVPages(b"others", kv.pages))
-    engine, executor = _changing()
     assert engine.import_kv(PROMPT, kv) == len(kv.pages)
-    executor.weights = b"new"
-    engine.forget_kept_pages(keeps_disk=True)
+    engine.weights_changed(Weights(1), keeps_kv=False)
+    assert engine.residency(PROMPT) == ["nowhere"] * 5
     with pytest.raises(InvalidConfigError, match="same weights"):
         engine.import_kv(PROMPT, kv)
     assert _answer(engine, PROMPT, 3, "a") == _answer(_engine(), PROMPT, 3, "b")
@@ -170,7 +170,7 @@ def test_pages_of_other_weights_are_refused():
 @pytest.mark.parametrize("fails", ["submit", "read"])
 def test_a_failed_export_leaves_nothing_on_the_host(fails: str):
     """Pages that were not copied are not taken for copied: the next export has their contents."""
-    engine, executor = _changing()
+    engine, executor = _failing()
     wanted = _answer(engine, PROMPT, 8, "a")
     executor.fails = fails
     with pytest.raises(OSError, match="no memory"):
@@ -182,10 +182,9 @@ def test_a_failed_export_leaves_nothing_on_the_host(fails: str):
     assert _answer(other, PROMPT, 8, "b") == _answer(engine, PROMPT, 8, "c") == wanted
 
 
-class _Changing(ExecutorWrapper):
-    """An executor whose weights change, or that fails to copy pages to the host or to read them."""
+class _Failing(ExecutorWrapper):
+    """An executor that fails to copy pages to the host or to read them."""
 
-    weights = b"old"
     fails = ""
 
     @property
@@ -193,7 +192,7 @@ class _Changing(ExecutorWrapper):
         return self
 
     def fingerprint(self) -> bytes:
-        return self.inner.fingerprint() if self.weights == b"old" else self.weights
+        return self.inner.fingerprint()
 
     def submit(self, plan: StepPlan) -> StepHandle:
         if self.fails == "submit":
@@ -209,9 +208,9 @@ class _Changing(ExecutorWrapper):
         self.inner.write_host_page(host_page, contents)
 
 
-def _changing() -> tuple[Engine, _Changing]:
+def _failing() -> tuple[Engine, _Failing]:
     clock = VirtualClock()
-    executor = _Changing(SimulatedExecutor(CONFIG, clock))
+    executor = _Failing(SimulatedExecutor(CONFIG, clock))
     return Engine(executor, PRESETS["auto"], clock), executor
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import openai
+from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve import Runtime
 from jaxserve.server import ServerOptions, running
@@ -47,6 +48,17 @@ def post(url: str, path: str, body: Any, **headers: str) -> httpx2.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     sent = {"content-type": "application/json", **headers}
     return httpx2.post(url + path, content=content, headers=sent, timeout=60)
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Return the values of all metrics; those with labels of their own have them in the name."""
+    text = httpx2.get(url + "/metrics", timeout=60).text
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            own = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            found[sample.name + ("" if not own else str(sorted(own.values())))] = sample.value
+    return found
 
 
 def connect(url: str, receive_buffer: int | None = None) -> socket.socket:

@@ -38,8 +38,8 @@ def url() -> Iterator[str]:
         ({"store": True}, "store has to be False"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "unknown", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'text'"),
         ({"messages": [{"role": "user", "content": "x" * 200}]}, "the prompt has"),
     ],
 )

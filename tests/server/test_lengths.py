@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from predictor import LengthBuckets, LengthDistributions
-from tests.server.serving import CHAT, client, post, runtime, server
+from tests.server.serving import CHAT, client, metrics, post, runtime, server
 
 BUCKETS = LengthBuckets.equal_width(40, 4)
 CHATS = {"messages": CHAT}
@@ -79,6 +79,26 @@ def test_whole_answers_have_the_prediction(url: str, name: str):
     told = post(url, path, ASKED[name]).json()
     told = told["choices"][0] if path == "/v1/completions" else told
     assert told["predicted_tokens"] == 21
+
+
+@pytest.mark.parametrize("name", ["/v1/completions", "turn"])
+def test_real_lengths_are_compared_with_predicted_ones(url: str, name: str):
+    """Answers of 30 tokens outgrow the length that half may outgrow, and no further one."""
+    path = "/v1/chat/completions" if name == "turn" else name
+    before = metrics(url)
+    own = {"conversation_id": "own"} if name == "turn" else {}
+    post(url, path, {**ASKED[name], **own, "stream": True})
+    now = metrics(url)
+    changed = {each: value - before[each] for each, value in now.items()}
+    for what, change in (
+        ("request_predicted_tokens_count", 1),
+        ("request_predicted_tokens_sum", 20.5),
+        ("request_prediction_error_tokens_sum", 9.5),
+        ("request_outgrown_total['0.5']", 1),
+        ("request_outgrown_total['0.1']", 0),
+        ("request_outgrown_total['0.01']", 0),
+    ):
+        assert changed[f"jaxserve:{what}"] == change, what
 
 
 def test_choices_have_their_own_comments(url: str):

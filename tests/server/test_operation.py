@@ -14,12 +14,11 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.server import ServerOptions, is_loopback
-from tests.server.serving import CHAT, NAME, client, connect, post, runtime, server
+from tests.server.serving import CHAT, NAME, client, connect, metrics, post, runtime, server
 
 LONG: dict[str, Any] = {"prompt": "a", "max_tokens": 100, "temperature": 0}
 
@@ -29,17 +28,6 @@ def slow() -> Iterator[Runtime]:
     """A runtime whose long answers take seconds."""
     with runtime(step_s=0.05, max_decode_iterations=1) as rt:
         yield rt
-
-
-def _metrics(url: str) -> dict[str, float]:
-    """Return the values of all metrics; those with labels of their own have them in the name."""
-    text = httpx2.get(url + "/metrics").text
-    found = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            own = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
-            found[sample.name + ("" if not own else str(sorted(own.values())))] = sample.value
-    return found
 
 
 def _wait(is_true: Callable[[], bool]) -> None:
@@ -106,11 +94,11 @@ def test_disconnect_cancels(slow: Runtime, stream: bool):
         sent = head + b"content-length: %d\r\n\r\n" % len(body)
         with connect(url) as connection:
             connection.sendall(sent + body)
-            _wait(lambda: _metrics(url)["jaxserve:num_requests_running"] == 1)
+            _wait(lambda: metrics(url)["jaxserve:num_requests_running"] == 1)
             gone_s = time.monotonic()
         _wait(lambda: not slow.outlook())
         assert time.monotonic() - gone_s < 2.0  # an answer of 100 tokens takes 5 s
-        found = _metrics(url)
+        found = metrics(url)
         assert found["jaxserve:num_requests_running"] == 0
         assert found["jaxserve:request_success_total['abort']"] == 1
 
@@ -130,7 +118,7 @@ def test_disconnect_before_the_first_token_cancels():
         _wait(lambda: len(busy.outlook()) < 2)
         assert not first.future.done()  # so the other was not run to its end
         first.cancel()
-        assert _metrics(url)["jaxserve:num_requests_waiting"] == 0
+        assert metrics(url)["jaxserve:num_requests_waiting"] == 0
 
 
 def test_connections_are_bounded(slow: Runtime):
@@ -205,7 +193,7 @@ def test_drain_drops_nothing(slow: Runtime):
 
         thread = threading.Thread(target=ask)
         thread.start()
-        _wait(lambda: _metrics(url)["jaxserve:num_requests_running"] == 1)
+        _wait(lambda: metrics(url)["jaxserve:num_requests_running"] == 1)
     thread.join()
     assert answers[0].status_code == 200
     assert answers[0].json()["usage"]["completion_tokens"] == 30
@@ -218,7 +206,7 @@ def test_metrics(slow: Runtime):
     with server(slow, metrics_prefix="vllm") as url:
         post(url, "/v1/completions", {"prompt": "abc", "max_tokens": 4, "n": 2})
         post(url, "/v1/completions", {"prompt": "abcd", "max_tokens": 4, "stream": True})
-        found = _metrics(url)
+        found = metrics(url)
     assert found["vllm:prompt_tokens_total"] == 7
     assert found["vllm:generation_tokens_total"] == 12
     assert found["vllm:request_success_total['length']"] == 2
@@ -229,6 +217,19 @@ def test_metrics(slow: Runtime):
         assert found[f"vllm:{name}_seconds_count"] == 2
     assert found["vllm:engine_steps_total"] > 0
     assert found["vllm:prefix_cache_tier_hits_total['device']"] >= 0
+    states = ("owned", "reserved", "cached", "free")
+    assert sum(found[f"vllm:kv_pages{sorted(['device', state])}"] for state in states) > 0
+
+
+def test_kept_bounds_are_counted(slow: Runtime):
+    """An answer counts as within its latency bound or as late; one without a bound does not."""
+    with server(slow) as url:
+        for bound in ({}, {"latency_bound": 1000}):
+            body = {"prompt": "a", "max_tokens": 2, **bound}
+            assert post(url, "/v1/completions", body).status_code == 200
+        found = metrics(url)
+    assert found["jaxserve:latency_bounds_total['true']"] == 1
+    assert found["jaxserve:latency_bounds_total['false']"] == 0
 
 
 def test_dashboard_reads_metrics_that_exist(slow: Runtime):
@@ -237,8 +238,10 @@ def test_dashboard_reads_metrics_that_exist(slow: Runtime):
     named = {name for panel in json.loads(text)["panels"] for name in _named(panel)}
     with server(slow) as url:
         post(url, "/v1/completions", {"prompt": "abc", "max_tokens": 4})
-        found = {name.partition("[")[0] for name in _metrics(url)}
-    assert named and named <= found
+        found = {name.partition("[")[0] for name in metrics(url)}
+    # Those of the schedule in force, which the policies that plan have.
+    planned = {f"jaxserve:schedule_{what}_seconds" for what in ("bound", "expected")}
+    assert planned < named <= found | planned
 
 
 def _named(panel: dict[str, Any]) -> list[str]:

@@ -112,6 +112,9 @@ def test_chat_in_a_browser(url: str, tab: Any):
     _expect(tab, "#conversations li").to_have_count(2)
     assert tab.query_selector_all("article") == []
     _expect(tab, "#running").to_have_text("0")
+    _expect(tab, "#device").to_have_text(re.compile("^0 owned, 0 reserved, [0-9]+ cached, "))
+    _expect(tab, "#host").to_have_text(re.compile("^[0-9]+ used, [0-9]+ free$"))
+    _expect(tab, "#between").to_have_text(re.compile("ms$"))
 
 
 class Even:

@@ -69,6 +69,38 @@ def test_sigterm_under_load(tmp_path: Path):
         process.wait()
 
 
+def test_second_signal_ends_at_once(tmp_path: Path):
+    """The first signal lets a queue of seconds go on; the second one does not wait for it."""
+    process, url = _start(tmp_path, "-m", "tests.server.job")
+    try:
+        _until_ready(url)
+        body = {"prompt": ["a"] * 64, "max_tokens": 90}
+        errors: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                post(url, "/v1/completions", body)
+            except httpx2.TransportError as error:
+                errors.append(error)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        end_s = time.monotonic() + 60
+        while _num_open(httpx2.get(url + "/metrics").text) < 64:
+            assert time.monotonic() < end_s
+        process.send_signal(signal.SIGTERM)
+        while httpx2.get(url + "/ready").status_code != 503:
+            assert time.monotonic() < end_s
+        begun_s = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0 and time.monotonic() - begun_s < 5
+        asking.join(30)
+        assert errors
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_turns_outlive_a_kill(tmp_path: Path):
     """After kill -9 in the middle of a turn, the turns whose answers clients had are there."""
     journal = tmp_path / "journal"

@@ -231,7 +231,7 @@ def test_arrays_that_an_executable_refuses_are_served_by_jit(tmp_path, caplog):
 
 
 def test_a_new_folder_is_for_its_user_alone(tmp_path):
-    """Nobody else can read or write it."""
+    """No other user can read or write it."""
     folder = tmp_path / "cache" / "executables"
     ExecutableStore(folder).write("key", b"contents")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700

@@ -18,9 +18,21 @@ def test_matches_reference(num_positions):
     head = rng.normal(size=(8, 2000)).astype(np.float32)
     hidden = rng.normal(size=(num_positions, 8)).astype(np.float32)
     targets = rng.integers(0, 2000, num_positions, np.int32)
-    logprob, top_ids, top_logprobs = jax.jit(
-        lambda h, t: prompt_logprobs(lambda x: x @ head, h, t, chunk=16)
+    is_processed = jnp.arange(num_positions) % 2 == 0
+    logprob, processed, top_ids, top_logprobs = jax.jit(
+        lambda h, t: prompt_logprobs(
+            lambda x: x @ head,
+            h,
+            t,
+            is_processed,
+            lambda _, t, i: (2 * t + i).astype(jnp.float32) / 2,
+            chunk=16,
+        )
     )(hidden, targets)
+    places = np.arange(num_positions)
+    np.testing.assert_array_equal(
+        processed, np.where(is_processed, (2 * targets + places) / 2, logprob).astype(np.float32)
+    )
     exact = hidden.astype(np.float64) @ head
     exact -= np.log(np.exp(exact).sum(-1, keepdims=True))
     assert top_ids.shape == top_logprobs.shape == (num_positions, MAX_LOGPROBS)
@@ -33,7 +45,11 @@ def test_never_holds_all_logits():
     """Temporary memory is a few chunks of logits, far below positions times vocabulary."""
     num_positions, width, vocab, chunk = 2048, 16, 8192, 64
     compiled = (
-        jax.jit(lambda head, h, t: prompt_logprobs(lambda x: x @ head, h, t, chunk))
+        jax.jit(
+            lambda head, h, t: prompt_logprobs(
+                lambda x: x @ head, h, t, t > 0, lambda logits, *_: logits[:, 0], chunk
+            )
+        )
         .lower(
             jax.ShapeDtypeStruct((width, vocab), jnp.float32),
             jax.ShapeDtypeStruct((num_positions, width), jnp.float32),

@@ -93,6 +93,7 @@ def test_matches_reference(vocab, ties):
             assert p[token] > 0
             end, u = np.cumsum(p)[token], uniform(each.seed, length[r])
             assert end - p[token] - 1e-5 <= u <= end + 1e-5
+            assert got.processed_logprob[r] == pytest.approx(np.log(p[token]), abs=1e-3)
     assert checked > 40
 
 

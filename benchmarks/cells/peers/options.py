@@ -62,11 +62,14 @@ GROUPS = {"torch": ("torch_packed", "torch_padded")}
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    """Add `--compare` and `--compare-requests`."""
+    """Add `--compare`, `--compare-requests` and `--unfolded`."""
     add = parser.add_argument_group("other systems").add_argument
     known = ", ".join([*GROUPS, *PEERS])
     add("--compare", default=None, help=f"with commas: {known}")
     add("--compare-requests", type=int, default=500, help="of each run")
+    add("--unfolded", action="store_true",
+        help="ours multiplies embeddings with weights for every token, as the others do, and not "
+        "once when it loads")  # fmt: skip
 
 
 def peers_of(options: argparse.Namespace) -> dict[str, CellPeer]:
@@ -108,7 +111,7 @@ def run_peers(
             job = {
                 **{"weights": f"{folder}/weights.npz", "size": options.size},
                 **{"hidden_size": sizes.hidden_size, "vocab_size": sizes.vocab_size},
-                "slot_memory": options.slot_memory,
+                **{"slot_memory": options.slot_memory, "folds": not options.unfolded},
                 "requests": [_described(request) for request in requests],
             }
             contenders = {name: commands[name] for name in (OURS, *names) if name in commands}

@@ -32,7 +32,8 @@ def main() -> None:
         )
         for request in job["requests"]
     ]
-    model = model_from(dict(np.load(job["weights"])), batch_sizes_of(OURS, sizes))
+    tensors = dict(np.load(job["weights"]))
+    model = model_from(tensors, batch_sizes_of(OURS, sizes), folds=job["folds"])
     cells = sized(model.cells)
     with CellRuntime(cells, model.unfold, slot_memory=job["slot_memory"]) as rt:
         rt.generate(requests[:4], progress=False)

@@ -40,8 +40,14 @@ def random_weights(application: str, sizes: Sizes, seed: int) -> dict[str, np.nd
     }
 
 
-def model_from(tensors: Mapping[str, np.ndarray], batch_sizes: Mapping[str, Sequence[int]]) -> Any:
-    """Return our model with these weights; its inputs are `CellRequest`s."""
+def model_from(
+    tensors: Mapping[str, np.ndarray], batch_sizes: Mapping[str, Sequence[int]], *, folds: bool
+) -> Any:
+    """Return our model with these weights; its inputs are `CellRequest`s.
+
+    Args:
+      folds: whether products with embeddings are computed now, see `models.folded`.
+    """
     from benchmarks.cells.counted import counted_seq2seq
     from jaxserve.cells import models
     from jaxserve.cells.models import torch_weights
@@ -55,24 +61,33 @@ def model_from(tensors: Mapping[str, np.ndarray], batch_sizes: Mapping[str, Sequ
             **{"bias_ih": bias, "bias_hh": np.zeros_like(bias)},
         }
 
-    def embedded(name: str) -> models.Embedded:
+    def fold(module: Any) -> Any:
+        return models.folded(module) if folds else module
+
+    def embedded(name: str) -> Any:
         given = torch_like(name)
-        return torch_weights.embedded_from_torch(torch_weights.lstm_from_torch(given), given, "")
+        step = torch_weights.lstm_from_torch(given)
+        return fold(torch_weights.embedded_from_torch(step, given, ""))
 
     if "leaf.kernel" in tensors:
         given = {"embedding.weight": tensors["leaf.table"]}
         for name in ("leaf", "internal"):
             given |= {f"{name}.weight": tensors[f"{name}.kernel"].T}
             given |= {f"{name}.bias": tensors[f"{name}.bias"]}
+        leaf, internal = torch_weights.tree_lstm_from_torch(given)
         tree = models.tree_lstm_model(
-            *torch_weights.tree_lstm_from_torch(given),
+            fold(leaf),
+            internal,
             leaf_batch_sizes=batch_sizes["leaf"],
             internal_batch_sizes=batch_sizes["internal"],
+            returns=["h"],
         )
         return models.CellModel(tree.cells, lambda request: tree.unfold(request.tree))
     encoder = embedded("encoder")
     if "decoder.kernel" not in tensors:
-        lstm = models.sequence_model(encoder, name="lstm", batch_sizes=batch_sizes["lstm"])
+        lstm = models.sequence_model(
+            encoder, name="lstm", batch_sizes=batch_sizes["lstm"], returns=["h"]
+        )
         return models.CellModel(lstm.cells, lambda request: lstm.unfold(request.tokens))
     project = {"weight": tensors["project.kernel"].T, "bias": tensors["project.bias"]}
     decoder = torch_weights.predicting_from_torch(embedded("decoder"), project, "")

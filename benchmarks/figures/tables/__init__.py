@@ -10,6 +10,7 @@ from benchmarks.figures.tables import (
     conversations,
     devices,
     exegpt,
+    http,
     lengths,
     papers,
     pensieve,
@@ -36,8 +37,12 @@ HEADINGS = {
     "gpu_check": "One GPU in ten minutes",
     "exegpt": "ExeGPT's models on its clusters, estimated and simulated",
     "exegpt_bounds": "Plans beside hand-tuned batch sizes",
+    "exegpt_measured": "ExeGPT's schedules on devices, and simulated",
     "cells": "Cellular batching beside graph batching",
     "roles": "Prompts and answers in separate replicas",
+    "http": "What HTTP costs, and other servers",
+    "structured": "What grammars cost",
+    "invariance": "Bits of a request in any two batches",
 }
 # Tables of one result each; offline results share a table.
 _MAKE: dict[str, Callable[[Result, str], str]] = {
@@ -59,8 +64,12 @@ _MAKE: dict[str, Callable[[Result, str], str]] = {
     "gpu_check": devices.gpu_check,
     "exegpt": exegpt.tables,
     "exegpt_bounds": exegpt.bounds,
+    "exegpt_measured": exegpt.measured,
     "cells": cells.tables,
     "roles": devices.roles,
+    "http": http.http,
+    "structured": http.structured,
+    "invariance": serving.invariance,
 }
 
 

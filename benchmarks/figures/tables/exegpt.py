@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.figures.markdown import caption, linked, table
+from benchmarks.figures.markdown import caption, linked, shown, table
 from benchmarks.figures.results import Result
 from benchmarks.figures.style import name
 
@@ -39,7 +40,7 @@ def bounds(result: Result, link: str) -> str:
     """Return plans and hand-tuned batch sizes under equal bounds, and what was lost."""
     policies = list(dict.fromkeys(_policies(result)))
     header = ("task", "bound, s", *map(name, policies), "plan", "p99, s", "within the bound")
-    rows, behind, num = [], 0, 0
+    rows, behind, ahead, late, num = [], 0, 0, 0, 0
     for task, points in result.items("tasks"):
         for point in points:
             planned, best = point["exegpt"], point["best"]
@@ -58,6 +59,9 @@ def bounds(result: Result, link: str) -> str:
             most = max((best[p]["answers_per_s"] for p in policies if best.get(p)), default=0.0)
             num += 1
             behind += most > (planned["answers_per_s"] if planned else 0.0)
+            is_late = bool(planned and planned["p99_s"] > (point["bound_s"] or math.inf))
+            late += is_late
+            ahead += bool(planned and not is_late and planned["answers_per_s"] >= most)
     arguments = result.get("arguments")
     what = (
         f"Answers a second of {arguments['num_requests']} requests, lengths times "
@@ -66,7 +70,9 @@ def bounds(result: Result, link: str) -> str:
     )
     parts = [
         f"{caption(result, what, link)}\n\n{table(header, rows)}",
-        f"The plan is behind the best of the others under {behind} of {num} bounds.",
+        f"The plan is behind the best of the others under {behind} of {num} bounds. Its own p99 is "
+        f"over {late} of them; sizes of the others whose p99 is over the bound do not count. It is "
+        f"ahead, with its p99 within the bound, under {ahead}.",
     ]
     simulated = result.get("simulated")
     if "p99_s" in simulated:
@@ -76,6 +82,53 @@ def bounds(result: Result, link: str) -> str:
             f"configurations: throughput {answers['median']:.1%} off in the median and "
             f"{answers['most']:.1%} at most, p99 {p99['median']:.1%} and {p99['most']:.1%}."
         )
+    return "\n\n".join(parts)
+
+
+def measured(result: Result, link: str) -> str:
+    """Return schedules on devices, how far their simulations are off, and whether tokens agree."""
+    figures = {
+        "output_tokens_per_s": ("output tokens/s", ".1f"),
+        "p99_s": ("p99, s", ".2f"),
+        "first_token_p50_s": ("first token, s", ".2f"),
+    }
+    header = ["schedule", "devices"]
+    for heading, _ in figures.values():
+        header += [heading, "simulated"]
+    rows = []
+    for i, each in result.items("schedules"):
+        row = [each["schedule"], each["groups"]]
+        for key, (_, form) in figures.items():
+            spread = result.spread(("schedules", i, "measured"), key)
+            row += [shown(spread, form, link=link), f"{each['error'][key]:+.1%}"]
+        rows.append(row)
+    arguments = result.get("arguments")
+    what = (
+        f"{arguments['num_requests']} requests that all wait from the start, random weights of "
+        f"{arguments['model']}; the error of the simulation beside each figure"
+    )
+    parts = [f"{caption(result, what, link)}\n\n{table(header, rows)}"]
+    if rows:
+        errors = result.get("errors")
+        throughput, p99 = errors["output_tokens_per_s"], errors["p99_s"]
+        parts.append(
+            f"Throughput is {throughput['median']:.1%} off in the median and "
+            f"{throughput['most']:.1%} at most, p99 from admission to end {p99['median']:.1%} and "
+            f"{p99['most']:.1%}. In both, {result.get('num_within_5%')} of {len(rows)} schedules "
+            f"are within 5%, and {result.get('num_within_10%')} within 10%."
+        )
+    named = [
+        f"{each['schedule']} on {each['groups']}"
+        for _, each in result.items("schedules")
+        if not each["tokens_agree"]
+    ]
+    named += [each["policy"] for _, each in result.items("policies") if not each["tokens_agree"]]
+    others = ", ".join(name(each["policy"]) for _, each in result.items("policies"))
+    parts.append(
+        f"The tokens of {', '.join(named)} differ from those of the first policy ({others})."
+        if named
+        else f"All schedules give the same tokens, which are those of {others} on one device."
+    )
     return "\n\n".join(parts)
 
 

@@ -198,6 +198,32 @@ def simulate(result: Result, link: str) -> str:
     return f"{caption(result, 'Measured and simulated', link)}\n\n{table(header, rows)}"
 
 
+def invariance(result: Result, link: str) -> str:
+    """Return the pairs that were compared, how steps were cut in them, and what differed."""
+    rows = []
+    for way, _ in result.items("ways"):
+        names = ("num_pairs", "num_different", "num_preemptions", "num_pages_in", "num_prefix_hit")
+        numbers = [result.number("ways", way, each) for each in names]
+        rows.append(
+            [way, linked(numbers[0], ",.0f", link), *(f"{each:,.0f}" for each in numbers[1:])]
+        )
+    rates = {
+        mode: shown(result.spread(("cost", mode), "tokens_per_s"), ".0f")
+        for mode in ("deterministic", "ordinary")
+    }
+    what = (
+        f"{result.number('num_requests'):.0f} {result.get('arguments')['workload']} requests, "
+        f"{result.get('arguments')['model']}, in random batches"
+    )
+    header = ("steps", "pairs", "different", "preempted", "pages restored", "cached tokens")
+    scored = (
+        f"`rt.score` differs in {result.number('scores', 'num_different'):.0f} of "
+        f"{result.number('scores', 'num_answers'):.0f} answers. Output tokens a second: "
+        f"{rates['deterministic']} with `deterministic=True`, {rates['ordinary']} without."
+    )
+    return _with(f"{caption(result, what, link)}\n\n{table(header, rows)}", scored)
+
+
 def _shown(spread: Spread | None, form: str, unit: str = "") -> str:
     return "" if spread is None else shown(spread, form, unit)
 

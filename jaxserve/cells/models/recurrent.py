@@ -18,6 +18,7 @@ from jaxtyping import Array, Int32
 
 from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.steps.sampling.largest import argmax
 from pallas_kernels import Product, RowsAt, gated_cell, matmul
 from pallas_kernels.gated_cell import rows_at
 
@@ -25,19 +26,34 @@ from pallas_kernels.gated_cell import rows_at
 Batch: TypeAlias = "jax.Array | RowsAt"
 
 
-class Step(Protocol):
-    """One step of a recurrent network.
+class Recurrent(Protocol):
+    """A module with states [batch, hidden_size], which are inputs and outputs."""
 
-    It is called with `x` [batch, input_size] and each of its states [batch, hidden_size] by name.
-    """
-
-    input_size: int
-    hidden_size: int
+    @property
+    def hidden_size(self) -> int: ...
 
     @property
     def state(self) -> tuple[str, ...]:
-        """The names of its states, which are inputs and outputs; the first is `h`."""
+        """The names of its states; the first is `h`."""
         ...
+
+
+class Step(Recurrent, Protocol):
+    """One step of a recurrent network.
+
+    It is called with `x` [batch, input_size] and each of its states by name.
+    """
+
+    input_size: int
+
+    def __call__(self, *args: Any, **named: Any) -> dict[str, jax.Array]: ...
+
+
+class Reader(Recurrent, Protocol):
+    """A step that takes `token` [batch] and its states: `Embedded`, or a `FoldedLSTM`."""
+
+    @property
+    def vocab_size(self) -> int: ...
 
     def __call__(self, *args: Any, **named: Any) -> dict[str, jax.Array]: ...
 
@@ -152,6 +168,14 @@ class Embedded(nnx.Module):
         shape = (vocab_size, step.input_size)
         self.table = nnx.Param(jax.random.normal(rngs.params(), shape))
 
+    @property
+    def hidden_size(self) -> int:
+        return self.step.hidden_size
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        return self.step.state
+
     def __call__(self, token: Int32[Array, " batch"], **state: Batch) -> dict[str, jax.Array]:
         return self.step(RowsAt(self.table[...], token), **state)
 
@@ -166,27 +190,27 @@ class Predicting(nnx.Module):
       kernel: [hidden_size, vocab_size]; bias: [vocab_size].
     """
 
-    def __init__(self, embedded: Embedded, *, rngs: nnx.Rngs):
+    def __init__(self, embedded: Reader, *, rngs: nnx.Rngs):
         self.embedded = embedded
-        hidden_size, vocab_size = embedded.step.hidden_size, embedded.vocab_size
+        hidden_size, vocab_size = embedded.hidden_size, embedded.vocab_size
         self.kernel = uniform(rngs, (hidden_size, vocab_size), hidden_size)
         self.bias = uniform(rngs, (vocab_size,), hidden_size)
 
     def __call__(self, token: Int32[Array, " batch"], **state: Batch) -> dict[str, jax.Array]:
         found = self.embedded(token, **state)
         logits = matmul(found["h"], self.kernel[...]) + self.bias[...]
-        return {**found, "token": jnp.argmax(logits, axis=-1).astype(jnp.int32)}
+        return {**found, "token": argmax(logits)[0]}
 
 
-def token_inputs(step: Step) -> dict[str, ValueSpec]:
-    """Return the inputs of a cell of `Embedded` or `Predicting`: the token and the states."""
-    return {"token": ValueSpec((), jnp.dtype(jnp.int32)), **state_inputs(step)}
+def token_inputs(module: Recurrent) -> dict[str, ValueSpec]:
+    """Return the inputs of a cell of a `Reader` or `Predicting`: the token and the states."""
+    return {"token": ValueSpec((), jnp.dtype(jnp.int32)), **state_inputs(module)}
 
 
-def state_inputs(step: Step) -> dict[str, ValueSpec]:
-    """Return the states of a step as inputs of a cell."""
-    spec = ValueSpec((step.hidden_size,), jnp.dtype(jnp.float32))
-    return dict.fromkeys(step.state, spec)
+def state_inputs(module: Recurrent) -> dict[str, ValueSpec]:
+    """Return the states of a module as inputs of a cell."""
+    spec = ValueSpec((module.hidden_size,), jnp.dtype(jnp.float32))
+    return dict.fromkeys(module.state, spec)
 
 
 def uniform(rngs: nnx.Rngs, shape: tuple[int, ...], hidden_size: int) -> nnx.Param:

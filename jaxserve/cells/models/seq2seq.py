@@ -13,7 +13,7 @@ from jaxserve.cells.base import BATCH_SIZES
 from jaxserve.cells.cell import Cell, Repeat
 from jaxserve.cells.graph import Graph
 from jaxserve.cells.models.bundle import CellModel
-from jaxserve.cells.models.recurrent import Embedded, Predicting, token_inputs
+from jaxserve.cells.models.recurrent import Predicting, Reader, token_inputs
 from jaxserve.cells.models.sequence import read, token_cell
 from jaxserve.core.errors import InvalidConfigError
 
@@ -36,7 +36,7 @@ class Decoding:
 
 
 def seq2seq_model(
-    encoder: Embedded,
+    encoder: Reader,
     decoder: Predicting,
     decoding: Decoding,
     *,
@@ -52,10 +52,10 @@ def seq2seq_model(
     Raises:
       InvalidConfigError: encoder and decoder have other states, or of other sizes.
     """
-    step, other = encoder.step, decoder.embedded.step
-    if (step.state, step.hidden_size) != (other.state, other.hidden_size):
+    other = decoder.embedded
+    if (encoder.state, encoder.hidden_size) != (other.state, other.hidden_size):
         raise InvalidConfigError(
-            f"the encoder has the states {step.state} of {step.hidden_size} values, and the "
+            f"the encoder has the states {encoder.state} of {encoder.hidden_size} values, and the "
             f"decoder {other.state} of {other.hidden_size}; pass modules with equal states"
         )
     encode = token_cell(encoder, name="encoder", batch_sizes=encoder_batch_sizes)
@@ -72,7 +72,7 @@ def seq2seq_model(
 
     def unfold(tokens: Sequence[int]) -> Graph:
         node = read(encode, encoder, tokens)
-        states = {name: node[name] for name in step.state}
+        states = {name: node[name] for name in encoder.state}
         answer = decode(token=decoding.go, max_steps=decoding.max_steps(len(tokens)), **states)
         return Graph(outputs={"token": answer.steps("token")})
 

@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxserve.cells.models.recurrent import GRU, LSTM, Embedded, Predicting, Stacked, Step
+from jaxserve.cells.models.recurrent import (
+    GRU,
+    LSTM,
+    Embedded,
+    Predicting,
+    Reader,
+    Stacked,
+    Step,
+)
 from jaxserve.cells.models.tree_lstm import Internal, Leaf
 from jaxserve.core.errors import CheckpointError
 
@@ -61,7 +69,7 @@ def embedded_from_torch(step: Step, tensors: _Tensors, prefix: str) -> Embedded:
     return _filled(lambda rngs: Embedded(step, table.shape[0], rngs=rngs), table=table)
 
 
-def predicting_from_torch(embedded: Embedded, tensors: _Tensors, prefix: str) -> Predicting:
+def predicting_from_torch(embedded: Reader, tensors: _Tensors, prefix: str) -> Predicting:
     """Return a decoder's step before the `torch.nn.Linear` under the prefix, its projection.
 
     Raises:
@@ -69,7 +77,7 @@ def predicting_from_torch(embedded: Embedded, tensors: _Tensors, prefix: str) ->
     """
     reader = _Reader(tensors, prefix)
     size = embedded.vocab_size
-    weight = reader.matrix("weight", rows=size, columns=embedded.step.hidden_size)
+    weight = reader.matrix("weight", rows=size, columns=embedded.hidden_size)
     bias = reader.vector("bias", size=size)
     reader.check()
     return _filled(lambda rngs: Predicting(embedded, rngs=rngs), kernel=weight.T, bias=bias)

@@ -7,7 +7,7 @@ trees there, words are at the leaves only, and internal cells have no `x`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias, final
+from typing import Any, Protocol, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -75,21 +75,35 @@ class Internal(nnx.Module):
         return {"h": h, "c": c}
 
 
+class LeafCell(Protocol):
+    """A module that takes a token and returns h and c: a `Leaf`, or a `FoldedLeaf`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def __call__(self, *args: Any, **named: Any) -> dict[str, jax.Array]: ...
+
+
 def tree_lstm_model(
-    leaf: Leaf,
+    leaf: LeafCell,
     internal: Internal,
     *,
     leaf_batch_sizes: Sequence[int] = BATCH_SIZES,
     internal_batch_sizes: Sequence[int] = BATCH_SIZES,
+    returns: Sequence[str] = ("h", "c"),
 ) -> CellModel:
     """Return a model whose inputs are `Tree`s, and whose results have the root's states.
 
     Internal cells have priority over leaves (thesis, 2.4.3).
+
+    Args:
+      returns: the states that results have.
     """
     token = {"token": ValueSpec((), jnp.dtype(jnp.int32))}
     states = ("left_h", "left_c", "right_h", "right_c")
     spec = ValueSpec((internal.hidden_size,), jnp.dtype(jnp.float32))
-    leaf_cell = Cell(leaf, token, name="leaf", batch_sizes=leaf_batch_sizes, takes_rows=True)
+    given: Any = leaf
+    leaf_cell = Cell(given, token, name="leaf", batch_sizes=leaf_batch_sizes, takes_rows=True)
     internal_cell = Cell(
         internal,
         dict.fromkeys(states, spec),
@@ -108,6 +122,6 @@ def tree_lstm_model(
             left={"left_h": "h", "left_c": "c"},
             right={"right_h": "h", "right_c": "c"},
         )
-        return Graph(outputs={"h": root["h"], "c": root["c"]})
+        return Graph(outputs={state: root[state] for state in returns})
 
     return CellModel((leaf_cell, internal_cell), unfold)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.policies.graph_batches import (
     Buckets,
     GraphBatchScheduler,
@@ -40,6 +41,9 @@ class IdenticalGraphs:
     def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> GraphBatchScheduler:
         most = min(type.max_batch for type in types)
         max_graphs = most if self.max_graphs is None else min(self.max_graphs, most)
-        # Graphs of one structure are one object.
-        waiting = Buckets(lambda graph: graph, max_graphs, is_round_robin=False)
+        waiting = Buckets(_structure_of, max_graphs, is_round_robin=False)
         return GraphBatchScheduler(types, num_workers, waiting, by_position)
+
+
+def _structure_of(graph: CellGraph) -> Hashable:
+    return graph.types, graph.predecessors

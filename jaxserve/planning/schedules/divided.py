@@ -62,6 +62,7 @@ class DividedPlanner(SchedulePlanner):
     Attributes:
       options: returns the divisions, the present one first.
       config: returns the present configuration.
+      num_moves: returns how many moves there were.
       max_pause_s: the longest pause that a move may be expected to take.
     """
 
@@ -69,6 +70,7 @@ class DividedPlanner(SchedulePlanner):
 
     options: Callable[[], Sequence[DivisionOption]]
     config: Callable[[], EngineConfig]
+    num_moves: Callable[[], int]
     max_pause_s: float
 
     @property
@@ -76,7 +78,9 @@ class DividedPlanner(SchedulePlanner):
         return self.config().max_slots
 
     def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> DividedSpace:
-        config, options = self.config(), self.options()
+        # First, so that a move meanwhile makes the plan one that is not adopted.
+        num_moves = self.num_moves()
+        options, config = self.options(), self.config()
         spaces = {}
         for option in options:
             own = replace(config, num_pages=option.num_pages)
@@ -86,6 +90,7 @@ class DividedPlanner(SchedulePlanner):
             spaces=spaces,
             options={option.division: option for option in options},
             max_pause_s=self.max_pause_s,
+            num_moves=num_moves,
         )
 
     def _chosen(self, space: DividedSpace, bounds: LatencyBounds) -> Schedule | None:
@@ -97,7 +102,7 @@ class DividedPlanner(SchedulePlanner):
     def _finished(self, plan: Plan, space: DividedSpace) -> Plan:
         keeps = plan.keeps_bounds
         judged = space.chosen(plan.bounds) if keeps else space.nearest_to(plan.bounds)
-        return replace(plan, move=judged[1])
+        return replace(plan, move=judged[1], num_moves=space.num_moves)
 
 
 @final
@@ -109,11 +114,13 @@ class DividedSpace:
       spaces: the schedules by division, those of the present division first.
       options: what is known of each division.
       max_pause_s: see `DividedPlanner`.
+      num_moves: how many moves there were before.
     """
 
     spaces: Mapping[Division, ScheduleSpace]
     options: Mapping[Division, DivisionOption]
     max_pause_s: float
+    num_moves: int
 
     @property
     def present(self) -> Division:

@@ -40,6 +40,7 @@ class WAAPlanner(SchedulePlanner):
     the rate (section 4.1 of ExeGPT). An answer of the percentile length takes from its admission:
     the encode step in flight, as far as the group is busy, and its own; the handover, which begins
     behind another encode step in flight; two decode steps; and its iterations, in whole steps.
+    Both groups are taken to compute all the time, each beside the other.
 
     Attributes:
       times: measured step times of both groups.
@@ -88,10 +89,10 @@ class _Grid:
         level = np.arange(1, most + 1, dtype=np.float64)[None, None, :]
         host_s = _host_s(times)
 
-        encode_s = _encode_s(times, lengths, batch)
+        encode_s = times.beside[0] * _encode_s(times, lengths, batch)
         pages = batch * np.ceil(lengths.inputs.mean / config.page_size)
         link_s = times.handover_s + pages * times.page_s
-        iteration_s = _iteration_s(times, lengths, steps, config.max_slots)
+        iteration_s = times.beside[1] * _iteration_s(times, lengths, steps, config.max_slots)
         step_s = np.maximum(np.array(steps)[:, None] * iteration_s, host_s)
         low, high = level * (1 - THRESHOLD), level * (1 + THRESHOLD)
         longest_s, mean_s, running = _between(step_s, low, high)

@@ -105,6 +105,8 @@ class Plan:
       lowest: the lowest seconds that some schedule reaches, by name of the bound, if no schedule
         keeps the bounds; empty if this one does.
       move: of devices between two groups; None if the present division is the best.
+      num_moves: moves of the runtime's devices before the plan was made. After another move it is
+        not adopted.
     """
 
     schedule: Schedule
@@ -122,6 +124,7 @@ class Plan:
     estimate: str = CLOSED_FORM
     lowest: dict[str, float] = field(default_factory=dict)
     move: Move | None = None
+    num_moves: int = 0
 
     @property
     def latency_bound_s(self) -> float:

@@ -72,7 +72,8 @@ class ExpectedPeak:
         self._use = MemoryUse(np.zeros(0), np.zeros(0))
         # What was asked for last: a sequence, and its use up to `_longest`.
         self._asked: tuple[Sequence, MemoryUse] | None = None
-        self.advanced()
+        # Pages of `_sequences`; None before they are counted.
+        self._num_reserved: int | None = None
 
     def pages(self, sequence: Sequence) -> int:
         """See `Headroom`."""
@@ -83,6 +84,8 @@ class ExpectedPeak:
         own = self._use_of(sequence)
         self._asked = sequence, own
         peak = self._use.plus(own).peak(self._margin)
+        if self._num_reserved is None:
+            self._num_reserved = sum(each.kv.table.reservation for each in self._sequences)
         now = self._num_reserved + sequence.kv.table.pages_for(sequence.planned_length + 1)
         return max(0, math.ceil(peak / self._page_size) - now)
 
@@ -90,7 +93,8 @@ class ExpectedPeak:
         """See `Headroom`."""
         self._watermark.admitted(sequence)
         self._sequences.append(sequence)
-        self._num_reserved += sequence.kv.table.reservation
+        if self._num_reserved is not None:
+            self._num_reserved += sequence.kv.table.reservation
         self._has_estimates = self._has_estimates or self._lengths.estimate(sequence) is not None
         if self._asked is not None and self._asked[0] is sequence:
             self._use = self._use.plus(self._asked[1])
@@ -99,8 +103,7 @@ class ExpectedPeak:
 
     def advanced(self) -> None:
         """See `Headroom`. What they will need is computed anew from their new lengths."""
-        self._num_reserved = sum(each.kv.table.reservation for each in self._sequences)
-        self._longest, self._asked = 0.0, None
+        self._num_reserved, self._longest, self._asked = None, 0.0, None
 
     def _use_of(self, sequence: Sequence) -> MemoryUse:
         """Return the memory that a sequence will need, up to the end of the last of all."""

@@ -12,7 +12,7 @@ def decode_iterations(step: StepBuilder) -> int:
     quarter where nothing is known of lengths. The loop is cut at the first length limit anyway.
     """
     most = step.config.max_decode_iterations
-    if not step.waiting:
+    if not step.has_waiting:
         return most
     ends = step.expected_ends(most)
     if ends is None:

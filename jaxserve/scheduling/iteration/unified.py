@@ -55,8 +55,8 @@ class Unified:
 
     def select(self, step: StepBuilder, state: None) -> None:
         self._make_way(step)
-        admissible = step.first_admissible(only_bounded=self._is_at_limit(step))
-        if not step.prefilling and admissible is None:
+        # Only looked for where it matters: that may cost a forecast of all that run.
+        if not step.prefilling and not step.first_admissible(only_bounded=self._is_at_limit(step)):
             step.add_decode_loop(decode_iterations(step))
             return
         step.add_decoding()
@@ -66,6 +66,8 @@ class Unified:
         while budget and (sequence := step.admit(only_bounded=self._is_at_limit(step))):
             budget -= self._add_chunk(step, sequence, budget)
             self._make_way(step)
+        if not budget:
+            step.fetch_next()
 
     def _make_way(self, step: StepBuilder) -> None:
         if self.makes_way:

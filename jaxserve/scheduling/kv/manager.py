@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import final
@@ -17,6 +17,7 @@ from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.relocation import Moves, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
 from jaxserve.scheduling.kv.costs import SwapCosts, copy_s, page_cost
+from jaxserve.scheduling.kv.identity import WeightsIdentity
 from jaxserve.scheduling.kv.integrity import check_integrity
 from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager, keys_of
 from jaxserve.scheduling.kv.sequence_kv import SequenceKV
@@ -75,25 +76,22 @@ class KVManager:
         self._values = PageValues(
             config.page_size, retention.eviction, page_cost(config, costs), now, copy_s(costs)
         )
+        self._weights = WeightsIdentity(host_memory, has_disk=disk is not None)
         self._cache = PageCache(
-            config.num_pages,
-            self._host if retention.uses_host else None,
-            self._values,
+            *(config.num_pages, self._host if retention.uses_host else None, self._values),
             disk=disk,
             host_memory=host_memory,
-            identity=self._fingerprint(),
+            identity=self._weights.of_cache(),
             max_pages_out=config.max_pages_out,
         )
         self._retrieval = Retrieval(self._cache, now, on_arrival)
         self._prefixes = PrefixCacheManager(
-            self._cache,
-            self._values,
-            self._retrieval,
+            *(self._cache, self._values, self._retrieval),
             page_size=config.page_size,
             keeps_pages=retention.keeps_pages,
             now=now,
         )
-        self.transfer = PageTransfer(self._cache, host_memory, self._keys_of, now)
+        self.transfer = PageTransfer(self._cache, host_memory, self._weights, self._keys_of, now)
 
     # ---- what there is ----
 
@@ -261,7 +259,7 @@ class KVManager:
             kv.num_computed = 0
         self._swap_space.drop(sequence)
         if not keeps_output:
-            kv.keys = kv.keys.anew()
+            kv.forget_tokens()
 
     # ---- the next plan ----
 
@@ -342,16 +340,26 @@ class KVManager:
         self._swap_space.decide_by(costs)
         self._values.copy_by(copy_s(costs))
 
+    def weights_changed(self, version: int, sequences: Iterable[Sequence]) -> None:
+        """Evict all cached pages; no key of the former weights is a key from here on.
+
+        Args:
+          sequences: all that run or wait. What they have computed is not cached any more.
+        """
+        self._weights.change(version)
+        for sequence in sequences:
+            sequence.kv.weights_changed()
+        self.clear()
+
     def clear(self, suffix: bytes = b"") -> None:
-        """Evict all cached pages: other weights compute other contents.
+        """Evict all cached pages.
 
         Args:
           suffix: distinguishes what is computed from here on from what the disk has of the same
             weights; empty to go on finding that.
         """
         self._retrieval.clear()
-        self.transfer.weights_changed()
-        self._cache.clear(self._fingerprint() + suffix)
+        self._cache.clear(self._weights.of_cache() + suffix)
 
     def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:
         """Evict full pages of a context, by index, that lie on the device and in no sequence."""
@@ -379,21 +387,12 @@ class KVManager:
         if self._disk is not None:
             self._disk.close()
 
-    def _fingerprint(self) -> bytes:
-        """Of the weights; without a disk no other run can have computed what is cached."""
-        if self._disk is None or self._host_memory is None:
-            return b""
-        return self._host_memory.fingerprint()
-
     def _keys_of(self, tokens: Seq[int]) -> Seq[bytes]:
         return keys_of(tokens, self.config, self._cache.identity)
 
     # ---- invariants ----
 
-    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError when pages, reservations or host pages do not add up.
-
-        Args:
-          sequences: all that have not ended.
-        """
+    def check_integrity(self, sequences: Collection[Sequence]) -> None:
+        """Raise AssertionError unless pages and reservations of unfinished sequences add up."""
         check_integrity(self._cache, self._host, self.config.page_size, sequences)
+        self._prefixes.check_integrity(sequences)

@@ -96,10 +96,24 @@ class PrefixCacheManager:
         if found is not None and found.num_keys == num_keys and not sequence.request.num_encoded:
             if found.num_pages + pool.num_gained - found.num_gained < num_pages:
                 return False
-        device_pages = [cached.device_page for cached in self._find(sequence)]
-        count = sum(page is not None and pool.refcount(page) > 0 for page in device_pages)
+        count = self._num_owned(sequence)
         kv.shared = SharedPages(num_keys, count, pool.num_gained)
         return count >= num_pages
+
+    def _num_owned(self, sequence: Sequence) -> int:
+        """Return how many cached pages of a waiting sequence others own."""
+        pages = [cached.device_page for cached in self._find(sequence)]
+        return sum(page is not None and self._cache.pool.refcount(page) > 0 for page in pages)
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raise AssertionError if `shares` remembers too few pages of a waiting sequence."""
+        for sequence in sequences:
+            found = sequence.kv.shared
+            if sequence.phase is not Phase.WAITING or found is None or not self._keeps:
+                continue
+            if found.num_keys == self._num_to_find(sequence) and not sequence.request.num_encoded:
+                most = found.num_pages + self._cache.pool.num_gained - found.num_gained
+                assert self._num_owned(sequence) <= most, "more pages are shared than remembered"
 
     def awaits_disk(self, sequence: Sequence) -> bool:
         """Whether pages of a waiting sequence are still to come from the disk; asks for them."""
@@ -157,6 +171,7 @@ class PrefixCacheManager:
         if not found.issuperset(encoded):
             found.difference_update(encoded)  # it is computed as a whole, to the same values
         kv.begin_with(found, self._page_size)
+        kv.is_mixed = False
         if self._keeps:
             self.num_hit_on_disk += len(came & loaded) * self._page_size
             self._count(sequence, len(found), len(came - loaded))
@@ -179,7 +194,7 @@ class PrefixCacheManager:
 
     def _pages_of_primary(self, sequence: Sequence) -> dict[int, int]:
         primary = sequence.primary
-        if primary is None or primary.phase is not Phase.RUNNING:
+        if primary is None or primary.phase is not Phase.RUNNING or primary.kv.is_mixed:
             return {}
         table = primary.kv.table
         count = min(num_shareable(sequence, self._page_size), table.num_pages)
@@ -205,7 +220,7 @@ class PrefixCacheManager:
 
     def computed(self, sequence: Sequence) -> None:
         """Cache the full pages of the prompt as far as a plan computes them."""
-        if self._keeps:
+        if self._keeps and not sequence.kv.is_mixed:
             self._add(sequence, min(sequence.kv.num_computed, sequence.prompt_length))
 
     def _add(self, sequence: Sequence, num_tokens: int) -> None:
@@ -232,20 +247,15 @@ class PrefixCacheManager:
     # ---- sequences that go ----
 
     def leave(self, sequence: Sequence) -> None:
-        """Cache the full pages of a sequence whose table is closed next.
+        """Cache the full pages of a sequence whose table is closed next, unless it is mixed.
 
         Those whose tokens are in flight have no name until `read`.
         """
         kv = sequence.kv
         if not self._keeps or not kv.table.num_pages:
             return
-        # The newest token has no KV unless it was computed as a part of the prompt.
-        known = max(sequence.prompt_length, sequence.num_known - 1)
-        self._add(sequence, min(kv.num_computed, known))
-        if sequence.num_in_flight and sequence.phase is not Phase.FINISHED:
-            full = kv.num_computed // self._page_size
-            unnamed = range(kv.num_cached, full)
-            kv.unnamed += [self._add_page(sequence, i, None) for i in unnamed]
+        if not kv.is_mixed:
+            self._add_all(sequence)
         assert kv.branch is not None
         kv.branch.rest(self._now())
         for device_page in kv.table.pages:
@@ -253,6 +263,16 @@ class PrefixCacheManager:
             if page is not None:
                 page.join(kv.branch)
         kv.num_cached = 0
+
+    def _add_all(self, sequence: Sequence) -> None:
+        kv = sequence.kv
+        # The newest token has no KV unless it was computed as a part of the prompt.
+        known = max(sequence.prompt_length, sequence.num_known - 1)
+        self._add(sequence, min(kv.num_computed, known))
+        if sequence.num_in_flight and sequence.phase is not Phase.FINISHED:
+            full = kv.num_computed // self._page_size
+            unnamed = range(kv.num_cached, full)
+            kv.unnamed += [self._add_page(sequence, i, None) for i in unnamed]
 
     def read(self, sequence: Sequence) -> None:
         """Name the pages that a sequence left, as far as they are right.

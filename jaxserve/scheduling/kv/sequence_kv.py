@@ -46,6 +46,7 @@ class SequenceKV:
       unnamed: pages in the prefix cache whose last tokens have not been read yet.
       prefetched: indices of pages that came to the device while the sequence waited.
       shared: what others were found to own; None before it was looked up.
+      is_mixed: whether former weights computed some of its KV, so that no other may find it.
     """
 
     table: PageTable
@@ -61,6 +62,16 @@ class SequenceKV:
     unnamed: list[CachedPage] = field(default_factory=list)
     prefetched: set[int] = field(default_factory=set)
     shared: SharedPages | None = None
+    is_mixed: bool = False
+
+    def weights_changed(self) -> None:
+        """Take note that other weights compute what follows."""
+        self.is_mixed = bool(self.table.num_pages or self.host_pages)
+
+    @property
+    def num_reserved_left(self) -> int:
+        """Tokens for which the reservation still has room."""
+        return self.table.num_reserved_tokens - self.num_computed
 
     def begin_with(self, cached: Collection[int], page_size: int) -> None:
         """Take exactly these pages, by their index in the table, as computed."""
@@ -97,6 +108,11 @@ class SequenceKV:
         if self.ahead:
             self.ahead = [span for span in self.ahead if span[0] >= end]
             self._pass_what_is_ahead()
+
+    def forget_tokens(self) -> None:
+        """Begin anew with the prompt alone; other tokens may follow it."""
+        self.keys = self.keys.anew()
+        self.shared = None
 
     def close(self) -> None:
         """Give back all pages and the reservation."""

@@ -10,6 +10,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.memory.cached_page import Branch
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_cache import PageCache
+from jaxserve.scheduling.kv.identity import WeightsIdentity
 from jaxserve.scheduling.plan import PageCopies
 
 
@@ -17,7 +18,7 @@ class KVPages(NamedTuple):
     """KV of consecutive full pages of a context, by default the leading ones.
 
     Attributes:
-      identity: of the model, its weights and its pages; empty without host memory.
+      identity: of the model, its weights, their version and its pages.
       pages: contents of each page, in the order of the context.
     """
 
@@ -36,6 +37,7 @@ class PageTransfer:
     Args:
       host_memory: the contents of host pages; None without host pages, and then nothing is sent or
         taken.
+      weights: tells whether pages are of the same weights.
       keys_of: returns the keys of the full pages of a context.
       now: the clock.
     """
@@ -44,6 +46,7 @@ class PageTransfer:
         self,
         cache: PageCache,
         host_memory: HostMemory | None,
+        weights: WeightsIdentity,
         keys_of: Callable[[Seq[int]], Seq[bytes]],
         now: Callable[[], float],
     ):
@@ -51,11 +54,7 @@ class PageTransfer:
         self._host_memory = host_memory
         self._keys_of = keys_of
         self._now = now
-        self._identity: bytes | None = None
-
-    def weights_changed(self) -> None:
-        """Take note that the weights may be others from here on."""
-        self._identity = None
+        self._weights = weights
 
     def copy_to_host(self, tokens: Seq[int], first: int = 0) -> None:
         """Have the next plan copy full pages of a context, as far as they are cached.
@@ -89,7 +88,7 @@ class PageTransfer:
             if self._cache.awaits_copy(page) or page.host_page in on_the_way:
                 break
             contents.append(self._host_memory.read_host_page(page.host_page))
-        return KVPages(self._own_identity(), contents)
+        return KVPages(self._weights.of_every_run(), contents)
 
     def load(self, tokens: Seq[int], kv: KVPages) -> int:
         """Cache the leading full pages of a context on the host; return how many it has room for.
@@ -109,11 +108,13 @@ class PageTransfer:
                 f"KV pages of {others[0]} bytes are not allowed; those of this runtime have "
                 f"{wanted}. Send KV only between runtimes of the same model and options"
             )
-        if kv.identity != self._own_identity():
+        own = self._weights.of_every_run()
+        if kv.identity != own:
             raise InvalidConfigError(
                 f"KV of the identity {kv.identity.hex()!r} is not allowed; that of this runtime's "
-                f"model and weights is {self._own_identity().hex()!r}. Send KV only between "
-                "runtimes with the same weights, and export it again after an update of them"
+                f"model and weights is {own.hex()!r}. Send KV only between "
+                "runtimes with the same weights in the same version, and export it again after an "
+                "update of them"
             )
         branch = Branch(self._now())
         # No more than fit, so that the last ones do not evict the first ones.
@@ -123,9 +124,3 @@ class PageTransfer:
             if not self._cache.load(index, key, content, branch):
                 return index
         return len(fitting)
-
-    def _own_identity(self) -> bytes:
-        """Return the fingerprint of the weights, which is read once: it looks at all of them."""
-        if self._identity is None:
-            self._identity = b"" if self._host_memory is None else self._host_memory.fingerprint()
-        return self._identity

@@ -61,9 +61,10 @@ class Forecast:
         """Return P(still running after `times` more tokens) [sequences, times]."""
         alive = self._lengths.survival(self._elapsed, times)
         # A sequence that is longer than every bucket is taken to go on to its limit.
-        is_over = self._elapsed >= self._lengths.buckets.max_length
-        alive = np.where(is_over[:, None] | (times <= 0.0), 1.0, alive)
-        return alive * (times < np.maximum(self._left, 1)[:, None])
+        alive[self._elapsed >= self._lengths.buckets.max_length] = 1.0
+        alive[:, times <= 0.0] = 1.0
+        alive *= times < np.maximum(self._left, 1)[:, None]
+        return alive
 
     def expected_ends(self, times: np.ndarray) -> np.ndarray:
         """Return the mean number of sequences that end within `times` more tokens [times]."""
@@ -87,7 +88,7 @@ class Forecast:
         """
         # Closer together at first, while most of the sequences still run.
         times = np.linspace(0.0, 1.0, _NUM_TIMES) ** 2 * longest
-        alive = self.survival(times)
         tokens = held[:, None] + times
-        used = alive * tokens
-        return MemoryUse(used.sum(0), (used * tokens * (1.0 - alive)).sum(0))
+        used = self.survival(times)
+        used *= tokens
+        return MemoryUse(used.sum(0), np.einsum("st,st->t", used, tokens - used))

@@ -17,5 +17,5 @@ class LastInOrder:
 
     keeps_state: bool = False
 
-    def victim(self, candidates: Seq[Sequence], lengths: LengthTracker) -> Sequence:
-        return candidates[-1]
+    def ranked(self, candidates: Seq[Sequence], lengths: LengthTracker) -> Seq[Sequence]:
+        return candidates[::-1]

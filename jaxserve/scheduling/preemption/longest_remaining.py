@@ -6,6 +6,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
+
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
 
@@ -21,11 +23,17 @@ class LongestRemaining:
 
     keeps_state: bool = True
 
-    def victim(self, candidates: Seq[Sequence], lengths: LengthTracker) -> Sequence:
-        candidates = [s for s in candidates if s.request.due_s is None] or candidates
-        forecast = lengths.forecast(candidates)
-        if forecast is None:
-            return candidates[-1]
-        remaining = forecast.expected_remaining()
-        # Of several with the same expectation, the last in order.
-        return candidates[len(candidates) - 1 - int(remaining[::-1].argmax())]
+    def ranked(self, candidates: Seq[Sequence], lengths: LengthTracker) -> Seq[Sequence]:
+        unbounded = [each for each in candidates if each.request.due_s is None]
+        bounded = [each for each in candidates if each.request.due_s is not None]
+        return [*_longest_first(unbounded, lengths), *_longest_first(bounded, lengths)]
+
+
+def _longest_first(sequences: Seq[Sequence], lengths: LengthTracker) -> Seq[Sequence]:
+    """Return the sequences by expectation; of those with the same one, the last in order first."""
+    last_first = sequences[::-1]
+    forecast = lengths.forecast(last_first)
+    if forecast is None:
+        return last_first
+    places = np.argsort(-forecast.expected_remaining(), kind="stable")
+    return [last_first[place] for place in places.tolist()]

@@ -250,8 +250,8 @@ let last = null; // [seconds, tokens] of the scrape before
 async function watch() {
   try {
     const text = await (await fetch("metrics")).text();
-    const value = (name) => {
-      const found = new RegExp(`^\\w+:${name}\\{.*\\} (\\S+)$`, "m").exec(text);
+    const value = (name, labels = "") => {
+      const found = new RegExp(`^\\w+:${name}\\{.*${labels}\\} (\\S+)$`, "m").exec(text);
       return found ? Number(found[1]) : NaN;
     };
     const put = (id, number, digits = 0, unit = "") => {
@@ -260,8 +260,16 @@ async function watch() {
     put("running", value("num_requests_running"));
     put("waiting", value("num_requests_waiting"));
     put("kv", 100 * value("kv_cache_usage_perc"), 1, " %");
-    const count = value("time_to_first_token_seconds_count");
-    put("first", 1000 * value("time_to_first_token_seconds_sum") / count, 0, " ms");
+    const pages = (tier, states) => {
+      const counts = states.map((state) => value("kv_pages", `state="${state}",tier="${tier}"`));
+      const told = states.map((state, i) => `${counts[i]} ${state}`).join(", ");
+      $(tier).textContent = counts.every(Number.isFinite) ? told : "–";
+    };
+    pages("device", ["owned", "reserved", "cached", "free"]);
+    pages("host", ["used", "free"]);
+    const mean = (name) => 1000 * value(`${name}_seconds_sum`) / value(`${name}_seconds_count`);
+    put("first", mean("time_to_first_token"), 0, " ms");
+    put("between", mean("inter_token_latency"), 1, " ms");
     const now = [performance.now() / 1000, value("computed_tokens_total")];
     if (last) put("rate", (now[1] - last[1]) / (now[0] - last[0]));
     last = now;

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxserve.steps.sampling.largest import top_k
+from pallas_kernels import log_sum_exp
 
 # Rows whose truncation ends within this many tokens need no search over the vocabulary.
 _NEAREST = 128
@@ -57,6 +58,14 @@ class RandomChoice:
         if self.least is None:
             return likelihood
         return jnp.where(likelihood >= self.least[:, None], likelihood, 0.0)
+
+    def logprob_of(self, token: Int32[Array, " rows"]) -> Float32[Array, " rows"]:
+        """Return the log-probability of one token a row, minus infinity for one that is out."""
+        is_kept = self.gap <= self.limit[:, None]
+        if self.least is not None:
+            is_kept &= jnp.exp(-self.gap) >= self.least[:, None]
+        kept = jnp.where(is_kept, -self.gap, -jnp.inf)
+        return jnp.take_along_axis(kept, token[:, None], axis=1)[:, 0] - log_sum_exp(kept)
 
     @property
     def likelihood(self) -> Float32[Array, "rows vocab"]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 from jaxserve.core.sampling_params import MAX_LOGPROBS
 from jaxserve.steps.sampling.largest import top_k
+from pallas_kernels import log_sum_exp
 
 
 def log_normalizer(logits: Float32[Array, "rows vocab"]) -> Float32[Array, " rows"]:
     """Return what to subtract from a row's logits to get log-probabilities."""
-    return jax.nn.logsumexp(logits, axis=-1)
+    return log_sum_exp(logits)
 
 
 def token_logprobs(

@@ -6,13 +6,22 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxserve.steps.sampling.logprobs import likeliest, log_normalizer, token_logprobs
 
-# The log-probability of a token; the ids of the likeliest tokens in its place; theirs.
+# The log-probability of a token before processors, and after them; the ids of the likeliest tokens
+# in its place; theirs, before processors.
 PromptLogprobs = tuple[
-    Float32[Array, " tokens"], Int32[Array, "tokens top"], Float32[Array, "tokens top"]
+    Float32[Array, " tokens"],
+    Float32[Array, " tokens"],
+    Int32[Array, "tokens top"],
+    Float32[Array, "tokens top"],
+]
+# (logits of some positions, their targets, the index of each) -> log-probabilities of the targets.
+Process = Callable[
+    [Float32[Array, "chunk vocab"], Int32[Array, " chunk"], Int32[Array, " chunk"]],
+    Float32[Array, " chunk"],
 ]
 
 
@@ -20,6 +29,8 @@ def prompt_logprobs(
     project: Callable[[Float[Array, "chunk hidden"]], Float32[Array, "chunk vocab"]],
     hidden: Float[Array, "tokens hidden"],
     targets: Int32[Array, " tokens"],
+    is_processed: Bool[Array, " tokens"],
+    process: Process,
     chunk: int = 64,
 ) -> PromptLogprobs:
     """Return the log-probability of each position's target, and the likeliest tokens there.
@@ -30,23 +41,27 @@ def prompt_logprobs(
       project: the model's head, from hidden states to logits.
       hidden: last hidden state of each position.
       targets: the token that follows each position.
+      is_processed: positions for which processors count.
+      process: called for chunks in which they do; elsewhere they change nothing.
       chunk: positions projected at once.
     """
     num_positions = targets.shape[0]
     extra = -num_positions % chunk
     hidden = jnp.pad(hidden, ((0, extra), (0, 0))).reshape(-1, chunk, hidden.shape[1])
-    targets = jnp.pad(targets, (0, extra)).reshape(-1, chunk)
+    index = jnp.minimum(jnp.arange(num_positions + extra), num_positions - 1).reshape(-1, chunk)
 
     def one_chunk(
         operands: tuple[Float[Array, "chunk hidden"], Int32[Array, " chunk"]],
-    ) -> tuple[Float32[Array, " chunk"], Int32[Array, "chunk top"], Float32[Array, "chunk top"]]:
-        logits = project(operands[0])
-        normalizer = log_normalizer(logits)
-        return (token_logprobs(logits, operands[1], normalizer), *likeliest(logits, normalizer))
+    ) -> PromptLogprobs:
+        logits, index = project(operands[0]), operands[1]
+        normalizer, target = log_normalizer(logits), targets[index]
+        logprob = token_logprobs(logits, target, normalizer)
+        processed = jax.lax.cond(
+            jnp.any(is_processed[index]),
+            lambda: jnp.where(is_processed[index], process(logits, target, index), logprob),
+            lambda: logprob,
+        )
+        return (logprob, processed, *likeliest(logits, normalizer))
 
-    logprob, top_ids, top_logprobs = jax.lax.map(one_chunk, (hidden, targets))
-    return (
-        logprob.reshape(-1)[:num_positions],
-        top_ids.reshape(-1, top_ids.shape[-1])[:num_positions],
-        top_logprobs.reshape(-1, top_logprobs.shape[-1])[:num_positions],
-    )
+    found = jax.lax.map(one_chunk, (hidden, index))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_positions], found)

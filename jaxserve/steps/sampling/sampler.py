@@ -40,7 +40,9 @@ class Sampled:
     left to choose from; such a row's other fields are zeros.
 
     Attributes:
-      logprob: None except in the FULL variant, like the two below.
+      logprob: None except in the FULL variant, like the three below.
+      processed_logprob: the log-probability in the distribution that random rows draw from, after
+        all processors. For greedy rows, after those that change logits.
       top_ids: the likeliest tokens.
       top_logprobs: -inf past the end of a smaller vocabulary.
     """
@@ -48,6 +50,7 @@ class Sampled:
     token: Int32[Array, " rows"]
     finite: Bool[Array, " rows"]
     logprob: Float32[Array, " rows"] | None = None
+    processed_logprob: Float32[Array, " rows"] | None = None
     top_ids: Int32[Array, "rows top"] | None = None
     top_logprobs: Float32[Array, "rows top"] | None = None
 
@@ -80,33 +83,20 @@ def sample(
       first: the first position that counts for penalties; None for the first of all.
     """
     token, largest = argmax(logits)
+    choice = None
     # A maximum may pass over a NaN; a sum never does.
     finite = jnp.isfinite(largest) & ~jnp.isnan(jnp.sum(logits, axis=-1))
     if variant is not Variant.GREEDY:
         slot = jnp.arange(length.shape[0]) if slot is None else slot
         rows = Rows(tokens, slot, length, sampling.prompt_length, sampling.stop_ids, first)
         active = _active(processors, sampling, step_arrays or {})
-        edited = _padded(logits)
-        editing = [
-            (processor, arrays)
-            for processor, arrays in active
-            if isinstance(processor, LogitsProcessor)
-            if variant is Variant.FULL or processor.step_arrays
-        ]
-        for processor, arrays in editing:
-            edited = processor.apply(edited, arrays, rows)
-        if editing:
-            token, largest = argmax(edited)
-            finite &= jnp.isfinite(largest)
-        choice = RandomChoice(largest[:, None] - edited, jnp.full_like(largest, jnp.inf))
-        for processor, arrays in active:
-            if isinstance(processor, ChoiceProcessor):
-                choice = processor.apply(choice, arrays, rows)
+        token, largest, choice = _processed(logits, (token, largest), rows, active, variant)
+        finite &= jnp.isfinite(largest)
         # Greedy rows are drawn too, and what is drawn is discarded.
         drawn = draw(choice, _random_bits(sampling.seed, length))
         token = jnp.where(sampling.is_random, drawn, token)
     token = jnp.where(finite, token, 0)
-    if variant is not Variant.FULL:
+    if variant is not Variant.FULL or choice is None:
         return Sampled(token, finite)
     normalizer = log_normalizer(logits)
     top_ids, top_logprobs = likeliest(logits, normalizer)
@@ -114,9 +104,56 @@ def sample(
         token=token,
         finite=finite,
         logprob=jnp.where(finite, token_logprobs(logits, token, normalizer), 0.0),
+        processed_logprob=jnp.where(finite, choice.logprob_of(token), 0.0),
         top_ids=jnp.where(finite[:, None], top_ids, 0),
         top_logprobs=jnp.where(finite[:, None], top_logprobs, 0.0),
     )
+
+
+def processed_logprobs(
+    logits: Float32[Array, "rows vocab"],
+    token: Int32[Array, " rows"],
+    sampling: SlotSampling,
+    rows: Rows,
+    processors: Sequence[Processor] = PROCESSORS,
+) -> Float32[Array, " rows"]:
+    """Return what `sample` reports as `processed_logprob` of rows that draw these tokens.
+
+    Processors with `step_arrays` are left out.
+    """
+    active = _active(processors, sampling, {})
+    return _processed(logits, argmax(logits), rows, active, Variant.FULL)[2].logprob_of(token)
+
+
+def _processed(
+    logits: Float32[Array, "rows vocab"],
+    before: tuple[Int32[Array, " rows"], Float32[Array, " rows"]],
+    rows: Rows,
+    active: Sequence[tuple[Processor, Arrays]],
+    variant: Variant,
+) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"], RandomChoice]:
+    """Return the likeliest tokens after all processors, their logits, and the choice of others.
+
+    Args:
+      before: the likeliest tokens, and their logits, before.
+    """
+    token, largest = before
+    edited = _padded(logits)
+    editing = [
+        (processor, arrays)
+        for processor, arrays in active
+        if isinstance(processor, LogitsProcessor)
+        if variant is Variant.FULL or processor.step_arrays
+    ]
+    for processor, arrays in editing:
+        edited = processor.apply(edited, arrays, rows)
+    if editing:
+        token, largest = argmax(edited)
+    choice = RandomChoice(largest[:, None] - edited, jnp.full_like(largest, jnp.inf))
+    for processor, arrays in active:
+        if isinstance(processor, ChoiceProcessor):
+            choice = processor.apply(choice, arrays, rows)
+    return token, largest, choice
 
 
 def _active(

@@ -63,7 +63,7 @@ def test_every_policy_batch_and_plan_is_run(capsys, tmp_path):
     arguments = [
         *("--model", str(path), "--tasks", "S", "--scale", "0.03", "--num-requests", "6"),
         *("--policies", "orca", "--batches", "2", "--repeats", "1", "--kv-memory", "2MB"),
-        *("--max-context", "512"),
+        *("--max-context", "512", "--known", "50"),
     ]
     assert main(arguments) == 0
     result = json.loads(capsys.readouterr().out)
@@ -88,11 +88,17 @@ def test_every_policy_batch_and_plan_is_run(capsys, tmp_path):
     assert len(result["simulated"]["configurations"]) == len(played)
 
 
-def test_a_spent_budget_ends_the_runs(capsys, tmp_path):
-    """With a budget of no time there are no runs, and the result says that it is not whole."""
+def test_a_spent_budget_ends_after_a_whole_round(capsys, tmp_path):
+    """Without time for a second round there is one, and the result says that it is not whole."""
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama", tokenizer=TOKENIZER)
-    arguments = ["--model", str(path), "--tasks", "S", "--budget-s", "0", "--repeats", "1"]
+    arguments = [
+        *("--model", str(path), "--tasks", "S", "--scale", "0.03", "--num-requests", "2"),
+        *("--policies", "orca", "--batches", "2", "--repeats", "2", "--kv-memory", "2MB"),
+        *("--max-context", "512", "--known", "20", "--no-simulation", "--budget-s", "0"),
+    ]
     assert main(arguments) == 0
     result = json.loads(capsys.readouterr().out)
-    assert not result["is_whole"] and result["runs"] == [] and result["tasks"] == {"S": []}
+    assert not result["is_whole"] and result["repeats"] == 1
+    runs = result["runs"]
+    assert len(runs) == 6 and {run["number"] for run in runs} == {0}

@@ -1,4 +1,4 @@
-"""Schedules on devices beside their simulation, end to end on a tiny model."""
+"""Schedules on devices beside their simulation, end to end on tiny models."""
 
 from __future__ import annotations
 
@@ -8,27 +8,50 @@ import pytest
 
 from benchmarks.exegpt import measured
 
+SIZES = {
+    **{"--num-requests": 6, "--prompt-tokens": 12, "--output-tokens": 8, "--repeats": 1},
+    **{"--encode-batches": 2, "--decode-iterations": 2, "--policies": "auto,orca"},
+    **{"--max-slots": 4, "--max-context": 64, "--max-step-tokens": 32},
+}
+
+
+def _run(path, **options: object) -> tuple[int, dict]:
+    given = SIZES | {f"--{name}": value for name, value in options.items()}
+    arguments = [str(each) for pair in given.items() for each in pair]
+    return measured.main([*arguments, "--output", str(path)]), json.loads(path.read_text())
+
+
+def test_an_encoder_decoder_model_has_the_same_tokens_on_two_groups(tmp_path):
+    """As on one device under another policy."""
+    code, result = _run(tmp_path / "measured.json", model="tiny_t5", groups="1/1", policies="auto")
+    assert code == 0 and result["all_tokens_agree"]
+    assert [(s["schedule"], s["groups"]) for s in result["schedules"]] == [("waa 2 2", "1/1")]
+
 
 def test_rra_and_waa_run_and_are_simulated(tmp_path):
-    """Both have the tokens of one device under the default policy, and all figures."""
-    path = tmp_path / "measured.json"
-    sizes = {
-        **{"--num-requests": 6, "--prompt-tokens": 12, "--output-tokens": 8, "--repeats": 1},
-        **{"--encode-batches": 2, "--decode-iterations": 2},
-        **{"--max-slots": 4, "--max-context": 64, "--max-step-tokens": 32},
-    }
-    options = [str(each) for pair in sizes.items() for each in pair]
-    assert measured.main(["--model", "tiny", "--output", str(path), *options]) == 0
-    result = json.loads(path.read_text())
-    assert [(s["schedule"], s["devices"]) for s in result["schedules"]] == [
-        ("rra 2 2", [1]),
-        ("waa 2 2", [1, 1]),
+    """Both have the tokens of other policies on one device, and all figures."""
+    code, result = _run(tmp_path / "measured.json", model="tiny")
+    assert code == 0 and not result["skipped"]
+    assert [(s["schedule"], s["groups"]) for s in result["schedules"]] == [
+        ("rra 2 2", "1"),
+        ("waa 2 2", "1/1"),
     ]
+    assert [each["policy"] for each in result["policies"]] == ["auto", "orca"]
     assert result["all_tokens_agree"]
     for schedule in result["schedules"]:
         for figures in (schedule["measured"], schedule["simulated"]):
-            assert min(figures.values()) > 0
-            assert figures["latency_p50_s"] <= figures["latency_p99_s"]
-        error = schedule["error"]["output_tokens_per_s"]
-        of = (schedule[kind]["output_tokens_per_s"] for kind in ("simulated", "measured"))
+            assert min(figures[name] for name in measured.FIGURES) > 0
+            assert figures["p50_s"] <= figures["p99_s"]
+        error = schedule["error"]["p99_s"]
+        of = (schedule[kind]["p99_s"] for kind in ("simulated", "measured"))
         assert next(of) / next(of) - 1 == pytest.approx(error)
+        assert abs(error) <= result["errors"]["p99_s"]["most"]
+
+
+def test_what_the_budget_does_not_allow_is_named(tmp_path, capsys):
+    """A result without runs is whole JSON, and says what is missing."""
+    code, result = _run(tmp_path / "measured.json", model="tiny", budget=0)
+    assert code == 0 and not result["schedules"] and not result["errors"]
+    assert result["skipped"] == ["auto", "orca", "rra 2 2 on 1", "waa 2 2 on 1/1"]
+    assert "0 of 0 schedules" in capsys.readouterr().err
+    assert measured.main(["--model", "tiny", "--repeats", "0"]) == 2

@@ -11,6 +11,7 @@ from jaxserve.cells import CellRuntime
 from jaxserve.cells.models import (
     Decoding,
     Stacked,
+    folded,
     seq2seq_model,
     sequence_model,
     tree_lstm_model,
@@ -105,6 +106,26 @@ def test_lstm_reads_as_torch():
     h, c = reader(tokens)
     found = evaluate(sequence_model(module).unfold(tokens))
     assert _close(found["h"], h[0]) and _close(found["c"], c[0])
+
+
+def test_folded_products_give_the_same():
+    """An LSTM and a TreeLSTM that look up products with embeddings, alone and in a batch."""
+    reader, tree_lstm = _Reader(torch.nn.LSTM), _Tree()
+    tensors = _tensors(reader)
+    module = embedded_from_torch(lstm_from_torch(tensors, "rnn."), tensors, "embedding.")
+    model = sequence_model(folded(module), batch_sizes=(1, 4), returns=["c"])
+    sentences = [[3, 1, 12, 0, 7], [5], [2, 2]]
+    with CellRuntime(model.cells, model.unfold, progress=False) as rt:
+        for tokens, found in zip(sentences, rt.generate(sentences), strict=True):
+            assert found.values.keys() == {"c"} and _close(found["c"], reader(tokens)[1][0])
+    leaf, internal = tree_lstm_from_torch(_tensors(tree_lstm))
+    model = tree_lstm_model(folded(leaf), internal)
+    for tree in [5, ((1, 2), 3)]:
+        found, (h, c) = evaluate(model.unfold(tree)), tree_lstm(tree)
+        assert _close(found["h"], h) and _close(found["c"], c)
+    gru = gru_from_torch(_tensors(torch.nn.GRUCell(EMBED, HIDDEN)))
+    with pytest.raises(InvalidConfigError, match="before a GRU"):
+        folded(embedded_from_torch(gru, tensors, "embedding."))
 
 
 def test_gru_reads_as_torch():

@@ -21,6 +21,7 @@ from jaxserve.planning.layers import (
     measure_layers,
 )
 from jaxserve.planning.layers.deployment import shape_of
+from jaxserve.planning.layers.profile import LAUNCH, curve
 from jaxserve.planning.schedules import (
     LatencyBounds,
     LengthDistribution,
@@ -51,10 +52,17 @@ def test_a_tiny_layer_is_measured_on_one_and_two_devices(tmp_path, kv_dtype, qua
     profile = LayerProfile.load(path, expected=origin)
     assert profile.degrees == degrees
     assert all(s > 0 for points in profile.seconds.values() for s in points.values())
-    cost = MeasuredLayerCost(profile, config.num_layers)
+    cost = MeasuredLayerCost(with_free_launches(profile), config.num_layers)
     assert cost.rest_s(Phase.ENCODE, 16.0, 1) > 0
     assert cost.handover_s(16.0, 1) > 0 and cost.handoff_s(16.0, is_across=False) > 0
     assert LayerOrigin.of(config, devices[:1], sizes).differences(origin)
+
+
+def with_free_launches(profile: LayerProfile) -> LayerProfile:
+    """Return `profile` with empty passes of no time: on a busy machine one may outlast tiny parts."""
+    for degree in profile.degrees:
+        profile.seconds[curve(LAUNCH, degree)] = {1: 0.0}
+    return profile
 
 
 def test_tiny_layers_of_an_encoder_decoder_are_measured():
@@ -67,7 +75,9 @@ def test_tiny_layers_of_an_encoder_decoder_are_measured():
     assert profile.degrees == (1, 2) and profile.has_encoder
     assert {"encode@2", "join@2", "cross@2", "cross 2@2"} <= profile.seconds.keys()
     assert all(s > 0 for points in profile.seconds.values() for s in points.values())
-    deployment = layers_deployment(profile, config, 2, memory_bytes=1e9, num_input_tokens=12.0)
+    deployment = layers_deployment(
+        with_free_launches(profile), config, 2, memory_bytes=1e9, num_input_tokens=12.0
+    )
     assert not deployment.model.is_decoder_only and deployment.cost.join_s(16.0, 2) > 0
     lengths = TaskLengths(*(LengthDistribution.of_samples([5, 12]) for _ in range(2)))
     choice = search(deployment, lengths, LatencyBounds())

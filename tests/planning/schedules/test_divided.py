@@ -78,7 +78,12 @@ def _options(present: Division, **settings: object) -> list[DivisionOption]:
 
 
 def _planner(options: Sequence[DivisionOption], max_pause_s: float = 1.0) -> DividedPlanner:
-    return DividedPlanner(options=lambda: options, config=lambda: SMALL, max_pause_s=max_pause_s)
+    return DividedPlanner(
+        options=lambda: options,
+        config=lambda: SMALL,
+        num_moves=lambda: 0,
+        max_pause_s=max_pause_s,
+    )
 
 
 def _plan(planner: DividedPlanner, lengths: list[tuple[int, int]], bound_s: float = math.inf):

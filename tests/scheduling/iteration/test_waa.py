@@ -76,6 +76,13 @@ def test_two_requests_by_hand():
     assert run.stats.num_pages_handed_over == 4 and run.stats.num_steps == 7
 
 
+def test_a_copy_begins_behind_the_steps_of_its_source():
+    """As on devices: A's copy waits for B's prompt until 4, and B joins A's last step."""
+    costs = replace(COSTS, copies_follow_steps=True)
+    run = _run([_item(4), _item(3)], WAA(encode_batch=1), costs)
+    assert _times(run) == [(2.0, 7.5), (4.0, 8.5)]
+
+
 def test_the_link_holds_up_a_sequence_and_no_group():
     """Copies of eight seconds: B's prompt, and A's tokens during B's copy, take no longer."""
     slow = replace(COSTS, link_bytes_per_s=2.5)

@@ -1,0 +1,70 @@
+"""Tables of what HTTP and grammars cost."""
+
+from __future__ import annotations
+
+from benchmarks.figures.markdown import caption, shown, table
+from benchmarks.figures.results import Result
+
+
+def http(result: Result, link: str) -> str:
+    """Return the ways to the model for each number of connections, and what HTTP costs."""
+    rows = []
+    for i, point in result.items("points"):
+        costs = ("points", i, "costs")
+        share = result.spread(costs, "throughput_share")
+        outside, later = (
+            result.spread(costs, name) for name in ("outside_engine_s", "first_token_later_s")
+        )
+        for way, _ in result.items("points", i, "ways"):
+            at = ("points", i, "ways", way)
+            row = [f"{point['connections']:,}", way]
+            row.append(shown(result.spread(at, "at_once", "tokens_per_s"), ".0f", link=link))
+            for what in ("first_token_s", "token_s"):
+                for level in ("p50", "p99"):
+                    spread = result.optional_spread(at, "poisson", what, level)
+                    row.append("" if spread is None else shown(spread.over(1e-3), ".1f", " ms"))
+            is_ours = way == "http"
+            row.append(shown(share, ".1%") if is_ours else "")
+            row.append(shown(outside.over(1e-3), ".1f", " ms") if is_ours else "")
+            row.append(shown(later.over(1e-3), ".1f", " ms") if is_ours else "")
+            rows.append(row)
+    arguments = result.get("arguments")
+    what = (
+        f"{arguments['workload']} requests to {arguments['model']}, each on its connection: tokens "
+        "a second when all come at once, latencies when they come at half the rate"
+    )
+    header = ["connections", "way", "output tokens/s", "first token, median", "99th percentile"]
+    header += ["a token, median", "99th percentile", "of the throughput in process"]
+    header += ["of the first token outside the engine, mean", "its median later by"]
+    failed = [f"{name} failed: {reason}" for name, reason in result.items("failed")]
+    return "\n\n".join([caption(result, what, link), table(header, rows), *failed])
+
+
+def structured(result: Result, link: str) -> str:
+    """Return the cost of a token with grammars and without."""
+    rows = []
+    for kind in ("with", "without"):
+        spreads = [
+            result.spread((kind,), name)
+            for name in ("token_s", "mask_token_s", "forced_share", "host_gap_share")
+        ]
+        token, mask, forced, gap = spreads
+        rows.append(
+            [
+                f"{kind} schemas",
+                shown(result.spread((kind,), "tokens_per_s"), ".0f", link=link),
+                shown(token.over(1e-3), ".2f", " ms"),
+                shown(mask.over(1e-3), ".2f", " ms"),
+                shown(forced, ".0%"),
+                shown(gap, ".0%"),
+                shown(result.spread(("costs",), "throughput_share"), ".1%")
+                if kind == "with"
+                else "",
+            ]
+        )
+    arguments = result.get("arguments")
+    number = arguments["num_requests"] or "32"
+    what = f"{number} {arguments['workload']} requests at once, {arguments['model']}"
+    header = ("answers", "output tokens/s", "a token", "masks a token, on host threads")
+    header += ("forced", "device idle for the host", "of the throughput without")
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"

@@ -1,0 +1,177 @@
+"""Servers of other engines, which `--compare` starts beside ours and ends again."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from benchmarks.common.processes import SHOWN_LINES, PeerError, group
+from benchmarks.offline.peers.catalogue import PEERS as OFFLINE
+from benchmarks.offline.peers.catalogue import SCRIPTS as OFFLINE_SCRIPTS
+from benchmarks.offline.peers.environments import Environment
+from benchmarks.offline.peers.job import write_job, write_models
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.models.gguf_source import GGUFSource
+from jaxserve.models.gguf_tokenizer import read_gguf_tokenizer
+from jaxserve.workload import WorkloadItem
+
+SCRIPTS = Path(__file__).parent
+STARTUP_LIMIT_S = 900.0  # vLLM compiles when it starts
+_POLL_S = 0.2
+
+
+@final
+@dataclass(frozen=True)
+class PeerServer:
+    """Another engine's server.
+
+    Attributes:
+      script: becomes the server of a job's model: `python SCRIPT JOB.json PORT`.
+      fields: that its requests have in addition.
+    """
+
+    script: str
+    environment: Environment
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@final
+@dataclass
+class Started:
+    """The servers that answer, and why others do not, each by its name.
+
+    Attributes:
+      startup_s: seconds from the start of the process to its first answer.
+      failed: reasons.
+    """
+
+    urls: dict[str, str] = field(default_factory=dict)
+    startup_s: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+PEERS = {
+    "vllm": PeerServer("vllm_http.py", OFFLINE["vllm"].environment),
+    "llamacpp": PeerServer(
+        "llamacpp_http.py",
+        # A wheel, unlike the package with the command `llama-server`, which pip compiles.
+        Environment(("xllamacpp==2026.10.11549",)),
+        # Otherwise it sorts the vocabulary for samplers that a temperature of 0 does not use.
+        {"samplers": ["temperature"]},
+    ),
+}
+
+
+def named(names: str) -> dict[str, PeerServer]:
+    """Return the servers of a list separated by commas; none for an empty one.
+
+    Raises:
+      InvalidConfigError: an unknown name.
+    """
+    given = [name.strip() for name in names.split(",")] if names else []
+    unknown = sorted(set(given) - set(PEERS))
+    if unknown:
+        raise InvalidConfigError(
+            f"unknown server(s) {unknown}; known are {sorted(PEERS)}, separated by commas"
+        )
+    return {name: PEERS[name] for name in given}
+
+
+@contextmanager
+def started(
+    peers: Mapping[str, PeerServer],
+    source: Path,
+    items: Sequence[WorkloadItem],
+    *,
+    batch_size: int,
+    limit_s: float = STARTUP_LIMIT_S,
+) -> Iterator[Started]:
+    """Serve a GGUF model by other engines within the block; their servers start in turn.
+
+    The last lines of the log of a server that does not answer are printed on stderr.
+
+    Args:
+      items: requests that a server has room for.
+      batch_size: most sequences at once.
+      limit_s: seconds in which a server has to answer.
+    """
+    found = Started()
+    with tempfile.TemporaryDirectory(prefix="jaxserve-servers-") as text, ExitStack() as servers:
+        folder = Path(text)
+        job = folder / "job.json"
+        if peers:
+            models = write_models(source, folder)
+            _write_tokenizer(Path(models["F16"]), Path(models["safetensors"]))
+            write_job(job, models, items, batch_size=batch_size, settings={})
+        for name, peer in peers.items():
+            print(f"starting {name}", file=sys.stderr)
+            try:
+                python = peer.environment.python()
+                begin_s = time.perf_counter()
+                serving = _serving(
+                    [str(python), str(SCRIPTS / peer.script), str(job)],
+                    folder / f"{name}.log",
+                    limit_s,
+                )
+                found.urls[name] = servers.enter_context(serving)
+                found.startup_s[name] = time.perf_counter() - begin_s
+            except PeerError as error:
+                found.failed[name] = str(error)
+        yield found
+
+
+@contextmanager
+def _serving(command: Sequence[str], log: Path, limit_s: float) -> Iterator[str]:
+    """Run a server within the block, and yield its address when it answers.
+
+    Raises:
+      PeerError: it ended, or did not answer in time.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    variables = {**os.environ, "PYTHONPATH": str(OFFLINE_SCRIPTS)}
+    with (
+        log.open("wb") as output,
+        group([*command, str(port)], output, output, variables) as process,
+    ):
+        try:
+            _wait(process, f"{url}/health", limit_s)
+        except PeerError:
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            print(*lines[-SHOWN_LINES:], sep="\n", file=sys.stderr)
+            raise
+        yield url
+
+
+def _wait(server: subprocess.Popen, health: str, limit_s: float) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        if server.poll() is not None:
+            raise PeerError(f"the server ended with status {server.returncode}")
+        try:
+            urllib.request.urlopen(health, timeout=10).close()
+            return
+        except OSError:  # it does not listen yet, or it says 503 while it loads the model
+            time.sleep(_POLL_S)
+    raise PeerError(f"the server did not answer within {limit_s:g} s")
+
+
+def _write_tokenizer(source: Path, folder: Path) -> None:
+    """Write a GGUF file's tokenizer for transformers, with which vLLM turns tokens into text."""
+    made = read_gguf_tokenizer(GGUFSource(source).file.metadata, str(source))
+    made.backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""The bits of a request in random batches."""

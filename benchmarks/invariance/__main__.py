@@ -1,0 +1,271 @@
+"""Bits of a request in any two batches: `python -m benchmarks.invariance --help`.
+
+Requests are computed in random batches, by runtimes that cut them into steps differently. Tokens
+and log-probabilities of a request must have the same bits in each of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.common import workloads
+from benchmarks.common.counters import counters_of, since
+from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.policies import add_policy_options, parse_policies
+from benchmarks.common.repeats import Figures, Spread, add_repeats, in_turns, ratios, summary
+from benchmarks.common.serving import Runtimes
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.request import Completion, TokenLogprob
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.workload import WorkloadItem
+
+if TYPE_CHECKING:
+    from jaxserve.runtime import Runtime
+
+_COSTS = ("ordinary", "deterministic")
+_MOST_LISTED = 100
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    options = build_parser().parse_args(arguments)
+    return command(run, options, show_result=_print_table, is_whole=_is_whole)
+
+
+@final
+@dataclass
+class Requests:
+    """Requests, what they were answered with first, and where a later answer differs.
+
+    Attributes:
+      first: request -> its tokens and log-probabilities.
+      different: way, request, and the first token that differs, or -1 where only log-probabilities
+        do.
+    """
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    first: dict[int, Completion] = field(default_factory=dict)
+    different: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, items: list[WorkloadItem], seed: int) -> Requests:
+        """Return the requests of a workload, greedy and drawn, some with truncation."""
+        params = [
+            SamplingParams(
+                max_tokens=item.num_output_tokens,
+                temperature=float(i % 3 > 0),
+                top_p=0.9 if i % 4 == 1 else 1.0,
+                top_k=40 if i % 4 == 2 else 0,
+                ignore_eos=True,
+                seed=seed + i,
+                logprobs=2,
+            )
+            for i, item in enumerate(items)
+        ]
+        return cls([list(item.prompt_token_ids) for item in items], params)
+
+    def compare(self, rt: Runtime, chosen: list[int], way: str) -> int:
+        """Compute some of the requests together; return the number that had an answer before."""
+        done = rt.generate(
+            [self.prompts[i] for i in chosen], [self.params[i] for i in chosen], progress=False
+        )
+        num_pairs = 0
+        for i, each in zip(chosen, done, strict=True):
+            if each.error is not None:
+                raise each.error
+            num_pairs += i in self.first
+            before = self.first.setdefault(i, each)
+            if (before.token_ids, before.logprobs) != (each.token_ids, each.logprobs):
+                self.different.append(
+                    {"way": way, "request": i, "token": _first_difference(before, each)}
+                )
+        return num_pairs
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the number of pairs of each way, what differed, and the cost."""
+    from benchmarks.common import environment
+
+    if options.pairs < 1:
+        raise InvalidConfigError(f"--pairs is {options.pairs}; it must be at least 1")
+    policy = parse_policies(options.policies)[0]
+    own: dict[str, Any] = {"deterministic": True, "warmup": False}
+    with Runtimes(options) as open_runtimes:
+        rt = open_runtimes.open(policy, **own)
+        requests = Requests.of(workloads.items(options, rt), options.seed)
+        runtimes = {
+            "whole": rt,
+            "short steps": open_runtimes.open(
+                policy,
+                **own,
+                max_step_tokens=max(32, rt.config.max_slots),
+                max_decode_iterations=1,
+                page_size=16,
+            ),
+            "small pool": open_runtimes.open(
+                parse_policies("pensieve")[0], **own, kv_memory=_small_pool(rt, requests)
+            ),
+        }
+        ways = {
+            way: _compared(each, requests, way, -(-options.pairs // len(runtimes)), options.seed)
+            for way, each in runtimes.items()
+        }
+        scores = _scored(rt, requests)
+        cost = _cost(open_runtimes, options, requests)
+    return {
+        "benchmark": "invariance",
+        "arguments": arguments_of(options),
+        "repeats": options.repeats,
+        "num_requests": len(requests.prompts),
+        "num_pairs": sum(each["num_pairs"] for each in ways.values()),
+        "num_different": len(requests.different),
+        "different": requests.different[:_MOST_LISTED],
+        "ways": ways,
+        "scores": scores,
+        "cost": cost,
+        **environment.describe(),
+    }
+
+
+def _small_pool(rt: Runtime, requests: Requests) -> int:
+    """Return bytes for pages of the two longest requests, so that more of them are preempted."""
+    stats = rt.stats()
+    longest = max(
+        len(prompt) + (each.max_tokens or 0)
+        for prompt, each in zip(requests.prompts, requests.params, strict=True)
+    )
+    num_pages = 2 * -(-longest // stats.page_size) + 2
+    return num_pages * (stats.pool_bytes // stats.num_pages)
+
+
+def _compared(
+    rt: Runtime, requests: Requests, way: str, num_pairs: int, seed: int
+) -> dict[str, Any]:
+    """Return the counts of one way, after as many pairs of batches of a request as wanted."""
+    rng = random.Random(f"{seed} {way}")
+    before, begin_s = counters_of(rt.stats()), time.perf_counter()
+    num_before, found, num_batches = len(requests.different), 0, 0
+    count = len(requests.prompts)
+    while found < num_pairs:
+        if rng.random() < 0.3:
+            rt.forget_kept_pages()
+        chosen = rng.sample(range(count), rng.randint(1, min(count, 2 * rt.config.max_slots)))
+        found += requests.compare(rt, chosen, way)
+        num_batches += 1
+        print(f"{way}: {found} of {num_pairs} pairs", file=sys.stderr)
+    engine = since(before, counters_of(rt.stats()))
+    names = ("num_preemptions", "num_pages_in", "num_recomputed", "num_prefix_hit")
+    return {
+        "num_batches": num_batches,
+        "num_pairs": found,
+        "num_different": len(requests.different) - num_before,
+        "wall_s": time.perf_counter() - begin_s,
+        **{name: engine[name] for name in names},
+    }
+
+
+def _scored(rt: Runtime, requests: Requests) -> dict[str, Any]:
+    """Return in how many answers `Runtime.score` differs from what sampling reported."""
+    answers = sorted(requests.first.items())
+    scores = rt.score([[*requests.prompts[i], *each.token_ids] for i, each in answers])
+    most, num_different = 0.0, 0
+    for (i, each), score in zip(answers, scores, strict=True):
+        reported = np.array([token.logprob for token in _logprobs(each)], np.float32)
+        own = score[len(requests.prompts[i]) - 1 :]
+        num_different += not np.array_equal(own, reported)
+        most = max(most, float(np.abs(own - reported).max()))
+    return {"num_answers": len(answers), "num_different": num_different, "largest_difference": most}
+
+
+def _cost(
+    open_runtimes: Runtimes, options: argparse.Namespace, requests: Requests
+) -> dict[str, Any]:
+    """Return the throughput of both modes, all requests at once, in turns."""
+    policy = parse_policies(options.policies)[0]
+    runtimes = {
+        name: open_runtimes.open(policy, deterministic=name == "deterministic", warmup=False)
+        for name in _COSTS
+    }
+    found: dict[str, list[Figures]] = {name: [] for name in _COSTS}
+    for rt in runtimes.values():
+        _played(rt, requests)  # compiles
+    for _, name in in_turns(_COSTS, options.repeats):
+        found[name].append(_played(runtimes[name], requests))
+    share = ratios(*([run["tokens_per_s"] for run in found[name]] for name in reversed(_COSTS)))
+    spread = Spread.of(share)
+    return {
+        **{name: summary(runs) for name, runs in found.items()},
+        "throughput_share": {"median": spread.median, "range": [spread.low, spread.high]},
+    }
+
+
+def _played(rt: Runtime, requests: Requests) -> Figures:
+    rt.forget_kept_pages()
+    begin_s = time.perf_counter()
+    done = rt.generate(requests.prompts, requests.params, progress=False)
+    wall_s = time.perf_counter() - begin_s
+    num_tokens = sum(len(each.token_ids) for each in done)
+    return {"wall_s": wall_s, "output_tokens": num_tokens, "tokens_per_s": num_tokens / wall_s}
+
+
+def _first_difference(one: Completion, other: Completion) -> int:
+    pairs = zip(one.token_ids, other.token_ids, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), -1)
+
+
+def _logprobs(completion: Completion) -> tuple[TokenLogprob, ...]:
+    assert completion.logprobs is not None, "every request asks for them"
+    return completion.logprobs
+
+
+def _is_whole(result: dict[str, Any]) -> bool:
+    return not result["num_different"] and not result["scores"]["num_different"]
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    table = Table(
+        "way", "batches", "pairs", "different", "preempted", "pages restored", "cached tokens",
+        box=None, header_style="bold",
+    )  # fmt: skip
+    for way, each in result["ways"].items():
+        names = ("num_batches", "num_pairs", "num_different", "num_preemptions", "num_pages_in")
+        table.add_row(
+            way, *(f"{each[name]:.0f}" for name in names), f"{each['num_prefix_hit']:.0f}"
+        )
+    show(table)
+    scores, share = result["scores"], result["cost"]["throughput_share"]
+    print(
+        f"scores: {scores['num_different']} of {scores['num_answers']} answers differ; throughput "
+        f"of the ordinary mode: {share['median']:.2f}",
+        file=sys.stderr,
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.invariance",
+        description="The bits of requests in random batches, of runtimes that cut them into steps "
+        "differently. Prints a table and one JSON object; fails if a bit differs.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    workloads.add_arguments(parser)
+    parser.set_defaults(output_tokens=24)
+    parser.add_argument(
+        "--pairs", type=int, default=2000, help="pairs of batches of a request that are compared"
+    )
+    add_repeats(parser, "mode")
+    add_policy_options(parser, policies="auto", max_context=1024)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The edges of a graph as arrays, for a scheduler that handles the nodes of a task at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+# In place of a successor. Adding the id of a graph's first node keeps them apart, and negative.
+NO_SUCCESSOR = -(1 << 40)
+SEVERAL = 2 * NO_SUCCESSOR
+
+
+class Entry(NamedTuple):
+    """The nodes of a subgraph that are ready when the nodes before the subgraph have run.
+
+    Attributes:
+      head: the first node of the subgraph, which stands for it.
+      type: index of the cell type.
+      nodes: int64 [n], those without a predecessor in the subgraph.
+      num_before: edges from nodes of other subgraphs.
+    """
+
+    head: int
+    type: int
+    nodes: np.ndarray
+    num_before: int
+
+
+class Links(NamedTuple):
+    """The edges of a graph, by the numbers of its nodes.
+
+    The nodes of one entry of `CellGraph.starts` are one subgraph here.
+
+    Attributes:
+      inner: int64 [nodes], the successor of each node in its own subgraph; `NO_SUCCESSOR`, or
+        `SEVERAL`.
+      outer: int64 [nodes], likewise, the head of the subgraph of its successor in another one.
+      num_inner: int64 [nodes], the predecessors of each node in its own subgraph.
+      max_steps: int64 [nodes], most times that each node runs.
+      several: node -> its successors (inner, outer), if it has several of either.
+      entries: in the order in which subgraphs without a node before them are released.
+    """
+
+    inner: np.ndarray
+    outer: np.ndarray
+    num_inner: np.ndarray
+    max_steps: np.ndarray
+    several: Mapping[int, tuple[Sequence[int], Sequence[int]]]
+    entries: tuple[Entry, ...]
+
+
+def links_of(
+    inner: Sequence[Sequence[int]],
+    outer: Sequence[Sequence[int]],
+    num_inner: Sequence[int],
+    max_steps: Sequence[int],
+    entries: tuple[Entry, ...],
+) -> Links:
+    """Return the links of a graph.
+
+    Args:
+      inner, outer: for each node, its successors in its own subgraph, and the heads of the
+        subgraphs of its other ones.
+    """
+    return Links(
+        inner=_ones(inner),
+        outer=_ones(outer),
+        num_inner=np.array(num_inner, np.int64),
+        max_steps=np.array(max_steps, np.int64),
+        several={
+            node: both
+            for node, both in enumerate(zip(inner, outer, strict=True))
+            if len(both[0]) > 1 or len(both[1]) > 1
+        },
+        entries=entries,
+    )
+
+
+def chain_links(type: int, num_nodes: int) -> Links:
+    """Return the links of a chain of one type, see `chain_graph`."""
+    inner, outer, num_inner, max_steps = np.ones((4, num_nodes), np.int64)
+    inner[:-1] = range(1, num_nodes)
+    inner[-1] = NO_SUCCESSOR
+    outer[:] = NO_SUCCESSOR
+    num_inner[0] = 0
+    return Links(inner, outer, num_inner, max_steps, {}, (Entry(0, type, np.array([0]), 0),))
+
+
+def tree_links(leaf_type: int, pair_type: int, pairs: np.ndarray) -> Links:
+    """Return the links of a tree of at least two leaves; see `Tree`. Its cells are of two types."""
+    num = len(pairs) + 1  # leaves
+    numbers = np.arange(num + len(pairs))
+    inner, outer, num_inner, max_steps = np.ones((4, len(numbers)), np.int64)
+    inner[pairs] = numbers[num:, None]
+    inner[:num] = inner[-1] = NO_SUCCESSOR
+    outer[:num], outer[num:] = num, NO_SUCCESSOR
+    is_inner = pairs >= num
+    num_inner[:num] = 0
+    num_inner[num:] += is_inner[:, 1]
+    num_inner[num:] -= ~is_inner[:, 0]
+    first = numbers[num:][num_inner[num:] == 0]
+    entries = Entry(0, leaf_type, numbers[:num], 0), Entry(num, pair_type, first, num)
+    return Links(inner, outer, num_inner, max_steps, {}, entries)
+
+
+def _ones(successors: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the successor of each node if it has one, else what stands for none or several."""
+    return np.array(
+        [some[0] if len(some) == 1 else SEVERAL if some else NO_SUCCESSOR for some in successors],
+        np.int64,
+    )

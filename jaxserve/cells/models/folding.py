@@ -1,0 +1,100 @@
+"""Steps whose products with embeddings are computed once, when the model is loaded.
+
+Weights do not change while they serve, and a vocabulary has few tokens. So what a cell computes
+from a token alone is a row of a table. That halves the products of an LSTM whose embeddings are as
+wide as its states, and leaves none of a TreeLSTM's leaves. The tables take more memory than the
+embeddings: four times as much for such an LSTM, and twice as much for leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int32
+
+from jaxserve.cells.models.recurrent import LSTM, Batch, Embedded
+from jaxserve.cells.models.tree_lstm import Leaf
+from jaxserve.core.errors import InvalidConfigError
+from pallas_kernels import Product, RowsAt, gated_cell, matmul
+from pallas_kernels.gated_cell import rows_at
+
+# Rows of a table that are computed together.
+_CHUNK = 4096
+
+
+@final
+class FoldedLSTM(nnx.Module):
+    """A step of an LSTM that takes a token; see `folded`.
+
+    Attributes:
+      table: [vocab_size, 4 * hidden_size], the products of the embeddings with the weights of x.
+      kernel: [hidden_size, 4 * hidden_size], the weights of h; bias: [4 * hidden_size].
+    """
+
+    state = LSTM.state
+
+    def __init__(self, embedded: Embedded):
+        step = embedded.step
+        if not isinstance(step, LSTM):
+            raise InvalidConfigError(
+                f"an embedding before a {type(step).__name__} cannot be folded; pass one before an "
+                "LSTM of one layer"
+            )
+        self.vocab_size, self.hidden_size = embedded.vocab_size, step.hidden_size
+        kernel = step.kernel[...]
+        of_x, of_h = kernel[: step.input_size], kernel[step.input_size :]
+        table = embedded.table[...]
+        self.table = nnx.Param(_in_chunks(lambda some: matmul(table[some], of_x), len(table)))
+        self.kernel = nnx.Param(of_h)
+        self.bias = nnx.Param(step.bias[...])
+
+    def __call__(self, token: Int32[Array, " batch"], h: Batch, c: Batch) -> dict[str, jax.Array]:
+        added = RowsAt(self.table[...], token)
+        gates = Product(rows_at(h), self.kernel[...], self.bias[...], added)
+        new_h, new_c = gated_cell("lstm", [gates], rows_at(c))
+        return {"h": new_h, "c": new_c}
+
+
+@final
+class FoldedLeaf(nnx.Module):
+    """The states of words, looked up; see `folded`.
+
+    Attributes:
+      h, c: [vocab_size, hidden_size].
+    """
+
+    def __init__(self, leaf: Leaf):
+        self.vocab_size, self.hidden_size = leaf.vocab_size, leaf.hidden_size
+        self.h, self.c = (
+            nnx.Param(_in_chunks(lambda some, name=name: leaf(some)[name], leaf.vocab_size))
+            for name in ("h", "c")
+        )
+
+    def __call__(self, token: Int32[Array, " batch"]) -> dict[str, jax.Array]:
+        tables = {"h": self.h[...], "c": self.c[...]}
+        return {name: RowsAt(table, token).gathered() for name, table in tables.items()}
+
+
+@overload
+def folded(module: Embedded) -> FoldedLSTM: ...
+@overload
+def folded(module: Leaf) -> FoldedLeaf: ...
+def folded(module: Embedded | Leaf) -> FoldedLSTM | FoldedLeaf:
+    """Return a module with the same results, up to rounding, that looks up what tokens decide.
+
+    `sequence_model`, `Predicting` and `tree_lstm_model` take it in place of the module.
+
+    Raises:
+      InvalidConfigError: the step after the embedding is not an `LSTM`.
+    """
+    return FoldedLeaf(module) if isinstance(module, Leaf) else FoldedLSTM(module)
+
+
+def _in_chunks(rows_of: Callable[[jax.Array], jax.Array], num: int) -> jax.Array:
+    """Return the rows of the tokens 0 to `num - 1`."""
+    ids = jnp.arange(num, dtype=jnp.int32)
+    return jnp.concatenate([rows_of(ids[i : i + _CHUNK]) for i in range(0, num, _CHUNK)])

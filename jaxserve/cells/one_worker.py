@@ -1,0 +1,265 @@
+"""Algorithm 1 on one worker (thesis, 2.4.3), over arrays of nodes.
+
+On one worker, subgraphs need no pinning, and a subgraph may run as soon as the nodes before it have
+been submitted. Then a task costs a few NumPy calls, whatever the number of its nodes is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import final
+
+import numpy as np
+
+from jaxserve.cells.cell_graph import CellGraph
+from jaxserve.cells.choice import choose
+from jaxserve.cells.links import NO_SUCCESSOR, Entry
+from jaxserve.cells.policy import CellType, Task
+
+_NO_NODES = np.zeros(0, np.int64)
+# Rows of `OneWorkerScheduler._state`.
+_NUM_ROWS = 9
+# In place of the nodes that a cancelled graph has left: it never becomes 0.
+_NEVER = -1
+
+
+@final
+class _Queue:
+    """The ready nodes of a type, ordered by the release of their subgraphs.
+
+    Attributes:
+      num_ready: the number of ready nodes.
+      num_running: submitted tasks that are not completed.
+    """
+
+    def __init__(self, type: CellType, index: int):
+        self.type = type
+        self.index = index
+        self.num_ready = 0
+        self.num_running = 0
+        self._ready = _NO_NODES
+        self._released: list[np.ndarray] = []  # after those of `_ready`
+
+    def num_for(self, worker: int) -> int:
+        return self.num_ready
+
+    def push(self, nodes: np.ndarray) -> None:
+        """Add the ready nodes of a subgraph that is released now."""
+        self._released.append(nodes)
+        self.num_ready += len(nodes)
+
+    def nodes(self) -> np.ndarray:
+        """Return the ready nodes in their order."""
+        if self._released:
+            self._ready = np.concatenate([self._ready, *self._released])
+            self._released = []
+        return self._ready
+
+    def replace(self, num: int, nodes: np.ndarray) -> None:
+        """Put nodes in the place of the first ready ones.
+
+        Args:
+          num: how many are replaced.
+          nodes: of the same subgraphs, in their order.
+        """
+        ready = self.nodes()
+        self._ready = np.concatenate([nodes, ready[num:]]) if len(nodes) else ready[num:]
+        self.num_ready = len(self._ready)
+
+    def keep(self, is_kept: np.ndarray) -> None:
+        """Drop the ready nodes for which `is_kept`, of `nodes()`, is false."""
+        self._ready = self.nodes()[is_kept]
+        self.num_ready = len(self._ready)
+
+
+@final
+class OneWorkerScheduler:
+    """See `CellScheduler` and `BatchMaker`; it returns the tasks of `BatchMakerScheduler`.
+
+    A node is ready when the nodes before it have been submitted, or have ended if they are loops.
+    The nodes that follow a task's nodes in their subgraphs take their places in the queue, so that
+    older subgraphs run first.
+    """
+
+    wake_s = None
+
+    def __init__(self, types: Sequence[CellType], max_tasks_to_submit: int):
+        self._queues = [_Queue(type, index) for index, type in enumerate(types)]
+        # Highest priority first; of equal ones, the first of the runtime's cells.
+        self._by_priority = sorted(self._queues, key=lambda queue: -queue.type.priority)
+        self._has_loops = any(type.is_loop for type in types)
+        self._max_tasks = max_tasks_to_submit
+        self._runs: dict[int, tuple[int, CellGraph]] = {}  # key -> first node, graph
+        self._key_of: dict[int, int] = {}  # first node -> key
+        # Subgraphs that are not released, by their heads: their entries, and first nodes of graphs.
+        self._waiting: dict[int, tuple[Entry, int]] = {}
+        # Node -> its successors (inner, outer), of those that have several.
+        self._several: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
+        self._submitted: deque[Task] = deque()
+        # Of each node, see `_grow`.
+        self._state = np.zeros((_NUM_ROWS, 0), np.int64)
+        self._grow(64)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._runs)
+
+    def add(self, key: int, graph: CellGraph, first_node: int, now_s: float) -> None:
+        links, end = graph.links, first_node + len(graph)
+        if end > self._state.shape[1]:
+            self._grow(1 << (end - 1).bit_length())
+        self._runs[key] = first_node, graph
+        self._key_of[first_node] = key
+        np.add(links.inner, first_node, out=self._inner[first_node:end])
+        np.add(links.outer, first_node, out=self._outer[first_node:end])
+        self._inner_left[first_node:end] = links.num_inner
+        self._owner[first_node:end] = first_node
+        self._num_left[first_node] = len(graph)
+        if self._has_loops:
+            self._steps_left[first_node:end] = links.max_steps
+            self._num_running[first_node:end] = 0
+            self._is_over[first_node:end] = 0
+        for node, (inner, outer) in links.several.items():
+            self._several[first_node + node] = (
+                [first_node + other for other in inner],
+                [first_node + head for head in outer],
+            )
+        for entry in links.entries:
+            if entry.num_before:
+                self._outer_left[first_node + entry.head] = entry.num_before
+                self._waiting[first_node + entry.head] = entry, first_node
+            else:
+                self._queues[entry.type].push(entry.nodes + first_node)
+
+    def cancel(self, key: int) -> None:
+        first, graph = self._runs[key]
+        end = first + len(graph)
+        self._forget(key)
+        self._num_left[first] = _NEVER
+        self._is_over[first:end] = 1
+        for entry in graph.links.entries:
+            self._waiting.pop(first + entry.head, None)
+            queue = self._queues[entry.type]
+            nodes = queue.nodes()
+            queue.keep((nodes < first) | (nodes >= end))
+
+    def schedule(self, worker: int, now_s: float) -> list[Task]:
+        queue = choose(self._by_priority, worker)
+        if queue is None:
+            return []
+        tasks: list[Task] = []
+        while len(tasks) < self._max_tasks:
+            nodes = queue.nodes()[: queue.type.max_batch]
+            if not len(nodes) or (tasks and len(nodes) < queue.type.min_batch):
+                break
+            task = Task(queue.index, nodes.tolist(), worker, array=nodes)
+            tasks.append(task)
+            self._submitted.append(task)
+            queue.num_running += 1
+            after = self._repeated(nodes) if queue.type.is_loop else self._followers(nodes)
+            queue.replace(len(nodes), after)
+        return tasks
+
+    def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
+        if self._submitted.popleft() is not task:
+            raise AssertionError("tasks of a worker must be completed in their order")
+        queue = self._queues[task.type]
+        queue.num_running -= 1
+        nodes = task.array
+        if queue.type.is_loop:
+            nodes = self._ended(queue, task, ended)
+            if not len(nodes):
+                return []
+            self._release(self._successors(nodes, self._outer, 1))
+        owners = self._owner[nodes]
+        np.subtract.at(self._num_left, owners, 1)
+        finished = []
+        for first in self._last_of_each(owners[self._num_left[owners] == 0]).tolist():
+            finished.append(self._key_of[first])
+            self._forget(finished[-1])
+        return finished
+
+    def _repeated(self, nodes: np.ndarray) -> np.ndarray:
+        """Return the loops of a submitted task that may run another step."""
+        self._num_running[nodes] += 1
+        self._steps_left[nodes] -= 1
+        return nodes[self._steps_left[nodes] != 0]
+
+    def _followers(self, nodes: np.ndarray) -> np.ndarray:
+        """Return the nodes that may follow a submitted task's in their subgraphs.
+
+        Subgraphs after them are released, too.
+        """
+        after = self._successors(nodes, self._inner, 0)
+        np.subtract.at(self._inner_left, after, 1)
+        self._release(self._successors(nodes, self._outer, 1))
+        return self._last_of_each(after[self._inner_left[after] == 0])
+
+    def _release(self, heads: np.ndarray) -> None:
+        """Take note that nodes before subgraphs need not be waited for, once for each edge."""
+        if not len(heads):
+            return
+        np.subtract.at(self._outer_left, heads, 1)
+        for head in self._last_of_each(heads[self._outer_left[heads] == 0]).tolist():
+            entry, first = self._waiting.pop(head)
+            self._queues[entry.type].push(entry.nodes + first)
+
+    def _ended(self, queue: _Queue, task: Task, ended: Collection[int]) -> np.ndarray:
+        """Return the loops for which a completed step was the last one, and let no more run."""
+        nodes = task.array
+        self._num_running[nodes] -= 1
+        is_last = (self._steps_left[nodes] == 0) & (self._num_running[nodes] == 0)
+        if ended:
+            is_last |= np.fromiter(map(ended.__contains__, task.nodes), np.bool_, len(nodes))
+        found = nodes[is_last & (self._is_over[nodes] == 0)]
+        if len(found):
+            self._is_over[found] = 1
+            queue.keep(self._is_over[queue.nodes()] == 0)
+        return found
+
+    def _successors(self, nodes: np.ndarray, links: np.ndarray, kind: int) -> np.ndarray:
+        """Return the successors of nodes, in their order, once for each edge.
+
+        Args:
+          links: `_inner` or `_outer`.
+          kind: 0 for inner ones, 1 for outer ones.
+        """
+        found = links[nodes]
+        if not (self._several and (found < NO_SUCCESSOR).any()):
+            return found[found >= 0]
+        each: list[int] = []
+        for node, successor in zip(nodes.tolist(), found.tolist(), strict=True):
+            if successor >= 0:
+                each.append(successor)
+            elif successor < NO_SUCCESSOR:
+                each += self._several[node][kind]
+        return np.array(each, np.int64)
+
+    def _last_of_each(self, nodes: np.ndarray) -> np.ndarray:
+        """Return nodes without repetition, in the order of their last places."""
+        if len(nodes) < 2:
+            return nodes
+        places = np.arange(len(nodes))
+        self._place[nodes] = places  # NumPy leaves the last of several values behind
+        return nodes[self._place[nodes] == places]
+
+    def _forget(self, key: int) -> None:
+        first, graph = self._runs.pop(key)
+        del self._key_of[first]
+        for node in graph.links.several:
+            del self._several[first + node]
+
+    def _grow(self, num_nodes: int) -> None:
+        new = np.zeros((_NUM_ROWS, num_nodes), np.int64)
+        new[:, : self._state.shape[1]] = self._state
+        self._state = new
+        # Of each node: its successors, see `Links`; the predecessors in its subgraph that have not
+        # been submitted; of a head, the edges from other subgraphs for which it waits; the first
+        # node of its graph; of a first node, the graph's nodes that have not run.
+        self._inner, self._outer, self._inner_left, self._outer_left = new[:4]
+        self._owner, self._num_left = new[4:6]
+        # Of a loop: the steps that may be submitted, and those that are and have not completed;
+        # and whether it has ended.
+        self._steps_left, self._num_running, self._is_over = new[6:]
+        self._place = np.zeros(num_nodes, np.int64)

@@ -1,0 +1,102 @@
+"""Attention over whole sequences on the CPU: by the kernels that serve the paged cache.
+
+The keys and values of each sequence fill pages of their own, in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.kv_write import RopeTables, rotate_and_write
+from pallas_kernels.paged_attention import Rows, paged_attention
+from pallas_kernels.whole_attention import xla
+
+_PAGE_SIZE = 64
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """The static arguments of `whole_attention`."""
+
+    length: int
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+
+
+def whole_attention(
+    qkv: Float[Array, "tokens kv_heads columns head_dim"],
+    tables: RopeTables | None,
+    *,
+    length: int,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """See `api.whole_attention`."""
+    if qkv.size == 0:
+        raise NotImplementedError(f"qkv{qkv.shape} is empty")
+    options = _Options(length=length, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
+    return _attention(options, qkv, tables)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attention(
+    options: _Options,
+    qkv: Float[Array, "tokens kv_heads columns head_dim"],
+    tables: RopeTables | None,
+) -> Float[Array, "tokens q_heads head_dim"]:
+    tokens, kv_heads, _, head_dim = qkv.shape
+    num_sequences, pages_each = tokens // options.length, -(-options.length // _PAGE_SIZE)
+    # Page 0 is the null page.
+    page_table = 1 + jnp.arange(num_sequences * pages_each).reshape(num_sequences, pages_each)
+    position = jnp.tile(jnp.arange(options.length), num_sequences)
+    sequence = jnp.repeat(jnp.arange(num_sequences), options.length)
+    pages = jnp.zeros((1, 1 + page_table.size, kv_heads, _PAGE_SIZE, head_dim), qkv.dtype)
+    q, k_pages, v_pages, _, _ = rotate_and_write(
+        *(qkv, tables, pages, pages, 0),
+        *(page_table[sequence, position // _PAGE_SIZE], position % _PAGE_SIZE),
+        implementation="cpu",
+    )
+    lengths = jnp.full(num_sequences, options.length)
+    rows = Rows(
+        query_start=jnp.arange(num_sequences) * options.length,
+        query_length=lengths,
+        first_position=jnp.zeros_like(lengths),
+        context_length=lengths,
+        page_table=page_table,
+    )
+    return paged_attention(
+        *(q, k_pages, v_pages, 0, rows),
+        scale=options.scale,
+        sliding_window=options.sliding_window,
+        soft_cap=options.soft_cap,
+        implementation="cpu",
+    )
+
+
+@_attention.defjvp
+def _derivative(
+    options: _Options,
+    values: tuple[jax.Array, RopeTables | None],
+    tangents: tuple[jax.Array, RopeTables | None],
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the tangent with XLA's operations, which XLA can transpose."""
+
+    def attend(qkv: jax.Array, tables: RopeTables | None) -> jax.Array:
+        return xla.whole_attention(
+            *(qkv, tables),
+            length=options.length,
+            scale=options.scale,
+            sliding_window=options.sliding_window,
+            soft_cap=options.soft_cap,
+        )
+
+    return _attention(options, *values), jax.jvp(attend, values, tangents)[1]

@@ -1,0 +1,41 @@
+"""Attention over whole sequences in plain XLA, for every platform and sharding."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.kv_write import RopeTables, apply_rope
+
+
+def whole_attention(
+    qkv: Float[Array, "tokens kv_heads columns head_dim"],
+    tables: RopeTables | None,
+    *,
+    length: int,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """See `api.whole_attention`."""
+    tokens, kv_heads, columns, head_dim = qkv.shape
+    group = columns - 2
+    rotated = qkv[:, :, : group + 1]
+    if tables is not None:
+        rotated = apply_rope(rotated, tables)
+    grouped = rotated[:, :, :group].reshape(-1, length, kv_heads, group, head_dim)
+    k, v = (
+        x.reshape(-1, length, kv_heads, head_dim)
+        for x in (rotated[:, :, group], qkv[:, :, group + 1])
+    )
+    logits = jnp.einsum("bqkgd,bskd->bkgqs", grouped, k, preferred_element_type=jnp.float32)
+    logits = logits * scale
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    back = jnp.arange(length)[:, None] - jnp.arange(length)
+    seen = back >= 0
+    if sliding_window is not None:
+        seen &= back < sliding_window
+    weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgqs,bskd->bqkgd", weights, v).reshape(tokens, -1, head_dim)

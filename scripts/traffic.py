@@ -1,0 +1,346 @@
+"""Functions that count, in HLO text, the bytes that a compiled step reads and writes on a GPU.
+
+The entry's parameters say what they are by their names, which are those of the arguments of
+`Programs`: `params`, `cache`, and the state of slots and plans. What is computed from several of
+these is an activation; what is made of weights, pages or states alone is a copy of them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, final
+
+Kind = Literal["weight", "copy", "pages", "state", "activation"]
+
+# Instructions that read and write nothing; their result is that of their operand.
+_VIEWS = {"bitcast", "opt-barrier"}
+# Instructions that read only what they return of their first operand.
+_SLICES = {"slice", "dynamic-slice", "gather"}
+# Instructions that write to their first operand in place, with the index of what they write.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+# Sizes of what steers a kernel and is no data, such as the number of the layer.
+_SCALAR_BYTES = 8
+
+
+@final
+@dataclass(frozen=True)
+class _Value:
+    """An array in memory.
+
+    Attributes:
+      weight: name of the parameter, for a weight itself.
+    """
+
+    kind: Kind
+    num_bytes: float
+    weight: str = ""
+
+
+@final
+@dataclass
+class _Traffic:
+    """Bytes of weights that are read where they lie, by name, and of all others by kind."""
+
+    reads: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    others: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def total(self) -> float:
+        return sum(self.reads.values()) + sum(self.others.values())
+
+    def move(self, value: _Value, num_bytes: float) -> None:
+        """Count bytes of an array that are read or written."""
+        if value.kind == "weight":
+            self.reads[value.weight] += num_bytes
+        else:
+            self.others[value.kind] += num_bytes
+
+    def add(self, other: _Traffic, times: int = 1) -> None:
+        for mine, theirs in ((self.reads, other.reads), (self.others, other.others)):
+            for key, num_bytes in theirs.items():
+                mine[key] += times * num_bytes
+
+
+@final
+@dataclass(frozen=True)
+class _Instruction:
+    """A line of a computation.
+
+    Attributes:
+      shapes: bytes of each array of its result.
+      operands: names, each with the element of a tuple or None.
+    """
+
+    name: str
+    opcode: str
+    shapes: Sequence[float]
+    operands: Sequence[tuple[str, int | None]]
+    line: str
+    is_root: bool
+
+
+@final
+@dataclass(frozen=True)
+class StepBytes:
+    """The bytes that one step moves between memory and multiprocessors, as far as they are known.
+
+    Loops of unknown length count once, branches with their largest one. What kernels read and write
+    of the pages depends on the contexts, and is not included.
+
+    Attributes:
+      weights: of the weights that the step needs, each once.
+      activations: of what is computed.
+      beside: of all others: copies of weights, weights that are read again, pages that are moved
+        by other instructions than kernels, and the state of slots and plans.
+    """
+
+    weights: int
+    activations: int
+    beside: int
+
+    @property
+    def share_beside(self) -> float:
+        """Of the bytes of the weights."""
+        return self.beside / self.weights
+
+
+def step_bytes(hlo: str) -> StepBytes:
+    """Count the bytes of a scheduled module whose entry has the arguments of a step."""
+    module = _Module(hlo)
+    entry = module.computations[module.entry]
+    given = {each.name: each for each in entry if each.opcode == "parameter"}
+    arguments = [[_argument(each)] for each in sorted(given.values(), key=_number)]
+    _, traffic = module.run(module.entry, arguments)
+    sizes = {name: sum(each.shapes) for name, each in given.items()}
+    weights = sum(min(read, sizes[name]) for name, read in traffic.reads.items())
+    again = sum(max(0.0, read - sizes[name]) for name, read in traffic.reads.items())
+    beside = again + sum(traffic.others[kind] for kind in ("copy", "pages", "state"))
+    return StepBytes(int(weights), int(traffic.others["activation"]), int(beside))
+
+
+def _argument(parameter: _Instruction) -> _Value:
+    name = parameter.name
+    if name.startswith("params"):
+        return _Value("weight", sum(parameter.shapes), name)
+    return _Value("pages" if name.startswith("cache") else "state", sum(parameter.shapes))
+
+
+def _number(parameter: _Instruction) -> int:
+    found = re.search(r"parameter\((\d+)\)", parameter.line)
+    assert found is not None
+    return int(found[1])
+
+
+@final
+class _Module:
+    """The computations of a module, by name."""
+
+    def __init__(self, hlo: str):
+        self.computations: dict[str, list[_Instruction]] = {}
+        self.entry = ""
+        current: list[_Instruction] = []
+        for line in hlo.splitlines():
+            if begin := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
+                current = self.computations[begin[2]] = []
+                self.entry = begin[2] if begin[1] else self.entry
+            elif (instruction := _instruction(line)) is not None:
+                current.append(instruction)
+
+    def run(
+        self, name: str, arguments: Sequence[Sequence[_Value]]
+    ) -> tuple[Sequence[_Value], _Traffic]:
+        """Return the result of a computation, and the bytes that it moves."""
+        traffic = _Traffic()
+        values: dict[str, Sequence[_Value]] = {}
+        result: Sequence[_Value] = ()
+        for each in self.computations[name]:
+            if each.opcode == "parameter":
+                result = values[each.name] = arguments[_number(each)]
+            else:
+                operands = [
+                    values[operand] if index is None else [values[operand][index]]
+                    for operand, index in each.operands
+                ]
+                result = values[each.name] = self._result(each, operands, traffic)
+            if each.is_root:
+                return result, traffic
+        return result, traffic
+
+    def _result(
+        self, each: _Instruction, operands: Sequence[Sequence[_Value]], traffic: _Traffic
+    ) -> Sequence[_Value]:
+        """Return what an instruction returns, and add what it moves to `traffic`."""
+        line = each.line
+        if each.opcode == "tuple":
+            return [value for operand in operands for value in operand]
+        if each.opcode == "get-tuple-element":
+            return [operands[0][int(_attribute(line, ", index"))]]
+        if each.opcode in _VIEWS or each.opcode.endswith("-done"):
+            return operands[0]
+        if each.opcode == "while":
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+            for part in ("condition", "body"):
+                _, inner = self.run(_attribute(line, part), [operands[0]])
+                traffic.add(inner, int(trips[1]) if trips else 1)
+            return operands[0]
+        if each.opcode == "conditional":
+            return self._largest_branch(line, operands, traffic)
+        if each.opcode in ("call", "async-start"):
+            inner = _attribute(line, "to_apply" if each.opcode == "call" else "calls")
+            result, moved = self.run(inner, operands)
+            traffic.add(moved)
+            return result
+        if each.opcode == "constant" or not each.shapes:
+            return [_Value("activation", size) for size in each.shapes]
+        flat = [operand[0] for operand in operands]
+        if each.opcode == "custom-call":
+            return _kernel(each, flat, traffic)
+        return self._moved(each, flat, traffic)
+
+    def _largest_branch(
+        self, line: str, operands: Sequence[Sequence[_Value]], traffic: _Traffic
+    ) -> Sequence[_Value]:
+        names = re.findall(r"(?:true|false)_computation=%?([\w.-]+)", line)
+        if branches := re.search(r"branch_computations=\{([^}]*)\}", line):
+            names = re.findall(r"[\w.-]+", branches[1])
+        ran = [self.run(name, [operand]) for name, operand in zip(names, operands[1:], strict=True)]
+        result, largest = max(ran, key=lambda each: each[1].total)
+        traffic.add(largest)
+        return result
+
+    def _moved(
+        self, each: _Instruction, operands: Sequence[_Value], traffic: _Traffic
+    ) -> Sequence[_Value]:
+        """Return the result of a fusion, or of an instruction by itself."""
+        if each.opcode in ("fusion", "fusion-start"):
+            inner = self.computations[_attribute(each.line, "calls")]
+            by_number = {_number(one): one.name for one in inner if one.opcode == "parameter"}
+            names = [by_number[number] for number in range(len(operands))]
+            roots = _roots(inner)
+        else:
+            names = [f"operand {number}" for number in range(len(operands))]
+            inner = roots = [replace(each, operands=[(name, None) for name in names])]
+        for name, operand in zip(names, operands, strict=True):
+            traffic.move(operand, min(_num_read(inner, name), operand.num_bytes))
+        if len(roots) == 1:  # also of an instruction that returns several arrays
+            roots = roots * len(each.shapes)
+        kinds: set[Kind] = {
+            operand.kind for operand in operands if operand.num_bytes > _SCALAR_BYTES
+        }
+        by_name = dict(zip(names, operands, strict=True))
+        results = []
+        for root, size in zip(roots, each.shapes, strict=True):
+            value, written = _Value(_kind_of(kinds), size), size
+            if root.opcode in _UPDATES:
+                value = by_name.get(_target(inner, root), value)
+                update = root.operands[_UPDATES[root.opcode]][0]
+                written = by_name[update].num_bytes if update in by_name else _size(inner, update)
+            traffic.move(value, written)
+            results.append(value)
+        return results
+
+
+def _kernel(each: _Instruction, operands: Sequence[_Value], traffic: _Traffic) -> Sequence[_Value]:
+    """Return the result of a kernel, which may write to operands in place.
+
+    What it reads and writes of the pages is not counted.
+    """
+    targets: dict[int, int] = {}
+    if found := re.search(r"output_to_operand_aliasing=\{(.*?\))\}", each.line):
+        for output, operand in re.findall(r"\{(\d*)\}: \((\d+), \{\}\)", found[1]):
+            targets[int(output or 0)] = int(operand)
+    results = [
+        operands[targets[i]] if i in targets else _Value("activation", size)
+        for i, size in enumerate(each.shapes)
+    ]
+    read = [value for i, value in enumerate(operands) if i not in targets.values()]
+    for value in (*read, *results):
+        if value.kind != "pages":
+            traffic.move(value, value.num_bytes)
+    return results
+
+
+def _kind_of(kinds: set[Kind]) -> Kind:
+    """Return what is made of arrays of these kinds alone."""
+    if kinds and kinds <= {"weight", "copy"}:
+        return "copy"
+    return next(iter(kinds)) if len(kinds) == 1 else "activation"
+
+
+def _num_read(instructions: Sequence[_Instruction], name: str) -> float:
+    """Return the bytes that instructions read of an array, which may be more than it has."""
+    total = 0.0
+    for each in instructions:
+        for place, (operand, _) in enumerate(each.operands):
+            if operand != name:
+                continue
+            if each.opcode in ("bitcast", "tuple"):
+                total += _num_read(instructions, each.name)
+            elif each.opcode in _SLICES and place == 0:
+                total += sum(each.shapes)
+            elif not (each.opcode in _UPDATES and place == 0):
+                return math.inf
+    return total
+
+
+def _roots(instructions: Sequence[_Instruction]) -> list[_Instruction]:
+    """Return the instructions that make the results of a fused computation."""
+    by_name = {each.name: each for each in instructions}
+    (root,) = (each for each in instructions if each.is_root)
+    names = [name for name, _ in root.operands] if root.opcode == "tuple" else [root.name]
+    found = []
+    for name in names:
+        while by_name[name].opcode == "bitcast":
+            name = by_name[name].operands[0][0]
+        found.append(by_name[name])
+    return found
+
+
+def _target(instructions: Sequence[_Instruction], update: _Instruction) -> str:
+    """Return the name of the array that an update writes to."""
+    by_name = {each.name: each for each in instructions}
+    name = update.operands[0][0]
+    while name in by_name and by_name[name].opcode == "bitcast":
+        name = by_name[name].operands[0][0]
+    return name
+
+
+def _size(instructions: Sequence[_Instruction], name: str) -> float:
+    return next(sum(each.shapes) for each in instructions if each.name == name)
+
+
+def _attribute(line: str, name: str) -> str:
+    found = re.search(rf"(?<![\w*]){name}=%?([\w.-]+)", line)
+    if found is None:
+        raise ValueError(f"no {name}= in {line.strip()[:120]!r}")
+    return found[1]
+
+
+def _instruction(line: str) -> _Instruction | None:
+    made = re.match(r"\s+(ROOT )?%?([\w.-]+) = (.*?[\])}]) ([a-z][\w-]*)\((.*)", line)
+    if made is None:
+        return None
+    arguments, depth = "", 1
+    for letter in made[5]:
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if not depth:
+            break
+        arguments += letter
+    operands = [
+        (name, int(index) if index else None)
+        for name, index in re.findall(r"%([\w.-]+)(?:#(\d+))?", arguments)
+    ]
+    arrays = re.findall(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]", made[3])
+    shapes = [
+        math.prod(int(each) for each in dimensions.split(",") if each) * int(bits or 8) / 8
+        for _, bits, dimensions in arrays
+    ]
+    if made[3].startswith("(("):  # of an asynchronous instruction: operands, result, context
+        shapes = shapes[len(operands) : -1]
+    elif made[4] == "copy-start":  # result, operand, context
+        shapes = shapes[:1]
+    return _Instruction(made[2], made[4], shapes, operands, line, is_root=bool(made[1]))

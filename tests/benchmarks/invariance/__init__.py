@@ -1,0 +1,1 @@
+"""Tests of the bits of requests in random batches."""

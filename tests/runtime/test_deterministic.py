@@ -1,0 +1,248 @@
+"""A request has the same bits in any batch, however it is computed, and for the trainer too."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import (
+    InvalidConfigError,
+    InvalidRequestError,
+    InvalidSamplingParamsError,
+    PromptTooLongError,
+)
+from jaxserve.models.families import config_from_hf
+from jaxserve.models.loading import abstract_model, random_params
+from jaxserve.testing import OPTIONS, random_prompts, tiny_llama
+from sharding import StagePlan, make_groups, make_mesh
+
+ON = OPTIONS | {"deterministic": True}
+# Two pairs of prompts begin alike, for the prefix cache.
+SHARED = random_prompts(1, seed=9, longest=40)[0] * 3
+PROMPTS = [*random_prompts(10, seed=4), SHARED[:37], SHARED[:41]]
+PARAMS = [
+    SamplingParams(
+        max_tokens=3 + 2 * i,
+        temperature=0.7 * (i % 3 > 0),
+        top_p=0.9 if i % 4 == 1 else 1.0,
+        top_k=20 if i % 4 == 2 else 0,
+        repetition_penalty=1.2 if i % 5 == 4 else 1.0,
+        seed=i,
+        logprobs=2,
+    )
+    for i in range(len(PROMPTS))
+]
+
+
+def bits_of(rt: Runtime, chosen: Any) -> dict[int, Any]:
+    """Return tokens and log-probabilities of some of the requests, computed together, by index."""
+    done = rt.generate([PROMPTS[i] for i in chosen], [PARAMS[i] for i in chosen], progress=False)
+    return {i: (each.token_ids, each.logprobs) for i, each in zip(chosen, done, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[int, Any]:
+    """Each request by itself, without a prefix cache."""
+    with Runtime(tiny_llama(), **ON | {"policy": "vllm_like"}) as rt:
+        return {i: bits_of(rt, [i])[i] for i in range(len(PROMPTS))}
+
+
+def test_batches_and_cached_prefixes_change_nothing(alone):
+    """Any requests are together, in any order, and some find their prompts in the cache."""
+    rng = random.Random(0)
+    with Runtime(tiny_llama(), **ON | {"policy": "pensieve"}) as rt:
+        for _ in range(8):
+            chosen = rng.sample(range(len(PROMPTS)), rng.randint(2, len(PROMPTS)))
+            assert bits_of(rt, chosen) == {i: alone[i] for i in chosen}
+        assert rt.stats().num_prefix_hit > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_step_tokens=16, max_slots=3, page_size=4, max_decode_iterations=1),
+        dict(policy="pensieve", kv_memory="40kB", restore="both"),
+        dict(policy="vllm_like", kv_memory="40kB", host_memory=0),
+        dict(speculation="lookup"),
+    ],
+    ids=["chunks", "restored", "recomputed", "speculating"],
+)
+def test_how_a_request_is_computed_changes_nothing(alone, options):
+    """Small chunks and pages, and preempted sequences that are restored or computed again."""
+    with Runtime(tiny_llama(), **ON | options) as rt:
+        assert bits_of(rt, range(len(PROMPTS))) == alone
+        assert "kv_memory" not in options or rt.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(mesh=lambda: make_groups(encode=1, decode=1), policy="exegpt_waa_c"),
+        dict(mesh=lambda: StagePlan.of([1, 1])),
+        dict(mesh=lambda: make_mesh(data=2)),
+    ],
+    ids=["groups", "stages", "replicas"],
+)
+def test_where_a_request_is_computed_changes_nothing(alone, options):
+    """Prompts and answers on separate devices, layers on separate devices, and replicas."""
+    options = options | {"mesh": options["mesh"](), "warmup": False}
+    with Runtime(tiny_llama(), **ON | options) as rt:
+        assert bits_of(rt, range(len(PROMPTS))) == alone
+
+
+_SIZES = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+)
+FAMILIES = {
+    "qwen3_moe": dict(
+        model_type="qwen3_moe",
+        **_SIZES,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    ),
+    "gpt_neox": dict(model_type="gpt_neox", **_SIZES, rotary_pct=0.5),
+}
+
+
+def model_of(family: str) -> nnx.Module:
+    config = config_from_hf(FAMILIES[family])
+    return nnx.merge(abstract_model(config)[0], random_params(config, 0))
+
+
+def disagreements(model: Any) -> list[str]:
+    """Return where scores, or the trainer's log-probabilities, differ from what sampling reported.
+
+    They are "score", "processed" and "whole" with the number of the request.
+    """
+    with Runtime(model, **ON | {"warmup": False}) as rt:
+        done = rt.generate(PROMPTS, PARAMS, progress=False)
+        sequences = [[*p, *each.token_ids] for p, each in zip(PROMPTS, done, strict=True)]
+        scores = rt.score(sequences)
+        # Drawn with top-p, with top-k, with a penalty, and with a temperature alone.
+        processed = {i: rt.score(sequences[i], PARAMS[i]) for i in (1, 2, 4, 7)}
+    logprobs = nnx.jit(lambda model, tokens: model.whole_logprobs(tokens))
+    found = []
+    for i, (each, tokens) in enumerate(zip(done, sequences, strict=True)):
+        answer = slice(len(PROMPTS[i]) - 1, None)
+        padded = np.zeros((1, 128), np.int32)  # padding has no effect on earlier tokens
+        padded[0, : len(tokens)] = tokens
+        whole = np.asarray(logprobs(model, jnp.asarray(padded)))[0, : len(tokens) - 1]
+        reported = np.array([token.logprob for token in each.logprobs], np.float32)
+        pairs = {"whole": (whole, scores[i]), "score": (scores[i][answer], reported)}
+        if i in processed:
+            after = np.array([token.processed_logprob for token in each.logprobs], np.float32)
+            assert np.any(after != reported)
+            pairs["processed"] = processed[i][answer], after
+        found += [f"{name} {i}" for name, pair in pairs.items() if not np.array_equal(*pair)]
+    return found
+
+
+def test_scores_and_the_trainer_have_the_bits_that_sampling_reports():
+    """`rt.score` and `whole_logprobs` give the log-probabilities of greedy and drawn tokens."""
+    assert disagreements(tiny_llama()) == []
+
+
+def test_a_sequence_that_cannot_be_scored_is_named():
+    """A sequence as long as the context is refused; one token has no scores."""
+    with Runtime(tiny_llama(), **ON | {"warmup": False}) as rt:
+        with pytest.raises(PromptTooLongError, match="128 tokens"):
+            rt.score([[1, 2], [1] * 128])
+        assert rt.score([5]).shape == (0,)
+        np.testing.assert_array_equal(rt.score([5, 6, 7]), rt.score([[5, 6, 7]])[0])
+        for params, message in (
+            (SamplingParams(), "temperature=0"),
+            (SamplingParams(temperature=1.0, presence_penalty=0.5), "presence_penalty=0.5"),
+            (SamplingParams(temperature=1.0, regex="a*"), "a grammar"),
+        ):
+            with pytest.raises(InvalidSamplingParamsError, match=message):
+                rt.score([1, 2], params)
+
+
+def test_a_sequence_that_is_cancelled_is_an_error():
+    """An update or a pause with running="abort" ends the call with an error, not with scores."""
+    with Runtime(tiny_llama(), **ON | {"warmup": False}) as rt, ThreadPoolExecutor(1) as thread:
+        rt.pause()
+        waiting = thread.submit(rt.score, [1, 2, 3])
+        for _ in range(1000):
+            rt.pause("abort")
+            if waiting.done():
+                break
+            time.sleep(0.01)
+        rt.resume()
+        with pytest.raises(InvalidRequestError, match="cancelled before it was scored"):
+            waiting.result(30)
+        assert rt.score([1, 2, 3]).shape == (2,)
+
+
+# The tests of this process compile without optimisation. XLA vectorises what it optimises, so that
+# the order of a sum may depend on the number of rows.
+_OPTIMISED = """
+import json, sys
+from jaxserve import Runtime
+from tests.runtime import test_deterministic as tests
+
+found = []
+for family in tests.FAMILIES:
+    model = tests.model_of(family)
+    found += [f"{family} {each}" for each in tests.disagreements(model)]
+    with Runtime(model, **tests.ON | {"warmup": False}) as rt:
+        whole = tests.bits_of(rt, range(len(tests.PROMPTS)))
+        for some in ([3], [1, 6, 8, 2], [11, 0, 5, 7, 4, 9, 10]):
+            for i, bits in tests.bits_of(rt, some).items():
+                found += [] if bits == whole[i] else [f"{family} {i} of {some}"]
+json.dump(found, sys.stdout)
+"""
+
+
+def test_code_that_xla_optimises_gives_the_same_bits():
+    """Norms, experts and log-probabilities do, in batches of other sizes, scores and training."""
+    environment = {name: v for name, v in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-c", _OPTIMISED], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(mesh=lambda: make_mesh(tensor=2)), "tensor=2: pass a mesh without a tensor axis"),
+        (dict(attention="xla"), "attention='xla': omit it"),
+        (dict(quantize="fp8"), "float8: pass quantize='int8' or 'int4'"),
+        (dict(dtype=jnp.bfloat16), "in bfloat16: pass dtype='float32'"),
+    ],
+)
+def test_what_cannot_be_promised_is_refused(options, message):
+    """The error says why, and what to pass."""
+    made = {name: value() if name == "mesh" else value for name, value in options.items()}
+    model = tiny_llama(dtype=made.pop("dtype", jnp.float32))
+    with pytest.raises(InvalidConfigError, match=message):
+        Runtime(model, **ON | made)
+
+
+def test_weights_in_few_bits_are_deterministic():
+    """Weights in eight bits keep the bits of a request, too."""
+    with Runtime(tiny_llama(), **ON | {"quantize": "int8", "warmup": False}) as rt:
+        whole = bits_of(rt, range(len(PROMPTS)))
+        assert bits_of(rt, [2, 7]) == {i: whole[i] for i in (2, 7)}

@@ -1,0 +1,103 @@
+"""Sequences are preempted by expected need, and ranked once for all preemptions of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.prediction import LengthPrediction
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.scheduling.lengths.tracker import LengthTracker
+from jaxserve.scheduling.preemption.last_in_order import LastInOrder
+from jaxserve.scheduling.preemption.longest_remaining import LongestRemaining
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.victims import Victims
+from predictor import LengthBuckets
+
+CONFIG = EngineConfig(
+    num_pages=400,
+    max_slots=16,
+    max_context=200,
+    max_step_tokens=64,
+    max_decode_iterations=1,
+)
+BUCKETS = LengthBuckets.equal_width(80, 8)
+
+
+def _running(num_bounded: int = 0, *, predicted: bool = True) -> tuple[Engine, list[Sequence]]:
+    """Return an engine after some steps, and what runs; the first ones in order have bounds."""
+    clock, rng = VirtualClock(), np.random.default_rng(0)
+    engine = Engine(SimulatedExecutor(CONFIG, clock), PRESETS["auto"], clock)
+    for number in range(CONFIG.max_slots):
+        bound = 1e6 if number < num_bounded else None
+        prediction = LengthPrediction(BUCKETS, rng.dirichlet(np.ones(BUCKETS.num)))
+        params = SamplingParams(max_tokens=80, ignore_eos=True, latency_bound=bound)
+        engine.add(
+            Request(
+                id=str(number),
+                prompt=(1,) * int(rng.integers(1, 30)),
+                params=params,
+                arrival_s=0.0,
+                prediction=prediction if predicted else None,
+            )
+        )
+    for _ in range(12):
+        engine.step()
+    return engine, list(engine.scheduler.running)
+
+
+class _Counting:
+    """Last in order, and how often it was asked."""
+
+    keeps_state = False
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def ranked(self, candidates: Seq[Sequence], lengths: LengthTracker) -> Seq[Sequence]:
+        self.num_asked += 1
+        return LastInOrder().ranked(candidates, lengths)
+
+
+def test_the_longest_is_first_and_bounds_are_last():
+    """The order is that of choosing the longest remaining one again and again."""
+    engine, running = _running(num_bounded=5)
+    lengths = engine.scheduler.lengths
+    remaining = dict(zip(running, lengths.expected_tokens(running), strict=True))
+    assert len(set(remaining.values())) > 8
+    ranked = LongestRemaining().ranked(running, lengths)
+    wanted = sorted(running, key=lambda each: (each.request.due_s is not None, -remaining[each]))
+    assert list(ranked) == wanted
+
+
+def test_without_estimates_the_last_in_order_is_first():
+    """Bounded sequences still stay as long as there are others."""
+    engine, running = _running(num_bounded=3, predicted=False)
+    ranked = list(LongestRemaining().ranked(running, engine.scheduler.lengths))
+    bounded = [each for each in running if each.request.due_s is not None]
+    unbounded = [each for each in running if each.request.due_s is None]
+    assert ranked == [*reversed(unbounded), *reversed(bounded)] and len(bounded) == 3
+
+
+def test_what_a_step_preempts():
+    """Those with rows stay, the first goes when it is alone, and one ranking serves all."""
+    engine, running = _running()
+    policy = _Counting()
+    victims = Victims(policy, engine.scheduler.lengths)
+    have_rows = {running[15], running[13]}
+    left = list(running)
+    for wanted in (running[14], *running[12:0:-1]):
+        victim = victims.next(left, have_rows)
+        assert victim is wanted
+        left.remove(victim)
+    assert policy.num_asked == 1
+    assert victims.next(left, have_rows) is running[0]
+    victims.forget_ranks()
+    assert victims.next(running, have_rows) is running[14] and policy.num_asked == 2

@@ -1,0 +1,50 @@
+"""Metrics that are read from the engine's counters."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+from jaxserve.planning.schedules.estimates import LatencyBounds
+from jaxserve.runtime import RuntimeStats
+from jaxserve.server.metrics import Metrics
+
+
+def _exposed(**changed: Any) -> set[str]:
+    """Return the lines of an engine whose counters are all 3, except for those given."""
+    counters: dict[str, Any] = {field.name: 3 for field in fields(RuntimeStats)} | {"plan": None}
+    stats = RuntimeStats(**{**counters, **changed})
+    text = Metrics("tiny", "jaxserve", lambda: stats).exposition().decode()
+    return {line.replace('engine="0",model_name="tiny"', "..") for line in text.splitlines()}
+
+
+def test_pages_by_tier():
+    """Pages of the device are owned, reserved, cached or free; those of the host used or free."""
+    found = _exposed(num_pages_usable=20, num_pages_owned=4, num_host_pages=7)
+    for tier, state, count in (
+        ("device", "owned", 4),
+        ("device", "reserved", 3),
+        ("device", "cached", 3),
+        ("device", "free", 10),
+        ("host", "used", 3),
+        ("host", "free", 4),
+    ):
+        assert f'jaxserve:kv_pages{{..,state="{state}",tier="{tier}"}} {count}.0' in found
+
+
+def test_the_schedule_in_force_and_its_bounds():
+    """Of the bounds those that are given; without a schedule there is none of these metrics."""
+    plan = SimpleNamespace(
+        name="RRA encode 2, decode 9", bounds=LatencyBounds(latency_s=2.0),
+        latency_s=1.5, first_token_s=0.5, token_s=0.25,
+    )  # fmt: skip
+    found = _exposed(plan=plan)
+    assert {line for line in found if line.startswith("jaxserve:schedule")} == {
+        'jaxserve:schedule_info{..,schedule="RRA encode 2, decode 9"} 1.0',
+        'jaxserve:schedule_bound_seconds{..,of="latency"} 2.0',
+        'jaxserve:schedule_expected_seconds{..,of="latency"} 1.5',
+        'jaxserve:schedule_expected_seconds{..,of="first_token"} 0.5',
+        'jaxserve:schedule_expected_seconds{..,of="token"} 0.25',
+    }
+    assert not any("schedule" in line for line in _exposed())
