@@ -30,6 +30,27 @@ inline float sum(Float<W> x) {
   }
 }
 
+// Lane l of the result is the sum of lanes l and l ^ step of a, or of b where l & step.
+template <int step, int W, int... lane>
+inline Float<W> sum_swapped(Float<W> a, Float<W> b, std::integer_sequence<int, lane...> lanes) {
+  const Float<W> own = __builtin_shufflevector(a, b, (lane & step ? W + lane : lane)...);
+  const Float<W> other = __builtin_shufflevector(a, b, (lane & step ? lane : W + lane)...);
+  return own + swapped<step, W>(other, lanes);
+}
+
+// Adds up groups of `step` lanes of n vectors in which every step-th lane belongs to one of `step`
+// sums: lane l of the result is sum l % (n * step). With step = 1 and n = W, lane l is the sum of
+// x[l], by halves: each half of its lanes is added up first.
+template <int W, int n, int step = 1>
+inline Float<W> sums(const Float<W>* x) {
+  if constexpr (n == 1) return x[0];
+  else {
+    constexpr auto lanes = std::make_integer_sequence<int, W>();
+    return sum_swapped<n / 2 * step, W>(sums<W, n / 2, step>(x), sums<W, n / 2, step>(x + n / 2),
+                                        lanes);
+  }
+}
+
 // Cephes' expf: at most 2 ulp off for x in [-87, 88], e^-87 below, NaN for NaN.
 template <int W>
 inline Float<W> exponential(Float<W> x) {

@@ -1,14 +1,15 @@
 // Paged attention on the CPU, as an XLA custom call: float32 queries, pages in float32 or, with
 // scales, in int8 or float8_e4m3fn. api.py states the contract.
 //
-// A work item is a run of consecutive queries of one row, with all query heads of one KV head. It
+// A work item is a run of consecutive queries of one row, with all query heads of some KV heads. It
 // goes through the keys that its queries see in blocks of kBlock positions, aligned to position 0,
-// with an online softmax (Milakov and Gimelshein, arXiv:1805.02867). Keys are transposed once in
-// registers, so that scores are vectors over keys, and weights times values are vectors over
-// head_dim. The operations for one query, and their order, depend neither on the rest of the batch
-// nor on how its row is cut into items: a block that a query does not see multiplies its sums by 1
-// and adds 0. Elements of 8 bits become floats when they are loaded, values of many queries once for
-// all of them; the scale of a key multiplies its scores, and that of a value its weights.
+// with an online softmax (Milakov and Gimelshein, arXiv:1805.02867). Few queries read keys and
+// values once, in the order of memory: values are prefetched while their keys are multiplied, and
+// the next keys while values are. For many queries, keys are transposed once in registers. The
+// operations for one query, and their order, depend neither on the rest of the batch nor on how its
+// row is cut into items: a block that a query does not see multiplies its sums by 1 and adds 0.
+// Elements of 8 bits become floats when they are loaded, values of many queries once for all of
+// them; the scale of a key multiplies its scores, and that of a value its weights.
 
 #include <algorithm>
 #include <cstdint>
@@ -19,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention.h"
 #include "functions.h"
 #include "threads.h"
 #include "vectors.h"
@@ -28,14 +30,16 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int kBlock = 64;         // keys per step of the online softmax
 constexpr int kTileRows = 96;      // maximum of (query, head) pairs of an item, if group allows
 constexpr float kMasked = -1e30f;  // used for minus infinity; kMasked - kMasked is not NaN
 constexpr int64_t kWorthAThread = 1 << 19;  // multiply-adds per additional thread
 
-constexpr int kConvertsAbove = 4;  // queries for which values of 8 bits are converted only once
+constexpr int kConvertsAbove = 4;    // queries for which values of 8 bits are converted only once
+constexpr int kTransposesAbove = 8;  // queries for which keys are transposed
 
-constexpr int kChunk = kWide == 16 ? 4 : 2;  // vectors of head_dim that `accumulate` holds
+// An item has up to kHeadsTogether KV heads, which are beside each other in a page, if a thread has
+// kRowsAThread rows or more.
+constexpr int64_t kHeadsTogether = 8, kRowsAThread = 4;
 
 template <int W, int... lane>
 inline Int<W> count_from(int32_t first, std::integer_sequence<int, lane...>) {
@@ -49,94 +53,6 @@ inline Float<W> hyperbolic_tangent(Float<W> x) {
   x = x > most ? most : x;
   const Float<W> e = exponential<W>(x + x);
   return (e - 1.0f) / (e + 1.0f);
-}
-
-// out[d][i] = rows[i][d] for W rows; rows of `out` are 2 W long. Prefetches `ahead`.
-template <int W, typename T>
-void transpose(const T* const* rows, const T* const* ahead, int64_t head_dim, float* out) {
-  for (int64_t d = 0; d < head_dim; d += W) {
-    Float<W> x[W];
-#pragma GCC unroll 16
-    for (int i = 0; i < W; ++i) {
-      x[i] = load<W>(rows[i] + d);
-      __builtin_prefetch(ahead[i] + d, 0, 3);
-    }
-    transpose_square<W>(x);
-#pragma GCC unroll 16
-    for (int i = 0; i < W; ++i) store(out + (d + i) * 2 * W, x[i]);
-  }
-}
-
-// logits[m][s] = q[m] . k[s], for R queries and 2 W keys.
-template <int W, int R>
-void score(const float* q, const float* keys, int64_t head_dim, float* logits) {
-  Float<W> x[R][2] = {};
-  for (int64_t d = 0; d < head_dim; ++d) {
-    const Float<W> a = load<W>(keys + d * 2 * W), b = load<W>(keys + d * 2 * W + W);
-#pragma GCC unroll 4
-    for (int m = 0; m < R; ++m) {
-      x[m][0] += q[m * head_dim + d] * a;
-      x[m][1] += q[m * head_dim + d] * b;
-    }
-  }
-  for (int m = 0; m < R; ++m) {
-    store(logits + m * kBlock, x[m][0]);
-    store(logits + m * kBlock + W, x[m][1]);
-  }
-}
-
-// out[m] = kept[m] * out[m] + sum over s of weights[m][s] * v[s], for R queries and C vectors from d.
-template <int W, int R, int C, typename T>
-void accumulate(const float* weights, const T* const* v, const T* const* ahead, int begin, int end,
-                const float* kept, int64_t d, int64_t head_dim, float* out) {
-  Float<W> x[R][C];
-  for (int m = 0; m < R; ++m)
-    for (int c = 0; c < C; ++c) x[m][c] = kept[m] * load<W>(out + m * head_dim + d + c * W);
-  for (int s = begin; s < end; ++s) {
-    Float<W> value[C];
-#pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) {
-      value[c] = load<W>(v[s] + d + c * W);
-      if (ahead) __builtin_prefetch(ahead[s] + d + c * W, 0, 3);
-    }
-#pragma GCC unroll 4
-    for (int m = 0; m < R; ++m) {
-      const float weight = weights[m * kBlock + s];
-#pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) x[m][c] += weight * value[c];
-    }
-  }
-  for (int m = 0; m < R; ++m)
-    for (int c = 0; c < C; ++c) store(out + m * head_dim + d + c * W, x[m][c]);
-}
-
-// Calls f for runs of up to four of `count` items, with the first and the (static) number of a run.
-template <typename F>
-inline void by_fours(int count, F&& f) {
-  int i = 0;
-  for (; i + 4 <= count; i += 4) f(i, std::integral_constant<int, 4>());
-  if (count - i == 3) f(i, std::integral_constant<int, 3>());
-  if (count - i == 2) f(i, std::integral_constant<int, 2>());
-  if (count - i == 1) f(i, std::integral_constant<int, 1>());
-}
-
-// The same for all of head_dim and `count` queries; the first queries prefetch `ahead`, if any.
-template <int W, typename T>
-void accumulate_all(const float* logits, const T* const* v, const T* const* ahead, int begin,
-                    int end, const float* kept, int count, int64_t dim, float* out) {
-  by_fours(count, [&](int m, auto n) {
-    const float* weights = logits + m * kBlock;
-    const T* const* fetched = m == 0 ? ahead : nullptr;
-    float* to = out + m * dim;
-    int64_t d = 0;
-    for (; d + kChunk * W <= dim; d += kChunk * W)
-      accumulate<W, n, kChunk>(weights, v, fetched, begin, end, kept + m, d, dim, to);
-    if (kChunk > 2 && d + 2 * W <= dim) {
-      accumulate<W, n, 2>(weights, v, fetched, begin, end, kept + m, d, dim, to);
-      d += 2 * W;
-    }
-    if (d < dim) accumulate<W, n, 1>(weights, v, fetched, begin, end, kept + m, d, dim, to);
-  });
 }
 
 struct Problem {
@@ -165,154 +81,207 @@ Float<W> by_distance(const float* biases, int64_t distances, int64_t distance) {
 }
 
 struct Item {
-  int32_t row, kv_head, first, queries;  // first: index in its row of the first query
-  int64_t start, end;                    // range of positions of keys that some query may see
-  int64_t cost;                          // approximate number of multiply-adds
+  int32_t row, kv_head, heads, first, queries;  // first: index in its row of the first query
+  int64_t start, end;                           // range of positions that some query may see
+  int64_t cost;                                 // approximate number of multiply-adds
 };
 
-// Keys and values at kBlock positions; zeros for those that the item may not see.
-template <typename T>
+// Where the keys and values at kBlock positions are, in numbers of keys from those of `kv_head`. A
+// position that the item may not see has the place of one that it may.
 struct Block {
-  const T *k[kBlock], *v[kBlock];
-  float k_scales[kBlock], v_scales[kBlock];
+  int64_t at[kBlock];
 };
 
+// Fills `block` with the places of the positions from `base` on, and prefetches their scales.
+template <bool is_scaled>
+void locate(const Problem& p, const Item& item, int64_t base, Block* block) {
+  const int begin = static_cast<int>(std::max<int64_t>(item.start - base, 0));
+  const int end = static_cast<int>(std::min<int64_t>(item.end - base, kBlock));
+  const int32_t* table = p.page_table + item.row * p.table_width;
+  for (int s = begin; s < end;) {
+    const int64_t page = (base + s) / p.page_size, offset = (base + s) % p.page_size;
+    const int64_t head = (p.first_page + table[page]) * p.kv_heads + item.kv_head;
+    const int64_t at = head * p.page_size + offset;
+    const int run = static_cast<int>(std::min<int64_t>(p.page_size - offset, end - s));
+    for (int i = 0; i < run; ++i) block->at[s + i] = at + i;
+    if constexpr (is_scaled)
+      for (int h = 0; h < item.heads; ++h)
+        for (int i = 0; i < run; i += kLine / sizeof(float)) {
+          __builtin_prefetch(p.k_scales + at + h * p.page_size + i);
+          __builtin_prefetch(p.v_scales + at + h * p.page_size + i);
+        }
+    s += run;
+  }
+  std::fill(block->at, block->at + begin, block->at[begin]);
+  std::fill(block->at + end, block->at + kBlock, block->at[begin]);
+}
+
+// Keys of a block that an item may see, and the multiples of vectors around them.
+struct Span {
+  int begin, end, from, to;
+};
+
+// Makes weights of the scores of `count` queries, and adds these to their totals. `kept` is what
+// remains of earlier sums, since the maximum grew. `position` is that of the first query, from the
+// block's start.
+template <int W, bool is_scaled>
+void weigh(const Problem& p, int64_t first_head, int64_t position, int count, const Span& span,
+           const float* k_scales, const float* v_scales, float* logits, float* maximum,
+           float* total, float* kept) {
+  for (int m = 0; m < count; ++m) {
+    const int64_t at = position + m / p.group;  // of the query
+    const int first = p.window ? std::max<int64_t>(span.begin, at - p.window + 1) : span.begin;
+    const int last = static_cast<int>(std::min<int64_t>(span.end, at + 1));
+    const int64_t head = first_head + m % p.group;
+    const float* biases = p.biases ? p.biases + head * p.distances : nullptr;
+    const float slope = p.slopes ? p.slopes[head] : 0.0f;
+    float* row = logits + m * kBlock;
+    Float<W> highest = Float<W>{} + kMasked;
+    for (int s = span.from; s < span.to; s += W) {
+      Float<W> x = load<W>(row + s);
+      if constexpr (is_scaled) x *= load<W>(k_scales + s);
+      const Int<W> key = count_from<W>(s, std::make_integer_sequence<int, W>());
+      if (p.soft_cap > 0) x = p.soft_cap * hyperbolic_tangent<W>(x / p.soft_cap);
+      if (biases) x += by_distance<W>(biases, p.distances, at - s);
+      if (p.slopes) x += slope * __builtin_convertvector(key - static_cast<int32_t>(at), Float<W>);
+      if (s < first || s + W > last) x = (key >= first) & (key < last) ? x : Float<W>{} + kMasked;
+      store(row + s, x);
+      highest = highest < x ? x : highest;
+    }
+    const float before = maximum[m], top = std::max(before, largest<W>(highest));
+    maximum[m] = top;
+    kept[m] = before == top ? 1.0f : exponential<W>(Float<W>{} + (before - top))[0];
+    Float<W> added = {};
+    for (int s = span.from; s < span.to; s += W) {
+      Float<W> x = exponential<W>(load<W>(row + s) - top);
+      const Int<W> key = count_from<W>(s, std::make_integer_sequence<int, W>());
+      if (s < first || s + W > last) x = (key >= first) & (key < last) ? x : Float<W>{};
+      added += x;
+      if constexpr (is_scaled) x *= load<W>(v_scales + s);
+      store(row + s, x);
+    }
+    store(total + m * W, kept[m] * load<W>(total + m * W) + added);
+  }
+}
+
+// Computes an item. `after` is the one that this thread computes next, probably, or null.
 template <int W, typename T>
-void attend(const Problem& p, const Item& item) {
+void attend(const Problem& p, const Item& item, const Item* after) {
   constexpr bool is_scaled = !std::is_same<T, float>::value;
   const int64_t dim = p.head_dim;
   const int count = item.queries * static_cast<int>(p.group);
   const int64_t position = int64_t{p.first_position[item.row]} + item.first;
   const int64_t token = int64_t{p.query_start[item.row]} + item.first;
-  const int64_t first_head = item.kv_head * p.group;
-  const int32_t* table = p.page_table + item.row * p.table_width;
   static thread_local std::vector<float> scratch;
+  const bool transposes = count > kTransposesAbove;
+  const int step = transposes ? 2 * W : W;  // keys that are scored together
   const bool converts = is_scaled && count > kConvertsAbove;
-  const size_t needed = count * (2 * dim + kBlock + W + 2) + dim * 2 * W + dim +
-                        (converts ? kBlock * dim : 0) + 16;
+  const size_t needed = item.heads * count * (2 * dim + W + 1) + count * (kBlock + 1) +
+                        (transposes ? dim * 2 * W : 0) + (converts ? kBlock * dim : 0) + 16;
   if (scratch.size() < needed) scratch.resize(needed);
   auto aligned = (reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64;
-  float* keys = reinterpret_cast<float*>(aligned);  // [dim, 2 W]
-  float* values = keys + dim * 2 * W;               // [kBlock, dim] if it converts
+  float* keys = reinterpret_cast<float*>(aligned);         // [dim, 2 W] if it transposes
+  float* values = keys + (transposes ? dim * 2 * W : 0);   // [kBlock, dim] if it converts
   float* logits = values + (converts ? kBlock * dim : 0);  // [count, kBlock], then the weights
-  float* total = logits + count * kBlock;           // [count, W]
-  float* q = total + count * W;                     // [count, dim]
-  float* out = q + count * dim;                     // [count, dim]
-  float* maximum = out + count * dim;               // [count]
-  float* kept = maximum + count;                    // [count]
-  float* zeros = kept + count;                      // [dim]
-  for (int i = 0; i < item.queries; ++i) {
-    const float* from = p.q + ((token + i) * p.heads + first_head) * dim;
-    for (int64_t d = 0; d < p.group * dim; ++d) q[i * p.group * dim + d] = from[d] * p.scale;
-  }
-  std::fill_n(out, count * dim, 0.0f);
-  std::fill_n(total, count * W, 0.0f);
-  std::fill_n(maximum, count, kMasked);
-  std::fill_n(zeros, dim, 0.0f);
+  float* totals = logits + count * kBlock;                 // [heads, count, W]
+  float* all_q = totals + item.heads * count * W;          // [heads, count, dim]
+  float* all_out = all_q + item.heads * count * dim;       // [heads, count, dim]
+  float* maxima = all_out + item.heads * count * dim;      // [heads, count]
+  float* kept = maxima + item.heads * count;               // [count]
+  for (int h = 0; h < item.heads; ++h)
+    for (int i = 0; i < item.queries; ++i) {
+      const float* from = p.q + ((token + i) * p.heads + (item.kv_head + h) * p.group) * dim;
+      float* to = all_q + (h * count + i * p.group) * dim;
+      for (int64_t d = 0; d < p.group * dim; ++d) to[d] = from[d] * p.scale;
+    }
+  std::fill_n(all_out, item.heads * count * dim, 0.0f);
+  std::fill_n(totals, item.heads * count * W, 0.0f);
+  std::fill_n(maxima, item.heads * count, kMasked);
 
-  const auto locate = [&](int64_t base, Block<T>* block) {
-    const int begin = static_cast<int>(std::max<int64_t>(item.start - base, 0));
-    const int end = static_cast<int>(std::min<int64_t>(item.end - base, kBlock));
-    if constexpr (is_scaled) {
-      std::fill_n(block->k_scales, kBlock, 0.0f);
-      std::fill_n(block->v_scales, kBlock, 0.0f);
-    }
-    std::fill_n(block->k, kBlock, reinterpret_cast<const T*>(zeros));
-    std::fill_n(block->v, kBlock, reinterpret_cast<const T*>(zeros));
-    for (int s = begin; s < end;) {
-      const int64_t page = (base + s) / p.page_size, offset = (base + s) % p.page_size;
-      const int64_t head = (p.first_page + table[page]) * p.kv_heads + item.kv_head;
-      int64_t at = head * p.page_size + offset;
-      const int run = static_cast<int>(std::min<int64_t>(p.page_size - offset, end - s));
-      for (int i = 0; i < run; ++i, ++s, ++at) {
-        block->k[s] = static_cast<const T*>(p.k) + at * dim;
-        block->v[s] = static_cast<const T*>(p.v) + at * dim;
-        if constexpr (is_scaled) {
-          block->k_scales[s] = p.k_scales[at];
-          block->v_scales[s] = p.v_scales[at];
-        }
-      }
-    }
-  };
-  const float* rows[kBlock];  // of values
-  for (int i = 0; i < kBlock; ++i) rows[i] = values + i * dim;
-  Block<T> blocks[2], *block = &blocks[0], *next = &blocks[1];
+  int64_t every[kBlock];
+  for (int i = 0; i < kBlock; ++i) every[i] = i;
+  Block blocks[2], *block = &blocks[0], *next = &blocks[1];
   const int64_t first_base = item.start / kBlock * kBlock;
-  locate(first_base, block);
+  if (item.start < item.end) locate<is_scaled>(p, item, first_base, block);
   for (int64_t base = first_base; base < item.end; base += kBlock) {
     const int begin = static_cast<int>(std::max<int64_t>(item.start - base, 0));
     const int end = static_cast<int>(std::min<int64_t>(item.end - base, kBlock));
-    locate(base + kBlock, next);
-    const int from = begin / (2 * W) * (2 * W), to = (end + 2 * W - 1) / (2 * W) * (2 * W);
-    for (int s = from; s < to; s += 2 * W) {
-      transpose<W>(block->k + s, next->k + s, dim, keys);
-      transpose<W>(block->k + s + W, next->k + s + W, dim, keys + W);
-      by_fours(count, [&](int m, auto n) {
-        score<W, n>(q + m * dim, keys, dim, logits + m * kBlock + s);
-      });
-    }
-    for (int m = 0; m < count; ++m) {
-      const int64_t at = position + m / p.group - base;  // of the query, from the block's start
-      const int first = p.window ? std::max<int64_t>(begin, at - p.window + 1) : begin;
-      const int last = static_cast<int>(std::min<int64_t>(end, at + 1));
-      const float* biases = p.biases ? p.biases + (first_head + m % p.group) * p.distances : nullptr;
-      const float slope = p.slopes ? p.slopes[first_head + m % p.group] : 0.0f;
-      float* row = logits + m * kBlock;
-      Float<W> highest = Float<W>{} + kMasked;
-      for (int s = from; s < to; s += W) {
-        Float<W> x = load<W>(row + s);
-        if constexpr (is_scaled) x *= load<W>(block->k_scales + s);
-        const Int<W> key = count_from<W>(s, std::make_integer_sequence<int, W>());
-        if (p.soft_cap > 0) x = p.soft_cap * hyperbolic_tangent<W>(x / p.soft_cap);
-        if (biases) x += by_distance<W>(biases, p.distances, at - s);
-        if (p.slopes) x += slope * __builtin_convertvector(key - static_cast<int32_t>(at), Float<W>);
-        if (s < first || s + W > last) x = (key >= first) & (key < last) ? x : Float<W>{} + kMasked;
-        store(row + s, x);
-        highest = highest < x ? x : highest;
-      }
-      const float before = maximum[m];
-      maximum[m] = std::max(before, largest<W>(highest));
-      kept[m] = before == maximum[m] ? 1.0f : exponential<W>(Float<W>{} + (before - maximum[m]))[0];
-      Float<W> added = {};
-      for (int s = from; s < to; s += W) {
-        Float<W> x = exponential<W>(load<W>(row + s) - maximum[m]);
-        const Int<W> key = count_from<W>(s, std::make_integer_sequence<int, W>());
-        if (s < first || s + W > last) x = (key >= first) & (key < last) ? x : Float<W>{};
-        added += x;
-        if constexpr (is_scaled) x *= load<W>(block->v_scales + s);
-        store(row + s, x);
-      }
-      store(total + m * W, kept[m] * load<W>(total + m * W) + added);
-    }
-    if (converts) {
-      for (int i = begin; i < end; ++i)
-        for (int64_t d = 0; d < dim; d += W) {
-          store(values + i * dim + d, load<W>(block->v[i] + d));
-          __builtin_prefetch(next->v[i] + d, 0, 3);
+    const int from = begin / step * step, to = (end + step - 1) / step * step;
+    bool has_next = true;
+    if (base + kBlock < item.end) locate<is_scaled>(p, item, base + kBlock, next);
+    else if (after && after->start < after->end)
+      locate<is_scaled>(p, *after, after->start / kBlock * kBlock, next);
+    else has_next = false;
+    for (int h = 0; h < item.heads; ++h) {
+      const int64_t first_head = (item.kv_head + h) * p.group;
+      const int64_t shift = h * p.page_size;  // from the places of `kv_head`
+      const T* all_k = static_cast<const T*>(p.k);
+      const Vectors<T> k = {all_k + shift * dim, block->at, dim};
+      const Vectors<T> v = {static_cast<const T*>(p.v) + shift * dim, block->at, dim};
+      // The keys after these ones.
+      const Vectors<T> next_k = h + 1 < item.heads
+                                    ? Vectors<T>{k.first + p.page_size * dim, block->at, dim}
+                                    : Vectors<T>{all_k, has_next ? next->at : nullptr, dim};
+      float k_scales[kBlock], v_scales[kBlock];
+      if constexpr (is_scaled)
+        for (int s = from; s < to; ++s) {
+          k_scales[s] = p.k_scales[block->at[s] + shift];
+          v_scales[s] = p.v_scales[block->at[s] + shift];
         }
-      accumulate_all<W, float>(logits, rows, nullptr, begin, end, kept, count, dim, out);
-    } else {
-      accumulate_all<W, T>(logits, block->v, next->v, begin, end, kept, count, dim, out);
+      const float* q = all_q + h * count * dim;
+      float* out = all_out + h * count * dim;
+      for (int s = from; s < to; s += step) {
+        if (transposes) {
+          transpose<W>(k.from(s), v.from(s), keys);
+          transpose<W>(k.from(s + W), v.from(s + W), keys + W);
+          by_fours(count, [&](int m, auto n) {
+            score_transposed<W, n>(q + m * dim, keys, dim, logits + m * kBlock + s);
+          });
+        } else {
+          by_fours(count, [&](int m, auto n) {
+            score<W, n>(q + m * dim, k.from(s), m == 0 ? v.from(s) : Vectors<T>{},
+                        logits + m * kBlock + s);
+          });
+        }
+      }
+      weigh<W, is_scaled>(p, first_head, position - base, count, {begin, end, from, to}, k_scales,
+                          v_scales, logits, maxima + h * count, totals + h * count * W, kept);
+      if (converts) {
+        for (int i = begin; i < end; ++i) {
+          if (next_k) next_k.prefetch(i, i + 1);
+          for (int64_t d = 0; d < dim; d += W) store(values + i * dim + d, load<W>(v[i] + d));
+        }
+        const Vectors<float> converted = {values, every, dim};
+        accumulate_all<W>(logits, converted, Vectors<float>{}, begin, end, kept, count, out);
+      } else {
+        accumulate_all<W>(logits, v, next_k, begin, end, kept, count, out);
+      }
+      if (h + 1 == item.heads && has_next) {
+        next_k.prefetch(0, begin);
+        next_k.prefetch(end, kBlock);
+      }
     }
     std::swap(block, next);
   }
 
-  float* to = p.out + (token * p.heads + first_head) * dim;
-  for (int m = 0; m < count; ++m) {
-    const float weight = sum<W>(load<W>(total + m * W));
-    const float inverse = weight == 0.0f ? 0.0f : 1.0f / weight;  // zeros if no key is seen
-    float* result = to + (m / p.group * p.heads + m % p.group) * dim;
-    for (int64_t d = 0; d < dim; ++d) result[d] = out[m * dim + d] * inverse;
-  }
+  for (int h = 0; h < item.heads; ++h)
+    for (int m = 0; m < count; ++m) {
+      const int64_t head = (item.kv_head + h) * p.group + m % p.group;
+      const float weight = sum<W>(load<W>(totals + (h * count + m) * W));
+      const float inverse = weight == 0.0f ? 0.0f : 1.0f / weight;  // zeros if no key is seen
+      const float* from = all_out + (h * count + m) * dim;
+      float* to = p.out + ((token + m / p.group) * p.heads + head) * dim;
+      for (int64_t d = 0; d < dim; ++d) to[d] = from[d] * inverse;
+    }
 }
 
 template <typename T>
-void attend_in_widest(const Problem& p, const Item& item) {
-  if (p.head_dim % kWide == 0) attend<kWide, T>(p, item);
-  else attend<8, T>(p, item);
+void attend_in_widest(const Problem& p, const Item& item, const Item* after) {
+  if (p.head_dim % kWide == 0) attend<kWide, T>(p, item, after);
+  else attend<8, T>(p, item, after);
 }
 
-using Attend = void (*)(const Problem&, const Item&);
+using Attend = void (*)(const Problem&, const Item&, const Item*);
 
 // Returns the function for pages of this element type; null for other types.
 Attend attend_for(ffi::DataType type) {
@@ -330,8 +299,11 @@ struct Plan {
 };
 
 // Fills `items` and zeroes the output of tokens in no row. Returns an error in the rows, or "".
-std::string plan(const Problem& p, std::vector<Item>& items) {
+std::string plan(const Problem& p, int64_t threads, std::vector<Item>& items) {
   const int64_t tile = std::max<int64_t>(1, kTileRows / p.group);
+  const int64_t rows = std::count_if(p.query_length, p.query_length + p.rows,
+                                     [](int32_t length) { return length > 0; });
+  const int64_t together = rows >= kRowsAThread * threads ? kHeadsTogether : 1;
   std::vector<bool> owned(p.tokens);
   for (int64_t row = 0; row < p.rows; ++row) {
     const int64_t start = p.query_start[row], length = p.query_length[row];
@@ -355,10 +327,14 @@ std::string plan(const Problem& p, std::vector<Item>& items) {
         const int32_t id = p.page_table[row * p.table_width + page];
         if (id < 0 || id >= p.num_pages) return wrong("page id out of range");
       }
-      for (int32_t head = 0; head < p.kv_heads; ++head)
-        items.push_back({static_cast<int32_t>(row), head, static_cast<int32_t>(first),
+      const int64_t most = queries * p.group > kTransposesAbove ? 1 : together;
+      for (int64_t head = 0; head < p.kv_heads; head += most) {
+        const int64_t heads = std::min(most, p.kv_heads - head);
+        items.push_back({static_cast<int32_t>(row), static_cast<int32_t>(head),
+                         static_cast<int32_t>(heads), static_cast<int32_t>(first),
                          static_cast<int32_t>(queries), begin, end,
-                         (end - begin) * (queries * p.group + 4) * p.head_dim});
+                         (end - begin) * heads * (queries * p.group + 4) * p.head_dim});
+      }
     }
   }
   for (int64_t token = 0; token < p.tokens; ++token)
@@ -417,13 +393,15 @@ ffi::Error paged_attention(ffi::ThreadPool pool, Tokens q, ffi::AnyBuffer k, ffi
   p.scale = scale;
   p.soft_cap = soft_cap;
   p.window = window;
-  const std::string error = plan(p, shared->items);
+  const std::string error = plan(p, pool.num_threads(), shared->items);
   if (!error.empty()) return ffi::Error::InvalidArgument("paged_attention: " + error);
 
   int64_t cost = 0;
   for (const Item& item : shared->items) cost += item.cost;
-  for_each_item(pool, shared->items.size(), 1 + cost / kWorthAThread, [shared](int64_t i, const NextItem&) {
-    shared->attend(shared->problem, shared->items[i]);
+  const int64_t count = shared->items.size();
+  for_each_item(pool, count, 1 + cost / kWorthAThread, [shared, count](int64_t i, const NextItem& next) {
+    const int64_t after = next;
+    shared->attend(shared->problem, shared->items[i], after < count ? &shared->items[after] : nullptr);
   });
   return ffi::Error::Success();
 }

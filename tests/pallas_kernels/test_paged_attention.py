@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from functools import partial
 
 import jax
@@ -210,6 +211,43 @@ def test_a_row_has_the_same_bits_in_any_batch(implementation, dtype, decode):
         work = _plan(own, k_pages, alone, longest)
         got = np.asarray(run(own, k_pages, v_pages, rows=alone, plan=work))
         np.testing.assert_array_equal(got, together[start : start + queries])
+
+
+@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("dtype", [None, *QUANTIZED])
+def test_a_thread_with_many_rows_changes_no_bit(dtype, options):
+    """The C++ kernel then computes the KV heads of a row together, and reads no garbage."""
+    count = 4 * (os.cpu_count() or 1) + 3
+    contexts = np.random.default_rng(20).integers(1, 200, count)
+    shape = AttentionShape(
+        name="many",
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=32,
+        page_size=8,
+        rows=tuple((1, int(context)) for context in contexts),
+    )
+    q, k_pages, v_pages, rows = _decode_inputs(shape, seed=20)
+    held = _held(rows, k_pages)
+    scales = {}
+    if dtype is not None:
+        (k_pages, k_scales), (v_pages, v_scales) = (quantize(x, dtype) for x in (k_pages, v_pages))
+        scales = {
+            name: jnp.where(held[..., 0], each, jnp.nan)
+            for name, each in (("k_scales", k_scales), ("v_scales", v_scales))
+        }
+    else:
+        k_pages, v_pages = (jnp.where(held, pages, jnp.nan) for pages in (k_pages, v_pages))
+    attend = partial(paged_attention, implementation="cpu")
+    options = {**scales, **_options(options, shape)}
+    _check(attend, (q, k_pages, v_pages, rows), max_query_length=1, **options)
+    run = jax.jit(partial(attend, max_query_length=1, layer=1, **options))
+    together = np.asarray(run(q, k_pages, v_pages, rows=rows))
+    for row in (0, count // 2, count - 1):
+        alone = jax.tree.map(lambda x, row=row: x[row : row + 1], rows)
+        alone = dataclasses.replace(alone, query_start=jnp.zeros(1, jnp.int32))
+        got = np.asarray(run(q[row : row + 1], k_pages, v_pages, rows=alone))
+        np.testing.assert_array_equal(got, together[row : row + 1])
 
 
 @pytest.mark.parametrize(
