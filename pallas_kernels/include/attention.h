@@ -32,7 +32,7 @@ struct Vectors {
   void prefetch(int begin, int end) const {
     for (int i = begin; i < end; ++i) {
       const char* line = reinterpret_cast<const char*>((*this)[i]);
-      for (int64_t b = 0; b < length * int64_t{sizeof(T)}; b += kLine) __builtin_prefetch(line + b);
+      for (int64_t b = 0; b < length * int64_t{sizeof(T)}; b += kLine) __builtin_prefetch(line + b, 0, 2);
     }
   }
 };
@@ -47,6 +47,13 @@ inline void by_fours(int count, F&& f) {
   if (count - i == 1) f(i, std::integral_constant<int, 1>());
 }
 
+// Prefetches the line at x + d into L2, once. L1 has fewer misses under way, too few for memory.
+template <int W, typename T>
+inline void prefetch_part(const T* x, int64_t d) {
+  if (W * int64_t{sizeof(T)} >= kLine || d * int64_t{sizeof(T)} % kLine == 0)
+    __builtin_prefetch(x + d, 0, 2);
+}
+
 // logits[m][s] = q[m] . k[s], for R queries and W keys. Prefetches as many vectors of `ahead`.
 template <int W, int R, typename T>
 void score(const float* q, Vectors<T> k, Vectors<T> ahead, float* logits) {
@@ -54,22 +61,29 @@ void score(const float* q, Vectors<T> k, Vectors<T> ahead, float* logits) {
   const int64_t dim = k.length;
   Float<W> partial[R][groups];
   for (int g = 0; g < groups; ++g) {
-    const T* key[kAbreast];
+    const T *key[kAbreast], *later[kAbreast];
 #pragma GCC unroll 4
-    for (int i = 0; i < kAbreast; ++i) key[i] = k[g * kAbreast + i];
-    if (ahead) ahead.prefetch(g * kAbreast, (g + 1) * kAbreast);
+    for (int i = 0; i < kAbreast; ++i) {
+      key[i] = k[g * kAbreast + i];
+      later[i] = ahead[g * kAbreast + i];
+    }
     Float<W> x[R][kAbreast] = {};
     for (int64_t d = 0; d < dim; d += W) {
-      Float<W> a[kAbreast];
+      Float<W> a[kAbreast], b[R];
 #pragma GCC unroll 4
-      for (int i = 0; i < kAbreast; ++i) a[i] = load<W>(key[i] + d);
-#pragma GCC unroll 4
-      for (int m = 0; m < R; ++m) {
-        const Float<W> b = load<W>(q + m * dim + d);
-#pragma GCC unroll 4
-        for (int i = 0; i < kAbreast; ++i) x[m][i] += b * a[i];
+      for (int i = 0; i < kAbreast; ++i) {
+        a[i] = load<W>(key[i] + d);
+        prefetch_part<W>(later[i], d);
       }
+#pragma GCC unroll 4
+      for (int m = 0; m < R; ++m) b[m] = load<W>(q + m * dim + d);
+      asm volatile("" ::: "memory");  // keeps the compiler from loading them again for each product
+#pragma GCC unroll 4
+      for (int m = 0; m < R; ++m)
+#pragma GCC unroll 4
+        for (int i = 0; i < kAbreast; ++i) x[m][i] += b[m] * a[i];
     }
+#pragma GCC unroll 4
     for (int m = 0; m < R; ++m) partial[m][g] = sums<W, kAbreast>(x[m]);
   }
   for (int m = 0; m < R; ++m) store(logits + m * kBlock, sums<W, groups, kAbreast>(partial[m]));
@@ -81,9 +95,10 @@ void transpose(Vectors<T> k, Vectors<T> ahead, float* out) {
   for (int64_t d = 0; d < k.length; d += W) {
     Float<W> x[W];
 #pragma GCC unroll 16
-    for (int i = 0; i < W; ++i) x[i] = load<W>(k[i] + d);
-    if (d * int64_t{sizeof(T)} % kLine == 0)
-      for (int i = 0; i < W; ++i) __builtin_prefetch(ahead[i] + d);
+    for (int i = 0; i < W; ++i) {
+      x[i] = load<W>(k[i] + d);
+      prefetch_part<W>(ahead[i], d);
+    }
     transpose_square<W>(x);
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i) store(out + (d + i) * 2 * W, x[i]);
@@ -132,14 +147,16 @@ void accumulate(const float* weights, Vectors<T> v, Vectors<T> ahead, int begin,
                 const float* kept, int64_t d, float* out) {
   const int64_t dim = v.length;
   Float<W> x[R][C];
+#pragma GCC unroll 4
   for (int m = 0; m < R; ++m)
+#pragma GCC unroll 4
     for (int c = 0; c < C; ++c) x[m][c] = kept[m] * load<W>(out + m * dim + d + c * W);
   for (int s = begin; s < end; ++s) {
     const T* from = v[s] + d;
     if (ahead) {
       const char* line = reinterpret_cast<const char*>(ahead[s] + d);
 #pragma GCC unroll 4
-      for (int b = 0; b < C * W * int{sizeof(T)}; b += kLine) __builtin_prefetch(line + b);
+      for (int b = 0; b < C * W * int{sizeof(T)}; b += kLine) __builtin_prefetch(line + b, 0, 2);
     }
     Float<W> value[C];
 #pragma GCC unroll 4
@@ -151,7 +168,9 @@ void accumulate(const float* weights, Vectors<T> v, Vectors<T> ahead, int begin,
       for (int c = 0; c < C; ++c) x[m][c] += weight * value[c];
     }
   }
+#pragma GCC unroll 4
   for (int m = 0; m < R; ++m)
+#pragma GCC unroll 4
     for (int c = 0; c < C; ++c) store(out + m * dim + d + c * W, x[m][c]);
 }
 

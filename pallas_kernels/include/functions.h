@@ -32,10 +32,9 @@ inline float sum(Float<W> x) {
 
 // Lane l of the result is the sum of lanes l and l ^ step of a, or of b where l & step.
 template <int step, int W, int... lane>
-inline Float<W> sum_swapped(Float<W> a, Float<W> b, std::integer_sequence<int, lane...> lanes) {
-  const Float<W> own = __builtin_shufflevector(a, b, (lane & step ? W + lane : lane)...);
-  const Float<W> other = __builtin_shufflevector(a, b, (lane & step ? lane : W + lane)...);
-  return own + swapped<step, W>(other, lanes);
+inline Float<W> sum_swapped(Float<W> a, Float<W> b, std::integer_sequence<int, lane...>) {
+  return __builtin_shufflevector(a, b, (lane & step ? W + lane : lane)...) +
+         __builtin_shufflevector(a, b, (lane & step ? W + lane - step : lane + step)...);
 }
 
 // Adds up groups of `step` lanes of n vectors in which every step-th lane belongs to one of `step`

@@ -239,8 +239,7 @@ void attend(const Problem& p, const Item& item, const Item* after) {
           });
         } else {
           by_fours(count, [&](int m, auto n) {
-            score<W, n>(q + m * dim, k.from(s), m == 0 ? v.from(s) : Vectors<T>{},
-                        logits + m * kBlock + s);
+            score<W, n>(q + m * dim, k.from(s), v.from(s), logits + m * kBlock + s);
           });
         }
       }
