@@ -99,10 +99,11 @@ def measure(model: Simulated, requests: Sequence[CellRequest]) -> dict[str, floa
     gc.collect()
     gc.freeze()
     begin_s = time.perf_counter()
-    answers = [
-        CellAnswer(f"{number}", flatten(model.unfold(one), layout, max_nodes=MAX_NODES), 0.0)
-        for number, one in enumerate(requests)
-    ]
+    answers = []
+    for number, one in enumerate(requests):
+        graph = flatten(model.unfold(one), layout, max_nodes=MAX_NODES)
+        graph.graph.prepare(HostCells.num_workers)
+        answers.append(CellAnswer(f"{number}", graph, 0.0))
     unfolded_s = time.perf_counter()
     for answer in answers:
         engine.add(answer)

@@ -73,9 +73,9 @@ class BaseCell:
         self.carry = dict(carry or {})
         self.ends_by_itself = ends_by_itself
         self.output_index = {output: index for index, output in enumerate(self.outputs)}
-        # Of each input: name, spec, and whether an int needs no conversion.
+        # Of each input: name, spec, what 0.0 becomes, and whether an int needs no conversion.
         self._bound = [
-            (name, spec, spec.shape == () and spec.dtype == np.int32)
+            (name, spec, as_constant(0.0, spec), spec.shape == () and spec.dtype == np.int32)
             for name, spec in self.inputs.items()
         ]
 
@@ -235,7 +235,7 @@ class BaseCell:
         bound = []
         if len(inputs) != len(self._bound):
             self._refuse_names(inputs)
-        for name, spec, is_int32 in self._bound:
+        for name, spec, zero, is_int32 in self._bound:
             if name not in inputs:
                 self._refuse_names(inputs)
             value = inputs[name]
@@ -243,7 +243,8 @@ class BaseCell:
                 if value.spec is not spec:  # specs of one shape and dtype are one object
                     self._refuse_value(name, inputs)
             elif not (is_int32 and type(value) is int and -(2**31) <= value < 2**31):
-                value = as_constant(value, spec)
+                is_zero = type(value) is float and value == 0.0
+                value = zero if is_zero else as_constant(value, spec)
                 if value is None:
                     self._refuse_value(name, inputs)
             bound.append(value)

@@ -51,9 +51,12 @@ class CellGraph:
     def __len__(self) -> int:
         return len(self.types)
 
-    def prepare(self) -> None:
-        """Compute the partition and its links now, so that no scheduler waits for them."""
-        _ = self.links
+    def prepare(self, num_workers: int) -> None:
+        """Compute what a scheduler of a number of workers reads, so that it does not wait for it.
+
+        Any thread may call it.
+        """
+        _ = self.links if num_workers == 1 else self._partition
 
     @cached_property
     def predecessors(self) -> _Edges:
@@ -212,7 +215,7 @@ def cell_graph(
 
 
 def tree_graph(leaf_type: int, pair_type: int, pairs: np.ndarray) -> CellGraph:
-    """Return the graph of a tree, prepared; see `Tree`. Its cells are of two types."""
+    """Return the graph of a tree, with its links; see `Tree`. Its cells are of two types."""
     num_leaves, num_pairs = len(pairs) + 1, len(pairs)
     return CellGraph(
         (leaf_type,) * num_leaves + (pair_type,) * num_pairs,

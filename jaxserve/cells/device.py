@@ -63,6 +63,7 @@ class DeviceCells:
         self._programs = CellPrograms(self.layout)
         self.num_slots = tuple(num - NUM_RESERVED_SLOTS for num in num_slots)
         self._max_fused = max_fused
+        self._copies = any(device.platform != "cpu" for device in devices)
         with out_of_memory_as("allocating the slots of cells", "pass a smaller slot_memory"):
             self._workers = [
                 _Worker(
@@ -80,6 +81,7 @@ class DeviceCells:
         self._unwritten: list[dict[tuple[int, int], np.ndarray]] = [{} for _ in devices]
         self._places: dict[int, list[tuple[int, int]]] = {}  # theirs, by the graph's first row
         self._wanted: dict[int, list[int]] = {}  # node -> values to read when it has run
+        self._is_wanted = np.zeros(0, np.bool_)  # of each node, whether it has any
         self._templates: dict[tuple[int, int], np.ndarray] = {}
         self._counts = [np.int32(num) for num in range(max_fused + 1)]
 
@@ -90,6 +92,9 @@ class DeviceCells:
     def add(self, graph: FlatGraph, first_row: int, kept_row: int = 0) -> None:
         stride = self.layout.stride
         self._table.add(graph, first_row, kept_row)
+        end = first_row + graph.num_nodes
+        if end > len(self._is_wanted):
+            self._is_wanted = np.append(self._is_wanted, np.zeros(max(end, 64), np.bool_))
         if graph.constants:
             places = self._table.constant_places(graph, first_row)
             self._places[first_row] = places
@@ -103,6 +108,7 @@ class DeviceCells:
                 values = self._wanted.setdefault(first_row + node, [])
                 if first_row * stride + value not in values:
                     values.append(first_row * stride + value)
+                self._is_wanted[first_row + node] = True
 
     def shrink(self, graph: FlatGraph, first_row: int, kept: Sequence[int]) -> None:
         self._forget_constants(first_row)
@@ -113,7 +119,8 @@ class DeviceCells:
         self._forget_constants(first_row)
         self._table.remove(first_row)
         for value, _ in graph.wanted:
-            self._wanted.pop(first_row + value // stride, None)
+            if self._wanted.pop(first_row + value // stride, None):
+                self._is_wanted[first_row + value // stride] = False
 
     def submit(self, worker: int, tasks: Sequence[Task]) -> list[CellHandle]:
         calls = calls_of(tasks, self.layout, self._max_fused)
@@ -121,7 +128,7 @@ class DeviceCells:
 
     def read(self, worker: int, values: Sequence[int]) -> CellHandle:
         reads = self._read(worker, list(values))
-        return _Handle(worker, (), None, self.layout, (), reads)
+        return _Handle(worker, (), None, self.layout, (), reads, copies=self._copies)
 
     def check_integrity(self) -> None:
         self._table.check_integrity()
@@ -181,12 +188,12 @@ class DeviceCells:
                 for pool, slots in table.absent(worker, type, own):
                     self._fetch(worker, pool, slots)
                 table.written(worker, type, own)
-            for node in task.nodes if self._wanted else ():
-                if node in self._wanted:
-                    wanted += self._wanted[node]
+        nodes = np.concatenate([task.array for task in tasks])
+        for node in nodes[self._is_wanted[nodes]].tolist():
+            wanted += self._wanted[node]
         flags, emitted = self._call(worker, t, rows, len(tasks))
         reads = self._read(worker, wanted) if wanted else []
-        return _Handle(worker, tasks, flags, self.layout, emitted, reads)
+        return _Handle(worker, tasks, flags, self.layout, emitted, reads, copies=self._copies)
 
     def _call(self, worker: int, t: TypeLayout, rows: np.ndarray, num_tasks: int):
         mine = self._workers[worker]
@@ -286,6 +293,7 @@ class _Handle:
       flags: uint8 [max_fused, batch]; None without tasks.
       emitted: of each emitted output [max_fused, batch, ...].
       reads: (array, the values of its first rows).
+      copies: whether the host reads copies, which begin now; on a CPU it reads the arrays.
     """
 
     def __init__(
@@ -296,6 +304,8 @@ class _Handle:
         layout: Layout,
         emitted: Sequence[Any],
         reads: Sequence[tuple[Any, list[int]]],
+        *,
+        copies: bool,
     ):
         self.worker = worker
         self.tasks = tasks
@@ -305,7 +315,7 @@ class _Handle:
         self._reads = reads
         self._arrays = [array for array in (flags, *emitted) if array is not None]
         self._arrays += [array for array, _ in reads]
-        for array in self._arrays:
+        for array in self._arrays if copies else ():
             array.copy_to_host_async()
 
     def is_ready(self) -> bool:

@@ -228,22 +228,24 @@ class CellEngine:
         submitted_s = time.perf_counter()
         self.stats.submitted(len(handles), scheduled_s - begin_s, submitted_s - scheduled_s)
         for handle in handles:
-            begun = [answer for task in handle.tasks for answer in self._begin(task, now_s)]
+            begun = self._begin(handle.tasks, now_s)
             if begun:
                 self._begun[id(handle)] = begun
         return True
 
-    def _begin(self, task: Task, now_s: float) -> list[CellAnswer]:
-        """Record a task that was submitted; return the requests that begin with it."""
+    def _begin(self, tasks: Sequence[Task], now_s: float) -> list[CellAnswer]:
+        """Record the tasks of a call that was submitted; return the requests that begin with it."""
         begun = []
-        for node in task.array[self._has_not_begun[task.array]].tolist():
+        nodes = np.concatenate([task.array for task in tasks])
+        for node in nodes[self._has_not_begun[nodes]].tolist():
             part = self._part_of[node]
             if part is not None and not part.answer.has_begun:
                 part.answer.begin(now_s)
                 begun.append(part.answer)
                 self._has_not_begun[part.first_row : part.first_row + part.graph.num_nodes] = False
-        padding = self.recorder.submitted(task, now_s, len(self._of_request))
-        self.stats.added(len(task.nodes), padding)
+        for task in tasks:
+            padding = self.recorder.submitted(task, now_s, len(self._of_request))
+            self.stats.added(len(task.nodes), padding)
         return begun
 
     def _check_progress(self) -> None:

@@ -13,6 +13,9 @@ from jaxserve.cells.layout import Layout
 from jaxserve.cells.policy import Task
 from jaxserve.core.config import bucket
 
+# The largest size of a call whose later tasks may be smaller.
+_SMALL_SIZE = 16
+
 
 @final
 @dataclass(frozen=True)
@@ -127,7 +130,9 @@ def calls_of(
 ) -> list[tuple[int, Sequence[Task]]]:
     """Return (compiled size, tasks) of each call of an executable that runs tasks in their order.
 
-    A call runs consecutive tasks of one type and size, at most `max_fused`.
+    A call runs consecutive tasks of one type and size, at most `max_fused`. Smaller tasks count as
+    of the size of the one before them if that is small, since another call costs more than the
+    padding, and tasks of a tree become smaller from level to level.
     """
     calls: list[tuple[int, list[Task]]] = []
     for task in tasks:
@@ -135,7 +140,8 @@ def calls_of(
         size = bucket(len(task.nodes) + task.num_padding, cell.batch_sizes)
         if calls:
             last_size, last = calls[-1]
-            if len(last) < max_fused and (last[0].type, last_size) == (task.type, size):
+            fits = size == last_size or size < last_size <= _SMALL_SIZE
+            if fits and len(last) < max_fused and last[0].type == task.type:
                 last.append(task)
                 continue
         calls.append((size, [task]))

@@ -138,7 +138,6 @@ class PlanBuilder:
             tuple(self._max_steps),
             layout.loop_types,
         )
-        graph.prepare()
         uses = [0] * (num_nodes * stride)
         for taken in self._sources:
             for value in taken:

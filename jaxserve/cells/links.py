@@ -10,6 +10,8 @@ import numpy as np
 # In place of a successor. Adding the id of a graph's first node keeps them apart, and negative.
 NO_SUCCESSOR = -(1 << 40)
 SEVERAL = 2 * NO_SUCCESSOR
+# More tasks than a graph has nodes.
+_ANY_NUMBER = 1 << 40
 
 
 class Entry(NamedTuple):
@@ -39,6 +41,10 @@ class Links(NamedTuple):
       outer: int64 [nodes], likewise, the head of the subgraph of its successor in another one.
       num_inner: int64 [nodes], the predecessors of each node in its own subgraph.
       max_steps: int64 [nodes], most times that each node runs.
+      ahead: int64 [nodes], how many nodes follow each one in a line: those with the next numbers,
+        each the only successor of the one before, which is its only predecessor in the subgraph.
+      alone: int64 [nodes], how many tasks from that of each node on nothing else becomes ready by
+        its line; a large number if nothing follows the line, else the nodes that are left of it.
       several: node -> its successors (inner, outer), if it has several of either.
       entries: in the order in which subgraphs without a node before them are released.
     """
@@ -47,6 +53,8 @@ class Links(NamedTuple):
     outer: np.ndarray
     num_inner: np.ndarray
     max_steps: np.ndarray
+    ahead: np.ndarray
+    alone: np.ndarray
     several: Mapping[int, tuple[Sequence[int], Sequence[int]]]
     entries: tuple[Entry, ...]
 
@@ -64,11 +72,16 @@ def links_of(
       inner, outer: for each node, its successors in its own subgraph, and the heads of the
         subgraphs of its other ones.
     """
+    inner_ones, outer_ones = _ones(inner), _ones(outer)
+    num_before = np.array(num_inner, np.int64)
+    ahead, alone = _lines(inner_ones, outer_ones, num_before)
     return Links(
-        inner=_ones(inner),
-        outer=_ones(outer),
-        num_inner=np.array(num_inner, np.int64),
+        inner=inner_ones,
+        outer=outer_ones,
+        num_inner=num_before,
         max_steps=np.array(max_steps, np.int64),
+        ahead=ahead,
+        alone=alone,
         several={
             node: both
             for node, both in enumerate(zip(inner, outer, strict=True))
@@ -85,7 +98,9 @@ def chain_links(type: int, num_nodes: int) -> Links:
     inner[-1] = NO_SUCCESSOR
     outer[:] = NO_SUCCESSOR
     num_inner[0] = 0
-    return Links(inner, outer, num_inner, max_steps, {}, (Entry(0, type, np.array([0]), 0),))
+    ahead, alone = np.arange(num_nodes)[::-1], np.full(num_nodes, _ANY_NUMBER)
+    entries = (Entry(0, type, np.array([0]), 0),)
+    return Links(inner, outer, num_inner, max_steps, ahead, alone, {}, entries)
 
 
 def tree_links(leaf_type: int, pair_type: int, pairs: np.ndarray) -> Links:
@@ -102,7 +117,23 @@ def tree_links(leaf_type: int, pair_type: int, pairs: np.ndarray) -> Links:
     num_inner[num:] -= ~is_inner[:, 0]
     first = numbers[num:][num_inner[num:] == 0]
     entries = Entry(0, leaf_type, numbers[:num], 0), Entry(num, pair_type, first, num)
-    return Links(inner, outer, num_inner, max_steps, {}, entries)
+    # Each pair is a line of its own: that the pairs of a deep tree may form lines is not used.
+    ahead, alone = np.zeros(len(numbers), np.int64), max_steps
+    return Links(inner, outer, num_inner, max_steps, ahead, alone, {}, entries)
+
+
+def _lines(
+    inner: np.ndarray, outer: np.ndarray, num_inner: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `ahead` and `alone` of `Links`."""
+    numbers = np.arange(len(inner))
+    goes_on = (inner == numbers + 1) & (outer == NO_SUCCESSOR)
+    goes_on[:-1] &= num_inner[1:] == 1
+    ends = np.flatnonzero(~goes_on)
+    last = ends[np.searchsorted(ends, numbers)]
+    frees = (inner[last] != NO_SUCCESSOR) | (outer[last] != NO_SUCCESSOR)
+    ahead = last - numbers
+    return ahead, np.where(frees, ahead + 1, _ANY_NUMBER)
 
 
 def _ones(successors: Sequence[Sequence[int]]) -> np.ndarray:

@@ -19,7 +19,7 @@ from jaxserve.cells.policy import CellType, Task
 
 _NO_NODES = np.zeros(0, np.int64)
 # Rows of `OneWorkerScheduler._state`.
-_NUM_ROWS = 9
+_NUM_ROWS = 11
 # In place of the nodes that a cancelled graph has left: it never becomes 0.
 _NEVER = -1
 
@@ -96,7 +96,8 @@ class OneWorkerScheduler:
         self._waiting: dict[int, tuple[Entry, int]] = {}
         # Node -> its successors (inner, outer), of those that have several.
         self._several: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
-        self._submitted: deque[Task] = deque()
+        # With each task, the first nodes of graphs whose last nodes it has, except with loops.
+        self._submitted: deque[tuple[Task, list[int]]] = deque()
         # Of each node, see `_grow`.
         self._state = np.zeros((_NUM_ROWS, 0), np.int64)
         self._grow(64)
@@ -114,6 +115,8 @@ class OneWorkerScheduler:
         np.add(links.inner, first_node, out=self._inner[first_node:end])
         np.add(links.outer, first_node, out=self._outer[first_node:end])
         self._inner_left[first_node:end] = links.num_inner
+        self._ahead[first_node:end] = links.ahead
+        self._alone[first_node:end] = links.alone
         self._owner[first_node:end] = first_node
         self._num_left[first_node] = len(graph)
         if self._has_loops:
@@ -150,22 +153,88 @@ class OneWorkerScheduler:
             return []
         tasks: list[Task] = []
         while len(tasks) < self._max_tasks:
-            nodes = queue.nodes()[: queue.type.max_batch]
+            ready = queue.nodes()
+            nodes = ready[: queue.type.max_batch]
             if not len(nodes) or (tasks and len(nodes) < queue.type.min_batch):
                 break
-            task = Task(queue.index, nodes.tolist(), worker, array=nodes)
-            tasks.append(task)
-            self._submitted.append(task)
-            queue.num_running += 1
-            after = self._repeated(nodes) if queue.type.is_loop else self._followers(nodes)
+            if queue.type.is_loop:
+                batches, after = [nodes], self._repeated(nodes)
+            else:
+                batches = self._batches(queue, nodes, self._max_tasks - len(tasks))
+                after = self._followers(batches[-1])
+            last_of = self._counted(batches)
+            for batch, graphs in zip(batches, last_of, strict=True):
+                task = Task(queue.index, batch.tolist(), worker, array=batch)
+                tasks.append(task)
+                self._submitted.append((task, graphs))
+            queue.num_running += len(batches)
             queue.replace(len(nodes), after)
         return tasks
 
     def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
-        if self._submitted.popleft() is not task:
+        submitted, graphs = self._submitted.popleft()
+        if submitted is not task:
             raise AssertionError("tasks of a worker must be completed in their order")
         queue = self._queues[task.type]
         queue.num_running -= 1
+        if self._has_loops:
+            graphs = self._completed(queue, task, ended)
+        finished = []
+        for first in graphs:
+            key = self._key_of.get(first)
+            if key is not None:  # it was not cancelled
+                finished.append(key)
+                self._forget(key)
+        return finished
+
+    def _batches(self, queue: _Queue, nodes: np.ndarray, most: int) -> list[np.ndarray]:
+        """Return the nodes of the next tasks, at least of one, of which the first has these.
+
+        A task after the first continues the lines of the one before it (see `Links`), as long as no
+        other node can join them.
+        """
+        has_room = queue.num_ready == len(nodes)
+        alone = self._alone[nodes] if has_room else self._ahead[nodes] + 1
+        num = min(most, int(alone.min()))
+        if num == 1:
+            return [nodes]
+        ahead = self._ahead[nodes]
+        num = min(num, int(ahead.max()) + 1)
+        steps = np.arange(num)[:, None]
+        each = nodes + steps
+        if ahead.min() >= num - 1:
+            return list(each)
+        goes_on = ahead >= steps
+        batches = [batch[some] for batch, some in zip(each, goes_on, strict=True)]
+        least = queue.type.min_batch
+        return [batch for number, batch in enumerate(batches) if not number or len(batch) >= least]
+
+    def _counted(self, batches: list[np.ndarray]) -> list[list[int]]:
+        """Count the nodes of submitted tasks; return the first nodes of graphs that end with each.
+
+        Without loops, a graph ends with the task that has the last of its nodes to be submitted.
+        """
+        found: list[list[int]] = [[] for _ in batches]
+        if self._has_loops:
+            return found
+        owners = self._owner[np.concatenate(batches) if len(batches) > 1 else batches[0]]
+        np.subtract.at(self._num_left, owners, 1)
+        places = np.arange(len(owners))
+        self._place[owners] = places
+        is_last = (self._num_left[owners] == 0) & (self._place[owners] == places)
+        last = np.flatnonzero(is_last)
+        if len(last):
+            ends = np.cumsum([len(batch) for batch in batches])
+            numbers = np.searchsorted(ends, last, side="right")
+            for number, first in zip(numbers.tolist(), owners[last].tolist(), strict=True):
+                found[number].append(first)
+        return found
+
+    def _completed(self, queue: _Queue, task: Task, ended: Collection[int]) -> list[int]:
+        """Count the nodes of a completed task; return the first nodes of graphs that have ended.
+
+        With loops, whose ends are known only now.
+        """
         nodes = task.array
         if queue.type.is_loop:
             nodes = self._ended(queue, task, ended)
@@ -174,11 +243,7 @@ class OneWorkerScheduler:
             self._release(self._successors(nodes, self._outer, 1))
         owners = self._owner[nodes]
         np.subtract.at(self._num_left, owners, 1)
-        finished = []
-        for first in self._last_of_each(owners[self._num_left[owners] == 0]).tolist():
-            finished.append(self._key_of[first])
-            self._forget(finished[-1])
-        return finished
+        return self._last_of_each(owners[self._num_left[owners] == 0]).tolist()
 
     def _repeated(self, nodes: np.ndarray) -> np.ndarray:
         """Return the loops of a submitted task that may run another step."""
@@ -256,10 +321,13 @@ class OneWorkerScheduler:
         self._state = new
         # Of each node: its successors, see `Links`; the predecessors in its subgraph that have not
         # been submitted; of a head, the edges from other subgraphs for which it waits; the first
-        # node of its graph; of a first node, the graph's nodes that have not run.
+        # node of its graph; of a first node, the graph's nodes that have not been submitted, or
+        # completed if there are loops.
         self._inner, self._outer, self._inner_left, self._outer_left = new[:4]
         self._owner, self._num_left = new[4:6]
         # Of a loop: the steps that may be submitted, and those that are and have not completed;
         # and whether it has ended.
-        self._steps_left, self._num_running, self._is_over = new[6:]
+        self._steps_left, self._num_running, self._is_over = new[6:9]
+        # See `Links`.
+        self._ahead, self._alone = new[9:]
         self._place = np.zeros(num_nodes, np.int64)

@@ -118,6 +118,7 @@ class CellRuntime:
             executor = wrap_executor(executor)
         clock = WallClock()
         self._layout = layout
+        self._num_workers = executor.num_workers
         self._clock: Clock = clock
         self._max_nodes = max_nodes
         self._engine = CellEngine(
@@ -310,6 +311,7 @@ class CellRuntime:
         refusal = self._engine.refusal(flat.num_slots)
         if refusal is not None:
             raise refusal
+        flat.graph.prepare(self._num_workers)
         return flat
 
     def _hand_over(self, answers: Sequence[CellAnswer]) -> list[PendingRequest[CellCompletion]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Any, Protocol, TypeAlias, final
@@ -31,6 +31,14 @@ class ValueSpec:
 
     shape: tuple[int, ...]
     dtype: np.dtype
+    # Types are looked up by their specs, and dtypes take long to hash.
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.shape, self.dtype)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
     def of(cls, value: HasShape) -> ValueSpec:

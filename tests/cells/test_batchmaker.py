@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.cells import Graph, SimulatedCell
 from jaxserve.cells.answers import CellAnswer
 from jaxserve.cells.batchmaker import BatchMaker, BatchMakerScheduler
 from jaxserve.cells.cell_graph import cell_graph, chain_graph
@@ -17,7 +19,7 @@ from jaxserve.cells.one_worker import OneWorkerScheduler
 from jaxserve.cells.policy import CellType, Task
 from jaxserve.cells.simulated import SimulatedCells
 from jaxserve.core.clock import VirtualClock
-from tests.cells.examples import OneSecond, layout_of, random_graphs, three_cells
+from tests.cells.examples import OneSecond, chain_cell, layout_of, random_graphs, three_cells
 
 A = CellType("a", priority=0, batch_sizes=(1, 2, 4))
 B = CellType("b", priority=1, batch_sizes=(1, 2, 4))
@@ -198,6 +200,26 @@ def test_loops_of_loops_are_subgraphs_of_their_own():
 CELLS = three_cells()
 
 
+def forked_chains(cells: tuple[SimulatedCell, ...], lengths: list[int]) -> Graph:
+    """Return chains side by side, some of which begin or end at nodes of other types.
+
+    Chains of odd lengths wait for a leaf, and only those of a multiple of 3 are merged.
+    """
+    leaf, merge, link = cells
+    ends, merged = [], None
+    for length in lengths:
+        state = leaf(x=0)["h"] if length % 2 else 0.0
+        node = link(x=1, h=state)
+        for token in range(1, length):
+            node = link(x=token, h=node["h"])
+        ends.append(node)
+        if length % 3 == 0:
+            last = ends[-1] if merged is None else merged
+            merged = merge(left=last["h"], right=node["h"])
+    outputs = [node["h"] for node in ends]
+    return Graph(outputs={"ends": outputs if merged is None else [*outputs, merged["h"]]})
+
+
 @settings(deadline=None)
 @given(st.data())
 def test_every_request_ends_once_under_random_loads(data: st.DataObject):
@@ -246,19 +268,30 @@ def test_every_request_ends_once_under_random_loads(data: st.DataObject):
             assert len(completion["all"]) >= 1
 
 
+@pytest.mark.parametrize("has_loops", [True, False])
 @settings(deadline=None)
 @given(st.data())
-def test_one_worker_has_the_same_tasks(data: st.DataObject):
-    """The scheduler of one worker decides as that of several does, also under cancellations."""
-    types = layout_of(*CELLS).cell_types
-    max_tasks = data.draw(st.integers(1, 3))
+def test_one_worker_has_the_same_tasks(has_loops: bool, data: st.DataObject):
+    """The scheduler of one worker decides as that of several does, also under cancellations.
+
+    Without loops it knows at submission which graphs end with a task.
+    """
+    cells = CELLS if has_loops else (*CELLS[:2], chain_cell(batch_sizes=(2, 4)))
+    layout = layout_of(*cells)
+    types = layout.cell_types
+    max_tasks = data.draw(st.integers(1, 5))
     both = [
         OneWorkerScheduler(types, max_tasks),
         BatchMakerScheduler(types, 1, max_tasks, releases_at_submission=True),
     ]
     random = Random(data.draw(st.integers(0, 2**16)))
-    layout = layout_of(*CELLS)
-    graphs = data.draw(st.lists(random_graphs(CELLS), min_size=1, max_size=6))
+    if has_loops:
+        graphs = data.draw(st.lists(random_graphs(CELLS), min_size=1, max_size=6))
+    else:
+        graphs = [
+            forked_chains(cells, [random.randint(1, 9) for _ in range(random.randint(1, 4))])
+            for _ in range(data.draw(st.integers(1, 9)))
+        ]
     waiting = [flatten(graph, layout, max_nodes=99).graph for graph in graphs]
     in_flight: deque[tuple[Task, Task]] = deque()
     running: set[int] = set()

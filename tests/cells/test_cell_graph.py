@@ -6,8 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.cells.batchmaker import BatchMaker
 from jaxserve.cells.cell_graph import CellGraph, cell_graph, chain_graph, tree_graph
 from jaxserve.cells.flat_graph import flatten
+from jaxserve.cells.policy import CellType
 from tests.cells.examples import layout_of, leaf_cell, merge_cell, tree
 
 
@@ -82,6 +84,37 @@ def test_a_chain_has_the_links_of_its_edges():
     """Of one node, too."""
     _check_links(chain_graph(0, 6))
     _check_links(chain_graph(1, 1))
+
+
+def test_lines_of_a_graph():
+    """Nodes that only follow each other form a line, which may end in what others wait for."""
+    # 0 - 1 - 2 - 5, with 3 - 4 beside them, and 6 of another type after 4.
+    before = ((), (0,), (1,), (), (3,), (2,), (4,))
+    links = CellGraph((0, 0, 0, 0, 0, 0, 1), before, (1,) * 7).links
+    assert links.ahead.tolist() == [2, 1, 0, 1, 0, 0, 0]
+    many = int(links.alone.max())
+    assert many > 7
+    assert links.alone.tolist() == [3, 2, 1, 2, 1, many, many]
+
+
+def test_a_graph_is_prepared_for_its_workers():
+    """Several workers need the edges of each node, which a tree has not; one needs none."""
+    pairs = np.array([(0, 1), (3, 2)], np.int32)
+    found, calls = tree_graph(0, 1, pairs), []
+
+    def predecessors():
+        calls.append(1)
+        return found.predecessors
+
+    graph = CellGraph(found.types, predecessors, found.max_steps, links=found.links)
+    graph.prepare(1)
+    assert not calls
+    graph.prepare(2)
+    assert len(calls) == 1
+    scheduler = BatchMaker().new_scheduler([CellType("a"), CellType("b")], 2)
+    scheduler.add(0, graph, 0, 0.0)
+    assert scheduler.schedule(0, 0.0)[0].nodes == [0, 1, 2]
+    assert len(calls) == 1
 
 
 def _check_links(found: CellGraph) -> None:

@@ -1,4 +1,4 @@
-"""The functions of cells as they are lowered for a GPU, on machines without one."""
+"""The functions of cells as they are lowered for a GPU, and compiled for a CPU."""
 
 from __future__ import annotations
 
@@ -29,44 +29,65 @@ from jaxserve.cells.programs import CellPrograms
 from pallas_kernels.cross import targeting
 
 HIDDEN, VOCAB, BATCH = 64, 90, 8
+# A hidden size whose weights the CPU's kernel of gated cells refuses.
+LARGE = 384
+NAMES = ("stacked_lstm", "gru", "seq2seq", "tree_lstm")
 
 
-def _model(name: str) -> CellModel:
+def _model(name: str, hidden: int = HIDDEN) -> CellModel:
     rngs = nnx.Rngs(0)
 
     def embedded(step) -> Embedded:
         return Embedded(step, VOCAB, rngs=rngs)
 
     def lstm() -> LSTM:
-        return LSTM(HIDDEN, HIDDEN, rngs=rngs)
+        return LSTM(hidden, hidden, rngs=rngs)
 
     if name == "tree_lstm":
-        leaf = Leaf(VOCAB, HIDDEN, HIDDEN, rngs=rngs)
-        return tree_lstm_model(leaf, Internal(HIDDEN, rngs=rngs))
+        leaf = Leaf(VOCAB, hidden, hidden, rngs=rngs)
+        return tree_lstm_model(leaf, Internal(hidden, rngs=rngs))
     if name == "seq2seq":
         decoding = Decoding(go=0, end=1, max_steps=lambda num: num)
         return seq2seq_model(embedded(lstm()), Predicting(embedded(lstm()), rngs=rngs), decoding)
     if name == "gru":
-        return sequence_model(embedded(GRU(HIDDEN, HIDDEN, rngs=rngs)))
+        return sequence_model(embedded(GRU(hidden, hidden, rngs=rngs)))
     return sequence_model(embedded(Stacked([lstm(), lstm()])))
 
 
-@pytest.mark.parametrize("name", ["stacked_lstm", "gru", "seq2seq", "tree_lstm"])
+def _arguments(layout: Layout, programs: CellPrograms, type: int) -> tuple[Any, ...]:
+    """Return the shapes of a task function's arguments."""
+    pools = [
+        jax.ShapeDtypeStruct((50, *layout.pools[pool].shape), layout.pools[pool].dtype)
+        for pool in programs.pools[type]
+    ]
+    rows = jax.ShapeDtypeStruct((3, BATCH, layout.width), jnp.dtype("int32"))
+    num_tasks = jax.ShapeDtypeStruct((), jnp.dtype("int32"))
+    return programs.params[type], tuple(pools), rows, num_tasks
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_gpus_gather_in_the_kernel(name):
     """On a GPU, no state of a pool is gathered or scattered by XLA, only by our kernels."""
     layout = Layout(_model(name).cells)
     programs = CellPrograms(layout)
     for t in layout.types:
-        pools = [
-            jax.ShapeDtypeStruct((50, *layout.pools[pool].shape), layout.pools[pool].dtype)
-            for pool in programs.pools[t.index]
-        ]
-        rows = jax.ShapeDtypeStruct((3, BATCH, layout.width), jnp.dtype("int32"))
-        num_tasks = jax.ShapeDtypeStruct((), jnp.dtype("int32"))
         with targeting():
             step: Any = programs.tasks[t.index]
-            traced = step.trace(programs.params[t.index], tuple(pools), rows, num_tasks)
+            traced = step.trace(*_arguments(layout, programs, t.index))
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert set(re.findall(r'name = "(\w+)"', text)) == {"gated_cell", "copy_pages"}
         moved = re.findall(r'"stablehlo\.(?:gather|scatter)"\(.*', text)
         assert not any(f"tensor<50x{HIDDEN}xf32>" in line for line in moved)
+
+
+@pytest.mark.parametrize("hidden", [HIDDEN, LARGE])
+@pytest.mark.parametrize("name", NAMES)
+def test_cpus_update_pools_in_place(name, hidden):
+    """No operation of a compiled task copies a pool, with the kernel of gated cells or without."""
+    layout = Layout(_model(name, hidden).cells)
+    programs = CellPrograms(layout)
+    for t in layout.types:
+        step: Any = programs.tasks[t.index]
+        text = step.lower(*_arguments(layout, programs, t.index)).compile().as_text()
+        assert "custom-call" in text and f"f32[50,{hidden}]" in text
+        assert re.findall(rf"= f32\[50,{hidden}\]\S* copy\(.*", text) == []

@@ -9,7 +9,7 @@ embeddings: four times as much for such an LSTM, and twice as much for leaves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import final, overload
+from typing import TypeVar, final, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from jaxserve.core.errors import InvalidConfigError
 from pallas_kernels import Product, RowsAt, gated_cell, matmul
 from pallas_kernels.gated_cell import rows_at
 
+# An array of rows, or a tree of such arrays.
+_Rows = TypeVar("_Rows")
 # Rows of a table that are computed together.
 _CHUNK = 4096
 
@@ -69,10 +71,8 @@ class FoldedLeaf(nnx.Module):
 
     def __init__(self, leaf: Leaf):
         self.vocab_size, self.hidden_size = leaf.vocab_size, leaf.hidden_size
-        self.h, self.c = (
-            nnx.Param(_in_chunks(lambda some, name=name: leaf(some)[name], leaf.vocab_size))
-            for name in ("h", "c")
-        )
+        tables = _in_chunks(leaf, leaf.vocab_size)
+        self.h, self.c = nnx.Param(tables["h"]), nnx.Param(tables["c"])
 
     def __call__(self, token: Int32[Array, " batch"]) -> dict[str, jax.Array]:
         tables = {"h": self.h[...], "c": self.c[...]}
@@ -94,7 +94,8 @@ def folded(module: Embedded | Leaf) -> FoldedLSTM | FoldedLeaf:
     return FoldedLeaf(module) if isinstance(module, Leaf) else FoldedLSTM(module)
 
 
-def _in_chunks(rows_of: Callable[[jax.Array], jax.Array], num: int) -> jax.Array:
-    """Return the rows of the tokens 0 to `num - 1`."""
+def _in_chunks(rows_of: Callable[[jax.Array], _Rows], num: int) -> _Rows:
+    """Return the rows of the tokens 0 to `num - 1`, of one array or of each array of a tree."""
     ids = jnp.arange(num, dtype=jnp.int32)
-    return jnp.concatenate([rows_of(ids[i : i + _CHUNK]) for i in range(0, num, _CHUNK)])
+    chunks = [rows_of(ids[i : i + _CHUNK]) for i in range(0, num, _CHUNK)]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
