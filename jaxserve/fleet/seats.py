@@ -148,11 +148,12 @@ class Seats:
                     continue
                 check_can_end(update.settings.running, is_paused=self.is_paused)
                 update = self._newest.numbered(update)
-                dead = await prepare([self._all[i].replica for i in self.serving()], update)
+                dead, refusal = await prepare(self._replicas, update)
                 self._replace_all(dead)
+                if refusal is not None:
+                    raise refusal
                 self._newest.add(update)
-                indices = self.serving()
-                self._replace_all(await commit([self._all[i].replica for i in indices], update))
+                self._replace_all(await commit(self._replicas, update))
                 for index in self.serving():
                     self._all[index].take(self._newest.version)
                 return self._newest.version
@@ -179,6 +180,11 @@ class Seats:
         for seat in self._all:
             seat.replica.kill()
 
+    @property
+    def _replicas(self) -> list[Replica]:
+        """Those that serve now."""
+        return [self._all[index].replica for index in self.serving()]
+
     async def _start(self, seat: Seat) -> Started:
         started = await seat.replica.start()
         async with self._changing:
@@ -196,7 +202,7 @@ class Seats:
 
     async def _of_each(self, action: Callable[[Replica], Coroutine[Any, Any, None]]) -> None:
         """Do something on every replica that serves, and replace those that fail."""
-        replicas = [self._all[i].replica for i in self.serving()]
+        replicas = self._replicas
         found = await asyncio.gather(*map(action, replicas), return_exceptions=True)
         self._replace_all(
             [

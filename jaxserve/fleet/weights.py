@@ -90,15 +90,14 @@ class Failed(NamedTuple):
     error: ReplicaDiedError
 
 
-async def prepare(replicas: Sequence[Replica], update: FleetUpdate) -> list[Failed]:
+async def prepare(
+    replicas: Sequence[Replica], update: FleetUpdate
+) -> tuple[list[Failed], BaseException | None]:
     """Have every replica place the weights of a numbered update beside its present ones.
 
     Returns:
-      The replicas that have died meanwhile; the others have placed them.
-
-    Raises:
-      JaxserveError: a replica cannot take them, or all have died. All those that have not died
-        serve as before, and have dropped them.
+      The replicas that have died meanwhile, and why none may use the weights: a replica cannot take
+      them, or all have died. Then the others have dropped them. None if they may.
     """
     partial, version = update.settings.partial, update.settings.version
     found = await asyncio.gather(
@@ -112,13 +111,13 @@ async def prepare(replicas: Sequence[Replica], update: FleetUpdate) -> list[Fail
     ]
     refusals = [e for e in found if e is not None and not isinstance(e, ReplicaDiedError)]
     if not refusals and len(failed) < len(replicas):
-        return failed
+        return failed, None
     ready = [each for each, error in zip(replicas, found, strict=True) if error is None]
     # One that dies meanwhile is noticed at its next request.
     await asyncio.gather(*(each.drop_prepared() for each in ready), return_exceptions=True)
     if refusals:
-        raise refusals[0]
-    raise ReplicaDiedError(
+        return failed, refusals[0]
+    return failed, ReplicaDiedError(
         f"every replica died while it took the weights of version {version}, the last because: "
         f"{failed[-1].error}; new processes start with the former weights"
     )
