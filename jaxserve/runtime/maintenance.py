@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,19 +34,12 @@ from jaxserve.planning import (
     measure_groups,
 )
 from jaxserve.runtime.replicas import Replica, Replicas
-from jaxserve.runtime.weight_swap import PreparedParams, swap
+from jaxserve.runtime.weight_swap import PreparedParams, placing_weights, swap
 from jaxserve.runtime.weight_update import WeightUpdate, check_running
 from jaxserve.scheduling.kv.transfer import KVPages
 from sharding import split_replicas
 
 _log = logging.getLogger(__name__)
-
-
-def _enough_memory() -> AbstractContextManager[None]:
-    return out_of_memory_as(
-        "placing new weights beside the present ones, which go on serving",
-        "pass a smaller kv_memory, or drop the present ones first (rt.sleep(drops_weights=True))",
-    )
 
 
 @final
@@ -108,11 +100,12 @@ class Maintenance:
                 "parameters that another runtime has prepared are not allowed; call "
                 "prepare_params on this one"
             )
-        with _enough_memory(), self._replicas.paused(update.running):
+        with self._replicas.paused(update.running):
             fitted = new.fitted
             # Devices may have moved to another group, or another update may have come.
             if self._place != new.place:
-                fitted = self._fitted(new.params, new.partial)
+                with placing_weights():
+                    fitted = self._fitted(new.params, new.partial)
             weights = update.after(self.weights)
             swap(self._replicas.all, fitted, weights, keeps_kv=update.kv == "keep")
             self._has_weights = True
@@ -126,7 +119,7 @@ class Maintenance:
                 "partial=True is not allowed, because the weights were dropped (rt.sleep); pass "
                 "all parameters"
             )
-        with _enough_memory():
+        with placing_weights():
             if self._quantiser is not None:
                 given, params = params, self._quantiser.params(params, partial=partial)
                 check_stored(params, given)

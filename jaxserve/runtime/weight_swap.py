@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -10,6 +11,7 @@ from flax import nnx
 
 from jaxserve.core.errors import EngineFailedError
 from jaxserve.engine.versions import Weights
+from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.runtime.replicas import Replica
 
 
@@ -35,6 +37,14 @@ class PreparedParams:
     fitted: Sequence[Any]
 
 
+def placing_weights() -> AbstractContextManager[None]:
+    """Raise XLA's out-of-memory error in the block as a `DeviceMemoryError`."""
+    return out_of_memory_as(
+        "placing new weights beside the present ones, which go on serving",
+        "pass a smaller kv_memory, or drop the present ones first (rt.sleep(drops_weights=True))",
+    )
+
+
 def swap(
     replicas: Sequence[Replica], fitted: Sequence[Any], weights: Weights, *, keeps_kv: bool
 ) -> None:
@@ -51,9 +61,10 @@ def swap(
     """
     former = [replica.executor.params for replica in replicas]
     try:
-        for replica, params in zip(replicas, fitted, strict=True):
-            replica.executor.update_params(params)
-        names = [replica.engine.name_of(weights.version) for replica in replicas]
+        with placing_weights():
+            for replica, params in zip(replicas, fitted, strict=True):
+                replica.executor.update_params(params)
+            names = [replica.engine.name_of(weights.version) for replica in replicas]
     except BaseException:
         _put_back(replicas, former)
         raise
