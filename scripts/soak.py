@@ -181,12 +181,12 @@ def _watch(
             problems.append(f"nothing ended for {_PATIENCE_S:g} s, after {ended} requests")
             break
         if ended * 20 >= num_requests * (len(sizes) + 1):  # twenty times
-            sizes.append(_resident_bytes())
+            sizes.append(resident_bytes())
             rt.check_integrity()
             num_resizes += 1
             with suppress(EngineBusyError):
                 rt.resize_kv(POOLS[num_resizes % 2])
-    sizes.append(_resident_bytes())
+    sizes.append(resident_bytes())
     return num_resizes
 
 
@@ -304,7 +304,8 @@ def _left_over(rt: Runtime) -> list[str]:
     return problems
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

@@ -23,16 +23,17 @@ def replica_meshes(mesh: Mesh) -> list[Mesh]:
 def split_replicas(tree: Any) -> list[Any]:
     """Return a pytree of arrays for each replica of `tree`'s mesh; they share its buffers.
 
-    The result is `[tree]` when the mesh has no `data` axis of at least 2, and when an array is
-    split over `data`, since there are then no whole replicas of it.
+    The result is `[tree]` when the mesh has no `data` axis of at least 2, when an array is split
+    over `data`, since there are then no whole replicas of it, and for arrays of NumPy.
     """
     leaves, structure = jax.tree.flatten(tree)
-    shardings = [leaf.sharding for leaf in leaves]
+    shardings = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves]
     if not all(_is_replicated(sharding) for sharding in shardings):
         return [tree]
+    first: Any = shardings[0]
     return [
         structure.unflatten([_part(leaf, mesh) for leaf in leaves])
-        for mesh in replica_meshes(shardings[0].mesh)
+        for mesh in replica_meshes(first.mesh)
     ]
 
 

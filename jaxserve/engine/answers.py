@@ -95,16 +95,18 @@ class Answer:
     def go_on_with(self, weights: Weights, scheduler: Scheduler) -> None:
         """Have these weights compute the tokens that follow; nothing is in flight.
 
-        A sample whose first token is of older weights than may be kept ends with an error.
+        A sample whose first token is of older weights than may be kept ends with an error, which
+        the sink gets at once.
         """
         for sequence, versions in zip(self.sequences, self._versions, strict=True):
             if sequence.phase is Phase.FINISHED or versions.newest == weights.version:
                 continue
-            versions.change(weights.version, len(sequence.output))
             runs = versions.runs(len(sequence.output))
             if runs and runs[0][0] < weights.oldest_kept:
-                error = _stale(sequence, runs[0][0], weights)
-                scheduler.end(sequence, "error", error)
+                scheduler.end(sequence, "error", _stale(sequence, runs[0][0], weights))
+                self._emit(sequence, [])
+            else:
+                versions.change(weights.version, len(sequence.output))
 
     def expect(self, prediction: LengthPrediction, scheduler: Scheduler) -> None:
         """Take a prediction that comes after the submission, whether the request has begun or not.

@@ -24,6 +24,7 @@ from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier
 from jaxserve.scheduling.collect import Progress
 from jaxserve.scheduling.deferred import Deferred
+from jaxserve.scheduling.kv.identity import WeightsName
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.transfer import KVPages
 from jaxserve.scheduling.lengths.bounds import expected_late
@@ -129,8 +130,7 @@ class Engine:
         """Add a validated request to the waiting pool, and return its sequences.
 
         If others run or wait, and the request is expected to miss its own latency bound, they have
-        failed with BoundNotMetError. That does not concern other requests. They fail so in a later
-        `step` if they have not begun when it becomes too late (`scheduling.lengths.bounds`).
+        failed with BoundNotMetError, or fail so in a later `step` (`scheduling.lengths.bounds`).
         """
         pace = self.recorder.pace() if self.has_work else None
         sequences = self.scheduler.add(request)
@@ -258,16 +258,19 @@ class Engine:
         assert not self._is_at_work, "steps are in flight; drain() first"
         self._kv.clear(b"" if keeps_disk else urandom(8))
 
-    def weights_changed(self, weights: Weights, *, keeps_kv: bool) -> None:
-        """Take note that the executor has other weights. Call `drain` first.
+    def name_of(self, version: int) -> WeightsName:
+        """Return the name of the weights that the executor has now, for `weights_changed`."""
+        return self._kv.weights.name_of(version)
+
+    def weights_changed(self, weights: Weights, name: WeightsName, *, keeps_kv: bool) -> None:
+        """Take note that the executor has other weights, with this name. Call `drain` first.
 
         Sequences keep their KV if `keeps_kv`, and no other finds it; else it is computed anew.
         """
         assert not self._is_at_work, "steps are in flight; drain() first"
         if not keeps_kv:
             restart_computed(self.scheduler)
-        sequences = (*self.scheduler.running, *self.scheduler.waiting)
-        self._kv.weights_changed(weights.version, sequences)
+        self._kv.weights_changed(name, (*self.scheduler.running, *self.scheduler.waiting))
         self.weights = weights
 
     def close(self, *, is_whole: bool) -> None:
@@ -342,9 +345,7 @@ class Engine:
 
     @property
     def _open_groups(self) -> tuple[int, ...]:
-        return tuple(
-            group for group, lane in self._in_flight.items() if len(lane) < self._max_in_flight
-        )
+        return tuple(g for g, lane in self._in_flight.items() if len(lane) < self._max_in_flight)
 
     def _collect(self) -> list[Progress]:
         lane = self._first_lane()

@@ -198,7 +198,7 @@ class DeviceExecutor:
 
     @property
     def params(self) -> Any:
-        """The parameters that the next step computes with; None once closed."""
+        """See `ModelExecutor`; None once closed."""
         return self._params
 
     @property

@@ -137,6 +137,10 @@ class GroupExecutor(abc.ABC):
     def fitted(self, params: Any, *, partial: bool = False) -> Any:
         return self._executor.fitted(params, partial=partial)
 
+    @property
+    def params(self) -> Any:
+        return self._executor.params
+
     def drop_params(self) -> None:
         self._executor.drop_params()
 

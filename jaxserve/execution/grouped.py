@@ -147,6 +147,11 @@ class GroupedExecutor:
         """See `ModelExecutor`; by the encode group."""
         return self._groups[0].encode(prompts)
 
+    @property
+    def params(self) -> list[Any]:
+        """See `ModelExecutor`."""
+        return [group.params for group in self._groups]
+
     def update_params(self, params: list[Any]) -> None:
         """See `ModelExecutor`."""
         for group, own in zip(self._groups, params, strict=True):

@@ -213,6 +213,11 @@ class ModelExecutor(Executor, Protocol):
         """
         ...
 
+    @property
+    def params(self) -> Any:
+        """The parameters that the next step computes with, as `update_params` takes them."""
+        ...
+
     def update_params(self, params: Any) -> None:
         """Replace the parameters for all later steps by `params`, which `fitted` returned."""
         ...

@@ -254,7 +254,7 @@ def exchange(
       EngineFailedError: the weights could not be put back; the executor cannot go on.
     """
     groups = _groups_of(executor)
-    weights = MovingWeights(params_of(executor), shared)
+    weights = MovingWeights(executor.params, shared)
     for group in groups:
         _give_up(group)
     try:
@@ -287,11 +287,6 @@ def _put_back(
         group.update_params(params)
         cache = maker.empty_cache(_mesh_of(group.pages.place), config)
         group.pages.replace(jax.block_until_ready(cache))
-
-
-def params_of(executor: GroupedExecutor) -> list[Any]:
-    """Return the present parameters of each group of an executor without stages."""
-    return [group.params for group in _groups_of(executor)]
 
 
 def _groups_of(executor: GroupedExecutor) -> list[DeviceExecutor]:

@@ -120,6 +120,11 @@ class StagedExecutor:
             for part, stage in zip(self._parts, self._stages, strict=True)
         ]
 
+    @property
+    def params(self) -> list[Any]:
+        """See `ModelExecutor`."""
+        return [stage.params for stage in self._stages]
+
     def update_params(self, params: list[Any]) -> None:
         """See `ModelExecutor`."""
         for stage, own in zip(self._stages, params, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -88,11 +89,52 @@ def check_usable(params: Any) -> None:
     bad = [".".join(map(str, path)) for path, is_finite in found if not is_finite]
     if bad:
         raise InvalidParamsError(
-            f"the parameter {bad[0]} has NaN or infinite numbers"
-            + (f", and so have {len(bad) - 1} more" if bad[1:] else "")
-            + "; the present weights go on serving. Pass parameters of a training step that is "
-            "finite"
+            f"the parameter {bad[0]} has NaN or infinite numbers{_and_more(bad)}; the present "
+            "weights go on serving. Pass parameters of a training step that is finite"
         )
+
+
+def check_stored(params: nnx.State, given: nnx.State) -> None:
+    """Raise InvalidParamsError if finite weights have become infinite as they were stored.
+
+    Arrays that can hold all numbers of the given ones are not read.
+
+    Args:
+      params: `given` in the dtypes and formats of the model.
+    """
+    widest = max((_largest(v.get_value().dtype) for _, v in nnx.to_flat_state(given)), default=0.0)
+    flat = [(path, variable.get_value()) for path, variable in nnx.to_flat_state(params)]
+    _check_casts(
+        [
+            (path, array.dtype, _all_finite(array))
+            for path, array in flat
+            if 0.0 < _largest(array.dtype) < widest
+        ]
+    )
+
+
+def _check_casts(casts: Sequence[tuple[tuple[Any, ...], Any, jax.Array]]) -> None:
+    """Raise InvalidParamsError unless the arrays of all casts are finite.
+
+    Args:
+      casts: of each array that was cast its path, its new dtype, and whether it is finite now.
+    """
+    bad = [(".".join(map(str, path)), dtype) for path, dtype, is_finite in casts if not is_finite]
+    if bad:
+        raise InvalidParamsError(
+            f"the parameter {bad[0][0]} has numbers above {_largest(bad[0][1]):.6g}, the largest "
+            f"of the model's {bad[0][1]}{_and_more(bad)}; the present weights go on serving. Pass "
+            "smaller numbers, or serve the model in bfloat16 or float32"
+        )
+
+
+def _largest(dtype: Any) -> float:
+    """Return the largest number of a floating dtype; 0 for other dtypes."""
+    return float(jnp.finfo(dtype).max) if jnp.issubdtype(dtype, jnp.floating) else 0.0
+
+
+def _and_more(found: Sequence[Any]) -> str:
+    return f", and so have {len(found) - 1} more" if found[1:] else ""
 
 
 @jax.jit
@@ -139,16 +181,25 @@ def fitted(params: Any, old: Any, *, partial: bool = False) -> Any:
       partial: whether parameters that `params` lacks stay those of `old`.
 
     Raises:
-      InvalidParamsError: structure, shapes or dtypes differ; see `check_same`.
+      InvalidParamsError: structure, shapes or dtypes differ (`check_same`), or a number is infinite
+        in the dtype of `old`.
     """
     check_same(params, old, partial=partial)
     new = dict(nnx.to_flat_state(params))
+    casts = []
 
     def own(path: tuple[Any, ...], old: nnx.Variable) -> nnx.Variable:
         if path not in new:
             return old
         array, like = new[path].get_value(), old.get_value()
-        cast = array if array.dtype == like.dtype else array.astype(like.dtype)
-        return old.replace(placed(cast, like.sharding))
+        if array.dtype != like.dtype:
+            is_narrower = _largest(like.dtype) < _largest(array.dtype)
+            with np.errstate(over="ignore"):  # of NumPy's arrays; it is checked
+                array = array.astype(like.dtype)
+            if is_narrower:
+                casts.append((path, like.dtype, _all_finite(array)))
+        return old.replace(placed(array, like.sharding))
 
-    return nnx.from_flat_state([(path, own(path, old)) for path, old in nnx.to_flat_state(old)])
+    found = nnx.from_flat_state([(path, own(path, old)) for path, old in nnx.to_flat_state(old)])
+    _check_casts(casts)
+    return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from typing import Any, cast, final
+from typing import Any, TypeVar, cast, final
 
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import (
@@ -19,17 +19,19 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.request import Completion, Timing
 from jaxserve.engine.answers import PieceSink, failed_completion
+from jaxserve.engine.device_loop import Running
 from jaxserve.fleet.call import Call, cancelled_completion, pays
 from jaxserve.fleet.replica import Replica, ReplicaState, Role, Started
-from jaxserve.fleet.seat import OpenRequest, Seat
+from jaxserve.fleet.seat import OpenRequest
+from jaxserve.fleet.seats import Seats
 from jaxserve.fleet.stream_replay import StreamReplay
+from jaxserve.fleet.weights import FleetUpdate
 from jaxserve.runtime import RuntimeStats
 from jaxserve.scheduling.router import Router, answered_pages, predicted_tokens
 
 _log = logging.getLogger(__name__)
 
-# Number of processes of one replica that may die in a row before they serve.
-_MAX_STARTS = 3
+_T = TypeVar("_T")
 
 
 @final
@@ -58,7 +60,6 @@ class Dispatcher:
         page_size: int,
         num_prefill: int = 0,
     ):
-        self._make_replica = make_replica
         self._clock = WallClock()
         answering = "decode" if num_prefill else "whole"
         given = [answering] * num_replicas + ["prefill"] * num_prefill
@@ -67,12 +68,10 @@ class Dispatcher:
         self._page_size = page_size
         self._requests: dict[str, OpenRequest] = {}
         self._loop = asyncio.new_event_loop()
-        self._news = asyncio.Event()  # set and replaced when a replica or a request has changed
-        self._starts: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()  # guards the two attributes that follow
         self._open_ids: set[str] = set()
         self._is_closed = False
-        self._seats = [Seat(make_replica(), role) for role in roles]
+        self._seats = Seats(make_replica, roles, on_death=self._router.forget)
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="jaxserve-fleet", daemon=True
         )
@@ -89,6 +88,7 @@ class Dispatcher:
                 num_unfinished=seat.num_unfinished,
                 work=work,
                 num_deaths=seat.num_deaths,
+                weights_version=seat.weights_version,
             )
             for seat, work in zip(self._seats, self._router.work, strict=True)
         )
@@ -100,7 +100,8 @@ class Dispatcher:
           A future for each replica, which raises the error that prevented its start.
         """
         return [
-            asyncio.run_coroutine_threadsafe(self._start(seat), self._loop) for seat in self._seats
+            asyncio.run_coroutine_threadsafe(self._seats.start(index), self._loop)
+            for index, _ in enumerate(self._seats)
         ]
 
     def check_may_wait(self) -> None:
@@ -154,14 +155,29 @@ class Dispatcher:
           ReplicaDiedError: no replica will serve again.
           InvalidRequestError: this is the dispatcher's thread.
         """
-        self.check_may_wait()
-        with self._lock:
-            self._raise_if_closed()
-            found = asyncio.run_coroutine_threadsafe(self._stats(), self._loop)
-        try:
-            return found.result()
-        except CancelledError:
-            raise RuntimeClosedError("this fleet was closed; create a new one") from None
+        return self._result(self._stats)
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the newest weights."""
+        return self._seats.weights_version
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` was called, and `resume` was not."""
+        return self._seats.is_paused
+
+    def update_params(self, update: FleetUpdate) -> int:
+        """See `Fleet.update_params`."""
+        return self._result(lambda: self._seats.update_params(update))
+
+    def pause(self, running: Running) -> None:
+        """See `Fleet.pause`."""
+        self._result(lambda: self._seats.pause(running))
+
+    def resume(self) -> None:
+        """See `Fleet.resume`."""
+        self._result(self._seats.resume)
 
     def close(self) -> None:
         """End every request that has not ended, and every replica."""
@@ -180,6 +196,22 @@ class Dispatcher:
     def _raise_if_closed(self) -> None:
         if self._is_closed:
             raise RuntimeClosedError("this fleet was closed; create a new one")
+
+    def _result(self, begin: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """Wait for a coroutine on the dispatcher's thread.
+
+        Raises:
+          RuntimeClosedError
+          InvalidRequestError: this is the dispatcher's thread.
+        """
+        self.check_may_wait()
+        with self._lock:
+            self._raise_if_closed()
+            found = asyncio.run_coroutine_threadsafe(begin(), self._loop)
+        try:
+            return found.result()
+        except CancelledError:
+            raise RuntimeClosedError("this fleet was closed; create a new one") from None
 
     # ---- on the loop's thread ----
 
@@ -238,27 +270,19 @@ class Dispatcher:
           ReplicaDiedError: no replica will serve again.
         """
         while request is None or not request.is_cancelled:
-            if serving := self._indices(answers=True):
+            if serving := self._seats.serving(answers=True):
                 return serving
-            self._raise_if_hopeless()
-            await self._news.wait()
+            await self._seats.news()
         return []
-
-    def _indices(self, *, answers: bool) -> list[int]:
-        """Return the replicas that serve now, those that answer or those that only prefill."""
-        return [
-            i
-            for i, seat in enumerate(self._seats)
-            if seat.started is not None and seat.answers == answers
-        ]
 
     async def _prefilled(self, request: OpenRequest) -> Any:
         """Have a prefill replica compute the prompt; return what `Replica.answer` takes.
 
         None where the replica that answers computes the prompt itself.
         """
-        call, among = request.call, self._indices(answers=False)
-        cached = (self._router.num_cached(i, call.pages) for i in self._indices(answers=True))
+        call, among = request.call, self._seats.serving(answers=False)
+        answering = self._seats.serving(answers=True)
+        cached = (self._router.num_cached(i, call.pages) for i in answering)
         if not (among and pays(call, max(cached, default=0), self._page_size)):
             return None
         work = call.num_prompt_tokens
@@ -267,7 +291,7 @@ class Dispatcher:
         try:
             return await replica.prefill(call)
         except ReplicaDiedError as error:
-            self._replace(index, replica, error)
+            self._seats.replace(index, replica, error)
         except JaxserveError as error:
             _log.warning("the prompt of %s is computed where it is answered: %s", call.id, error)
         finally:
@@ -292,7 +316,7 @@ class Dispatcher:
             show = None if replay is None else replay.show
             completion = await replica.answer(call, show, kv)
         except ReplicaDiedError as error:
-            self._replace(index, replica, error)
+            self._seats.replace(index, replica, error)
             raise
         finally:
             if request.leave(seat, replica):
@@ -304,7 +328,7 @@ class Dispatcher:
 
     async def _stats(self) -> RuntimeStats:
         while True:
-            serving = [*await self._serving(), *self._indices(answers=False)]
+            serving = [*await self._serving(), *self._seats.serving(answers=False)]
             found = await asyncio.gather(*(self._stats_of(i) for i in serving))
             parts = [part for part in found if part is not None]
             if parts:
@@ -316,66 +340,21 @@ class Dispatcher:
         try:
             return await replica.stats()
         except ReplicaDiedError as error:
-            self._replace(index, replica, error)
+            self._seats.replace(index, replica, error)
             return None
-
-    def _replace(self, index: int, dead: Replica, error: ReplicaDiedError) -> None:
-        """Start a new process instead of a dead one; do nothing if that has been done."""
-        seat = self._seats[index]
-        if seat.replica is not dead:
-            return
-        _log.warning("replica %d died and is being replaced: %s", index, error)
-        self._router.forget(index)
-        seat.replace(self._make_replica())
-        start = self._loop.create_task(self._start_again(index))
-        self._starts.add(start)
-        start.add_done_callback(self._starts.discard)
-
-    async def _start_again(self, index: int) -> None:
-        try:
-            await self._start(self._seats[index])
-        except JaxserveError as error:
-            _log.error("replica %d could not be replaced: %s", index, error)
-
-    async def _start(self, seat: Seat) -> Started:
-        try:
-            for _ in range(_MAX_STARTS - 1):
-                try:
-                    return await seat.start()
-                except ReplicaDiedError:
-                    seat.give_to(self._make_replica())
-            return await seat.start()
-        except JaxserveError as error:
-            seat.fail(error)
-            raise
-        finally:
-            self._tell()
-
-    def _raise_if_hopeless(self) -> None:
-        seats = [seat for seat in self._seats if seat.answers]
-        errors = [seat.error for seat in seats if seat.error is not None]
-        if len(errors) == len(seats):
-            raise ReplicaDiedError(
-                f"no replica is left and none could be replaced: {errors[0]}; create a new fleet"
-            ) from errors[0]
 
     async def _cancel(self, request_id: str) -> None:  # a coroutine, so that it runs after `_serve`
         request = self._requests.get(request_id)
         if request is not None:
             request.cancel()
-            self._tell()
-
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+            self._seats.tell()
 
     async def _end_all(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for seat in self._seats:
-            seat.replica.kill()
+        self._seats.kill()
 
     def _failed(self, call: Call, error: JaxserveError, arrival_s: float) -> Completion:
         timing = Timing(arrival_s=arrival_s, finished_s=self._clock.now())

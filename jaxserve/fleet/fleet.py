@@ -26,8 +26,10 @@ from jaxserve.engine.requests import Prompt
 from jaxserve.fleet.call import make_call
 from jaxserve.fleet.checks import check_host_pages, check_resources, check_sends_kv, numbers_of
 from jaxserve.fleet.dispatcher import Dispatcher
-from jaxserve.fleet.ray_replica import RayReplica, import_ray
+from jaxserve.fleet.ray_actor import import_ray
+from jaxserve.fleet.ray_replica import RayReplica, sent_params
 from jaxserve.fleet.replica import ReplicaState, Started
+from jaxserve.fleet.trained import TrainedFleet
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import RuntimeStats
 from jaxserve.runtime.pending import Batch, Params, Pending
@@ -41,7 +43,7 @@ _OWN_IDS = "fleet-"
 
 
 @final
-class Fleet:
+class Fleet(TrainedFleet):
     """A `Service` on Ray that serves one model in several processes, on one or several machines.
 
     Each replica is a `Runtime` in a Ray actor with its own devices. A request goes to the replica
@@ -143,12 +145,13 @@ class Fleet:
                 num_gpus=num_gpus,
                 options=options,
             )
-            self._dispatcher = Dispatcher(
+            dispatcher = Dispatcher(
                 make_replica,
                 num_replicas,
                 page_size=self.options.page_size,
                 num_prefill=num_prefill,
             )
+            super().__init__(dispatcher, sent_params)
             left_behind.callback(self._dispatcher.close)
             self._started = self._wait_for_replicas()
             if roles is not None:

@@ -1,261 +1,35 @@
-"""The replica that runs in a Ray actor."""
+"""The replica that runs in a Ray actor, as the fleet's process sees it."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
-import platform
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard, final
+from typing import TYPE_CHECKING, Any, final
+
+from flax import nnx
 
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import (
-    DeviceMemoryError,
     EngineFailedError,
-    InvalidConfigError,
+    InvalidParamsError,
     InvalidRequestError,
     JaxserveError,
-    MissingExtraError,
     ReplicaDiedError,
-    RuntimeClosedError,
-    StepMemoryError,
 )
-from jaxserve.core.request import Completion, Timing
-from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.answers import Piece, PieceSink, failed_completion
+from jaxserve.core.request import Completion
+from jaxserve.engine.answers import PieceSink
+from jaxserve.engine.device_loop import Running
 from jaxserve.fleet.call import Call, cancelled_completion
+from jaxserve.fleet.params import host_arrays
+from jaxserve.fleet.ray_actor import FATAL, OVER, Asked, ReplicaActor, import_ray, is_over
 from jaxserve.fleet.replica import Started
-from jaxserve.runtime.pending import Pending, submitted
-from jaxserve.scheduling.kv.transfer import KVPages
+from jaxserve.runtime.weight_update import WeightUpdate
 
 if TYPE_CHECKING:
-    from jaxserve.runtime import Runtime, RuntimeStats
-
-_log = logging.getLogger(__name__)
+    from jaxserve.runtime import RuntimeStats
 
 # Maximum number of concurrent requests of one actor. Ray queues the others.
 _MAX_OPEN = 4096
-
-# Seconds between two looks at which pages of a prompt have been computed: after a look that found
-# some, and at most. They double while there are none, as for a prompt that waits.
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.01, 0.32
-
-# Errors after which a runtime can answer no further request; of a completion, see `_is_over`.
-_FATAL = (EngineFailedError, DeviceMemoryError, RuntimeClosedError)
-# Errors of a runtime whose loop has failed or was closed.
-_OVER = (EngineFailedError, RuntimeClosedError)
-
-
-class Asked(TypedDict):
-    """Arguments of `Runtime.submit` other than the prompt and its parameters."""
-
-    request_id: str
-    priority: int
-    deadline_s: float | None
-    conversation_id: str | None
-
-
-def import_ray() -> Any:
-    """Return the package `ray`, which is an optional dependency.
-
-    Raises:
-      MissingExtraError: Ray is not installed.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtraError("ray", "fleet", "running replicas on Ray") from error
-    return ray
-
-
-async def take_kv(runtime: Runtime, kv: Sequence[Awaitable[tuple[Sequence[int], KVPages]]]) -> None:
-    """Cache the KV of a prompt, which came in parts.
-
-    What cannot be read or cached, and all behind it, is computed, and the log says why.
-
-    Raises:
-      EngineFailedError, RuntimeClosedError: the runtime's loop has failed, or was closed.
-    """
-    pages: list[bytes] = []
-    identity, tokens = None, ()
-    try:
-        for each in kv:
-            tokens, found = await each
-            if identity not in (None, found.identity):
-                break  # the weights were changed meanwhile
-            identity = found.identity
-            pages += found.pages
-    except Exception as error:  # lost
-        _log.warning("KV of a prompt is not used, and is computed again: %s", error)
-    if identity is None:
-        return
-    try:
-        await asyncio.to_thread(runtime.import_kv, tokens, KVPages(identity, pages))
-    except _OVER:
-        raise
-    except Exception as error:  # of other weights, or no memory for it
-        _log.warning("KV of a prompt is not used, and is computed again: %s", error)
-
-
-async def send_kv(
-    runtime: Runtime,
-    tokens: Sequence[int],
-    pending: Pending,
-    put: Callable[[KVPages], Any],
-    turn: asyncio.Lock,
-) -> tuple[list[Any], int]:
-    """Export the pages of a prompt while it is computed, as its chunks are.
-
-    Args:
-      pending: the request that computes it.
-      put: sends pages, and returns a reference to them; called on other threads.
-      turn: held while the runtime is asked for pages, so that many prompts ask one after another
-        and take little of its time.
-
-    Returns:
-      The references in the order of the pages, and the number of pages.
-    """
-    sent: list[Any] = []
-    first, ended, pause_s = 0, asyncio.wrap_future(pending.future), _LEAST_PAUSE_S
-    while not pending.future.done():
-        async with turn:
-            found = await asyncio.to_thread(runtime.export_kv, tokens, first, waits=False)
-        if found.pages:
-            sent.append(await asyncio.to_thread(put, found))
-            first += len(found.pages)
-        pause_s = _LEAST_PAUSE_S if found.pages else min(2 * pause_s, _MOST_PAUSE_S)
-        await asyncio.wait([ended], timeout=pause_s)
-    return sent, first
-
-
-@final
-class _Actor:
-    """A runtime in a process of Ray. Its methods run in one event loop."""
-
-    def __init__(self) -> None:
-        self._runtime: Runtime | None = None
-        # Requests that are being submitted, and which of them were cancelled meanwhile.
-        self._submitting: dict[str, bool] = {}
-        self._exporting = asyncio.Lock()
-
-    async def start(self, model: str, tensor_parallel: int, options: Mapping[str, Any]) -> Started:
-        """See `Replica.start`."""
-        from jaxserve.runtime import Runtime
-        from sharding import make_mesh
-
-        try:
-            mesh = None if tensor_parallel == 1 else make_mesh(tensor=tensor_parallel)
-        except ValueError as error:
-            raise InvalidConfigError(
-                f"{error}; or give each replica {tensor_parallel} GPUs (num_gpus)"
-            ) from error
-        runtime = self._runtime = Runtime.from_pretrained(
-            model, mesh=mesh, progress=False, **options
-        )
-        return Started(
-            pid=os.getpid(),
-            host=platform.node(),
-            max_context=runtime.config.max_context,
-            max_length=runtime.max_length,
-            max_prompt_tokens=runtime.config.max_prompt_tokens,
-            vocab_size=runtime.model_config.vocab_size,
-            num_host_pages=runtime.config.num_host_pages,
-        )
-
-    async def prefill(self, prompt: Any, others: Asked) -> list[Any]:
-        """Compute a prompt, and put the KV of its full pages into Ray's object store.
-
-        Pages go there while the rest of the prompt is computed. They are used only if it could be
-        computed to its end.
-
-        Returns:
-          References, in a list, so that Ray copies the KV to the process that reads it and to no
-          other; an empty list without KV.
-        """
-        runtime, ray = self._runtime, import_ray()
-        assert runtime is not None
-        one = SamplingParams(max_tokens=1, ignore_eos=True)
-        pending = await self._submit(prompt, one, others)
-        sent: list[Any] = []
-        try:
-            tokens = () if pending.future.done() else runtime.prompt_tokens(prompt)
-            sent, first = await send_kv(
-                runtime, tokens, pending, lambda kv: ray.put((tokens, kv)), self._exporting
-            )
-            completion = await pending.aresult()
-            if completion.finish_reason == "length":
-                tokens = completion.prompt_token_ids
-                last = await asyncio.to_thread(runtime.export_kv, tokens, first)
-                sent += [ray.put((tokens, last))] if last.pages else []
-        except _OVER:
-            raise
-        except Exception as error:  # such as a full store, or no memory for the copies
-            _log.warning("KV of a prompt is not sent, and is computed again: %s", error)
-            completion = await pending.aresult()
-        if _is_over(completion.error):
-            raise completion.error
-        return sent if completion.finish_reason == "length" else []
-
-    async def take(self, kv: list[Any]) -> None:
-        """Cache the KV of a prompt that another replica has computed, if it still has it."""
-        assert self._runtime is not None
-        await take_kv(self._runtime, kv)
-
-    async def answer(self, prompt: Any, params: SamplingParams, others: Asked) -> Completion:
-        return await (await self._submit(prompt, params, others)).aresult()
-
-    async def stream(
-        self, prompt: Any, params: SamplingParams, others: Asked
-    ) -> AsyncGenerator[Piece | Completion]:
-        """Yield the pieces, then the completion."""
-        news: asyncio.Queue[Piece | Completion] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def put(latest: Piece | Completion) -> None:
-            loop.call_soon_threadsafe(news.put_nowait, latest)
-
-        pending = await self._submit(prompt, params, others, put)
-        pending.future.add_done_callback(lambda future: put(future.result()))
-        while not isinstance(latest := await news.get(), Completion):
-            yield latest
-        yield latest
-
-    async def _submit(
-        self,
-        prompt: Any,
-        params: SamplingParams,
-        others: Asked,
-        on_piece: PieceSink | None = None,
-    ) -> Pending:
-        runtime = self._runtime
-        assert runtime is not None
-        id = others["request_id"]
-        self._submitting[id] = False
-        try:
-            (pending,) = await submitted(
-                lambda: [runtime.submit(prompt, params, on_piece=on_piece, **others)], [params]
-            )
-            if self._submitting[id]:
-                pending.cancel()
-            return pending
-        except (InvalidRequestError, MissingExtraError) as error:
-            now = WallClock().now()
-            timing = Timing(arrival_s=now, finished_s=now)
-            return Pending.ended(failed_completion(id, (), error, timing))
-        finally:
-            del self._submitting[id]
-
-    async def stats(self) -> RuntimeStats:
-        assert self._runtime is not None
-        return self._runtime.stats()
-
-    async def cancel(self, request_id: str) -> None:
-        if request_id in self._submitting:
-            self._submitting[request_id] = True
-        elif self._runtime is not None:
-            self._runtime.cancel(request_id)
 
 
 @final
@@ -287,14 +61,14 @@ class RayReplica:
 
     async def start(self) -> Started:
         make = self._ray.remote(max_restarts=0, max_concurrency=_MAX_OPEN, **self._resources)
-        self._actor = make(_Actor).remote()
+        self._actor = make(ReplicaActor).remote()
         return await self._result(self._actor.start.remote(*self._how))
 
     async def prefill(self, call: Call) -> Any:
         reply = self._sent(self._actor.prefill, call.prompt, _asked(call))
         try:
             return await self._result(reply)
-        except _FATAL as error:
+        except FATAL as error:
             raise _useless(error) from error
 
     async def answer(
@@ -308,9 +82,9 @@ class RayReplica:
             completion = await (
                 self._result(reply) if on_piece is None else self._streamed(reply, on_piece)
             )
-        except _FATAL as error:
+        except FATAL as error:
             raise _useless(error) from error
-        if _is_over(completion.error):
+        if is_over(completion.error):
             raise _useless(completion.error) from completion.error
         return completion
 
@@ -336,6 +110,33 @@ class RayReplica:
 
     async def stats(self) -> RuntimeStats:
         return await self._result(self._actor.stats.remote())
+
+    async def prepare_params(self, source: Any, *, partial: bool) -> None:
+        """See `Replica`.
+
+        Args:
+          source: a path, or what `sent_params` has returned.
+        """
+        await self._changed(self._actor.prepare_params.remote(source, partial))
+
+    async def drop_prepared(self) -> None:
+        await self._changed(self._actor.drop_prepared.remote())
+
+    async def update_params(self, update: WeightUpdate) -> None:
+        await self._changed(self._actor.update_params.remote(update))
+
+    async def pause(self, running: Running) -> None:
+        await self._changed(self._actor.pause.remote(running))
+
+    async def resume(self) -> None:
+        await self._changed(self._actor.resume.remote())
+
+    async def _changed(self, reply: Awaitable[Any]) -> None:
+        """Wait for a change of the runtime, which serves as before after an error."""
+        try:
+            await self._result(reply)
+        except OVER as error:
+            raise _useless(error) from error
 
     def cancel(self, request_id: str) -> None:
         if request_id in self._taking:
@@ -370,6 +171,27 @@ class RayReplica:
             raise ReplicaDiedError(reason) from error
 
 
+def sent_params(params: nnx.State) -> list[Any]:
+    """Put parameters into Ray's object store, from where every replica reads them.
+
+    Returns:
+      A reference, in a list, so that each replica reads the arrays itself.
+
+    Raises:
+      InvalidParamsError: Ray cannot hold them, or a part of an array is in other processes.
+    """
+    ray = import_ray()
+    arrays = host_arrays(params)
+    try:
+        return [ray.put(arrays)]
+    except ray.exceptions.RayError as error:
+        num_bytes = sum(array.nbytes for array in arrays.values())
+        raise InvalidParamsError(
+            f"Ray cannot hold parameters of {num_bytes} bytes ({error}); pass a larger "
+            "object_store_memory to ray.init, or save them and pass the path"
+        ) from error
+
+
 def _asked(call: Call) -> Asked:
     deadline_s = call.deadline_s
     return Asked(
@@ -379,11 +201,6 @@ def _asked(call: Call) -> Asked:
         deadline_s=None if deadline_s is None else deadline_s - WallClock().now(),
         conversation_id=call.conversation_id,
     )
-
-
-def _is_over(error: JaxserveError | None) -> TypeGuard[JaxserveError]:
-    """Return whether a completion's error says that its runtime can answer nothing more."""
-    return isinstance(error, _FATAL) and not isinstance(error, StepMemoryError)
 
 
 def _useless(error: JaxserveError) -> ReplicaDiedError:

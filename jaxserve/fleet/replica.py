@@ -8,8 +8,10 @@ from typing import Any, Literal, Protocol, final
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import Completion
 from jaxserve.engine.answers import PieceSink
+from jaxserve.engine.device_loop import Running
 from jaxserve.fleet.call import Call
 from jaxserve.runtime import RuntimeStats
+from jaxserve.runtime.weight_update import WeightUpdate
 
 # "whole" computes prompts and answers. "prefill" computes prompts, whose KV goes to a "decode"
 # replica, which computes the answers.
@@ -46,6 +48,7 @@ class ReplicaState:
       num_unfinished: number of its requests that have not ended.
       work: expected tokens of these requests, by the router's estimate.
       num_deaths: number of its processes that have died.
+      weights_version: of the weights that it computes with; see `Fleet.update_params`.
     """
 
     role: Role
@@ -54,6 +57,7 @@ class ReplicaState:
     num_unfinished: int
     work: int
     num_deaths: int
+    weights_version: int
 
 
 class Replica(Protocol):
@@ -91,6 +95,38 @@ class Replica(Protocol):
 
     async def stats(self) -> RuntimeStats:
         """Return the counters of the process."""
+        ...
+
+    async def prepare_params(self, source: Any, *, partial: bool) -> None:
+        """Check new weights, and place them beside the present ones; requests run meanwhile.
+
+        Args:
+          source: a path, or what the maker of the replica sends parameters by.
+          partial: see `Runtime.update_params`.
+
+        Raises:
+          JaxserveError: the process cannot take them, and serves as before.
+        """
+        ...
+
+    async def drop_prepared(self) -> None:
+        """Drop the weights that `prepare_params` has placed."""
+        ...
+
+    async def update_params(self, update: WeightUpdate) -> None:
+        """Compute with the weights that `prepare_params` has placed, from now on.
+
+        Raises:
+          JaxserveError: the process computes with the former ones.
+        """
+        ...
+
+    async def pause(self, running: Running) -> None:
+        """See `Runtime.pause`."""
+        ...
+
+    async def resume(self) -> None:
+        """See `Runtime.resume`."""
         ...
 
     def cancel(self, request_id: str) -> None:

@@ -22,16 +22,21 @@ class Seat:
     error: JaxserveError | None = None
     num_unfinished: int = 0
     num_deaths: int = 0
+    weights_version: int = 0
 
     @property
     def answers(self) -> bool:
         """Whether its replica answers requests, and not only computes prompts."""
         return self.role != "prefill"
 
-    async def start(self) -> Started:
-        """Start the replica; it serves when this returns."""
-        self.started = await self.replica.start()
-        return self.started
+    def serve(self, started: Started, weights_version: int) -> None:
+        """Take note that the replica serves from now on."""
+        self.started = started
+        self.weights_version = weights_version
+
+    def take(self, weights_version: int) -> None:
+        """Take note that the replica computes with other weights."""
+        self.weights_version = weights_version
 
     def give_to(self, replica: Replica) -> None:
         """Take another replica, because the one before died as it started."""
@@ -47,6 +52,7 @@ class Seat:
 
     def fail(self, error: JaxserveError) -> None:
         """Go on without a replica."""
+        self.replica.kill()
         self.error = error
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Self, cast, final
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -189,8 +190,9 @@ class Quantiser:
         if not self.is_dense(params, partial=partial):
             return params
         new = dict(nnx.to_flat_state(params))
+        # Variables of the model, since those of the state may lack its metadata.
         whole = [
-            (path, _like(new[path], v.get_value()) if path in new else v)
+            (path, v.replace(_like(new[path].get_value(), v.get_value())) if path in new else v)
             for path, v in nnx.to_flat_state(self._dense_model()[1])
         ]
         stored = nnx.split(self.model(nnx.from_flat_state(whole)))[1]
@@ -233,9 +235,9 @@ def log_replicated(params: nnx.State, mesh: Mesh) -> None:
             )  # fmt: skip
 
 
-def _like(variable: nnx.Variable, like: Any) -> nnx.Variable:
-    array = variable.get_value()
-    return variable.replace(array if array.dtype == like.dtype else array.astype(like.dtype))
+def _like(array: Any, like: Any) -> Any:
+    with np.errstate(over="ignore"):  # what becomes infinite is refused later
+        return array if array.dtype == like.dtype else array.astype(like.dtype)
 
 
 def _abstract(variable: nnx.Variable) -> jax.ShapeDtypeStruct:

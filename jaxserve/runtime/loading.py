@@ -42,9 +42,6 @@ def load_for(
     It checks the options before it reads a file. With device groups, the weights are read onto the
     encode group, from whose devices those of the decode group get theirs.
     """
-    from jaxserve.models.quantisation import Quantisation
-    from jaxserve.models.store import load_model
-
     policy = get_policy(options.policy)
     enable_compilation_cache()
     group = processes_of(mesh)
@@ -52,10 +49,28 @@ def load_for(
     if options.quantize is not None:
         check_quantised(options, mesh)
     _begin_to_load(options, name_or_path, dtype, mesh)
-    with (
-        nullcontext() if group is None else group.together(),
-        out_of_memory_as("loading the weights", "pass a smaller dtype or a smaller model"),
-    ):
+    with nullcontext() if group is None else group.together():
+        return load_weights(options, name_or_path, load=load, dtype=dtype, mesh=mesh)
+
+
+def load_weights(
+    options: RuntimeOptions,
+    name_or_path: str,
+    *,
+    load: Literal["auto", "random"] = "auto",
+    dtype: str | None,
+    mesh: Mesh | StagePlan | DeviceGroups | None,
+) -> LoadedModel:
+    """Load a model in the form in which a runtime with these options stores it.
+
+    Raises:
+      UnknownModelError, UnsupportedModelError, CheckpointError, DownloadError, ModelCacheError,
+      InvalidConfigError, DeviceMemoryError
+    """
+    from jaxserve.models.quantisation import Quantisation
+    from jaxserve.models.store import load_model
+
+    with out_of_memory_as("loading the weights", "pass a smaller dtype or a smaller model"):
         return load_model(
             name_or_path,
             dtype=dtype or platform_defaults().dtype,

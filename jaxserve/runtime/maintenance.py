@@ -20,7 +20,7 @@ from jaxserve.engine.versions import Weights
 from jaxserve.execution.build import resized
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.warmup import warm_up
-from jaxserve.execution.weights import check_usable
+from jaxserve.execution.weights import check_stored, check_usable
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier
 from jaxserve.models.quantisation import Quantiser
@@ -34,6 +34,7 @@ from jaxserve.planning import (
     measure_groups,
 )
 from jaxserve.runtime.replicas import Replica, Replicas
+from jaxserve.runtime.weight_swap import PreparedParams, placing_weights, swap
 from jaxserve.runtime.weight_update import WeightUpdate, check_running
 from jaxserve.scheduling.kv.transfer import KVPages
 from sharding import split_replicas
@@ -92,27 +93,45 @@ class Maintenance:
     def update_params(self, params: Any, update: WeightUpdate) -> int:
         """See `Runtime.update_params`."""
         update.after(self.weights)  # before any request is cancelled or starts again
+        new = params if isinstance(params, PreparedParams) else None
+        new = new or self.prepare_params(params, partial=update.partial)
+        if new.owner is not self:
+            raise InvalidParamsError(
+                "parameters that another runtime has prepared are not allowed; call "
+                "prepare_params on this one"
+            )
+        with self._replicas.paused(update.running):
+            fitted = new.fitted
+            # Devices may have moved to another group, or another update may have come.
+            if self._place != new.place:
+                with placing_weights():
+                    fitted = self._fitted(new.params, new.partial)
+            weights = update.after(self.weights)
+            swap(self._replicas.all, fitted, weights, keeps_kv=update.kv == "keep")
+            self._has_weights = True
+        return weights.version
+
+    def prepare_params(self, params: Any, *, partial: bool) -> PreparedParams:
+        """See `Runtime.prepare_params`."""
         check_usable(params)
-        if update.partial and not self._has_weights:
+        if partial and not self._has_weights:
             raise InvalidParamsError(
                 "partial=True is not allowed, because the weights were dropped (rt.sleep); pass "
                 "all parameters"
             )
-        if self._quantiser is not None:
-            params = self._quantiser.params(params, partial=update.partial)
-        with self.placing:
-            before = self._origin, self._decode_origin, self.weights
-            fitted = self._fitted(params, update.partial)
-        with self._replicas.paused(update.running):
-            # Devices may have moved to another group, or another update may have come.
-            if (self._origin, self._decode_origin, self.weights) != before:
-                fitted = self._fitted(params, update.partial)
-            weights = update.after(self.weights)
-            for replica, part in zip(self._replicas.all, fitted, strict=True):
-                replica.executor.update_params(part)
-                replica.engine.weights_changed(weights, keeps_kv=update.kv == "keep")
-            self._has_weights = True
-        return weights.version
+        with placing_weights():
+            if self._quantiser is not None:
+                given, params = params, self._quantiser.params(params, partial=partial)
+                check_stored(params, given)
+            with self.placing:
+                place = self._place  # before, so that a change in between is noticed
+                fitted = self._fitted(params, partial)
+                return PreparedParams(self, params, partial, place, fitted)
+
+    @property
+    def _place(self) -> object:
+        """What parameters are placed for; it changes when they would be placed otherwise."""
+        return self._origin, self._decode_origin, self.weights
 
     def _fitted(self, params: Any, partial: bool) -> list[Any]:
         """Return new parameters on the devices of each replica."""

@@ -18,7 +18,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.execution.grouped import GroupedExecutor
-from jaxserve.execution.regroup import GroupMaker, exchange, meshes_of, params_of
+from jaxserve.execution.regroup import GroupMaker, exchange, meshes_of
 from jaxserve.execution.weight_moves import Leaves, WeightsMemory, shared_leaves
 from jaxserve.memory.page_pool import MIN_PAGES
 from jaxserve.planning import GroupTimes, find_step_times
@@ -183,7 +183,7 @@ class Regrouper:
         An array is placed on the devices for a trial, once until the next move.
         """
         if division not in self._placing_s:
-            params, groups = params_of(self._executor)[0], self._others[division]
+            params, groups = self._executor.params[0], self._others[division]
             self._placing_s[division] = self._maker.placing_s(params, groups)
         return self._rest_s + self._placing_s[division]
 
@@ -246,7 +246,7 @@ class Regrouper:
 
     def _carried_out(self, division: Division, fit: _Fit, max_pause_s: float) -> float:
         replica, groups, maker = self._replicas.first, self._others[division], self._maker
-        before, shapes = self._executor.config, abstract(params_of(self._executor)[0])
+        before, shapes = self._executor.config, abstract(self._executor.params[0])
         step_bytes = maker.step_bytes(shapes, groups, fit.num_pages)
         measured = self._fit(division, self._room(), step_bytes)
         if measured is None:
@@ -313,7 +313,7 @@ class Regrouper:
 
     def _divided(self) -> dict[Division, DeviceGroups]:
         """Return the divisions that the model allows, each with its groups."""
-        found, params = {}, params_of(self._executor)[0]
+        found, params = {}, self._executor.params[0]
         num = len(self._devices)
         for encode in range(1, num):
             for decode in range(1, num - encode + 1):
@@ -327,7 +327,7 @@ class Regrouper:
         return found
 
     def _room(self) -> _Room:
-        shared = shared_leaves(params_of(self._executor))
+        shared = shared_leaves(self._executor.params)
         config, size = self._executor.config, self._replicas.first.pool_size
         weights = self._memory(self.present, shared).group_bytes
         pages = map(self._maker.page_bytes, meshes_of(self._groups))
@@ -338,7 +338,7 @@ class Regrouper:
         """Return the memory of the weights during and after a move."""
         if (division, shared) not in self._memories:
             groups = self._groups if division == self.present else self._others[division]
-            found = self._maker.moved_bytes(params_of(self._executor), groups, shared)
+            found = self._maker.moved_bytes(self._executor.params, groups, shared)
             self._memories[division, shared] = found
         return self._memories[division, shared]
 

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxserve.engine.device_loop import Running
 from jaxserve.runtime.maintenance import Maintenance
+from jaxserve.runtime.weight_swap import PreparedParams
 from jaxserve.runtime.weight_update import KV, WeightUpdate
 
 
@@ -23,9 +24,26 @@ class Trained(abc.ABC):
         """The version of the weights that the next steps compute with; 0 at first."""
         return self._maintenance.weights.version
 
+    def prepare_params(self, params: nnx.State, *, partial: bool = False) -> PreparedParams:
+        """Check new weights, and place them on the devices beside the present ones.
+
+        Requests run meanwhile. `update_params` of the result then moves no array, unless the
+        weights or their devices have changed in between. They take memory until the result is
+        dropped, or other weights have followed them.
+
+        Args:
+          params, partial: as for `update_params`.
+
+        Raises:
+          InvalidParamsError: the parameters do not fit, or have NaN or infinite numbers.
+          DeviceMemoryError: the device has no room for them.
+          RuntimeClosedError
+        """
+        return self._maintenance.prepare_params(params, partial=partial)
+
     def update_params(
         self,
-        params: nnx.State,
+        params: nnx.State | PreparedParams,
         *,
         version: int | None = None,
         running: Running | None = None,
@@ -38,11 +56,13 @@ class Trained(abc.ABC):
         Arrays that are placed as the old ones are shared and not copied; others are moved to the
         old ones' devices, and cast to their dtypes. No step is compiled. The runtime drops its
         references to the old arrays, and finds no cached page of theirs again. After an error the
-        old weights go on serving. If several processes serve the model, all of them call it while
-        none follows (`dismiss_followers`). `docs/rollouts.md` says what is guaranteed.
+        old weights go on serving, unless it is an EngineFailedError. If several processes serve the
+        model, all of them call it while none follows (`dismiss_followers`). `docs/rollouts.md` says
+        what is guaranteed.
 
         Args:
-          params: parameters of the same structure and shapes, or those that have changed.
+          params: parameters of the same structure and shapes, or those that have changed, or what
+            `prepare_params` has returned.
           version: number of the new weights, above the present one; by default the next number.
             `Sample.weights_versions` has it for each token.
           running: treatment of the requests that were submitted before. "finish", the default,
@@ -53,7 +73,7 @@ class Trained(abc.ABC):
             submitted during the call wait, or run on a replica that is not paused yet.
           kv: treatment of the KV of requests that continue. "recompute" computes it anew from their
             tokens. "keep", only with running="keep", goes on with that of the old weights at once.
-          partial: whether `params` lacks the parameters that have not changed.
+          partial: whether `params` lacks the parameters that have not changed. Prepared ones know.
           max_staleness: a sample that continues ends with StaleWeightsError if its first token is
             of weights more than so many versions older than the new ones; None for no bound.
 
@@ -61,10 +81,14 @@ class Trained(abc.ABC):
           The version of the new weights.
 
         Raises:
-          InvalidParamsError: the parameters do not fit, or have NaN or infinite numbers.
+          InvalidParamsError: the parameters do not fit, or have NaN or infinite numbers, also
+            after a cast to the model's dtype.
           InvalidConfigError: another argument is not allowed.
+          DeviceMemoryError: the device has no room for them beside the old ones.
           EngineBusyError: running="finish" while the runtime is paused.
-          RuntimeClosedError, EngineFailedError
+          EngineFailedError: the engine has failed, or an update has failed that could not be
+            undone; the runtime serves no more.
+          RuntimeClosedError
         """
         if running is None:
             running = "keep" if self._maintenance.is_paused else "finish"

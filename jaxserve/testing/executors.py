@@ -37,7 +37,7 @@ class ExecutorWrapper:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the other executor has beyond the protocol, its parameters for one."""
+        """Return what the other executor has beyond the protocol, its pages for one."""
         return getattr(self.inner, name)
 
     def submit(self, plan: StepPlan) -> StepHandle:
@@ -73,6 +73,10 @@ class ExecutorWrapper:
 
     def fitted(self, params: Any, *, partial: bool = False) -> Any:
         return self.inner.fitted(params, partial=partial)
+
+    @property
+    def params(self) -> Any:
+        return self.inner.params
 
     def update_params(self, params: Any) -> None:
         self.inner.update_params(params)

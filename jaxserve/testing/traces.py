@@ -295,7 +295,8 @@ class Trace:
     def _update(self, engine: Engine, rng: random.Random) -> None:
         engine.drain()
         weights = Weights(engine.weights.version + 1)
-        engine.weights_changed(weights, keeps_kv=rng.random() < 0.5)
+        name = engine.name_of(weights.version)
+        engine.weights_changed(weights, name, keeps_kv=rng.random() < 0.5)
         engine.scheduler.check_integrity()
         found = {tier for request in self.asked for tier in engine.residency(request.prompt)}
         self._require(found <= {"nowhere"}, "pages of former weights are found")

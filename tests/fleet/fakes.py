@@ -11,9 +11,11 @@ from jaxserve.core.errors import JaxserveError, ReplicaDiedError
 from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
+from jaxserve.engine.device_loop import Running
 from jaxserve.fleet.call import Call, make_call
 from jaxserve.fleet.replica import Started
 from jaxserve.runtime import RuntimeStats
+from jaxserve.runtime.weight_update import WeightUpdate
 
 PAGE_SIZE = 4
 ANSWER = tuple(range(2, 2 + 3 * PAGE_SIZE))
@@ -54,6 +56,9 @@ class World:
         self.prefilled: list[tuple[str, int]] = []  # (request, replica)
         self.taken: dict[str, object] = {}  # request -> the KV that came with it last
         self.prefills_die = False
+        # What a replica says to the weights of a source: when it places them, and later.
+        self.refusals: dict[tuple[object, int], JaxserveError] = {}
+        self.failures: dict[tuple[object, int], JaxserveError] = {}
 
     def make(self) -> FakeReplica:
         self.replicas.append(FakeReplica(self))
@@ -68,6 +73,9 @@ class FakeReplica:
         self.world = world
         self.open: dict[str, bool] = {}  # request -> whether it was cancelled
         self.is_dead = False
+        self.placed: object = None
+        self.weights: list[tuple[object, int | None]] = []  # source and version, oldest first
+        self.is_paused = False
 
     async def start(self) -> Started:
         while self.world.starts_wait:
@@ -123,6 +131,43 @@ class FakeReplica:
             samples=(Sample(text=call.id, token_ids=ANSWER, finish_reason=reason),),
             timing=Timing(arrival_s=0.0),
         )
+
+    @property
+    def _index(self) -> int:
+        return self.world.replicas.index(self)
+
+    def _raise_if_dead(self) -> None:
+        if self.is_dead:
+            raise ReplicaDiedError("it was killed")
+
+    async def prepare_params(self, source: object, *, partial: bool) -> None:
+        await asyncio.sleep(0.001)
+        self._raise_if_dead()
+        if error := self.world.refusals.get((source, self._index)):
+            raise error
+        self.placed = source
+
+    async def drop_prepared(self) -> None:
+        self._raise_if_dead()
+        self.placed = None
+
+    async def update_params(self, update: WeightUpdate) -> None:
+        self._raise_if_dead()
+        if error := self.world.failures.get((self.placed, self._index)):
+            raise error
+        while update.running == "finish" and self.open and not self.is_dead:
+            await asyncio.sleep(0.001)
+        self._raise_if_dead()
+        self.weights.append((self.placed, update.version))
+        self.placed = None
+
+    async def pause(self, running: Running) -> None:
+        self._raise_if_dead()
+        self.is_paused = True
+
+    async def resume(self) -> None:
+        self._raise_if_dead()
+        self.is_paused = False
 
     def cancel(self, request_id: str) -> None:
         if request_id in self.open:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -40,56 +39,12 @@ from jaxserve.runtime import Service
 from jaxserve.server import ServerOptions, running
 from jaxserve.testing.tiny import VOCAB_SIZE, random_prompts
 from tests.common.processes import HEED_INTERRUPTS
+from tests.fleet.tiny_model import CONFIG, OPTIONS
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-}
-OPTIONS = dict(
-    load="random",
-    max_slots=4,
-    max_step_tokens=32,
-    kv_memory="8MB",
-    seed=3,
-    warmup=False,
-    progress=False,
-)
 PROMPTS = random_prompts(12, longest=40)
 LONG = [SamplingParams(max_tokens=1800, temperature=0.9 * (i % 2)) for i in range(len(PROMPTS))]
 SHORT = SamplingParams(max_tokens=12)
-OBJECT_STORE_BYTES = 80 << 20
 WAIT_S = 240
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    """A folder with only a configuration; its weights are random."""
-    folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def ray() -> Iterator[None]:
-    """A running Ray, which fleets use and do not stop."""
-    ray = pytest.importorskip("ray")
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        object_store_memory=OBJECT_STORE_BYTES,
-    )
-    yield
-    assert ray.is_initialized()
-    ray.shutdown()
 
 
 @final

@@ -160,7 +160,7 @@ def test_pages_of_other_weights_are_refused():
     with pytest.raises(InvalidConfigError, match="same weights"):
         engine.import_kv(PROMPT, KVPages(b"others", kv.pages))
     assert engine.import_kv(PROMPT, kv) == len(kv.pages)
-    engine.weights_changed(Weights(1), keeps_kv=False)
+    engine.weights_changed(Weights(1), engine.name_of(1), keeps_kv=False)
     assert engine.residency(PROMPT) == ["nowhere"] * 5
     with pytest.raises(InvalidConfigError, match="same weights"):
         engine.import_kv(PROMPT, kv)

@@ -17,7 +17,7 @@ from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.relocation import Moves, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
 from jaxserve.scheduling.kv.costs import SwapCosts, copy_s, page_cost
-from jaxserve.scheduling.kv.identity import WeightsIdentity
+from jaxserve.scheduling.kv.identity import WeightsIdentity, WeightsName
 from jaxserve.scheduling.kv.integrity import check_integrity
 from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager, keys_of
 from jaxserve.scheduling.kv.sequence_kv import SequenceKV
@@ -50,6 +50,7 @@ class KVManager:
       config: as given, with the number of pages that there are now.
       num_outgrown: reservations that were used up.
       transfer: of cached pages to and from other engines.
+      weights: the identity of the weights.
     """
 
     def __init__(
@@ -76,12 +77,12 @@ class KVManager:
         self._values = PageValues(
             config.page_size, retention.eviction, page_cost(config, costs), now, copy_s(costs)
         )
-        self._weights = WeightsIdentity(host_memory, has_disk=disk is not None)
+        self.weights = WeightsIdentity(host_memory, has_disk=disk is not None)
         self._cache = PageCache(
             *(config.num_pages, self._host if retention.uses_host else None, self._values),
             disk=disk,
             host_memory=host_memory,
-            identity=self._weights.of_cache(),
+            identity=self.weights.of_cache(),
             max_pages_out=config.max_pages_out,
         )
         self._retrieval = Retrieval(self._cache, now, on_arrival)
@@ -91,7 +92,7 @@ class KVManager:
             keeps_pages=retention.keeps_pages,
             now=now,
         )
-        self.transfer = PageTransfer(self._cache, host_memory, self._weights, self._keys_of, now)
+        self.transfer = PageTransfer(self._cache, host_memory, self.weights, self._keys_of, now)
 
     # ---- what there is ----
 
@@ -340,13 +341,14 @@ class KVManager:
         self._swap_space.decide_by(costs)
         self._values.copy_by(copy_s(costs))
 
-    def weights_changed(self, version: int, sequences: Iterable[Sequence]) -> None:
+    def weights_changed(self, name: WeightsName, sequences: Iterable[Sequence]) -> None:
         """Evict all cached pages; no key of the former weights is a key from here on.
 
         Args:
+          name: of the weights from here on.
           sequences: all that run or wait. What they have computed is not cached any more.
         """
-        self._weights.change(version)
+        self.weights.change(name)
         for sequence in sequences:
             sequence.kv.weights_changed()
         self.clear()
@@ -359,7 +361,7 @@ class KVManager:
             weights; empty to go on finding that.
         """
         self._retrieval.clear()
-        self._cache.clear(self._weights.of_cache() + suffix)
+        self._cache.clear(self.weights.of_cache() + suffix)
 
     def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:
         """Evict full pages of a context, by index, that lie on the device and in no sequence."""
@@ -389,8 +391,6 @@ class KVManager:
 
     def _keys_of(self, tokens: Seq[int]) -> Seq[bytes]:
         return keys_of(tokens, self.config, self._cache.identity)
-
-    # ---- invariants ----
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
         """Raise AssertionError unless pages and reservations of unfinished sequences add up."""
