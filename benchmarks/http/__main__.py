@@ -72,7 +72,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
         with (
             running(rt, serving) as url,
-            started(peers, model.path, items, batch_size=rt.config.max_slots) as servers,
+            started(
+                peers,
+                model.path,
+                _asked(items, max(most, len(items))),
+                batch_size=rt.config.max_slots,
+            ) as servers,
         ):
             ways = of_ours(rt, url, completions=bool(peers or options.peer))
             for name, (address, served) in options.peer:
@@ -99,11 +104,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _asked(items: Sequence[WorkloadItem], count: int) -> list[WorkloadItem]:
+    """Return so many requests, from the beginning again where the workload has fewer."""
+    return [items[i % len(items)] for i in range(count)]
+
+
 def _point(
     contest: _Contest, items: Sequence[WorkloadItem], count: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return the figures for a number of requests, of all ways in turns."""
-    asked = [items[i % len(items)] for i in range(count)]
+    asked = _asked(items, count)
     runs: dict[str, list[Figures]] = {name: [] for name in contest.ways}
     for repeat in range(options.repeats):
         print(f"{count} requests, run {repeat + 1} of {options.repeats}", file=sys.stderr)

@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 
 Opened = tuple[Service, OutlookOf | None]
 
+if sys.platform != "win32":
+    import resource
+
 if sys.platform == "linux":
     # Seconds of silence before a probe, seconds between probes, probes. TCP_USER_TIMEOUT is not
     # set: it would end connections whose clients pause reading.
@@ -40,6 +43,8 @@ if sys.platform == "linux":
 
 # Seconds between two looks at whether the service has compiled what it needs first.
 _READY_POLL_S = 0.05
+# Open files of a process besides its connections.
+_NUM_OTHER_FILES = 512
 # Bytes of the head of a request.
 _MAX_HEAD_BYTES = 64 << 10
 
@@ -143,7 +148,29 @@ def listen(options: ServerOptions) -> socket.socket:
     return listener
 
 
+def _allow_connections(options: ServerOptions) -> None:
+    """Raise the process's limit of open files to what the connections need, as far as allowed.
+
+    Beyond that limit a connection would neither be accepted nor refused.
+    """
+    if sys.platform == "win32":
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = options.max_connections + _NUM_OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        _log.warning(
+            "max_connections=%d, and this process may have %d open files; raise its hard limit "
+            "(ulimit -Hn, LimitNOFILE=) or lower --max-connections",
+            options.max_connections, most,
+        )  # fmt: skip
+
+
 def _server(options: ServerOptions, traces: TracerProvider | None) -> _Server:
+    _allow_connections(options)
     backend = Backend(options)
     config = uvicorn.Config(
         make_app(backend, traces),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +161,21 @@ def test_connections_are_bounded(slow: Runtime):
             assert first.get(url + "/version").status_code == 200
             assert httpx2.get(url + "/version").status_code == 503
             assert first.get(url + "/version").status_code == 200
+
+
+def test_open_files_have_room_for_the_connections(slow: Runtime):
+    """A process with a low limit of open files serves as many connections as it allows."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        with server(slow, max_connections=400) as url, ExitStack() as connections:
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 400
+            for _ in range(300):
+                last = connections.enter_context(connect(url))
+            last.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert last.recv(100).startswith(b"HTTP/1.1 200")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("stream", [False, True])
