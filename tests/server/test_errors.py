@@ -81,6 +81,53 @@ def test_lone_surrogates_are_400(url: str):
     assert post(url, "/v1/chat/completions", {"messages": said}).status_code == 400
 
 
+def _deep(depth: int) -> Any:
+    return {} if depth == 0 else {"properties": _deep(depth - 1)}
+
+
+# Values that Python's JSON reads, and that cannot be written again.
+_ODD = {"surrogate": {"title": "\ud800"}, "nan": {"minimum": float("nan")}, "deep": _deep(300)}
+
+
+@pytest.mark.parametrize("odd", _ODD)
+@pytest.mark.parametrize("field", ["tools", "format", "guided_json", "structured_outputs"])
+def test_schemas_that_are_not_json_are_400(url: str, field: str, odd: str):
+    """A schema with a lone surrogate, without numbers, or nested too deeply is a bad request."""
+    schema = _ODD[odd]
+    function = {"name": "f", "parameters": schema}
+    named = {"name": "n", "schema": schema}
+    chat, responses = {
+        "tools": (
+            {"tools": [{"type": "function", "function": function}]},
+            {"tools": [{"type": "function", **function}]},
+        ),
+        "format": (
+            {"response_format": {"type": "json_schema", "json_schema": named}},
+            {"text": {"format": {"type": "json_schema", **named}}},
+        ),
+        "guided_json": ({"guided_json": schema}, None),
+        "structured_outputs": ({"structured_outputs": {"json": schema}}, None),
+    }[field]
+    answers = [post(url, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 2, **chat})]
+    if responses is not None:
+        answers.append(post(url, "/v1/responses", {"input": "a", **responses}))
+    for answer in answers:
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"]
+
+
+def test_odd_names_and_arguments_are_not_failures(url: str):
+    """Neither a field whose name is not Unicode, nor such arguments of an earlier call, are 5xx."""
+    refused = post(url, "/v1/chat/completions", {"messages": CHAT, "\ud800": 1})
+    assert refused.status_code == 400, refused.text
+    deep = '{"a":' * 300 + "1" + "}" * 300  # more tokens than the context has
+    for arguments, status in ((r'{"a": "\ud800"}', 200), ('{"a": NaN}', 200), (deep, 400)):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        said = [*CHAT, {"role": "assistant", "tool_calls": [call]}]
+        answer = post(url, "/v1/chat/completions", {"messages": said, "max_tokens": 2})
+        assert answer.status_code == status, answer.text
+
+
 def test_large_bodies_are_413(url: str):
     """A body beyond the limit is refused, whether its length is announced or not."""
     body = b'{"prompt": "' + b"x" * 30_000 + b'"}'
