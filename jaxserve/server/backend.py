@@ -132,8 +132,9 @@ class Backend:
           RefusedError: the server is loading, compiling, draining, or has failed.
         """
         self.ready_service()
-        if self.status != "ready":
-            raise unavailable(self.status, _RETRY_S)
+        status = self.status
+        if status != "ready":
+            raise unavailable(status, _RETRY_S)
 
     def check_model(self, name: str | None) -> None:
         """Check that a request names the model that is served, if it names one.

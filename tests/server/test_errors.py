@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
 from jaxserve.core import errors
+from jaxserve.scheduling.order.priority import Priority
+from jaxserve.scheduling.presets import get_policy
 from jaxserve.server.errors import STATUSES, kind_of
 from tests.server.serving import CHAT, NAME, client, post, runtime, server
 
@@ -79,6 +82,22 @@ def test_lone_surrogates_are_400(url: str):
     assert post(url, "/v1/completions", {"prompt": "\ud800"}).status_code == 400
     said = [{"role": "user", "content": "\ud800"}]
     assert post(url, "/v1/chat/completions", {"messages": said}).status_code == 400
+
+
+def test_priority_needs_a_priority_order(url: str):
+    """A priority is an error under a policy that does not heed it, and only there."""
+    for path, body in (
+        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 1}}),
+    ):
+        refused = post(url, path, {**body, "priority": 2})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+        assert post(url, path, {**body, "priority": 0}).status_code == 200
+    policy = replace(get_policy("vllm_like"), name="urgent", order=Priority())
+    with runtime(policy=policy) as rt, server(rt) as own:
+        body = {"prompt": "a", "max_tokens": 1, "priority": 2}
+        assert post(own, "/v1/completions", body).status_code == 200
 
 
 def _deep(depth: int) -> Any:

@@ -153,7 +153,10 @@ class Asking(Choosing):
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Written to the access log.")
     priority: int | None = Field(
-        None, ge=-MAX_INT32, le=MAX_INT32, description="Under a priority order, higher goes first."
+        None,
+        ge=-MAX_INT32,
+        le=MAX_INT32,
+        description="Higher goes first; 0 unless the policy has a priority order.",
     )
     return_token_ids: bool | None = Field(
         None, description="Add the token ids of the prompt and of each choice to the answer."
