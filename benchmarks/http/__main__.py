@@ -1,9 +1,10 @@
 """What HTTP costs beside the same requests in process: `python -m benchmarks.http --help`.
 
 The requests come from another process, each on a connection of its own, and stream tokens. Once all
-come at once, for throughput; once as Poisson arrivals at half of that, for latencies. With
-`--compare` and `--peer`, the same client sends the same prompts to other servers, and to this one
-in the same form.
+come at once, for throughput; once as Poisson arrivals, for latencies. Their rate is the same for
+every way: half of the requests a second that our engine answers in process. With `--compare` and
+`--peer`, the same client sends the same prompts to other servers, and to this one in the same form.
+No two requests to a server have the same prompt.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ from benchmarks.common.repeats import Figures, add_repeats, summary
 from benchmarks.common.serving import Runtimes
 from benchmarks.http.load import Seen
 from benchmarks.http.peers.servers import PEERS, named, started
+from benchmarks.http.prompts import DistinctPrompts
 from benchmarks.http.ways import Way, completions_of, engine_first_tokens, of_ours
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.registry import resolve
 from jaxserve.workload import WorkloadItem
+
+# Poisson arrivals as a share of the requests a second that are answered in process, all at once.
+LOAD = 0.5
 
 OVER_HTTP = ("http", "completions")
 OURS = ("in process", *OVER_HTTP)
@@ -62,18 +67,24 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         rt = open_runtimes.open(parse_policies(options.policies)[0])
         items = workloads.items(options, rt)
         serving = ServerOptions(
-            model_name="model", port=0, max_waiting=2 * most, log_requests=False
-        )
+            model_name="model", port=0, max_waiting=2 * most, max_connections=2 * most + 64,
+            log_requests=False,
+        )  # fmt: skip
         with (
             running(rt, serving) as url,
-            started(peers, model.path, items, batch_size=rt.config.max_slots) as servers,
+            started(
+                peers,
+                model.path,
+                _asked(items, max(most, len(items))),
+                batch_size=rt.config.max_slots,
+            ) as servers,
         ):
             ways = of_ours(rt, url, completions=bool(peers or options.peer))
             for name, (address, served) in options.peer:
                 ways[name] = completions_of(address, served)
             for name, address in servers.urls.items():
                 ways[name] = completions_of(address, "model", peers[name].fields)
-            contest = _Contest(ways, url, servers.failed)
+            contest = _Contest(ways, DistinctPrompts(items), url, servers.failed)
             contest.turn(items[:2], [0.0] * len(items[:2]))  # what is slow only once
             points = [_point(contest, items, count, options) for count in options.connections]
     return {
@@ -93,20 +104,26 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _asked(items: Sequence[WorkloadItem], count: int) -> list[WorkloadItem]:
+    """Return so many requests, from the beginning again where the workload has fewer."""
+    return [items[i % len(items)] for i in range(count)]
+
+
 def _point(
     contest: _Contest, items: Sequence[WorkloadItem], count: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return the figures for a number of requests, of all ways in turns."""
-    asked = [items[i % len(items)] for i in range(count)]
+    asked = _asked(items, count)
     runs: dict[str, list[Figures]] = {name: [] for name in contest.ways}
     for repeat in range(options.repeats):
         print(f"{count} requests, run {repeat + 1} of {options.repeats}", file=sys.stderr)
         at_once = contest.turn(asked, [0.0] * count)
-        rate = 0.5 * at_once["in process"]["requests_per_s"]
+        rate = LOAD * at_once["in process"]["requests_per_s"]
         rng = np.random.default_rng(options.seed + repeat)
         arrivals_s = np.cumsum(rng.exponential(1 / rate, count)).tolist()
         poisson = contest.turn(asked, arrivals_s)
         for name, figures in poisson.items():
+            figures["share_of_own_rate"] = rate / at_once[name]["requests_per_s"]
             runs[name].append({"at_once": at_once[name], "poisson": figures})
     costs = [
         {
@@ -130,11 +147,13 @@ class _Contest:
     """The ways that take turns.
 
     Attributes:
+      prompts: makes the prompts of each turn, the same for all ways.
       url: of our server, which says how long its engine took.
       failed: reasons why other servers take part no more.
     """
 
     ways: Mapping[str, Way]
+    prompts: DistinctPrompts
     url: str
     failed: dict[str, str]
 
@@ -142,7 +161,7 @@ class _Contest:
         self, items: Sequence[WorkloadItem], arrivals_s: Sequence[float]
     ) -> dict[str, Figures]:
         """Return the figures of each way to answer requests that arrive at these seconds."""
-        found = {}
+        found, items = {}, self.prompts.of(items)
         for name, answer in self.ways.items():
             if name in self.failed:
                 continue

@@ -91,8 +91,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with the API of OpenAI.
 
-    The server listens at once, and /ready says 503 until the model is loaded. SIGTERM or Ctrl-C
-    lets accepted requests end; a second one ends at once.
+    The server listens at once, and /ready says 503 until the model is loaded and compiled. SIGTERM
+    or Ctrl-C lets accepted requests end; a second one ends at once.
     """
     with opt.exit_codes():
         try:

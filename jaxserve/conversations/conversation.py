@@ -30,7 +30,7 @@ from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxserve.engine.answers import Piece
+    from jaxserve.engine.answers import Piece, PieceSink
     from jaxserve.models.tokenizer import Tokenizer
 
 
@@ -144,6 +144,7 @@ class Conversation:
         timeout_s: float | None = None,
         max_prompt_tokens: int | None = None,
         render: Render | None = None,
+        on_piece: PieceSink | None = None,
     ) -> Completion:
         """`send` for asyncio. Cancelling the task cancels the turn.
 
@@ -152,12 +153,14 @@ class Conversation:
         Args:
           max_prompt_tokens: limit of the caller on the prompt, the history included.
           render: see `next_prompt`.
+          on_piece: see `TurnClient.aanswer`.
         """
         params = _checked(params)
         async with entered(self._turn(said, max_prompt_tokens, render)) as prompt:
             completion = await self._home.client.aanswer(
-                prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
-            )
+                *(prompt.token_ids, params),
+                conversation_id=self.id, timeout_s=timeout_s, on_piece=on_piece,
+            )  # fmt: skip
             await in_thread(self._keep_completion, prompt, completion)
         return completion
 

@@ -9,7 +9,7 @@ from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxserve.engine.answers import Piece
+    from jaxserve.engine.answers import Piece, PieceSink
 
 
 class TurnClient(Protocol):
@@ -45,8 +45,14 @@ class TurnClient(Protocol):
         *,
         conversation_id: str,
         timeout_s: float | None,
+        on_piece: PieceSink | None = None,
     ) -> Completion:
-        """`answer` for asyncio. Cancelling the task ends the request."""
+        """`answer` for asyncio. Cancelling the task ends the request.
+
+        Args:
+          on_piece: called with the pieces that `stream` yields, on another thread; it must not
+            wait.
+        """
         ...
 
     def stream(

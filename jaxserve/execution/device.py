@@ -43,10 +43,6 @@ from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
 from jaxserve.steps.step_function import abstract
 
-# Seconds before executables are made behind requests, if those that are needed first are loaded
-# early: a process that answers one prompt ends before.
-_DELAY_S = 4.0
-
 
 @final
 class DeviceExecutor:
@@ -106,7 +102,7 @@ class DeviceExecutor:
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], Any]]]:
         """See `ModelExecutor`. The last step, which measures page swaps, runs steps."""
-        steps = self._preparations()
+        steps = self._warmup().steps()
         if self.config.has_encoder:
             steps += [
                 (f"encoder, {num_tokens} tokens", partial(self._warm_encoder, num_tokens))
@@ -121,19 +117,22 @@ class DeviceExecutor:
         if self.config.has_encoder:
             return False
         self._stop_preparing()
-        delay_s = _DELAY_S if self._programs.shelf.knows_first else 0.0
-        steps = self._preparations()
-        self._preparing = Preparation(steps, self._has_prepared, delay_s=delay_s)
+        self._preparing = self._warmup().behind(self._has_prepared)
         return True
+
+    def is_ready(self) -> bool:
+        """See `ModelExecutor`."""
+        preparing = self._preparing
+        return preparing is None or preparing.has_first()
 
     def finish_warmup(self) -> None:
         """See `ModelExecutor`."""
         jax.block_until_ready((self._pages.cache, self._slots.state))
         self._has_prepared()
 
-    def _preparations(self) -> list[tuple[str, Callable[[], Any]]]:
+    def _warmup(self) -> DeviceWarmup:
         parts = (self.config, self._programs, self._params, self._slots, self._pages)
-        return list(DeviceWarmup(*parts, self._states, takes_masks=self._takes_masks).steps())
+        return DeviceWarmup(*parts, self._states, takes_masks=self._takes_masks)
 
     def _has_prepared(self) -> None:
         self._warm_num_pages.add(self.config.num_pages)

@@ -14,11 +14,18 @@ from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.state_moves import StateMoves
 from jaxserve.steps.packing import loop_sizes, no_masks, pack_rows, pack_window
+from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.step_function import abstract
 
 _Step = tuple[str, Callable[[], Any]]
+
+# Seconds before executables are made behind requests, if those that are needed first are loaded
+# early: a process that answers one prompt ends before.
+_DELAY_S = 4.0
+
+_SMALLEST, _LARGER = slice(1), slice(1, None)
 
 
 @final
@@ -51,24 +58,39 @@ class DeviceWarmup:
         self._copies = pages.preparations() if config.num_host_pages else ()
         self._incoming = pages.abstract_incoming(config.num_incoming_pages)
 
-    def steps(self) -> Iterator[_Step]:
-        """Yield (name, function), those first that most requests need first.
+    def steps(self) -> list[_Step]:
+        """Return (name, function), those first that most requests need first."""
+        return [*self._first(), *self._later()]
 
-        These are a short prompt's step and greedy decoding of few sequences, then longer prompts
-        and more sequences, then random draws, and last what few requests ask for.
+    def behind(self, on_end: Callable[[], None]) -> Preparation:
+        """Make the executables on other threads, in the order of `steps`.
+
+        `Preparation.has_first` says whether a request that runs alone waits for none.
+
+        Args:
+          on_end: called when all are made.
         """
-        config = self._config
-        tokens = list(config.token_buckets)
-        yield self._body(tokens[0])
-        yield from self._variant(Variant.GREEDY, 1)
+        first, delay_s = list(self._first()), _DELAY_S if self._programs.shelf.knows_first else 0.0
+        return Preparation([*first, *self._later()], on_end, num_first=len(first), delay_s=delay_s)
+
+    def _first(self) -> Iterator[_Step]:
+        """Yield what a prompt of any length and a greedy or drawn answer need, one at a time."""
+        num_tokens, *others = self._config.token_buckets
+        yield self._body(num_tokens)
+        yield from self._variant(Variant.GREEDY, _SMALLEST)
         yield from self._edits
-        yield from map(self._body, tokens[1:])
-        yield from self._variant(Variant.GREEDY, None)
+        yield from map(self._body, others)
+        yield from self._variant(Variant.RANDOM, _SMALLEST)
+
+    def _later(self) -> Iterator[_Step]:
+        """Yield the rest: more sequences at once, and last what few requests ask for."""
+        tokens = self._config.token_buckets
+        yield from self._variant(Variant.GREEDY, _LARGER)
         yield from self._copies
-        if self._incoming is not None and config.num_host_pages:
+        if self._incoming is not None and self._config.num_host_pages:
             yield from map(self._body_with_pages, tokens)
-        yield from self._variant(Variant.RANDOM, None)
-        yield from self._variant(Variant.FULL, None)
+        yield from self._variant(Variant.RANDOM, _LARGER)
+        yield from self._variant(Variant.FULL, slice(None))
         yield from map(self._scores, tokens)
         if self._takes_masks:
             yield from self._edits_for_grammars
@@ -80,19 +102,18 @@ class DeviceWarmup:
                 name = f"{variant.name.lower()} sampling with masks, {num_rows} rows"
                 yield name, partial(self._head, variant, num_rows, masked=True)
 
-    def _variant(self, variant: Variant, most: int | None) -> Iterator[_Step]:
-        """Yield the `most` smallest sizes of a variant; without it all, or the greedy rest."""
-        begin = 1 if variant is Variant.GREEDY and most is None else 0
+    def _variant(self, variant: Variant, part: slice) -> Iterator[_Step]:
+        """Yield a part of the sizes of a variant, which increase."""
         name = variant.name.lower()
-        for num_rows in variant.sizes(self._config.slot_buckets)[begin:most]:
+        for num_rows in variant.sizes(self._config.slot_buckets)[part]:
             yield (
                 f"{name} decode loop, {num_rows} slots",
                 partial(self._decode, variant, num_rows, 0),
             )
-        for num_rows in variant.sizes(self._config.head_buckets)[begin:most]:
+        for num_rows in variant.sizes(self._config.head_buckets)[part]:
             yield f"{name} sampling, {num_rows} rows", partial(self._head, variant, num_rows)
         if num := self._config.num_proposed:
-            for num_rows in loop_sizes(self._config, variant, num)[begin:most]:
+            for num_rows in loop_sizes(self._config, variant, num)[part]:
                 loop = partial(self._decode, variant, num_rows, num)
                 yield f"{name} speculating loop, {num_rows} slots", loop
 

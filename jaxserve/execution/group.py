@@ -125,6 +125,10 @@ class GroupExecutor(abc.ABC):
         """Return False, see `prepares_in_parallel`."""
         return False
 
+    def is_ready(self) -> bool:
+        """Return True, since nothing is made behind requests."""
+        return True
+
     def finish_warmup(self) -> None:
         self._executor.finish_warmup()
 

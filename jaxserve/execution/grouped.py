@@ -179,6 +179,10 @@ class GroupedExecutor:
         """Return False, see `prepares_in_parallel`."""
         return False
 
+    def is_ready(self) -> bool:
+        """Return True, since nothing is made behind requests."""
+        return True
+
     def finish_warmup(self) -> None:
         """See `ModelExecutor`."""
         for group in self._groups:

@@ -168,6 +168,14 @@ class ModelExecutor(Executor, Protocol):
         """
         ...
 
+    def is_ready(self) -> bool:
+        """Return whether a first request waits for no executable of `warm_up_behind`.
+
+        Executables for a single request, greedy or drawn, exist then. The first call ends the
+        pause after which they are made if an earlier start has left them. True without a warm-up.
+        """
+        ...
+
     def finish_warmup(self) -> None:
         """Treat every later compilation as a stall, and in strict mode as an error."""
         ...

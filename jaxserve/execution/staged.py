@@ -340,6 +340,10 @@ class StagedExecutor:
         """See `ModelExecutor`."""
         return False
 
+    def is_ready(self) -> bool:
+        """Return True, since nothing is made behind requests."""
+        return True
+
     def finish_warmup(self) -> None:
         """See `ModelExecutor`."""
         for stage in self._stages:

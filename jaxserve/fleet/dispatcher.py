@@ -93,6 +93,11 @@ class Dispatcher:
             for seat, work in zip(self._seats, self._router.work, strict=True)
         )
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether a replica that answers serves now."""
+        return bool(self._indices(answers=True))
+
     def start(self) -> list[Future[Started]]:
         """Start every replica. Call it once.
 

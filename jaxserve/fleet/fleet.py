@@ -316,6 +316,10 @@ class Fleet(TrainedFleet):
         """End a request with the tokens so far; do nothing if it has ended or is unknown."""
         self._dispatcher.cancel(request_id)
 
+    def is_ready(self) -> bool:
+        """Return whether a replica that answers serves, which it does when it has compiled."""
+        return self._dispatcher.is_serving
+
     def stats(self) -> RuntimeStats:
         """Return the total counters of the processes that serve now; see `RuntimeStats`.
 

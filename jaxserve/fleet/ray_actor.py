@@ -44,6 +44,9 @@ _log = logging.getLogger(__name__)
 # some, and at most. They double while there are none, as for a prompt that waits.
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.01, 0.32
 
+# Seconds between two looks at whether a new runtime has compiled what it needs first.
+_READY_POLL_S = 0.05
+
 # Errors after which a runtime can answer no further request; of a completion, see `is_over`.
 FATAL = (EngineFailedError, DeviceMemoryError, RuntimeClosedError)
 # Errors of a runtime whose loop has failed or was closed.
@@ -158,6 +161,8 @@ class ReplicaActor:
         runtime = self._runtime = Runtime.from_pretrained(
             model, mesh=mesh, progress=False, **options
         )
+        while not runtime.is_ready():
+            await asyncio.sleep(_READY_POLL_S)
         self._load = partial(load_weights, runtime.options, dtype=options.get("dtype"), mesh=mesh)
         return Started(
             pid=os.getpid(),

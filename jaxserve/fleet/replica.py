@@ -67,7 +67,10 @@ class Replica(Protocol):
     """
 
     async def start(self) -> Started:
-        """Load the model and compile; raise the errors of `Runtime.from_pretrained`."""
+        """Load the model, and compile what a first request needs.
+
+        It raises the errors of `Runtime.from_pretrained`.
+        """
         ...
 
     async def prefill(self, call: Call) -> Any:

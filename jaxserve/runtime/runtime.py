@@ -295,6 +295,10 @@ class Runtime(Planned):
         """Maximum number of tokens of a prompt and its answer together."""
         return self._replicas.max_length
 
+    def is_ready(self) -> bool:
+        """Return whether a first request would wait for no compilation; see `Service.is_ready`."""
+        return all([replica.executor.is_ready() for replica in self._replicas.all])
+
     def stats(self) -> RuntimeStats:
         """Return a snapshot of the counters."""
         return RuntimeStats.of(

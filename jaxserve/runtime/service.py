@@ -170,6 +170,14 @@ class Service(Protocol):
         """
         ...
 
+    def is_ready(self) -> bool:
+        """Return whether a first request would wait for no compilation; it does not wait itself.
+
+        Requests are accepted before, and wait. What is needed later, as by many requests at once,
+        may still be compiled. See `RuntimeOptions.warmup`.
+        """
+        ...
+
     def stats(self) -> RuntimeStats:
         """Return a snapshot of the counters."""
         ...

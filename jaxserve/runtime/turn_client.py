@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from functools import partial
 from typing import final
 
 from jaxserve.core.errors import TurnTimeoutError
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.answers import Piece
+from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.runtime.pending import Pending, submitted, wait
 from jaxserve.runtime.streams import Start, aread, read
 
@@ -72,11 +73,11 @@ class ServiceTurnClient:
         *,
         conversation_id: str,
         timeout_s: float | None,
+        on_piece: PieceSink | None = None,
     ) -> Completion:
         """See `TurnClient`."""
-        (pending,) = await submitted(
-            lambda: [self._submit(prompt, params, conversation_id=conversation_id)], [params]
-        )
+        submit = partial(self._submit, prompt, params, conversation_id=conversation_id)
+        (pending,) = await submitted(lambda: [submit(on_piece=on_piece)], [params])
         try:
             async with asyncio.timeout(timeout_s):
                 return await pending.aresult()

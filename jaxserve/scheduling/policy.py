@@ -73,9 +73,11 @@ class Order(Protocol):
     Attributes:
       heeds_bounds: requests with a latency bound of their own go before others, so that a plan may
         reserve slots for them.
+      heeds_priority: `Request.priority` has an effect.
     """
 
     heeds_bounds: ClassVar[bool]
+    heeds_priority: ClassVar[bool]
 
     def key(self, sequence: Sequence, lengths: LengthTracker) -> Any:
         """Return the sort key of a sequence: a total order.

@@ -23,6 +23,7 @@ from jaxserve.server.errors import failed, too_busy, unavailable, unknown_model
 from jaxserve.server.mailbox import Mailbox
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.options import ServerOptions
+from jaxserve.server.schema.models import Status
 
 Phase = Literal["loading", "ready", "draining", "failed"]
 
@@ -82,6 +83,13 @@ class Backend:
         if self.phase == "loading":
             self.phase = "ready"
 
+    @property
+    def status(self) -> Status:
+        """What the server is doing: the phase, or that it still compiles for a first request."""
+        if self.phase == "ready" and self._service is not None and not self._service.is_ready():
+            return "compiling"
+        return self.phase
+
     def fail(self) -> None:
         """Refuse all requests, since the service could not be created or has failed."""
         self.phase = "failed"
@@ -116,6 +124,17 @@ class Backend:
         if self._service is None or self.phase != "ready":
             raise unavailable(self.phase, _RETRY_S)
         return self._service
+
+    def check_is_ready(self) -> None:
+        """Check that requests are accepted and do not wait for a compilation.
+
+        Raises:
+          RefusedError: the server is loading, compiling, draining, or has failed.
+        """
+        self.ready_service()
+        status = self.status
+        if status != "ready":
+            raise unavailable(status, _RETRY_S)
 
     def check_model(self, name: str | None) -> None:
         """Check that a request names the model that is served, if it names one.

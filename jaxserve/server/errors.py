@@ -157,8 +157,18 @@ def body_of(error: JaxserveError) -> dict[str, Any]:
     """Return the body of an error's answer."""
     kind = kind_of(error)
     param = error.param if isinstance(error, RefusedError) else None
-    detail = ErrorDetail(message=str(error), type=kind.type, param=param, code=kind.code)
+    detail = ErrorDetail(
+        message=_unicode(str(error)),
+        type=kind.type,
+        param=None if param is None else _unicode(param),
+        code=kind.code,
+    )
     return ErrorReply(error=detail).model_dump()
+
+
+def _unicode(text: str) -> str:
+    """Return a text with lone surrogates spelt out, as names of fields in a body may have them."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def headers_of(error: JaxserveError) -> dict[str, str]:

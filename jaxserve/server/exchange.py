@@ -21,6 +21,7 @@ from jaxserve.engine.answers import Piece
 from jaxserve.runtime import Service
 from jaxserve.runtime.pending import Pending
 from jaxserve.scheduling.lengths.estimate import LengthEstimate
+from jaxserve.scheduling.presets import get_policy
 from jaxserve.server.backend import Backend, OpenRequest
 from jaxserve.server.errors import invalid, timed_out
 from jaxserve.server.guard import note, notes_here
@@ -110,6 +111,13 @@ class Exchange:
                 f"{num_samples} samples were asked for, and this server allows "
                 f"{options.max_samples} in one request; lower n, or send fewer prompts",
                 "n",
+            )
+        policy = get_policy(self._service.options.policy)
+        if any(job.priority for job in self.jobs) and not policy.order.heeds_priority:
+            raise invalid(
+                f"the policy of this server, {policy.name}, does not order requests by priority; "
+                "leave priority out",
+                "priority",
             )
         most = options.max_prompt_tokens
         longest = max(len(job.prompt) for job in self.jobs)

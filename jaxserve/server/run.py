@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 
 Opened = tuple[Service, OutlookOf | None]
 
+if sys.platform != "win32":
+    import resource
+
 if sys.platform == "linux":
     # Seconds of silence before a probe, seconds between probes, probes. TCP_USER_TIMEOUT is not
     # set: it would end connections whose clients pause reading.
@@ -38,6 +41,10 @@ if sys.platform == "linux":
         (socket.TCP_KEEPCNT, 3),
     )
 
+# Seconds between two looks at whether the service has compiled what it needs first.
+_READY_POLL_S = 0.05
+# Open files of a process besides its connections.
+_NUM_OTHER_FILES = 512
 # Bytes of the head of a request.
 _MAX_HEAD_BYTES = 64 << 10
 
@@ -141,7 +148,29 @@ def listen(options: ServerOptions) -> socket.socket:
     return listener
 
 
+def _allow_connections(options: ServerOptions) -> None:
+    """Raise the process's limit of open files to what the connections need, as far as allowed.
+
+    Beyond that limit a connection would neither be accepted nor refused.
+    """
+    if sys.platform == "win32":
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = options.max_connections + _NUM_OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        _log.warning(
+            "max_connections=%d, and this process may have %d open files; raise its hard limit "
+            "(ulimit -Hn, LimitNOFILE=) or lower --max-connections",
+            options.max_connections, most,
+        )  # fmt: skip
+
+
 def _server(options: ServerOptions, traces: TracerProvider | None) -> _Server:
+    _allow_connections(options)
     backend = Backend(options)
     config = uvicorn.Config(
         make_app(backend, traces),
@@ -169,14 +198,15 @@ def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM. Call it on the main thread.
 
-    The server listens at once, and `/ready` says 503 until `open_service` has returned. The first
-    signal lets accepted requests end; the second cancels them.
+    The server listens at once. It accepts requests when `open_service` has returned, and `/ready`
+    says 503 until they would not wait for a compilation (`Service.is_ready`). The first signal lets
+    accepted requests end; the second cancels them.
 
     Args:
       open_service: returns the service, which is closed at the end, and its `outlook` if it has
         one (see `Backend.serve`); called on another thread.
       listener: socket to listen on, from `listen`.
-      on_ready: called when the service is ready.
+      on_ready: called when `/ready` says 200 for the first time.
       traces: gets a span of each request that generates; None for no traces.
 
     Raises:
@@ -234,6 +264,7 @@ def _publish(server: _Server, service: Service, outlook: OutlookOf | None) -> No
     """Let the server answer with a service, from the event loop's next iteration on."""
     # A fleet reads its tokenizer at the first access, which may take seconds.
     _ = service.tokenizer
+    service.is_ready()  # executables that an earlier start left are loaded from now on
     server.post(server.backend.serve, service, service.max_length, outlook)
 
 
@@ -267,7 +298,10 @@ class _Loading:
         try:
             self._service, outlook = self._open_service()
             _publish(self._server, self._service, outlook)
-            self._on_ready()
+            while not (self._service.is_ready() or self._server.should_exit):
+                time.sleep(_READY_POLL_S)
+            if not self._server.should_exit:
+                self._on_ready()
         except BaseException as error:
             self._error = error
             self._server.post(self._server.backend.fail)

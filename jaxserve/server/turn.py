@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 from anyio import to_thread
@@ -13,6 +14,7 @@ from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
+from jaxserve.scheduling.lengths.estimate import LengthEstimate
 from jaxserve.server.backend import Backend, OpenRequest
 from jaxserve.server.exchange import Group
 from jaxserve.server.guard import note, notes_here
@@ -46,7 +48,10 @@ class TurnExchange:
         self._trace = trace_here()
         self._trace.asked(params, conversation_id)
         self._conversation: Conversation | None = None
-        self._has_ended = False
+        self._first_s: float | None = None
+        self._last_s: float | None = None
+        self._estimate: LengthEstimate | None = None
+        self._has_ended = self._is_closed = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -62,6 +67,8 @@ class TurnExchange:
           JaxserveError: see `Conversation.send`.
         """
         conversation, open_ = await self._open()
+        mailbox = self._backend.mailbox
+        assert mailbox is not None
         try:
             completion = await conversation.asend(
                 self._said,
@@ -69,6 +76,7 @@ class TurnExchange:
                 timeout_s=self._backend.options.request_timeout_s,
                 max_prompt_tokens=self._backend.options.max_prompt_tokens,
                 render=self._render,
+                on_piece=lambda piece: mailbox.post(partial(self._take, open_, piece)),
             )
             self._ended(open_, completion)
         finally:
@@ -82,9 +90,7 @@ class TurnExchange:
           JaxserveError: see `Conversation.send`.
         """
         conversation, open_ = await self._open()
-        begun_s, estimate, tokens = time.monotonic(), None, []
-        first_s: float | None = None
-        last_s: float | None = None
+        begun_s, tokens = time.monotonic(), []
         try:
             pieces = conversation.astream(
                 self._said,
@@ -95,21 +101,10 @@ class TurnExchange:
             )
             try:
                 async for piece in pieces:
-                    if piece.token_ids:
-                        now_s = time.monotonic()
-                        if last_s is None:
-                            first_s = now_s
-                            self._backend.has_token(open_)
-                        else:
-                            new = len(piece.token_ids)
-                            self._backend.metrics.between_tokens(now_s - last_s, new)
-                        last_s = now_s
+                    self._take(open_, piece)
                     tokens += piece.token_ids
-                    estimate = estimate or piece.estimate
                     if piece.finish_reason is not None:
-                        whole = self._as_completion(tokens, piece, begun_s, first_s or begun_s)
-                        self._ended(open_, whole)
-                        self._backend.metrics.predicted(estimate, whole.samples[0])
+                        self._ended(open_, self._as_completion(tokens, piece, begun_s))
                     yield [(0, piece)]
             except JaxserveError as error:
                 self._backend.fail_if_over(error)
@@ -131,9 +126,20 @@ class TurnExchange:
         self._conversation = conversation
         return conversation, open_
 
-    def _as_completion(
-        self, tokens: Sequence[int], last: Piece, begun_s: float, first_s: float
-    ) -> Completion:
+    def _take(self, open_: OpenRequest, piece: Piece) -> None:
+        """Count tokens that have come, and keep the first estimate of the answer's length."""
+        if self._is_closed or not piece.token_ids:
+            return
+        now_s = time.monotonic()
+        if self._last_s is None:
+            self._first_s = now_s
+            self._backend.has_token(open_)
+        else:
+            self._backend.metrics.between_tokens(now_s - self._last_s, len(piece.token_ids))
+        self._last_s = now_s
+        self._estimate = self._estimate or piece.estimate
+
+    def _as_completion(self, tokens: Sequence[int], last: Piece, begun_s: float) -> Completion:
         """Return what metrics count of a streamed turn; its times are those of the server."""
         assert last.finish_reason is not None
         return Completion(
@@ -143,7 +149,7 @@ class TurnExchange:
             timing=Timing(
                 arrival_s=begun_s,
                 admitted_s=begun_s,
-                first_token_s=first_s,
+                first_token_s=self._first_s or begun_s,
                 finished_s=time.monotonic(),
             ),
         )
@@ -151,6 +157,7 @@ class TurnExchange:
     def _ended(self, open_: OpenRequest, completion: Completion) -> None:
         self._backend.has_token(open_)
         self._backend.metrics.ended(completion, self._params)
+        self._backend.metrics.predicted(self._estimate, completion.samples[0])
         self._trace.ended(completion)
         note(
             self._notes,
@@ -161,6 +168,7 @@ class TurnExchange:
         self._has_ended = True
 
     def _close(self, open_: OpenRequest) -> None:
+        self._is_closed = True
         self._backend.end(open_)
         if not self._has_ended:
             self._backend.metrics.aborted()

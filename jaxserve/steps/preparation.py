@@ -31,18 +31,26 @@ class Preparation:
     Args:
       steps: (name, function).
       on_end: called when each function has returned or failed; not if `close` was called.
-      delay_s: seconds before the first call.
+      num_first: number of leading steps that `has_first` asks for.
+      delay_s: seconds before the first call, unless `has_first` is called earlier.
     """
 
     def __init__(
-        self, steps: Steps, on_end: Callable[[], None] | None = None, *, delay_s: float = 0.0
+        self,
+        steps: Steps,
+        on_end: Callable[[], None] | None = None,
+        *,
+        num_first: int = 0,
+        delay_s: float = 0.0,
     ):
-        self._steps = iter(list(steps))
+        self._steps = iter(list(enumerate(steps)))
         self._num_steps = self._num_left = len(steps)
+        self._num_first = self._num_first_left = num_first
         self._on_end = on_end
         self._lock = threading.Lock()
         self._delay_s = delay_s
-        self._closed = threading.Event()
+        self._begun = threading.Event()
+        self._is_closed = False
         # Names of functions that have returned, and errors of those that failed.
         self._news: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
         num = min(len(steps), os.cpu_count() or 1, _MAX_THREADS)
@@ -67,22 +75,31 @@ class Preparation:
                 raise news
             yield news
 
+    def has_first(self) -> bool:
+        """Return whether each of the first `num_first` functions has returned or failed.
+
+        It ends the delay before the first call.
+        """
+        self._begun.set()
+        return self._num_first_left == 0
+
     def close(self) -> None:
         """Drop the functions that have not begun, and wait for those that have."""
         with self._lock:
-            self._closed.set()
+            self._is_closed = True
+        self._begun.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
 
     def _run(self) -> None:
-        self._closed.wait(self._delay_s)
+        self._begun.wait(self._delay_s)
         while True:
             with self._lock:
-                step = None if self._closed.is_set() else next(self._steps, None)
+                step = None if self._is_closed else next(self._steps, None)
             if step is None:
                 return
-            name, function = step
+            index, (name, function) = step
             try:
                 function()
             except Exception as error:
@@ -92,7 +109,8 @@ class Preparation:
                 self._news.put(name)
             with self._lock:
                 self._num_left -= 1
-                is_last = self._num_left == 0 and not self._closed.is_set()
+                self._num_first_left -= index < self._num_first
+                is_last = self._num_left == 0 and not self._is_closed
             if is_last and self._on_end is not None:
                 self._on_end()
 

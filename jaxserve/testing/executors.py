@@ -65,6 +65,9 @@ class ExecutorWrapper:
     def warm_up_behind(self) -> bool:
         return self.inner.warm_up_behind()
 
+    def is_ready(self) -> bool:
+        return self.inner.is_ready()
+
     def finish_warmup(self) -> None:
         self.inner.finish_warmup()
 

@@ -14,7 +14,7 @@ from jaxserve.conversations.journal_file import Connect
 from jaxserve.core.journal_limits import JournalLimits
 from jaxserve.core.request import Completion, FinishReason, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.answers import Piece
+from jaxserve.engine.answers import Piece, PieceSink
 
 if TYPE_CHECKING:
     from jaxserve.models.tokenizer import Tokenizer
@@ -67,6 +67,7 @@ class FakeTurnClient:
         *,
         conversation_id: str,
         timeout_s: float | None,
+        on_piece: PieceSink | None = None,
     ) -> Completion:
         await asyncio.sleep(0)
         return self.answer(prompt, params, conversation_id=conversation_id, timeout_s=timeout_s)

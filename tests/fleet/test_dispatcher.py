@@ -244,6 +244,7 @@ def test_the_only_replica_is_waited_for():
     world = World()
     with _serving(1, world) as dispatcher:
         first = _submit_all(dispatcher, world, 1)[0]
+        assert dispatcher.is_serving
         world.starts_wait = True
         world.replicas[0].kill()
         _until(lambda: dispatcher.replicas[0].num_deaths == 1)
@@ -251,6 +252,7 @@ def test_the_only_replica_is_waited_for():
         world.gate_is_open = True
         time.sleep(0.02)
         assert not first.done() and not second.done()
+        assert not dispatcher.is_serving
         world.starts_wait = False
         assert first.result(WAIT_S).text == "r0" and second.result(WAIT_S).text == "r1"
 

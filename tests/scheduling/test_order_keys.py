@@ -105,6 +105,7 @@ class _Counting:
     """The order of arrival, which counts the keys that are computed."""
 
     heeds_bounds: ClassVar[bool] = False
+    heeds_priority: ClassVar[bool] = False
     max_passes: int = 0
     taken: list[int] = field(default_factory=list)
 

@@ -26,6 +26,7 @@ class _ByRank:
     """An order by numbers that a test sets; several sequences may have the same."""
 
     heeds_bounds: ClassVar[bool] = False
+    heeds_priority: ClassVar[bool] = False
     max_passes: int
     ranks: dict[int, int] = field(default_factory=dict)
 

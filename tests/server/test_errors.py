@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
 from jaxserve.core import errors
+from jaxserve.scheduling.order.priority import Priority
+from jaxserve.scheduling.presets import get_policy
 from jaxserve.server.errors import STATUSES, kind_of
 from tests.server.serving import CHAT, NAME, client, post, runtime, server
 
@@ -79,6 +82,69 @@ def test_lone_surrogates_are_400(url: str):
     assert post(url, "/v1/completions", {"prompt": "\ud800"}).status_code == 400
     said = [{"role": "user", "content": "\ud800"}]
     assert post(url, "/v1/chat/completions", {"messages": said}).status_code == 400
+
+
+def test_priority_needs_a_priority_order(url: str):
+    """A priority is an error under a policy that does not heed it, and only there."""
+    for path, body in (
+        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 1}}),
+    ):
+        refused = post(url, path, {**body, "priority": 2})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+        assert post(url, path, {**body, "priority": 0}).status_code == 200
+    policy = replace(get_policy("vllm_like"), name="urgent", order=Priority())
+    with runtime(policy=policy) as rt, server(rt) as own:
+        body = {"prompt": "a", "max_tokens": 1, "priority": 2}
+        assert post(own, "/v1/completions", body).status_code == 200
+
+
+def _deep(depth: int) -> Any:
+    return {} if depth == 0 else {"properties": _deep(depth - 1)}
+
+
+# Values that Python's JSON reads, and that cannot be written again.
+_ODD = {"surrogate": {"title": "\ud800"}, "nan": {"minimum": float("nan")}, "deep": _deep(300)}
+
+
+@pytest.mark.parametrize("odd", _ODD)
+@pytest.mark.parametrize("field", ["tools", "format", "guided_json", "structured_outputs"])
+def test_schemas_that_are_not_json_are_400(url: str, field: str, odd: str):
+    """A schema with a lone surrogate, without numbers, or nested too deeply is a bad request."""
+    schema = _ODD[odd]
+    function = {"name": "f", "parameters": schema}
+    named = {"name": "n", "schema": schema}
+    chat, responses = {
+        "tools": (
+            {"tools": [{"type": "function", "function": function}]},
+            {"tools": [{"type": "function", **function}]},
+        ),
+        "format": (
+            {"response_format": {"type": "json_schema", "json_schema": named}},
+            {"text": {"format": {"type": "json_schema", **named}}},
+        ),
+        "guided_json": ({"guided_json": schema}, None),
+        "structured_outputs": ({"structured_outputs": {"json": schema}}, None),
+    }[field]
+    answers = [post(url, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 2, **chat})]
+    if responses is not None:
+        answers.append(post(url, "/v1/responses", {"input": "a", **responses}))
+    for answer in answers:
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"]
+
+
+def test_odd_names_and_arguments_are_not_failures(url: str):
+    """Neither a field whose name is not Unicode, nor such arguments of an earlier call, are 5xx."""
+    refused = post(url, "/v1/chat/completions", {"messages": CHAT, "\ud800": 1})
+    assert refused.status_code == 400, refused.text
+    deep = '{"a":' * 300 + "1" + "}" * 300  # more tokens than the context has
+    for arguments, status in ((r'{"a": "\ud800"}', 200), ('{"a": NaN}', 200), (deep, 400)):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        said = [*CHAT, {"role": "assistant", "tool_calls": [call]}]
+        answer = post(url, "/v1/chat/completions", {"messages": said, "max_tokens": 2})
+        assert answer.status_code == status, answer.text
 
 
 def test_large_bodies_are_413(url: str):

@@ -81,13 +81,14 @@ def test_whole_answers_have_the_prediction(url: str, name: str):
     assert told["predicted_tokens"] == 21
 
 
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("name", ["/v1/completions", "turn"])
-def test_real_lengths_are_compared_with_predicted_ones(url: str, name: str):
+def test_real_lengths_are_compared_with_predicted_ones(url: str, name: str, stream: bool):
     """Answers of 30 tokens outgrow the length that half may outgrow, and no further one."""
     path = "/v1/chat/completions" if name == "turn" else name
     before = metrics(url)
-    own = {"conversation_id": "own"} if name == "turn" else {}
-    post(url, path, {**ASKED[name], **own, "stream": True})
+    own = {"conversation_id": f"own {stream}"} if name == "turn" else {}
+    post(url, path, {**ASKED[name], **own, "stream": stream})
     now = metrics(url)
     changed = {each: value - before[each] for each, value in now.items()}
     for what, change in (
@@ -97,6 +98,7 @@ def test_real_lengths_are_compared_with_predicted_ones(url: str, name: str):
         ("request_outgrown_total['0.5']", 1),
         ("request_outgrown_total['0.1']", 0),
         ("request_outgrown_total['0.01']", 0),
+        ("inter_token_latency_seconds_count", 29),
     ):
         assert changed[f"jaxserve:{what}"] == change, what
 

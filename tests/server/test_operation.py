@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,18 @@ import pytest
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.server import ServerOptions, is_loopback
-from tests.server.serving import CHAT, NAME, client, connect, metrics, post, runtime, server
+from tests.common.compiling import held_back
+from tests.server.serving import (
+    CHAT,
+    NAME,
+    client,
+    connect,
+    metrics,
+    post,
+    request_of,
+    runtime,
+    server,
+)
 
 LONG: dict[str, Any] = {"prompt": "a", "max_tokens": 100, "temperature": 0}
 
@@ -47,8 +60,28 @@ def test_keys_are_needed(slow: Runtime):
             with client(url, key) as ai, pytest.raises(openai.AuthenticationError):
                 ai.models.list()
         assert httpx2.get(url + "/v1/models").status_code == 401
+        _wait(slow.is_ready)
         for path in ("/health", "/ready", "/version", "/metrics"):
             assert httpx2.get(url + path).status_code == 200
+
+
+def test_ready_is_false_while_it_compiles():
+    """Probes get 503 until a first request would not wait; requests are accepted all the time."""
+    # No other test has steps of this size, so that they are compiled here.
+    with held_back("mixed_body") as compiling, runtime(max_slots=7) as rt, server(rt) as url:
+        assert compiling.has_begun.wait(60)
+        probed = httpx2.get(url + "/ready")
+        assert (probed.status_code, probed.json()["error"]["code"]) == (503, "compiling")
+        assert int(probed.headers["retry-after"]) >= 1
+        health = httpx2.get(url + "/health")
+        assert (health.status_code, health.json()) == (200, {"status": "compiling"})
+        with connect(url) as connection:
+            connection.sendall(request_of("/v1/completions", {"prompt": "a", "max_tokens": 1}))
+            _wait(lambda: metrics(url)["jaxserve:num_requests_waiting"] == 1)
+            compiling.go_on.set()
+            _wait(lambda: httpx2.get(url + "/ready").status_code == 200)
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        assert httpx2.get(url + "/health").json() == {"status": "ready"}
 
 
 @pytest.mark.parametrize(
@@ -128,6 +161,35 @@ def test_connections_are_bounded(slow: Runtime):
             assert first.get(url + "/version").status_code == 200
             assert httpx2.get(url + "/version").status_code == 503
             assert first.get(url + "/version").status_code == 200
+
+
+def test_open_files_have_room_for_the_connections(slow: Runtime):
+    """A process with a low limit of open files serves as many connections as it allows."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        with server(slow, max_connections=400) as url, ExitStack() as connections:
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 400
+            for _ in range(300):
+                last = connections.enter_context(connect(url))
+            last.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert last.recv(100).startswith(b"HTTP/1.1 200")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_turn_waits_until_its_first_token(slow: Runtime, stream: bool):
+    """A turn of a conversation counts as running as soon as it has a token, streamed or not."""
+    with server(slow) as url:
+        said = {"messages": CHAT, "max_tokens": 30, "conversation_id": f"runs {stream}"}
+        with connect(url) as connection:
+            connection.sendall(request_of("/v1/chat/completions", {**said, "stream": stream}))
+            _wait(lambda: metrics(url)["jaxserve:num_requests_running"] == 1)
+            found = metrics(url)
+            assert found["jaxserve:num_requests_waiting"] == 0
+            assert found["jaxserve:generation_tokens_total"] == 0  # it has not ended
+        _wait(lambda: metrics(url)["jaxserve:num_requests_running"] == 0)
 
 
 def test_full_queue_is_429(slow: Runtime):

@@ -25,16 +25,20 @@ def http(result: Result, link: str) -> str:
                     row.append("" if spread is None else shown(spread.over(1e-3), ".1f", " ms"))
             is_ours = way == "http"
             row.append(shown(share, ".1%") if is_ours else "")
+            own = result.optional_spread(at, "poisson", "share_of_own_rate")
+            row.append("" if own is None else shown(own, ".0%"))
             row.append(shown(outside.over(1e-3), ".1f", " ms") if is_ours else "")
             row.append(shown(later.over(1e-3), ".1f", " ms") if is_ours else "")
             rows.append(row)
     arguments = result.get("arguments")
     what = (
         f"{arguments['workload']} requests to {arguments['model']}, each on its connection: tokens "
-        "a second when all come at once, latencies when they come at half the rate"
+        "a second when all come at once, latencies of Poisson arrivals, whose rate is the same for "
+        "all ways: half of the requests a second that jaxserve answers in process"
     )
     header = ["connections", "way", "output tokens/s", "first token, median", "99th percentile"]
     header += ["a token, median", "99th percentile", "of the throughput in process"]
+    header += ["arrivals, of the requests that the way itself answers at once"]
     header += ["of the first token outside the engine, mean", "its median later by"]
     failed = [f"{name} failed: {reason}" for name, reason in result.items("failed")]
     return "\n\n".join([caption(result, what, link), table(header, rows), *failed])

@@ -20,6 +20,7 @@ class DueFirst:
     """
 
     heeds_bounds: ClassVar[bool] = True
+    heeds_priority: ClassVar[bool] = False
 
     ageing_s: float = 300.0
 

@@ -15,6 +15,7 @@ class FCFS:
     """Order by arrival; a preempted sequence keeps its place."""
 
     heeds_bounds: ClassVar[bool] = False
+    heeds_priority: ClassVar[bool] = False
 
     def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, int]:
         return (sequence.request.arrival_s, sequence.key)

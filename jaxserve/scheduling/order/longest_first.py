@@ -25,6 +25,7 @@ class LongestFirst:
     """
 
     heeds_bounds: ClassVar[bool] = False
+    heeds_priority: ClassVar[bool] = False
 
     by: Admission
     ageing_s: float = 1.0

@@ -22,6 +22,7 @@ class Priority:
     """
 
     heeds_bounds: ClassVar[bool] = False
+    heeds_priority: ClassVar[bool] = True
 
     ageing_s: float = 300.0
 

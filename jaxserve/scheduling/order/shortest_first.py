@@ -20,6 +20,7 @@ class ShortestPredictedFirst:
     """
 
     heeds_bounds: ClassVar[bool] = False
+    heeds_priority: ClassVar[bool] = False
 
     ageing_s: float = 0.1
     max_passes: int = 0

@@ -48,14 +48,18 @@ async def health(backend: Here) -> Response:
     """Say whether the process is alive: 500 if the model could not be loaded or has failed."""
     if backend.phase == "failed":
         raise failed()
-    return json_response(StateReply(status=backend.phase))
+    return json_response(StateReply(status=backend.status))
 
 
 @router.get("/ready", response_model=StateReply, responses=documented(503), tags=["operation"])
 async def ready(backend: Here) -> Response:
-    """Say whether requests are accepted: 503 while the model is loaded, and from SIGTERM on."""
-    backend.ready_service()
-    return json_response(StateReply(status=backend.phase))
+    """Say whether requests are answered without delay.
+
+    503 while the model is loaded, while what a first request needs is compiled, and from SIGTERM
+    on.
+    """
+    backend.check_is_ready()
+    return json_response(StateReply(status=backend.status))
 
 
 @router.get("/version", response_model=VersionReply, tags=["operation"])

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from jaxserve.core.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
 MAX_UINT32 = 2**32 - 1
 MAX_INT32 = 2**31 - 1
+# Of objects and lists inside each other, where any are allowed. Pydantic writes 255 at most.
+MAX_DEPTH = 128
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 # Without control characters, which paths of requests cannot have.
 ConversationId = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f]+$")]
+
+
+def checked_json(value: Any) -> Any:
+    """Return an object or a list from JSON if it can be written as JSON again.
+
+    Raises:
+      ValueError: it is nested too deeply, or has text that is not Unicode or a number that JSON
+        does not have.
+    """
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} deep; make it flatter")
+        children = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [one for some in children for one in some if isinstance(one, (dict, list))]
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(checked_json)]
 
 
 def predicted() -> Any:
@@ -79,7 +103,7 @@ class Usage(Reply):
 class StructuredOutputs(Strict):
     """What the answer has to match, in vLLM's form: exactly one of these."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: JsonObject | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -90,7 +114,7 @@ class Choosing(Strict):
     """How tokens are chosen and when an answer ends; see `SamplingParams`."""
 
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = Field(None, description="A JSON schema.")
+    guided_json: JsonObject | str | None = Field(None, description="A JSON schema.")
     guided_regex: str | None = None
     guided_grammar: str | None = Field(None, description="In Lark's notation, or GBNF.")
     guided_choice: list[str] | None = None
@@ -129,7 +153,10 @@ class Asking(Choosing):
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Written to the access log.")
     priority: int | None = Field(
-        None, ge=-MAX_INT32, le=MAX_INT32, description="Under a priority order, higher goes first."
+        None,
+        ge=-MAX_INT32,
+        le=MAX_INT32,
+        description="Higher goes first; 0 unless the policy has a priority order.",
     )
     return_token_ids: bool | None = Field(
         None, description="Add the token ids of the prompt and of each choice to the answer."

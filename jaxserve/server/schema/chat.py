@@ -19,6 +19,7 @@ from jaxserve.server.schema.base import (
     ScoredChoice,
     Strict,
     Usage,
+    checked_json,
     optional,
     predicted,
 )
@@ -238,5 +239,6 @@ def as_template_message(message: Any) -> dict[str, Any]:
         content = "".join(part.text for part in content or ())
     for call in given.get("tool_calls", ()):  # templates write them as objects
         with suppress(ValueError, RecursionError):
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            found = json.loads(call["function"]["arguments"])
+            call["function"]["arguments"] = checked_json([found])[0]
     return {**given, "role": role, "content": content}

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from jaxserve.server.schema.base import Reply
+
+Status = Literal["loading", "compiling", "ready", "draining", "failed"]
 
 
 class ModelCard(Reply):
@@ -27,7 +31,9 @@ class ModelList(Reply):
 class StateReply(Reply):
     """What the server is doing."""
 
-    status: Literal["loading", "ready", "draining", "failed"]
+    status: Status = Field(
+        description='"compiling" if a request would be accepted, but would wait for a compilation.'
+    )
 
 
 class VersionReply(Reply):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jaxserve.server.schema.base import Strict
-
-JsonObject = dict[str, Any]
+from jaxserve.server.schema.base import JsonObject, Strict
 
 
 class TextResponseFormat(Strict):
@@ -68,7 +66,10 @@ TextFormat = Annotated[
 
 
 class Function(Strict):
-    """A function that the model may call; `parameters` is a JSON schema of an object."""
+    """A function that the model may call; `parameters` is a JSON schema of an object.
+
+    Where a call is demanded, the schema is enforced with and without `strict`.
+    """
 
     name: Annotated[str, Field(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
     description: str | None = None

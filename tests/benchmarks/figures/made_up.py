@@ -332,7 +332,7 @@ def _http() -> dict[str, Any]:
     latency = {"p50": 0.2, "p99": 0.3}
     figures = {
         "at_once": {"tokens_per_s": 123.0},
-        "poisson": {"first_token_s": latency, "token_s": latency},
+        "poisson": {"first_token_s": latency, "token_s": latency, "share_of_own_rate": 0.7},
     }
     ways = ("in process", "http", "a peer")
     costs = {"throughput_share": 0.96, "first_token_later_s": 0.001, "outside_engine_s": 0.002}

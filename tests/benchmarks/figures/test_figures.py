@@ -97,6 +97,15 @@ def test_readme_has_one_table_and_one_picture(tmp_path):
     assert text.endswith("Nothing was measured on a GPU yet.")
 
 
+def test_http_says_at_what_rate_requests_arrive(tmp_path):
+    """The rate is ours for all ways, and beside each is how much that is of its own."""
+    checkout = write_checkout(tmp_path, ("http",))
+    page = next(page for page in PAGES if page.kinds and "http" in page.kinds)
+    text = render(page, load(checkout / "benchmarks" / "results"), checkout)
+    assert "half of the requests a second that jaxserve answers in process" in text
+    assert len(re.findall(r"^\| 4 \| .* 70% \|", text, re.MULTILINE)) == 3
+
+
 def test_cells_say_goals_and_losses(tmp_path):
     """Ours over the best baseline is beside what was wanted, and what is short is a sentence."""
     checkout = write_checkout(tmp_path, ("cells",))

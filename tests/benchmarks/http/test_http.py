@@ -34,6 +34,8 @@ def test_both_ways_answer_the_same_requests(capsys, tmp_path):
         ours = point["ways"]["http"]
         assert ours["at_once"]["tokens_per_s"] > 0 and len(ours["runs"]) == 2
         assert 0 < ours["poisson"]["first_token_s"]["p50"] < ours["poisson"]["wall_s"]
+        shares = [way["poisson"]["share_of_own_rate"] for way in point["ways"].values()]
+        assert shares[0] == pytest.approx(0.5) and shares[1] > 0
         for run in ours["runs"]:
             at_once = run["at_once"]
             num_tokens = point["connections"] * 6

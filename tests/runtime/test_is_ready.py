@@ -1,0 +1,47 @@
+"""`Runtime.is_ready`: whether a first request would wait for a compilation."""
+
+from __future__ import annotations
+
+import time
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.testing import OPTIONS, tiny_llama
+from tests.common.compiling import held_back
+
+
+def _wait_until_ready(rt: Runtime) -> None:
+    end_s = time.monotonic() + 60
+    while not rt.is_ready():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_a_runtime_is_ready_when_its_first_steps_are_compiled():
+    """Until the smallest mixed step is compiled it is not; requests wait for it, too."""
+    # No other test has steps of this size, so that they are compiled here.
+    options = OPTIONS | {"max_slots": 5}
+    with held_back("mixed_body") as compiling, Runtime(tiny_llama(), **options) as rt:
+        assert compiling.has_begun.wait(60)
+        assert not rt.is_ready()
+        pending = rt.submit([1, 2], SamplingParams(max_tokens=2))
+        assert not pending.future.done() and not rt.is_ready()
+        compiling.go_on.set()
+        _wait_until_ready(rt)
+        assert pending.result().finish_reason == "length"
+
+
+def test_first_requests_do_not_compile():
+    """Once it is ready, requests of every length compile nothing, greedy or drawn."""
+    with Runtime(tiny_llama(), **OPTIONS | {"max_slots": 6, "max_step_tokens": 128}) as rt:
+        _wait_until_ready(rt)
+        for temperature in (0.0, 1.0):
+            for length in (1, 70):
+                params = SamplingParams(max_tokens=3, temperature=temperature)
+                rt.generate([1] * length, params)
+        assert rt.stats().num_compilations == 0
+
+
+def test_without_a_warmup_it_is_ready_at_once():
+    """Executables are then compiled at their first use, as was asked for."""
+    with Runtime(tiny_llama(), **OPTIONS | {"warmup": False}) as rt:
+        assert rt.is_ready()
