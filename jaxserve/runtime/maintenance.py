@@ -33,6 +33,7 @@ from jaxserve.planning import (
     measure,
     measure_groups,
 )
+from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.replicas import Replica, Replicas
 from jaxserve.runtime.weight_update import WeightUpdate, check_running
 from jaxserve.scheduling.kv.transfer import KVPages
@@ -52,6 +53,7 @@ class Maintenance:
         of the encode group.
 
     Attributes:
+      adapters: those that are loaded.
       placing: held while weights are placed, so that the groups of devices stay as they are.
     """
 
@@ -61,9 +63,11 @@ class Maintenance:
         origin: Origin,
         clock: Clock,
         options: RuntimeOptions,
+        adapters: Adapters,
         quantiser: Quantiser | None = None,
         decode_origin: Origin | None = None,
     ):
+        self.adapters = adapters
         self.placing = threading.Lock()
         self._states = threading.Lock()  # held while the runtime falls asleep, wakes up or resumes
         self._replicas = replicas
@@ -101,11 +105,11 @@ class Maintenance:
         if self._quantiser is not None:
             params = self._quantiser.params(params, partial=update.partial)
         with self.placing:
-            before = self._origin, self._decode_origin, self.weights
+            before = self._present()
             fitted = self._fitted(params, update.partial)
         with self._replicas.paused(update.running):
-            # Devices may have moved to another group, or another update may have come.
-            if (self._origin, self._decode_origin, self.weights) != before:
+            # Devices may have moved to another group, or another update or adapter may have come.
+            if self._present() != before:
                 fitted = self._fitted(params, update.partial)
             weights = update.after(self.weights)
             for replica, part in zip(self._replicas.all, fitted, strict=True):
@@ -114,8 +118,13 @@ class Maintenance:
             self._has_weights = True
         return weights.version
 
+    def _present(self) -> tuple[Any, ...]:
+        """Return what the result of `_fitted` depends on beside its arguments."""
+        return self._origin, self._decode_origin, self.weights, self.adapters.generation
+
     def _fitted(self, params: Any, partial: bool) -> list[Any]:
         """Return new parameters on the devices of each replica."""
+        params = self.adapters.beside(params, partial=partial)
         replicas = self._replicas.all
         parts = split_replicas(params)
         if len(parts) != len(replicas):  # the parameters are on other devices than the replicas
