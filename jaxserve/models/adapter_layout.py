@@ -9,7 +9,6 @@ from hashlib import blake2b
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -73,7 +72,6 @@ class AdapterLayout:
         self._targets = [target for target in targets if target is not None]
         self._num_adapters = num_adapters
         self._max_rank = max_rank
-        self._put = jax.jit(partial(_put, {(*t.path, "a"): t.num_stacked for t in self._targets}))
 
     def adapt(self, model: nnx.Module) -> None:
         """Put adapters of zeros beside the weights of a model, on its device."""
@@ -115,14 +113,28 @@ class AdapterLayout:
     def put(self, arrays: Arrays, index: int, new: Mapping[Path, Any] | None) -> Arrays:
         """Return the arrays with one adapter replaced; the given ones stay as they are.
 
-        It is compiled once, for all adapters.
+        It is compiled once for each shape, for all adapters.
 
         Args:
           new: `AdapterValues.arrays`; None for zeros.
         """
         if new is None:
             new = {p: a for target in self._targets for p, a in target.zeros().items()}
-        return self._put(arrays, np.int32(index), dict(new))
+        return {
+            path: _put(arrays[path], np.int32(index), new[path], target.num_stacked)
+            for target in self._targets
+            for path in target.paths
+        }
+
+    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Return the matrices of an adapter that changes all weights, by PEFT's names."""
+        return {
+            name: shape
+            for target in self._targets
+            for layer in target.layers
+            for module in target.modules
+            for name, shape in target.wanted(module, layer, rank)
+        }
 
     def values(self, source: AdapterSource) -> AdapterValues:
         """Return an adapter in this layout.
@@ -222,7 +234,8 @@ class _Target:
         return tuple((*self.path, name) for name in ("a", "b", "scale"))
 
     @property
-    def _layers(self) -> range:
+    def layers(self) -> range:
+        """Numbers of the layers that the weight belongs to."""
         if self.num_stacked:
             return range(self._shape[0])
         return range(self.path[1], self.path[1] + 1)
@@ -248,7 +261,7 @@ class _Target:
         """Return the arrays of one adapter; add the names that it reads, and what is wrong."""
         arrays = self.zeros()
         a, b, scales = arrays.values()
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             own = index if self.num_stacked else ()
             for place, module in enumerate(self.modules):
                 rank = self._rank_of(module, layer, source, used, problems)
@@ -286,20 +299,19 @@ class _Target:
             problems.append(f"{names['a']} has rank {rank}, and {self.max_rank} is the maximum")
             return 0
         wrong = False
-        for _, (name, shape) in self._wanted(module, layer, rank):
+        for name, shape in self.wanted(module, layer, rank):
             if found[name] != shape:
                 problems.append(f"{name} has shape {found[name]} instead of {shape}")
                 wrong = True
         return 0 if wrong else rank
 
-    def _wanted(
+    def wanted(
         self, module: _Module, layer: int, rank: int
-    ) -> Iterator[tuple[Weight, tuple[str, tuple[int, ...]]]]:
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield names and shapes of a module's two matrices."""
         _, summed, out = self.axes.split(self._shape)
         for weight, shape in ((module.a, (*summed, rank)), (module.b, (rank, *out))):
-            for needed in weight.needed(shape, layer=layer):
-                yield weight, needed
+            yield from weight.needed(shape, layer=layer)
 
 
 def _fill(out: np.ndarray, weight: Weight, source: WeightSource, layer: int) -> None:
@@ -309,13 +321,12 @@ def _fill(out: np.ndarray, weight: Weight, source: WeightSource, layer: int) -> 
     out[...] = new
 
 
+@partial(jax.jit, static_argnums=3)
 def _put(
-    stacked: Mapping[Path, int], arrays: Arrays, index: jax.Array, new: Mapping[Path, Any]
-) -> Arrays:
-    """Return the arrays with `new` at `index` of the axis of adapters."""
-
-    def put(path: Path) -> jax.Array:
-        first = (slice(None),) * stacked[(*path[:-1], "a")]
-        return arrays[path].at[(*first, index)].set(jnp.asarray(new[path], arrays[path].dtype))
-
-    return {path: put(path) for path in arrays}
+    array: jax.Array,  # [*stacked, adapters, ...]
+    index: np.int32,
+    new: np.ndarray,  # [*stacked, ...]
+    num_stacked: int,
+) -> jax.Array:
+    """Return the array of all adapters with that of one replaced."""
+    return array.at[(*(slice(None),) * num_stacked, index)].set(new)

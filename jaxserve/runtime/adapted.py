@@ -45,11 +45,19 @@ class Adapted(Trained):
         """
         self._maintenance.adapters.load(name, source, scale)
 
+    def adapter_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of the arrays of an adapter that changes all that it may.
+
+        An adapter may have some of them only. Empty for a runtime without adapters.
+        """
+        return self._maintenance.adapters.shapes(rank)
+
     def drop_adapter(self, name: str) -> None:
         """Drop an adapter; another one may have its name and its place afterwards.
 
         Raises:
           UnknownAdapterError: no adapter has this name.
           EngineBusyError: requests with this adapter have not ended; it stays.
+          RuntimeClosedError, EngineFailedError
         """
         self._maintenance.adapters.drop(name)

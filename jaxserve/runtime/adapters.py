@@ -50,6 +50,10 @@ class Adapters:
         with self._lock:
             return tuple(self._slots)
 
+    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """See `Runtime.adapter_shapes`."""
+        return {} if self._layout is None else self._layout.shapes(rank)
+
     def load(self, name: str, source: str | Path | Mapping[str, Any], scale: float | None) -> None:
         """See `Runtime.load_adapter`."""
         layout = self._layout
@@ -78,6 +82,10 @@ class Adapters:
 
     def drop(self, name: str) -> None:
         """See `Runtime.drop_adapter`."""
+        self._replicas.check_may_wait()
+        for replica in self._replicas.all:
+            # A request that has ended lets go of its adapter on this thread, a little later.
+            replica.loop.ask(lambda: None)
         with self._changing, self._lock:
             slot = self._slot(name)
             count = self._num_requests[slot.index]
