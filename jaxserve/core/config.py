@@ -54,6 +54,7 @@ class EngineConfig:
         it fills whole pages.
       has_slot_state: the model keeps a state of each sequence in its slot, beside pages or without
         any. Pages alone do not continue a sequence then, so none are kept or shared.
+      max_adapters: adapters that rows may have; 0 for steps without adapters.
     """
 
     page_size: int = 32
@@ -72,6 +73,7 @@ class EngineConfig:
     restore: str = "on_admission"
     has_encoder: bool = False
     has_slot_state: bool = False
+    max_adapters: int = 0
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_slots", "max_context", "max_decode_iterations"):

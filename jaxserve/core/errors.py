@@ -9,6 +9,7 @@ A message says what was given, what is allowed, and what to do.
     │   │   └── ConversationTooLongError   its history leaves no room for the next answer
     │   ├── TokenOutOfRangeError
     │   ├── InvalidSamplingParamsError
+    │   ├── UnknownAdapterError        an adapter that is not loaded
     │   ├── InvalidGrammarError        a schema, grammar or regular expression that does not compile
     │   │   └── GrammarTooComplexError     it needs more time or memory than is allowed
     │   ├── AnswerTooShortError        its grammar ends its answer before min_tokens
@@ -122,6 +123,10 @@ class InvalidSamplingParamsError(InvalidRequestError):
     """Sampling parameters that are out of range or contradict each other."""
 
 
+class UnknownAdapterError(InvalidRequestError):
+    """The name of an adapter that is not loaded."""
+
+
 class InvalidGrammarError(InvalidRequestError):
     """A JSON schema, regular expression or grammar that cannot be compiled."""
 
@@ -149,11 +154,9 @@ class BoundNotMetError(InvalidRequestError):
     def __init__(
         self, request_id: str, bound_s: float, expected_s: float, num_tokens: float, wait_s: float
     ):
-        self.request_id = request_id
+        self.request_id, self.num_tokens, self.wait_s = request_id, num_tokens, wait_s
         self.bound_s = bound_s
         self.expected_s = expected_s
-        self.num_tokens = num_tokens
-        self.wait_s = wait_s
         super().__init__(
             f"request {request_id}: latency_bound={bound_s:.4g} s, and {num_tokens:.0f} tokens are "
             f"expected to take {expected_s:.4g} s, of which {wait_s:.4g} s in the queue. Pass a "
@@ -161,9 +164,8 @@ class BoundNotMetError(InvalidRequestError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (
-            *(self.request_id, self.bound_s, self.expected_s, self.num_tokens, self.wait_s),
-        )
+        given = (self.request_id, self.bound_s, self.expected_s, self.num_tokens, self.wait_s)
+        return type(self), given
 
 
 class UnfoldError(InvalidRequestError):
@@ -315,9 +317,7 @@ class MissingExtraError(JaxserveError, ImportError):
             f"{purpose} needs the package {package!r}, which is not installed; "
             f"install it with: pip install 'jaxserve[{extra}]'"
         )
-        self.package = package
-        self.extra = extra
-        self.purpose = purpose
+        self.package, self.extra, self.purpose = package, extra, purpose
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.package, self.extra, self.purpose)

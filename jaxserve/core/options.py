@@ -75,6 +75,9 @@ class RuntimeOptions:
         before. Tokens stay the same, drawn ones too. docs/speculation.md says when it pays.
       num_speculative_tokens: tokens that are proposed at most for a sequence at a time.
       page_size: tokens per page.
+      max_adapters: maximum number of adapters that are loaded at once (`Runtime.load_adapter`), for
+        which memory is allocated; 0 for a runtime without adapters (docs/adapters.md).
+      max_adapter_rank: maximum rank of an adapter, with `max_adapters`.
       deterministic: refuse to serve where the bits of a request's tokens and log-probabilities
         could depend on other requests. True changes nothing where it is allowed, which is on CPUs
         in float32 without tensor parallelism: the bits are the same there in any case
@@ -119,6 +122,8 @@ class RuntimeOptions:
     speculation: str | None = None
     num_speculative_tokens: int = 4
     page_size: int = 32
+    max_adapters: int = 0
+    max_adapter_rank: int = 16
     deterministic: bool = False
     seed: int = 0
     warmup: bool | str = "background"
@@ -158,12 +163,18 @@ class RuntimeOptions:
             "max_decode_iterations",
             "num_speculative_tokens",
             "page_size",
+            "max_adapter_rank",
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise InvalidConfigError(
                     f"{name}={value!r} is not allowed; pass a whole number of at least 1"
                 )
+        if not isinstance(self.max_adapters, int) or self.max_adapters < 0:
+            raise InvalidConfigError(
+                f"max_adapters={self.max_adapters!r} is not allowed; pass a whole number of at "
+                "least 0"
+            )
         bound = self.latency_bound
         if bound is not None and (not isinstance(bound, (int, float)) or not bound > 0):
             raise InvalidConfigError(

@@ -19,6 +19,20 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @final
+@dataclass(frozen=True)
+class AdapterSlot:
+    """A loaded adapter, as steps and pages know it.
+
+    Attributes:
+      index: its place among the adapters of the device.
+      identity: a hash of its contents, which the keys of its pages depend on.
+    """
+
+    index: int
+    identity: bytes
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A prompt and its parameters. Immutable; a `Sequence` holds the state of its execution.
@@ -36,6 +50,7 @@ class Request:
       prediction: predicted output length, if there is one.
       stop_token_ids: `params.stop_token_ids` and, unless ignored, the model's end tokens.
       seed: `params.seed`, or a seed drawn by the runtime.
+      adapter: the adapter that `params` name; None for the weights without one.
       num_encoded: leading tokens of the prompt that the encoder computes as a whole, with their
         padding, which fill whole pages; 0 for a model without an encoder.
       num_padding: those at their end that nothing sees.
@@ -53,6 +68,7 @@ class Request:
     deadline_s: float | None = None
     conversation_id: str | None = None
     prediction: LengthPrediction | None = None
+    adapter: AdapterSlot | None = None
     num_encoded: int = 0
     num_padding: int = 0
     grammar: object = field(default=None, compare=False, repr=False)

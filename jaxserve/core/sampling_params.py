@@ -54,6 +54,7 @@ class SamplingParams:
         included; None for no bound. Policies "auto" and "exegpt" put requests with a bound first.
         One that is expected to miss its bound is refused with `BoundNotMetError`, at its submission
         or while it waits (`docs/latency_bounds.md`).
+      adapter: name of a loaded adapter (`Runtime.load_adapter`); None for the weights without one.
       json_schema: the answer is JSON that validates: a mapping, or its JSON text, which it becomes.
       json_object: the answer is any JSON object.
       regex: the whole answer matches this regular expression, in the syntax of Rust's `regex`.
@@ -85,6 +86,7 @@ class SamplingParams:
     forced_length: int | tuple[int, ...] | None = None
     skip_special_tokens: bool = True
     latency_bound: float | None = None
+    adapter: str | None = None
     json_schema: Mapping[str, Any] | str | None = None
     json_object: bool = False
     regex: str | None = None
@@ -163,6 +165,11 @@ class SamplingParams:
         if self.latency_bound is not None:
             _real("latency_bound", self.latency_bound, 0.0, 1e9, open_low=True)
         _real("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        if self.adapter is not None and (not isinstance(self.adapter, str) or not self.adapter):
+            raise InvalidSamplingParamsError(
+                f"adapter={self.adapter!r} is not allowed; pass the name of a loaded adapter, or "
+                "None"
+            )
         for token_id in self.stop_token_ids:
             _whole("stop_token_ids", token_id, 0, inf)
         if any(not isinstance(text, str) or not text for text in self.stop):

@@ -90,6 +90,7 @@ def engine_config(
         restore="on_admission" if has_states else options.restore or defaults.restore,
         has_encoder=model_config.has_encoder,
         has_slot_state=has_states,
+        max_adapters=options.max_adapters,
     )
 
 

@@ -111,6 +111,11 @@ class Fleet(TrainedFleet):
                 f"disk_memory={self.options.disk_memory!r}: the replicas of a fleet would write to "
                 "one folder; use a Runtime, or omit disk_memory"
             )
+        if self.options.max_adapters:
+            raise InvalidConfigError(
+                f"max_adapters={self.options.max_adapters!r}: the replicas of a fleet load no "
+                "adapters; use a Runtime, or omit max_adapters"
+            )
         for name in ("progress", "conversations", "journal_limits"):
             options.pop(name, None)
         ray = import_ray()

@@ -20,10 +20,12 @@ class PageKeys:
 
     Args:
       whole: tokens that every key depends on, since an encoder computes them as a whole.
+      adapter: identity of the adapter that computes the pages; empty without one.
     """
 
-    def __init__(self, whole: Sequence[int] = ()) -> None:
+    def __init__(self, whole: Sequence[int] = (), adapter: bytes = b"") -> None:
         self._whole = whole
+        self._adapter = adapter
         self._identity: bytes | None = None
         self._root = b""
         self._keys: list[bytes] = []
@@ -39,8 +41,10 @@ class PageKeys:
         if identity != self._identity:
             self._identity = self._root = identity
             self._keys = []
+            if self._adapter:
+                self._root = _key(self._adapter, self._root)
             if self._whole:
-                self._root = _key(_bytes(self._whole), identity)
+                self._root = _key(_bytes(self._whole), self._root)
         keys, num_pages = self._keys, len(tokens) // page_size
         if len(keys) < num_pages:
             last = keys[-1] if keys else self._root
@@ -62,7 +66,7 @@ class PageKeys:
 
     def anew(self) -> PageKeys:
         """Return keys for a sequence that begins anew with the same prompt."""
-        return PageKeys(self._whole)
+        return PageKeys(self._whole, self._adapter)
 
 
 def _bytes(tokens: Sequence[int] | np.ndarray) -> bytes:

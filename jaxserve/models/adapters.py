@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.linear import WeightAxes, representation_of
+from pallas_kernels import grouped_matmul
 
 
 @final
@@ -23,8 +24,8 @@ class AdaptedWeight(nnx.Module):
         scale   float32 [*stacked, adapters]
 
     A token whose adapter is i is multiplied by `base + scale[i] * a[i] @ b[i]`, a token whose
-    adapter is -1 by `base`. All adapters are computed for all tokens, and a mask keeps the
-    token's own: right for few adapters of a low rank, and in need of no gather.
+    adapter is -1 by `base`. Tokens are grouped by their adapters, so that each goes through its own
+    matrices alone, however many there are.
     """
 
     def __init__(self, base: Any, a: nnx.Param, b: nnx.Param, scale: nnx.Param):
@@ -35,26 +36,39 @@ class AdaptedWeight(nnx.Module):
 
     @classmethod
     def empty(
-        cls, dense: nnx.Param, axes: WeightAxes, *, num_adapters: int, rank: int
+        cls,
+        dense: nnx.Param,
+        axes: WeightAxes,
+        *,
+        num_adapters: int,
+        rank: int,
+        base: Any = None,
+        place: jax.sharding.Sharding | None = None,
     ) -> AdaptedWeight:
-        """Return a dense weight with adapters of zeros in its dtype, which change nothing."""
-        array, names = dense[...], dense.get_metadata()["logical_axes"]
-        stacked, summed, out = axes.split(array.shape)
+        """Return a weight with adapters of zeros in the dtype of `dense`, which change nothing.
+
+        Args:
+          base: what represents the weight where `dense` has its shape alone; by default `dense`.
+          place: of the adapters; the default device without it.
+        """
+        like, names = dense.get_value(), dense.get_metadata()["logical_axes"]
+        stacked, summed, out = axes.split(like.shape)
         stacked_names, in_names, out_names = axes.split(names)
 
         def zeros(
             shape: tuple[int, ...], names: tuple[str | None, ...], dtype: Any, **others: Any
         ) -> nnx.Param:
             return nnx.Param(
-                jnp.zeros((*stacked, num_adapters, *shape), dtype),
+                jnp.zeros((*stacked, num_adapters, *shape), dtype, device=place),
                 logical_axes=(*stacked_names, None, *names),
+                is_adapter=True,
                 **others,
             )
 
         return cls(
-            dense,
-            zeros((*summed, rank), (*in_names, None), array.dtype),
-            zeros((rank, *out), (None, *out_names), array.dtype),
+            dense if base is None else base,
+            zeros((*summed, rank), (*in_names, None), like.dtype),
+            zeros((rank, *out), (None, *out_names), like.dtype),
             zeros((), (), jnp.float32, has_own_dtype=True),
         )
 
@@ -72,22 +86,15 @@ class AdaptedWeight(nnx.Module):
         )
         if adapter is None:
             return out
-        a, b = self.a[...], self.b[...]
-        x = x.reshape(x.shape[0], -1)
-        inner = jnp.einsum(
-            "ti,air->tar",
-            x,
-            a.reshape(a.shape[0], x.shape[1], -1),
-            preferred_element_type=jnp.float32,
-        )
-        inner = self._own(inner, adapter, self.scale[...]).astype(x.dtype)
-        added = jnp.einsum(
-            "tar,aro->to",
-            inner,
-            b.reshape(*b.shape[:2], -1),
-            preferred_element_type=out_dtype,
-        )
-        return out + added.reshape(out.shape)
+        a, b, scale = self.a[...], self.b[...], self.scale[...]
+        num_adapters, rank = b.shape[:2]
+        order, place, sizes = _by_adapter(adapter, num_adapters)
+        x = x.reshape(x.shape[0], -1)[order]
+        inner = grouped_matmul(x, a.reshape(num_adapters, x.shape[1], rank), sizes)
+        own_scale = scale[jnp.maximum(adapter[order], 0), None]
+        inner = inner.astype(jnp.float32) * own_scale
+        added = grouped_matmul(inner.astype(x.dtype), b.reshape(num_adapters, rank, -1), sizes)
+        return out + added[place].reshape(out.shape).astype(out_dtype)
 
     def grouped_product(
         self,
@@ -137,3 +144,24 @@ class AdaptedWeight(nnx.Module):
         is_own = adapter[:, None] == jnp.arange(scale.shape[-1])
         scaled = inner.astype(jnp.float32) * scale[..., None]
         return jnp.where(is_own[..., None], scaled, 0.0)
+
+
+def _by_adapter(
+    adapter: Int32[Array, " tokens"], num_adapters: int
+) -> tuple[Int32[Array, " tokens"], Int32[Array, " tokens"], Int32[Array, " adapters"]]:
+    """Return the tokens in the order of their adapters, the place of each, and adapters' sizes.
+
+    Tokens without an adapter come last.
+    """
+    order = jnp.argsort(jnp.where(adapter < 0, num_adapters, adapter), stable=True)
+    sizes = (adapter[:, None] == jnp.arange(num_adapters)).sum(0, dtype=jnp.int32)
+    return order.astype(jnp.int32), jnp.argsort(order).astype(jnp.int32), sizes
+
+
+def without_adapters(params: Any) -> Any:
+    """Return parameters without those of adapters; others than an `nnx.State` as they are."""
+    if not isinstance(params, nnx.State):
+        return params
+    flat = nnx.to_flat_state(params)
+    own = [(path, v) for path, v in flat if not v.get_metadata().get("is_adapter", False)]
+    return params if len(own) == len(flat) else nnx.from_flat_state(own)

@@ -134,15 +134,15 @@ class Quantiser:
     """
 
     def __init__(self, model: nnx.Module, quantisation: Quantisation):
-        is_quantised = _has(model, QuantisedWeight)
-        if quantisation.keeps_blocks and not is_quantised:
+        in_few_bits = is_quantised(model)
+        if quantisation.keeps_blocks and not in_few_bits:
             raise InvalidConfigError(
                 "quantize='keep' keeps the blocks of a GGUF file or the codes of a folder in few "
                 "bits, and this model has dense weights; pass quantize='int8' or 'int4' to round "
                 "them"
             )
         graphdef, state = nnx.split(model)
-        is_changed = is_quantised or has_panels(model)
+        is_changed = in_few_bits or has_panels(model)
         if is_changed and not quantisation.keeps_blocks:
             decoder = cast(Any, model)
             # Traced when it is first needed: that takes a good part of a second of a start.
@@ -212,6 +212,11 @@ def _paths(params: nnx.State) -> set[tuple[Any, ...]]:
 def has_panels(model: nnx.Module) -> bool:
     """Return whether some weight of a model is in panels."""
     return _has(model, PanelledWeight)
+
+
+def is_quantised(model: nnx.Module) -> bool:
+    """Return whether some weight of a model is in few bits."""
+    return _has(model, QuantisedWeight)
 
 
 def _has(model: nnx.Module, kind: type[nnx.Module]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -59,6 +59,33 @@ class Tensor:
         """Return the shape that the tensor must have in the checkpoint."""
         spans = {axis: last - first for axis, (first, last) in self.ranges(sizes).items()}
         return tuple(math.prod(spans[axis] for axis in group) for group in self.groups)
+
+    def factors(self, summed: Collection[str]) -> tuple[Tensor, Tensor] | None:
+        """Return the tensors A [rank, in] and B [out, rank] of a low-rank change of this one.
+
+        Their names are PEFT's, and the axis `rank` is the parameter's, too.
+
+        Args:
+          summed: the parameter's axes that a product sums over.
+
+        Returns:
+          None if this tensor is not one matrix, with these axes in one dimension.
+        """
+        inner = [group for group in self.groups if set(group) <= set(summed)]
+        outer = [group for group in self.groups if set(group).isdisjoint(summed)]
+        if len(inner) != 1 or len(outer) != 1 or len(self.groups) != 2:
+            return None
+        module = self.name.removesuffix(".weight")
+
+        def factor(letter: str, layout: str, *, is_inner: bool) -> Tensor:
+            order, part = (
+                {axis: own for axis, own in given.items() if (axis in summed) == is_inner}
+                for given in (self._order, self._part)
+            )
+            return Tensor(f"{module}.lora_{letter}.weight", layout, order=order, **part)
+
+        a = factor("A", f"rank ({' '.join(inner[0])})", is_inner=True)
+        return a, factor("B", f"({' '.join(outer[0])}) rank", is_inner=False)
 
     def read(
         self,

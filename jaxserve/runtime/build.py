@@ -18,6 +18,7 @@ from jaxserve.core.request import EncoderPrompts
 from jaxserve.engine.grammars import Grammars, has_grammars
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.engine.requests import RequestBuilder
+from jaxserve.execution.adapter_limits import check_adapters
 from jaxserve.execution.build import build_executor
 from jaxserve.execution.build_groups import build_groups
 from jaxserve.execution.device_errors import out_of_memory_as
@@ -28,10 +29,18 @@ from jaxserve.execution.regroup import GroupMaker
 from jaxserve.execution.sizes import nbytes
 from jaxserve.execution.warmup import enable_compilation_cache
 from jaxserve.execution.weights import sharded
+from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.parts import planned_stages
-from jaxserve.models.quantisation import Quantisation, Quantiser, has_panels, log_replicated
+from jaxserve.models.quantisation import (
+    Quantisation,
+    Quantiser,
+    has_panels,
+    is_quantised,
+    log_replicated,
+)
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.planning import Origin
+from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.disks import check_disk, open_disks
 from jaxserve.runtime.forecaster import Forecaster, load_probe
 from jaxserve.runtime.intake import Intake
@@ -114,6 +123,21 @@ def build_parts(
             graphdef, used = nnx.split(quantiser.model(used))
         if isinstance(mesh, Mesh):
             log_replicated(used, mesh)
+    check_adapters(
+        *(decoder.config, options, used),
+        has_mesh=mesh is not None,
+        is_quantised=options.quantize is not None or is_quantised(model),
+    )
+    layout = None
+    if options.max_adapters:
+        layout = AdapterLayout(
+            *(decoder.config, decoder.layer_layout),
+            num_adapters=options.max_adapters,
+            max_rank=options.max_adapter_rank,
+        )
+        adapted = nnx.merge(graphdef, used)
+        layout.adapt(adapted)
+        graphdef, used = nnx.split(adapted)
     group = processes_of(mesh, used)
     check_early(options, policy, mesh, group)
     claim(group)
@@ -165,7 +189,8 @@ def build_parts(
             encoder=_encoder_prompts(decoder.config, options.page_size),
             grammars=grammars,
         )
-        intake = Intake(requests, replicas, tokenizer, clock, forecaster)
+        adapters = Adapters(layout, places[0].params, replicas, options.max_adapters)
+        intake = Intake(requests, replicas, tokenizer, clock, adapters, forecaster)
         client = ServiceTurnClient(
             intake.submit,
             check_may_wait=replicas.check_may_wait,
@@ -177,7 +202,9 @@ def build_parts(
         decode_origin = None
         if decode is not None:
             decode_origin = Origin.of(decoder.config, decode.params, origin.config)
-        maintenance = Maintenance(replicas, origin, clock, options, quantiser, decode_origin)
+        maintenance = Maintenance(
+            replicas, origin, clock, options, adapters, quantiser, decode_origin
+        )
         regrouper = None
         if grouped is not None and isinstance(mesh, DeviceGroups) and _may_move(places[0], decoder):
             maker = GroupMaker(

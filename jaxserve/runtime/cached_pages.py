@@ -6,12 +6,12 @@ import abc
 from collections.abc import Sequence
 
 from jaxserve.memory.page_cache import Tier
+from jaxserve.runtime.adapted import Adapted
 from jaxserve.runtime.maintenance import Maintenance
-from jaxserve.runtime.trained import Trained
 from jaxserve.scheduling.kv.transfer import KVPages
 
 
-class CachedPages(Trained):
+class CachedPages(Adapted):
     """The methods of `Runtime` for the KV that it keeps of ended requests."""
 
     @abc.abstractmethod

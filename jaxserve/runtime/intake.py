@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import InvalidRequestError, MissingExtraError, UnsupportedModelError
-from jaxserve.core.request import Completion, Request, Timing
+from jaxserve.core.request import AdapterSlot, Completion, Request, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, PieceSink, failed_completion
 from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
 from jaxserve.execution.encoding import in_steps
 from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.awaited_prediction import AwaitedPrediction
 from jaxserve.runtime.forecaster import Forecaster
 from jaxserve.runtime.pending import Batch, Pending
@@ -29,6 +32,7 @@ class Intake:
     Args:
       requests: builder that checks prompts against the model's limits.
       tokenizer: tokenizer that decodes the completions' text; None for completions without text.
+      adapters: those that requests may name.
       forecaster: predictor of output lengths; None for requests without predictions.
     """
 
@@ -38,9 +42,11 @@ class Intake:
         replicas: Replicas,
         tokenizer: Tokenizer | None,
         clock: Clock,
+        adapters: Adapters,
         forecaster: Forecaster | None = None,
     ):
         self._requests = requests
+        self._adapters = adapters
         self._forecaster = forecaster
         self._replicas = replicas
         self._tokenizer = tokenizer
@@ -64,12 +70,19 @@ class Intake:
             deadline_s=None if deadline_s is None else now + deadline_s,
             **others,
         )
-        return self._hand_over([request], on_piece)[0]
+        with ExitStack() as if_refused:
+            pending = self._hand_over([self._adapted(request, if_refused)], on_piece)
+            if_refused.pop_all()
+        return pending[0]
 
     def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
         """See `Runtime.submit_items`."""
         now = self._clock.now()
-        return self._hand_over([self._requests.build_item(item, now) for item in items])
+        with ExitStack() as if_refused:
+            built = [self._requests.build_item(item, now) for item in items]
+            pending = self._hand_over([self._adapted(each, if_refused) for each in built])
+            if_refused.pop_all()
+        return pending
 
     def submit_batch(self, batch: Batch) -> list[Pending]:
         """Submit every prompt that can be served; a replica's requests start in one iteration.
@@ -84,14 +97,17 @@ class Intake:
         self._replicas.check_may_wait()
         refused: dict[int, Pending] = {}
         requests = []
-        for index, (prompt, params) in enumerate(zip(batch.prompts, batch.params, strict=True)):
-            now = self._clock.now()
-            try:
-                requests.append(self._requests.build(prompt, params, now))
-            except (InvalidRequestError, MissingExtraError) as error:
-                timing = Timing(arrival_s=now, finished_s=now)
-                refused[index] = Pending.ended(failed_completion("refused", (), error, timing))
-        accepted = iter(self._hand_over(requests))
+        with ExitStack() as if_refused:
+            for index, (prompt, params) in enumerate(zip(batch.prompts, batch.params, strict=True)):
+                now = self._clock.now()
+                try:
+                    built = self._requests.build(prompt, params, now)
+                    requests.append(self._adapted(built, if_refused))
+                except (InvalidRequestError, MissingExtraError) as error:
+                    timing = Timing(arrival_s=now, finished_s=now)
+                    refused[index] = Pending.ended(failed_completion("refused", (), error, timing))
+            accepted = iter(self._hand_over(requests))
+            if_refused.pop_all()
         return [refused.get(i) or next(accepted) for i in range(len(batch.prompts))]
 
     def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
@@ -118,9 +134,29 @@ class Intake:
             found += replica.loop.ask(partial(replica.executor.encode, some))
         return found[0] if single else found
 
+    def _adapted(self, request: Request, if_refused: ExitStack) -> Request:
+        """Return a request with its adapter, which stays loaded until the request has ended.
+
+        Args:
+          if_refused: gets what is to be done if the request is not handed over.
+        """
+        if request.params.adapter is None:
+            return request
+        slot = self._adapters.acquire(request.params.adapter)
+        if_refused.callback(self._adapters.release, slot)
+        return replace(request, adapter=slot)
+
     def _hand_over(
         self, requests: Sequence[Request], on_piece: PieceSink | None = None
     ) -> list[Pending]:
+        handed_over = self._predicted(requests, on_piece)
+        for request, pending in zip(requests, handed_over, strict=True):
+            if request.adapter is not None:
+                release = partial(_release, self._adapters, request.adapter)
+                pending.future.add_done_callback(release)
+        return handed_over
+
+    def _predicted(self, requests: Sequence[Request], on_piece: PieceSink | None) -> list[Pending]:
         forecaster = self._forecaster
         if forecaster is None:
             return self._submit(requests, on_piece)
@@ -151,3 +187,7 @@ class Intake:
 
 def _drop(forecaster: Forecaster, awaited: AwaitedPrediction, _: Future[Completion]) -> None:
     forecaster.drop(awaited)
+
+
+def _release(adapters: Adapters, slot: AdapterSlot, _: Future[Completion]) -> None:
+    adapters.release(slot)

@@ -33,6 +33,7 @@ from jaxserve.planning import (
     measure,
     measure_groups,
 )
+from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.replicas import Replica, Replicas
 from jaxserve.runtime.weight_swap import PreparedParams, placing_weights, swap
 from jaxserve.runtime.weight_update import WeightUpdate, check_running
@@ -53,6 +54,7 @@ class Maintenance:
         of the encode group.
 
     Attributes:
+      adapters: those that are loaded.
       placing: held while weights are placed, so that the groups of devices stay as they are.
     """
 
@@ -62,9 +64,11 @@ class Maintenance:
         origin: Origin,
         clock: Clock,
         options: RuntimeOptions,
+        adapters: Adapters,
         quantiser: Quantiser | None = None,
         decode_origin: Origin | None = None,
     ):
+        self.adapters = adapters
         self.placing = threading.Lock()
         self._states = threading.Lock()  # held while the runtime falls asleep, wakes up or resumes
         self._replicas = replicas
@@ -102,7 +106,7 @@ class Maintenance:
             )
         with self._replicas.paused(update.running):
             fitted = new.fitted
-            # Devices may have moved to another group, or another update may have come.
+            # Devices may have moved to another group, or another update or adapter may have come.
             if self._place != new.place:
                 with placing_weights():
                     fitted = self._fitted(new.params, new.partial)
@@ -131,10 +135,11 @@ class Maintenance:
     @property
     def _place(self) -> object:
         """What parameters are placed for; it changes when they would be placed otherwise."""
-        return self._origin, self._decode_origin, self.weights
+        return self._origin, self._decode_origin, self.weights, self.adapters.generation
 
     def _fitted(self, params: Any, partial: bool) -> list[Any]:
         """Return new parameters on the devices of each replica."""
+        params = self.adapters.beside(params, partial=partial)
         replicas = self._replicas.all
         parts = split_replicas(params)
         if len(parts) != len(replicas):  # the parameters are on other devices than the replicas

@@ -45,8 +45,8 @@ class Scored(CachedPages):
             is at most `max_length` - 1 tokens.
           params: None for `TokenLogprob.logprob`, which is the model's own. Else for
             `TokenLogprob.processed_logprob`, of tokens drawn with these parameters. Their
-            temperature, truncation, `repetition_penalty` and `logit_bias` count, and lengths, stops
-            and seeds do not.
+            temperature, truncation, `repetition_penalty`, `logit_bias` and `adapter` count, and
+            lengths, stops and seeds do not.
           progress: show a bar when it takes over two seconds.
 
         Returns:
@@ -87,7 +87,9 @@ def _scoring(params: SamplingParams) -> SamplingParams:
                 f"score() was given {name}; pass a temperature above 0 and only {_FIELDS}, or omit "
                 "params for the model's own log-probabilities"
             )
-    return replace(_OWN, **{name: getattr(params, name) for name in _FIELDS})
+    return replace(
+        _OWN, adapter=params.adapter, **{name: getattr(params, name) for name in _FIELDS}
+    )
 
 
 def _scores(completion: Completion, *, is_processed: bool) -> Float32[np.ndarray, " tokens"]:

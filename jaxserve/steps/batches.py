@@ -94,6 +94,7 @@ def attention_batch(
     max_query_length: int | None = None,
     cross_rows: Rows | None = None,
     slot: Int32[Array, " rows"] | None = None,
+    adapter: Int32[Array, " tokens"] | None = None,
 ) -> AttentionBatch:
     """Return the attention batch of the tokens; invalid ones write to the null page.
 
@@ -104,6 +105,7 @@ def attention_batch(
       max_query_length: the largest of all rows; None where it is not known before the step.
       cross_rows: the rows of cross attention; None for a model without an encoder.
       slot: the slot of each row, for models with states in slots.
+      adapter: see `AttentionBatch`.
     """
     return AttentionBatch(
         positions=positions,
@@ -115,6 +117,7 @@ def attention_batch(
         implementation=config.attention,
         cross_rows=cross_rows,
         slot=slot if config.has_slot_state else None,
+        adapter=adapter,
     )
 
 

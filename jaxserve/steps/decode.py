@@ -154,6 +154,7 @@ class _Rows(NamedTuple):
     page_table: Int32[Array, "rows row_pages"]
     sampling: SlotSampling
     encoded: Int32[Array, " rows"] | None
+    adapter: Int32[Array, " rows"] | None
 
     @property
     def index(self) -> Int32[Array, " rows"]:
@@ -211,7 +212,7 @@ def stage_append(
 
 def _rows_of(slots: SlotState, window: DecodeWindow) -> _Rows:
     start, size = window.start, window.most.shape[0]
-    read = slots.page_table, slots.sampling, slots.encoded
+    read = slots.page_table, slots.sampling, slots.encoded, slots.adapter
     return _Rows(
         window, *jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, size), read)
     )
@@ -278,6 +279,7 @@ def _decode_once(
         max_query_length=1 if block == 1 else None,
         cross_rows=cross_rows,
         slot=window.index,
+        adapter=None if window.adapter is None else jnp.repeat(window.adapter, block),
     )
     if inputs is None:
         tokens = slots.tokens[window.index, newest][:, None]

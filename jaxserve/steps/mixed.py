@@ -77,6 +77,7 @@ def mixed_body(
         plan=attention_plan,
         cross_rows=cross_rows,
         slot=batch.slot,
+        adapter=None if slots.adapter is None else jnp.where(is_padding, -1, slots.adapter[slot]),
     )
     inputs = slots.tokens[slot, positions] if inputs is None else inputs
     ends = batch.query_start + jnp.maximum(batch.query_length, 1) - 1

@@ -42,6 +42,7 @@ class SlotState:
       done: inert: writes to the null page and delivers nothing.
       encoded: tokens of the prompt that the encoder reads, without padding; None for a model
         without an encoder.
+      adapter: adapter of the sequence, -1 for none; None for a model without adapters.
     """
 
     tokens: Int32[Array, "slots max_context"]
@@ -51,6 +52,7 @@ class SlotState:
     page_table: Int32[Array, "slots row_pages"]
     sampling: SlotSampling
     encoded: Int32[Array, " slots"] | None = None
+    adapter: Int32[Array, " slots"] | None = None
 
 
 def empty_slots(config: EngineConfig) -> SlotState:
@@ -68,6 +70,7 @@ def empty_slots(config: EngineConfig) -> SlotState:
         page_table=full(0, jnp.int32, config.max_pages_per_sequence),
         sampling=empty_sampling(num),
         encoded=full(1, jnp.int32) if config.has_encoder else None,
+        adapter=full(-1, jnp.int32) if config.max_adapters else None,
     )
 
 
@@ -94,7 +97,7 @@ class Admitted:
     Attributes:
       index: slots; the number of slots to skip.
       start: where the tokens of each begin in the array, rising; past its end to skip.
-      length, max_length, sampling, encoded: see `SlotState`.
+      length, max_length, sampling, encoded, adapter: see `SlotState`.
     """
 
     index: Int32[Array, " admissions"]
@@ -103,6 +106,7 @@ class Admitted:
     max_length: Int32[Array, " admissions"]
     sampling: SlotSampling
     encoded: Int32[Array, " admissions"] | None
+    adapter: Int32[Array, " admissions"] | None
 
 
 @final
@@ -193,6 +197,7 @@ def admit(slots: SlotState, admitted: Admitted, tokens: Int32[Array, " tokens"])
         done=slots.done.at[admitted.index].set(False, mode="drop"),
         sampling=jax.tree.map(put, slots.sampling, admitted.sampling),
         encoded=jax.tree.map(put, slots.encoded, admitted.encoded),
+        adapter=jax.tree.map(put, slots.adapter, admitted.adapter),
     )
 
 
@@ -292,6 +297,7 @@ def pack_admissions(
     lengths = [len(new.tokens) for new in admissions]
     index, start = full(config.max_slots), full(np.iinfo(np.int32).max)
     length, max_length, encoded = (full(0) for _ in range(3))
+    adapter = full(-1)
     tokens = np.zeros(bucket(max(num_tokens, sum(lengths)), config.admission_buckets), np.int32)
     used = 0
     for i, new in enumerate(admissions):
@@ -299,10 +305,14 @@ def pack_admissions(
         tokens[used : used + lengths[i]] = new.tokens
         used += lengths[i]
         encoded[i] = len(new.request.encoder_prompt)
+        if new.request.adapter is not None:
+            adapter[i] = new.request.adapter.index
         max_length[i] = new.request.end_length(new.max_length, new.sample_index)
     sampling = pack_sampling([(new.request, new.sample_index) for new in admissions], num)
     admitted = Admitted(
-        index, start, length, max_length, sampling, encoded if config.has_encoder else None
+        *(index, start, length, max_length, sampling),
+        encoded if config.has_encoder else None,
+        adapter if config.max_adapters else None,
     )
     return admitted, tokens
 

@@ -67,7 +67,8 @@ class PrefixCacheManager:
 
     def new(self, request: Request) -> SequenceKV:
         """Return the state of a sequence without KV, with the keys of its prompt's pages."""
-        keys = PageKeys(request.encoder_prompt)
+        adapter = b"" if request.adapter is None else request.adapter.identity
+        keys = PageKeys(request.encoder_prompt, adapter)
         if self._keeps:  # so that no step has to compute them
             keys.of(request.prompt_array, self._page_size, self._cache.identity)
         return SequenceKV(PageTable(self._cache.pool, self._page_size), keys=keys)

@@ -59,7 +59,7 @@ def test_a_tiny_layer_is_measured_on_one_and_two_devices(tmp_path, kv_dtype, qua
 
 
 def with_free_launches(profile: LayerProfile) -> LayerProfile:
-    """Return `profile` with empty passes of no time: on a busy machine one may outlast tiny parts."""
+    """Return `profile` with empty passes of no time, which may outlast tiny parts elsewhere."""
     for degree in profile.degrees:
         profile.seconds[curve(LAUNCH, degree)] = {1: 0.0}
     return profile

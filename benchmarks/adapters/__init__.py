@@ -1,0 +1,1 @@
+"""What requests with adapters cost."""

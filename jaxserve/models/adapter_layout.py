@@ -1,0 +1,332 @@
+"""Where the arrays of adapters lie in a model: beside which weights, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from typing import Any, final
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxserve.core.errors import InvalidParamsError
+from jaxserve.models.adapter_source import AdapterSource
+from jaxserve.models.adapters import AdaptedWeight
+from jaxserve.models.config import DecoderConfig
+from jaxserve.models.decoder import LayerLayout
+from jaxserve.models.families import family_of
+from jaxserve.models.linear import WeightAxes
+from jaxserve.models.loading import abstract_model, with_prefix
+from jaxserve.models.source import WeightSource
+from jaxserve.models.weights import Weight
+
+Path = tuple[Any, ...]
+# Arrays of adapters by their path in the model's parameters.
+Arrays = dict[Path, jax.Array]
+# Problems of an adapter that a message names.
+_MAX_PROBLEMS = 5
+
+
+@final
+@dataclass(frozen=True)
+class AdapterValues:
+    """One adapter in the layout of a model.
+
+    Attributes:
+      arrays: by path, without the axis of adapters; zeros where the adapter changes nothing.
+      identity: hash of the arrays.
+    """
+
+    arrays: dict[Path, np.ndarray]
+    identity: bytes
+
+
+@final
+class AdapterLayout:
+    """The weights of a model that adapters may change, and the arrays beside them.
+
+    These are the matrices of the layers, except experts and their router. A weight that is made of
+    several modules of a checkpoint (`q_proj`, `k_proj`, `v_proj`) has `max_rank` for each of them.
+
+    Args:
+      num_adapters: maximum number of adapters at once.
+      max_rank: maximum rank of an adapter.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer_layout: LayerLayout,
+        *,
+        num_adapters: int,
+        max_rank: int,
+    ):
+        family = family_of(config)
+        table = family.weights(config)
+        _, dense = abstract_model(config, layer_layout=layer_layout)
+        targets = (_Target.of(path, v, table, max_rank) for path, v in nnx.to_flat_state(dense))
+        self._prefix = family.prefix
+        self._targets = [target for target in targets if target is not None]
+        self._num_adapters = num_adapters
+        self._max_rank = max_rank
+
+    def adapt(self, model: nnx.Module) -> None:
+        """Put adapters of zeros beside the weights of a model, on its device."""
+        place = jax.tree.leaves(nnx.state(model))[0].sharding
+        for target in self._targets:
+            owner: Any = model
+            for part in target.path[:-1]:
+                owner = owner[part] if isinstance(part, int) else getattr(owner, part)
+            adapted = AdaptedWeight.empty(
+                *(target.dense, target.axes),
+                num_adapters=self._num_adapters,
+                rank=target.rank,
+                base=getattr(owner, target.path[-1]),
+                place=place,
+            )
+            setattr(owner, target.path[-1], adapted)
+
+    def arrays_of(self, params: nnx.State) -> Arrays:
+        """Return the arrays of adapters among the parameters of an adapted model."""
+        flat = dict(nnx.to_flat_state(params))
+        return {path: flat[path].get_value() for target in self._targets for path in target.paths}
+
+    def state(self, arrays: Arrays) -> nnx.State:
+        """Return arrays of adapters as parameters."""
+        return nnx.from_flat_state([(path, nnx.Param(array)) for path, array in arrays.items()])
+
+    def inside(self, params: nnx.State) -> nnx.State:
+        """Return parameters of the model without adapters, with their paths in the adapted one."""
+        adapted = {target.path for target in self._targets}
+
+        def moved(path: Path) -> Path:
+            for end in range(len(path), 0, -1):
+                if path[:end] in adapted:
+                    return (*path[:end], "base", *path[end:])
+            return path
+
+        return nnx.from_flat_state([(moved(path), v) for path, v in nnx.to_flat_state(params)])
+
+    def put(self, arrays: Arrays, index: int, new: Mapping[Path, Any] | None) -> Arrays:
+        """Return the arrays with one adapter replaced; the given ones stay as they are.
+
+        It is compiled once for each shape, for all adapters.
+
+        Args:
+          new: `AdapterValues.arrays`; None for zeros.
+        """
+        if new is None:
+            new = {p: a for target in self._targets for p, a in target.zeros().items()}
+        return {
+            path: _put(arrays[path], np.int32(index), new[path], target.num_stacked)
+            for target in self._targets
+            for path in target.paths
+        }
+
+    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Return the matrices of an adapter that changes all weights, by PEFT's names."""
+        return {
+            name: shape
+            for target in self._targets
+            for layer in target.layers
+            for module in target.modules
+            for name, shape in target.wanted(module, layer, rank)
+        }
+
+    def values(self, source: AdapterSource) -> AdapterValues:
+        """Return an adapter in this layout.
+
+        Raises:
+          InvalidParamsError: matrices are missing, have other shapes, a rank over the maximum or
+            numbers that are not finite, or belong to no weight that adapters may change.
+        """
+        tensors = with_prefix(source, self._prefix)
+        arrays: dict[Path, np.ndarray] = {}
+        used: set[str] = set()
+        problems: list[str] = []
+        for target in self._targets:
+            arrays |= target.read(tensors, source.scale, used, problems)
+        others = sorted(tensors.shapes().keys() - used)
+        problems += [f"{name} belongs to no weight that adapters may change" for name in others]
+        if not used:
+            problems.append("it has no matrix lora_A or lora_B of this model")
+        infinite = [path for path, array in arrays.items() if not np.isfinite(array).all()]
+        problems += [f"{'.'.join(map(str, p))} has NaN or infinite numbers" for p in infinite]
+        if problems:
+            more = len(problems) - _MAX_PROBLEMS
+            raise InvalidParamsError(
+                f"the adapter of {source.where} does not fit this model: "
+                + "; ".join(problems[:_MAX_PROBLEMS])
+                + (f"; and {more} more problems" if more > 0 else "")
+                + f". Pass the adapter of this model, of rank {self._max_rank} at most "
+                "(max_adapter_rank)"
+            )
+        digest = blake2b(digest_size=16)
+        for path in sorted(arrays, key=str):
+            digest.update(np.ascontiguousarray(arrays[path]).tobytes())
+        return AdapterValues(arrays, digest.digest())
+
+
+@final
+@dataclass(frozen=True)
+class _Module:
+    """A matrix of a checkpoint that a weight is made of, and the two that change it."""
+
+    a: Weight
+    b: Weight
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Target:
+    """A weight that adapters may change, of one layer or of all layers stacked."""
+
+    path: Path
+    dense: nnx.Variable  # abstract
+    axes: WeightAxes
+    names: tuple[str, ...]  # of its axes, without those that are stacked
+    modules: tuple[_Module, ...]
+    max_rank: int
+
+    @classmethod
+    def of(
+        cls, path: Path, dense: nnx.Variable, table: Mapping[str, Weight], max_rank: int
+    ) -> _Target | None:
+        """Return the target for a parameter; None where adapters may not change it."""
+        axes: WeightAxes | None = dense.get_metadata().get("weight_axes")
+        if axes is None or path[0] != "blocks" or axes.transposed:
+            return None
+        if axes.num_stacked != (not isinstance(path[1], int)):  # experts
+            return None
+        if dense.get_metadata().get("stays_dense", False):
+            return None
+        weight = table[".".join(part for part in path if not isinstance(part, int))]
+        names = tuple(weight.axes.split())
+        summed, out = names[: axes.num_in], names[axes.num_in :]
+        modules = []
+        for tensor in weight.tensors:
+            factors = tensor.factors(summed)
+            if factors is None:
+                return None
+            a, b = factors
+            modules.append(
+                _Module(
+                    Weight(" ".join([*summed, "rank"]), (a,)), Weight(f"rank {' '.join(out)}", (b,))
+                )
+            )
+        return cls(path, dense, axes, names, tuple(modules), max_rank)
+
+    @property
+    def num_stacked(self) -> int:
+        return self.axes.num_stacked
+
+    @property
+    def rank(self) -> int:
+        """Rank of the arrays: that of all modules together."""
+        return len(self.modules) * self.max_rank
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Paths of the arrays, in the order of `shapes`."""
+        return tuple((*self.path, name) for name in ("a", "b", "scale"))
+
+    @property
+    def layers(self) -> range:
+        """Numbers of the layers that the weight belongs to."""
+        if self.num_stacked:
+            return range(self._shape[0])
+        return range(self.path[1], self.path[1] + 1)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return self.dense.get_value().shape
+
+    def zeros(self) -> dict[Path, np.ndarray]:
+        """Return the arrays of one adapter that changes nothing."""
+        stacked, summed, out = self.axes.split(self._shape)
+        dtype = np.dtype(self.dense.get_value().dtype)
+        shapes = ((*stacked, *summed, self.rank), (*stacked, self.rank, *out), stacked)
+        kinds = (dtype, dtype, np.dtype(np.float32))
+        return {
+            path: np.zeros(shape, kind)
+            for path, shape, kind in zip(self.paths, shapes, kinds, strict=True)
+        }
+
+    def read(
+        self, source: WeightSource, scale: float, used: set[str], problems: list[str]
+    ) -> dict[Path, np.ndarray]:
+        """Return the arrays of one adapter; add the names that it reads, and what is wrong."""
+        arrays = self.zeros()
+        a, b, scales = arrays.values()
+        for index, layer in enumerate(self.layers):
+            own = index if self.num_stacked else ()
+            for place, module in enumerate(self.modules):
+                rank = self._rank_of(module, layer, source, used, problems)
+                if rank:
+                    part = slice(place * self.max_rank, place * self.max_rank + rank)
+                    _fill(a[own][..., part], module.a, source, layer)
+                    _fill(b[own][part], module.b, source, layer)
+                    scales[own] = scale
+        return arrays
+
+    def _rank_of(
+        self,
+        module: _Module,
+        layer: int,
+        source: WeightSource,
+        used: set[str],
+        problems: list[str],
+    ) -> int:
+        """Return the rank of a module's matrices; 0 where it has none, or wrong ones."""
+        found = source.shapes()
+        names = {
+            which: weight.tensors[0].name.format(layer=layer)
+            for which, weight in (("a", module.a), ("b", module.b))
+        }
+        own = {which: name for which, name in names.items() if name in found}
+        used.update(own.values())
+        if not own:
+            return 0
+        if len(own) == 1:
+            (missing,) = names.keys() - own.keys()
+            problems.append(f"{names[missing]} is missing")
+            return 0
+        rank = next(iter(found[names["a"]]), 0)
+        if not 1 <= rank <= self.max_rank:
+            problems.append(f"{names['a']} has rank {rank}, and {self.max_rank} is the maximum")
+            return 0
+        wrong = False
+        for name, shape in self.wanted(module, layer, rank):
+            if found[name] != shape:
+                problems.append(f"{name} has shape {found[name]} instead of {shape}")
+                wrong = True
+        return 0 if wrong else rank
+
+    def wanted(
+        self, module: _Module, layer: int, rank: int
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield names and shapes of a module's two matrices."""
+        _, summed, out = self.axes.split(self._shape)
+        for weight, shape in ((module.a, (*summed, rank)), (module.b, (rank, *out))):
+            yield from weight.needed(shape, layer=layer)
+
+
+def _fill(out: np.ndarray, weight: Weight, source: WeightSource, layer: int) -> None:
+    """Fill a view of an array with what a tensor has."""
+    new = np.zeros(out.shape, out.dtype)
+    weight.read_into(new, source, out.shape, [slice(0, n) for n in out.shape], layer=layer)
+    out[...] = new
+
+
+@partial(jax.jit, static_argnums=3)
+def _put(
+    array: jax.Array,  # [*stacked, adapters, ...]
+    index: np.int32,
+    new: np.ndarray,  # [*stacked, ...]
+    num_stacked: int,
+) -> jax.Array:
+    """Return the array of all adapters with that of one replaced."""
+    return array.at[(*(slice(None),) * num_stacked, index)].set(new)

@@ -1,0 +1,156 @@
+"""The adapters of a runtime: which are loaded, where, and how many requests use each."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from flax import nnx
+
+from jaxserve.core.errors import EngineBusyError, InvalidConfigError, UnknownAdapterError
+from jaxserve.core.request import AdapterSlot
+from jaxserve.models.adapter_layout import AdapterLayout
+from jaxserve.models.adapter_source import AdapterSource
+from jaxserve.runtime.replicas import Replicas
+
+
+@final
+class Adapters:
+    """A thread-safe table of the loaded adapters.
+
+    Args:
+      layout: where adapters lie in the model; None for a runtime without adapters.
+      params: parameters of the adapted model.
+
+    Attributes:
+      generation: how often the arrays have changed.
+    """
+
+    def __init__(
+        self, layout: AdapterLayout | None, params: nnx.State, replicas: Replicas, most: int
+    ):
+        self.generation = 0
+        self._layout = layout
+        self._replicas = replicas
+        self._most = most
+        # Zeros are put once, so that later calls find the function compiled.
+        self._arrays = {} if layout is None else layout.put(layout.arrays_of(params), 0, None)
+        self._changing = threading.Lock()  # held while an adapter is loaded or dropped
+        self._lock = threading.Lock()  # guards the table
+        self._slots: dict[str, AdapterSlot] = {}
+        self._num_requests: Counter[int] = Counter()  # by index
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, in the order in which they were loaded."""
+        with self._lock:
+            return tuple(self._slots)
+
+    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """See `Runtime.adapter_shapes`."""
+        return {} if self._layout is None else self._layout.shapes(rank)
+
+    def load(self, name: str, source: str | Path | Mapping[str, Any], scale: float | None) -> None:
+        """See `Runtime.load_adapter`."""
+        layout = self._layout
+        if layout is None:
+            raise InvalidConfigError(
+                f"adapter {name!r}: this runtime was created without adapters; pass max_adapters "
+                "and max_adapter_rank to Runtime"
+            )
+        if not isinstance(name, str) or not name:
+            raise InvalidConfigError(
+                f"name={name!r} of an adapter is not allowed; pass a text that is not empty"
+            )
+        self._replicas.check_leads()
+        self._replicas.check_may_wait()
+        self._replicas.check_awake()
+        values = layout.values(AdapterSource.of(source, scale))
+        with self._changing:
+            index = self._free_index(name)
+            self._arrays = layout.put(self._arrays, index, values.arrays)
+            self.generation += 1
+            state = layout.state(self._arrays)
+            for replica in self._replicas.all:
+                replica.loop.ask(partial(_install, replica.executor, state))
+            with self._lock:
+                self._slots[name] = AdapterSlot(index, values.identity)
+
+    def drop(self, name: str) -> None:
+        """See `Runtime.drop_adapter`."""
+        self._replicas.check_may_wait()
+        for replica in self._replicas.all:
+            # A request that has ended lets go of its adapter on this thread, a little later.
+            replica.loop.ask(lambda: None)
+        with self._changing, self._lock:
+            slot = self._slot(name)
+            count = self._num_requests[slot.index]
+            if count:
+                raise EngineBusyError(
+                    f"{count} requests with the adapter {name!r} have not ended; drop it when they "
+                    "have, or cancel them first"
+                )
+            del self._slots[name]
+
+    def acquire(self, name: str) -> AdapterSlot:
+        """Return a loaded adapter, which is not dropped before `release`.
+
+        Raises:
+          UnknownAdapterError: no adapter has this name.
+        """
+        with self._lock:
+            slot = self._slot(name)
+            self._num_requests[slot.index] += 1
+            return slot
+
+    def release(self, slot: AdapterSlot) -> None:
+        """Let go of an adapter that `acquire` returned."""
+        with self._lock:
+            self._num_requests[slot.index] -= 1
+
+    def beside(self, params: nnx.State, *, partial: bool) -> nnx.State:
+        """Return new parameters as those of the adapted model, with the present adapters.
+
+        Args:
+          partial: whether `params` has some parameters only; then it gets no adapters.
+        """
+        if self._layout is None:
+            return params
+        inside = self._layout.inside(params)
+        if partial:
+            return inside
+        own = self._layout.state(self._arrays)
+        return nnx.from_flat_state([*nnx.to_flat_state(inside), *nnx.to_flat_state(own)])
+
+    def _slot(self, name: str) -> AdapterSlot:
+        if name not in self._slots:
+            known = ", ".join(map(repr, self._slots)) or "none"
+            raise UnknownAdapterError(
+                f"adapter {name!r} is not loaded; loaded are: {known}. Load it with "
+                "rt.load_adapter, or omit it"
+            )
+        return self._slots[name]
+
+    def _free_index(self, name: str) -> int:
+        with self._lock:
+            if name in self._slots:
+                raise InvalidConfigError(
+                    f"an adapter {name!r} is loaded already; drop it first, or choose another name"
+                )
+            used = {slot.index for slot in self._slots.values()}
+        free = [index for index in range(self._most) if index not in used]
+        if not free:
+            raise InvalidConfigError(
+                f"adapter {name!r}: {self._most} adapters are loaded, as many as max_adapters "
+                "allows; drop one first (rt.drop_adapter)"
+            )
+        return free[0]
+
+
+def _install(executor: Any, state: nnx.State) -> None:
+    """Compute with these adapters from the next step on."""
+    executor.update_params(executor.fitted(state, partial=True))
