@@ -298,9 +298,4 @@ def _pages_by_link(handovers: Sequence[Handover]) -> dict[tuple[int, int], list[
 
 def _page_bytes(group: LinkedExecutor) -> int:
     """Return the bytes of a group's largest cache on one device."""
-
-    def shard_bytes(pool: DevicePages) -> int:
-        leaves = jax.tree.leaves(pool.cache)
-        return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
-
-    return max(map(shard_bytes, group.page_pools))
+    return max(pool.shard_bytes for pool in group.page_pools)

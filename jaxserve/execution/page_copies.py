@@ -73,6 +73,12 @@ class DevicePages:
     def num_pages(self) -> int:
         return self.cache.num_pages
 
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of the cache on one device."""
+        leaves = jax.tree.leaves(self.cache)
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+
     def replace(self, cache: KVCache) -> None:
         """Go on with the result of a function that was given the cache, and may have donated it."""
         self.cache = cache

@@ -23,7 +23,6 @@ from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.weights import check_same, fitted
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
-from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
 from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import Row, StepPlan
@@ -180,7 +179,7 @@ class StagedExecutor:
     @property
     def device(self) -> Any:
         """See `ModelExecutor`; a device of the stage whose pages are the largest."""
-        largest = max(self._stages, key=lambda stage: _shard_bytes(stage.pages.cache))
+        largest = max(self._stages, key=lambda stage: stage.pages.shard_bytes)
         return next(iter(largest.programs.place.whole.device_set))
 
     def reset(self) -> bool:
@@ -397,8 +396,3 @@ class StagedExecutor:
         index = np.full(num_rows, self.config.max_slots, np.int32)
         none = self._stages[-1].no_outputs(num_rows, most, variant)
         self._sample(hidden, index, none, variant, masks)
-
-
-def _shard_bytes(cache: KVCache) -> int:
-    """Return the bytes of a cache on one device."""
-    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(cache))
