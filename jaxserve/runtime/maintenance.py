@@ -105,11 +105,11 @@ class Maintenance:
         if self._quantiser is not None:
             params = self._quantiser.params(params, partial=update.partial)
         with self.placing:
-            before = self._present()
+            before = self._place
             fitted = self._fitted(params, update.partial)
         with self._replicas.paused(update.running):
             # Devices may have moved to another group, or another update or adapter may have come.
-            if self._present() != before:
+            if self._place != before:
                 fitted = self._fitted(params, update.partial)
             weights = update.after(self.weights)
             for replica, part in zip(self._replicas.all, fitted, strict=True):
@@ -118,8 +118,9 @@ class Maintenance:
             self._has_weights = True
         return weights.version
 
-    def _present(self) -> tuple[Any, ...]:
-        """Return what the result of `_fitted` depends on beside its arguments."""
+    @property
+    def _place(self) -> object:
+        """What parameters are placed for; it changes when they would be placed otherwise."""
         return self._origin, self._decode_origin, self.weights, self.adapters.generation
 
     def _fitted(self, params: Any, partial: bool) -> list[Any]:
