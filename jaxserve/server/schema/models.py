@@ -8,7 +8,7 @@ from jaxserve.server.schema.base import Reply
 
 
 class ModelCard(Reply):
-    """The model that is served."""
+    """The model that is served, or an adapter of it."""
 
     id: str
     object: Literal["model"] = "model"
@@ -18,7 +18,7 @@ class ModelCard(Reply):
 
 
 class ModelList(Reply):
-    """All models, of which this server has one."""
+    """The model, and its adapters."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
