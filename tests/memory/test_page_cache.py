@@ -164,7 +164,7 @@ def test_keys_say_everything_up_to_the_end_of_their_page():
 
 
 def test_keys_depend_on_the_adapter():
-    """No key of one adapter is one of another, or one without; a sequence that restarts keeps it."""
+    """No key of one adapter is one of another, or one without; `anew` keeps the adapter."""
     keys = {
         adapter: PageKeys((), adapter).of((1, 2, 3, 4), 2, b"w") for adapter in (b"", b"a", b"b")
     }
