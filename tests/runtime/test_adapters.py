@@ -370,7 +370,7 @@ def test_wrong_calls_change_nothing(rt):
     with pytest.raises(InvalidConfigError, match="name=''"):
         rt.load_adapter("", _arrays("all"), scale=SCALE)
     large = {
-        name: np.concatenate([array] * 2, "lora_B" in name)
+        name: np.concatenate([array] * 2, int("lora_B" in name))
         for name, array in _arrays("all").items()
     }
     with pytest.raises(InvalidParamsError, match="rank 8"):
