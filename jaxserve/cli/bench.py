@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -41,6 +42,7 @@ def bench(
 
         started_s = time.perf_counter()
         processes.join()
+        adapter = service_options.only_adapter
         with service_options.open(model) as service:
             ready_s = time.perf_counter()
             items = random_items(
@@ -53,7 +55,7 @@ def bench(
             begin_s = time.perf_counter()
             done = service.generate(
                 [list(item.prompt_token_ids) for item in items],
-                [item.params() for item in items],
+                [replace(item.params(), adapter=adapter) for item in items],
                 progress=not service_options.quiet,
             )
             wall_s = time.perf_counter() - begin_s

@@ -58,7 +58,7 @@ def chat(
     `jaxserve conversations`. Without either, the conversation is not written to a file.
     """
     with opt.exit_codes():
-        params = sampling.params(max_tokens=max_tokens)
+        params = sampling.params(max_tokens=max_tokens, adapter=service_options.only_adapter)
         if id is not None and journal is None:
             journal = opt.made_journal()
         processes.join()

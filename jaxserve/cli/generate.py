@@ -71,7 +71,9 @@ def generate(
     Ctrl-C writes the finished answers and exits with 130.
     """
     with opt.exit_codes():
-        params = sampling.params(max_tokens=max_tokens, n=n, logprobs=logprobs)
+        params = sampling.params(
+            max_tokens=max_tokens, n=n, logprobs=logprobs, adapter=service_options.only_adapter
+        )
         jobs = _read_jobs(prompt, file, jsonl, params)
         answers = processes.join()
         with (

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from jaxserve.cli import options as opt
+from jaxserve.cli.adapters import adapters_of
 from jaxserve.cli.opening import open_service
 from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
 from jaxserve.core.sampling_params import SamplingParams
@@ -65,6 +66,7 @@ class ServiceOptions:
     quantize_embeddings: opt.QuantizeEmbeddings = None
     speculation: opt.Speculation = None
     deterministic: opt.Deterministic = False
+    adapter: opt.Adapter = None
     host_memory: opt.HostMemory = None
     disk_memory: opt.DiskMemory = None
     disk_folder: opt.DiskFolder = None
@@ -80,6 +82,12 @@ class ServiceOptions:
     roles: opt.Roles = None
     record: opt.Record = None
     quiet: opt.Quiet = False
+
+    @property
+    def only_adapter(self) -> str | None:
+        """Name of the adapter, if there is exactly one."""
+        names = list(adapters_of(self.adapter or ()))
+        return names[0] if len(names) == 1 else None
 
     @property
     def is_fleet(self) -> bool:

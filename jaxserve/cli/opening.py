@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from jaxserve.cli.adapters import adapters_of, room_for
 from jaxserve.core.errors import InvalidConfigError
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ def _open_fleet(
     stages: str | None = None,
     groups: str | None = None,
     data_parallel: int = 1,
+    adapter: Sequence[str] = (),
     **given: Any,
 ) -> Fleet:
     # This process must not start JAX's devices: the replicas need them.
@@ -82,6 +85,11 @@ def _open_fleet(
         raise InvalidConfigError(
             f"{option} cannot be combined with --stages, --groups or --data-parallel; "
             f"pass --tensor-parallel to split each replica, or omit {option}"
+        )
+    if adapter:
+        raise InvalidConfigError(
+            f"{option} cannot be combined with --adapter: replicas on Ray load none; omit one of "
+            "them"
         )
     if jax.distributed.is_initialized():
         raise InvalidConfigError(
@@ -99,6 +107,7 @@ def _open_runtime(
     stages: str | None = None,
     groups: str | None = None,
     data_parallel: int = 1,
+    adapter: Sequence[str] = (),
     **given: Any,
 ) -> Runtime:
     """Return the runtime; a process that follows serves the leader first, then exits."""
@@ -133,9 +142,16 @@ def _open_runtime(
     except ValueError as error:
         raise InvalidConfigError(str(error)) from error
     is_quiet = quiet or jax.process_index() > 0
-    rt = Runtime.from_pretrained(model, progress=not is_quiet, **given)
+    adapters = adapters_of(adapter)
+    rt = Runtime.from_pretrained(model, progress=not is_quiet, **room_for(adapters), **given)
     if not rt.is_leader:
         with rt:
             rt.follow()
         raise typer.Exit
+    try:
+        for name, folder in adapters.items():
+            rt.load_adapter(name, folder)
+    except BaseException:
+        rt.close()
+        raise
     return rt

@@ -122,6 +122,14 @@ Deterministic = Annotated[
         text="Refuse to serve where the bits of an answer could depend on other requests.",
     ),
 ]
+Adapter = Annotated[
+    list[str] | None,
+    _runtime(
+        "--adapter",
+        text="A LoRA adapter as NAME=FOLDER; may be given several times. A server's clients name "
+        "it as the model. Elsewhere, a single one is that of all prompts.",
+    ),
+]
 HostMemory = Annotated[
     str | None,
     _runtime("--host-memory", text="Host memory for KV that leaves the device, e.g. 8GiB, or 0."),

@@ -186,6 +186,11 @@ class Fleet(TrainedFleet):
             return self._tokenizer
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """Empty: replicas of a fleet load no adapters."""
+        return ()
+
+    @property
     def vocab_size(self) -> int:
         """Size of the vocabulary; token ids are below it."""
         return self._started[0].vocab_size

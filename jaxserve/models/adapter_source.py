@@ -104,6 +104,12 @@ class AdapterSource:
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         return cls(arrays, scale, str(folder))
 
+    @property
+    def rank(self) -> int:
+        """The largest rank of its matrices; 0 without any."""
+        shapes = self.shapes().items()
+        return max((shape[0] for name, shape in shapes if ".lora_A." in name), default=0)
+
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """See `WeightSource`."""
         return {name: array.shape for name, array in self._arrays.items()}

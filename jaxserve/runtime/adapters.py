@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxserve.core.errors import EngineBusyError, InvalidConfigError, UnknownAdapterError
 from jaxserve.core.request import AdapterSlot
+from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.adapter_source import AdapterSource
 from jaxserve.runtime.replicas import Replicas
@@ -151,6 +152,6 @@ class Adapters:
         return free[0]
 
 
-def _install(executor: Any, state: nnx.State) -> None:
+def _install(executor: ModelExecutor, state: nnx.State) -> None:
     """Compute with these adapters from the next step on."""
     executor.update_params(executor.fitted(state, partial=True))

@@ -52,6 +52,11 @@ class Service(Protocol):
         ...
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, which `SamplingParams.adapter` may have."""
+        ...
+
+    @property
     def conversations(self) -> Conversations:
         """The stored conversations, to list and delete them; `conversation` opens one."""
         ...

@@ -136,14 +136,22 @@ class Backend:
         if status != "ready":
             raise unavailable(status, _RETRY_S)
 
-    def check_model(self, name: str | None) -> None:
-        """Check that a request names the model that is served, if it names one.
+    def adapter_of(self, name: str | None) -> str | None:
+        """Return the adapter that a request names as its model; None for the model itself.
 
         Raises:
-          RefusedError: it names another.
+          RefusedError: it names neither.
         """
-        if name is not None and name != self.options.model_name:
-            raise unknown_model(name, self.options.model_name)
+        if name is None or name == self.options.model_name:
+            return None
+        if name not in self.adapters:
+            raise unknown_model(name, ", ".join((self.options.model_name, *self.adapters)))
+        return name
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters; empty before the service is ready."""
+        return () if self._service is None else self._service.adapters
 
     # ---- open requests ----
 

@@ -41,6 +41,7 @@ STATUSES: Mapping[type[JaxserveError], Kind] = {
     errors.EmptyPromptError: Kind(400, _INVALID, "empty_prompt"),
     errors.TokenOutOfRangeError: Kind(400, _INVALID, "token_out_of_range"),
     errors.InvalidSamplingParamsError: Kind(400, _INVALID, "invalid_sampling_params"),
+    errors.UnknownAdapterError: Kind(400, _INVALID, "unknown_adapter"),
     errors.InvalidGrammarError: Kind(400, _INVALID, "invalid_grammar"),
     errors.GrammarTooComplexError: Kind(400, _INVALID, "grammar_too_complex"),
     errors.AnswerTooShortError: Kind(400, _INVALID, "answer_too_short"),

@@ -61,6 +61,7 @@ def test_options_are_arguments_of_a_service():
         "stages",
         "groups",
         "data_parallel",
+        "adapter",
     }
     allowed |= inspect.signature(Runtime.from_pretrained).parameters.keys() | {"tensor_parallel"}
     assert _names(ServiceOptions) <= allowed

@@ -163,6 +163,17 @@ def test_keys_say_everything_up_to_the_end_of_their_page():
     assert growing.of((1, 2, 3, 4), 2, b"v") != keys
 
 
+def test_keys_depend_on_the_adapter():
+    """No key of one adapter is one of another, or one without; `anew` keeps the adapter."""
+    keys = {
+        adapter: PageKeys((), adapter).of((1, 2, 3, 4), 2, b"w") for adapter in (b"", b"a", b"b")
+    }
+    assert len({key for own in keys.values() for key in own}) == 6
+    assert PageKeys((), b"a").anew().of((1, 2, 3, 4), 2, b"w") == keys[b"a"]
+    assert PageKeys((), b"a").of((1, 2, 3, 4), 2, b"v")[0] != keys[b"a"][0]
+    assert PageKeys((7,), b"a").of((1, 2), 2, b"w") != PageKeys((7,)).of((1, 2), 2, b"w")
+
+
 def test_costs_are_interpolated_between_powers_of_two():
     """Beyond the last power of two they are extrapolated."""
     cost = RecomputeCost.profiled(lambda context: float(context**2), 8)

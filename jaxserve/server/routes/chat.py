@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast, final
 
 from fastapi import APIRouter
@@ -50,12 +50,12 @@ router = APIRouter()
 )
 async def chat(body: ChatRequest, http: Request, backend: Here) -> Response:
     """Answer a chat."""
-    backend.check_model(body.model)
+    adapter = backend.adapter_of(body.model)
     note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
     tokenizer = need_tokenizer(backend.ready_service())
     tools = Tools(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer)
-    params = params_of.of_chat(body, tools)
-    answer = _Chat(body, params, tools, backend.options.model_name, tokenizer)
+    params = replace(params_of.of_chat(body, tools), adapter=adapter)
+    answer = _Chat(body, params, tools, adapter or backend.options.model_name, tokenizer)
     if body.conversation_id is not None:
         return await _turn(body, body.conversation_id, answer, http, backend)
     exchange = Exchange(backend)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast, final
 
 from fastapi import APIRouter
@@ -41,12 +41,12 @@ router = APIRouter()
 )
 async def complete(body: CompletionRequest, http: Request, backend: Here) -> Response:
     """Continue one or several prompts."""
-    backend.check_model(body.model)
+    adapter = backend.adapter_of(body.model)
     note(notes_here(), user=body.user)
     tokenizer = need_tokenizer(backend.ready_service())
     exchange = Exchange(backend)
-    params = params_of.of_completion(body)
-    answer = _Answer(body, params, exchange, backend.options.model_name, tokenizer)
+    params = replace(params_of.of_completion(body), adapter=adapter)
+    answer = _Answer(body, params, exchange, adapter or backend.options.model_name, tokenizer)
     await unless_gone(http, exchange.start(answer.jobs))
     if body.stream:
         await unless_gone(http, exchange.until_begun())

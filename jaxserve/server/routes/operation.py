@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
 from jaxserve import __version__
-from jaxserve.server.errors import failed, unknown_model
+from jaxserve.server.errors import failed
 from jaxserve.server.events import json_response
 from jaxserve.server.metrics import CONTENT_TYPE
 from jaxserve.server.routes.common import Here, documented
@@ -16,9 +16,9 @@ from jaxserve.server.schema.models import ModelCard, ModelList, StateReply, Vers
 router = APIRouter()
 
 
-def _card(backend: Here) -> ModelCard:
+def _card(backend: Here, name: str) -> ModelCard:
     return ModelCard(
-        id=backend.options.model_name,
+        id=name,
         created=backend.created_s,
         max_model_len=backend.max_model_len,
     )
@@ -26,8 +26,9 @@ def _card(backend: Here) -> ModelCard:
 
 @router.get("/v1/models", response_model=ModelList, responses=documented(401), tags=["models"])
 async def list_models(backend: Here) -> Response:
-    """Return the model that is served, also while it is being loaded."""
-    return json_response(ModelList(data=[_card(backend)]))
+    """Return the model that is served, also while it is being loaded, and its adapters."""
+    names = (backend.options.model_name, *backend.adapters)
+    return json_response(ModelList(data=[_card(backend, name) for name in names]))
 
 
 @router.get(
@@ -37,10 +38,9 @@ async def list_models(backend: Here) -> Response:
     tags=["models"],
 )
 async def retrieve_model(model: str, backend: Here) -> Response:
-    """Return one model."""
-    if model != backend.options.model_name:
-        raise unknown_model(model, backend.options.model_name)
-    return json_response(_card(backend))
+    """Return the model, or one of its adapters."""
+    backend.adapter_of(model)
+    return json_response(_card(backend, model))
 
 
 @router.get("/health", response_model=StateReply, responses=documented(500), tags=["operation"])

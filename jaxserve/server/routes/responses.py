@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, final
 
 from fastapi import APIRouter
@@ -61,14 +61,15 @@ router = APIRouter()
 )
 async def respond(body: ResponseRequest, http: Request, backend: Here) -> Response:
     """Answer a chat, in the form of OpenAI's newer API."""
-    backend.check_model(body.model)
+    adapter = backend.adapter_of(body.model)
     note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
     tokenizer = need_tokenizer(backend.ready_service())
     given = None if body.tools is None else [tool.as_tool() for tool in body.tools]
     choice = body.tool_choice
     choice = choice.as_tool() if isinstance(choice, NamedResponseTool) else choice
     tools = Tools(given, choice, body.parallel_tool_calls, tokenizer)
-    answer = _Answer(body, _params(body, tools), tools, backend.options.model_name, tokenizer)
+    params = replace(_params(body, tools), adapter=adapter)
+    answer = _Answer(body, params, tools, adapter or backend.options.model_name, tokenizer)
     if answer.conversation_id is not None:
         turn = TurnExchange(backend, answer.conversation_id, answer.messages, answer.params, tools)
         if not body.stream:

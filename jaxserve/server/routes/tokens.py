@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, cast
 
 from anyio import to_thread
@@ -46,7 +47,7 @@ router = APIRouter()
 )
 async def tokenize(body: TokenizeRequest, backend: Here) -> Response:
     """Return the token ids of a text or a chat."""
-    backend.check_model(body.model)
+    backend.adapter_of(body.model)
     service = backend.ready_service()
     tokenizer = need_tokenizer(service)
     if (body.prompt is None) == (body.messages is None):
@@ -76,7 +77,7 @@ async def tokenize(body: TokenizeRequest, backend: Here) -> Response:
 )
 async def detokenize(body: DetokenizeRequest, backend: Here) -> Response:
     """Return the text of token ids."""
-    backend.check_model(body.model)
+    backend.adapter_of(body.model)
     service = backend.ready_service()
     tokenizer = need_tokenizer(service)
     bad = [token for token in body.tokens if token >= service.vocab_size]
@@ -96,11 +97,11 @@ async def detokenize(body: DetokenizeRequest, backend: Here) -> Response:
 )
 async def generate(body: GenerateRequest, http: Request, backend: Here) -> Response:
     """Continue token ids with token ids, for instance for the rollouts of a trainer."""
-    backend.check_model(body.model)
+    adapter = backend.adapter_of(body.model)
     exchange = Exchange(backend)
-    params = params_of.of_generate(body)
+    params = replace(params_of.of_generate(body), adapter=adapter)
     job = Job(body.token_ids, params, body.priority or 0)
-    reply_id, model = new_id("gen"), backend.options.model_name
+    reply_id, model = new_id("gen"), adapter or backend.options.model_name
     await unless_gone(http, exchange.start(lambda _: [job]))
     if body.stream:
         await unless_gone(http, exchange.until_begun())

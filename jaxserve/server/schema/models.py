@@ -12,7 +12,7 @@ Status = Literal["loading", "compiling", "ready", "draining", "failed"]
 
 
 class ModelCard(Reply):
-    """The model that is served."""
+    """The model that is served, or an adapter of it."""
 
     id: str
     object: Literal["model"] = "model"
@@ -22,7 +22,7 @@ class ModelCard(Reply):
 
 
 class ModelList(Reply):
-    """All models, of which this server has one."""
+    """The model, and its adapters."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]

@@ -1,0 +1,76 @@
+"""Adapters that clients name as the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from jaxserve import Runtime, SamplingParams
+from tests.server.serving import CHAT, NAME, client, post, runtime, server
+
+ADAPTER = "poems"
+PROMPT = [4, 8, 15, 16, 23, 42]
+EACH: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def rt() -> Iterator[Runtime]:
+    with runtime(max_adapters=2, max_adapter_rank=2, warmup=False) as rt:
+        rng = np.random.default_rng(0)
+        shapes = rt.adapter_shapes(2)
+        arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+        rt.load_adapter(ADAPTER, arrays, scale=0.2)
+        yield rt
+
+
+@pytest.fixture(scope="module")
+def url(rt: Runtime) -> Iterator[str]:
+    with server(rt) as url:
+        yield url
+
+
+def _wanted(rt: Runtime, adapter: str | None) -> list[int]:
+    params = SamplingParams(**EACH, adapter=adapter)
+    return list(rt.generate(PROMPT, params).token_ids)
+
+
+@pytest.mark.parametrize(("model", "adapter"), [(NAME, None), (ADAPTER, ADAPTER), (None, None)])
+def test_tokens_are_those_of_the_named_model(rt: Runtime, url: str, model, adapter):
+    """Of the adapter, or of the weights without one; the answer names what it is of."""
+    body = {"token_ids": PROMPT, "sampling_params": EACH}
+    body |= {} if model is None else {"model": model}
+    answer = post(url, "/inference/v1/generate", body).json()
+    assert answer["choices"][0]["token_ids"] == _wanted(rt, adapter)
+    assert answer["model"] == (adapter or NAME)
+    assert _wanted(rt, None) != _wanted(rt, ADAPTER)
+
+
+@pytest.mark.parametrize("model", [NAME, ADAPTER])
+def test_every_endpoint_takes_an_adapter(url: str, model: str):
+    """Chats, completions and responses, in official clients."""
+    with client(url) as ai:
+        chat = ai.chat.completions.create(model=model, messages=CHAT, max_tokens=2)
+        text = ai.completions.create(model=model, prompt="hi", max_tokens=2)
+        response = ai.responses.create(model=model, input="hi", max_output_tokens=2)
+    assert chat.model == text.model == response.model == model
+    assert post(url, "/tokenize", {"model": model, "prompt": "hi"}).json()["count"] == 2
+
+
+def test_adapters_are_listed_while_they_are_loaded(rt: Runtime, url: str):
+    """One that was dropped is no model of this server any more."""
+    with client(url) as ai:
+        assert [card.id for card in ai.models.list()] == [NAME, ADAPTER]
+        assert ai.models.retrieve(ADAPTER).id == ADAPTER
+        arrays = {
+            "model.layers.0.mlp.down_proj.lora_A": np.zeros((1, 64), np.float32),
+            "model.layers.0.mlp.down_proj.lora_B": np.zeros((32, 1), np.float32),
+        }
+        rt.load_adapter("late", arrays, scale=1.0)
+        assert [card.id for card in ai.models.list()] == [NAME, ADAPTER, "late"]
+        rt.drop_adapter("late")
+        with pytest.raises(openai.NotFoundError, match="this server has 'tiny, poems'"):
+            ai.chat.completions.create(model="late", messages=CHAT)
