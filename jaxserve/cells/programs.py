@@ -122,11 +122,11 @@ class _Tasks:
             return pools, flags, emitted
 
         pools, flags, emitted = lax.fori_loop(0, num_tasks, body, (pools, flags, emitted))
-        read = [
-            _read(pools[self._number[pool]], slots)
-            for pool, slots in zip(self.read_pools, wanted, strict=True)
-        ]
-        return pools, flags, emitted, tuple(read if wanted.shape[1] else ())
+        read = tuple(
+            _read(pools[self._number[pool]], wanted[number])
+            for number, pool in enumerate(self.read_pools if wanted.shape[1] else ())
+        )
+        return pools, flags, emitted, read
 
     def _task(self, params, pools, task: Int32[Array, "width batch"]):
         t = self._type
