@@ -15,6 +15,7 @@ from jaxserve.cells.device_handle import DeviceHandle
 from jaxserve.cells.executor import CellHandle, calls_of
 from jaxserve.cells.flat_graph import FlatGraph
 from jaxserve.cells.layout import (
+    IN_TASK,
     NUM_RESERVED_SLOTS,
     TRASH_SLOT,
     ZERO_SLOT,
@@ -161,7 +162,12 @@ class DeviceCells:
         """
         t = self.layout.types[type]
         rows = self._rows(t, size)
-        rows[:, ::2, : t.num_inputs] = TRASH_SLOT  # equal rows would count as padding
+        # Equal rows would count as padding: slots and small constants take turns.
+        rows[:, ::2, : t.num_inputs] = TRASH_SLOT
+        rows[:, ::2, self.layout.first_word :] = 1
+        for number, words in enumerate(t.words):
+            if words is not None:
+                rows[..., number] = IN_TASK
         places, _, _ = self._places_to_read(t, [])
         begin_s = time.perf_counter()
         self._call(0, t, rows, self._max_fused, places)[0].block_until_ready()

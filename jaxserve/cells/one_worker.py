@@ -196,7 +196,7 @@ class OneWorkerScheduler:
         has_room = queue.num_ready == len(nodes)
         alone = self._alone[nodes] if has_room else self._ahead[nodes] + 1
         num = min(most, int(alone.min()))
-        if num == 1:
+        if num == 1 or len(nodes) < queue.type.min_batch:
             return [nodes]
         ahead = self._ahead[nodes]
         num = min(num, int(ahead.max()) + 1)
