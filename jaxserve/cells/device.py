@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.cells.executor import CellHandle, TaskResults, calls_of
+from jaxserve.cells.device_handle import DeviceHandle
+from jaxserve.cells.executor import CellHandle, calls_of
 from jaxserve.cells.flat_graph import FlatGraph
 from jaxserve.cells.layout import (
+    IN_TASK,
     NUM_RESERVED_SLOTS,
     TRASH_SLOT,
     ZERO_SLOT,
@@ -21,7 +23,7 @@ from jaxserve.cells.layout import (
     TypeLayout,
 )
 from jaxserve.cells.policy import Task
-from jaxserve.cells.programs import COPY_SIZES, ENDED, FINITE, WAS_ENDED, CellPrograms
+from jaxserve.cells.programs import COPY_SIZES, CellPrograms
 from jaxserve.cells.value_table import ValueTable
 from jaxserve.core.config import bucket
 from jaxserve.execution.device_errors import out_of_memory_as
@@ -83,6 +85,8 @@ class DeviceCells:
         self._wanted: dict[int, list[int]] = {}  # node -> values to read when it has run
         self._is_wanted = np.zeros(0, np.bool_)  # of each node, whether it has any
         self._templates: dict[tuple[int, int], np.ndarray] = {}
+        # Slots that a call reads from each pool: on a GPU none, where a gather is another launch.
+        self._num_read = 0 if self._copies else COPY_SIZES[0]
         self._counts = [np.int32(num) for num in range(max_fused + 1)]
 
     @property
@@ -128,7 +132,7 @@ class DeviceCells:
 
     def read(self, worker: int, values: Sequence[int]) -> CellHandle:
         reads = self._read(worker, list(values))
-        return _Handle(worker, (), None, self.layout, (), reads, copies=self._copies)
+        return DeviceHandle(worker, (), None, self.layout, (), reads, copies=self._copies)
 
     def check_integrity(self) -> None:
         self._table.check_integrity()
@@ -158,8 +162,15 @@ class DeviceCells:
         """
         t = self.layout.types[type]
         rows = self._rows(t, size)
+        # Equal rows would count as padding: slots and small constants take turns.
+        rows[:, ::2, : t.num_inputs] = TRASH_SLOT
+        rows[:, ::2, self.layout.first_word :] = 1
+        for number, words in enumerate(t.words):
+            if words is not None:
+                rows[..., number] = IN_TASK
+        places, _, _ = self._places_to_read(t, [])
         begin_s = time.perf_counter()
-        self._call(0, t, rows, self._max_fused)[0].block_until_ready()
+        self._call(0, t, rows, self._max_fused, places)[0].block_until_ready()
         return (time.perf_counter() - begin_s) / self._max_fused
 
     def _rows(self, t: TypeLayout, size: int) -> np.ndarray:
@@ -191,22 +202,59 @@ class DeviceCells:
         nodes = np.concatenate([task.array for task in tasks])
         for node in nodes[self._is_wanted[nodes]].tolist():
             wanted += self._wanted[node]
-        flags, emitted = self._call(worker, t, rows, len(tasks))
-        reads = self._read(worker, wanted) if wanted else []
-        return _Handle(worker, tasks, flags, self.layout, emitted, reads, copies=self._copies)
+        places, values, left = self._places_to_read(t, wanted)
+        flags, emitted, read = self._call(worker, t, rows, len(tasks), places)
+        reads = [(array, some) for array, some in zip(read, values, strict=False) if some]
+        if left:
+            reads += self._read(worker, left)
+        return DeviceHandle(worker, tasks, flags, self.layout, emitted, reads, copies=self._copies)
 
-    def _call(self, worker: int, t: TypeLayout, rows: np.ndarray, num_tasks: int):
+    def _places_to_read(
+        self, t: TypeLayout, values: list[int]
+    ) -> tuple[np.ndarray, list[list[int]], list[int]]:
+        """Return the slots that a call reads, the values in them by pool, and values beyond them.
+
+        Args:
+          values: of nodes in the tasks of the call.
+        """
+        pools = self._programs.read_pools[t.index]
+        places = np.full((len(pools), self._num_read), ZERO_SLOT, np.int32)
+        if not (values and self._num_read):
+            return places, [], values
+        found: list[list[int]] = [[] for _ in pools]
+        left: list[int] = []
+        for value, pool, slot in zip(
+            values, *(some.tolist() for some in self._table.places_of(np.array(values))),
+            strict=True,
+        ):  # fmt: skip
+            number = pools.index(pool)
+            if len(found[number]) == self._num_read:
+                left.append(value)
+                continue
+            places[number, len(found[number])] = slot
+            found[number].append(value)
+        return places, found, left
+
+    def _call(
+        self, worker: int, t: TypeLayout, rows: np.ndarray, num_tasks: int, places: np.ndarray
+    ):
+        """Run tasks of one size; return flags, emitted outputs, and what the slots hold then.
+
+        Args:
+          places: see `_places_to_read`.
+        """
         mine = self._workers[worker]
         numbers = self._programs.pools[t.index]
-        pools, flags, emitted = self._programs.tasks[t.index](
+        pools, flags, emitted, read = self._programs.tasks[t.index](
             mine.params[t.index],
             tuple([mine.pools[number] for number in numbers]),
             rows,
             self._counts[num_tasks],
+            places,
         )
         for number, pool in zip(numbers, pools, strict=True):
             mine.pools[number] = pool
-        return flags, emitted
+        return flags, emitted, read
 
     def _read(self, worker: int, values: list[int]) -> list[tuple[Any, list[int]]]:
         """Start to read values, and return (array, the values of its first rows).
@@ -267,7 +315,8 @@ class DeviceCells:
         )
 
     def _warm_up(self, worker: int, t: TypeLayout, size: int) -> None:
-        self._call(worker, t, self._rows(t, size), 0)
+        places, _, _ = self._places_to_read(t, [])
+        self._call(worker, t, self._rows(t, size), 0, places)
 
     def _warm_up_copies(self, worker: int, pool: int) -> None:
         mine = self._workers[worker]
@@ -283,84 +332,3 @@ def _padded(slots: np.ndarray, filler: int) -> np.ndarray:
     found = np.full(bucket(len(slots), COPY_SIZES), filler, np.int32)
     found[: len(slots)] = slots
     return found
-
-
-@final
-class _Handle:
-    """See `CellHandle`.
-
-    Args:
-      flags: uint8 [max_fused, batch]; None without tasks.
-      emitted: of each emitted output [max_fused, batch, ...].
-      reads: (array, the values of its first rows).
-      copies: whether the host reads copies, which begin now; on a CPU it reads the arrays.
-    """
-
-    def __init__(
-        self,
-        worker: int,
-        tasks: Sequence[Task],
-        flags: Any,
-        layout: Layout,
-        emitted: Sequence[Any],
-        reads: Sequence[tuple[Any, list[int]]],
-        *,
-        copies: bool,
-    ):
-        self.worker = worker
-        self.tasks = tasks
-        self._flags = flags
-        self._layout = layout
-        self._emitted = emitted
-        self._reads = reads
-        self._arrays = [array for array in (flags, *emitted) if array is not None]
-        self._arrays += [array for array, _ in reads]
-        for array in self._arrays if copies else ():
-            array.copy_to_host_async()
-
-    def is_ready(self) -> bool:
-        return self._arrays[-1].is_ready()
-
-    def collect(self) -> TaskResults:
-        values = []
-        for array, some in self._reads:
-            values += zip(some, np.asarray(array), strict=False)
-        if self._flags is None:
-            return TaskResults((), values=values)
-        flags = np.asarray(self._flags)[: len(self.tasks)]
-        bad = np.argwhere(flags & FINITE == 0).tolist()
-        not_finite = [
-            self.tasks[number].nodes[row]
-            for number, row in bad
-            if row < len(self.tasks[number].nodes)
-        ]
-        if not self._layout.types[self.tasks[0].type].is_loop:
-            return TaskResults((frozenset(),) * len(self.tasks), not_finite, values)
-        ended = [
-            frozenset(task.array[row[: len(task.nodes)] & ENDED != 0].tolist())
-            for task, row in zip(self.tasks, flags, strict=True)
-        ]
-        return TaskResults(ended, not_finite, values, self._steps(flags))
-
-    def _steps(self, flags: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """Return the emitted outputs of each loop, of the steps before it had ended."""
-        t = self._layout.types[self.tasks[0].type]
-        nodes = np.concatenate([task.array for task in self.tasks])
-        numbers = np.repeat(np.arange(len(self.tasks)), [len(task.nodes) for task in self.tasks])
-        rows = np.concatenate([np.arange(len(task.nodes)) for task in self.tasks])
-        steps = np.flatnonzero(flags[numbers, rows] & WAS_ENDED == 0)
-        steps = steps[np.argsort(nodes[steps], kind="stable")]
-        if not len(steps):
-            return []
-        nodes, numbers, rows = nodes[steps], numbers[steps], rows[steps]
-        begins = np.flatnonzero(np.diff(nodes, prepend=-1))
-        ranges = list(zip(begins.tolist(), [*begins[1:].tolist(), len(nodes)], strict=True))
-        found = []
-        for name, array in zip(t.cell.emits, map(np.asarray, self._emitted), strict=True):
-            output, emitted = t.cell.output_index[name], array[numbers, rows]
-            values = (nodes[begins] * self._layout.stride + output).tolist()
-            found += [
-                (value, emitted[begin:end])
-                for value, (begin, end) in zip(values, ranges, strict=True)
-            ]
-        return found

@@ -13,8 +13,8 @@ from jaxserve.cells.layout import Layout
 from jaxserve.cells.policy import Task
 from jaxserve.core.config import bucket
 
-# The largest size of a call whose later tasks may be smaller.
-_SMALL_SIZE = 16
+# The largest size of a call whose later tasks may have half of its rows, or any number.
+_MOST_PADDED, _ANY_PADDED = 64, 16
 
 
 @final
@@ -130,9 +130,9 @@ def calls_of(
 ) -> list[tuple[int, Sequence[Task]]]:
     """Return (compiled size, tasks) of each call of an executable that runs tasks in their order.
 
-    A call runs consecutive tasks of one type and size, at most `max_fused`. Smaller tasks count as
-    of the size of the one before them if that is small, since another call costs more than the
-    padding, and tasks of a tree become smaller from level to level.
+    A call runs consecutive tasks of one type and size, at most `max_fused`. A smaller task counts
+    as of the size of the one before it if that is at most 16, or at most 64 and twice its own,
+    since another call costs more than such padding.
     """
     calls: list[tuple[int, list[Task]]] = []
     for task in tasks:
@@ -140,7 +140,8 @@ def calls_of(
         size = bucket(len(task.nodes) + task.num_padding, cell.batch_sizes)
         if calls:
             last_size, last = calls[-1]
-            fits = size == last_size or size < last_size <= _SMALL_SIZE
+            padded = min(_MOST_PADDED, max(_ANY_PADDED, 2 * size))
+            fits = size == last_size or size < last_size <= padded
             if fits and len(last) < max_fused and last[0].type == task.type:
                 last.append(task)
                 continue

@@ -85,7 +85,7 @@ def measure_cells(
 ) -> MeasuredCost:
     """Return the seconds of every compiled size of cells on a device.
 
-    The median of several calls counts. Every row reads the same slot, so the time to gather rows
+    The median of several calls counts. Rows read two slots in turns, so the time to gather rows
     that lie far apart is not part of it.
 
     Args:

@@ -196,7 +196,7 @@ class OneWorkerScheduler:
         has_room = queue.num_ready == len(nodes)
         alone = self._alone[nodes] if has_room else self._ahead[nodes] + 1
         num = min(most, int(alone.min()))
-        if num == 1:
+        if num == 1 or len(nodes) < queue.type.min_batch:
             return [nodes]
         ahead = self._ahead[nodes]
         num = min(num, int(ahead.max()) + 1)
@@ -219,15 +219,16 @@ class OneWorkerScheduler:
             return found
         owners = self._owner[np.concatenate(batches) if len(batches) > 1 else batches[0]]
         np.subtract.at(self._num_left, owners, 1)
+        is_done = self._num_left[owners] == 0
+        if not is_done.any():
+            return found
         places = np.arange(len(owners))
         self._place[owners] = places
-        is_last = (self._num_left[owners] == 0) & (self._place[owners] == places)
-        last = np.flatnonzero(is_last)
-        if len(last):
-            ends = np.cumsum([len(batch) for batch in batches])
-            numbers = np.searchsorted(ends, last, side="right")
-            for number, first in zip(numbers.tolist(), owners[last].tolist(), strict=True):
-                found[number].append(first)
+        last = np.flatnonzero(is_done & (self._place[owners] == places))
+        ends = np.cumsum([len(batch) for batch in batches])
+        numbers = np.searchsorted(ends, last, side="right")
+        for number, first in zip(numbers.tolist(), owners[last].tolist(), strict=True):
+            found[number].append(first)
         return found
 
     def _completed(self, queue: _Queue, task: Task, ended: Collection[int]) -> list[int]:

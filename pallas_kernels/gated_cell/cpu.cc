@@ -4,6 +4,7 @@
 // kPanel columns of the states for at most kRows rows: it multiplies these rows with the panel of
 // each gate, whose sums stay in L2, and computes the new states from them. The weight should fit L2.
 // With many rows, a block of a panel is copied into the order of its use before it is multiplied.
+// Equal rows at the end, with which tasks are padded, are computed once.
 //
 // tiles.h promises that a row's bits are its own; the gates are computed for each number alone.
 
@@ -58,6 +59,9 @@ struct Rows {
   }
 
   bool fits(int64_t batch) const { return num > 0 && count == batch; }
+
+  // Whether rows i and j are the same row of the array, or there are none.
+  bool is_same(int64_t i, int64_t j) const { return num == 0 || index[i] == index[j]; }
 };
 
 struct Problem {
@@ -226,6 +230,15 @@ ffi::Error gated_cell(ffi::ThreadPool pool, Matrix first, Index first_index, Mat
     fits = fits && p.carried[i].fits(p.m) && p.carried[i].width == p.hidden;
   if (!fits) return ffi::Error::InvalidArgument("gated_cell: the operands do not fit");
 
+  // A task is padded with equal rows at its end: one of them is computed, and the others copied.
+  const int64_t batch = p.m;
+  const auto repeats = [&](int64_t r) {
+    for (const Rows& rows : {parts[0], parts[1], p.added, p.carried[0], p.carried[1]})
+      if (!rows.is_same(r - 1, r)) return false;
+    return true;
+  };
+  while (p.m > 1 && repeats(p.m - 1)) --p.m;
+
   static thread_local std::vector<float> x;
   x.resize(p.m * p.k);
   for (int64_t r = 0; r < p.m; ++r) {
@@ -239,6 +252,9 @@ ffi::Error gated_cell(ffi::ThreadPool pool, Matrix first, Index first_index, Mat
   const int64_t threads = 1 + p.m * p.k * p.columns() / kWorthAThread;
   for_each_item(pool, p.strips() * p.row_blocks(), threads,
                 [p](int64_t item, const NextItem&) { step(p, item); });
+  for (float* state : {p.h, p.c})
+    for (int64_t r = p.m; r < batch; ++r)
+      std::copy_n(state + (p.m - 1) * p.hidden, p.hidden, state + r * p.hidden);
   return ffi::Error::Success();
 }
 

@@ -57,6 +57,29 @@ def test_the_kernel_of_cpus(shape, has_added):
         np.testing.assert_array_equal(np.asarray(new)[last:], np.asarray(one))
 
 
+@pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("num_equal", [2, 3, 100])
+@pytest.mark.parametrize("shape", CPU_SHAPES, ids=str)
+def test_equal_rows_at_the_end(shape, num_equal):
+    """The kernel of CPUs computes them once; each has the states that it has alone."""
+    inputs = make_inputs(shape, seed=3)
+    first = max(0, shape.batch - num_equal)
+
+    def repeated(rows: RowsAt) -> RowsAt:
+        index = jnp.arange(rows.shape[0]) if rows.index is None else rows.index
+        return RowsAt(rows.values, index.at[first:].set(index[first]).astype(jnp.int32))
+
+    given = _with_rows(inputs, repeated)
+    wanted = gated_cell(shape.kind, **given, implementation="reference")
+    got = gated_cell(shape.kind, **given, implementation="cpu")
+    for new, right in zip(got, wanted, strict=True):
+        error = np.linalg.norm(np.asarray(new) - np.asarray(right))
+        assert error <= 1e-5 * np.linalg.norm(np.asarray(right))
+    distinct = gated_cell(shape.kind, **inputs, implementation="cpu")
+    for new, one in zip(got, distinct, strict=True):
+        np.testing.assert_array_equal(np.asarray(new)[: first + 1], np.asarray(one)[: first + 1])
+
+
 def _one_row(rows: RowsAt, number: int) -> RowsAt:
     index = jnp.arange(rows.shape[0]) if rows.index is None else rows.index
     return RowsAt(rows.values, index[number : number + 1].astype(jnp.int32))
