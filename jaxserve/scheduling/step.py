@@ -221,7 +221,7 @@ class Step:
     ) -> int:
         assert not self.sequences, "a decode loop is a step of its own"
         awaits = any(s.awaits_token for s in self._queues.running if s.kv.group == self._group)
-        # Half of the sequences with a grammar in a step cost more than half of what all cost.
+        # Two steps with half of the sequences each take longer than one with all of them.
         able = [s for s in self.decoding if not (awaits and s.request.awaits_tokens)]
         decoding = self._with_room_to_decode(able)
         if not decoding:
