@@ -41,8 +41,11 @@ class EngineConfig:
       max_step_tokens: maximum number of tokens of a mixed step (prefill chunks and decode rows).
       max_decode_iterations: maximum number of iterations of an on-device decode loop.
       token_buckets: compiled sizes of a mixed step; empty for default sizes.
+      masked_token_buckets: sizes of a mixed step of rows with grammars, beside `token_buckets`.
+        Such rows take no part in decode loops.
       slot_buckets: compiled sizes of the decode window; empty for default sizes.
       head_buckets: compiled sizes of the sampling head of a mixed step; empty for default sizes.
+      masked_head_buckets: sizes of the head of such a step, beside `head_buckets`.
       num_proposed: most tokens that a decode loop proposes for each row in an iteration; 0 for a
         runtime that does not speculate.
       attention: implementation of paged attention, or several separated by commas; None for the
@@ -65,8 +68,10 @@ class EngineConfig:
     max_decode_iterations: int = 8
     num_proposed: int = 0
     token_buckets: tuple[int, ...] = ()
+    masked_token_buckets: tuple[int, ...] = ()
     slot_buckets: tuple[int, ...] = ()
     head_buckets: tuple[int, ...] = ()
+    masked_head_buckets: tuple[int, ...] = ()
     attention: str | None = None
     num_host_pages: int = 0
     kv_dtype: str | None = None
@@ -118,6 +123,13 @@ class EngineConfig:
                 raise InvalidConfigError(
                     f"{name}={sizes} is not allowed; pass increasing sizes that end with {top}"
                 )
+
+    def body_buckets(self, *, has_masks: bool) -> tuple[int, ...]:
+        """Return the compiled sizes of a mixed step, with or without rows that have a mask."""
+        if not has_masks:
+            return self.token_buckets
+        more = (size for size in self.masked_token_buckets if size < self.max_step_tokens)
+        return tuple(sorted({*self.token_buckets, *more}))
 
     @property
     def max_pages_per_sequence(self) -> int:

@@ -179,7 +179,8 @@ class Recorder:
             kind = "decode loop"
             padding = plan.num_iterations * (plan.window_size - len(plan.rows))
         else:
-            encoded, buckets = plan.num_encoded, self._config.token_buckets
+            encoded = plan.num_encoded
+            buckets = self._config.body_buckets(has_masks=plan.masks is not None)
             batches = (encoded, plan.num_tokens - encoded)
             padding = sum(bucket(size, buckets) - size for size in batches if size)
         self._in_flight[plan.index] = StepRecord(

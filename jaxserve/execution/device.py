@@ -294,14 +294,14 @@ class DeviceExecutor:
                 return DeviceHandle(plan, needs, encoded, (), np.empty(0, np.int32))
         order = [i for i in sampling_first(plan.rows) if not plan.rows[i].encodes]
         rows = [plan.rows[i] for i in order]
-        batch, starts = pack_rows(self.config, rows)
+        batch, starts = pack_rows(self.config, rows, has_masks=not (plan.masks is None or late))
         incoming = self._pages.incoming(late, self.config.num_incoming_pages) if late else None
         hidden, row_hidden, tapped = self._body(batch, incoming)
         prompt_parts = self._prompt_parts(plan, order, starts, batch, hidden)
         num_sampling = sum(row.samples for row in rows)
         if num_sampling == 0:
             return DeviceHandle(plan, needs, row_hidden, (), np.empty(0, np.int32), prompt_parts)
-        index = sampling_slots(self.config, rows, needs.variant)
+        index = sampling_slots(self.config, rows, needs.variant, has_masks=plan.masks is not None)
         # The device computes the body while the masks are still being computed.
         masks = pack_masks(plan, order[:num_sampling], len(index))
         self._slots.state, outputs = self._programs.mixed_head(

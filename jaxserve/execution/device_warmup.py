@@ -13,7 +13,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.state_moves import StateMoves
-from jaxserve.steps.packing import loop_sizes, no_masks, pack_rows, pack_window
+from jaxserve.steps.packing import head_sizes, loop_sizes, no_masks, pack_rows, pack_window
 from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import Variant
@@ -94,11 +94,13 @@ class DeviceWarmup:
         yield from map(self._scores, tokens)
         if self._takes_masks:
             yield from self._edits_for_grammars
+            sizes = config.body_buckets(has_masks=True)
+            yield from (self._body(size) for size in sizes if size not in tokens)
             yield from self._masked_heads()
 
     def _masked_heads(self) -> Iterator[_Step]:
         for variant in (Variant.RANDOM, Variant.FULL):
-            for num_rows in variant.sizes(self._config.head_buckets):
+            for num_rows in head_sizes(self._config, variant, has_masks=True):
                 name = f"{variant.name.lower()} sampling with masks, {num_rows} rows"
                 yield name, partial(self._head, variant, num_rows, masked=True)
 

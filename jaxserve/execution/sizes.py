@@ -29,8 +29,9 @@ class PlatformDefaults:
     Attributes:
       dtype: dtype of parameters, activations and, without `kv_dtype`, KV. XLA computes bfloat16
         slower than float32 on CPUs.
-      has_fine_windows: whether decode windows come in `fine_slot_buckets`. On a CPU an empty row
-        costs as much as a full one from about 16 rows on; a GPU is bound by reading the weights.
+      has_fine_windows: whether decode windows come in `fine_slot_buckets`, and steps of rows with
+        grammars in more sizes. On a CPU an empty row costs as much as a full one from
+        about 16 rows on; a GPU is bound by reading the weights.
       restore: see `RuntimeOptions`.
     """
 
@@ -42,6 +43,9 @@ class PlatformDefaults:
     restore: str
 
 
+# Tokens and rows of steps with grammars, beside the usual sizes: 64, 128, ... tokens; 4, 32 rows.
+_MASKED_BODIES = (8, 16, 24, 32, 48, 96)
+_MASKED_HEADS = (8, 16)
 _CPU = PlatformDefaults(
     dtype="float32",
     max_slots=32,
@@ -83,6 +87,8 @@ def engine_config(
         max_step_tokens=max_step_tokens,
         max_decode_iterations=options.max_decode_iterations or defaults.max_decode_iterations,
         num_proposed=options.num_speculative_tokens if options.speculation else 0,
+        masked_token_buckets=_MASKED_BODIES if defaults.has_fine_windows else (),
+        masked_head_buckets=_MASKED_HEADS if defaults.has_fine_windows else (),
         slot_buckets=fine_slot_buckets(max_slots) if defaults.has_fine_windows else (),
         attention=options.attention,
         num_host_pages=num_host_pages,

@@ -247,15 +247,15 @@ class StepBuilder(Protocol):
 
         Runs as many iterations as fit in memory, at most `max_iterations` and never past the
         first sequence's length limit. Where a sequence awaits its tokens, it is a mixed step of
-        one iteration, as `add_decoding` makes it; while such a token is in flight, it has one
-        iteration, so that the sequence does not wait long.
+        one iteration, as `add_decoding` makes it. While such a token is in flight, it leaves out
+        the sequences of this kind, which go on together, and soon: it has one iteration.
 
         Args:
           compacts: bring the live slots together first, so that fewer rows are computed.
           min_rows: rows to compute at least, with or without sequences.
 
         Returns:
-          The loop's iterations; 0 where no sequence decodes.
+          The loop's iterations; 0 where no sequence may decode.
         """
         ...
 

@@ -209,7 +209,7 @@ class Step:
         return any(start < sequence.request.num_encoded for sequence, (start, _) in pairs)
 
     def add_decoding(self) -> None:
-        decoding = self._with_room_to_decode()
+        decoding = self._with_room_to_decode([*self.decoding])
         spare = self.num_tokens_left - len(decoding)
         for sequence in decoding:
             count = min(sequence.num_uncomputed, 1 + max(0, spare))
@@ -220,14 +220,16 @@ class Step:
         self, max_iterations: int, *, compacts: bool = True, min_rows: int = 0
     ) -> int:
         assert not self.sequences, "a decode loop is a step of its own"
-        decoding = self._with_room_to_decode()
+        awaits = any(s.awaits_token for s in self._queues.running if s.kv.group == self._group)
+        # Two steps with half of the sequences each take longer than one with all of them.
+        able = [s for s in self.decoding if not (awaits and s.request.awaits_tokens)]
+        decoding = self._with_room_to_decode(able)
         if not decoding:
             return 0
         if any(sequence.request.awaits_tokens for sequence in decoding):
             self.add_decoding()
             return 1
-        if any(s.awaits_token for s in self._queues.running if s.kv.group == self._group):
-            max_iterations = 1
+        max_iterations = 1 if awaits else max_iterations
         left = [sequence.num_outputs_left for sequence in decoding]
         if not self._extends:
             left = [min(n, s.kv.num_reserved_left) for n, s in zip(left, decoding, strict=True)]
@@ -239,8 +241,7 @@ class Step:
             count, block = max(1, count // 2), block if count > 1 else 1
         self._num_proposed = block - 1
         self._compacts, self._min_rows = compacts, min_rows
-        self._num_iterations = count
-        self._is_decode_loop = True
+        self._num_iterations, self._is_decode_loop = count, True
         for sequence, num in zip(decoding, left, strict=True):
             self.add_row(sequence, min(count * block, num))
         return count
@@ -355,9 +356,8 @@ class Step:
 
     # ---- memory ----
 
-    def _with_room_to_decode(self) -> list[Sequence]:
+    def _with_room_to_decode(self, decoding: list[Sequence]) -> list[Sequence]:
         """Preempt until the decoding sequences that stay have pages for their next tokens."""
-        decoding = [*self.decoding]
         if not self._extends:
             for sequence in decoding:
                 if self._has_outgrown(sequence):

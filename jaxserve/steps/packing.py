@@ -24,16 +24,25 @@ def sampling_first(rows: Sequence[Row]) -> list[int]:
 
 
 def pack_rows(
-    config: EngineConfig, rows: Sequence[Row], num_tokens: int | None = None
+    config: EngineConfig,
+    rows: Sequence[Row],
+    num_tokens: int | None = None,
+    *,
+    has_masks: bool = False,
 ) -> tuple[MixedBatch, list[int]]:
     """Return the batch of these rows (NumPy arrays), and where in it each row's tokens begin.
 
     Args:
       num_tokens: size of the batch; by default the smallest compiled one that holds the rows.
+      has_masks: whether some rows have a mask, so that there are more compiled sizes. A step that
+        scores prompts has the sizes of steps without masks.
     """
     num_slots = config.max_slots
-    size = num_tokens or bucket(max(1, sum(row.num_tokens for row in rows)), config.token_buckets)
-    token_row = np.full(size, num_slots, np.int32)
+    if num_tokens is None:
+        has_masks = has_masks and not any(row.wants_prompt_logprobs for row in rows)
+        num_needed = max(1, sum(row.num_tokens for row in rows))
+        num_tokens = bucket(num_needed, config.body_buckets(has_masks=has_masks))
+    token_row = np.full(num_tokens, num_slots, np.int32)
     slot, start, query_start, length = np.zeros((4, num_slots), np.int32)
     samples = np.zeros(num_slots, np.bool_)
     used = 0
@@ -49,15 +58,26 @@ def pack_rows(
     return batch, starts
 
 
+def head_sizes(
+    config: EngineConfig, variant: Variant, *, has_masks: bool = False
+) -> tuple[int, ...]:
+    """Return the numbers of rows that a mixed step's head is compiled for."""
+    sizes = variant.sizes(config.head_buckets)
+    if not has_masks or variant is not Variant.RANDOM:
+        return sizes
+    more = (size for size in config.masked_head_buckets if size < config.max_slots)
+    return tuple(sorted({*sizes, *more}))
+
+
 def sampling_slots(
-    config: EngineConfig, rows: Sequence[Row], variant: Variant
+    config: EngineConfig, rows: Sequence[Row], variant: Variant, *, has_masks: bool = False
 ) -> Int32[np.ndarray, " rows"]:
     """Return the slots of the rows that sample, padded to a compiled size of the head.
 
     Rows that sample come first, in this order; `max_slots` is the padding.
     """
     slots = [row.slot for row in rows if row.samples]
-    size = bucket(len(slots), variant.sizes(config.head_buckets))
+    size = bucket(len(slots), head_sizes(config, variant, has_masks=has_masks))
     index = np.full(size, config.max_slots, np.int32)
     index[: len(slots)] = slots
     return index

@@ -56,6 +56,25 @@ def test_others_run_ahead_of_a_request_that_awaits_its_tokens():
     assert not any(is_loop and awaiting.key in keys for is_loop, keys in kinds)
 
 
+@pytest.mark.parametrize("name", ["vllm_like", "orca", "auto", "exegpt_rra"])
+def test_requests_that_await_their_tokens_go_on_together(name):
+    """One that comes later joins the others, instead of taking turns with them."""
+    config = EngineConfig(num_pages=50, page_size=4, max_slots=4, max_context=60)
+    clock = VirtualClock()
+    executor = RecordingExecutor(SimulatedExecutor(config, clock))
+    engine = Engine(executor, PRESETS[name], clock)
+    sequences = []
+    for i in range(4):
+        sequences += engine.add(_request(f"{i}", regex="a"))
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    assert all(len(sequence.output) == 20 for sequence in sequences)
+    decoding = [plan for plan in executor.plans if all(r.start >= 3 for r in plan.rows)]
+    num_rows = [len(plan.rows) for plan in decoding]
+    assert sum(num_rows) >= 4 * 15 and num_rows.count(4) >= 15, num_rows
+
+
 def _request(name: str, **params: str) -> Request:
     return Request(
         id=name,

@@ -12,7 +12,9 @@ from jaxserve.core.config import EngineConfig, fine_slot_buckets
 from jaxserve.scheduling.plan import Row
 from jaxserve.steps.packing import (
     decode_window,
+    head_sizes,
     loop_sizes,
+    pack_rows,
     pack_window,
     sampling_slots,
 )
@@ -65,3 +67,37 @@ def test_rows_that_sample_come_in_a_compiled_size(variant):
         assert len(index) == min(each for each in sizes if each >= count)
         assert index[:count].tolist() == [31 - i for i in range(count)]
         assert (index[count:] == config.max_slots).all()
+
+
+def test_heads_with_masks_have_more_sizes():
+    """Only those that draw, or choose among few tokens, without returning log-probabilities."""
+    config = replace(_config(32), masked_head_buckets=(8, 16, 64))
+    rows = [Row(i, i, 0, 1, max_new_tokens=1) for i in range(7)]
+    assert head_sizes(config, Variant.RANDOM) == (4, 32)
+    assert head_sizes(config, Variant.RANDOM, has_masks=True) == (4, 8, 16, 32)
+    assert head_sizes(config, Variant.FULL, has_masks=True) == (4, 32)
+    assert len(sampling_slots(config, rows, Variant.RANDOM)) == 32
+    index = sampling_slots(config, rows, Variant.RANDOM, has_masks=True)
+    assert index.tolist() == [*range(7), config.max_slots]
+
+
+def test_rows_with_masks_fill_smaller_steps():
+    """Sizes of their own are for steps that neither lack masks nor score prompts."""
+    config = replace(_config(32), masked_token_buckets=(8, 24, 96, 1024))
+    rows = [Row(i, i, 0, 1, max_new_tokens=1) for i in range(20)]
+    forced = replace(rows[0], num_tokens=60)
+    scored = replace(rows[0], wants_prompt_logprobs=True)
+
+    def size(rows: list[Row], *, has_masks: bool) -> int:
+        batch, starts = pack_rows(config, rows, has_masks=has_masks)
+        ends = np.cumsum([row.num_tokens for row in rows])
+        assert starts == [0, *ends[:-1]] and (batch.token_row < config.max_slots).sum() == ends[-1]
+        return len(batch.token_row)
+
+    assert config.body_buckets(has_masks=True) == (8, 24, 64, 96, 128, 256, 512)
+    assert size(rows, has_masks=False) == 64
+    assert size(rows, has_masks=True) == 24
+    assert size(rows[:3], has_masks=True) == 8
+    assert size([forced, *rows], has_masks=True) == 96
+    assert size([forced, *rows], has_masks=False) == 128
+    assert size([scored, *rows], has_masks=True) == 64
