@@ -215,7 +215,7 @@ class _Trainer:
         self._rt.resume()
 
     def stale(self) -> None:
-        self._take(self._set(1), max_staleness=2)
+        self._take(self._set(1), max_staleness=5)
 
     def refused(self) -> None:
         leaves, structure = jax.tree.flatten(self._set(1))
@@ -232,7 +232,8 @@ class _Trainer:
 
     def _take(self, params: Any, **settings: Any) -> None:
         wanted = self._rt.weights_version + 1
-        found = self._rt.update_params(params, **({"running": "keep"} | settings))
+        settings = {"running": "keep"} | settings
+        found = self._rt.update_params(params, **settings)
         if not found == wanted == self._rt.weights_version:
             self._load.problems.append(f"the update to version {wanted} returned {found}")
 

@@ -24,11 +24,11 @@ def split_replicas(tree: Any) -> list[Any]:
     """Return a pytree of arrays for each replica of `tree`'s mesh; they share its buffers.
 
     The result is `[tree]` when the mesh has no `data` axis of at least 2, when an array is split
-    over `data`, since there are then no whole replicas of it, and for arrays of NumPy.
+    over `data`, since there are then no whole replicas of it, and without arrays, or with NumPy's.
     """
     leaves, structure = jax.tree.flatten(tree)
     shardings = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves]
-    if not all(_is_replicated(sharding) for sharding in shardings):
+    if not leaves or not all(map(_is_replicated, shardings)):
         return [tree]
     first: Any = shardings[0]
     return [

@@ -55,17 +55,15 @@ def _answers(rt: Runtime, version: int) -> list[tuple[int, ...]]:
 
 @final
 class _Faulty(ExecutorWrapper):
-    """Raises `error` once: in `fitted`, when it has other parameters, or at their fingerprint."""
+    """Raises an error once: in `fitted`, when it has other parameters, or at their fingerprint."""
 
     def __init__(self, inner: Any):
         super().__init__(SlowExecutor(inner, 0.01))
-        self.fails_at = ""
-        self.error: BaseException = OSError("the disk tier failed")
+        self.errors: dict[str, BaseException] = {}
 
     def _fail(self, at: str) -> None:
-        if self.fails_at == at:
-            self.fails_at = ""
-            raise self.error
+        if at in self.errors:
+            raise self.errors.pop(at)
 
     def fitted(self, params: Any, *, partial: bool = False) -> Any:
         self._fail("fitted")
@@ -90,7 +88,7 @@ class _Faulty(ExecutorWrapper):
     [
         ("fingerprint", OSError("the disk tier failed")),
         ("update_params", RuntimeError("a device failed")),
-        ("update_params", KeyboardInterrupt()),
+        ("update_params", KeyboardInterrupt("Ctrl-C")),
     ],
     ids=["disk", "device", "interrupt"],
 )
@@ -105,10 +103,10 @@ def test_an_update_that_fails_in_its_middle_is_undone(answers, tmp_path, num_rep
     with Runtime(tiny_llama(0), mesh=mesh, wrap_executor=executors, **OPTIONS | disk) as rt:
         assert _answers(rt, 0) == answers[0]
         running = [rt.submit(prompt, EACH) for prompt in PROMPTS]
-        executors.executors[-1].fails_at, executors.executors[-1].error = at, error
+        executors.executors[-1].errors[at] = error
         with pytest.raises(type(error), match=str(error)):
             rt.update_params(_params(1), running="keep")
-        assert executors.executors[-1].fails_at == ""
+        assert not executors.executors[-1].errors
         assert [one.result(60).token_ids for one in running] == answers[0]
         assert {v for one in running for v in one.result().weights_versions} == {0}
         assert _answers(rt, 0) == answers[0]
@@ -122,8 +120,7 @@ def test_devices_without_room_for_new_weights_serve_the_old_ones(answers):
     executors = WrapAll(_Faulty)
     with Runtime(tiny_llama(0), wrap_executor=executors, **OPTIONS) as rt:
         (executor,) = executors.executors
-        executor.fails_at = "fitted"
-        executor.error = RuntimeError("RESOURCE_EXHAUSTED: out of memory allocating 9 bytes")
+        executor.errors["fitted"] = RuntimeError("RESOURCE_EXHAUSTED: no room for 9 bytes")
         with pytest.raises(DeviceMemoryError, match="go on serving.*smaller kv_memory"):
             rt.update_params(_params(1))
         assert _answers(rt, 0) == answers[0]
