@@ -112,18 +112,22 @@ class Exchange:
                 f"{options.max_samples} in one request; lower n, or send fewer prompts",
                 "n",
             )
-        policy = get_policy(self._service.options.policy)
-        if any(job.priority for job in self.jobs) and not policy.order.heeds_priority:
-            raise invalid(
-                f"the policy of this server, {policy.name}, does not order requests by priority; "
-                "leave priority out",
-                "priority",
-            )
+        if any(job.priority for job in self.jobs):
+            self._check_has_priorities()
         most = options.max_prompt_tokens
         longest = max(len(job.prompt) for job in self.jobs)
         if most is not None and longest > most:
             raise PromptTooLongError(
                 f"the prompt has {longest} tokens, and this server allows {most}; shorten it"
+            )
+
+    def _check_has_priorities(self) -> None:
+        policy = get_policy(self._service.options.policy)
+        if not policy.order.heeds_priority:
+            raise invalid(
+                f"the policy of this server, {policy.name}, does not order requests by priority; "
+                "leave priority out",
+                "priority",
             )
 
     def _submit(self) -> None:

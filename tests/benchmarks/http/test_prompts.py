@@ -13,7 +13,7 @@ def test_no_prompt_comes_twice():
     prompts = DistinctPrompts(items)
     found = [prompts.of(items) for _ in range(100)]
     begins = [one.prompt_token_ids[:4] for turn in found for one in turn]
-    assert len(set(begins)) == 500 and known.issuperset(*begins)
+    assert len(set(begins)) == 500 and known.issuperset(token for one in begins for token in one)
     for turn in found:
         for one, item in zip(turn, items, strict=True):
             assert one.prompt_token_ids[4:] == item.prompt_token_ids[4:]
