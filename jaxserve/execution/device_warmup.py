@@ -94,7 +94,7 @@ class DeviceWarmup:
         yield from map(self._scores, tokens)
         if self._takes_masks:
             yield from self._edits_for_grammars
-            sizes = config.body_buckets(has_masks=True)
+            sizes = self._config.body_buckets(has_masks=True)
             yield from (self._body(size) for size in sizes if size not in tokens)
             yield from self._masked_heads()
 
