@@ -13,10 +13,10 @@
 #include "functions.h"
 #include "vectors.h"
 
-constexpr int kBlock = 64;                      // keys per step of the online softmax
-constexpr int kChunk = kWide == 16 ? 4 : 2;     // vectors of head_dim that `accumulate` holds
-constexpr int kAbreast = kWide == 16 ? 4 : 2;   // keys that `score` multiplies together
-constexpr int64_t kLine = 64;                   // bytes of a cache line
+constexpr int kBlock = 64;                     // keys per step of the online softmax
+constexpr int kChunk = kWide == 16 ? 4 : 2;    // vectors of head_dim that `accumulate` holds
+constexpr int kAbreast = kWide == 16 ? 4 : 2;  // keys that `score` multiplies together
+constexpr int64_t kLine = 64;                  // bytes of a cache line
 
 // Vectors of `length` numbers; number i is vector at[i] of those that begin at `first`.
 template <typename T>
@@ -32,7 +32,8 @@ struct Vectors {
   void prefetch(int begin, int end) const {
     for (int i = begin; i < end; ++i) {
       const char* line = reinterpret_cast<const char*>((*this)[i]);
-      for (int64_t b = 0; b < length * int64_t{sizeof(T)}; b += kLine) __builtin_prefetch(line + b, 0, 2);
+      for (int64_t b = 0; b < length * int64_t{sizeof(T)}; b += kLine)
+        __builtin_prefetch(line + b, 0, 2);
     }
   }
 };
@@ -47,7 +48,7 @@ inline void by_fours(int count, F&& f) {
   if (count - i == 1) f(i, std::integral_constant<int, 1>());
 }
 
-// Prefetches the line at x + d into L2, once. L1 has fewer misses under way, too few for memory.
+// Prefetches the line at x + d, once. It goes to L2, since too few misses can be under way to L1.
 template <int W, typename T>
 inline void prefetch_part(const T* x, int64_t d) {
   if (W * int64_t{sizeof(T)} >= kLine || d * int64_t{sizeof(T)} % kLine == 0)
@@ -89,7 +90,7 @@ void score(const float* q, Vectors<T> k, Vectors<T> ahead, float* logits) {
   for (int m = 0; m < R; ++m) store(logits + m * kBlock, sums<W, groups, kAbreast>(partial[m]));
 }
 
-// out[d][i] = k[i][d] for W keys; rows of `out` are 2 W long. Prefetches as many vectors of `ahead`.
+// out[d][i] = k[i][d] for W keys; rows of `out` are 2 W long. Prefetches W vectors of `ahead`.
 template <int W, typename T>
 void transpose(Vectors<T> k, Vectors<T> ahead, float* out) {
   for (int64_t d = 0; d < k.length; d += W) {
@@ -140,7 +141,8 @@ void score_transposed(const float* q, const float* keys, int64_t dim, float* log
   }
 }
 
-// out[m] = kept[m] * out[m] + sum over s of weights[m][s] * v[s], for R queries and C vectors from d.
+// out[m] = kept[m] * out[m] + sum over s of weights[m][s] * v[s], for R queries and C vectors
+// from d.
 // Prefetches the same part of vectors of `ahead`, if any.
 template <int W, int R, int C, typename T>
 void accumulate(const float* weights, Vectors<T> v, Vectors<T> ahead, int begin, int end,

@@ -398,10 +398,12 @@ ffi::Error paged_attention(ffi::ThreadPool pool, Tokens q, ffi::AnyBuffer k, ffi
   int64_t cost = 0;
   for (const Item& item : shared->items) cost += item.cost;
   const int64_t count = shared->items.size();
-  for_each_item(pool, count, 1 + cost / kWorthAThread, [shared, count](int64_t i, const NextItem& next) {
+  const auto body = [shared, count](int64_t i, const NextItem& next) {
     const int64_t after = next;
-    shared->attend(shared->problem, shared->items[i], after < count ? &shared->items[after] : nullptr);
-  });
+    const Item* items = shared->items.data();
+    shared->attend(shared->problem, items[i], after < count ? items + after : nullptr);
+  };
+  for_each_item(pool, count, 1 + cost / kWorthAThread, body);
   return ffi::Error::Success();
 }
 
