@@ -337,8 +337,7 @@ def _compile_tasks(mesh: Mesh, problems: list[str]) -> dict[str, float]:
     pools = tuple(like(4000, *spec.shape, dtype=spec.dtype) for spec in specs)
     with jax.set_mesh(mesh):
         task: Any = programs.tasks[t.index]
-        wanted = like(len(programs.read_pools[t.index]), 0)
-        compiled = task.lower(params, pools, like(5, 64, layout.width), like(), wanted).compile()
+        compiled = task.lower(params, pools, like(5, 64, layout.width), like()).compile()
     problems += _memory_problems("a task of lstm", compiled, _num_bytes(pools))
     text = compiled.as_text()
     problems += [

@@ -85,8 +85,6 @@ class DeviceCells:
         self._wanted: dict[int, list[int]] = {}  # node -> values to read when it has run
         self._is_wanted = np.zeros(0, np.bool_)  # of each node, whether it has any
         self._templates: dict[tuple[int, int], np.ndarray] = {}
-        # Slots that a call reads from each pool: on a GPU none, where a gather is another launch.
-        self._num_read = 0 if self._copies else COPY_SIZES[0]
         self._counts = [np.int32(num) for num in range(max_fused + 1)]
 
     @property
@@ -168,9 +166,8 @@ class DeviceCells:
         for number, words in enumerate(t.words):
             if words is not None:
                 rows[..., number] = IN_TASK
-        places, _, _ = self._places_to_read(t, [])
         begin_s = time.perf_counter()
-        self._call(0, t, rows, self._max_fused, places)[0].block_until_ready()
+        self._call(0, t, rows, self._max_fused)[0].block_until_ready()
         return (time.perf_counter() - begin_s) / self._max_fused
 
     def _rows(self, t: TypeLayout, size: int) -> np.ndarray:
@@ -202,59 +199,22 @@ class DeviceCells:
         nodes = np.concatenate([task.array for task in tasks])
         for node in nodes[self._is_wanted[nodes]].tolist():
             wanted += self._wanted[node]
-        places, values, left = self._places_to_read(t, wanted)
-        flags, emitted, read = self._call(worker, t, rows, len(tasks), places)
-        reads = [(array, some) for array, some in zip(read, values, strict=False) if some]
-        if left:
-            reads += self._read(worker, left)
+        flags, emitted = self._call(worker, t, rows, len(tasks))
+        reads = self._read(worker, wanted) if wanted else []
         return DeviceHandle(worker, tasks, flags, self.layout, emitted, reads, copies=self._copies)
 
-    def _places_to_read(
-        self, t: TypeLayout, values: list[int]
-    ) -> tuple[np.ndarray, list[list[int]], list[int]]:
-        """Return the slots that a call reads, the values in them by pool, and values beyond them.
-
-        Args:
-          values: of nodes in the tasks of the call.
-        """
-        pools = self._programs.read_pools[t.index]
-        places = np.full((len(pools), self._num_read), ZERO_SLOT, np.int32)
-        if not (values and self._num_read):
-            return places, [], values
-        found: list[list[int]] = [[] for _ in pools]
-        left: list[int] = []
-        for value, pool, slot in zip(
-            values, *(some.tolist() for some in self._table.places_of(np.array(values))),
-            strict=True,
-        ):  # fmt: skip
-            number = pools.index(pool)
-            if len(found[number]) == self._num_read:
-                left.append(value)
-                continue
-            places[number, len(found[number])] = slot
-            found[number].append(value)
-        return places, found, left
-
-    def _call(
-        self, worker: int, t: TypeLayout, rows: np.ndarray, num_tasks: int, places: np.ndarray
-    ):
-        """Run tasks of one size; return flags, emitted outputs, and what the slots hold then.
-
-        Args:
-          places: see `_places_to_read`.
-        """
+    def _call(self, worker: int, t: TypeLayout, rows: np.ndarray, num_tasks: int):
         mine = self._workers[worker]
         numbers = self._programs.pools[t.index]
-        pools, flags, emitted, read = self._programs.tasks[t.index](
+        pools, flags, emitted = self._programs.tasks[t.index](
             mine.params[t.index],
             tuple([mine.pools[number] for number in numbers]),
             rows,
             self._counts[num_tasks],
-            places,
         )
         for number, pool in zip(numbers, pools, strict=True):
             mine.pools[number] = pool
-        return flags, emitted, read
+        return flags, emitted
 
     def _read(self, worker: int, values: list[int]) -> list[tuple[Any, list[int]]]:
         """Start to read values, and return (array, the values of its first rows).
@@ -315,8 +275,7 @@ class DeviceCells:
         )
 
     def _warm_up(self, worker: int, t: TypeLayout, size: int) -> None:
-        places, _, _ = self._places_to_read(t, [])
-        self._call(worker, t, self._rows(t, size), 0, places)
+        self._call(worker, t, self._rows(t, size), 0)
 
     def _warm_up_copies(self, worker: int, pool: int) -> None:
         mine = self._workers[worker]

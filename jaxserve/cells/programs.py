@@ -31,11 +31,9 @@ class TaskFunction(Protocol):
       pools: the pools of the type, in their order; they are donated.
       rows: what the rows of each task read and write, see `Layout`.
       num_tasks: tasks in `rows`; the rest is padding.
-      wanted: for each of `CellPrograms.read_pools`, slots to read after the last task.
 
     Returns:
-      The pools; the flags of each task's rows; each emitted output of all tasks; and what was read
-      from each pool.
+      The pools; the flags of each task's rows; and each emitted output of all tasks.
     """
 
     def __call__(
@@ -44,10 +42,7 @@ class TaskFunction(Protocol):
         pools: tuple[Array, ...],
         rows: Int32[Array | np.ndarray, "tasks batch width"],
         num_tasks: Int32[Array | np.ndarray, ""] | np.int32,
-        wanted: Int32[Array | np.ndarray, "pools slots"],
-    ) -> tuple[
-        tuple[Array, ...], UInt8[Array, "tasks batch"], tuple[Array, ...], tuple[Array, ...]
-    ]: ...
+    ) -> tuple[tuple[Array, ...], UInt8[Array, "tasks batch"], tuple[Array, ...]]: ...
 
 
 @final
@@ -58,14 +53,12 @@ class CellPrograms:
       params: for each type, the leaves of its parameters.
       tasks: for each type, its `TaskFunction`.
       pools: for each type, the pools that its function takes.
-      read_pools: for each type, those of its outputs, increasing.
     """
 
     def __init__(self, layout: Layout):
         self.params: list[tuple[Array, ...]] = []
         self.tasks: list[TaskFunction] = []
         self.pools: list[tuple[int, ...]] = []
-        self.read_pools: list[tuple[int, ...]] = []
         for t in layout.types:
             cell: Any = t.cell
             graphdef, state = nnx.split(cell.module)
@@ -73,7 +66,6 @@ class CellPrograms:
             self.params.append(tuple(leaves))
             body = _Tasks(t, layout, graphdef, tree)
             self.pools.append(body.pools)
-            self.read_pools.append(body.read_pools)
             self.tasks.append(jax.jit(body, donate_argnums=1))
         self.read = jax.jit(_read)
         self.write = jax.jit(_write, donate_argnums=0)
@@ -92,7 +84,6 @@ class _Tasks:
         done_pool = layout.done_pool if t.is_loop else None
         pools = set(t.pools) if done_pool is None else {*t.pools, done_pool}
         self.pools: tuple[int, ...] = tuple(sorted(pools))
-        self.read_pools: tuple[int, ...] = tuple(sorted(set(t.output_pools)))
         self._number = {pool: number for number, pool in enumerate(self.pools)}
         self._done = None if done_pool is None else self._number[done_pool]
         cell: Any = t.cell
@@ -101,7 +92,7 @@ class _Tasks:
         self._emits = [outputs.index(name) for name in cell.emits]
         self._takes_rows = cell.takes_rows
 
-    def __call__(self, params, pools, rows, num_tasks, wanted):
+    def __call__(self, params, pools, rows, num_tasks):
         num, batch, _ = rows.shape
         specs = list(self._type.cell.outputs.values())
         emitted = tuple(
@@ -121,12 +112,7 @@ class _Tasks:
             )
             return pools, flags, emitted
 
-        pools, flags, emitted = lax.fori_loop(0, num_tasks, body, (pools, flags, emitted))
-        read = tuple(
-            _read(pools[self._number[pool]], wanted[number])
-            for number, pool in enumerate(self.read_pools if wanted.shape[1] else ())
-        )
-        return pools, flags, emitted, read
+        return lax.fori_loop(0, num_tasks, body, (pools, flags, emitted))
 
     def _task(self, params, pools, task: Int32[Array, "width batch"]):
         t = self._type

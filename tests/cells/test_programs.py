@@ -54,7 +54,7 @@ def _model(name: str, hidden: int = HIDDEN) -> CellModel:
     return sequence_model(embedded(Stacked([lstm(), lstm()])))
 
 
-def _arguments(layout: Layout, programs: CellPrograms, type: int, num_read: int) -> tuple[Any, ...]:
+def _arguments(layout: Layout, programs: CellPrograms, type: int) -> tuple[Any, ...]:
     """Return the shapes of a task function's arguments."""
     pools = [
         jax.ShapeDtypeStruct((50, *layout.pools[pool].shape), layout.pools[pool].dtype)
@@ -62,8 +62,7 @@ def _arguments(layout: Layout, programs: CellPrograms, type: int, num_read: int)
     ]
     rows = jax.ShapeDtypeStruct((3, BATCH, layout.width), jnp.dtype("int32"))
     num_tasks = jax.ShapeDtypeStruct((), jnp.dtype("int32"))
-    wanted = jax.ShapeDtypeStruct((len(programs.read_pools[type]), num_read), jnp.dtype("int32"))
-    return programs.params[type], tuple(pools), rows, num_tasks, wanted
+    return programs.params[type], tuple(pools), rows, num_tasks
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -74,7 +73,7 @@ def test_gpus_gather_in_the_kernel(name):
     for t in layout.types:
         with targeting():
             step: Any = programs.tasks[t.index]
-            traced = step.trace(*_arguments(layout, programs, t.index, 0))
+            traced = step.trace(*_arguments(layout, programs, t.index))
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert set(re.findall(r'name = "(\w+)"', text)) == {"gated_cell", "copy_pages"}
         moved = re.findall(r'"stablehlo\.(?:gather|scatter)"\(.*', text)
@@ -89,6 +88,6 @@ def test_cpus_update_pools_in_place(name, hidden):
     programs = CellPrograms(layout)
     for t in layout.types:
         step: Any = programs.tasks[t.index]
-        text = step.lower(*_arguments(layout, programs, t.index, BATCH)).compile().as_text()
+        text = step.lower(*_arguments(layout, programs, t.index)).compile().as_text()
         assert f"f32[50,{hidden}]" in text
         assert re.findall(rf"= f32\[50,{hidden}\]\S* copy\(.*", text) == []
