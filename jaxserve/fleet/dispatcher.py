@@ -96,7 +96,7 @@ class Dispatcher:
     @property
     def is_serving(self) -> bool:
         """Whether a replica that answers serves now."""
-        return bool(self._indices(answers=True))
+        return bool(self._seats.serving(answers=True))
 
     def start(self) -> list[Future[Started]]:
         """Start every replica. Call it once.

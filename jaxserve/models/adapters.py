@@ -37,7 +37,7 @@ class AdaptedWeight(nnx.Module):
     @classmethod
     def empty(
         cls,
-        dense: nnx.Param,
+        dense: nnx.Variable,
         axes: WeightAxes,
         *,
         num_adapters: int,

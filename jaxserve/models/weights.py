@@ -37,7 +37,7 @@ class Tensor:
         name: str,
         layout: str,
         *,
-        order: Mapping[str, Sequence[int]] | None = None,
+        order: Mapping[str, Sequence[int] | np.ndarray] | None = None,
         **part: slice | int,
     ):
         self.name = name
@@ -78,10 +78,8 @@ class Tensor:
         module = self.name.removesuffix(".weight")
 
         def factor(letter: str, layout: str, *, is_inner: bool) -> Tensor:
-            order, part = (
-                {axis: own for axis, own in given.items() if (axis in summed) == is_inner}
-                for given in (self._order, self._part)
-            )
+            order = {axis: own for axis, own in self._order.items() if (axis in summed) == is_inner}
+            part = {axis: own for axis, own in self._part.items() if (axis in summed) == is_inner}
             return Tensor(f"{module}.lora_{letter}.weight", layout, order=order, **part)
 
         a = factor("A", f"rank ({' '.join(inner[0])})", is_inner=True)
