@@ -19,7 +19,9 @@ def _wait_until_ready(rt: Runtime) -> None:
 def test_a_runtime_is_ready_when_its_first_steps_are_compiled():
     """Until the smallest mixed step is compiled it is not; requests wait for it, too."""
     # No other test has steps of this size, so that they are compiled here.
-    options = OPTIONS | {"max_slots": 5}
+    options = OPTIONS | {"max_slots": 5, "max_step_tokens": 128}
+    with Runtime(tiny_llama(), **options | {"warmup": False}):
+        pass  # measures the largest steps, which a constructor waits for
     with held_back("mixed_body") as compiling, Runtime(tiny_llama(), **options) as rt:
         assert compiling.has_begun.wait(60)
         assert not rt.is_ready()

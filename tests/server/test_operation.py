@@ -68,7 +68,10 @@ def test_keys_are_needed(slow: Runtime):
 def test_ready_is_false_while_it_compiles():
     """Probes get 503 until a first request would not wait; requests are accepted all the time."""
     # No other test has steps of this size, so that they are compiled here.
-    with held_back("mixed_body") as compiling, runtime(max_slots=7) as rt, server(rt) as url:
+    options = {"max_slots": 7, "max_step_tokens": 128}
+    with runtime(**options, warmup=False):
+        pass  # measures the largest steps, which a constructor waits for
+    with held_back("mixed_body") as compiling, runtime(**options) as rt, server(rt) as url:
         assert compiling.has_begun.wait(60)
         probed = httpx2.get(url + "/ready")
         assert (probed.status_code, probed.json()["error"]["code"]) == (503, "compiling")
