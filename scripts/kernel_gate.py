@@ -133,6 +133,8 @@ gpu_device_info {
   memory_bandwidth: 3352320000000
   device_memory_size: 84929347584
   clock_rate_ghz: 1.98
+  runtime_version: "13.0.0"
+  driver_version: "13.0.0"
 }
 platform_name: "CUDA"
 runtime_version { major: 13 }
