@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, final
 
@@ -114,19 +114,24 @@ class Shelf:
         return None if self._store is None or name is None else self._load(name.decode())
 
     def compile(
-        self, lowered: jax.stages.Lowered, key: str | None, leaves: Sequence[Any]
+        self,
+        lowered: jax.stages.Lowered,
+        key: str | None,
+        leaves: Sequence[Any],
+        options: Mapping[str, str] | None,
     ) -> jax.stages.Compiled:
         """Return the executable of a lowered program, and keep it for a key.
 
         Args:
           leaves: the flat arguments that it was lowered for, abstract.
+          options: the compiler options that it was lowered with.
         """
         kept = kept_arguments(lowered)
         if self._store is None or key is None or kept is None:
             return lowered.compile()
         # The text has no arguments that the program does not use, and an executable checks all.
         trees = str(lowered.in_tree), str(lowered.out_tree)
-        name = key_of(self._below, trees, list(leaves), kept, lowered.as_text())
+        name = key_of(self._below, trees, list(leaves), kept, options, lowered.as_text())
         executable = self._load(name)
         if executable is None:
             with without_jax_cache(self.devices[0].platform) as options:
@@ -236,6 +241,7 @@ class StepFunction:
         self._name = name
         self._packs = packs
         self._jitted = jax.jit(_unpacking(name, function) if packs else function, **options)
+        self._compiler_options = options.get("compiler_options")
         self._shelf = shelf
         self._sizes = sizes
         self._num_fixed = num_fixed
@@ -324,12 +330,14 @@ class StepFunction:
         abstract = jax.tree.map(_abstract, arguments)
         leaves, structure = jax.tree.flatten(abstract)
         leaves = [_shape(leaf) for leaf in leaves]
-        key = shelf.key(self._name, self._sizes, static, structure, leaves)
+        options = self._compiler_options
+        key = shelf.key(self._name, self._sizes, static, structure, leaves, options)
         begin_s = time.perf_counter()
         executable = shelf.load(key)
         if executable is None:
             with shelf.in_force():
-                executable = shelf.compile(self._jitted.lower(*abstract, **static), key, leaves)
+                lowered = self._jitted.lower(*abstract, **static)
+                executable = shelf.compile(lowered, key, leaves, options)
             event = COMPILED_EVENT
         else:
             event = LOADED_EVENT

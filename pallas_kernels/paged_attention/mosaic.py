@@ -135,10 +135,11 @@ class _Call:
         before it overwrites them, and no other item reads them.
         """
         from pallas_kernels.paged_attention.mosaic_split import SplitKernel
+        from pallas_kernels.paged_attention.mosaic_split_memory import SplitSizes
 
         tiling, rows = self.plan.tiling, self.rows
         num_pages, kv_heads, page_size, head_dim = self.k_pages.shape[1:]
-        kernel = SplitKernel(
+        sizes = SplitSizes(
             **self.logits,
             group=tiling.group,
             columns=tiling.split_rows,
@@ -165,7 +166,7 @@ class _Call:
             rows.page_table,
         )
         given = None if out is self.q else self.q
-        out, values, sums = kernel(steering, given, *self._flat_pages(), out)
+        out, values, sums = SplitKernel(sizes)(steering, given, *self._flat_pages(), out)
         out = triton.merge(
             *(self.plan, rows, values, sums, out),
             is_decode=self.is_decode,
