@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, final
 
@@ -114,24 +114,19 @@ class Shelf:
         return None if self._store is None or name is None else self._load(name.decode())
 
     def compile(
-        self,
-        lowered: jax.stages.Lowered,
-        key: str | None,
-        leaves: Sequence[Any],
-        options: Mapping[str, str] | None,
+        self, lowered: jax.stages.Lowered, key: str | None, leaves: Sequence[Any]
     ) -> jax.stages.Compiled:
         """Return the executable of a lowered program, and keep it for a key.
 
         Args:
-          leaves: the flat arguments that it was lowered for, abstract.
-          options: the compiler options that it was lowered with.
+          leaves: the flat arguments that it was lowered for, abstract, and the compiler options.
         """
         kept = kept_arguments(lowered)
         if self._store is None or key is None or kept is None:
             return lowered.compile()
         # The text has no arguments that the program does not use, and an executable checks all.
         trees = str(lowered.in_tree), str(lowered.out_tree)
-        name = key_of(self._below, trees, list(leaves), kept, options, lowered.as_text())
+        name = key_of(self._below, trees, list(leaves), kept, lowered.as_text())
         executable = self._load(name)
         if executable is None:
             with without_jax_cache(self.devices[0].platform) as options:
@@ -329,15 +324,13 @@ class StepFunction:
         shelf = self._shelf
         abstract = jax.tree.map(_abstract, arguments)
         leaves, structure = jax.tree.flatten(abstract)
-        leaves = [_shape(leaf) for leaf in leaves]
-        options = self._compiler_options
-        key = shelf.key(self._name, self._sizes, static, structure, leaves, options)
+        leaves = [*map(_shape, leaves), self._compiler_options]
+        key = shelf.key(self._name, self._sizes, static, structure, leaves)
         begin_s = time.perf_counter()
         executable = shelf.load(key)
         if executable is None:
             with shelf.in_force():
-                lowered = self._jitted.lower(*abstract, **static)
-                executable = shelf.compile(lowered, key, leaves, options)
+                executable = shelf.compile(self._jitted.lower(*abstract, **static), key, leaves)
             event = COMPILED_EVENT
         else:
             event = LOADED_EVENT
