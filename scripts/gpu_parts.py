@@ -86,7 +86,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             ),
             100,
         ),
-        "products": Part(("benchmarks.kernels", "--shapes", "product"), 90),
+        "products": Part(("benchmarks.kernels", "--shapes", "fused,product"), 100),
         "choices": Part(_CHOICES, 45),
         "choices_host": Part(_CHOICES, 45, {"XLA_FLAGS": f"{_COMMAND_BUFFER}-WHILE"}),
         "choices_none": Part(_CHOICES, 45, {"XLA_FLAGS": _COMMAND_BUFFER}),

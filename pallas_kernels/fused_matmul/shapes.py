@@ -43,6 +43,13 @@ class Configuration:
         """The names of the arguments that must be written in place: none."""
         return ()
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of the weight, the inputs, the results and the residual stream, each once."""
+        numbers = self.inputs * self.columns * (1 + self.is_gated)
+        numbers += self.tokens * (self.inputs + self.columns * (1 + self.has_residual))
+        return 2 * numbers
+
     def call(self) -> tuple[Any, dict[str, Any]]:
         """Return a function for `jax.jit` and its abstract arguments."""
         return partial(fused_matmul, is_gated=self.is_gated), jax.eval_shape(
