@@ -170,7 +170,7 @@ def test_choices_stand_side_by_side():
         "choices": {"result": {"choices": [row]}},
         "choices_host": {"result": {"choices": [{**row, "decode_step_s": 0.001}]}},
     }
-    found = "scanned default 2.00, scanned while 1.00"
+    found = "scanned default 2.00, scanned host 1.00"
     assert _found(parts, "ms a step, batch 1") == ("no bar", found)
 
 
