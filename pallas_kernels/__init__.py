@@ -4,6 +4,7 @@ Each operation is a folder with its public signature, a slow and obvious referen
 implementations, and the named shapes that tests and benchmarks share.
 """
 
+from pallas_kernels.fused_matmul import RMSScale, fused_matmul
 from pallas_kernels.gated_cell import Product, RowsAt, gated_cell
 from pallas_kernels.kv_write import RopeTables, apply_rope, kv_write, quantize, rotate_and_write
 from pallas_kernels.matmul import (
@@ -16,13 +17,14 @@ from pallas_kernels.matmul import (
 )
 from pallas_kernels.page_copy import gather_pages, move_pages, scatter_pages
 from pallas_kernels.paged_attention import Rows, paged_attention
-from pallas_kernels.pointwise import gated_silu, layer_norm, log_sum_exp, rms_norm
+from pallas_kernels.pointwise import gated_silu, layer_norm, log_sum_exp, rms_norm, row_maximum
 from pallas_kernels.quantised_matmul import PackedMatrix, dequantise, quantised_matmul
 from pallas_kernels.whole_attention import whole_attention
 
 __all__ = [
     "PackedMatrix",
     "Product",
+    "RMSScale",
     "RopeTables",
     "Rows",
     "RowsAt",
@@ -30,6 +32,7 @@ __all__ = [
     "columns_of",
     "dequantise",
     "from_panels",
+    "fused_matmul",
     "gated_cell",
     "gated_silu",
     "gather_pages",
@@ -45,6 +48,7 @@ __all__ = [
     "quantize",
     "rms_norm",
     "rotate_and_write",
+    "row_maximum",
     "scatter_pages",
     "to_panels",
     "whole_attention",

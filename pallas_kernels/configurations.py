@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from pallas_kernels.fused_matmul.shapes import CONFIGURATIONS as _FUSED
 from pallas_kernels.gated_cell.shapes import CONFIGURATIONS as _GATED_CELLS
 from pallas_kernels.kv_write.shapes import CONFIGURATIONS as _WRITES
 from pallas_kernels.page_copy.shapes import CONFIGURATIONS as _COPIES
@@ -34,5 +35,6 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     *_WRITES,
     *_COPIES,
     *_PRODUCTS,
+    *_FUSED,
     *_GATED_CELLS,
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, final
 
 from rich.table import Table
 
 from benchmarks.common.output import show
+from benchmarks.decode.predicted import H100, counted, predict
 
 Verdict = Literal["met", "not met", "not measured", "no bar"]
 
@@ -28,7 +29,7 @@ _MAX_TEXT = 120
 _MIN_BATCH, _MIN_CONTEXT = 32, 4096
 
 MODELS = {"llama_3_8b": "Llama 3 8B", "llama_2_13b": "Llama 2 13B"}
-CHOICES = ("choices", "choices_while", "choices_none")
+CHOICES = ("choices", "choices_host", "choices_none")
 
 Parts = Mapping[str, Mapping[str, Any]]
 Row = Mapping[str, Any]
@@ -65,6 +66,7 @@ def bars(parts: Parts) -> list[dict[str, str]]:
         *_products(_rows(parts, "products", "products")),
         *_kernel_peers(parts, shapes),
         *(line for model in MODELS for line in _model(parts, model)),
+        *_predicted(parts),
         *_choices(parts),
         *_restore(parts),
     ]
@@ -245,6 +247,36 @@ def _model(parts: Parts, model: str) -> Iterable[Bar]:
         found = ", ".join(f"{size}: {ratio:.2f} times" for size, ratio in ratios.items())
         met = min(ratios.values()) > 1
         yield Bar(what, "> 1", found, "met" if met else "not met")
+
+
+def _predicted(parts: Parts) -> Iterable[Bar]:
+    """Yield the predicted milliseconds of Llama 3 8B's decode steps beside those measured.
+
+    The rates of memory and arithmetic are those that the part measured first.
+    """
+    for kv_dtype in (None, "float8_e4m3fn"):
+        name = "decode_llama_3_8b" + (f"_{kv_dtype}" if kv_dtype else "")
+        result = parts.get(name, {}).get("result") or {}
+        for row in result.get("batches", []):
+            if "decode_step_s" not in row:
+                continue
+            own = predict(
+                "llama-3-8b",
+                replace(
+                    H100,
+                    bytes_per_s=result["machine"]["copy_bytes_per_s"],
+                    flops_per_s=result["machine"]["product_flops_per_s"],
+                ),
+                counted(row["batch_size"], kv_dtype),
+                batch=row["batch_size"],
+                context=result["prompt_tokens"] + result["output_tokens"] / 2,
+                kv_dtype=kv_dtype,
+            )
+            what = f"Llama 3 8B, ms a step, batch {row['batch_size']}, {kv_dtype or 'bf16'} pages"
+            found = (
+                f"{row['decode_step_s'] * 1e3:.2f}, {row['decode_step_s'] / own.total_s:.2f} times"
+            )
+            yield Bar(what, f"{own.total_s * 1e3:.2f} predicted", found, "no bar")
 
 
 def _idle(parts: Parts, own: str, name: str, timed: list[Row]) -> Bar:

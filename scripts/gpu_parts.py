@@ -74,9 +74,10 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         "mosaic": Part(
             (
                 *("benchmarks.kernels", "--attention", "mosaic", "--shapes"),
-                "llama3_8b_prefill_4096,llama3_8b_prefill_16384,mixed",
+                "llama3_8b_prefill_4096,llama3_8b_prefill_16384,mixed,llama3_8b_decode_32x4096,"
+                "llama3_8b_decode_128x4096,llama3_8b_decode_32x16384",
             ),
-            45,
+            60,
         ),
         "kernels_rest": Part(
             (
@@ -85,9 +86,9 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             ),
             100,
         ),
-        "products": Part(("benchmarks.kernels", "--shapes", "product"), 90),
+        "products": Part(("benchmarks.kernels", "--shapes", "fused,product"), 100),
         "choices": Part(_CHOICES, 45),
-        "choices_while": Part(_CHOICES, 45, {"XLA_FLAGS": f"{_COMMAND_BUFFER}+WHILE"}),
+        "choices_host": Part(_CHOICES, 45, {"XLA_FLAGS": f"{_COMMAND_BUFFER}-WHILE"}),
         "choices_none": Part(_CHOICES, 45, {"XLA_FLAGS": _COMMAND_BUFFER}),
         "decode_llama_2_13b": Part(
             _decode("llama-2-13b", "--batches", "32,1,8,128,256", "--prefill", "4x4096"),

@@ -4,11 +4,12 @@ It runs in its own environment, with JAX's CUDA plug-in, and compiles every conf
 kernels to machine code for an H100. Errors are a register spill, more shared memory than the device
 has, a cache that is not updated in place, and temporaries of the cache's size. It also compiles a
 whole decode loop and a whole mixed step, with unrolled and with scanned layers, with pages in the
-model's dtype and in 8 bits, and with weights in few bits; and a task of cells whose kernel reads
-their pools. A layer or a task may not have more launches than `kernel_gate.json` records. A step
-with unrolled layers, the default, may read and write at most 5 % of its weights' bytes beside the
-weights, pages and activations (`scripts.traffic`). A decode loop with weights in few bits may make
-no copy of a weight.
+model's dtype and in 8 bits, with weights in few bits, and of Llama 3 8B's sizes on one device and
+over eight; and a task of cells whose kernel reads their pools. A layer, an iteration's rest or a
+task may not have more launches than `kernel_gate.json` records, and the host may do no more for a
+decode loop (`scripts.thunks`). A step with unrolled layers, the default, may read and write at most
+5 % of its weights' bytes beside the weights, pages and activations (`scripts.traffic`). A decode
+loop with weights in few bits may make no copy of a weight.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -56,6 +57,7 @@ from jaxserve.models.quantisation import Quantisation  # noqa: E402
 from jaxserve.models.quantised import QuantisedWeight  # noqa: E402
 from jaxserve.steps.placement import Placement  # noqa: E402
 from jaxserve.steps.programs import Programs  # noqa: E402
+from jaxserve.steps.sampling.variants import Variant  # noqa: E402
 from pallas_kernels.configurations import CONFIGURATIONS, Configuration  # noqa: E402
 from pallas_kernels.paged_attention.configurations import (  # noqa: E402
     RARE_CONFIGURATIONS,
@@ -64,7 +66,9 @@ from pallas_kernels.paged_attention.configurations import (  # noqa: E402
     Configuration as Attention,
 )
 from scripts.launches import launches, launches_a_layer, made_arrays  # noqa: E402
+from scripts.thunks import HostThunks, host_thunks, newest_dump  # noqa: E402
 from scripts.traffic import StepBytes, step_bytes  # noqa: E402
+from sharding import state_shardings  # noqa: E402
 
 _ALL = (*CONFIGURATIONS, *RARE_CONFIGURATIONS)
 # File with the launches of a layer that were recorded last.
@@ -82,6 +86,9 @@ class Steps:
       dtype: dtype of the model.
       attention: the option `attention`; None for the platform's choice.
       quantize: the option `quantize`; None for weights in the model's dtype.
+      is_llama_3_8b: whether it has the sizes of Llama 3 8B; otherwise a small Llama's.
+      num_shards: devices over which its tensors are split.
+      max_slots: rows of the decode loop.
     """
 
     layout: LayerLayout
@@ -89,9 +96,30 @@ class Steps:
     dtype: str = "bfloat16"
     attention: str | None = None
     quantize: str | None = None
+    is_llama_3_8b: bool = False
+    num_shards: int = 1
+    max_slots: int = 64
+
+    @property
+    def num_layers(self) -> tuple[int, int]:
+        """Two numbers of layers; what a layer adds is known from the difference."""
+        return (2, 3) if self.is_llama_3_8b else (3, 5)
+
+    @property
+    def config(self) -> dict[str, int]:
+        """The model's sizes."""
+        if self.is_llama_3_8b:
+            sizes = (128256, 4096, 14336, 32, 8)
+        else:
+            sizes = (32000, 1024, 2816, 8, 2)
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
+        return dict(zip(names, sizes, strict=True))
 
     def __str__(self) -> str:
-        parts = [self.layout]
+        parts = ["Llama 3 8B"] if self.is_llama_3_8b else []
+        parts += [self.layout]
+        parts += [] if self.num_shards == 1 else [f"{self.num_shards} devices"]
+        parts += [] if self.max_slots == 64 else [f"{self.max_slots} slots"]
         parts += [] if self.kv_dtype is None else [f"{self.kv_dtype} pages"]
         parts += [] if self.dtype == "bfloat16" else [self.dtype]
         parts += [] if self.attention is None else [self.attention]
@@ -99,19 +127,30 @@ class Steps:
         return ", ".join(parts)
 
 
+_LLAMA_3_8B = tuple(
+    Steps("unrolled", kv_dtype, is_llama_3_8b=True, num_shards=num_shards)
+    for num_shards in (1, 8)
+    for kv_dtype in (None, "float8_e4m3fn")
+)
 _STEPS_OF_SUBSET = (
     *(Steps("unrolled", kv_dtype) for kv_dtype in (None, *KV_DTYPES)),
+    _LLAMA_3_8B[0],
     Steps("scanned"),
     Steps("unrolled", quantize="int4"),
 )
 _STEPS = (
     *_STEPS_OF_SUBSET,
+    *_LLAMA_3_8B[1:],
+    Steps("unrolled", is_llama_3_8b=True, max_slots=256),
     *(Steps("scanned", kv_dtype) for kv_dtype in KV_DTYPES),
     Steps("scanned", dtype="float32"),
     Steps("scanned", attention="mosaic,triton"),
+    Steps("unrolled", attention="mosaic,triton", is_llama_3_8b=True),
     *(Steps("unrolled", quantize=kind) for kind in ("int8", "fp8", "w8a8")),
     Steps("scanned", quantize="int4"),
 )
+# The kernel of decoding rows, by the option `attention`.
+_SPLIT_KERNELS = {None: "paged_attention_split", "mosaic,triton": "paged_attention_mosaic_split"}
 # XLA's description of the device for which it compiles, with NVIDIA's figures.
 _H100 = """
 gpu_device_info {
@@ -133,6 +172,8 @@ gpu_device_info {
   memory_bandwidth: 3352320000000
   device_memory_size: 84929347584
   clock_rate_ghz: 1.98
+  runtime_version: "13.0.0"
+  driver_version: "13.0.0"
 }
 platform_name: "CUDA"
 runtime_version { major: 13 }
@@ -156,11 +197,16 @@ def main() -> int:
     chosen = _subset() if options.subset else _ALL
     problems = _compile_configurations(mesh, chosen)
     steps = _STEPS_OF_SUBSET if options.subset else _STEPS
-    layers: dict[str, float] = {}
-    moved: dict[str, StepBytes] = {}
-    for each in steps:
-        layers |= _compile_steps(mesh, each, problems, moved)
-    found = {"launches a layer": layers, "launches a task": _compile_tasks(mesh, problems)}
+    counts = _Counts()
+    for each in tqdm(steps, desc="compiling steps", delay=2):
+        _compile_steps(each, problems, counts)
+    found = {
+        "launches a layer": counts.layers,
+        "launches beside the layers": counts.rest,
+        "host decisions of a loop": counts.decisions,
+        "host launches of a loop": counts.host_launches,
+        "launches a task": _compile_tasks(mesh, problems),
+    }
     shared = _shared_bytes()
     problems += [
         f"{kernel}: {size} bytes of shared memory, of {_MAX_SHARED_BYTES}"
@@ -180,20 +226,46 @@ def main() -> int:
         "configurations": f"{len(chosen)} of {len(_ALL)}",
         "steps": f"{2 * len(steps)} of {2 * len(_STEPS)}",
         **found,
-        "bytes a step": {name: asdict(each) for name, each in moved.items()},
-        "share beside": {name: round(each.share_beside, 3) for name, each in moved.items()},
+        "thunks of a loop": {name: asdict(each) for name, each in counts.thunks.items()},
+        "bytes a step": {name: asdict(each) for name, each in counts.moved.items()},
+        "share beside": {name: round(each.share_beside, 3) for name, each in counts.moved.items()},
         "most bytes of shared memory": shared,
     }
     print(json.dumps(summary, indent=2))
     for problem in problems:
         print(f"kernel-gate: {problem}", file=sys.stderr)
+    print(
+        f"kernel-gate: {len(chosen)} configurations of kernels and {2 * len(steps)} steps were "
+        f"compiled for an H100; {len(problems)} problems"
+    )
     return 1 if problems else 0
 
 
-def h100() -> Mesh:
-    """Return a mesh of one H100 to compile for; no device is needed."""
+@final
+@dataclass(frozen=True)
+class _Counts:
+    """What was counted in compiled steps, by their names.
+
+    Attributes:
+      rest: launches of an iteration beside those of its layers.
+      decisions, host_launches: of the host, see `HostThunks`; graphs are launches too.
+    """
+
+    layers: dict[str, float] = field(default_factory=dict)
+    rest: dict[str, float] = field(default_factory=dict)
+    decisions: dict[str, int] = field(default_factory=dict)
+    host_launches: dict[str, int] = field(default_factory=dict)
+    thunks: dict[str, HostThunks] = field(default_factory=dict)
+    moved: dict[str, StepBytes] = field(default_factory=dict)
+
+
+def h100(num_devices: int = 1) -> Mesh:
+    """Return a mesh of H100s of one machine to compile for; no device is needed."""
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="h100", target_config=_H100, topology="1x1x1"
+        platform="cuda",
+        topology_name="h100",
+        target_config=_H100,
+        topology=f"1x1x{num_devices}",
     )
     return Mesh(topology.devices, ("tensor",))
 
@@ -226,49 +298,49 @@ def _compile_configurations(mesh: Mesh, configurations: Sequence[Configuration])
     return problems
 
 
-def _compile_steps(
-    mesh: Mesh, steps: Steps, problems: list[str], moved: dict[str, StepBytes]
-) -> dict[str, float]:
-    """Return the launches per layer of the mixed step and the decode loop of a small Llama.
-
-    Args:
-      moved: gets the bytes that either moves, by name.
-    """
-    more = _modules(mesh, steps, 5, problems)
+def _compile_steps(steps: Steps, problems: list[str], counts: _Counts) -> None:
+    """Compile the mixed step and the decode loop of a Llama, and count what they do."""
+    num_few, num_more = steps.num_layers
+    more = _modules(steps, num_more, problems)
     for name, hlo in more.items():
-        own = moved[name] = step_bytes(hlo)
+        own = counts.moved[name] = step_bytes(hlo)
         if steps.layout == "unrolled" and own.share_beside > _MAX_SHARE_BESIDE:
             problems.append(
                 f"{name}: {own.beside} bytes beside those of the weights ({own.weights}), "
                 "activations and pages"
             )
+    loop = f"decode loop, {steps}"
+    thunks = counts.thunks[loop] = host_thunks(newest_dump(Path(_DUMP.name), "decode_loop"))
+    counts.decisions[loop] = thunks.decisions
+    counts.host_launches[loop] = thunks.launches + thunks.graphs
     if steps.layout == "scanned":
-        return {name: launches_a_layer(hlo, 5) for name, hlo in more.items()}
-    few = _modules(mesh, steps, 3, problems)
-    return {name: (launches(more[name]) - launches(few[name])) / 2 for name in more}
+        counts.layers.update((name, launches_a_layer(hlo, num_more)) for name, hlo in more.items())
+        return
+    few = _modules(steps, num_few, problems)
+    for name in more:
+        layer = (launches(more[name]) - launches(few[name])) / (num_more - num_few)
+        counts.layers[name] = layer
+        counts.rest[name] = launches(more[name]) - num_more * layer
 
 
-def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> dict[str, str]:
+def _modules(steps: Steps, num_layers: int, problems: list[str]) -> dict[str, str]:
     """Return the compiled modules of the mixed step and the decode loop, by name."""
     config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=1024,
-        intermediate_size=2816,
+        **steps.config,
         num_layers=num_layers,
-        num_heads=8,
-        num_kv_heads=2,
         head_dim=128,
         max_position_embeddings=4096,
         dtype=steps.dtype,
     )
     engine = EngineConfig(
         num_pages=4000,
-        max_slots=64,
+        max_slots=steps.max_slots,
         max_context=4096,
         max_step_tokens=512,
         kv_dtype=steps.kv_dtype,
         attention=steps.attention,
     )
+    mesh = h100(steps.num_shards)
     place = Placement.like(NamedSharding(mesh, PartitionSpec()))
     with place.in_force():
         how = Quantisation.of(RuntimeOptions(quantize=steps.quantize))
@@ -282,23 +354,32 @@ def _modules(mesh: Mesh, steps: Steps, num_layers: int, problems: list[str]) -> 
     model = nnx.eval_shape(made)
     graphdef, params = nnx.split(model)
     params = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place.whole), params
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        params,
+        state_shardings(params, mesh),
     )
     page_dtype = steps.kv_dtype or steps.dtype
-    cache = jax.eval_shape(lambda: empty_cache(config, 4000, 32, page_dtype, steps.layout))
+    cache = jax.eval_shape(
+        lambda: empty_cache(config, 4000, 32, page_dtype, steps.layout, steps.num_shards)
+    )
     with place.in_force():
         programs = Programs(graphdef, engine, config, place)
     modules = {}
+    # Of Llama 3 8B what is counted beside the layers is the usual head's.
+    variant = Variant.GREEDY if steps.is_llama_3_8b else Variant.FULL
     for kind, compiled in zip(
-        ("mixed step", "decode loop"), programs.compiled_steps(params, cache), strict=True
+        ("mixed step", "decode loop"),
+        programs.compiled_steps(params, cache, variant),
+        strict=True,
     ):
         name = f"{kind}, {steps}"
-        problems += _memory_problems(f"{name}, {num_layers} layers", compiled, _num_bytes(cache))
+        own_bytes = _num_bytes(cache) // steps.num_shards
+        problems += _memory_problems(f"{name}, {num_layers} layers", compiled, own_bytes)
         text = modules[name] = compiled.as_text()
         problems += [
             f"{name}, {num_layers} layers: no kernel {kernel}"
             for kernel in (
-                *("rotate_and_write", "paged_attention_split"),
+                *("rotate_and_write", _SPLIT_KERNELS[steps.attention]),
                 *(() if how is None else ("quantised_matmul",)),
             )
             if kernel not in text

@@ -1,4 +1,4 @@
-"""Compile the Mosaic kernel for a Hopper GPU without one; a part of `make kernel-gate`.
+"""Compile the Mosaic kernels for a Hopper GPU without one; a part of `make kernel-gate`.
 
 Every configuration is compiled to machine code for sm_90a. Errors are a register spill and more
 shared memory than a block can have. The compiler's report is stored beside this script.
@@ -29,7 +29,7 @@ from pallas_kernels.paged_attention.configurations import (  # isort: skip
 )
 
 REPORT = Path(__file__).with_name("mosaic_resources.json")
-_KERNEL = "paged_attention_mosaic_tile"
+_KERNELS = "paged_attention_mosaic"
 _MAX_SHARED_BYTES = 232448
 
 
@@ -37,7 +37,7 @@ def main() -> int:
     """Check every configuration; return the exit code."""
     options = _parser().parse_args()
     mesh = kernel_gate.h100()
-    report: dict[str, dict[str, int]] = {}
+    report: dict[str, dict[str, dict[str, int]]] = {}
     problems: list[str] = []
     chosen = MOSAIC_CONFIGURATIONS[:: 3 if options.subset else 1]
     for configuration in tqdm(chosen, desc="compiling Mosaic kernels", delay=2):
@@ -53,8 +53,8 @@ def main() -> int:
     return 1 if problems else 0
 
 
-def _resources(mesh: Mesh, configuration: Configuration) -> dict[str, int]:
-    """Return the resources of a configuration's kernel.
+def _resources(mesh: Mesh, configuration: Configuration) -> dict[str, dict[str, int]]:
+    """Return the resources of a configuration's kernels by their names.
 
     Raises:
       ValueError: the kernel exceeds the device, or its copies misplace tokens.
@@ -68,16 +68,28 @@ def _resources(mesh: Mesh, configuration: Configuration) -> dict[str, int]:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         with jax.set_mesh(mesh):
             jax.jit(function).lower(**arguments).compile()
-        (ptx,) = Path(folder).glob(f"{_KERNEL}*.ptx")
-        assembler = ptx.with_suffix(".ptxas").read_text()
-        shared = ptx.with_suffix(".resources.txt").read_text()
-        copies = ptx.with_suffix(".after_layout_inference.txt").read_text()
-        code = ptx.read_text()
+        written = sorted(Path(folder).glob(f"{_KERNELS}*.ptx"))
+        if len(written) != (1 if configuration.is_decode else 2):
+            raise ValueError(f"{len(written)} Mosaic kernels were compiled")
+        return {_name_of(ptx): _resources_of(ptx) for ptx in written}
+
+
+def _name_of(ptx: Path) -> str:
+    found = re.match(rf"{_KERNELS}_([a-z]+)", ptx.name)
+    assert found is not None
+    return found[1]
+
+
+def _resources_of(ptx: Path) -> dict[str, int]:
+    """Return the resources of a compiled kernel; see `_resources`."""
+    assembler = ptx.with_suffix(".ptxas").read_text()
+    shared = ptx.with_suffix(".resources.txt").read_text()
+    copies = ptx.with_suffix(".after_layout_inference.txt").read_text()
     found = {
         "registers_at_launch": _number(r"Used (\d+) registers", assembler),
         "spill_bytes": _number(r"(\d+) bytes spill stores", assembler),
         "shared_bytes": _number(r"smem_scratch_bytes=(\d+)", shared),
-        "wgmma": code.count("wgmma.mma_async"),
+        "wgmma": ptx.read_text().count("wgmma.mma_async"),
     }
     if found["spill_bytes"]:
         raise ValueError(f"{found['spill_bytes']} bytes of registers are spilled")
@@ -95,13 +107,13 @@ def _misplaced(text: str) -> list[str]:
         raise ValueError(f"the compiled code has only {len(copies)} copies")
     found = []
     for line in copies:
-        (tiled,) = re.findall(r"#mosaic_gpu\.tile<\[(\d+), \d+\]>", line)
+        tile = re.search(r"#mosaic_gpu\.tile<\[(\d+), \d+\]>", line)
         (text,) = re.findall(r"slice_lengths = array<i64: ([-\d, ]+)>", line)
         lengths = [int(length) for length in text.split(",")]
         indices = re.findall(r"%\w+", line[: line.index("<{")])[-len(lengths) :]
         # A length of -1 belongs to a single index. The last two other dimensions are tiled.
         begin, _ = [at for at, length in zip(indices, lengths, strict=True) if length > 0][-2:]
-        if tiled != "1" and not begin.startswith("%c0_"):
+        if tile is not None and tile[1] != "1" and not begin.startswith("%c0_"):
             found.append(line.strip())
     return found
 

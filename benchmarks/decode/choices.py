@@ -1,8 +1,8 @@
 """Decode steps with scanned and unrolled layers: `python -m benchmarks.decode.choices --help`.
 
 XLA reads its flags once, so other flags need another process:
-XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE puts decode loops into CUDA graphs. One JSON object
-on stdout, a table on stderr; docs/benchmarks/gpu.md says what each figure means.
+XLA_FLAGS=--xla_gpu_enable_command_buffer=-WHILE leaves decode loops out of CUDA graphs. One JSON
+object on stdout, a table on stderr; docs/benchmarks/gpu.md says what each figure means.
 """
 
 from __future__ import annotations

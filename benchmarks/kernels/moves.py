@@ -1,4 +1,4 @@
-"""Time of the kernels that move bytes: writes of a step, copies of pages, and gated cells.
+"""Time of the kernels that move bytes: writes, copies of pages, gated cells, and fused products.
 
 Each is timed in a chain of calls, beside XLA's implementation, against the copy bandwidth.
 """
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import RowsAt
+from pallas_kernels.fused_matmul.shapes import Configuration as Fused
+from pallas_kernels.fused_matmul.shapes import make_inputs as make_fused_inputs
 from pallas_kernels.gated_cell.shapes import Configuration as Cell
 from pallas_kernels.gated_cell.shapes import make_inputs as make_cell_inputs
 from pallas_kernels.kv_write.shapes import Configuration as Write
@@ -24,11 +26,11 @@ from pallas_kernels.page_copy.shapes import Configuration as Copy
 
 _CALLS = 20
 _REPEATS = 9
-# Sets of a cell's weights that calls use in turns, so that no cache of the device has them.
+# Sets of weights that calls use in turns, so that no cache of the device has them.
 _WEIGHTS = 4
 
 
-def measure(configuration: Write | Copy | Cell, bytes_per_s: float) -> dict[str, Any]:
+def measure(configuration: Write | Copy | Cell | Fused, bytes_per_s: float) -> dict[str, Any]:
     """Return the figures of one call; `bytes_per_s` is the copy bandwidth, reads and writes."""
     if isinstance(configuration, Write):
         num_bytes = configuration.shape.moved_bytes
@@ -36,6 +38,9 @@ def measure(configuration: Write | Copy | Cell, bytes_per_s: float) -> dict[str,
     elif isinstance(configuration, Cell):
         num_bytes = configuration.shape.moved_bytes
         seconds = partial(_cell_seconds, configuration)
+    elif isinstance(configuration, Fused):
+        num_bytes = configuration.moved_bytes
+        seconds = partial(_fused_seconds, configuration)
     else:
         num_bytes = 2 * configuration.shape.copied_bytes
         seconds = partial(_copy_seconds, configuration)
@@ -49,6 +54,23 @@ def measure(configuration: Write | Copy | Cell, bytes_per_s: float) -> dict[str,
         "bytes_per_s": num_bytes / own_s,
         "xla_s": seconds("xla"),
     }
+
+
+def _fused_seconds(configuration: Fused, implementation: str | None) -> float:
+    function, _ = configuration.call()
+    inputs = make_fused_inputs(configuration, seed=0)
+    weights = [jnp.copy(inputs.pop("weight"))]
+    weights += [jnp.copy(weights[0]) for _ in range(_WEIGHTS - 1)]
+
+    def chain(weights: list[jax.Array], inputs: dict[str, Any]) -> tuple[Any, Any]:
+        x = inputs["x"]
+        for i in range(_CALLS):
+            given = {**inputs, "x": x, "weight": weights[i % _WEIGHTS]}
+            out = function(**given, implementation=implementation)
+            x = x + out[:, :1] * jnp.asarray(1e-6, x.dtype)
+        return weights, x
+
+    return _seconds(chain, weights, inputs)
 
 
 def _write_seconds(configuration: Write, implementation: str | None) -> float:

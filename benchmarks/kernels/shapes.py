@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.core.errors import InvalidConfigError
+from pallas_kernels.fused_matmul import shapes as fused_shapes
 from pallas_kernels.gated_cell import shapes as cell_shapes
 from pallas_kernels.kv_write import shapes as write_shapes
 from pallas_kernels.page_copy import shapes as copy_shapes
@@ -27,6 +28,7 @@ MOVES = {
     "write": write_shapes.CONFIGURATIONS,
     "copy": copy_shapes.CONFIGURATIONS,
     "cell": cell_shapes.CONFIGURATIONS,
+    "fused": fused_shapes.CONFIGURATIONS,
     "small_moves": (
         *write_shapes.SMALL_CONFIGURATIONS,
         *copy_shapes.SMALL_CONFIGURATIONS,

@@ -30,8 +30,9 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import CrossContext, LayerContext
 from jaxserve.models.linear import Linear
-from jaxserve.models.norms import RMSNorm
+from jaxserve.models.norms import Norm, RMSNorm
 from jaxserve.models.param_maker import ParamMaker
+from jaxserve.models.projection import projected
 from pallas_kernels import Rows
 
 
@@ -122,18 +123,27 @@ class Attention(nnx.Module):
             self.k_norm = RMSNorm(config, new, of_heads=True)
 
     def __call__(
-        self, x: Float[Array, "tokens embed"], context: LayerContext
+        self,
+        x: Float[Array, "tokens embed"],
+        context: LayerContext,
+        *,
+        norm: Norm | None = None,
+        residual: Float[Array, "tokens embed"] | None = None,
     ) -> Float[Array, "tokens embed"]:
-        """Return what attention adds to the residual, for `x` after the norm."""
+        """Return what attention adds to the residual stream, and with `residual` their sum.
+
+        Args:
+          norm: what `x` still has to go through.
+        """
         config, group = self.config, self.config.group
         # [tokens, kv_heads, group + 2, head_dim]
-        qkv = Linear(self.wqkv, self.bqkv)(x, context.adapter)
+        qkv = projected(Linear(self.wqkv, self.bqkv), x, context.adapter, norm=norm)
         if config.qk_norm:
             q, k, v = jnp.split(qkv, (group, group + 1), axis=2)
             qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2)
         out = context.attend(qkv, scale=config.attention_scale, soft_cap=config.attention_soft_cap)
         out = out.reshape(-1, config.num_kv_heads, group, config.head_dim)
-        return Linear(self.wo, self.bo)(out, context.adapter)
+        return projected(Linear(self.wo, self.bo), out, context.adapter, residual=residual)
 
 
 @final

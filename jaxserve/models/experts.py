@@ -15,9 +15,11 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import LayerContext
-from jaxserve.models.layers import gated
+from jaxserve.models.layers import gate_of
 from jaxserve.models.linear import Linear
+from jaxserve.models.norms import Norm
 from jaxserve.models.param_maker import ParamMaker
+from jaxserve.models.projection import normed, with_residual
 from pallas_kernels import log_sum_exp
 from sharding.shards import (
     TENSOR,
@@ -67,9 +69,15 @@ class MixtureOfExperts(nnx.Module):
         self.down = new.weight(("experts", None, "embed"), (experts, mlp, embed), num_stacked=1)
 
     def __call__(
-        self, x: Float[Array, "tokens embed"], context: LayerContext
+        self,
+        x: Float[Array, "tokens embed"],
+        context: LayerContext,
+        *,
+        norm: Norm | None = None,
+        residual: Float[Array, "tokens embed"] | None = None,
     ) -> Float[Array, "tokens embed"]:
         """See `MLP`."""
+        x = normed(x, norm)
         gates, experts = self._route(x, context.adapter)
         num_shards = num_tensor_shards()
         mix = over_tensor(
@@ -82,7 +90,8 @@ class MixtureOfExperts(nnx.Module):
             in_specs=(P(), P(), P(), P(), P(TENSOR), P(TENSOR)),
             out_specs=P(),
         )
-        return mix(x, gates, experts, context.adapter, Linear(self.gate_up), Linear(self.down))
+        out = mix(x, gates, experts, context.adapter, Linear(self.gate_up), Linear(self.down))
+        return with_residual(residual, out)
 
     def _route(
         self, x: Float[Array, "tokens embed"], adapter: Int32[Array, " tokens"] | None
@@ -120,7 +129,7 @@ def _mix(
     token = order // num_each
     adapter = None if adapter is None else adapter[token]
     both = gate_up.grouped(x[token], sizes, adapter)  # [tokens * experts_per_token, 2, mlp]
-    out = down.grouped(gated(both, activation), sizes, adapter)
+    out = down.grouped(gate_of(activation)(both), sizes, adapter)
     # Back to where token t's i-th expert is at t * num_each + i.
     out = jnp.where((own < num_own)[:, None], out[jnp.argsort(order)], 0)
     out = out.reshape(num_tokens, num_each, -1) * gates[..., None].astype(x.dtype)

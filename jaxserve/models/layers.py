@@ -22,6 +22,7 @@ from jaxserve.models.context import LayerContext
 from jaxserve.models.linear import Linear
 from jaxserve.models.norms import Norm
 from jaxserve.models.param_maker import ParamMaker
+from jaxserve.models.projection import Gate, projected
 from pallas_kernels import gated_silu
 
 ACTIVATIONS: Mapping[str, Callable[[Float[Array, "*shape"]], Float[Array, "*shape"]]] = (
@@ -59,8 +60,19 @@ class MLP(Protocol):
     def __init__(self, config: DecoderConfig, new: ParamMaker): ...
 
     def __call__(
-        self, x: Float[Array, "tokens embed"], context: LayerContext
-    ) -> Float[Array, "tokens embed"]: ...
+        self,
+        x: Float[Array, "tokens embed"],
+        context: LayerContext,
+        *,
+        norm: Norm | None = None,
+        residual: Float[Array, "tokens embed"] | None = None,
+    ) -> Float[Array, "tokens embed"]:
+        """Return what the MLP adds to the residual stream, and with `residual` their sum.
+
+        Args:
+          norm: what `x` still has to go through.
+        """
+        ...
 
 
 @final
@@ -82,11 +94,19 @@ class GatedMLP(nnx.Module):
         self.bdown = new.zeros(("embed",), (embed,)) if has_bias else None
 
     def __call__(
-        self, x: Float[Array, "tokens embed"], context: LayerContext
+        self,
+        x: Float[Array, "tokens embed"],
+        context: LayerContext,
+        *,
+        norm: Norm | None = None,
+        residual: Float[Array, "tokens embed"] | None = None,
     ) -> Float[Array, "tokens embed"]:
-        # [tokens, 2, mlp]
-        both = Linear(self.gate_up, self.bgate_up)(x, context.adapter)
-        return _down(self, gated(both, self.activation), context)
+        """See `MLP`."""
+        linear = Linear(self.gate_up, self.bgate_up)
+        gate = gate_of(self.activation)
+        return _down(
+            self, projected(linear, x, context.adapter, norm=norm, gate=gate), context, residual
+        )
 
 
 @final
@@ -108,25 +128,35 @@ class TwoLayerMLP(nnx.Module):
         self.bdown = new.zeros(("embed",), (embed,)) if has_bias else None
 
     def __call__(
-        self, x: Float[Array, "tokens embed"], context: LayerContext
+        self,
+        x: Float[Array, "tokens embed"],
+        context: LayerContext,
+        *,
+        norm: Norm | None = None,
+        residual: Float[Array, "tokens embed"] | None = None,
     ) -> Float[Array, "tokens embed"]:
-        x = ACTIVATIONS[self.activation](Linear(self.up, self.bup)(x, context.adapter))
-        return _down(self, x, context)
+        """See `MLP`."""
+        x = projected(Linear(self.up, self.bup), x, context.adapter, norm=norm)
+        return _down(self, ACTIVATIONS[self.activation](x), context, residual)
 
 
-def gated(both: Float[Array, "tokens 2 mlp"], activation: str) -> Float[Array, "tokens mlp"]:
-    """Return activation(both[:, 0]) * both[:, 1]."""
-    if ACTIVATIONS[activation] is jax.nn.silu:
-        return gated_silu(both)
-    return ACTIVATIONS[activation](both[:, 0]) * both[:, 1]
+def gate_of(activation: str) -> Gate:
+    """Return the function activation(both[:, 0]) * both[:, 1] of an array [tokens, 2, mlp]."""
+    function = ACTIVATIONS[activation]
+    if function is jax.nn.silu:
+        return gated_silu
+    return lambda both: function(both[:, 0]) * both[:, 1]
 
 
 def _down(
-    mlp: GatedMLP | TwoLayerMLP, x: Float[Array, "tokens mlp"], context: LayerContext
+    mlp: GatedMLP | TwoLayerMLP,
+    x: Float[Array, "tokens mlp"],
+    context: LayerContext,
+    residual: Float[Array, "tokens embed"] | None,
 ) -> Float[Array, "tokens embed"]:
-    """Return the last product of an MLP."""
+    """Return the last product of an MLP, with the residual stream if it is given."""
     x = x if mlp.down_dtype is None else x.astype(mlp.down_dtype)
-    return Linear(mlp.down, mlp.bdown)(x, context.adapter)
+    return projected(Linear(mlp.down, mlp.bdown), x, context.adapter, residual=residual)
 
 
 class Block(nnx.Module):
@@ -150,8 +180,8 @@ class Block(nnx.Module):
         self, x: Float[Array, "tokens embed"], context: LayerContext
     ) -> Float[Array, "tokens embed"]:
         """Return the residual stream after this layer."""
-        x = x + self.attention(self.attention_norm(x), context)
-        return x + self.mlp(self.mlp_norm(x), context)
+        x = self.attention(x, context, norm=self.attention_norm, residual=x)
+        return self.mlp(x, context, norm=self.mlp_norm, residual=x)
 
 
 def soft_capped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.param_maker import ParamMaker
-from pallas_kernels import layer_norm, rms_norm
+from pallas_kernels import RMSScale, layer_norm, rms_norm
 
 
 class Norm(Protocol):
@@ -28,6 +28,11 @@ class RMSNorm(nnx.Module):
         axis, size = (None, config.head_dim) if of_heads else ("embed", config.hidden_size)
         self.scale = (new.zeros if config.norm_offset == 1 else new.ones)((axis,), (size,))
         self.eps, self.offset = config.norm_eps, config.norm_offset
+
+    @property
+    def as_scale(self) -> RMSScale:
+        """The norm as an argument of `pallas_kernels.fused_matmul`."""
+        return RMSScale(self.scale[...], self.eps, self.offset)
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         return rms_norm(x, self.scale[...], eps=self.eps, offset=self.offset)

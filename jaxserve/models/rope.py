@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Float64, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
-from pallas_kernels import RopeTables, matmul
+from pallas_kernels import RopeTables, dispatch, matmul
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -162,7 +161,7 @@ def _computed_once(x: Float32[Array, "tokens columns"]) -> Float32[Array, "token
     step, and it drops `lax.optimization_barrier` before it fuses. The product with ones and zeros
     is exact.
     """
-    return matmul(x, jnp.eye(x.shape[1])) if jax.default_backend() == "cpu" else x
+    return matmul(x, jnp.eye(x.shape[1])) if dispatch.target_platform() == "cpu" else x
 
 
 def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:

@@ -22,6 +22,7 @@ from jaxserve.scheduling.plan import Row
 from jaxserve.steps import decode, encoding, heads, mixed
 from jaxserve.steps.attention_planner import AttentionPlanner
 from jaxserve.steps.batches import DecodeWindow, MixedBatch, Params
+from jaxserve.steps.device_loops import loop_options
 from jaxserve.steps.executable_identity import these_settings
 from jaxserve.steps.executable_store import ExecutableStore
 from jaxserve.steps.outputs import no_outputs
@@ -100,6 +101,7 @@ class Programs:
             donate_argnames=("cache", "slots"),
             static_argnames=("variant", "num_proposed"),
             out_shardings=(pages, whole, whole),
+            compiler_options=loop_options(place),
         )
         self.prompt_logprobs = StepFunction(
             "prompt_logprobs", bind(mixed.score_prompts), shelf, packs=True, out_shardings=whole

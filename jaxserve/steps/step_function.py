@@ -119,7 +119,7 @@ class Shelf:
         """Return the executable of a lowered program, and keep it for a key.
 
         Args:
-          leaves: the flat arguments that it was lowered for, abstract.
+          leaves: the flat arguments that it was lowered for, abstract, and the compiler options.
         """
         kept = kept_arguments(lowered)
         if self._store is None or key is None or kept is None:
@@ -236,6 +236,7 @@ class StepFunction:
         self._name = name
         self._packs = packs
         self._jitted = jax.jit(_unpacking(name, function) if packs else function, **options)
+        self._compiler_options = options.get("compiler_options")
         self._shelf = shelf
         self._sizes = sizes
         self._num_fixed = num_fixed
@@ -323,7 +324,7 @@ class StepFunction:
         shelf = self._shelf
         abstract = jax.tree.map(_abstract, arguments)
         leaves, structure = jax.tree.flatten(abstract)
-        leaves = [_shape(leaf) for leaf in leaves]
+        leaves = [*map(_shape, leaves), self._compiler_options]
         key = shelf.key(self._name, self._sizes, static, structure, leaves)
         begin_s = time.perf_counter()
         executable = shelf.load(key)

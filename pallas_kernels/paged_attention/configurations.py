@@ -155,10 +155,11 @@ MOSAIC_CONFIGURATIONS = tuple(
         dtype=("bfloat16", "float16")[i % 2],
         page_dtype=("bfloat16", "float16")[i % 2],
         options=tuple(_MOSAIC_OPTIONS[(i + i // 5) % 4].items()),
-        is_decode=False,
+        is_decode=is_decode,
         kind="mosaic",
     )
     for i, (head_dim, page_size) in enumerate(product((64, 128), (16, 32, 64, 128, 256)))
+    for is_decode in (False, True)
 )
 
 # Options of few models, at every head size and in every dtype: ALiBi alone, and pairs of the

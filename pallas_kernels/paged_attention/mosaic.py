@@ -1,10 +1,14 @@
-"""Paged attention on Hopper GPUs: a Mosaic GPU kernel for tiles, Triton's for rows of few queries.
+"""Paged attention on Hopper GPUs: Mosaic GPU kernels for tiles, and for rows of few queries.
 
-The two share the batch by `planner.plan`. The Mosaic kernel was never run on a GPU. It is compiled
-for one and run in JAX's interpreter, so it is used only when it is requested by name.
+The two share a batch by `planner.plan`; Triton's merge kernel merges the partial results of the
+second. They were never run on a GPU. They are compiled for one and run in JAX's interpreter, so
+they are used only when they are requested by name.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +16,7 @@ from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import triton
-from pallas_kernels.paged_attention.planner import Plan
+from pallas_kernels.paged_attention.planner import Plan, Warpgroups
 from pallas_kernels.paged_attention.rows import Rows
 
 _MIN_JAX = (0, 11)
@@ -50,8 +54,6 @@ def paged_attention(
         raise NotImplementedError(f"it needs JAX 0.11 or newer, not {jax.__version__}")
     if not interpret:
         _check_platform()
-    if max_query_length == 1:
-        raise NotImplementedError("it has a kernel for tiles of queries, and none for decoding")
     if plan is None:
         raise NotImplementedError("it needs a plan of the batch; pass plan=")
     if alibi_slopes is not None:
@@ -62,66 +64,127 @@ def paged_attention(
         raise NotImplementedError(f"it needs a positive scale of the logits, not {scale}")
     _check_types(q, k_pages, sliding_window)
     _check_page_size(k_pages, plan)
-    tiling = plan.tiling
-    assert tiling.warpgroups is not None
-    tiling.check_heads(q.shape[1], k_pages.shape[2])
-    # It needs JAX 0.11, and its import is slow.
-    from pallas_kernels.paged_attention.mosaic_tile import TileKernel
+    plan.tiling.check_heads(q.shape[1], k_pages.shape[2])
+    logits = dict(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
+    is_decode = max_query_length == 1
+    call = _Call(q, k_pages, v_pages, layer, rows, plan, logits, is_decode, interpret)
+    out = q
+    if len(plan.tiles):
+        out = call.tiles()
+    return call.splits(out) if len(plan.splits) else out
 
-    layers, num_pages, kv_heads, page_size, head_dim = k_pages.shape
-    # A window's second mask, or a soft cap, take registers; wide heads leave them only with smaller
-    # products.
-    is_plain = sliding_window is None and soft_cap is None
-    parts = 1 if is_plain or head_dim == _HEAD_DIMS[0] else 2
-    kernel = TileKernel(
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        group=tiling.group,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        block_keys=tiling.warpgroups.block_keys // parts,
-        num_stages=tiling.warpgroups.num_stages * parts,
-        programs=tiling.tile_programs,
-        dtype=q.dtype,
-        interpret=interpret,
-    )
-    pages = (layers * num_pages, *k_pages.shape[2:])
-    first_page = jnp.asarray(layer, jnp.int32) * num_pages
-    tiled = kernel(
-        jnp.stack([jnp.asarray(plan.counts[0], jnp.int32), first_page]),
-        _items(plan.tiles, rows, sliding_window),
-        rows.page_table,
-        q,
-        k_pages.reshape(pages),
-        v_pages.reshape(pages),
-        jnp.zeros_like(q),
-    )
-    if not len(plan.splits):
-        return tiled
-    out = triton.paged_attention(
-        *(q, k_pages, v_pages, layer, rows),
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        alibi_slopes=None,
-        distance_bias=None,
-        k_scales=k_scales,
-        v_scales=v_scales,
-        max_query_length=max_query_length,
-        plan=plan,
-        interpret=interpret,
-        tiled=tiled,
-    )
-    dispatch.record(
-        "paged_attention, rows of few queries",
-        "triton_interpreted" if interpret else "triton",
-        "mosaic has a kernel for tiles only",
-        q=q,
-        k_pages=k_pages,
-    )
-    return out
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """The arguments of a call, and the two kernels on them."""
+
+    q: jax.Array
+    k_pages: jax.Array
+    v_pages: jax.Array
+    layer: int | jax.Array
+    rows: Rows
+    plan: Plan
+    logits: dict[str, Any]  # scale, sliding_window, soft_cap
+    is_decode: bool
+    interpret: bool
+
+    @property
+    def warpgroups(self) -> Warpgroups:
+        assert self.plan.tiling.warpgroups is not None
+        return self.plan.tiling.warpgroups
+
+    def tiles(self) -> jax.Array:
+        """Return the output of the plan's tiles, and zeros for other queries."""
+        # They need JAX 0.11, and their imports are slow.
+        from pallas_kernels.paged_attention.mosaic_tile import TileKernel
+
+        tiling, head_dim = self.plan.tiling, self.q.shape[2]
+        num_pages, kv_heads, page_size = self.k_pages.shape[1:4]
+        window = self.logits["sliding_window"]
+        # A window's second mask, or a soft cap, take registers; wide heads leave them only with
+        # smaller products.
+        is_plain = window is None and self.logits["soft_cap"] is None
+        parts = 1 if is_plain or head_dim == _HEAD_DIMS[0] else 2
+        kernel = TileKernel(
+            **self.logits,
+            group=tiling.group,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            block_keys=self.warpgroups.block_keys // parts,
+            num_stages=self.warpgroups.num_stages * parts,
+            programs=tiling.tile_programs,
+            dtype=self.q.dtype,
+            interpret=self.interpret,
+        )
+        first_page = jnp.asarray(self.layer, jnp.int32) * num_pages
+        return kernel(
+            jnp.stack([jnp.asarray(self.plan.counts[0], jnp.int32), first_page]),
+            _items(self.plan.tiles, self.rows, window),
+            self.rows.page_table,
+            self.q,
+            *self._flat_pages(),
+            jnp.zeros_like(self.q),
+        )
+
+    def splits(self, out: jax.Array) -> jax.Array:
+        """Return `out` with the output of the plan's other items.
+
+        `out` is the queries themselves where the plan has no tiles. An item reads its own queries
+        before it overwrites them, and no other item reads them.
+        """
+        from pallas_kernels.paged_attention.mosaic_split import SplitKernel
+        from pallas_kernels.paged_attention.mosaic_split_memory import SplitSizes
+
+        tiling, rows = self.plan.tiling, self.rows
+        num_pages, kv_heads, page_size, head_dim = self.k_pages.shape[1:]
+        sizes = SplitSizes(
+            **self.logits,
+            group=tiling.group,
+            columns=tiling.split_rows,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            num_pages=num_pages,
+            page_size=page_size,
+            split_keys=tiling.split_keys,
+            block_keys=self.warpgroups.split_block_keys,
+            num_stages=self.warpgroups.split_stages,
+            programs=tiling.split_programs,
+            num_partials=self.plan.num_partials,
+            dtype=self.q.dtype,
+            interpret=self.interpret,
+        )
+        steering = (
+            jnp.asarray(self.plan.counts),
+            jnp.asarray(self.layer, jnp.int32).reshape(1),
+            jnp.asarray(self.plan.splits),
+            rows.query_start,
+            rows.query_length,
+            rows.first_position,
+            rows.context_length,
+            rows.page_table,
+        )
+        given = None if out is self.q else self.q
+        out, values, sums = SplitKernel(sizes)(steering, given, *self._flat_pages(), out)
+        out = triton.merge(
+            *(self.plan, rows, values, sums, out),
+            is_decode=self.is_decode,
+            interpret=self.interpret,
+        )
+        dispatch.record(
+            "paged_attention, partial results",
+            "triton_interpreted" if self.interpret else "triton",
+            "mosaic has no kernel that merges them",
+            q=self.q,
+            k_pages=self.k_pages,
+        )
+        return out
+
+    def _flat_pages(self) -> tuple[jax.Array, jax.Array]:
+        layers, num_pages = self.k_pages.shape[:2]
+        shape = (layers * num_pages, *self.k_pages.shape[2:])
+        return self.k_pages.reshape(shape), self.v_pages.reshape(shape)
 
 
 def serves(group: int, head_dim: int, dtype: str, page_dtype: str) -> bool:
@@ -181,9 +244,10 @@ def _check_page_size(pages: jax.Array, plan: Plan) -> None:
             "the plan's tiles are another kernel's; use "
             "planned_tiling(..., implementation='mosaic')"
         )
-    size, block = pages.shape[3], plan.tiling.warpgroups.block_keys
-    if size < _MIN_PAGE or (block % size and size % block):
-        raise NotImplementedError(
-            f"it serves pages of {_MIN_PAGE} tokens or more that divide {block} or are a multiple "
-            f"of it, not of {size}"
-        )
+    size = pages.shape[3]
+    for block in (plan.tiling.warpgroups.block_keys, plan.tiling.warpgroups.split_block_keys):
+        if size < _MIN_PAGE or (block % size and size % block):
+            raise NotImplementedError(
+                f"it serves pages of {_MIN_PAGE} tokens or more that divide {block} or are a "
+                f"multiple of it, not of {size}"
+            )

@@ -55,17 +55,20 @@ class Launches:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Warpgroups:
-    """The loop of Mosaic's tile kernel over keys; two warpgroups share a tile's queries.
+    """The loops of Mosaic's kernels over keys; two warpgroups share a tile's queries.
 
     Attributes:
-      block_keys: keys per loop iteration.
+      block_keys: keys per loop iteration of the tile kernel.
       num_stages: blocks of keys, and blocks of values, in shared memory.
+      split_block_keys, split_stages: those of the split kernel.
     """
 
     NUM = 2
 
     block_keys: int
     num_stages: int
+    split_block_keys: int = 64
+    split_stages: int = 3
 
 
 @final
@@ -83,7 +86,7 @@ class Tiling:
       masked_launches: used with ALiBi, or with a sliding window and a soft cap together; None for
         `launches`. These take more registers.
       float32_launches: used for float32 queries; None for `launches`.
-      warpgroups: the loop of Mosaic's tile kernel; None for tiles of the Triton kernel.
+      warpgroups: the loops of Mosaic's kernels; None for tiles of the Triton kernel.
     """
 
     kv_heads: int

@@ -44,13 +44,11 @@ def paged_attention(
     max_query_length: int | None,
     plan: Plan | None,
     interpret: bool = False,
-    tiled: Float[Array, "tokens q_heads head_dim"] | None = None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """See `api.paged_attention`. The output takes the place of the queries, where it can.
 
     Args:
       interpret: run in the interpreter, on any platform, for tests; slow.
-      tiled: output of another kernel for the plan's tiles, to which the other rows are added.
     """
     if not interpret:
         gpu.require_triton()
@@ -70,14 +68,7 @@ def paged_attention(
     operands = Operands(
         counts=plan.counts,
         layer=jnp.asarray(layer, jnp.int32).reshape(1),
-        rows=KernelRows(
-            query_start=None if max_query_length == 1 else rows.query_start,
-            query_length=rows.query_length,
-            first_position=rows.first_position,
-            context_length=rows.context_length,
-            page_table=rows.page_table,
-        ),
-        q=None if tiled is None else q,
+        rows=_kernel_rows(rows, is_decode=max_query_length == 1),
         k=flat(k_pages),
         v=flat(v_pages),
         k_scales=flat(k_scales),
@@ -102,18 +93,56 @@ def paged_attention(
         page_size=page_size,
         interpret=interpret,
     )
-    out = q if tiled is None else tiled
-    if len(plan.tiles) and tiled is None:
+    out = q
+    if len(plan.tiles):
         (out,) = kernels.call(tile_kernel, plan.tiles, operands, out, launches.tile)
     if len(plan.splits):
-        shape = (plan.num_partials, kv_heads, tiling.split_rows)
+        shape = (plan.num_partials, kv_heads)
         out, values, sums = kernels.call(
             *(split_kernel, plan.splits, operands, out, launches.split),
-            *((*shape, head_dim), (*shape, 2)),
+            *((*shape, tiling.split_rows, head_dim), (*shape, 2, tiling.split_rows)),
         )
         partials = (operands.counts, operands.rows, values, sums)
         (out,) = kernels.call(merge_kernel, plan.merges, partials, out, launches.merge)
     return out
+
+
+def merge(
+    plan: Plan,
+    rows: Rows,
+    values: Float32[Array, "partials kv_heads head_dim split_rows"],
+    sums: Float32[Array, "partials kv_heads 2 split_rows"],
+    out: Float[Array, "tokens q_heads head_dim"],
+    *,
+    is_decode: bool,
+    interpret: bool,
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """Return `out` with the partial results of another split kernel merged.
+
+    Args:
+      sums: the maxima, to base 2 and whole numbers, and the sums.
+    """
+    tiling = plan.tiling
+    kernels = Kernels(
+        tiling=tiling,
+        kv_heads=values.shape[1],
+        head_dim=values.shape[2],
+        interpret=interpret,
+        is_turned=True,
+    )
+    partials = (plan.counts, _kernel_rows(rows, is_decode=is_decode), values, sums)
+    (merged,) = kernels.call(merge_kernel, plan.merges, partials, out, tiling.launches.merge)
+    return merged
+
+
+def _kernel_rows(rows: Rows, *, is_decode: bool) -> KernelRows:
+    return KernelRows(
+        query_start=None if is_decode else rows.query_start,
+        query_length=rows.query_length,
+        first_position=rows.first_position,
+        context_length=rows.context_length,
+        page_table=rows.page_table,
+    )
 
 
 def _check_types(q: jax.Array, pages: jax.Array, sliding_window: int | None) -> None:

@@ -54,7 +54,6 @@ class Operands:
     counts: Any  # int32 [3]
     layer: Any  # int32 [1]
     rows: Any  # `KernelRows`
-    q: Any  # [tokens, q_heads, head_dim], or None where the output has the queries before
     k: Any  # [layers * pages, kv_heads, page_size, head_dim]
     v: Any
     k_scales: Any  # float32 [layers * pages, kv_heads, page_size], or None
@@ -65,18 +64,23 @@ class Operands:
 @final
 @dataclass(frozen=True)
 class Kernels:
-    """The static parameters of the kernels."""
+    """The static parameters of the kernels; the merge kernel needs those without a default.
+
+    Attributes:
+      is_turned: whether values of partial results are [partials, kv_heads, head_dim, split_rows].
+    """
 
     tiling: Tiling
-    block_keys: int
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
     kv_heads: int
     head_dim: int
-    num_pages: int
-    page_size: int
     interpret: bool
+    block_keys: int = 0
+    scale: float = 1.0
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    num_pages: int = 0
+    page_size: int = 0
+    is_turned: bool = False
 
     @property
     def width(self) -> int:
@@ -202,12 +206,11 @@ def _attend(
     """Return a function from (begin, end) to the queries' softmax over keys in that range.
 
     Args:
-      given: the output before the kernel. Where it has the queries, an item reads its own before it
+      given: the output before the kernel, which has the queries. An item reads its own before it
         overwrites them, and no other item reads them.
     """
     block, page_size = kernels.block_keys, kernels.page_size
-    q_ref = given if operands.q is None else operands.q
-    q = triton.load(q_ref.at[queries.at], mask=queries.mask, other=0.0)
+    q = triton.load(given.at[queries.at], mask=queries.mask, other=0.0)
     num_rows, width = q.shape
     lane = jnp.arange(width, dtype=jnp.int32)
     head = queries.kv_head
@@ -289,7 +292,7 @@ def split_kernel(
     given_ref: Any,  # `out_ref` before
     out_ref: Any,  # [tokens, q_heads, head_dim]
     values_ref: Any,  # [partials, kv_heads, split_rows, head_dim]
-    sums_ref: Any,  # [partials, kv_heads, split_rows, 2]: maximum, sum
+    sums_ref: Any,  # [partials, kv_heads, 2, split_rows]: maximum, sum
 ) -> None:
     split_keys, num_rows = kernels.tiling.split_keys, kernels.tiling.split_rows
     head = pl.program_id(1)
@@ -311,7 +314,7 @@ def split_kernel(
             here = values_ref.at[index, head, number[:, None], lane[None, :]]
             triton.store(here, new[2], mask=queries.mask & ~is_direct)
             for column in range(2):
-                here = sums_ref.at[index, head, number, column]
+                here = sums_ref.at[index, head, column, number]
                 triton.store(here, new[column], mask=queries.is_used & ~is_direct)
             return _merged(softmax, new)
 
@@ -340,10 +343,11 @@ def merge_kernel(
         def read(offset: jax.Array) -> Softmax:
             exists, index = offset < num_partials, first_partial + offset
             used = queries.is_used & exists
-            here = values_ref.at[index, head, number[:, None], lane[None, :]]
+            at = number[:, None], lane[None, :]
+            here = values_ref.at[(index, head, *(reversed(at) if kernels.is_turned else at))]
             return (
-                triton.load(sums_ref.at[index, head, number, 0], mask=used, other=_MASKED),
-                triton.load(sums_ref.at[index, head, number, 1], mask=used, other=0.0),
+                triton.load(sums_ref.at[index, head, 0, number], mask=used, other=_MASKED),
+                triton.load(sums_ref.at[index, head, 1, number], mask=used, other=0.0),
                 triton.load(here, mask=queries.mask & exists, other=0.0),
             )
 

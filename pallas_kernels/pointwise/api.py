@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import dispatch
-from pallas_kernels.pointwise import cpu, xla
+from pallas_kernels.pointwise import cpu, triton, xla
 
 Implementation = Literal["xla", "cpu"]
 
@@ -127,6 +128,39 @@ def gated_silu(
         "gated_silu",
         {"xla": xla.gated_silu, "cpu": cpu.gated_silu},
         _PREFERRED,
+        implementation,
+        x=x,
+    )
+
+
+def row_maximum(
+    x: Float32[Array, "rows width"],
+    *,
+    implementation: Literal["xla", "triton", "triton_interpreted"] | None = None,
+) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"], Bool[Array, " rows"]]:
+    """Return the index (lowest of equals) and the value of each row's maximum, and has_nan.
+
+    has_nan says which rows hold a NaN, or infinities of both signs; with "triton" only NaNs. Such
+    a row has any index within the width, and any value.
+
+    Args:
+      implementation: overrides the platform's choice: "triton" on NVIDIA GPUs, and "xla" elsewhere
+        or if that refuses. "triton_interpreted" runs the GPU's kernel on any platform, for tests.
+
+    Raises:
+      NotImplementedError: the requested implementation cannot serve this case.
+      ValueError: the shape is another, or the implementation is unknown.
+    """
+    if x.ndim != 2:
+        raise ValueError(f"x{x.shape} does not fit; pass [rows, width]")
+    return dispatch.call(
+        "row_maximum",
+        {
+            "xla": xla.row_maximum,
+            "triton": triton.row_maximum,
+            "triton_interpreted": partial(triton.row_maximum, interpret=True),
+        },
+        {"cuda": ("triton",)},
         implementation,
         x=x,
     )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+# Entries of a block: one pass takes the maximum of each, the rest reads few blocks.
+BLOCK = 64
 
 
 def rms_norm(
@@ -39,3 +42,23 @@ def log_sum_exp(x: Float32[Array, "rows width"]) -> Float32[Array, " rows"]:
 def gated_silu(x: Float[Array, "rows 2 width"]) -> Float[Array, "rows width"]:
     """See `api.gated_silu`."""
     return jax.nn.silu(x[:, 0]) * x[:, 1]
+
+
+def row_maximum(
+    x: Float32[Array, "rows width"],
+) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"], Bool[Array, " rows"]]:
+    """See `api.row_maximum`."""
+    blocks = blocks_of(x)
+    maxima = jnp.max(blocks, axis=-1)
+    block = jnp.argmax(maxima, axis=-1).astype(jnp.int32)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    index = block * BLOCK + jnp.argmax(inside, axis=-1).astype(jnp.int32)
+    # A maximum may pass over a NaN; a sum never does.
+    has_nan = jnp.isnan(jnp.sum(x, axis=-1))
+    return jnp.minimum(index, x.shape[1] - 1), jnp.max(maxima, axis=-1), has_nan
+
+
+def blocks_of(x: Float32[Array, "rows width"]) -> Float32[Array, "rows blocks block"]:
+    """Return the rows in blocks, padded with minus infinity."""
+    padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK)), constant_values=-jnp.inf)
+    return padded.reshape(x.shape[0], -1, BLOCK)

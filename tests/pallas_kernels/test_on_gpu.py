@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import gated_cell, paged_attention, quantize, rotate_and_write
+from pallas_kernels import gated_cell, paged_attention, quantize, rotate_and_write, row_maximum
+from pallas_kernels.fused_matmul import shapes as fused_shapes
 from pallas_kernels.gated_cell import shapes as cell_shapes
 from pallas_kernels.kv_write import shapes as write_shapes
 from pallas_kernels.page_copy import shapes as copy_shapes
@@ -146,6 +147,28 @@ def test_products_agree_with_float32_in_any_batch(configuration):
     _check_norm(got, wanted, ALLOWED[configuration.shape.dtype])
     many = jnp.concatenate([x[-1:]] * 5 + [x] * -(-200 // len(x)))
     assert jnp.array_equal(product(many, weight)[4 : 5 + len(x)], jnp.concatenate([got[-1:], got]))
+
+
+@pytest.mark.parametrize("configuration", fused_shapes.CONFIGURATIONS, ids=str)
+def test_fused_products_agree_with_float32(configuration):
+    """Products with norm, bias, gate and residual agree with their parts in float32."""
+    function, _ = configuration.call()
+    inputs = fused_shapes.make_inputs(configuration, seed=0)
+    got = jax.jit(partial(function, implementation="triton"))(**inputs)
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), inputs)
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(partial(function, implementation="xla"))(**wide)
+    _check_norm(got, wanted, ALLOWED["bfloat16"])
+
+
+def test_maxima_of_rows_are_exact():
+    """The likeliest tokens are those of XLA, of one row and of many."""
+    for rows in (1, 64):
+        x = jax.random.normal(jax.random.key(rows), (rows, 128256))
+        got, wanted = (
+            jax.jit(partial(row_maximum, implementation=name))(x) for name in ("triton", "xla")
+        )
+        assert all(map(jnp.array_equal, got, wanted))
 
 
 def _check_norm(got: jax.Array, wanted: jax.Array, allowed: float) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import build, gated_silu, layer_norm, log_sum_exp, rms_norm
+from pallas_kernels import build, gated_silu, layer_norm, log_sum_exp, rms_norm, row_maximum
 from pallas_kernels.pointwise import cpu
 from sharding import make_mesh
 from tests.common.instructions import instruction_sets
@@ -190,3 +190,19 @@ def test_shapes_that_contradict_each_other_are_refused():
         layer_norm(jnp.ones((2, 8)), jnp.ones(8), jnp.ones(7), eps=1e-5)
     with pytest.raises(ValueError, match=r"pass \[rows, width\]"):
         log_sum_exp(jnp.ones(3))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton_interpreted"])
+@pytest.mark.parametrize("width", [1, 100, 9000])
+def test_the_maximum_of_a_row_is_exact(implementation, width):
+    """The lowest index of equals is returned, in the first and in later blocks; NaNs are told."""
+    x = np.random.default_rng(width).integers(-50, 50, (6, width)).astype(np.float32)
+    x[1] = -np.inf
+    x[2, -1] = x[3, width // 2] = 99.0
+    x[4, width // 2 :] = 77.0
+    x[5, width // 3] = np.nan
+    index, value, has_nan = row_maximum(jnp.asarray(x), implementation=implementation)
+    np.testing.assert_array_equal(index[:5], x[:5].argmax(axis=1))
+    np.testing.assert_array_equal(value[:5], x[:5].max(axis=1))
+    np.testing.assert_array_equal(has_nan, [False] * 5 + [True])
+    assert 0 <= index[5] < width

@@ -168,9 +168,9 @@ def test_choices_stand_side_by_side():
     row = {"batch_size": 1, "layout": "scanned", "decode_step_s": 0.002}
     parts = {
         "choices": {"result": {"choices": [row]}},
-        "choices_while": {"result": {"choices": [{**row, "decode_step_s": 0.001}]}},
+        "choices_host": {"result": {"choices": [{**row, "decode_step_s": 0.001}]}},
     }
-    found = "scanned default 2.00, scanned while 1.00"
+    found = "scanned default 2.00, scanned host 1.00"
     assert _found(parts, "ms a step, batch 1") == ("no bar", found)
 
 

@@ -111,7 +111,7 @@ class BambaMambaBlock(Block):
     ) -> Float[Array, "tokens embed"]:
         """See `Block`."""
         x = x + self.mixer(self.attention_norm(x), context)
-        return x + self.mlp(self.mlp_norm(x), context)
+        return self.mlp(x, context, norm=self.mlp_norm, residual=x)
 
 
 @final

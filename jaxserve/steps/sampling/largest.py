@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-# Entries of a block: one pass takes the maximum of each, the rest reads few blocks.
-_BLOCK = 64
+from pallas_kernels import row_maximum
+from pallas_kernels.pointwise.xla import BLOCK as _BLOCK
+from pallas_kernels.pointwise.xla import blocks_of
 
 
 def argmax(
@@ -17,12 +18,7 @@ def argmax(
 
     A row that holds a NaN gives any index below `vocab` and any value.
     """
-    blocks = _blocks(x, -jnp.inf)
-    maxima = jnp.max(blocks, axis=-1)
-    block = jnp.argmax(maxima, axis=-1).astype(jnp.int32)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    index = block * _BLOCK + jnp.argmax(inside, axis=-1).astype(jnp.int32)
-    return jnp.minimum(index, x.shape[1] - 1), jnp.max(maxima, axis=-1)
+    return row_maximum(x)[:2]
 
 
 def top_k(
@@ -37,15 +33,10 @@ def top_k(
     if k >= num_blocks:
         values, index = jax.lax.top_k(x, k)
         return values, index
-    blocks = _blocks(x, -jnp.inf)
+    blocks = blocks_of(x)
     _, chosen = jax.lax.top_k(jnp.max(blocks, axis=-1), k)
     chosen = jnp.sort(chosen, axis=-1)
     candidates = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(x.shape[0], -1)
     values, places = jax.lax.top_k(candidates, k)
     block = jnp.take_along_axis(chosen, places // _BLOCK, axis=1)
     return values, jnp.minimum(block * _BLOCK + places % _BLOCK, x.shape[1] - 1)
-
-
-def _blocks(x: Float32[Array, "rows vocab"], fill: float) -> Float32[Array, "rows blocks block"]:
-    padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK)), constant_values=fill)
-    return padded.reshape(x.shape[0], -1, _BLOCK)

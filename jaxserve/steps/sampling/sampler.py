@@ -23,6 +23,7 @@ from jaxserve.steps.sampling.processors.processor import (
 )
 from jaxserve.steps.sampling.slot_sampling import SlotSampling
 from jaxserve.steps.sampling.variants import Variant
+from pallas_kernels import row_maximum
 
 _VOCAB_MULTIPLE = 256
 
@@ -82,10 +83,9 @@ def sample(
       processors: in the order of application; static.
       first: the first position that counts for penalties; None for the first of all.
     """
-    token, largest = argmax(logits)
+    token, largest, has_nan = row_maximum(logits)
     choice = None
-    # A maximum may pass over a NaN; a sum never does.
-    finite = jnp.isfinite(largest) & ~jnp.isnan(jnp.sum(logits, axis=-1))
+    finite = jnp.isfinite(largest) & ~has_nan
     if variant is not Variant.GREEDY:
         slot = jnp.arange(length.shape[0]) if slot is None else slot
         rows = Rows(tokens, slot, length, sampling.prompt_length, sampling.stop_ids, first)
