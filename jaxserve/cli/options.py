@@ -112,7 +112,8 @@ Speculation = Annotated[
     str | None,
     _runtime(
         "--speculation",
-        text="Propose next tokens: lookup (what followed the same tokens before in the request).",
+        text="Propose next tokens: lookup (what followed the same tokens in the request or in "
+        "past answers).",
     ),
 ]
 Deterministic = Annotated[

@@ -32,6 +32,7 @@ from jaxserve.scheduling.plan import PageCopies, StepPlan
 from jaxserve.steps.batches import MixedBatch
 from jaxserve.steps.packing import (
     decode_window,
+    num_computed_proposals,
     pack_masks,
     pack_rows,
     pack_window,
@@ -264,16 +265,17 @@ class DeviceExecutor:
     # ---- steps ----
 
     def _decode(self, plan: StepPlan, needs: SamplingNeeds) -> DeviceHandle:
-        window = decode_window(self.config, plan, needs.variant)
+        num_proposed = num_computed_proposals(self.config, plan, needs.variant)
+        window = decode_window(self.config, plan, needs.variant, num_proposed)
         self._pages.cache, self._slots.state, outputs = self._programs.decode_loop(
             self._params,
             self._pages.cache,
             self._slots.state,
-            pack_window(window, plan.rows, plan.num_iterations),
-            self._programs.plan_decode(plan.rows, window, plan.num_iterations, plan.num_proposed),
+            pack_window(window, plan.rows, plan.num_iterations, plan.verify_cost),
+            self._programs.plan_loop(plan.rows, window, plan.num_iterations, num_proposed),
             self._programs.probe_params,
             variant=needs.variant,
-            num_proposed=plan.num_proposed,
+            num_proposed=num_proposed,
         )
         output_rows = np.array([row.slot - window.start for row in plan.rows], np.int32)
         return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows)

@@ -165,7 +165,7 @@ class DeviceWarmup:
         window = range(num_rows)
         self._programs.decode_loop.prepare(
             *(self._params, self._cache, self._state, pack_window(window, ())),
-            *(self._programs.plan_decode((), window, num_proposed=num_proposed),),
+            *(self._programs.plan_loop((), window, num_proposed=num_proposed),),
             self._programs.probe_params,
             variant=variant,
             num_proposed=num_proposed,

@@ -6,7 +6,7 @@ multiplying. `Variant.sizes` says at which sizes a variant of a head or a decode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, final
 
@@ -25,7 +25,7 @@ from jaxserve.steps.batches import DecodeWindow, MixedBatch, Params
 from jaxserve.steps.executable_identity import these_settings
 from jaxserve.steps.executable_store import ExecutableStore
 from jaxserve.steps.outputs import no_outputs
-from jaxserve.steps.packing import pack_rows, pack_window
+from jaxserve.steps.packing import loop_sizes, pack_rows, pack_window
 from jaxserve.steps.placement import Placement, staging_place
 from jaxserve.steps.preparation import prepared_together
 from jaxserve.steps.probing import Probe
@@ -159,16 +159,30 @@ class Programs:
         return None if self._planner is None else self._planner.mixed(batch)
 
     def plan_decode(
+        self, rows: Sequence[Row], window: range, num_iterations: int = 1
+    ) -> Plan | None:
+        """The plan of attention in iterations over the slots of a window, for `stage_decode`."""
+        if self._planner is None:
+            return None
+        return self._planner.decode(rows, window, num_iterations)
+
+    def plan_loop(
         self,
         rows: Sequence[Row],
         window: range,
         num_iterations: int = 1,
         num_proposed: int = 0,
-    ) -> Plan | None:
-        """The plan of attention in a decode loop over the slots of a window, for `decode_loop`."""
+    ) -> tuple[Plan | None, ...]:
+        """The plans of attention in a decode loop, for `decode_loop`.
+
+        That of an iteration of one token a row comes first, then that of one with proposals.
+        """
+        plans = (self.plan_decode(rows, window, num_iterations),)
+        if not num_proposed:
+            return plans
         if self._planner is None:
-            return None
-        return self._planner.decode(rows, window, num_iterations, num_proposed)
+            return None, None
+        return *plans, self._planner.decode(rows, window, num_iterations, num_proposed)
 
     def compiled_steps(
         self, params: Params, cache: KVCache, variant: Variant = Variant.FULL
@@ -181,8 +195,7 @@ class Programs:
         """
         batch, window = self._arguments()
         cache, slots = self._placed(cache)
-        num_proposed = self.config.num_proposed
-        decode_plan = self.plan_decode((), range(self.config.max_slots), num_proposed=num_proposed)
+        decode_plan = self.plan_loop((), range(self.config.max_slots))
         steps: list[Any] = prepared_together(
             partial(
                 self.mixed_body.prepare,
@@ -193,12 +206,29 @@ class Programs:
                 self.decode_loop.prepare,
                 *(params, cache, slots, window, decode_plan, self.probe_params),
                 variant=variant,
-                num_proposed=num_proposed,
             ),
+            *self._largest_speculating_loop(params, cache, slots, variant),
         )
         with self.place.in_force():
             lowered = self._encoding_steps(params, cache, slots, batch)
         return steps + [step.compile() for step in lowered]
+
+    def _largest_speculating_loop(
+        self, params: Params, cache: Any, slots: Any, variant: Variant
+    ) -> list[Callable[[], Any]]:
+        """Return what prepares it, in a list; nothing in a runtime that does not speculate."""
+        num_proposed = self.config.num_proposed
+        if not num_proposed:
+            return []
+        window = range(loop_sizes(self.config, variant, num_proposed)[-1])
+        plans = self.plan_loop((), window, num_proposed=num_proposed)
+        prepare = partial(
+            self.decode_loop.prepare,
+            *(params, cache, slots, pack_window(window, ()), plans, self.probe_params),
+            variant=variant,
+            num_proposed=num_proposed,
+        )
+        return [prepare]
 
     def step_bytes(self, params: Params, cache: KVCache) -> int:
         """Return the memory that `compiled_steps` need beside their arguments; measured once."""

@@ -54,7 +54,7 @@ def test_steps(layout):
         window = range(CONFIG.max_slots)
         decode = _kernels(
             *(programs.decode_loop, params, cache, slots, pack_window(window, ())),
-            *(programs.plan_decode((), window), None),
+            *(programs.plan_loop((), window), None),
             variant=Variant.FULL,
         )
         values = jax.eval_shape(gathered, cache, np.zeros(8, np.int32))

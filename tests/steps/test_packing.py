@@ -14,6 +14,7 @@ from jaxserve.steps.packing import (
     decode_window,
     head_sizes,
     loop_sizes,
+    num_computed_proposals,
     pack_rows,
     pack_window,
     sampling_slots,
@@ -46,13 +47,18 @@ def test_a_window_of_a_compiled_size_holds_the_plans(variant, max_slots):
         assert sorted(taking_part) == sorted(slots)
 
 
-def test_loops_that_speculate_have_few_sizes():
+def test_loops_that_speculate_have_few_slots():
+    """At most as many as proposals, or the fewest that the variant is compiled for."""
     config = _config(32)
     assert loop_sizes(config, Variant.GREEDY, 0) == (1, 4, 8, 12, 16, 24, 32)
-    assert loop_sizes(config, Variant.GREEDY, 4) == (1, 4, 16, 32)
+    assert loop_sizes(config, Variant.GREEDY, 10) == (1, 4, 8)
+    assert loop_sizes(config, Variant.FULL, 4) == (8,)
     rows = (Row(5, 0, 0, 1, max_new_tokens=7),)
-    planned = replace(plan(rows, window_start=5, window_size=1), num_proposed=4)
-    assert decode_window(config, planned, Variant.GREEDY) == range(5, 6)
+    planned = replace(plan(rows, window_start=5, window_size=1), num_proposed=10)
+    assert num_computed_proposals(config, planned, Variant.GREEDY) == 10
+    assert decode_window(config, planned, Variant.GREEDY, 10) == range(5, 6)
+    larger = replace(planned, window_size=9)
+    assert num_computed_proposals(config, larger, Variant.GREEDY) == 0
     assert pack_window(range(4, 8), rows).most.tolist() == [0, 7, 0, 0]
 
 
