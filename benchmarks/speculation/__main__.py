@@ -1,7 +1,8 @@
 """Tokens a second with and without speculation: `python -m benchmarks.speculation --help`.
 
 The same prompts are answered greedily by a runtime that speculates and by one that does not, in
-turns. Their answers are the same, token for token, which is checked.
+turns. Their answers are the same, token for token, which is checked. `--compare` has other engines
+with their own lookup decoding give answers of the same lengths to them.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ from benchmarks.common.output import arguments_of, command, show
 from benchmarks.common.policies import add_policy_options, parse_policies
 from benchmarks.common.repeats import Figures, Spread, add_repeats, in_turns, ratios, summary
 from benchmarks.common.serving import Runtimes
+from benchmarks.offline.peers.catalogue import Peer, named
+from benchmarks.offline.peers.options import any_failed
 from benchmarks.speculation.prompts import KINDS, prompts_of
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.workload import WorkloadItem
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime
 
 _WAYS = ("without", "lookup")
+# Engines that look proposals up.
+_PEERS = ("llamacpp", "vllm")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,7 +50,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise InvalidConfigError(f"--kinds has {unknown}; pass some of {','.join(KINDS)}")
     counts = [int(count) for count in options.requests.split(",")]
     options.num_requests = max(counts)
-    cases = []
+    peers = _peers(options)
+    cases, answers = [], {}
     with Runtimes(options) as open_runtimes:
         policy = parse_policies(options.policies)[0]
         runtimes = {
@@ -59,11 +66,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for count in counts:
                 print(f"{kind}, {count} requests", file=sys.stderr)
                 cases.append(_case(runtimes, kind, prompts[:count], options))
+            if peers:
+                answers[kind] = _items(runtimes["without"], prompts, options.output_tokens)
+    compared = {kind: _compared(peers, items, counts, options) for kind, items in answers.items()}
     return {
         "benchmark": "speculation",
         "arguments": arguments_of(options),
         "repeats": options.repeats,
         "cases": cases,
+        "peers": compared,
         **environment.describe(),
     }
 
@@ -90,6 +101,47 @@ def _case(
     }
 
 
+def _peers(options: argparse.Namespace) -> dict[str, Peer]:
+    """Return the peers of `--compare`, which answer all prompts and the smaller numbers of them."""
+    peers = {} if options.compare is None else named(options.compare)
+    if unable := sorted(set(peers) - set(_PEERS)):
+        raise InvalidConfigError(f"--compare {unable} do not look up; pass some of {_PEERS}")
+    return peers
+
+
+def _items(rt: Runtime, prompts: list[Any], output_tokens: int) -> list[WorkloadItem]:
+    """Return the prompts, each with the length of its answer, for engines that ignore its end."""
+    done = rt.generate(prompts, SamplingParams(max_tokens=output_tokens), progress=False)
+    return [
+        WorkloadItem(each.prompt_token_ids, len(each.token_ids), max_tokens=output_tokens)
+        for each in done
+    ]
+
+
+def _compared(
+    peers: dict[str, Peer],
+    items: list[WorkloadItem],
+    counts: list[int],
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Return the figures of all engines, which print a table, with lookup decoding."""
+    from benchmarks.offline.peers.compare import compare, print_table
+    from jaxserve.models.registry import resolve
+
+    result = compare(
+        peers,
+        resolve(options.model).path,
+        items,
+        batch_size=max(counts),
+        repeats=options.repeats,
+        settings={"speculation": "lookup", "dtype": "float32", "max_slots": max(counts)},
+        fewer=sorted({*counts} - {max(counts)}),
+        speculates=True,
+    )
+    print_table(result)
+    return result
+
+
 def _played(
     rt: Runtime, prompts: list[Any], output_tokens: int
 ) -> tuple[Figures, list[tuple[int, ...]]]:
@@ -113,6 +165,8 @@ def _played(
 
 def _is_whole(result: dict[str, Any]) -> bool:
     cases = result["cases"]
+    if any(any_failed(comparison) for comparison in result["peers"].values()):
+        return False
     is_same = all(case["num_same_answers"] == case["num_answers"] for case in cases)
     return is_same and not any(case[way]["num_failed"] for case in cases for way in _WAYS)
 
@@ -150,6 +204,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--requests", default="1,4,16,64", help="numbers of requests at once, separated by commas"
     )
+    text = f"engines to run beside it, with lookup decoding: {', '.join(_PEERS)}"
+    parser.add_argument("--compare", default=None, help=text)
     return parser
 
 

@@ -74,7 +74,7 @@ class RuntimeOptions:
         none. "lookup": from the request itself, what followed its newest tokens where they stood
         before. Tokens stay the same, drawn ones too. docs/speculation.md says when it pays.
       num_speculative_tokens: tokens that are proposed at most in an iteration, of all sequences
-        together. With more sequences than this, none are proposed.
+        together. With more than twice as many sequences, none are proposed.
       page_size: tokens per page.
       max_adapters: maximum number of adapters that are loaded at once (`Runtime.load_adapter`), for
         which memory is allocated; 0 for a runtime without adapters (docs/adapters.md).
@@ -121,7 +121,7 @@ class RuntimeOptions:
     max_step_tokens: int | None = None
     max_decode_iterations: int | None = None
     speculation: str | None = None
-    num_speculative_tokens: int = 12
+    num_speculative_tokens: int = 8
     page_size: int = 32
     max_adapters: int = 0
     max_adapter_rank: int = 16

@@ -32,7 +32,6 @@ from jaxserve.scheduling.plan import PageCopies, StepPlan
 from jaxserve.steps.batches import MixedBatch
 from jaxserve.steps.packing import (
     decode_window,
-    num_computed_proposals,
     pack_masks,
     pack_rows,
     pack_window,
@@ -265,8 +264,7 @@ class DeviceExecutor:
     # ---- steps ----
 
     def _decode(self, plan: StepPlan, needs: SamplingNeeds) -> DeviceHandle:
-        num_proposed = num_computed_proposals(self.config, plan, needs.variant)
-        window = decode_window(self.config, plan, needs.variant, num_proposed)
+        window, num_proposed = decode_window(self.config, plan, needs.variant)
         self._pages.cache, self._slots.state, outputs = self._programs.decode_loop(
             self._params,
             self._pages.cache,

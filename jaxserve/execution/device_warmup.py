@@ -114,10 +114,10 @@ class DeviceWarmup:
             )
         for num_rows in variant.sizes(self._config.head_buckets)[part]:
             yield f"{name} sampling, {num_rows} rows", partial(self._head, variant, num_rows)
-        if num := self._config.num_proposed:
-            for num_rows in loop_sizes(self._config, variant, num)[part]:
-                loop = partial(self._decode, variant, num_rows, num)
-                yield f"{name} speculating loop, {num_rows} slots", loop
+        for num_rows in loop_sizes(self._config, variant, speculates=True)[part]:
+            num_proposed = self._config.num_proposed_beside(num_rows)
+            loop = partial(self._decode, variant, num_rows, num_proposed)
+            yield f"{name} speculating loop, {num_rows} slots", loop
 
     def _body(self, num_tokens: int) -> _Step:
         return f"mixed step, {num_tokens} tokens", partial(self._mixed, num_tokens, None)

@@ -150,6 +150,7 @@ class StepPlan:
       index: of the plan among its scheduler's.
       swaps_out: (device page, host page), contents to be kept on the host.
       swaps_in: (host page, device page), contents that come back.
+      forgets_answers: whether no later proposal may be of an answer that has ended before.
       releases: slots that serve no sequence from now on.
       moves: (from, to) slots, compaction; every `to` is free and every `from` becomes free.
       admissions: slots that begin to serve a sequence.
@@ -173,6 +174,7 @@ class StepPlan:
     index: int
     swaps_out: PageCopies = ()
     swaps_in: PageCopies = ()
+    forgets_answers: bool = False
     releases: tuple[int, ...] = ()
     moves: tuple[tuple[int, int], ...] = ()
     admissions: tuple[Admission, ...] = ()

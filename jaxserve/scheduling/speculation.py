@@ -14,8 +14,9 @@ _FIRST_COST = 1.2
 # Loops of a size after which one is timed without proposals, and after which proposals that seemed
 # not to pay are tried again.
 _LOOPS_BETWEEN_TIMINGS, _LOOPS_BETWEEN_TRIALS = 64, 128
-# Newest loops of a size whose times are remembered.
-_NUM_TIMES = 5
+# Newest loops of a size whose times are remembered, and those that a cost is measured by at least:
+# the first may have waited for its compilation.
+_NUM_TIMES, _FEWEST_TIMES = 5, 3
 # Sequences whose tokens of an iteration are remembered; those whose loops are longest ago go first.
 _MAX_REMEMBERED = 4096
 # Weight of what is known of a sequence after one more loop.
@@ -36,7 +37,7 @@ class Speculation:
     The device knows best how often proposals are right; the host alone knows times.
 
     Args:
-      most: tokens to propose at most, of all rows of an iteration together; 0 to never speculate.
+      most: `EngineConfig.num_proposed`; 0 to never speculate.
 
     Attributes:
       num_accepted_by_place: proposals that became output, by their place in a draft.
@@ -60,7 +61,7 @@ class Speculation:
 
     def next_loop(self, num_rows: int) -> Speculating | None:
         """Return how the next loop of as many rows speculates; None for not at all."""
-        if num_rows > self._most:
+        if num_rows > 2 * self._most:
             return None
         times = self._sizes.setdefault(_size(num_rows), _Times())
         return times.next_loop(num_rows, self._most)
@@ -82,7 +83,7 @@ class Speculation:
         Args:
           seconds: that the device took for it.
         """
-        if not (self._most and plan.is_decode_loop and 0 < len(plan.rows) <= self._most):
+        if not (self._most and plan.is_decode_loop and 0 < len(plan.rows) <= 2 * self._most):
             return
         times = self._sizes.setdefault(_size(len(plan.rows)), _Times())
         counts = result.proposals
@@ -92,6 +93,7 @@ class Speculation:
         self._num_drafts += int(counts[:, ProposalCount.DRAFTS].sum())
         self._num_proposed += int(counts[:, ProposalCount.PROPOSED].sum())
         accepted = counts[:, len(ProposalCount) :].sum(0).tolist()
+        accepted += [0] * (self._most - len(accepted))
         self.num_accepted_by_place = tuple(
             one + other for one, other in zip(self.num_accepted_by_place, accepted, strict=True)
         )
@@ -124,7 +126,7 @@ class _Times:
         self._num_until_timing -= 1
         self._num_until_trial -= 1
         cost = _FIRST_COST
-        if self._wide_s:
+        if len(self._wide_s) >= _FEWEST_TIMES:
             cost = median(self._wide_s) / median(self._plain_s)
         if self._num_until_trial <= 0:
             self._num_until_trial = _LOOPS_BETWEEN_TRIALS
@@ -140,9 +142,14 @@ class _Times:
                 self._num_until_timing = _LOOPS_BETWEEN_TIMINGS
             return
         self._num_until_trial = _LOOPS_BETWEEN_TRIALS
-        if self._plain_s:
-            plain_s = median(self._plain_s)
-            self._wide_s.append(max(plain_s, (seconds - num_plain * plain_s) / num_wide))
+        if not self._plain_s:
+            return
+        # No iteration with proposals is faster; where one was, the device was late before.
+        most_s = seconds / (num_plain + num_wide)
+        if median(self._plain_s) > most_s:
+            self._plain_s.clear()
+            self._plain_s.append(most_s)
+        self._wide_s.append((seconds - num_plain * median(self._plain_s)) / num_wide)
 
 
 def _size(num_rows: int) -> int:

@@ -28,7 +28,7 @@ from jaxserve.steps.batches import DecodeWindow, Params, attention_batch, tap, t
 from jaxserve.steps.encoding import counted_from, visible_rows
 from jaxserve.steps.outputs import Outputs, count, no_outputs, record, with_reading
 from jaxserve.steps.probing import Probe
-from jaxserve.steps.proposals import Draft, Lookup
+from jaxserve.steps.proposals import Answers, Draft, Lookup
 from jaxserve.steps.sampling.sampler import sample
 from jaxserve.steps.sampling.slot_sampling import SlotSampling
 from jaxserve.steps.sampling.variants import Variant
@@ -129,17 +129,24 @@ def decode_loop(
                 num_new = rows.part(chosen.slots.length) - rows.part(before.length)
                 read = read[block.start + jnp.maximum(num_new, 1) - 1]
         now, outputs = chosen.slots, chosen.outputs
-        if draft is not None and now.lookup is not None:
+        if draft is not None and now.lookup is not None and now.answers is not None:
             outputs = count(outputs, ProposalCount.ITERATIONS, live)
             if proposed is not None:
                 outputs = count(outputs, ProposalCount.WIDE, live)
                 outputs = count(outputs, ProposalCount.DRAFTS, proposed > 0)
                 outputs = count(outputs, ProposalCount.PROPOSED, proposed)
-            found = rows.index, draft.source, chosen.hits, chosen.misses
-            now = replace(now, lookup=now.lookup.learn(*found))
+            rates, total = proposals.learn(
+                *(now.lookup.rates, now.answers.rates, rows.index, draft.source),
+                *(chosen.hits, chosen.misses),
+            )
+            now = replace(
+                now,
+                lookup=replace(now.lookup, rates=rates),
+                answers=replace(now.answers, rates=total),
+            )
         return _Carry(
             *(carry.iteration + 1, cache, now.tokens, now.length, now.done, now.lookup),
-            *(outputs, read, propose(now, outputs)),
+            *(now.answers, outputs, read, propose(now, outputs)),
         )
 
     def is_worth(carry: _Carry) -> Bool[Array, ""]:
@@ -164,7 +171,7 @@ def decode_loop(
     unread = None if probe is None else jnp.zeros((num_rows, probe.width))
     start = _Carry(
         *(jnp.int32(0), cache, slots.tokens, slots.length, slots.done, slots.lookup),
-        *(nothing, unread, propose(slots, nothing)),
+        *(slots.answers, nothing, unread, propose(slots, nothing)),
     )
     # Loops within a loop, since the branches of a conditional would get copies of the cache.
     body = go_through if num_proposed else partial(iterate, is_wide=False)
@@ -185,6 +192,7 @@ class _Carry(NamedTuple):
     length: Int32[Array, " slots"]
     done: Bool[Array, " slots"]
     lookup: Lookup | None
+    answers: Answers | None
     outputs: Outputs
     tapped: Float32[Array, "rows embed"] | None
     draft: Draft | None
@@ -192,7 +200,12 @@ class _Carry(NamedTuple):
     def slots(self, before: SlotState) -> SlotState:
         """Return the slots as they are now, given how they were before the loop."""
         return replace(
-            before, tokens=self.tokens, length=self.length, done=self.done, lookup=self.lookup
+            before,
+            tokens=self.tokens,
+            length=self.length,
+            done=self.done,
+            lookup=self.lookup,
+            answers=self.answers,
         )
 
 

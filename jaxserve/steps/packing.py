@@ -110,31 +110,31 @@ def no_masks(num_rows: int, vocab_size: int) -> dict[str, dict[str, np.ndarray]]
     return {AllowedTokens.name: {"words": words.full(num_rows, vocab_size)}}
 
 
-def loop_sizes(config: EngineConfig, variant: Variant, num_proposed: int) -> tuple[int, ...]:
+def loop_sizes(
+    config: EngineConfig, variant: Variant, *, speculates: bool = False
+) -> tuple[int, ...]:
     """Return the numbers of slots that decode loops are compiled for.
 
-    Loops that speculate have at most as many slots as proposals: with more, even proposals that
-    are all right give less than twice the tokens.
+    Loops that speculate have few slots, see `EngineConfig.num_proposed_beside`; there may be none.
     """
     sizes = variant.sizes(config.slot_buckets)
-    if not num_proposed:
+    if not speculates:
         return sizes
-    return tuple(size for size in sizes if size <= max(num_proposed, sizes[0]))
+    return tuple(size for size in sizes if config.num_proposed_beside(size))
 
 
-def num_computed_proposals(config: EngineConfig, plan: StepPlan, variant: Variant) -> int:
-    """Return `plan.num_proposed`, or 0 where no loop that speculates has as many slots."""
-    sizes = loop_sizes(config, variant, plan.num_proposed)
-    return plan.num_proposed if plan.window_size <= sizes[-1] else 0
+def decode_window(config: EngineConfig, plan: StepPlan, variant: Variant) -> tuple[range, int]:
+    """Return the slots that a decode loop runs over, and how many tokens it proposes.
 
-
-def decode_window(
-    config: EngineConfig, plan: StepPlan, variant: Variant, num_proposed: int = 0
-) -> range:
-    """Return the slots that a decode loop runs over: the plan's, and more up to a compiled size."""
-    size = bucket(plan.window_size, loop_sizes(config, variant, num_proposed))
+    The slots are the plan's, and more up to a compiled size. A loop of a size at which none
+    speculates proposes no tokens.
+    """
+    sizes = loop_sizes(config, variant, speculates=plan.num_proposed > 0)
+    speculates = plan.num_proposed > 0 and bool(sizes) and plan.window_size <= sizes[-1]
+    size = bucket(plan.window_size, loop_sizes(config, variant, speculates=speculates))
     start = min(plan.window_start, config.max_slots - size)
-    return range(start, start + size)
+    num_proposed = config.num_proposed_beside(size) if speculates else 0
+    return range(start, start + size), num_proposed
 
 
 def pack_window(

@@ -216,11 +216,11 @@ class Programs:
     def _largest_speculating_loop(
         self, params: Params, cache: Any, slots: Any, variant: Variant
     ) -> list[Callable[[], Any]]:
-        """Return what prepares it, in a list; nothing in a runtime that does not speculate."""
-        num_proposed = self.config.num_proposed
-        if not num_proposed:
+        """Return what prepares it, in a list; nothing where none speculates."""
+        sizes = loop_sizes(self.config, variant, speculates=True)
+        if not sizes:
             return []
-        window = range(loop_sizes(self.config, variant, num_proposed)[-1])
+        window, num_proposed = range(sizes[-1]), self.config.num_proposed_beside(sizes[-1])
         plans = self.plan_loop((), window, num_proposed=num_proposed)
         prepare = partial(
             self.decode_loop.prepare,

@@ -26,10 +26,12 @@ _FACTORS = tuple(0x9E3779B1 * (2 * i + 1) % 2**32 for i in range(_LONGEST))
 _ANSWER_TOKENS, _ANSWER_ENTRIES = 1 << 16, 1 << 18
 # Last tokens of the prompt that are kept before an answer, so that its beginning can be found.
 _LEADING = _LONGEST
-# Weight of the earlier proposals of a source after one more.
-_MEMORY = 0.9
+# Weight of the earlier proposals of a source after one more, in a slot and in all.
+_MEMORY, _LONG_MEMORY = 0.9, 0.99
+# Proposals as which all those before count in a new slot.
+_PRIOR = 2.0
 # What an iteration with proposals must give, as an estimate, per token of one without.
-_LEAST_GAIN = 1.03
+_LEAST_GAIN = 1.04
 
 
 @final
@@ -49,7 +51,8 @@ class Lookup:
     @classmethod
     def empty(cls, num_slots: int, max_context: int) -> Lookup:
         """Return the lookup of slots without tokens."""
-        num_entries = 1 << (len(_ORDERS) * max_context - 1).bit_length()
+        # Twice as many as a whole context takes, so that few are overwritten.
+        num_entries = 1 << (2 * len(_ORDERS) * max_context - 1).bit_length()
         return cls(
             jnp.zeros((num_slots, num_entries), jnp.int32),
             jnp.ones((num_slots, _NUM_SOURCES, 2), jnp.float32),
@@ -57,6 +60,7 @@ class Lookup:
 
     def admit(
         self,
+        rates: Float32[Array, "sources 2"],
         admitted: Int32[Array, " admissions"],
         tokens: Int32[Array, " tokens"],
         slot: Int32[Array, " tokens"],
@@ -65,6 +69,7 @@ class Lookup:
         """Begin anew in the admitted slots, with these tokens.
 
         Args:
+          rates: hits and misses of each source in other slots.
           slot, position: of each token; tokens of one slot lie one behind another. The number of
             slots to skip one.
         """
@@ -75,7 +80,8 @@ class Lookup:
         entries = _entries(newest, position, self.index.shape[1])
         index = self.index.at[admitted].set(0, mode="drop")
         index = index.at[slot[:, None], entries].max(position[:, None], mode="drop")
-        return Lookup(index, self.rates.at[admitted].set(1.0, mode="drop"))
+        prior = _PRIOR * rates / rates.sum(1, keepdims=True)
+        return Lookup(index, self.rates.at[admitted].set(prior, mode="drop"))
 
     def append(
         self,
@@ -94,19 +100,6 @@ class Lookup:
             self, index=self.index.at[slot[:, None], entries].set(length[:, None], mode="drop")
         )
 
-    def learn(
-        self,
-        slot: Int32[Array, " rows"],
-        source: Int32[Array, " rows"],
-        hits: Int32[Array, " rows"],
-        misses: Int32[Array, " rows"],
-    ) -> Lookup:
-        """Count proposals that were right, and those that were not; rows with neither stay."""
-        old = self.rates[slot, source]
-        new = old * _MEMORY + jnp.stack([hits, misses], axis=1).astype(jnp.float32)
-        rates = jnp.where((hits + misses > 0)[:, None], new, old)
-        return replace(self, rates=self.rates.at[slot, source].set(rates))
-
 
 @final
 @jax.tree_util.register_dataclass
@@ -118,11 +111,13 @@ class Answers:
       tokens: -1 behind each answer.
       index: hash of some tokens -> place that followed them; 0 for none.
       end: where the next answer goes.
+      rates: hits and misses of each source in all slots, weighted by age.
     """
 
     tokens: Int32[Array, " tokens"]
     index: Int32[Array, " entries"]
     end: Int32[Array, ""]
+    rates: Float32[Array, "sources 2"]
 
     @classmethod
     def empty(cls, max_context: int) -> Answers:
@@ -132,6 +127,7 @@ class Answers:
             jnp.full(num_tokens, -1, jnp.int32),
             jnp.zeros(_ANSWER_ENTRIES, jnp.int32),
             jnp.int32(0),
+            jnp.ones((_NUM_SOURCES, 2), jnp.float32),
         )
 
     def remember(
@@ -159,6 +155,7 @@ class Answers:
             self.tokens.at[place].set(answer, mode="drop"),
             self.index.at[entries].set(place[:, None], mode="drop"),
             jnp.where(num > 0, start + num + 1, self.end),
+            self.rates,
         )
 
 
@@ -180,6 +177,23 @@ class Draft:
     num: Int32[Array, " rows"]
     source: Int32[Array, " rows"]
     is_worth: Bool[Array, ""]
+
+
+def learn(
+    rates: Float32[Array, "slots sources 2"],
+    total: Float32[Array, "sources 2"],
+    slot: Int32[Array, " rows"],
+    source: Int32[Array, " rows"],
+    hits: Int32[Array, " rows"],
+    misses: Int32[Array, " rows"],
+) -> tuple[Float32[Array, "slots sources 2"], Float32[Array, "sources 2"]]:
+    """Return the rates of slots, and of all, after more proposals; rows without any stay."""
+    found = jnp.stack([hits, misses], axis=1).astype(jnp.float32)
+    old = rates[slot, source]
+    new = jnp.where(found.sum(1, keepdims=True) > 0, old * _MEMORY + found, old)
+    num = jnp.zeros(len(total), jnp.float32).at[source].add(jnp.minimum(found.sum(1), 1.0))
+    total = total * _LONG_MEMORY ** num[:, None]
+    return rates.at[slot, source].set(new), total.at[source].add(found)
 
 
 def propose(

@@ -208,8 +208,8 @@ def admit(slots: SlotState, admitted: Admitted, tokens: Int32[Array, " tokens"])
         encoded=jax.tree.map(put, slots.encoded, admitted.encoded),
         adapter=jax.tree.map(put, slots.adapter, admitted.adapter),
         lookup=None
-        if slots.lookup is None
-        else slots.lookup.admit(admitted.index, tokens, slot, position),
+        if slots.lookup is None or slots.answers is None
+        else slots.lookup.admit(slots.answers.rates, admitted.index, tokens, slot, position),
     )
 
 
@@ -232,6 +232,13 @@ def extend(slots: SlotState, extensions: Extensions) -> SlotState:
         tokens=slots.tokens.at[slot, position].set(extensions.tokens, mode="drop"),
         length=slots.length.at[index].max(start + count, mode="drop"),
     )
+
+
+def forget_answers(slots: SlotState) -> SlotState:
+    """Drop the answers in which proposals are looked up for all slots."""
+    assert slots.answers is not None, "a runtime that does not speculate"
+    empty = Answers.empty(slots.tokens.shape[1])
+    return replace(slots, answers=replace(empty, rates=slots.answers.rates))
 
 
 def append(

@@ -69,8 +69,8 @@ def test_loops_speculate_once_one_without_was_timed():
     assert Speculation(0).next_loop(1) is None
 
 
-def test_more_rows_than_proposals_never_speculate():
-    loops = _Loops(num_rows=5)
+def test_more_rows_than_twice_the_proposals_never_speculate():
+    loops = _Loops(num_rows=9)
     loops.ran(plain=8, wide=0, seconds=0.08)
     assert loops.next_loop() is None
 
@@ -78,7 +78,8 @@ def test_more_rows_than_proposals_never_speculate():
 def test_the_cost_is_that_of_the_iterations_that_computed_proposals():
     loops = _Loops()
     loops.ran(plain=8, wide=0, seconds=0.08)
-    loops.ran(plain=6, wide=2, seconds=0.06 + 2 * 0.013)
+    for wide_s in (0.5, 0.013, 0.013):
+        loops.ran(plain=6, wide=2, seconds=0.06 + 2 * wide_s)
     assert loops.next_loop() == Speculating(4, pytest.approx(1.3))
 
 
@@ -134,3 +135,16 @@ def test_counters_tell_what_was_computed_and_kept():
         "num_draft_tokens": 8,
         "num_accepted_tokens": 4,
     }
+
+
+def test_a_late_first_loop_does_not_make_proposals_look_free():
+    """Such as one that waited until it was compiled."""
+    loops = _Loops()
+    loops.ran(plain=8, wide=0, seconds=8.0)
+    for _ in range(5):
+        loops.ran(plain=4, wide=4, seconds=0.1)
+    for _ in range(5):
+        loops.ran(plain=8, wide=0, seconds=0.08)
+        loops.ran(plain=4, wide=4, seconds=0.1)
+    speculating = loops.next_loop()
+    assert speculating is not None and speculating.verify_cost == pytest.approx(1.5)

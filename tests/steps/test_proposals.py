@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,8 @@ from jaxserve.steps import proposals, slots
 from jaxserve.steps.proposals import Answers, Lookup
 from jaxserve.steps.slots import SlotState
 
-NUM, CONTEXT, NUM_SLOTS = 5, 40, 4
-CONFIG = EngineConfig(
-    num_pages=9, max_slots=NUM_SLOTS, max_context=CONTEXT, max_step_tokens=64, num_proposed=NUM
-)
+NUM, CONTEXT, NUM_SLOTS = 5, 500, 4
+CONFIG = EngineConfig(num_pages=9, max_slots=NUM_SLOTS, max_context=CONTEXT, num_proposed=NUM)
 
 _append, _remember = jax.jit(slots.append), jax.jit(slots.remember)
 _admit = jax.jit(slots.admit)
@@ -65,7 +64,7 @@ def _expected(text: Sequence[int]) -> list[int]:
 def test_what_followed_the_longest_match_is_proposed():
     """In sequences that were admitted, that grow, and whose slot served others before."""
     rng, state = random.Random(0), slots.empty_slots(CONFIG)
-    num_found = 0
+    num_found = num_equal = 0
     for _ in range(6):
         size = rng.choice([2, 3, 8])
         texts = {
@@ -74,14 +73,17 @@ def test_what_followed_the_longest_match_is_proposed():
         state = _with(state, texts)
         for _ in range(8):
             for slot, text in texts.items():
-                assert _proposed(state, slot) == _expected(text)
-                num_found += bool(_expected(text))
+                proposed, expected = _proposed(state, slot), _expected(text)
+                assert not proposed or [text[-1], proposed[0]] in map(list, pairwise(text))
+                num_found += bool(expected)
+                num_equal += bool(expected) and proposed == expected
             new = {slot: rng.randrange(size) for slot in texts}
             index, live = jnp.array(list(texts)), jnp.ones(3, jnp.bool_)
             state = _append(state, index, live, jnp.array(list(new.values())), live)
             for slot, token in new.items():
                 texts[slot].append(token)
-    assert num_found > 100
+    # Some entries are overwritten by others of the same hash.
+    assert num_equal > 0.95 * num_found > 100
 
 
 def test_answers_of_other_requests_are_looked_up_behind_own_tokens():
@@ -89,6 +91,7 @@ def test_answers_of_other_requests_are_looked_up_behind_own_tokens():
     state = _with(slots.empty_slots(CONFIG), {1: [5, 6, 7, 8, 9]})
     state = _with(_remember(state, jnp.int32(1)), {2: [30, 6, 7]})
     assert _proposed(state, 2) == [8, 9]
+    assert _proposed(jax.jit(slots.forget_answers)(state), 2) == []
     state = _with(state, {2: [6, 7, 20, 6, 7]})
     assert _proposed(state, 2)[:1] == [20]
     state = _with(state, {2: [7, 20, 6, 7]})  # two tokens of the answer, one of its own
@@ -115,9 +118,11 @@ def test_rows_share_the_proposals_by_their_chances():
     state = _with(slots.empty_slots(CONFIG), {0: [1, 2, 3, 1, 2], 1: [4, 5, 6, 4, 5], 2: [7, 8]})
     assert state.lookup is not None and state.answers is not None
     slot, source = jnp.array([0, 1, 2]), jnp.array([4, 4, 4])
-    lookup = state.lookup
+    rates, total = state.lookup.rates, state.answers.rates
     for _ in range(20):
-        lookup = lookup.learn(slot, source, jnp.array([3, 0, 0]), jnp.array([0, 1, 0]))
+        counts = jnp.array([3, 0, 0]), jnp.array([0, 1, 0])
+        rates, total = proposals.learn(rates, total, slot, source, *counts)
+    lookup = replace(state.lookup, rates=rates)
 
     def propose(room: list[int], cost: float) -> proposals.Draft:
         arrays = state.tokens, slot, state.length[slot], jnp.array(room)
@@ -129,3 +134,17 @@ def test_rows_share_the_proposals_by_their_chances():
     assert propose([3, 9, 9], 1.2).num.tolist() == [2, 3, 0]
     assert propose([0, 9, 9], 1.2).num.tolist() == [0, 5, 0]
     assert not bool(propose([1, 1, 1], 1.0).is_worth)
+
+
+def test_a_new_slot_expects_what_others_have_seen():
+    state = slots.empty_slots(CONFIG)
+    assert state.lookup is not None and state.answers is not None
+    rates, total = state.lookup.rates, state.answers.rates
+    for _ in range(200):
+        counts = jnp.array([1, 0]), jnp.array([0, 1])
+        rates, total = proposals.learn(rates, total, jnp.array([0, 1]), jnp.array([2, 4]), *counts)
+    state = _with(replace(state, answers=replace(state.answers, rates=total)), {3: [1, 2]})
+    assert state.lookup is not None
+    hits, misses = state.lookup.rates[3].T
+    assert hits[2] > 1.7 and misses[4] > 1.7 and hits[0] == misses[0] == 1.0
+    np.testing.assert_allclose(hits + misses, 2.0, rtol=1e-6)
