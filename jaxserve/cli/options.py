@@ -113,7 +113,14 @@ Speculation = Annotated[
     _runtime(
         "--speculation",
         text="Propose next tokens: lookup (what followed the same tokens in the request or in "
-        "past answers).",
+        "past answers), or draft (--draft-model).",
+    ),
+]
+DraftModel = Annotated[
+    str | None,
+    _runtime(
+        "--draft-model",
+        text="Model that proposes tokens with --speculation draft: a name, folder or GGUF file.",
     ),
 ]
 Deterministic = Annotated[

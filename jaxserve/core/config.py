@@ -50,6 +50,7 @@ class EngineConfig:
       masked_head_buckets: sizes of the head of such a step, beside `head_buckets`.
       num_proposed: most tokens that a decode loop proposes in an iteration, of all rows together; 0
         for a runtime that does not speculate.
+      drafts: proposals come from a draft model, as many for each row; else they are looked up.
       attention: implementation of paged attention, or several separated by commas; None for the
         platform's choice.
       num_host_pages: pages of host memory for KV that leaves the device.
@@ -69,6 +70,7 @@ class EngineConfig:
     max_step_tokens: int = 512
     max_decode_iterations: int = 8
     num_proposed: int = 0
+    drafts: bool = False
     token_buckets: tuple[int, ...] = ()
     masked_token_buckets: tuple[int, ...] = ()
     slot_buckets: tuple[int, ...] = ()
@@ -142,6 +144,8 @@ class EngineConfig:
         """
         if num_rows > 2 * self.num_proposed:
             return 0
+        if self.drafts:
+            return self.num_proposed // num_rows * num_rows
         num_in_tiles = self.num_proposed - (num_rows + self.num_proposed) % _TILE
         return num_in_tiles if num_in_tiles > 0 else self.num_proposed
 

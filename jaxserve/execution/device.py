@@ -193,7 +193,9 @@ class DeviceExecutor:
         leaf = jax.tree.leaves(self._pages.cache)[0]
         page = (leaf.shape[0], *leaf.shape[2:], str(leaf.dtype))
         with self._programs.place.in_force():
-            return fingerprint(self._params, self._programs.model_config, page)
+            params, drafting = self._params, self._programs.draft_params
+            both = params if drafting is None else (params, drafting)
+            return fingerprint(both, self._programs.model_config, page)
 
     @property
     def params(self) -> Any:
@@ -272,6 +274,7 @@ class DeviceExecutor:
             pack_window(window, plan.rows, plan.num_iterations, plan.verify_cost),
             self._programs.plan_loop(plan.rows, window, plan.num_iterations, num_proposed),
             self._programs.probe_params,
+            self._programs.draft_loop(plan.rows, window, plan.num_iterations, num_proposed),
             variant=needs.variant,
             num_proposed=num_proposed,
         )
@@ -329,6 +332,7 @@ class DeviceExecutor:
         self._pages.cache, *found = self._programs.mixed_body(
             *(self._params, self._pages.cache, self._slots.state, batch),
             *(self._programs.plan_mixed(batch), None, incoming),
+            self._programs.draft_mixed(batch),
         )
         hidden, row_hidden, tapped = found
         return hidden, row_hidden, tapped

@@ -134,6 +134,7 @@ class DeviceWarmup:
         return self._programs.mixed_body.prepare(
             *(self._params, self._cache, self._state, batch),
             *(self._programs.plan_mixed(batch), None, incoming),
+            abstract(self._programs.draft_mixed(batch)),
         )
 
     def _outputs(self, num_tokens: int) -> list[Any]:
@@ -167,6 +168,7 @@ class DeviceWarmup:
             *(self._params, self._cache, self._state, pack_window(window, ())),
             *(self._programs.plan_loop((), window, num_proposed=num_proposed),),
             self._programs.probe_params,
+            abstract(self._programs.draft_loop((), window, num_proposed=num_proposed)),
             variant=variant,
             num_proposed=num_proposed,
         )

@@ -30,6 +30,9 @@ class Speculating(NamedTuple):
     verify_cost: float
 
 
+NOT_SPECULATING = Speculating(0, 1.0)
+
+
 @final
 class Speculation:
     """Measures what iterations with proposals cost, by which the device decides when they pay.

@@ -16,7 +16,7 @@ from jaxserve.scheduling.plan import LINK, Handover, Row, StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.queues import Queues, admission
 from jaxserve.scheduling.sequence import Sequence, split
-from jaxserve.scheduling.speculation import Speculating, Speculation
+from jaxserve.scheduling.speculation import NOT_SPECULATING, Speculating, Speculation
 from jaxserve.scheduling.victims import Victims
 
 
@@ -297,6 +297,7 @@ class Step:
         for sequence in self.sequences:
             sequence.num_in_flight += 1
         swaps_out, swaps_in = self._kv.copies(admitted)
+        speculating = self._speculating or NOT_SPECULATING
         return StepPlan(
             index=index,
             swaps_out=swaps_out,
@@ -312,7 +313,8 @@ class Step:
             ),
             rows=tuple(map(self._row, self.sequences, self._spans, self._max_new)),
             num_iterations=self._num_iterations,
-            **({} if self._speculating is None else self._speculating._asdict()),
+            num_proposed=speculating.num_proposed,
+            verify_cost=speculating.verify_cost,
             window_start=window_start,
             window_size=window_size,
             group=group,

@@ -19,12 +19,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.models.batch import KVCache
+from jaxserve.models.batch import AttentionBatch, KVCache
 from jaxserve.models.decoder import Tap
 from jaxserve.scheduling.plan import ProposalCount
 from jaxserve.steps import proposals
 from jaxserve.steps import slots as slot_edits
 from jaxserve.steps.batches import DecodeWindow, Params, attention_batch, tap, tapped
+from jaxserve.steps.drafting import DraftInputs, DraftStructure, FollowedModel, serving_model
 from jaxserve.steps.encoding import counted_from, visible_rows
 from jaxserve.steps.outputs import Outputs, count, no_outputs, record, with_reading
 from jaxserve.steps.probing import Probe
@@ -43,21 +44,24 @@ def decode_loop(
     window: DecodeWindow,
     attention_plans: tuple[Plan | None, ...],
     probe_params: Params,
+    draft_inputs: DraftInputs | None = None,
     *,
     variant: Variant,
     num_proposed: int = 0,
     graphdef: nnx.GraphDef,
     config: EngineConfig,
     probe: Probe | None,
+    drafting: DraftStructure | None = None,
 ) -> tuple[KVCache, SlotState, Outputs]:
     """Decode the slots of a window until its iterations are over or all have ended.
 
     Args:
       attention_plans: of an iteration without proposals and, if `num_proposed`, of one with them.
+      draft_inputs: of a draft model that follows; None without one.
       num_proposed: tokens that an iteration may compute speculatively, of all rows together;
         static. Each iteration computes as many, or none.
     """
-    model = nnx.merge(graphdef, params)
+    model = serving_model(graphdef, params, drafting, draft_inputs)
     most = window.most
     num_rows = most.shape[0]
     rows = _rows_of(slots, window)
@@ -69,6 +73,11 @@ def decode_loop(
         if not num_proposed:
             return None
         assert slots.lookup is not None and slots.answers is not None, "slots without lookup"
+        if drafting is not None:
+            left = room(slots.done, outputs)
+            return proposals.expect(
+                *(slots.lookup.rates, rows.index, left, window.verify_cost), num_proposed
+            )
         return proposals.propose(
             *(slots.lookup, slots.answers, slots.tokens, rows.index, rows.part(slots.length)),
             *(room(slots.done, outputs), window.verify_cost, num_proposed),
@@ -83,16 +92,24 @@ def decode_loop(
         draft = carry.draft
         live = room(before.done, carry.outputs) > 0
         proposed = jnp.where(live, draft.num, 0) if is_wide and draft is not None else None
+        cache = carry.cache
+        if drafting is not None and proposed is not None and draft is not None:
+            before, drafted, cache = _drafted(
+                *(model, before, rows, proposed, cache, config, variant, draft.tokens.shape[1])
+            )
+            draft = replace(draft, tokens=drafted)
         block = _block(live, proposed, num_proposed)
         hidden, cache, read = _decode_once(
-            *(model, before, rows, block, carry.cache, None, attention_plans[is_wide], config),
+            *(model, before, rows, block, cache, None, attention_plans[is_wide], config),
             tap(probe, jnp.arange(block.row.shape[0])),
             None if proposed is None else draft,
         )
         logits = model.logits(hidden)
         if draft is not None:
             computed = jnp.zeros(num_rows, jnp.int32) if proposed is None else proposed
-            compared = jnp.maximum(computed, jnp.minimum(draft.available, 1))
+            compared = computed
+            if drafting is None:  # one that was looked up can be compared without computing it
+                compared = jnp.maximum(computed, jnp.minimum(draft.available, 1))
 
         def choose(state: _Choice) -> _Choice:
             place, now, outputs = state.place, state.slots, state.outputs
@@ -107,7 +124,7 @@ def decode_loop(
             now = slot_edits.append(now, rows.index, state.goes_on, sampled.token, sampled.finite)
             outputs = record(outputs, state.goes_on, sampled)
             if draft is None:
-                return state._replace(slots=now, outputs=outputs)
+                return _Choice(place, now, outputs, live, state.hits, state.misses)
             tried = state.goes_on & (place < compared)
             hits = tried & (sampled.token == draft.tokens[:, place])
             accepted = hits & (place < computed)
@@ -139,6 +156,8 @@ def decode_loop(
                 *(now.lookup.rates, now.answers.rates, rows.index, draft.source),
                 *(chosen.hits, chosen.misses),
             )
+            if drafting is not None and proposed is None:
+                rates = proposals.forgive(rates, rows.index)
             now = replace(
                 now,
                 lookup=replace(now.lookup, rates=rates),
@@ -355,6 +374,76 @@ def _decode_once(
     Returns:
       Hidden states, the cache, and what is tapped.
     """
+    inputs, attention = _attention(
+        slots,
+        window,
+        block,
+        inputs,
+        attention_plan,
+        config,
+        None if draft is None else draft.tokens,
+    )
+    return tapped(model, inputs, attention, cache, where)
+
+
+def _drafted(
+    model: FollowedModel,
+    slots: SlotState,
+    window: _Rows,
+    num: Int32[Array, " rows"],
+    cache: KVCache,
+    config: EngineConfig,
+    variant: Variant,
+    most: int,
+) -> tuple[SlotState, Int32[Array, "rows most"], KVCache]:
+    """Have a draft model choose `num` tokens of each row, `most` at most, one after the other.
+
+    It chooses as the served model does, with the same random numbers, so that it is right often
+    where the two models agree.
+
+    Returns:
+      The slots, in which the tokens stand behind the valid ones; the tokens; and the cache.
+    """
+    num_slots, row = slots.done.shape[0], jnp.arange(num.shape[0])
+    length = window.part(slots.length)
+
+    def step(
+        place: int, state: tuple[Int32[Array, "slots max_context"], KVCache, Any]
+    ) -> tuple[Int32[Array, "slots max_context"], KVCache, Any]:
+        tokens, cache, drafted = state
+        live = place < num
+        now = replace(slots, tokens=tokens, length=slots.length + place)
+        block = _Block(row, jnp.zeros_like(row), live, row, live.astype(jnp.int32))
+        inputs, attention = _attention(now, window, block, None, None, config, None)
+        logits, cache = model.draft_logits(inputs, attention, cache)
+        sampled = sample(
+            *(logits, window.sampling, tokens, length + place),
+            slot=window.index,
+            variant=variant,
+        )
+        slot = jnp.where(live, window.index, num_slots)
+        tokens = tokens.at[slot, length + place].set(sampled.token, mode="drop")
+        return tokens, cache, drafted.at[:, place].set(sampled.token)
+
+    drafted = jnp.zeros((num.shape[0], most), jnp.int32)
+    tokens, cache, drafted = lax.fori_loop(0, most, step, (slots.tokens, cache, drafted))
+    return replace(slots, tokens=tokens), drafted, cache
+
+
+def _attention(
+    slots: SlotState,
+    window: _Rows,
+    block: _Block,
+    inputs: Float[Array, "rows embed"] | None,
+    attention_plan: Plan | None,
+    config: EngineConfig,
+    proposed: Int32[Array, "rows num"] | None,
+) -> tuple[Int32[Array, " tokens"] | Float[Array, "rows embed"], AttentionBatch]:
+    """Return what a model computes for a block, and its attention batch.
+
+    Args:
+      proposed: tokens of the block's places from 1 on; None for a block without proposals.
+    """
     newest = window.part(slots.length) - 1
     positions = jnp.minimum(newest[block.row] + block.place, config.max_context - 1)
     rows, cross_rows = visible_rows(
@@ -372,14 +461,14 @@ def _decode_once(
         valid=block.valid,
         rows=rows,
         plan=attention_plan,
-        max_query_length=1 if draft is None else None,
+        max_query_length=1 if proposed is None else None,
         cross_rows=cross_rows,
         slot=window.index,
         adapter=None if window.adapter is None else window.adapter[block.row],
     )
     if inputs is None:
         inputs = slots.tokens[window.index, newest][block.row]
-        if draft is not None:
-            proposed = draft.tokens[block.row, jnp.maximum(block.place - 1, 0)]
-            inputs = jnp.where(block.place > 0, proposed, inputs)
-    return tapped(model, inputs, attention, cache, where)
+        if proposed is not None:
+            others = proposed[block.row, jnp.maximum(block.place - 1, 0)]
+            inputs = jnp.where(block.place > 0, others, inputs)
+    return inputs, attention

@@ -30,6 +30,7 @@ _LEADING = _LONGEST
 _MEMORY, _LONG_MEMORY = 0.9, 0.99
 # Proposals as which all those before count in a new slot.
 _PRIOR = 2.0
+_ITERATIONS_TO_FORGIVE = 100
 # What an iteration with proposals must give, as an estimate, per token of one without.
 _LEAST_GAIN = 1.04
 
@@ -215,18 +216,61 @@ def propose(
       cost: time of an iteration with proposals, in units of one without.
     """
     found, available, source = look_up(lookup, answers, tokens, slot, length, num)
+    return _chosen(found, available, source, lookup.rates[slot, source], room, cost, num)
+
+
+def expect(
+    rates: Float32[Array, "slots sources 2"],
+    slot: Int32[Array, " rows"],
+    room: Int32[Array, " rows"],
+    cost: Float32[Array, ""],
+    num: int,
+) -> Draft:
+    """Return what to compute if a draft model makes `num` proposals in all, as many for each row.
+
+    The proposals are made when they are needed; here they are zeros.
+
+    Args:
+      room, cost: see `propose`.
+    """
+    source = jnp.zeros_like(slot)
+    each = num // len(slot)
+    found = jnp.zeros((len(slot), each), jnp.int32)
+    return _chosen(found, jnp.full_like(slot, each), source, rates[slot, source], room, cost, num)
+
+
+def forgive(
+    rates: Float32[Array, "slots sources 2"], slot: Int32[Array, " rows"]
+) -> Float32[Array, "slots sources 2"]:
+    """Return the rates after an iteration that did not show whether proposals were right.
+
+    They approach those of a draft model that is not known, so that it is tried again.
+    """
+    old = rates[slot]
+    return rates.at[slot].set(old + (1.0 - old) / _ITERATIONS_TO_FORGIVE)
+
+
+def _chosen(
+    found: Int32[Array, "rows num"],
+    available: Int32[Array, " rows"],
+    source: Int32[Array, " rows"],
+    rates: Float32[Array, "rows 2"],
+    room: Int32[Array, " rows"],
+    cost: Float32[Array, ""],
+    num: int,
+) -> Draft:
     available = jnp.minimum(available, jnp.maximum(room - 1, 0))
-    hits, misses = jnp.moveaxis(lookup.rates[slot, source], 1, 0)
-    place = jnp.arange(num)
+    hits, misses = rates.T
+    place = jnp.arange(found.shape[1])
     gains = (hits / (hits + misses))[:, None] ** (place + 1).astype(jnp.float32)
     gains = jnp.where(place < available[:, None], gains, 0.0)
-    if len(slot) == 1:
+    if found.size <= num:
         gained, chosen = gains.sum(), available
     else:
         # Gains of a row fall, so that those taken of it are its first ones.
         best, where = lax.top_k(gains.reshape(-1), num)
         gained = best.sum()
-        chosen = jnp.zeros_like(available).at[where // num].add((best > 0).astype(jnp.int32))
+        chosen = jnp.zeros_like(available).at[where // len(place)].add((best > 0).astype(jnp.int32))
     num_live = (room > 0).sum().astype(jnp.float32)
     is_worth = num_live + gained > _LEAST_GAIN * cost * num_live
     return Draft(found, available, chosen, source, is_worth & (gained > 0))
