@@ -7,6 +7,7 @@ implementations, and the named shapes that tests and benchmarks share.
 from pallas_kernels.fused_matmul import RMSScale, fused_matmul
 from pallas_kernels.gated_cell import Product, RowsAt, gated_cell
 from pallas_kernels.kv_write import RopeTables, apply_rope, kv_write, quantize, rotate_and_write
+from pallas_kernels.low_rank import add_low_rank
 from pallas_kernels.matmul import (
     columns_of,
     from_panels,
@@ -28,6 +29,7 @@ __all__ = [
     "RopeTables",
     "Rows",
     "RowsAt",
+    "add_low_rank",
     "apply_rope",
     "columns_of",
     "dequantise",

@@ -15,6 +15,7 @@ _HANDLERS = (
     (_HERE / "matmul" / "cpu.cc", "GroupedMatmul"),
     (_HERE / "quantised_matmul" / "cpu.cc", "QuantisedMatmul"),
     (_HERE / "matmul" / "panels.cc", "PanelMatmul"),
+    (_HERE / "low_rank" / "cpu.cc", "AddLowRank"),
     (_HERE / "kv_write" / "cpu.cc", "RotateAndWrite"),
     (_HERE / "pointwise" / "cpu.cc", "RmsNorm"),
     (_HERE / "pointwise" / "cpu.cc", "GatedSilu"),

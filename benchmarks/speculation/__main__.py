@@ -1,7 +1,8 @@
 """Tokens a second with and without speculation: `python -m benchmarks.speculation --help`.
 
 The same prompts are answered greedily by a runtime that speculates and by one that does not, in
-turns. Their answers are the same, token for token, which is checked.
+turns. Their answers are the same, token for token, which is checked. `--compare` has other engines
+with their own lookup decoding give answers of the same lengths to them.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ from benchmarks.common.output import arguments_of, command, show
 from benchmarks.common.policies import add_policy_options, parse_policies
 from benchmarks.common.repeats import Figures, Spread, add_repeats, in_turns, ratios, summary
 from benchmarks.common.serving import Runtimes
+from benchmarks.offline.peers.catalogue import Peer, named
+from benchmarks.offline.peers.options import any_failed
 from benchmarks.speculation.prompts import KINDS, prompts_of
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.workload import WorkloadItem
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime
 
-_WAYS = ("without", "lookup")
+_WITHOUT, _LOOKUP, _DRAFT = "without", "lookup", "draft"
+# Engines that look proposals up.
+_PEERS = ("llamacpp", "vllm")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,26 +50,34 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise InvalidConfigError(f"--kinds has {unknown}; pass some of {','.join(KINDS)}")
     counts = [int(count) for count in options.requests.split(",")]
     options.num_requests = max(counts)
-    cases = []
+    peers = _peers(options)
+    cases, answers = [], {}
     with Runtimes(options) as open_runtimes:
         policy = parse_policies(options.policies)[0]
         runtimes = {
-            way: open_runtimes.open(policy, speculation=None if way == "without" else way)
-            for way in _WAYS
+            _WITHOUT: open_runtimes.open(policy),
+            _LOOKUP: open_runtimes.open(policy, speculation=_LOOKUP),
         }
+        if options.draft_model is not None:
+            drafting = {"speculation": _DRAFT, "draft_model": options.draft_model}
+            runtimes[_DRAFT] = open_runtimes.open(policy, **drafting)
         tokenizer = open_runtimes.tokenizer
-        items = workloads.items(options, runtimes["without"])
+        items = workloads.items(options, runtimes[_WITHOUT])
         texts = [tokenizer.decode(item.prompt_token_ids) for item in items]
         for kind in kinds:
             prompts = prompts_of(kind, texts, options.seed)
             for count in counts:
                 print(f"{kind}, {count} requests", file=sys.stderr)
                 cases.append(_case(runtimes, kind, prompts[:count], options))
+            if peers:
+                answers[kind] = _items(runtimes[_WITHOUT], prompts, options.output_tokens)
+    compared = {kind: _compared(peers, items, counts, options) for kind, items in answers.items()}
     return {
         "benchmark": "speculation",
         "arguments": arguments_of(options),
         "repeats": options.repeats,
         "cases": cases,
+        "peers": compared,
         **environment.describe(),
     }
 
@@ -71,23 +85,70 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def _case(
     runtimes: dict[str, Runtime], kind: str, prompts: list[Any], options: argparse.Namespace
 ) -> dict[str, Any]:
-    found: dict[str, list[Figures]] = {way: [] for way in _WAYS}
-    answers: dict[str, list[tuple[int, ...]]] = {way: [] for way in _WAYS}
-    for _, way in in_turns(_WAYS, options.repeats):
+    found: dict[str, list[Figures]] = {way: [] for way in runtimes}
+    answers: dict[str, list[tuple[int, ...]]] = {way: [] for way in runtimes}
+    for _, way in in_turns(tuple(runtimes), options.repeats):
         figures, own = _played(runtimes[way], prompts, options.output_tokens)
         found[way].append(figures)
         answers[way] += own
     rates = {way: [run["tokens_per_s"] for run in runs] for way, runs in found.items()}
-    spread = Spread.of(ratios(rates["lookup"], rates["without"]))
-    pairs = zip(*(answers[way] for way in _WAYS), strict=True)
+    faster = {
+        way: Spread.of(ratios(rates[way], rates[_WITHOUT])) for way in runtimes if way != _WITHOUT
+    }
     return {
         "kind": kind,
         "num_requests": len(prompts),
-        "is_faster_by": {"median": spread.median, "range": [spread.low, spread.high]},
-        "num_answers": len(answers["without"]),
-        "num_same_answers": sum(one == other for one, other in pairs),
+        "is_faster_by": {
+            way: {"median": spread.median, "range": [spread.low, spread.high]}
+            for way, spread in faster.items()
+        },
+        "num_answers": len(answers[_WITHOUT]),
+        "num_same_answers": sum(
+            len(set(each)) == 1 for each in zip(*answers.values(), strict=True)
+        ),
         **{way: summary(runs) for way, runs in found.items()},
     }
+
+
+def _peers(options: argparse.Namespace) -> dict[str, Peer]:
+    """Return the peers of `--compare`, which answer all prompts and the smaller numbers of them."""
+    peers = {} if options.compare is None else named(options.compare)
+    if unable := sorted(set(peers) - set(_PEERS)):
+        raise InvalidConfigError(f"--compare {unable} do not look up; pass some of {_PEERS}")
+    return peers
+
+
+def _items(rt: Runtime, prompts: list[Any], output_tokens: int) -> list[WorkloadItem]:
+    """Return the prompts, each with the length of its answer, for engines that ignore its end."""
+    done = rt.generate(prompts, SamplingParams(max_tokens=output_tokens), progress=False)
+    return [
+        WorkloadItem(each.prompt_token_ids, len(each.token_ids), max_tokens=output_tokens)
+        for each in done
+    ]
+
+
+def _compared(
+    peers: dict[str, Peer],
+    items: list[WorkloadItem],
+    counts: list[int],
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Return the figures of all engines, which print a table, with lookup decoding."""
+    from benchmarks.offline.peers.compare import compare, print_table
+    from jaxserve.models.registry import resolve
+
+    result = compare(
+        peers,
+        resolve(options.model).path,
+        items,
+        batch_size=max(counts),
+        repeats=options.repeats,
+        settings={"speculation": "lookup", "dtype": "float32", "max_slots": max(counts)},
+        fewer=sorted({*counts} - {max(counts)}),
+        speculates=True,
+    )
+    print_table(result)
+    return result
 
 
 def _played(
@@ -113,25 +174,31 @@ def _played(
 
 def _is_whole(result: dict[str, Any]) -> bool:
     cases = result["cases"]
+    if any(any_failed(comparison) for comparison in result["peers"].values()):
+        return False
     is_same = all(case["num_same_answers"] == case["num_answers"] for case in cases)
-    return is_same and not any(case[way]["num_failed"] for case in cases for way in _WAYS)
+    ways = [(case, way) for case in cases for way in (_WITHOUT, *case["is_faster_by"])]
+    return is_same and not any(case[way]["num_failed"] for case, way in ways)
 
 
 def _print_table(result: dict[str, Any]) -> None:
     table = Table(
-        "prompts", "requests", "tokens/s without", "tokens/s with", "faster by", "accepted", "same",
+        "prompts", "requests", "proposer", "tokens/s without", "with", "faster by", "accepted",
+        "same",
         box=None, header_style="bold",
     )  # fmt: skip
     for case in result["cases"]:
-        low, high = case["is_faster_by"]["range"]
-        table.add_row(
-            case["kind"],
-            str(case["num_requests"]),
-            *(f"{case[way]['tokens_per_s']:.0f}" for way in _WAYS),
-            f"{case['is_faster_by']['median']:.2f} ({low:.2f} to {high:.2f})",
-            f"{case['lookup']['accepted_share']:.0%}",
-            f"{case['num_same_answers']}/{case['num_answers']}",
-        )
+        for way, spread in case["is_faster_by"].items():
+            low, high = spread["range"]
+            table.add_row(
+                case["kind"],
+                str(case["num_requests"]),
+                way,
+                *(f"{case[each]['tokens_per_s']:.0f}" for each in (_WITHOUT, way)),
+                f"{spread['median']:.2f} ({low:.2f} to {high:.2f})",
+                f"{case[way]['accepted_share']:.0%}",
+                f"{case['num_same_answers']}/{case['num_answers']}",
+            )
     show(table)
 
 
@@ -150,6 +217,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--requests", default="1,4,16,64", help="numbers of requests at once, separated by commas"
     )
+    text = "name, folder or file of a draft model, to compare it too"
+    parser.add_argument("--draft-model", default=None, help=text)
+    text = f"engines to run beside it, with lookup decoding: {', '.join(_PEERS)}"
+    parser.add_argument("--compare", default=None, help=text)
     return parser
 
 

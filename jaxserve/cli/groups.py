@@ -65,6 +65,7 @@ class ServiceOptions:
     quantize: opt.Quantize = None
     quantize_embeddings: opt.QuantizeEmbeddings = None
     speculation: opt.Speculation = None
+    draft_model: opt.DraftModel = None
     deterministic: opt.Deterministic = False
     adapter: opt.Adapter = None
     host_memory: opt.HostMemory = None

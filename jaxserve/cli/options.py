@@ -112,7 +112,15 @@ Speculation = Annotated[
     str | None,
     _runtime(
         "--speculation",
-        text="Propose next tokens: lookup (what followed the same tokens before in the request).",
+        text="Propose next tokens: lookup (what followed the same tokens in the request or in "
+        "past answers), or draft (--draft-model).",
+    ),
+]
+DraftModel = Annotated[
+    str | None,
+    _runtime(
+        "--draft-model",
+        text="Model that proposes tokens with --speculation draft: a name, folder or GGUF file.",
     ),
 ]
 Deterministic = Annotated[

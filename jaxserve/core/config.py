@@ -14,6 +14,8 @@ _MAX_INCOMING_PAGES = 64
 # take device memory until they have left.
 _OUTGOING_PAGES = 64
 _OUTGOING_SHARE = 64
+# Tokens that products compute together: those of a part of a tile take as long as a whole one.
+_TILE = 8
 
 
 def _ladder(largest: int, *, smallest: int, ratio: int = 4) -> tuple[int, ...]:
@@ -46,8 +48,9 @@ class EngineConfig:
       slot_buckets: compiled sizes of the decode window; empty for default sizes.
       head_buckets: compiled sizes of the sampling head of a mixed step; empty for default sizes.
       masked_head_buckets: sizes of the head of such a step, beside `head_buckets`.
-      num_proposed: most tokens that a decode loop proposes for each row in an iteration; 0 for a
-        runtime that does not speculate.
+      num_proposed: most tokens that a decode loop proposes in an iteration, of all rows together; 0
+        for a runtime that does not speculate.
+      drafts: proposals come from a draft model, as many for each row; else they are looked up.
       attention: implementation of paged attention, or several separated by commas; None for the
         platform's choice.
       num_host_pages: pages of host memory for KV that leaves the device.
@@ -67,6 +70,7 @@ class EngineConfig:
     max_step_tokens: int = 512
     max_decode_iterations: int = 8
     num_proposed: int = 0
+    drafts: bool = False
     token_buckets: tuple[int, ...] = ()
     masked_token_buckets: tuple[int, ...] = ()
     slot_buckets: tuple[int, ...] = ()
@@ -130,6 +134,20 @@ class EngineConfig:
             return self.token_buckets
         more = (size for size in self.masked_token_buckets if size < self.max_step_tokens)
         return tuple(sorted({*self.token_buckets, *more}))
+
+    def num_proposed_beside(self, num_rows: int) -> int:
+        """Return how many tokens a decode loop over as many rows proposes in an iteration, or 0.
+
+        Rows and proposals fill whole tiles of tokens if they can. With twice as many rows as
+        proposals, even proposals that are all right give only half as many tokens again, so that
+        loops with more rows propose none.
+        """
+        if num_rows > 2 * self.num_proposed:
+            return 0
+        if self.drafts:
+            return self.num_proposed // num_rows * num_rows
+        num_in_tiles = self.num_proposed - (num_rows + self.num_proposed) % _TILE
+        return num_in_tiles if num_in_tiles > 0 else self.num_proposed
 
     @property
     def max_pages_per_sequence(self) -> int:

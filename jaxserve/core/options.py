@@ -18,7 +18,7 @@ QUANTIZE = ("int8", "int4", "fp8", "w8a8", "keep")
 QUANTIZE_EMBEDDINGS = ("int8", "int4", "none")
 
 # Where proposals for the next tokens come from.
-SPECULATIONS = ("lookup",)
+SPECULATIONS = ("lookup", "draft")
 
 # When executables are made.
 WARMUPS = (True, False, "full", "background")
@@ -73,7 +73,10 @@ class RuntimeOptions:
       speculation: where proposals for the next tokens come from, one of `SPECULATIONS`; None for
         none. "lookup": from the request itself, what followed its newest tokens where they stood
         before. Tokens stay the same, drawn ones too. docs/speculation.md says when it pays.
-      num_speculative_tokens: tokens that are proposed at most for a sequence at a time.
+      num_speculative_tokens: tokens that are proposed at most in an iteration, of all sequences
+        together. With more than twice as many sequences, none are proposed.
+      draft_model: the model that proposes tokens with `speculation="draft"`: a decoder, or the
+        name, folder or GGUF file of one. It must have the tokenizer of the model that is served.
       page_size: tokens per page.
       max_adapters: maximum number of adapters that are loaded at once (`Runtime.load_adapter`), for
         which memory is allocated; 0 for a runtime without adapters (docs/adapters.md).
@@ -120,7 +123,8 @@ class RuntimeOptions:
     max_step_tokens: int | None = None
     max_decode_iterations: int | None = None
     speculation: str | None = None
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = 8
+    draft_model: Any = None
     page_size: int = 32
     max_adapters: int = 0
     max_adapter_rank: int = 16
@@ -207,6 +211,11 @@ class RuntimeOptions:
             raise InvalidConfigError(
                 f"speculation={self.speculation!r} is unknown; pass one of {SPECULATIONS}, or omit "
                 "it for no speculation"
+            )
+        if (self.speculation == "draft") != (self.draft_model is not None):
+            raise InvalidConfigError(
+                f"speculation={self.speculation!r} with draft_model={self.draft_model!r}; pass "
+                "both speculation='draft' and a draft_model, or omit draft_model"
             )
         if self.restore not in (None, *RESTORES):
             raise InvalidConfigError(

@@ -253,10 +253,12 @@ class Engine:
     def forget_kept_pages(self, *, keeps_disk: bool) -> None:
         """Drop every cached page, so that no later lookup hits it. Call `drain` first.
 
-        The disk's pages of the present weights are kept if `keeps_disk`.
+        Past answers are not proposed any more. The disk's pages of the present weights are kept if
+        `keeps_disk`.
         """
         assert not self._is_at_work, "steps are in flight; drain() first"
         self._kv.clear(b"" if keeps_disk else urandom(8))
+        self.scheduler.forget_answers()
 
     def name_of(self, version: int) -> WeightsName:
         """Return the name of the weights that the executor has now, for `weights_changed`."""

@@ -42,8 +42,11 @@ class EngineStats:
         step; the requests of the first have failed, the others were computed again.
       num_constrained: requests with a grammar.
       num_forced: output tokens that their grammars forced, which took no step of their own.
+      num_drafts: number of times that proposals were computed behind a sequence's newest token.
       num_draft_tokens, num_accepted_tokens: proposals that decode loops computed, and those of them
         that became output.
+      num_accepted_by_place: of the latter, those at each place of a draft; empty in a runtime that
+        does not speculate.
       max_pages_owned: maximum number of pages in use at the same time.
       busy_s: seconds during which there was work.
       host_gap_s: seconds of `busy_s` during which the device may have been idle.
@@ -76,8 +79,10 @@ class EngineStats:
     num_lost_steps: int = 0
     num_constrained: int = 0
     num_forced: int = 0
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_accepted_by_place: tuple[int, ...] = ()
     max_pages_owned: int = 0
     busy_s: float = 0.0
     host_gap_s: float = 0.0
@@ -119,6 +124,7 @@ class EngineStats:
         if plan.is_decode_loop:
             self.num_padding_tokens += plan.num_iterations * (plan.window_size - len(plan.rows))
         self.take_in(scheduler.counters())
+        self.num_accepted_by_place = scheduler.speculation.num_accepted_by_place
         self.max_pages_owned = max(self.max_pages_owned, scheduler.page_usage().num_owned)
 
     def after_loss(self, num_steps: int) -> None:

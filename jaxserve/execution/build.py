@@ -25,6 +25,7 @@ from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.parts import cut
 from jaxserve.models.start_times import timed
+from jaxserve.steps.drafting import Drafter
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.probing import Probe, check_probe
 from jaxserve.steps.programs import Programs, largest_step_bytes
@@ -41,6 +42,7 @@ def build_executor(
     stages: StagePlan | None = None,
     group: ProcessGroup | None = None,
     probe: Probe | None = None,
+    drafter: Drafter | None = None,
     *,
     takes_masks: bool = False,
 ) -> tuple[ModelExecutor, PoolSize]:
@@ -52,6 +54,7 @@ def build_executor(
       group: the processes that share the parameters, which all make the same calls; None if this
         process holds all parameters.
       probe: a probe that predicts remaining lengths from activations; None for no probe.
+      drafter: a draft model, which `check_drafter` has accepted; None for none.
       takes_masks: whether requests may have grammars, so that its warm-up includes what they need.
 
     Raises:
@@ -84,7 +87,8 @@ def build_executor(
     try:
         if stages is None:
             built = _build_whole(
-                *(graphdef, params, model_config, layer_layout, options, group, probe, takes_masks)
+                *(graphdef, params, model_config, layer_layout, options, group, probe, drafter),
+                takes_masks,
             )
         else:
             built = _build_stages(params, model_config, layer_layout, options, stages, takes_masks)
@@ -108,6 +112,7 @@ def _build_whole(
     options: RuntimeOptions,
     group: ProcessGroup | None,
     probe: Probe | None,
+    drafter: Drafter | None,
     takes_masks: bool,
 ) -> tuple[ModelExecutor, PoolSize]:
     # Parameters are committed to their devices, as those of an update are; otherwise an update
@@ -120,19 +125,19 @@ def _build_whole(
         shared = _shared_settings(model_config, place, options)
         check_alike(group, {**shared, "tokenizer and llguidance": takes_masks})
         options = replace(options, restore="on_admission")  # there is no host memory
-    pages = CachePlan(model_config, options, layer_layout, place)
+    pages = CachePlan(model_config, options, layer_layout, place, drafter)
     # The largest steps are compiled for the number of pages that would fit without temporaries. If
     # the same number fits with the measured temporaries, these executables are used.
     store = executable_store()
     optimistic = pages.plan(step_bytes=0).num_pages
-    if options.kv_memory is None and group is None:
+    if options.kv_memory is None and group is None and drafter is None:
         optimistic = steady(
             *(optimistic, store, graphdef, model_config, place.whole, options.page_size),
             *(options.kv_dtype, options.max_slots, options.max_context),
         )
     optimistic = _agreed_number(optimistic, group)
     draft = engine_config(model_config, options, num_pages=optimistic)
-    programs = Programs.shared(graphdef, draft, model_config, place, probe, store)
+    programs = Programs.shared(graphdef, draft, model_config, place, probe, store, drafter)
     step_bytes = programs.step_bytes(params, pages.abstract(optimistic))
     size = pages.plan(step_bytes=step_bytes)
     size = replace(size, num_pages=_agreed_number(min(size.num_pages, optimistic), group))
@@ -144,7 +149,7 @@ def _build_whole(
         num_host_pages=pages.plan_host(size) if group is None else 0,
     )
     if size.num_pages != optimistic:
-        programs = Programs.shared(graphdef, config, model_config, place, probe, store)
+        programs = Programs.shared(graphdef, config, model_config, place, probe, store, drafter)
     with timed("cache"):
         cache = jax.block_until_ready(pages.new(size.num_pages, programs.shelf))
     executor = DeviceExecutor(

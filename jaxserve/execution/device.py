@@ -193,7 +193,9 @@ class DeviceExecutor:
         leaf = jax.tree.leaves(self._pages.cache)[0]
         page = (leaf.shape[0], *leaf.shape[2:], str(leaf.dtype))
         with self._programs.place.in_force():
-            return fingerprint(self._params, self._programs.model_config, page)
+            params, drafting = self._params, self._programs.draft_params
+            both = params if drafting is None else (params, drafting)
+            return fingerprint(both, self._programs.model_config, page)
 
     @property
     def params(self) -> Any:
@@ -264,16 +266,17 @@ class DeviceExecutor:
     # ---- steps ----
 
     def _decode(self, plan: StepPlan, needs: SamplingNeeds) -> DeviceHandle:
-        window = decode_window(self.config, plan, needs.variant)
+        window, num_proposed = decode_window(self.config, plan, needs.variant)
         self._pages.cache, self._slots.state, outputs = self._programs.decode_loop(
             self._params,
             self._pages.cache,
             self._slots.state,
-            pack_window(window, plan.rows, plan.num_iterations),
-            self._programs.plan_decode(plan.rows, window, plan.num_iterations, plan.num_proposed),
+            pack_window(window, plan.rows, plan.num_iterations, plan.verify_cost),
+            self._programs.plan_loop(plan.rows, window, plan.num_iterations, num_proposed),
             self._programs.probe_params,
+            self._programs.draft_loop(plan.rows, window, plan.num_iterations, num_proposed),
             variant=needs.variant,
-            num_proposed=plan.num_proposed,
+            num_proposed=num_proposed,
         )
         output_rows = np.array([row.slot - window.start for row in plan.rows], np.int32)
         return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows)
@@ -329,6 +332,7 @@ class DeviceExecutor:
         self._pages.cache, *found = self._programs.mixed_body(
             *(self._params, self._pages.cache, self._slots.state, batch),
             *(self._programs.plan_mixed(batch), None, incoming),
+            self._programs.draft_mixed(batch),
         )
         hidden, row_hidden, tapped = found
         return hidden, row_hidden, tapped

@@ -52,14 +52,24 @@ class DeviceSlots:
         self._move_slots = edit("move", edits.move)
         self._admit_slots = edit("admit", edits.admit)
         self._extend_slots = edit("extend", edits.extend)
+        self._remember = edit("remember", edits.remember)
+        self._forget_answers = edit("forget_answers", edits.forget_answers)
 
     def apply(self, plan: StepPlan) -> None:
-        """Carry out releases, moves, admissions, extensions and page updates."""
+        """Carry out releases, moves, admissions, extensions and page updates.
+
+        Answers of released slots are kept for proposals in a runtime that speculates.
+        """
         for source, target in plan.moves:
             self._needs[target] = self._needs[source]
         for new in plan.admissions:
             self._needs[new.slot] = SamplingNeeds.of(new.request.params)
         releases = plan.releases
+        if self._config.num_proposed:
+            for slot in releases:
+                self.state = self._remember(self.state, np.asarray(slot, np.int32))
+            if plan.forgets_answers:
+                self.state = self._forget_answers(self.state)
         if plan.moves or plan.admissions:  # page updates refer to the slots after these
             if releases:
                 self._edit(releases, ())
@@ -108,6 +118,10 @@ class DeviceSlots:
             "edits of slots": partial(self._edit_slots.prepare, state, nothing),
             "moves of slots": partial(self._move_slots.prepare, state, *moves),
         }
+        if self._config.num_proposed:
+            slot = np.asarray(0, np.int32)
+            prepare["ended answers"] = partial(self._remember.prepare, state, slot)
+            prepare["forgotten answers"] = partial(self._forget_answers.prepare, state)
         for size in self._config.admission_buckets:
             admissions = edits.pack_admissions(self._config, (), size)
             name = f"admissions, {size} tokens"

@@ -114,10 +114,10 @@ class DeviceWarmup:
             )
         for num_rows in variant.sizes(self._config.head_buckets)[part]:
             yield f"{name} sampling, {num_rows} rows", partial(self._head, variant, num_rows)
-        if num := self._config.num_proposed:
-            for num_rows in loop_sizes(self._config, variant, num)[part]:
-                loop = partial(self._decode, variant, num_rows, num)
-                yield f"{name} speculating loop, {num_rows} slots", loop
+        for num_rows in loop_sizes(self._config, variant, speculates=True)[part]:
+            num_proposed = self._config.num_proposed_beside(num_rows)
+            loop = partial(self._decode, variant, num_rows, num_proposed)
+            yield f"{name} speculating loop, {num_rows} slots", loop
 
     def _body(self, num_tokens: int) -> _Step:
         return f"mixed step, {num_tokens} tokens", partial(self._mixed, num_tokens, None)
@@ -134,6 +134,7 @@ class DeviceWarmup:
         return self._programs.mixed_body.prepare(
             *(self._params, self._cache, self._state, batch),
             *(self._programs.plan_mixed(batch), None, incoming),
+            abstract(self._programs.draft_mixed(batch)),
         )
 
     def _outputs(self, num_tokens: int) -> list[Any]:
@@ -165,8 +166,9 @@ class DeviceWarmup:
         window = range(num_rows)
         self._programs.decode_loop.prepare(
             *(self._params, self._cache, self._state, pack_window(window, ())),
-            *(self._programs.plan_decode((), window, num_proposed=num_proposed),),
+            *(self._programs.plan_loop((), window, num_proposed=num_proposed),),
             self._programs.probe_params,
+            abstract(self._programs.draft_loop((), window, num_proposed=num_proposed)),
             variant=variant,
             num_proposed=num_proposed,
         )

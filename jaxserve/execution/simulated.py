@@ -263,14 +263,14 @@ class SimulatedExecutor:
         return prefilled, decoded
 
     def _no_proposals(self, plan: StepPlan) -> np.ndarray | None:
-        if not (plan.is_decode_loop and self.config.num_proposed):
+        if not plan.num_proposed:
             return None
-        return np.zeros((len(plan.rows), len(ProposalCount)), np.int32)
+        return np.zeros((len(plan.rows), len(ProposalCount) + plan.num_proposed), np.int32)
 
     def _go_on(self, slot: _Slot, index: int, most: int, result: StepResult) -> int:
         """Deliver tokens that were proposed behind a row's newest one; return how many.
 
-        Proposals are right as far as a row delivers tokens, in every loop.
+        Proposals are right as far as a row delivers tokens.
         """
         num = 0
         while num < most and not slot.is_inert:
@@ -279,7 +279,9 @@ class SimulatedExecutor:
             self._sample(slot, index, result)
             num += 1
         assert result.proposals is not None
-        result.proposals[index] += (max(num, int(not slot.is_inert)), 0, num, num, 1)
+        counts = result.proposals[index]
+        counts[: len(ProposalCount)] += (int(num > 0), num, 1, 1)
+        counts[len(ProposalCount) :][:num] += 1
         return num
 
     def _start(self, slot: _Slot, row: Row, plan: StepPlan) -> int | None:

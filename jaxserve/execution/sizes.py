@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, final
 
 import jax
@@ -16,6 +16,7 @@ from jaxserve.execution.memory_plan import PoolSize, plan_host_pages, plan_pool
 from jaxserve.memory.page_pool import MIN_PAGES
 from jaxserve.models.batch import empty_cache
 from jaxserve.models.decoder import LayerLayout
+from jaxserve.steps.drafting import Drafter, united
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.step_function import Shelf, StepFunction
 from pallas_kernels.zeros import zeros
@@ -87,6 +88,7 @@ def engine_config(
         max_step_tokens=max_step_tokens,
         max_decode_iterations=options.max_decode_iterations or defaults.max_decode_iterations,
         num_proposed=options.num_speculative_tokens if options.speculation else 0,
+        drafts=options.speculation == "draft",
         masked_token_buckets=_MASKED_BODIES if defaults.has_fine_windows else (),
         masked_head_buckets=_MASKED_HEADS if defaults.has_fine_windows else (),
         slot_buckets=fine_slot_buckets(max_slots) if defaults.has_fine_windows else (),
@@ -109,6 +111,7 @@ class CachePlan:
     options: RuntimeOptions
     layer_layout: LayerLayout
     place: Placement
+    drafter: Drafter | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -142,7 +145,7 @@ class CachePlan:
 
     def abstract(self, num_pages: int) -> Any:
         """Return the shapes and dtypes of the cache."""
-        return jax.eval_shape(lambda: empty_cache(*self._sizes(num_pages)))
+        return jax.eval_shape(partial(_empty, self._sizes(num_pages)))
 
     def new(self, num_pages: int, shelf: Shelf) -> Any:
         """Return a cache of zeros on its devices."""
@@ -152,20 +155,31 @@ class CachePlan:
     def maker(self, num_pages: int, shelf: Shelf) -> StepFunction:
         """Return the function without arguments that makes the cache."""
         sizes = self._sizes(num_pages)
-        make = partial(empty_cache, *sizes, zeros=zeros)
+        make = partial(_empty, sizes, zeros=zeros)
         return shelf.function("empty_cache", make, *sizes, out_shardings=self.place.pages)
 
     def _sizes(self, num_pages: int) -> tuple[Any, ...]:
-        """Return the arguments of `empty_cache`."""
-        return (
-            self.model_config,
-            num_pages,
-            self.options.page_size,
-            self.options.kv_dtype or self.model_config.dtype,
-            self.layer_layout,
-            self.place.num_shards,
-            engine_config(self.model_config, self.options, num_pages=num_pages).max_slots,
+        """Return the arguments of `empty_cache`, for each model that has keys and values."""
+        models = [(self.model_config, self.layer_layout)]
+        if self.drafter is not None:
+            models.append((self.drafter.config, self.drafter.layer_layout))
+        return tuple(
+            (
+                config,
+                num_pages,
+                self.options.page_size,
+                self.options.kv_dtype or config.dtype,
+                layout,
+                self.place.num_shards,
+                engine_config(self.model_config, self.options, num_pages=num_pages).max_slots,
+            )
+            for config, layout in models
         )
+
+
+def _empty(sizes: tuple[tuple[Any, ...], ...], **options: Any) -> Any:
+    """Return one cache for all models."""
+    return reduce(united, [empty_cache(*each, **options) for each in sizes])
 
 
 def nbytes(tree: Any) -> int:

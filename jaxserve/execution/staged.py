@@ -242,7 +242,7 @@ class StagedExecutor:
         return encoded
 
     def _decode(self, plan: StepPlan, needs: SamplingNeeds) -> DeviceHandle:
-        whole = decode_window(self.config, plan, needs.variant)
+        whole, _ = decode_window(self.config, plan, needs.variant)
         size = self._micro_batch_size(len(whole))
         live = sorted({(row.slot - whole.start) // size for row in plan.rows})
         windows = [whole[batch * size : (batch + 1) * size] for batch in live]

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.linear import WeightAxes, representation_of
-from pallas_kernels import grouped_matmul
+from pallas_kernels import add_low_rank
 
 
 @final
@@ -88,13 +88,16 @@ class AdaptedWeight(nnx.Module):
             return out
         a, b, scale = self.a[...], self.b[...], self.scale[...]
         num_adapters, rank = b.shape[:2]
-        order, place, sizes = _by_adapter(adapter, num_adapters)
-        x = x.reshape(x.shape[0], -1)[order]
-        inner = grouped_matmul(x, a.reshape(num_adapters, x.shape[1], rank), sizes)
-        own_scale = scale[jnp.maximum(adapter[order], 0), None]
-        inner = inner.astype(jnp.float32) * own_scale
-        added = grouped_matmul(inner.astype(x.dtype), b.reshape(num_adapters, rank, -1), sizes)
-        return out + added[place].reshape(out.shape).astype(out_dtype)
+        x = x.reshape(x.shape[0], -1)
+        changed = add_low_rank(
+            out.reshape(x.shape[0], -1),
+            x,
+            a.reshape(num_adapters, x.shape[1], rank),
+            b.reshape(num_adapters, rank, -1),
+            scale,
+            adapter,
+        )
+        return changed.reshape(out.shape)
 
     def grouped_product(
         self,
@@ -144,18 +147,6 @@ class AdaptedWeight(nnx.Module):
         is_own = adapter[:, None] == jnp.arange(scale.shape[-1])
         scaled = inner.astype(jnp.float32) * scale[..., None]
         return jnp.where(is_own[..., None], scaled, 0.0)
-
-
-def _by_adapter(
-    adapter: Int32[Array, " tokens"], num_adapters: int
-) -> tuple[Int32[Array, " tokens"], Int32[Array, " tokens"], Int32[Array, " adapters"]]:
-    """Return the tokens in the order of their adapters, the place of each, and adapters' sizes.
-
-    Tokens without an adapter come last.
-    """
-    order = jnp.argsort(jnp.where(adapter < 0, num_adapters, adapter), stable=True)
-    sizes = (adapter[:, None] == jnp.arange(num_adapters)).sum(0, dtype=jnp.int32)
-    return order.astype(jnp.int32), jnp.argsort(order).astype(jnp.int32), sizes
 
 
 def without_adapters(params: Any) -> Any:

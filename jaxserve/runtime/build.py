@@ -42,6 +42,7 @@ from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.planning import Origin
 from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.disks import check_disk, open_disks
+from jaxserve.runtime.drafter import load_drafter
 from jaxserve.runtime.forecaster import Forecaster, load_probe
 from jaxserve.runtime.intake import Intake
 from jaxserve.runtime.maintenance import Maintenance
@@ -52,6 +53,7 @@ from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.turn_client import ServiceTurnClient
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import get_policy
+from jaxserve.steps.drafting import Drafter
 from jaxserve.steps.probing import Probe
 from jaxserve.workload.recorded import TraceWriter, check_is_free
 from sharding import DeviceGroups, ProcessGroup, StagePlan, replica_meshes, split_replicas
@@ -138,6 +140,7 @@ def build_parts(
         adapted = nnx.merge(graphdef, used)
         layout.adapt(adapted)
         graphdef, used = nnx.split(adapted)
+    drafter = load_drafter(options, decoder.config, tokenizer, has_mesh=mesh is not None)
     group = processes_of(mesh, used)
     check_early(options, policy, mesh, group)
     claim(group)
@@ -151,7 +154,7 @@ def build_parts(
         places = place_replicas(used, mesh, decoder.config)
         takes_masks = tokenizer is not None and has_grammars()
         executors, grouped = build_executors(
-            *(graphdef, places, decoder, options, group, probe, wrap_executor),
+            *(graphdef, places, decoder, options, group, probe, wrap_executor, drafter),
             takes_masks=takes_masks,
         )
     leads = group is None or group.is_leader
@@ -229,7 +232,8 @@ def build_parts(
             planner=planner,
             forecaster=forecaster,
             opened=if_one_fails.pop_all(),
-            weights_bytes=nbytes(used) * (1 if places[0].decode is None else 2),
+            weights_bytes=nbytes(used) * (1 if places[0].decode is None else 2)
+            + (0 if drafter is None else nbytes(drafter.params)),
         )
 
 
@@ -340,6 +344,7 @@ def build_executors(
     group: ProcessGroup | None,
     probe: Probe | None,
     wrap: WrapExecutor | None,
+    drafter: Drafter | None = None,
     *,
     takes_masks: bool = False,
 ) -> tuple[list[tuple[ModelExecutor, PoolSize]], GroupedExecutor | None]:
@@ -363,7 +368,7 @@ def build_executors(
             model = (decoder.config, decoder.layer_layout, options)
             if place.decode is None:
                 executor, size = build_executor(
-                    *(graphdef, place.params, *model, place.stages, group, probe),
+                    *(graphdef, place.params, *model, place.stages, group, probe, drafter),
                     takes_masks=takes_masks,
                 )
             else:

@@ -29,6 +29,8 @@ class CachedPages(Adapted):
     def forget_kept_pages(self) -> None:
         """Drop all cached pages, so that later requests compute their prompts; for measurements.
 
+        Nor are past answers proposed to later requests, in a runtime that speculates.
+
         Raises:
           RuntimeClosedError, EngineFailedError
         """

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import final
+from typing import Any, final
 
 from jaxserve.engine.stats import EngineStats
 from jaxserve.planning.schedules.plan import Plan
@@ -58,8 +59,10 @@ class RuntimeStats:
     num_lost_steps: int
     num_constrained: int
     num_forced: int
+    num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    num_accepted_by_place: tuple[int, ...]
     num_compilations: int
     busy_s: float
     host_gap_s: float
@@ -97,7 +100,7 @@ class RuntimeStats:
             field.name for field in fields(EngineStats)
         }
         stats = [replica.engine.stats for replica in replicas.all]
-        counters = {name: sum(getattr(each, name) for each in stats) for name in names}
+        counters: dict[str, Any] = {name: _total(stats, name) for name in names}
         counters["max_pages_owned"] = max(each.max_pages_owned for each in stats)
         usages = [replica.engine.scheduler.page_usage() for replica in replicas.all]
         first = replicas.first
@@ -126,6 +129,14 @@ class RuntimeStats:
     def total(cls, parts: Sequence[RuntimeStats]) -> RuntimeStats:
         """Return the total of several runtimes' counters; model and options must be the same."""
         names = {field.name for field in fields(cls)} - _SIZES - {"max_pages_owned"}
-        sums = {name: sum(getattr(part, name) for part in parts) for name in names}
+        sums = {name: _total(parts, name) for name in names}
         most = max(part.max_pages_owned for part in parts)
         return replace(parts[0], **sums, max_pages_owned=most)
+
+
+def _total(parts: Sequence[Any], name: str) -> Any:
+    """Return the sum of a field, or the sums of the entries of one that holds several."""
+    values = [getattr(part, name) for part in parts]
+    if not isinstance(values[0], tuple):
+        return sum(values)
+    return tuple(map(sum, itertools.zip_longest(*values, fillvalue=0)))

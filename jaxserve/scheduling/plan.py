@@ -150,6 +150,7 @@ class StepPlan:
       index: of the plan among its scheduler's.
       swaps_out: (device page, host page), contents to be kept on the host.
       swaps_in: (host page, device page), contents that come back.
+      forgets_answers: whether no later proposal may be of an answer that has ended before.
       releases: slots that serve no sequence from now on.
       moves: (from, to) slots, compaction; every `to` is free and every `from` becomes free.
       admissions: slots that begin to serve a sequence.
@@ -159,8 +160,9 @@ class StepPlan:
         what lies between them is in its pages already (thesis, section 3.4.3.4). A row may read
         what rows before it write.
       num_iterations: 1 for a mixed step; N for a decode loop (each row one token, sampling).
-      num_proposed: tokens that a decode loop computes speculatively behind the newest one of each
-        row, in every iteration; 0 for a loop that does not speculate.
+      num_proposed: tokens that an iteration of a decode loop may compute speculatively, of all rows
+        together; 0 for a loop that does not speculate.
+      verify_cost: time of an iteration that does so, in units of one that does not; as measured.
       window_start, window_size: the slots that a decode loop runs over; size 0 for a mixed step.
       handovers: KV that goes from group to group. A plan has either handovers or rows, and reads
         what plans before it have written that were collected before it was submitted.
@@ -172,6 +174,7 @@ class StepPlan:
     index: int
     swaps_out: PageCopies = ()
     swaps_in: PageCopies = ()
+    forgets_answers: bool = False
     releases: tuple[int, ...] = ()
     moves: tuple[tuple[int, int], ...] = ()
     admissions: tuple[Admission, ...] = ()
@@ -180,6 +183,7 @@ class StepPlan:
     rows: tuple[Row, ...] = ()
     num_iterations: int = 1
     num_proposed: int = 0
+    verify_cost: float = 1.0
     window_start: int = 0
     window_size: int = 0
     handovers: tuple[Handover, ...] = ()
@@ -203,7 +207,7 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens computed at most: prefilled ones, decoded ones, and those proposed."""
         tokens = sum(row.num_tokens for row in self.rows)
-        return self.num_iterations * (1 + self.num_proposed) * tokens
+        return self.num_iterations * (tokens + self.num_proposed)
 
 
 @final
@@ -222,18 +226,17 @@ class PromptLogprobs:
 
 
 class ProposalCount(enum.IntEnum):
-    """What a decode loop counts of proposed tokens, in each row.
+    """What a decode loop that speculates counts in each row.
 
-    HITS are tokens that were the ones proposed. MISSES were not, or had no proposal. COMPUTED are
-    proposals that the model computed, which a loop that does not speculate never does, and ACCEPTED
-    those of them that were right. ITERATIONS are those in which the row took part.
+    DRAFTS are iterations that computed proposals of the row, PROPOSED the proposals computed, and
+    ITERATIONS those in which the row took part; in WIDE ones some row's proposals were computed.
+    After these come, for each place in a draft, the proposals there that were right.
     """
 
-    HITS = 0
-    MISSES = 1
-    COMPUTED = 2
-    ACCEPTED = 3
-    ITERATIONS = 4
+    DRAFTS = 0
+    PROPOSED = 1
+    ITERATIONS = 2
+    WIDE = 3
 
 
 @final
@@ -253,8 +256,8 @@ class StepResult:
         chosen: logits of the tokens that were to come from there on, that one included. None
         without a probe; nonsense in rows that did not sample.
       arrived: bool [handovers], False where pages did not arrive; None if all did.
-      proposals: int32 [rows, counts], see `ProposalCount`; None except of the decode loops of a
-        runtime that speculates.
+      proposals: int32 [rows, counts], see `ProposalCount`; None except of decode loops that
+        speculate.
     """
 
     tokens: np.ndarray

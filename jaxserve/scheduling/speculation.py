@@ -1,69 +1,84 @@
-"""How many tokens decode loops propose: as many as lately paid, or none."""
+"""Which decode loops may speculate, at which cost, and what came of it."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
 from statistics import median
-from typing import final
+from typing import NamedTuple, final
 
 from jaxserve.scheduling.plan import ProposalCount, StepPlan, StepResult
 from jaxserve.scheduling.sequence import Sequence
 
-# What a loop must gain by speculating, as an estimate, before it does.
-_LEAST_GAIN = 1.05
-# Weight of what is known of a sequence after one more loop.
-_MEMORY = 0.8
-# Sequences that are remembered; those whose loops are longest ago go first.
+# Time of an iteration with proposals, in units of one without, before one was measured.
+_FIRST_COST = 1.2
+# Loops of a size after which one is timed without proposals, and after which proposals that seemed
+# not to pay are tried again.
+_LOOPS_BETWEEN_TIMINGS, _LOOPS_BETWEEN_TRIALS = 64, 128
+# Newest loops of a size whose times are remembered, and those that a cost is measured by at least:
+# the first may have waited for its compilation.
+_NUM_TIMES, _FEWEST_TIMES = 5, 3
+# Sequences whose tokens of an iteration are remembered; those whose loops are longest ago go first.
 _MAX_REMEMBERED = 4096
-# Newest loops of a size whose times are remembered.
-_NUM_TIMES = 5
-# Loops after which one speculates although it did not pay before, if it would pay at no cost.
-_LOOPS_BETWEEN_TRIALS = 256
+# Weight of what is known of a sequence after one more loop.
+_MEMORY = 0.5
+
+
+class Speculating(NamedTuple):
+    """How a loop speculates: the `num_proposed` and `verify_cost` of its plan."""
+
+    num_proposed: int
+    verify_cost: float
+
+
+NOT_SPECULATING = Speculating(0, 1.0)
 
 
 @final
 class Speculation:
-    """Compares what proposals are worth with what computing them costs.
+    """Measures what iterations with proposals cost, by which the device decides when they pay.
 
-    A proposal is right with a probability that is estimated for each sequence, from loops that
-    speculate and from those that only count what would have been right. An iteration that computes
-    k proposals is expected to deliver 1 + p + ... + p^k tokens. It takes longer by a factor that is
-    measured.
+    The device knows best how often proposals are right; the host alone knows times.
 
     Args:
-      most: tokens to propose at most; 0 to never speculate.
+      most: `EngineConfig.num_proposed`; 0 to never speculate.
+
+    Attributes:
+      num_accepted_by_place: proposals that became output, by their place in a draft.
     """
 
     def __init__(self, most: int):
         self._most = most
-        # Sequence key -> (hits, misses), weighted by age.
-        self._found: OrderedDict[int, tuple[float, float]] = OrderedDict()
-        # (size of a loop, tokens proposed) -> seconds of an iteration.
-        self._seconds: dict[tuple[int, int], deque[float]] = {}
-        self._num_until_trial = 0
-        self._num_drafted = self._num_accepted = 0
+        self._sizes: dict[int, _Times] = {}
+        # Sequence key -> tokens of an iteration.
+        self._pace: OrderedDict[int, float] = OrderedDict()
+        self._num_drafts = self._num_proposed = 0
+        self.num_accepted_by_place = (0,) * most
 
     def counters(self) -> dict[str, float]:
         """Return the counters of `EngineStats` that are kept here, by name."""
-        return {"num_draft_tokens": self._num_drafted, "num_accepted_tokens": self._num_accepted}
+        return {
+            "num_drafts": self._num_drafts,
+            "num_draft_tokens": self._num_proposed,
+            "num_accepted_tokens": sum(self.num_accepted_by_place),
+        }
 
-    def num_proposed(self, sequences: Iterable[Sequence]) -> int:
-        """Return how many tokens the next loop over these sequences proposes for each of them."""
-        if not self._most:
-            return 0
-        keys = [sequence.key for sequence in sequences]
-        gain = sum(self._expected_tokens(key) for key in keys) / len(keys)
-        plain = self._seconds.get((_size(len(keys)), 0))
-        if gain < _LEAST_GAIN or not plain:
-            return 0
-        self._num_until_trial -= 1
-        speculating = self._seconds.get((_size(len(keys)), self._most))
-        if speculating and gain < _LEAST_GAIN * median(speculating) / median(plain):
-            if self._num_until_trial > 0:
-                return 0
-            self._num_until_trial = _LOOPS_BETWEEN_TRIALS
-        return self._most
+    def next_loop(self, num_rows: int) -> Speculating | None:
+        """Return how the next loop of as many rows speculates; None for not at all."""
+        if num_rows > 2 * self._most:
+            return None
+        times = self._sizes.setdefault(_size(num_rows), _Times())
+        return times.next_loop(num_rows, self._most)
+
+    def most_tokens(self, sequence: Sequence, num_rows: int) -> int:
+        """Return the tokens of an iteration for which a sequence gets pages, of as many rows.
+
+        They are about twice as many as came lately, since pages that are not used are taken back,
+        and since the next loop is planned from what this one may deliver.
+        """
+        known = self._pace.get(sequence.key)
+        if known is None:
+            return 1 + min(self._most, max(2, 2 * self._most // num_rows))
+        return min(1 + self._most, 1 + round(2 * known))
 
     def take_in(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Learn from a step that was collected.
@@ -71,27 +86,73 @@ class Speculation:
         Args:
           seconds: that the device took for it.
         """
-        if result.proposals is None:
+        if not (self._most and plan.is_decode_loop and 0 < len(plan.rows) <= 2 * self._most):
             return
-        for row, counts in zip(plan.rows, result.proposals.tolist(), strict=True):
-            known = self._found.pop(row.sequence_key, (0.0, 1.0))
-            hits, misses = counts[ProposalCount.HITS], counts[ProposalCount.MISSES]
-            self._found[row.sequence_key] = known[0] * _MEMORY + hits, known[1] * _MEMORY + misses
-        while len(self._found) > _MAX_REMEMBERED:
-            self._found.popitem(last=False)
-        if plan.num_proposed:
-            self._num_drafted += int(result.proposals[:, ProposalCount.COMPUTED].sum())
-            self._num_accepted += int(result.proposals[:, ProposalCount.ACCEPTED].sum())
-        if num_iterations := int(result.proposals[:, ProposalCount.ITERATIONS].max(initial=0)):
-            key = _size(len(plan.rows)), plan.num_proposed
-            times = self._seconds.setdefault(key, deque(maxlen=_NUM_TIMES))
-            times.append(seconds / num_iterations)
+        times = self._sizes.setdefault(_size(len(plan.rows)), _Times())
+        counts = result.proposals
+        if counts is None:
+            times.take_in(int(result.num_tokens.max()), 0, seconds)
+            return
+        self._num_drafts += int(counts[:, ProposalCount.DRAFTS].sum())
+        self._num_proposed += int(counts[:, ProposalCount.PROPOSED].sum())
+        accepted = counts[:, len(ProposalCount) :].sum(0).tolist()
+        accepted += [0] * (self._most - len(accepted))
+        self.num_accepted_by_place = tuple(
+            one + other for one, other in zip(self.num_accepted_by_place, accepted, strict=True)
+        )
+        num_iterations = counts[:, ProposalCount.ITERATIONS]
+        num_wide = int(counts[:, ProposalCount.WIDE].max())
+        times.take_in(int(num_iterations.max()) - num_wide, num_wide, seconds)
+        for row, num_tokens, num in zip(
+            plan.rows, result.num_tokens.tolist(), num_iterations.tolist(), strict=True
+        ):
+            if num:
+                known = self._pace.pop(row.sequence_key, num_tokens / num)
+                self._pace[row.sequence_key] = known * _MEMORY + (1 - _MEMORY) * num_tokens / num
+        while len(self._pace) > _MAX_REMEMBERED:
+            self._pace.popitem(last=False)
 
-    def _expected_tokens(self, key: int) -> float:
-        """Return the expected tokens of an iteration with all proposals."""
-        hits, misses = self._found.get(key, (0.0, 1.0))
-        rate = hits / (hits + misses)
-        return sum(rate**i for i in range(self._most + 1))
+
+@final
+class _Times:
+    """Times of iterations of loops of a size."""
+
+    def __init__(self) -> None:
+        self._plain_s: deque[float] = deque(maxlen=_NUM_TIMES)
+        self._wide_s: deque[float] = deque(maxlen=_NUM_TIMES)
+        self._num_until_timing = 0
+        self._num_until_trial = _LOOPS_BETWEEN_TRIALS
+
+    def next_loop(self, num_rows: int, most: int) -> Speculating | None:
+        if not self._plain_s or self._num_until_timing <= 0:
+            return None
+        self._num_until_timing -= 1
+        self._num_until_trial -= 1
+        cost = _FIRST_COST
+        if len(self._wide_s) >= _FEWEST_TIMES:
+            cost = median(self._wide_s) / median(self._plain_s)
+        if self._num_until_trial <= 0:
+            self._num_until_trial = _LOOPS_BETWEEN_TRIALS
+            return Speculating(most, min(cost, _FIRST_COST))
+        # With all proposals right, an iteration gives this many times the tokens.
+        return Speculating(most, cost) if cost < 1 + most / num_rows else None
+
+    def take_in(self, num_plain: int, num_wide: int, seconds: float) -> None:
+        """Learn how long a loop of so many iterations of both kinds took."""
+        if not num_wide:
+            if num_plain:
+                self._plain_s.append(seconds / num_plain)
+                self._num_until_timing = _LOOPS_BETWEEN_TIMINGS
+            return
+        self._num_until_trial = _LOOPS_BETWEEN_TRIALS
+        if not self._plain_s:
+            return
+        # No iteration with proposals is faster; where one was, the device was late before.
+        most_s = seconds / (num_plain + num_wide)
+        if median(self._plain_s) > most_s:
+            self._plain_s.clear()
+            self._plain_s.append(most_s)
+        self._wide_s.append((seconds - num_plain * median(self._plain_s)) / num_wide)
 
 
 def _size(num_rows: int) -> int:

@@ -16,7 +16,7 @@ from jaxserve.scheduling.plan import LINK, Handover, Row, StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.queues import Queues, admission
 from jaxserve.scheduling.sequence import Sequence, split
-from jaxserve.scheduling.speculation import Speculation
+from jaxserve.scheduling.speculation import NOT_SPECULATING, Speculating, Speculation
 from jaxserve.scheduling.victims import Victims
 
 
@@ -62,7 +62,8 @@ class Step:
         self._max_new: list[int] = []
         self._admitted: list[Sequence] = []
         self._new_pages: list[tuple[Sequence, int, int]] = []
-        self._num_iterations, self._num_proposed = 1, 0
+        self._num_iterations = 1
+        self._speculating: Speculating | None = None
         self._is_decode_loop = False
         self._has_preempted = self._is_short = self._is_full = False
         self._compacts, self._min_rows = True, 0
@@ -233,17 +234,19 @@ class Step:
         left = [sequence.num_outputs_left for sequence in decoding]
         if not self._extends:
             left = [min(n, s.kv.num_reserved_left) for n, s in zip(left, decoding, strict=True)]
-        self._num_proposed = self._speculation.num_proposed(decoding)
-        block = 1 + self._num_proposed
-        count = min(max_iterations, *(-(-num // block) for num in left))
+        self._speculating = self._speculation.next_loop(len(decoding))
+        count, most = min(max_iterations, *left), [1] * len(decoding)
+        if self._speculating is not None:
+            most = [self._speculation.most_tokens(s, len(decoding)) for s in decoding]
         growth = Growth(decoding, self.config.page_size)
-        while count * block > 1 and growth.num_missing(count * block) > self._kv.num_available:
-            count, block = max(1, count // 2), block if count > 1 else 1
-        self._num_proposed = block - 1
+        while (num := count * max(most)) > 1 and growth.num_missing(num) > self._kv.num_available:
+            if count == 1:
+                self._speculating, most = None, [1] * len(decoding)
+            count = max(1, count // 2)
         self._compacts, self._min_rows = compacts, min_rows
         self._num_iterations, self._is_decode_loop = count, True
-        for sequence, num in zip(decoding, left, strict=True):
-            self.add_row(sequence, min(count * block, num))
+        for sequence, num_left, num in zip(decoding, left, most, strict=True):
+            self.add_row(sequence, min(count * num, num_left))
         return count
 
     def add_decode_loop_of(self, sequence: Sequence, max_iterations: int) -> bool:
@@ -294,6 +297,7 @@ class Step:
         for sequence in self.sequences:
             sequence.num_in_flight += 1
         swaps_out, swaps_in = self._kv.copies(admitted)
+        speculating = self._speculating or NOT_SPECULATING
         return StepPlan(
             index=index,
             swaps_out=swaps_out,
@@ -309,7 +313,8 @@ class Step:
             ),
             rows=tuple(map(self._row, self.sequences, self._spans, self._max_new)),
             num_iterations=self._num_iterations,
-            num_proposed=self._num_proposed,
+            num_proposed=speculating.num_proposed,
+            verify_cost=speculating.verify_cost,
             window_start=window_start,
             window_size=window_size,
             group=group,
@@ -346,7 +351,7 @@ class Step:
         is_at_end = end == sequence.planned_length
         max_new_tokens = end - start if self._is_decode_loop else int(is_at_end)
         sequence.num_planned_outputs += max_new_tokens
-        sequence.falls_short |= self._num_proposed > 0
+        sequence.falls_short |= self._speculating is not None
         self._max_new += [0] * (len(spans) - 1) + [max_new_tokens]
         self.sequences += [sequence] * len(spans)
         self._spans += spans

@@ -54,6 +54,10 @@ class EngineCollector(Collector):
             "recomputed_tokens": ("Tokens computed again.", stats.num_recomputed),
             "constrained_requests": ("Requests with a grammar.", stats.num_constrained),
             "forced_tokens": ("Output tokens that grammars forced.", stats.num_forced),
+            "spec_decode_num_drafts": (
+                "Times that proposals of a sequence were computed.",
+                stats.num_drafts,
+            ),
             "spec_decode_num_draft_tokens": ("Proposals computed.", stats.num_draft_tokens),
             "spec_decode_num_accepted_tokens": (
                 "Proposals that became output.",
@@ -71,6 +75,13 @@ class EngineCollector(Collector):
         }
         for name, (text, count) in counts.items():
             yield self._family(CounterMetricFamily, name, text, count)
+        yield self._by(
+            CounterMetricFamily,
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Proposals that became output, by their place in a draft.",
+            "position",
+            {str(place): num for place, num in enumerate(stats.num_accepted_by_place)},
+        )
         on_device = stats.num_prefix_hit - stats.num_prefix_hit_on_host
         yield self._by(
             CounterMetricFamily,

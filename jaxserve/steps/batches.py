@@ -32,11 +32,13 @@ class DecodeWindow:
       start: the first slot.
       num_iterations: the loop runs this often, or less when all have ended.
       most: new tokens of each slot from `start` on, at most; 0 for one that stays as it is.
+      verify_cost: see `StepPlan`.
     """
 
     start: Int32[Array, ""]
     num_iterations: Int32[Array, ""]
     most: Int32[Array, " rows"]
+    verify_cost: Float32[Array, ""]
 
 
 @final

@@ -1,15 +1,16 @@
 """Decoding on the device: a loop over a whole model, or one iteration of a stage.
 
-A loop may speculate: an iteration computes a row's newest token and some that are proposed to
-follow it (`steps.proposals`), and chooses the next token behind each of them. As long as that is
+A loop may speculate: an iteration computes the newest token of each row and some that are proposed
+to follow it (`steps.proposals`), and chooses the next token behind each of them. As long as that is
 the one proposed, the choice behind it counts as well. So the tokens are those of a loop that does
-not speculate, drawn ones too.
+not speculate, drawn ones too. Before each iteration the device decides whether that pays.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +19,17 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.models.batch import KVCache
+from jaxserve.models.batch import AttentionBatch, KVCache
 from jaxserve.models.decoder import Tap
 from jaxserve.scheduling.plan import ProposalCount
+from jaxserve.steps import proposals
 from jaxserve.steps import slots as slot_edits
 from jaxserve.steps.batches import DecodeWindow, Params, attention_batch, tap, tapped
+from jaxserve.steps.drafting import DraftInputs, DraftStructure, FollowedModel, serving_model
 from jaxserve.steps.encoding import counted_from, visible_rows
 from jaxserve.steps.outputs import Outputs, count, no_outputs, record, with_reading
 from jaxserve.steps.probing import Probe
-from jaxserve.steps.proposals import look_up
+from jaxserve.steps.proposals import Answers, Draft, Lookup
 from jaxserve.steps.sampling.sampler import sample
 from jaxserve.steps.sampling.slot_sampling import SlotSampling
 from jaxserve.steps.sampling.variants import Variant
@@ -39,96 +42,160 @@ def decode_loop(
     cache: KVCache,
     slots: SlotState,
     window: DecodeWindow,
-    attention_plan: Plan | None,
+    attention_plans: tuple[Plan | None, ...],
     probe_params: Params,
+    draft_inputs: DraftInputs | None = None,
     *,
     variant: Variant,
     num_proposed: int = 0,
     graphdef: nnx.GraphDef,
     config: EngineConfig,
     probe: Probe | None,
+    drafting: DraftStructure | None = None,
 ) -> tuple[KVCache, SlotState, Outputs]:
     """Decode the slots of a window until its iterations are over or all have ended.
 
     Args:
-      num_proposed: tokens that are proposed for a row in an iteration; static. Where it is 0 and
-        the runtime speculates, the loop still counts how many proposals would have been right.
+      attention_plans: of an iteration without proposals and, if `num_proposed`, of one with them.
+      draft_inputs: of a draft model that follows; None without one.
+      num_proposed: tokens that an iteration may compute speculatively, of all rows together;
+        static. Each iteration computes as many, or none.
     """
-    model = nnx.merge(graphdef, params)
+    model = serving_model(graphdef, params, drafting, draft_inputs)
     most = window.most
-    num_rows, block = most.shape[0], 1 + num_proposed
+    num_rows = most.shape[0]
     rows = _rows_of(slots, window)
-    index = jnp.arange(num_rows)
-    where = tap(probe, jnp.arange(num_rows * block))
 
-    def live(done: Bool[Array, " slots"], outputs: Outputs) -> Bool[Array, " rows"]:
-        return rows.live(done) & (outputs.num_tokens < most)
+    def room(done: Bool[Array, " slots"], outputs: Outputs) -> Int32[Array, " rows"]:
+        return jnp.where(rows.live(done), jnp.maximum(most - outputs.num_tokens, 0), 0)
+
+    def propose(slots: SlotState, outputs: Outputs) -> Draft | None:
+        if not num_proposed:
+            return None
+        assert slots.lookup is not None and slots.answers is not None, "slots without lookup"
+        if drafting is not None:
+            left = room(slots.done, outputs)
+            return proposals.expect(
+                *(slots.lookup.rates, rows.index, left, window.verify_cost), num_proposed
+            )
+        return proposals.propose(
+            *(slots.lookup, slots.answers, slots.tokens, rows.index, rows.part(slots.length)),
+            *(room(slots.done, outputs), window.verify_cost, num_proposed),
+        )
 
     def goes_on(carry: _Carry) -> Bool[Array, ""]:
         is_left = carry.iteration < window.num_iterations
-        return is_left & live(carry.done, carry.outputs).any()
+        return is_left & (room(carry.done, carry.outputs) > 0).any()
 
-    def iterate(carry: _Carry) -> _Carry:
-        before = replace(slots, tokens=carry.tokens, length=carry.length, done=carry.done)
-        outputs = carry.outputs
-        proposed = _proposed(before, rows, config, num_proposed)
-        # Computed tokens of each row: the newest one, and proposals as far as its bound allows.
-        room = jnp.where(live(before.done, outputs), most - outputs.num_tokens, 0)
-        if proposed is not None:
-            room = jnp.where(proposed.found, room, jnp.minimum(room, 1))
-        num = jnp.minimum(room, block)
-        tokens = None if proposed is None else proposed.tokens[:, :num_proposed]
+    def iterate(carry: _Carry, *, is_wide: bool) -> _Carry:
+        before = carry.slots(slots)
+        draft = carry.draft
+        live = room(before.done, carry.outputs) > 0
+        proposed = jnp.where(live, draft.num, 0) if is_wide and draft is not None else None
+        cache = carry.cache
+        if drafting is not None and proposed is not None and draft is not None:
+            before, drafted, cache = _drafted(
+                *(model, before, rows, proposed, cache, config, variant, draft.tokens.shape[1])
+            )
+            draft = replace(draft, tokens=drafted)
+        block = _block(live, proposed, num_proposed)
         hidden, cache, read = _decode_once(
-            *(model, before, rows, num, carry.cache, None, attention_plan, config, where),
-            tokens,
+            *(model, before, rows, block, cache, None, attention_plans[is_wide], config),
+            tap(probe, jnp.arange(block.row.shape[0])),
+            None if proposed is None else draft,
         )
-        logits = model.logits(hidden).reshape(num_rows, block, -1)
+        logits = model.logits(hidden)
+        if draft is not None:
+            computed = jnp.zeros(num_rows, jnp.int32) if proposed is None else proposed
+            compared = computed
+            if drafting is None:  # one that was looked up can be compared without computing it
+                compared = jnp.maximum(computed, jnp.minimum(draft.available, 1))
 
-        def choose(
-            place: Int32[Array, ""], state: tuple[SlotState, Outputs, Bool[Array, " rows"]]
-        ) -> tuple[SlotState, Outputs, Bool[Array, " rows"]]:
-            now, outputs, counts = state
+        def choose(state: _Choice) -> _Choice:
+            place, now, outputs = state.place, state.slots, state.outputs
+            at = jnp.minimum(block.start + place, logits.shape[0] - 1)
             sampled = sample(
-                *(logits[:, place], rows.sampling, now.tokens, rows.part(now.length)),
+                *(logits if proposed is None else logits[at], rows.sampling, now.tokens),
+                rows.part(now.length),
                 slot=rows.index,
                 variant=variant,
                 first=counted_from(rows.encoded, config.page_size),
             )
-            now = slot_edits.append(now, rows.index, counts, sampled.token, sampled.finite)
-            outputs = record(outputs, counts, sampled)
+            now = slot_edits.append(now, rows.index, state.goes_on, sampled.token, sampled.finite)
+            outputs = record(outputs, state.goes_on, sampled)
+            if draft is None:
+                return _Choice(place, now, outputs, live, state.hits, state.misses)
+            tried = state.goes_on & (place < compared)
+            hits = tried & (sampled.token == draft.tokens[:, place])
+            accepted = hits & (place < computed)
             if proposed is not None:
-                tried = counts & (place < proposed.tokens.shape[1])
-                hits = tried & proposed.found & (sampled.token == proposed.tokens[:, place])
-                outputs = count(outputs, ProposalCount.HITS, hits)
-                outputs = count(outputs, ProposalCount.MISSES, tried & ~hits)
-                accepted = hits & (place + 1 < num)
-                outputs = count(outputs, ProposalCount.ACCEPTED, accepted)
-                counts = accepted & rows.live(now.done)
-            return now, outputs, counts
+                outputs = count(outputs, len(ProposalCount) + place, accepted)
+            return _Choice(
+                *(place + 1, now, outputs, accepted & rows.live(now.done)),
+                state.hits + hits.astype(jnp.int32),
+                state.misses + (tried & ~hits).astype(jnp.int32),
+            )
 
-        if proposed is not None:
-            outputs = count(outputs, ProposalCount.COMPUTED, jnp.maximum(num - 1, 0))
-            outputs = count(outputs, ProposalCount.ITERATIONS, num > 0)
-        state = before, outputs, num > 0
-        if block == 1:
-            now, outputs, _ = choose(jnp.int32(0), state)
+        nothing = jnp.zeros(num_rows, jnp.int32)
+        chosen = _Choice(jnp.int32(0), before, carry.outputs, live, nothing, nothing)
+        if proposed is None:
+            chosen = choose(chosen)
         else:
-            now, outputs, _ = lax.fori_loop(0, block, choose, state)
+            chosen = lax.while_loop(lambda state: state.goes_on.any(), choose, chosen)
             if read is not None:
-                num_new = rows.part(now.length) - rows.part(before.length)
-                newest = jnp.maximum(num_new, 1) - 1
-                read = read.reshape(num_rows, block, -1)[index, newest]
-        return _Carry(carry.iteration + 1, cache, now.tokens, now.length, now.done, outputs, read)
+                num_new = rows.part(chosen.slots.length) - rows.part(before.length)
+                read = read[block.start + jnp.maximum(num_new, 1) - 1]
+        now, outputs = chosen.slots, chosen.outputs
+        if draft is not None and now.lookup is not None and now.answers is not None:
+            outputs = count(outputs, ProposalCount.ITERATIONS, live)
+            if proposed is not None:
+                outputs = count(outputs, ProposalCount.WIDE, live)
+                outputs = count(outputs, ProposalCount.DRAFTS, proposed > 0)
+                outputs = count(outputs, ProposalCount.PROPOSED, proposed)
+            rates, total = proposals.learn(
+                *(now.lookup.rates, now.answers.rates, rows.index, draft.source),
+                *(chosen.hits, chosen.misses),
+            )
+            if drafting is not None and proposed is None:
+                rates = proposals.forgive(rates, rows.index)
+            now = replace(
+                now,
+                lookup=replace(now.lookup, rates=rates),
+                answers=replace(now.answers, rates=total),
+            )
+        return _Carry(
+            *(carry.iteration + 1, cache, now.tokens, now.length, now.done, now.lookup),
+            *(now.answers, outputs, read, propose(now, outputs)),
+        )
+
+    def is_worth(carry: _Carry) -> Bool[Array, ""]:
+        return jnp.bool_(False) if carry.draft is None else carry.draft.is_worth
+
+    def stays(carry: _Carry, *, is_wide: bool) -> Bool[Array, ""]:
+        return goes_on(carry) & (is_worth(carry) == is_wide)
+
+    def go_through(carry: _Carry) -> _Carry:
+        """Iterate without proposals until computing some is worth it, and then with them."""
+        for is_wide in (False, True):
+            way = partial(stays, is_wide=is_wide), partial(iterate, is_wide=is_wide)
+            carry = lax.while_loop(*way, carry)
+        return carry
 
     nothing = no_outputs(
-        *(num_rows, config.max_decode_iterations * block, variant),
-        counts_proposals=config.num_proposed > 0,
+        num_rows,
+        config.max_decode_iterations * (1 + num_proposed),
+        variant,
+        num_proposed=num_proposed,
     )
     unread = None if probe is None else jnp.zeros((num_rows, probe.width))
-    start = _Carry(jnp.int32(0), cache, slots.tokens, slots.length, slots.done, nothing, unread)
-    end = lax.while_loop(goes_on, iterate, start)
-    slots = replace(slots, tokens=end.tokens, length=end.length, done=end.done)
-    return end.cache, slots, with_reading(end.outputs, end.tapped, probe, probe_params)
+    start = _Carry(
+        *(jnp.int32(0), cache, slots.tokens, slots.length, slots.done, slots.lookup),
+        *(slots.answers, nothing, unread, propose(slots, nothing)),
+    )
+    # Loops within a loop, since the branches of a conditional would get copies of the cache.
+    body = go_through if num_proposed else partial(iterate, is_wide=False)
+    end = lax.while_loop(goes_on, body, start)
+    return end.cache, end.slots(slots), with_reading(end.outputs, end.tapped, probe, probe_params)
 
 
 class _Carry(NamedTuple):
@@ -143,8 +210,77 @@ class _Carry(NamedTuple):
     tokens: Int32[Array, "slots max_context"]
     length: Int32[Array, " slots"]
     done: Bool[Array, " slots"]
+    lookup: Lookup | None
+    answers: Answers | None
     outputs: Outputs
     tapped: Float32[Array, "rows embed"] | None
+    draft: Draft | None
+
+    def slots(self, before: SlotState) -> SlotState:
+        """Return the slots as they are now, given how they were before the loop."""
+        return replace(
+            before,
+            tokens=self.tokens,
+            length=self.length,
+            done=self.done,
+            lookup=self.lookup,
+            answers=self.answers,
+        )
+
+
+class _Choice(NamedTuple):
+    """The tokens of an iteration, as far as they have been chosen.
+
+    Attributes:
+      place: behind the newest token of each row.
+      goes_on: rows in which the token at this place counts.
+      hits, misses: proposals that were the token chosen, and those that were not.
+    """
+
+    place: Int32[Array, ""]
+    slots: SlotState
+    outputs: Outputs
+    goes_on: Bool[Array, " rows"]
+    hits: Int32[Array, " rows"]
+    misses: Int32[Array, " rows"]
+
+
+class _Block(NamedTuple):
+    """The tokens of an iteration, row after row: the newest one, and what is proposed behind it.
+
+    Attributes:
+      row, place: of each token; `place` is that behind the row's newest token.
+      valid: False for padding.
+      start, length: where the tokens of each row are; length 0 for an inert row.
+    """
+
+    row: Int32[Array, " tokens"]
+    place: Int32[Array, " tokens"]
+    valid: Bool[Array, " tokens"]
+    start: Int32[Array, " rows"]
+    length: Int32[Array, " rows"]
+
+
+def _block(
+    live: Bool[Array, " rows"], proposed: Int32[Array, " rows"] | None, num_proposed: int
+) -> _Block:
+    """Return the tokens of the live rows, with as many proposals of each.
+
+    Args:
+      num_proposed: of all rows together, at most.
+    """
+    num_rows = live.shape[0]
+    length = live.astype(jnp.int32)
+    if proposed is None:
+        row = jnp.arange(num_rows)
+        return _Block(row, jnp.zeros(num_rows, jnp.int32), live, row, length)
+    length += proposed
+    end = jnp.cumsum(length)
+    index = jnp.arange(num_rows + num_proposed)
+    row = jnp.minimum(jnp.searchsorted(end, index, side="right"), num_rows - 1)
+    start = end - length
+    valid = index < end[-1]
+    return _Block(row, jnp.where(valid, index - start[row], 0), valid, start, length)
 
 
 class _Rows(NamedTuple):
@@ -191,9 +327,9 @@ def stage_decode(
     """
     model = nnx.merge(graphdef, params)
     rows = _rows_of(slots, window)
-    num = rows.live(slots.done).astype(jnp.int32)
+    block = _block(rows.live(slots.done), None, 0)
     hidden, cache, _ = _decode_once(
-        model, slots, rows, num, cache, inputs, attention_plan, config, None
+        model, slots, rows, block, cache, inputs, attention_plan, config, None
     )
     return cache, hidden
 
@@ -218,70 +354,121 @@ def _rows_of(slots: SlotState, window: DecodeWindow) -> _Rows:
     )
 
 
-@final
-@dataclass(frozen=True)
-class _Proposed:
-    """Tokens that may come next in each row, where some were `found`."""
-
-    tokens: Int32[Array, "rows num"]
-    found: Bool[Array, " rows"]
-
-
-def _proposed(slots: SlotState, rows: _Rows, config: EngineConfig, num: int) -> _Proposed | None:
-    """Return at least one proposal a row; None in a runtime that does not speculate."""
-    if not config.num_proposed:
-        return None
-    return _Proposed(*look_up(rows.part(slots.tokens), rows.part(slots.length), max(1, num)))
-
-
 def _decode_once(
     model: Any,
     slots: SlotState,
     window: _Rows,
-    num: Int32[Array, " rows"],
+    block: _Block,
     cache: KVCache,
     inputs: Float[Array, "rows embed"] | None,
     attention_plan: Plan | None,
     config: EngineConfig,
     where: Tap | None,
-    proposed: Int32[Array, "rows proposed"] | None = None,
+    draft: Draft | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], KVCache, Float32[Array, "tokens embed"] | None]:
-    """Compute each slot's newest token, and what is proposed behind it, row after row.
+    """Compute each slot's newest token, and what is proposed behind it.
 
     Args:
-      num: tokens of each row to compute, of 1 and those proposed; 0 for an inert slot.
+      draft: what is proposed; None for a block without proposals.
 
     Returns:
       Hidden states, the cache, and what is tapped.
     """
-    row = jnp.arange(num.shape[0])
-    block = 1 if proposed is None else 1 + proposed.shape[1]
-    place = jnp.arange(block)
+    inputs, attention = _attention(
+        slots,
+        window,
+        block,
+        inputs,
+        attention_plan,
+        config,
+        None if draft is None else draft.tokens,
+    )
+    return tapped(model, inputs, attention, cache, where)
+
+
+def _drafted(
+    model: FollowedModel,
+    slots: SlotState,
+    window: _Rows,
+    num: Int32[Array, " rows"],
+    cache: KVCache,
+    config: EngineConfig,
+    variant: Variant,
+    most: int,
+) -> tuple[SlotState, Int32[Array, "rows most"], KVCache]:
+    """Have a draft model choose `num` tokens of each row, `most` at most, one after the other.
+
+    It chooses as the served model does, with the same random numbers, so that it is right often
+    where the two models agree.
+
+    Returns:
+      The slots, in which the tokens stand behind the valid ones; the tokens; and the cache.
+    """
+    num_slots, row = slots.done.shape[0], jnp.arange(num.shape[0])
+    length = window.part(slots.length)
+
+    def step(
+        place: int, state: tuple[Int32[Array, "slots max_context"], KVCache, Any]
+    ) -> tuple[Int32[Array, "slots max_context"], KVCache, Any]:
+        tokens, cache, drafted = state
+        live = place < num
+        now = replace(slots, tokens=tokens, length=slots.length + place)
+        block = _Block(row, jnp.zeros_like(row), live, row, live.astype(jnp.int32))
+        inputs, attention = _attention(now, window, block, None, None, config, None)
+        logits, cache = model.draft_logits(inputs, attention, cache)
+        sampled = sample(
+            *(logits, window.sampling, tokens, length + place),
+            slot=window.index,
+            variant=variant,
+        )
+        slot = jnp.where(live, window.index, num_slots)
+        tokens = tokens.at[slot, length + place].set(sampled.token, mode="drop")
+        return tokens, cache, drafted.at[:, place].set(sampled.token)
+
+    drafted = jnp.zeros((num.shape[0], most), jnp.int32)
+    tokens, cache, drafted = lax.fori_loop(0, most, step, (slots.tokens, cache, drafted))
+    return replace(slots, tokens=tokens), drafted, cache
+
+
+def _attention(
+    slots: SlotState,
+    window: _Rows,
+    block: _Block,
+    inputs: Float[Array, "rows embed"] | None,
+    attention_plan: Plan | None,
+    config: EngineConfig,
+    proposed: Int32[Array, "rows num"] | None,
+) -> tuple[Int32[Array, " tokens"] | Float[Array, "rows embed"], AttentionBatch]:
+    """Return what a model computes for a block, and its attention batch.
+
+    Args:
+      proposed: tokens of the block's places from 1 on; None for a block without proposals.
+    """
     newest = window.part(slots.length) - 1
-    # [rows, block]
-    positions = jnp.minimum(newest[:, None] + place, config.max_context - 1)
-    token_pages = window.page_table[row[:, None], positions // config.page_size]
+    positions = jnp.minimum(newest[block.row] + block.place, config.max_context - 1)
     rows, cross_rows = visible_rows(
         config,
         window.encoded,
-        query_start=row * block,
-        query_length=num,
-        first_position=jnp.where(num > 0, newest, 0),
+        query_start=block.start,
+        query_length=block.length,
+        first_position=jnp.where(block.length > 0, newest, 0),
         page_table=window.page_table,
     )
     attention = attention_batch(
         config,
-        positions=positions.reshape(-1),
-        token_pages=token_pages.reshape(-1),
-        valid=(place < num[:, None]).reshape(-1),
+        positions=positions,
+        token_pages=window.page_table[block.row, positions // config.page_size],
+        valid=block.valid,
         rows=rows,
         plan=attention_plan,
-        max_query_length=1 if block == 1 else None,
+        max_query_length=1 if proposed is None else None,
         cross_rows=cross_rows,
         slot=window.index,
-        adapter=None if window.adapter is None else jnp.repeat(window.adapter, block),
+        adapter=None if window.adapter is None else window.adapter[block.row],
     )
     if inputs is None:
-        tokens = slots.tokens[window.index, newest][:, None]
-        inputs = (tokens if proposed is None else jnp.hstack([tokens, proposed])).reshape(-1)
-    return tapped(model, inputs, attention, cache, where)
+        inputs = slots.tokens[window.index, newest][block.row]
+        if proposed is not None:
+            others = proposed[block.row, jnp.maximum(block.place - 1, 0)]
+            inputs = jnp.where(block.place > 0, others, inputs)
+    return inputs, attention

@@ -19,6 +19,7 @@ from jaxserve.steps.batches import (
     tapped,
     where_slots_are,
 )
+from jaxserve.steps.drafting import DraftInputs, DraftStructure, serving_model
 from jaxserve.steps.encoding import visible_rows
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.processors.processor import Rows
@@ -36,10 +37,12 @@ def mixed_body(
     attention_plan: Plan | None,
     inputs: Float[Array, "tokens embed"] | None = None,
     incoming: IncomingPages | None = None,
+    draft: DraftInputs | None = None,
     *,
     graphdef: nnx.GraphDef,
     config: EngineConfig,
     probe: Probe | None,
+    drafting: DraftStructure | None = None,
 ) -> tuple[
     KVCache,
     Float[Array, "tokens hidden"],
@@ -50,12 +53,13 @@ def mixed_body(
 
     Args:
       inputs: what the stage before this one returned; None for the first stage.
+      draft: of a draft model that follows; None without one.
 
     Returns:
       The cache, with `incoming` pages in it; hidden states; those of row ends; and what the probe
       reads there, None without one.
     """
-    model = nnx.merge(graphdef, params)
+    model = serving_model(graphdef, params, drafting, draft)
     batch, live = where_slots_are(batch, slots)
     positions, slot = positions_and_slots(batch)
     is_padding = batch.token_row >= config.max_slots

@@ -28,8 +28,8 @@ class Outputs:
       finite: False where the model's logits were not.
       logprobs: None except in the FULL variant, like the three below.
       remaining: a probe's logits where a row's last token was sampled; None without a probe.
-      proposals: counts of `scheduling.plan.ProposalCount`; None except in decode loops of a runtime
-        that speculates.
+      proposals: counts of `scheduling.plan.ProposalCount`; None except in decode loops that
+        speculate.
     """
 
     tokens: Int32[Array, "rows most"]
@@ -43,13 +43,12 @@ class Outputs:
     proposals: Int32[Array, "rows counts"] | None = None
 
 
-def no_outputs(
-    num_rows: int, most: int, variant: Variant, *, counts_proposals: bool = False
-) -> Outputs:
+def no_outputs(num_rows: int, most: int, variant: Variant, *, num_proposed: int = 0) -> Outputs:
     """Return outputs before the first token, with the arrays that the variant fills.
 
     Args:
       most: tokens of a row at most.
+      num_proposed: proposals of a row at most; 0 to count none.
     """
     shape = (num_rows, most)
     outputs = Outputs(
@@ -57,8 +56,8 @@ def no_outputs(
         num_tokens=jnp.zeros(num_rows, jnp.int32),
         finite=jnp.ones(num_rows, jnp.bool_),
     )
-    if counts_proposals:
-        counts = jnp.zeros((num_rows, len(ProposalCount)), jnp.int32)
+    if num_proposed:
+        counts = jnp.zeros((num_rows, len(ProposalCount) + num_proposed), jnp.int32)
         outputs = replace(outputs, proposals=counts)
     if variant is not Variant.FULL:
         return outputs
@@ -97,7 +96,9 @@ def record(out: Outputs, live: Bool[Array, " rows"], sampled: Sampled) -> Output
 
 
 def count(
-    out: Outputs, of: ProposalCount, num: Bool[Array, " rows"] | Int32[Array, " rows"]
+    out: Outputs,
+    of: int | Int32[Array, ""],
+    num: Bool[Array, " rows"] | Int32[Array, " rows"],
 ) -> Outputs:
     """Return the outputs with a count of proposals that is higher by `num` in each row."""
     assert out.proposals is not None, "outputs of a step that counts no proposals"

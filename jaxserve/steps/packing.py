@@ -14,9 +14,6 @@ from jaxserve.steps.batches import DecodeWindow, MixedBatch
 from jaxserve.steps.sampling.processors.allowed_tokens import AllowedTokens
 from jaxserve.steps.sampling.variants import Variant
 
-# Sizes of loops that speculate are at least this many times the one below, except the largest.
-_SPECULATING_RATIO = 4
-
 
 def sampling_first(rows: Sequence[Row]) -> list[int]:
     """Return the indices of the rows, those that sample before the others."""
@@ -113,32 +110,40 @@ def no_masks(num_rows: int, vocab_size: int) -> dict[str, dict[str, np.ndarray]]
     return {AllowedTokens.name: {"words": words.full(num_rows, vocab_size)}}
 
 
-def loop_sizes(config: EngineConfig, variant: Variant, num_proposed: int) -> tuple[int, ...]:
+def loop_sizes(
+    config: EngineConfig, variant: Variant, *, speculates: bool = False
+) -> tuple[int, ...]:
     """Return the numbers of slots that decode loops are compiled for.
 
-    Loops that speculate are worth most with few rows, and have few sizes.
+    Loops that speculate have few slots, see `EngineConfig.num_proposed_beside`; there may be none.
     """
     sizes = variant.sizes(config.slot_buckets)
-    if not num_proposed:
+    if not speculates:
         return sizes
-    kept = [sizes[0]]
-    for size in sizes[1:-1]:
-        if size >= _SPECULATING_RATIO * kept[-1]:
-            kept.append(size)
-    return tuple(dict.fromkeys([*kept, sizes[-1]]))
+    return tuple(size for size in sizes if config.num_proposed_beside(size))
 
 
-def decode_window(config: EngineConfig, plan: StepPlan, variant: Variant) -> range:
-    """Return the slots that a decode loop runs over: the plan's, and more up to a compiled size."""
-    size = bucket(plan.window_size, loop_sizes(config, variant, plan.num_proposed))
+def decode_window(config: EngineConfig, plan: StepPlan, variant: Variant) -> tuple[range, int]:
+    """Return the slots that a decode loop runs over, and how many tokens it proposes.
+
+    The slots are the plan's, and more up to a compiled size. A loop of a size at which none
+    speculates proposes no tokens.
+    """
+    sizes = loop_sizes(config, variant, speculates=plan.num_proposed > 0)
+    speculates = plan.num_proposed > 0 and bool(sizes) and plan.window_size <= sizes[-1]
+    size = bucket(plan.window_size, loop_sizes(config, variant, speculates=speculates))
     start = min(plan.window_start, config.max_slots - size)
-    return range(start, start + size)
+    num_proposed = config.num_proposed_beside(size) if speculates else 0
+    return range(start, start + size), num_proposed
 
 
-def pack_window(window: range, rows: Iterable[Row], num_iterations: int = 1) -> DecodeWindow:
+def pack_window(
+    window: range, rows: Iterable[Row], num_iterations: int = 1, verify_cost: float = 1.0
+) -> DecodeWindow:
     """Return the window of a decode loop: each slot gets the tokens of its row at most, or none."""
     most: Any = np.zeros(len(window), np.int32)  # NumPy arrays, as in `pack_rows`
     for row in rows:
         most[row.slot - window.start] = row.max_new_tokens
     start, number = np.asarray((window.start, num_iterations), np.int32)
-    return DecodeWindow(start, number, most)
+    cost: Any = np.asarray(verify_cost, np.float32)
+    return DecodeWindow(start, number, most, cost)

@@ -6,7 +6,7 @@ multiplying. `Variant.sizes` says at which sizes a variant of a head or a decode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, final
 
@@ -23,10 +23,11 @@ from jaxserve.steps import decode, encoding, heads, mixed
 from jaxserve.steps.attention_planner import AttentionPlanner
 from jaxserve.steps.batches import DecodeWindow, MixedBatch, Params
 from jaxserve.steps.device_loops import loop_options
+from jaxserve.steps.drafting import Drafter, DraftInputs
 from jaxserve.steps.executable_identity import these_settings
 from jaxserve.steps.executable_store import ExecutableStore
 from jaxserve.steps.outputs import no_outputs
-from jaxserve.steps.packing import pack_rows, pack_window
+from jaxserve.steps.packing import loop_sizes, pack_rows, pack_window
 from jaxserve.steps.placement import Placement, staging_place
 from jaxserve.steps.preparation import prepared_together
 from jaxserve.steps.probing import Probe
@@ -61,6 +62,7 @@ class Programs:
         place: Placement,
         probe: Probe | None = None,
         store: ExecutableStore | None = None,
+        drafter: Drafter | None = None,
     ):
         self.config = config
         self.model_config = model_config
@@ -69,17 +71,24 @@ class Programs:
         self.probe_params = None if probe is None else jax.device_put(probe.params, place.whole)
         self._step_bytes: dict[Any, int] = {}
         self._planner = AttentionPlanner.of(config, model_config, place)
+        self.draft_params, self._draft_planner, drafting = None, None, None
+        if drafter is not None:
+            self.draft_params = jax.device_put(drafter.params, place.whole)
+            self._draft_planner = AttentionPlanner.of(config, drafter.config, place)
+            drafting = drafter.structure
         pages_dtype = str(config.kv_dtype or model_config.dtype)
         self.shelf = shelf = shelf_of(
             *(store, place, graphdef, config, model_config, probe),
+            *(() if drafter is None else (drafter.graphdef, drafter.config)),
             has_float8=pages_dtype.startswith("float8"),
         )
         bind = partial(partial, graphdef=graphdef, config=config)
         read = partial(bind, probe=probe)
+        follow = partial(read, drafting=drafting)
         whole, pages = place.whole, place.pages
         self.mixed_body = StepFunction(
             "mixed_body",
-            read(mixed.mixed_body),
+            follow(mixed.mixed_body),
             shelf,
             packs=True,
             donate_argnames="cache",
@@ -95,7 +104,7 @@ class Programs:
         )
         self.decode_loop = StepFunction(
             "decode_loop",
-            read(decode.decode_loop),
+            follow(decode.decode_loop),
             shelf,
             packs=True,
             donate_argnames=("cache", "slots"),
@@ -146,14 +155,15 @@ class Programs:
         place: Placement,
         probe: Probe | None = None,
         store: ExecutableStore | None = None,
+        drafter: Drafter | None = None,
     ) -> Programs:
         """Return the programs that this process made last for equal arguments, or make them.
 
         What they have compiled is not traced again, so that a second runtime of a model starts at
-        once. Programs with a probe, which hold its parameters, are always made.
+        once. Programs with a probe or a draft model, which hold its parameters, are always made.
         """
-        if probe is not None:
-            return cls(graphdef, config, model_config, place, probe, store)
+        if probe is not None or drafter is not None:
+            return cls(graphdef, config, model_config, place, probe, store, drafter)
         return _shared(graphdef, config, model_config, place, store, these_settings())
 
     def plan_mixed(self, batch: MixedBatch) -> Plan | None:
@@ -161,16 +171,45 @@ class Programs:
         return None if self._planner is None else self._planner.mixed(batch)
 
     def plan_decode(
+        self, rows: Sequence[Row], window: range, num_iterations: int = 1
+    ) -> Plan | None:
+        """The plan of attention in iterations over the slots of a window, for `stage_decode`."""
+        if self._planner is None:
+            return None
+        return self._planner.decode(rows, window, num_iterations)
+
+    def plan_loop(
         self,
         rows: Sequence[Row],
         window: range,
         num_iterations: int = 1,
         num_proposed: int = 0,
-    ) -> Plan | None:
-        """The plan of attention in a decode loop over the slots of a window, for `decode_loop`."""
-        if self._planner is None:
+    ) -> tuple[Plan | None, ...]:
+        """The plans of attention in a decode loop, for `decode_loop`.
+
+        That of an iteration of one token a row comes first, then that of one with proposals.
+        """
+        return _loop_plans(self._planner, rows, window, num_iterations, num_proposed)
+
+    def draft_mixed(self, batch: MixedBatch) -> DraftInputs | None:
+        """The draft model's arrays in a mixed step; None without one."""
+        if self.draft_params is None:
             return None
-        return self._planner.decode(rows, window, num_iterations, num_proposed)
+        planner = self._draft_planner
+        return DraftInputs(self.draft_params, (None if planner is None else planner.mixed(batch),))
+
+    def draft_loop(
+        self,
+        rows: Sequence[Row],
+        window: range,
+        num_iterations: int = 1,
+        num_proposed: int = 0,
+    ) -> DraftInputs | None:
+        """The draft model's arrays in a decode loop; None without one."""
+        if self.draft_params is None:
+            return None
+        plans = _loop_plans(self._draft_planner, rows, window, num_iterations, num_proposed)
+        return DraftInputs(self.draft_params, plans)
 
     def compiled_steps(
         self, params: Params, cache: KVCache, variant: Variant = Variant.FULL
@@ -183,24 +222,42 @@ class Programs:
         """
         batch, window = self._arguments()
         cache, slots = self._placed(cache)
-        num_proposed = self.config.num_proposed
-        decode_plan = self.plan_decode((), range(self.config.max_slots), num_proposed=num_proposed)
+        decode_plan = self.plan_loop((), range(self.config.max_slots))
         steps: list[Any] = prepared_together(
             partial(
                 self.mixed_body.prepare,
                 *(params, cache, slots, batch, self.plan_mixed(batch), None),
-                self._incoming(cache),
+                *(self._incoming(cache), self.draft_mixed(batch)),
             ),
             partial(
                 self.decode_loop.prepare,
                 *(params, cache, slots, window, decode_plan, self.probe_params),
+                self.draft_loop((), range(self.config.max_slots)),
                 variant=variant,
-                num_proposed=num_proposed,
             ),
+            *self._largest_speculating_loop(params, cache, slots, variant),
         )
         with self.place.in_force():
             lowered = self._encoding_steps(params, cache, slots, batch)
         return steps + [step.compile() for step in lowered]
+
+    def _largest_speculating_loop(
+        self, params: Params, cache: Any, slots: Any, variant: Variant
+    ) -> list[Callable[[], Any]]:
+        """Return what prepares it, in a list; nothing where none speculates."""
+        sizes = loop_sizes(self.config, variant, speculates=True)
+        if not sizes:
+            return []
+        window, num_proposed = range(sizes[-1]), self.config.num_proposed_beside(sizes[-1])
+        plans = self.plan_loop((), window, num_proposed=num_proposed)
+        prepare = partial(
+            self.decode_loop.prepare,
+            *(params, cache, slots, pack_window(window, ()), plans, self.probe_params),
+            self.draft_loop((), window, num_proposed=num_proposed),
+            variant=variant,
+            num_proposed=num_proposed,
+        )
+        return [prepare]
 
     def step_bytes(self, params: Params, cache: KVCache) -> int:
         """Return the memory that `compiled_steps` need beside their arguments; measured once."""
@@ -304,6 +361,19 @@ class Programs:
         """The largest batch and the largest window, without rows."""
         batch, _ = pack_rows(self.config, (), self.config.max_step_tokens)
         return batch, pack_window(range(self.config.max_slots), ())
+
+
+def _loop_plans(
+    planner: AttentionPlanner | None,
+    rows: Sequence[Row],
+    window: range,
+    num_iterations: int,
+    num_proposed: int,
+) -> tuple[Plan | None, ...]:
+    numbers = (0, num_proposed) if num_proposed else (0,)
+    if planner is None:
+        return (None,) * len(numbers)
+    return tuple(planner.decode(rows, window, num_iterations, number) for number in numbers)
 
 
 def largest_step_bytes(steps: Sequence[Any]) -> int:

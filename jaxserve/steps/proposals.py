@@ -1,41 +1,344 @@
-"""Proposals for the next tokens of a slot, from its own tokens (prompt lookup decoding)."""
+"""Proposals for the next tokens of slots: what followed their newest tokens at an earlier place.
+
+Earlier places are found by hashes of the newest 1, 2, 4 and 8 tokens, in the slot's own tokens and
+in answers that have ended. So a lookup costs the same however long the context is. An entry may
+have been overwritten by another one of the same hash; what it leads to is compared, and an entry
+that is wrong or missing costs a proposal and nothing else.
+"""
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from dataclasses import dataclass, replace
+from typing import final
 
-# Number of newest tokens that have to recur, at least and at most.
-_SHORTEST, _LONGEST = 2, 4
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32
+
+# Numbers of newest tokens that are looked up, best first.
+_ORDERS = (8, 4, 2, 1)
+_LONGEST = _ORDERS[0]
+# Places are looked up among a slot's own tokens and among answers, for each order.
+_NUM_SOURCES = 2 * len(_ORDERS)
+_FACTORS = tuple(0x9E3779B1 * (2 * i + 1) % 2**32 for i in range(_LONGEST))
+# Tokens of ended answers that are kept, and entries of their index.
+_ANSWER_TOKENS, _ANSWER_ENTRIES = 1 << 16, 1 << 18
+# Last tokens of the prompt that are kept before an answer, so that its beginning can be found.
+_LEADING = _LONGEST
+# Weight of the earlier proposals of a source after one more, in a slot and in all.
+_MEMORY, _LONG_MEMORY = 0.9, 0.99
+# Proposals as which all those before count in a new slot.
+_PRIOR = 2.0
+_ITERATIONS_TO_FORGIVE = 100
+# What an iteration with proposals must give, as an estimate, per token of one without.
+_LEAST_GAIN = 1.04
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Lookup:
+    """Where the tokens of each slot stand in it, and how often proposals were right.
+
+    Attributes:
+      index: hash of some tokens -> position that followed them last; 0 for none.
+      rates: hits and misses of each source, weighted by age.
+    """
+
+    index: Int32[Array, "slots entries"]
+    rates: Float32[Array, "slots sources 2"]
+
+    @classmethod
+    def empty(cls, num_slots: int, max_context: int) -> Lookup:
+        """Return the lookup of slots without tokens."""
+        # Twice as many as a whole context takes, so that few are overwritten.
+        num_entries = 1 << (2 * len(_ORDERS) * max_context - 1).bit_length()
+        return cls(
+            jnp.zeros((num_slots, num_entries), jnp.int32),
+            jnp.ones((num_slots, _NUM_SOURCES, 2), jnp.float32),
+        )
+
+    def admit(
+        self,
+        rates: Float32[Array, "sources 2"],
+        admitted: Int32[Array, " admissions"],
+        tokens: Int32[Array, " tokens"],
+        slot: Int32[Array, " tokens"],
+        position: Int32[Array, " tokens"],
+    ) -> Lookup:
+        """Begin anew in the admitted slots, with these tokens.
+
+        Args:
+          rates: hits and misses of each source in other slots.
+          slot, position: of each token; tokens of one slot lie one behind another. The number of
+            slots to skip one.
+        """
+        before = jnp.pad(tokens, (_LONGEST, 0))
+        newest = jnp.stack(
+            [before[_LONGEST - 1 - i :][: len(tokens)] for i in range(_LONGEST)], axis=1
+        )
+        entries = _entries(newest, position, self.index.shape[1])
+        index = self.index.at[admitted].set(0, mode="drop")
+        index = index.at[slot[:, None], entries].max(position[:, None], mode="drop")
+        prior = _PRIOR * rates / rates.sum(1, keepdims=True)
+        return Lookup(index, self.rates.at[admitted].set(prior, mode="drop"))
+
+    def append(
+        self,
+        tokens: Int32[Array, "slots max_context"],
+        slot: Int32[Array, " rows"],
+        length: Int32[Array, " rows"],
+    ) -> Lookup:
+        """Take note of where the next tokens of slots come to stand, behind `length` others.
+
+        Args:
+          slot: the number of slots to skip a row.
+        """
+        newest = _newest(tokens, jnp.minimum(slot, tokens.shape[0] - 1), length)
+        entries = _entries(newest, length, self.index.shape[1])
+        return replace(
+            self, index=self.index.at[slot[:, None], entries].set(length[:, None], mode="drop")
+        )
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Answers:
+    """Answers that have ended, the newest of them, one behind another in a ring.
+
+    Attributes:
+      tokens: -1 behind each answer.
+      index: hash of some tokens -> place that followed them; 0 for none.
+      end: where the next answer goes.
+      rates: hits and misses of each source in all slots, weighted by age.
+    """
+
+    tokens: Int32[Array, " tokens"]
+    index: Int32[Array, " entries"]
+    end: Int32[Array, ""]
+    rates: Float32[Array, "sources 2"]
+
+    @classmethod
+    def empty(cls, max_context: int) -> Answers:
+        """Return no answers."""
+        num_tokens = max(_ANSWER_TOKENS, 2 * max_context)
+        return cls(
+            jnp.full(num_tokens, -1, jnp.int32),
+            jnp.zeros(_ANSWER_ENTRIES, jnp.int32),
+            jnp.int32(0),
+            jnp.ones((_NUM_SOURCES, 2), jnp.float32),
+        )
+
+    def remember(
+        self,
+        tokens: Int32[Array, " max_context"],
+        prompt_length: Int32[Array, ""],
+        length: Int32[Array, ""],
+    ) -> Answers:
+        """Take in the answer of a slot with these tokens."""
+        most = tokens.shape[0]
+        first = jnp.maximum(prompt_length - _LEADING, 0)
+        num = jnp.maximum(length - first, 0)
+        start = jnp.where(self.end + num >= len(self.tokens), 0, self.end)
+        offset = jnp.arange(most + 1)
+        place = jnp.where(offset <= num, start + offset, len(self.tokens))
+        answer = tokens[jnp.minimum(first + offset, most - 1)]
+        answer = jnp.where(offset < num, answer, -1)
+        before = jnp.pad(answer, (_LONGEST, 0), constant_values=-1)
+        newest = jnp.stack(
+            [before[_LONGEST - 1 - i :][: most + 1] for i in range(_LONGEST)], axis=1
+        )
+        entries = _entries(newest, offset, len(self.index))
+        entries = jnp.where((offset < num)[:, None], entries, len(self.index))
+        return Answers(
+            self.tokens.at[place].set(answer, mode="drop"),
+            self.index.at[entries].set(place[:, None], mode="drop"),
+            jnp.where(num > 0, start + num + 1, self.end),
+            self.rates,
+        )
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Draft:
+    """What may come next in each row, and how much of it an iteration computes.
+
+    Attributes:
+      available: number of tokens that are proposed for the row.
+      num: number of them to compute, if any are computed.
+      source: where they are from.
+      is_worth: whether computing them is expected to pay.
+    """
+
+    tokens: Int32[Array, "rows num"]
+    available: Int32[Array, " rows"]
+    num: Int32[Array, " rows"]
+    source: Int32[Array, " rows"]
+    is_worth: Bool[Array, ""]
+
+
+def learn(
+    rates: Float32[Array, "slots sources 2"],
+    total: Float32[Array, "sources 2"],
+    slot: Int32[Array, " rows"],
+    source: Int32[Array, " rows"],
+    hits: Int32[Array, " rows"],
+    misses: Int32[Array, " rows"],
+) -> tuple[Float32[Array, "slots sources 2"], Float32[Array, "sources 2"]]:
+    """Return the rates of slots, and of all, after more proposals; rows without any stay."""
+    found = jnp.stack([hits, misses], axis=1).astype(jnp.float32)
+    old = rates[slot, source]
+    new = jnp.where(found.sum(1, keepdims=True) > 0, old * _MEMORY + found, old)
+    num = jnp.zeros(len(total), jnp.float32).at[source].add(jnp.minimum(found.sum(1), 1.0))
+    total = total * _LONG_MEMORY ** num[:, None]
+    return rates.at[slot, source].set(new), total.at[source].add(found)
+
+
+def propose(
+    lookup: Lookup,
+    answers: Answers,
+    tokens: Int32[Array, "slots max_context"],
+    slot: Int32[Array, " rows"],
+    length: Int32[Array, " rows"],
+    room: Int32[Array, " rows"],
+    cost: Float32[Array, ""],
+    num: int,
+) -> Draft:
+    """Return what to compute in the next iteration.
+
+    Of `num` proposals in all, each row gets those that are most likely to become output.
+
+    Args:
+      room: tokens that the row may still get; 0 for a row that takes no part.
+      cost: time of an iteration with proposals, in units of one without.
+    """
+    found, available, source = look_up(lookup, answers, tokens, slot, length, num)
+    return _chosen(found, available, source, lookup.rates[slot, source], room, cost, num)
+
+
+def expect(
+    rates: Float32[Array, "slots sources 2"],
+    slot: Int32[Array, " rows"],
+    room: Int32[Array, " rows"],
+    cost: Float32[Array, ""],
+    num: int,
+) -> Draft:
+    """Return what to compute if a draft model makes `num` proposals in all, as many for each row.
+
+    The proposals are made when they are needed; here they are zeros.
+
+    Args:
+      room, cost: see `propose`.
+    """
+    source = jnp.zeros_like(slot)
+    each = num // len(slot)
+    found = jnp.zeros((len(slot), each), jnp.int32)
+    return _chosen(found, jnp.full_like(slot, each), source, rates[slot, source], room, cost, num)
+
+
+def forgive(
+    rates: Float32[Array, "slots sources 2"], slot: Int32[Array, " rows"]
+) -> Float32[Array, "slots sources 2"]:
+    """Return the rates after an iteration that did not show whether proposals were right.
+
+    They approach those of a draft model that is not known, so that it is tried again.
+    """
+    old = rates[slot]
+    return rates.at[slot].set(old + (1.0 - old) / _ITERATIONS_TO_FORGIVE)
+
+
+def _chosen(
+    found: Int32[Array, "rows num"],
+    available: Int32[Array, " rows"],
+    source: Int32[Array, " rows"],
+    rates: Float32[Array, "rows 2"],
+    room: Int32[Array, " rows"],
+    cost: Float32[Array, ""],
+    num: int,
+) -> Draft:
+    available = jnp.minimum(available, jnp.maximum(room - 1, 0))
+    hits, misses = rates.T
+    place = jnp.arange(found.shape[1])
+    gains = (hits / (hits + misses))[:, None] ** (place + 1).astype(jnp.float32)
+    gains = jnp.where(place < available[:, None], gains, 0.0)
+    if found.size <= num:
+        gained, chosen = gains.sum(), available
+    else:
+        # Gains of a row fall, so that those taken of it are its first ones.
+        best, where = lax.top_k(gains.reshape(-1), num)
+        gained = best.sum()
+        chosen = jnp.zeros_like(available).at[where // len(place)].add((best > 0).astype(jnp.int32))
+    num_live = (room > 0).sum().astype(jnp.float32)
+    is_worth = num_live + gained > _LEAST_GAIN * cost * num_live
+    return Draft(found, available, chosen, source, is_worth & (gained > 0))
 
 
 def look_up(
-    tokens: Int32[Array, "rows max_context"], length: Int32[Array, " rows"], num: int
-) -> tuple[Int32[Array, "rows num"], Bool[Array, " rows"]]:
+    lookup: Lookup,
+    answers: Answers,
+    tokens: Int32[Array, "slots max_context"],
+    slot: Int32[Array, " rows"],
+    length: Int32[Array, " rows"],
+    num: int,
+) -> tuple[Int32[Array, "rows num"], Int32[Array, " rows"], Int32[Array, " rows"]]:
     """Return what followed the newest tokens of each row where they stood before.
 
-    The longest match of at most four tokens counts, and of equally long ones the latest. Where
-    fewer than `num` tokens follow it, they repeat. A match has at least two tokens.
-
-    Args:
-      length: number of a row's valid tokens.
+    The longest match counts, of equally long ones one in the row itself, and of these the latest.
+    Where fewer than `num` tokens follow it there, they repeat.
 
     Returns:
-      The proposals, and whether a row has any.
+      The proposals, how many of them a row has, and their sources.
     """
-    place = jnp.arange(tokens.shape[1])
-    last = length[:, None] - 1
-    goes_on = place < last  # the newest token is no match of itself
-    matched = jnp.zeros(tokens.shape, jnp.int32)
-    for back in range(_LONGEST):
-        newest = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
-        # What is rolled in from the end stands before the first token, and matches nothing.
-        before = jnp.roll(tokens, back, axis=1)
-        goes_on &= (before == newest) & (place >= back) & (last >= back)
-        matched += goes_on.astype(jnp.int32)
-    rank = jnp.where(matched >= _SHORTEST, matched * tokens.shape[1] + place, -1)
-    best = jnp.argmax(rank, axis=1)
-    start = best[:, None] + 1
-    offset = jnp.arange(num) % jnp.maximum(length[:, None] - start, 1)
-    found = jnp.take_along_axis(rank, best[:, None], axis=1)[:, 0] >= 0
-    return jnp.take_along_axis(tokens, start + offset, axis=1, mode="clip"), found
+    newest = _newest(tokens, slot, length)
+    own = lookup.index[slot[:, None], _entries(newest, length, lookup.index.shape[1])]
+    other = answers.index[_entries(newest, length, len(answers.index))]
+    order, back = jnp.array(_ORDERS), jnp.arange(_LONGEST)
+
+    def is_match(
+        found: Int32[Array, "rows orders longest"], place: Int32[Array, "rows orders"]
+    ) -> Bool[Array, "rows orders"]:
+        same = (found == newest[:, None]) | (back >= order[:, None])
+        return same.all(2) & (place >= order) & (length[:, None] >= order)
+
+    before = jnp.maximum(own[..., None] - 1 - back, 0)
+    matches = is_match(tokens[slot[:, None, None], before], own) & (own < length[:, None])
+    others = is_match(answers.tokens[jnp.maximum(other[..., None] - 1 - back, 0)], other)
+    # [rows, sources]: of each order, own ones first
+    matches = jnp.stack([matches, others], axis=2).reshape(len(slot), -1)
+    places = jnp.stack([own, other], axis=2).reshape(len(slot), -1)
+    source = jnp.argmax(matches, axis=1)
+    start = jnp.take_along_axis(places, source[:, None], axis=1)
+    offset = jnp.arange(num)
+    place = start + offset % jnp.maximum(length[:, None] - start, 1)
+    from_own = tokens[slot[:, None], jnp.minimum(place, tokens.shape[1] - 1)]
+    from_others = answers.tokens[jnp.minimum(start + offset, len(answers.tokens) - 1)]
+    found = jnp.where(source[:, None] % 2 == 0, from_own, from_others)
+    available = jnp.cumprod(found >= 0, axis=1).sum(1)
+    available = jnp.where(matches.any(1), available, 0)
+    return jnp.maximum(found, 0), available.astype(jnp.int32), source.astype(jnp.int32)
+
+
+def _newest(
+    tokens: Int32[Array, "slots max_context"],
+    slot: Int32[Array, " rows"],
+    length: Int32[Array, " rows"],
+) -> Int32[Array, "rows longest"]:
+    """Return the newest tokens of slots, the newest first."""
+    place = length[:, None] - 1 - jnp.arange(_LONGEST)
+    return tokens[slot[:, None], jnp.maximum(place, 0)]
+
+
+def _entries(
+    newest: Int32[Array, "rows longest"], num_before: Int32[Array, " rows"], size: int
+) -> Int32[Array, "rows orders"]:
+    """Return the entries of the newest 8, 4, 2 and 1 tokens; `size` where there are fewer."""
+    order = jnp.array(_ORDERS)
+    words = (newest.astype(jnp.uint32) + 1) * jnp.array(_FACTORS, jnp.uint32)
+    hashed = jnp.cumsum(words, axis=1)[:, order - 1] + order.astype(jnp.uint32)
+    hashed = (hashed ^ (hashed >> 15)) * jnp.uint32(0x2C1B3C6D)
+    hashed ^= hashed >> 12
+    entry = (hashed & jnp.uint32(size - 1)).astype(jnp.int32)
+    return jnp.where(num_before[:, None] >= order, entry, size)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Int32, Shaped
 
 from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.scheduling.plan import Admission, Extension
+from jaxserve.steps.proposals import Answers, Lookup
 from jaxserve.steps.sampling.slot_sampling import SlotSampling, empty_sampling, pack_sampling
 from pallas_kernels import move_pages
 from sharding.shards import over_tensor
@@ -43,6 +44,8 @@ class SlotState:
       encoded: tokens of the prompt that the encoder reads, without padding; None for a model
         without an encoder.
       adapter: adapter of the sequence, -1 for none; None for a model without adapters.
+      lookup: where proposals are looked up in each slot; None in a runtime that does not speculate.
+      answers: where they are looked up for all slots; None likewise.
     """
 
     tokens: Int32[Array, "slots max_context"]
@@ -53,6 +56,8 @@ class SlotState:
     sampling: SlotSampling
     encoded: Int32[Array, " slots"] | None = None
     adapter: Int32[Array, " slots"] | None = None
+    lookup: Lookup | None = None
+    answers: Answers | None = None
 
 
 def empty_slots(config: EngineConfig) -> SlotState:
@@ -71,6 +76,8 @@ def empty_slots(config: EngineConfig) -> SlotState:
         sampling=empty_sampling(num),
         encoded=full(1, jnp.int32) if config.has_encoder else None,
         adapter=full(-1, jnp.int32) if config.max_adapters else None,
+        lookup=Lookup.empty(num, config.max_context) if config.num_proposed else None,
+        answers=Answers.empty(config.max_context) if config.num_proposed else None,
     )
 
 
@@ -146,9 +153,11 @@ def move(
     A move to the number of slots is skipped.
     """
     num = slots.done.shape[0]
-    moved = over_tensor(_moved, in_specs=P(), out_specs=P())(slots, source, target)
+    own = replace(slots, answers=None)
+    moved = over_tensor(_moved, in_specs=P(), out_specs=P())(own, source, target)
     vacated = jnp.where(target < num, source, num)
-    return replace(moved, done=moved.done.at[vacated].set(True, mode="drop"))
+    done = moved.done.at[vacated].set(True, mode="drop")
+    return replace(moved, done=done, answers=slots.answers)
 
 
 def _moved(
@@ -198,7 +207,18 @@ def admit(slots: SlotState, admitted: Admitted, tokens: Int32[Array, " tokens"])
         sampling=jax.tree.map(put, slots.sampling, admitted.sampling),
         encoded=jax.tree.map(put, slots.encoded, admitted.encoded),
         adapter=jax.tree.map(put, slots.adapter, admitted.adapter),
+        lookup=None
+        if slots.lookup is None or slots.answers is None
+        else slots.lookup.admit(slots.answers.rates, admitted.index, tokens, slot, position),
     )
+
+
+def remember(slots: SlotState, slot: Int32[Array, ""]) -> SlotState:
+    """Take the answer of a slot into those in which proposals are looked up for all slots."""
+    assert slots.answers is not None, "a runtime that does not speculate"
+    prompt_length = slots.sampling.prompt_length[slot]
+    answers = slots.answers.remember(slots.tokens[slot], prompt_length, slots.length[slot])
+    return replace(slots, answers=answers)
 
 
 def extend(slots: SlotState, extensions: Extensions) -> SlotState:
@@ -212,6 +232,13 @@ def extend(slots: SlotState, extensions: Extensions) -> SlotState:
         tokens=slots.tokens.at[slot, position].set(extensions.tokens, mode="drop"),
         length=slots.length.at[index].max(start + count, mode="drop"),
     )
+
+
+def forget_answers(slots: SlotState) -> SlotState:
+    """Drop the answers in which proposals are looked up for all slots."""
+    assert slots.answers is not None, "a runtime that does not speculate"
+    empty = Answers.empty(slots.tokens.shape[1])
+    return replace(slots, answers=replace(empty, rates=slots.answers.rates))
 
 
 def append(
@@ -234,11 +261,13 @@ def append(
     new_length = length + accepted.astype(length.dtype)
     stops = (token[:, None] == slots.sampling.stop_ids[safe]).any(1)
     ended = live & (stops | (new_length >= slots.max_length[safe]) | ~finite)
+    where = jnp.where(accepted, index, num)
     return replace(
         slots,
-        tokens=slots.tokens.at[jnp.where(accepted, index, num), length].set(token, mode="drop"),
-        length=slots.length.at[jnp.where(accepted, index, num)].set(new_length, mode="drop"),
+        tokens=slots.tokens.at[where, length].set(token, mode="drop"),
+        length=slots.length.at[where].set(new_length, mode="drop"),
         done=slots.done.at[jnp.where(ended, index, num)].set(True, mode="drop"),
+        lookup=None if slots.lookup is None else slots.lookup.append(slots.tokens, where, length),
     )
 
 

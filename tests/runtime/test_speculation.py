@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +79,23 @@ def test_tokens_and_logprobs_are_those_without_speculation(plain, speculating):
     assert plain.stats().num_draft_tokens == 0
 
 
+def test_drawn_answers_have_the_distribution_of_the_model(speculating):
+    """Four tokens of two, whose sixteen answers have the probabilities that `score` gives."""
+    prompt, num = [3, 5] * 6, 400
+    params = SamplingParams(temperature=1.0, max_tokens=4, logit_bias={3: 100.0, 5: 100.0})
+    before = speculating.stats().num_accepted_tokens
+    done = speculating.generate([prompt] * num, [replace(params, seed=i) for i in range(num)])
+    assert speculating.stats().num_accepted_tokens > before
+    counts = Counter(tuple(each.token_ids) for each in done)
+    answers = list(itertools.product((3, 5), repeat=4))
+    scores = speculating.score([[*prompt, *answer] for answer in answers], params)
+    expected = num * np.exp([score[-4:].sum() for score in scores])
+    assert sum(expected) == pytest.approx(num, rel=1e-3)
+    found = np.array([counts[answer] for answer in answers])
+    # The 99.9th percentile of chi-square with fifteen degrees of freedom.
+    assert ((found - expected) ** 2 / expected).sum() < 37.7
+
+
 def test_a_stop_string_and_an_end_token_end_an_answer_in_the_middle_of_what_was_proposed(plain):
     prompt, params = QUOTED * 3, SamplingParams(max_tokens=50, logit_bias={5: 100.0})
     first = plain.generate(prompt, params).token_ids
@@ -116,6 +136,55 @@ def test_models_with_recurrent_layers_refuse_it():
     check_speculation(model_config, RuntimeOptions())
     with pytest.raises(InvalidConfigError, match="recurrent layers"):
         check_speculation(model_config, RuntimeOptions(speculation="lookup"))
+
+
+@pytest.mark.parametrize("layout", ["unrolled", "scanned"])
+def test_a_draft_model_changes_no_token(plain, layout):
+    """Greedy and drawn, with penalties; the model itself as a draft model is always right."""
+    for seed, is_alike in ((0, True), (7, False)):
+        draft = tiny_llama(seed, num_layers=2 if is_alike else 1, layer_layout=layout)
+        options = {**OPTIONS, "speculation": "draft", "draft_model": draft, "strict": True}
+        with Runtime(tiny_llama(), **options) as runtime:
+            for i in range(4):
+                rng = random.Random(i)
+                prompts = _prompts()
+                params = [_params(rng) for _ in prompts]
+                given, wanted = runtime.generate(prompts, params), plain.generate(prompts, params)
+                assert [each.token_ids for each in given] == [each.token_ids for each in wanted]
+            stats = runtime.stats()
+        assert stats.num_draft_tokens > 0
+        if is_alike:  # except behind the end of an answer, and where loops were full
+            assert stats.num_accepted_tokens > 0.7 * stats.num_draft_tokens
+
+
+def test_a_draft_model_knows_pages_that_came_back():
+    """Prefixes that are found on the host have the draft model's keys and values too."""
+    options = {**OPTIONS, "policy": "pensieve", "kv_memory": "96KiB", "host_memory": "1MiB"}
+    prompts = [[i, *QUOTED * 4, i] for i in range(8)]
+    params = SamplingParams(max_tokens=30)
+    with Runtime(tiny_llama(), **options) as runtime:
+        wanted = [each.token_ids for each in runtime.generate(prompts, params)]
+    options |= {"speculation": "draft", "draft_model": tiny_llama()}
+    with Runtime(tiny_llama(), **options) as runtime:
+        for _ in range(3):
+            given = [each.token_ids for each in runtime.generate(prompts, params)]
+            assert given == wanted
+        stats = runtime.stats()
+    assert stats.num_pages_in > 0
+    assert stats.num_accepted_tokens > 0.7 * stats.num_draft_tokens > 0
+
+
+def test_a_draft_model_that_does_not_fit_is_refused():
+    other = tiny_llama()
+    other.config = replace(other.config, vocab_size=50)
+    for options, name in (
+        ({"speculation": "draft"}, "draft_model=None"),
+        ({"draft_model": tiny_llama()}, "speculation=None"),
+        ({"speculation": "draft", "draft_model": other}, "50 tokens"),
+        ({"speculation": "draft", "draft_model": tiny_llama(), "mesh": make_mesh(data=2)}, "mesh"),
+    ):
+        with pytest.raises(InvalidConfigError, match=name):
+            Runtime(tiny_llama(), **OPTIONS, **options)
 
 
 def test_an_unknown_source_of_proposals_is_refused():

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.scheduling.plan import ProposalCount, Row, StepPlan, StepResult
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.scheduling.speculation import Speculation
+from jaxserve.scheduling.speculation import Speculating, Speculation
 from jaxserve.testing import Trace
 
 POLICIES = (
@@ -38,59 +38,113 @@ def test_every_answer_has_the_tokens_it_has_alone(name):
 
 
 class _Loops:
-    """Loops of one sequence, with the times and counts that a test gives."""
+    """Loops of one size, with the times and counts that a test gives."""
 
-    def __init__(self, most: int = 4):
+    def __init__(self, most: int = 4, num_rows: int = 1):
         self.speculation = Speculation(most)
-        self.sequence: Any = SimpleNamespace(key=0)
+        self._rows = tuple(Row(i, i, 0, 1, 1) for i in range(num_rows))
 
-    @property
-    def num_proposed(self) -> int:
-        return self.speculation.num_proposed([self.sequence])
+    def next_loop(self) -> Speculating | None:
+        return self.speculation.next_loop(len(self._rows))
 
-    def ran(self, *, hits: int, misses: int, seconds: float, num_proposed: int = 0) -> None:
-        """Take in a loop of one iteration."""
-        proposals = np.zeros((1, len(ProposalCount)), np.int32)
-        proposals[0] = hits, misses, num_proposed, hits * (num_proposed > 0), 1
-        plan = StepPlan(0, rows=(Row(0, 0, 0, 1, 1),), window_size=1, num_proposed=num_proposed)
-        nothing = np.zeros(1, np.int32)
-        result = StepResult(nothing[:, None], nothing, nothing == 0, proposals=proposals)
+    def ran(self, *, plain: int, wide: int, seconds: float, accepted: int = 0) -> None:
+        """Take in a loop of iterations of both kinds, and of proposals that were accepted."""
+        num_rows, most = len(self._rows), 4
+        counts = np.zeros((num_rows, len(ProposalCount) + most), np.int32)
+        counts[:, : len(ProposalCount)] = wide, wide * most, plain + wide, wide
+        counts[:, len(ProposalCount) :][:, :accepted] += 1
+        num_tokens = np.full(num_rows, plain + wide + accepted, np.int32)
+        plan = StepPlan(0, rows=self._rows, window_size=num_rows, num_proposed=most if wide else 0)
+        nothing = np.zeros((num_rows, 1), np.int32)
+        proposals = counts if wide else None
+        result = StepResult(nothing, num_tokens, num_tokens > 0, proposals=proposals)
         self.speculation.take_in(plan, result, seconds)
 
 
-def test_nothing_is_proposed_before_anything_is_known():
-    assert _Loops().num_proposed == 0
-
-
-def test_proposals_that_were_wrong_are_not_computed():
+def test_loops_speculate_once_one_without_was_timed():
     loops = _Loops()
-    for _ in range(20):
-        loops.ran(hits=0, misses=1, seconds=0.01)
-    assert loops.num_proposed == 0
+    assert loops.next_loop() is None
+    loops.ran(plain=8, wide=0, seconds=0.08)
+    assert loops.next_loop() == Speculating(4, pytest.approx(1.2))
+    assert Speculation(0).next_loop(1) is None
 
 
-def test_proposals_that_would_have_been_right_are_computed():
+def test_more_rows_than_twice_the_proposals_never_speculate():
+    loops = _Loops(num_rows=9)
+    loops.ran(plain=8, wide=0, seconds=0.08)
+    assert loops.next_loop() is None
+
+
+def test_the_cost_is_that_of_the_iterations_that_computed_proposals():
     loops = _Loops()
-    for _ in range(10):
-        loops.ran(hits=1, misses=0, seconds=0.01)
-    assert loops.num_proposed == 4
-    assert Speculation(0).num_proposed([loops.sequence]) == 0
+    loops.ran(plain=8, wide=0, seconds=0.08)
+    for wide_s in (0.5, 0.013, 0.013):
+        loops.ran(plain=6, wide=2, seconds=0.06 + 2 * wide_s)
+    assert loops.next_loop() == Speculating(4, pytest.approx(1.3))
 
 
-def test_it_stops_where_an_iteration_takes_longer_than_it_gains():
-    """Five tokens at most are worth a factor of five, but not one of six; it tries again rarely."""
+def test_where_even_right_proposals_would_not_pay_they_are_tried_rarely():
+    """Five tokens at most are worth a factor below five."""
     for factor, goes_on in ((4.0, True), (6.0, False)):
         loops = _Loops()
-        for _ in range(20):
-            loops.ran(hits=1, misses=0, seconds=0.01)
+        loops.ran(plain=8, wide=0, seconds=0.08)
         for _ in range(5):
-            loops.ran(hits=4, misses=0, seconds=0.01 * factor, num_proposed=4)
-        decisions = [loops.num_proposed > 0 for _ in range(1000)]
-        assert sum(decisions) == (1000 if goes_on else 4)
+            loops.ran(plain=0, wide=8, seconds=0.08 * factor)
+        num_speculating = 0
+        for _ in range(1300):
+            if loops.next_loop() is None:
+                loops.ran(plain=8, wide=0, seconds=0.08)
+            else:
+                num_speculating += 1
+        assert (num_speculating > 1200) == goes_on
+        assert num_speculating >= 10
+
+
+def test_one_loop_in_many_is_timed_without_proposals():
+    loops = _Loops()
+    loops.ran(plain=8, wide=0, seconds=0.08)
+    num_timed = 0
+    for _ in range(400):
+        if loops.next_loop() is None:
+            loops.ran(plain=8, wide=0, seconds=0.08)
+            num_timed += 1
+    assert 5 <= num_timed <= 10
+
+
+def test_a_sequence_gets_pages_for_what_it_lately_delivered():
+    loops = _Loops()
+    sequence: Any = SimpleNamespace(key=0)
+    most_tokens = loops.speculation.most_tokens
+    assert [most_tokens(sequence, num_rows) for num_rows in (1, 4)] == [5, 3]
+    for _ in range(9):
+        loops.ran(plain=7, wide=1, seconds=0.08)
+    assert most_tokens(sequence, 1) == 3
+    for _ in range(9):
+        loops.ran(plain=0, wide=1, seconds=0.08, accepted=4)
+    assert most_tokens(sequence, 1) == 5
 
 
 def test_counters_tell_what_was_computed_and_kept():
     loops = _Loops()
-    loops.ran(hits=1, misses=0, seconds=0.01)
-    loops.ran(hits=3, misses=1, seconds=0.01, num_proposed=4)
-    assert loops.speculation.counters() == {"num_draft_tokens": 4, "num_accepted_tokens": 3}
+    loops.ran(plain=8, wide=0, seconds=0.08)
+    loops.ran(plain=1, wide=1, seconds=0.02, accepted=3)
+    loops.ran(plain=1, wide=1, seconds=0.02, accepted=1)
+    assert loops.speculation.num_accepted_by_place == (2, 1, 1, 0)
+    assert loops.speculation.counters() == {
+        "num_drafts": 2,
+        "num_draft_tokens": 8,
+        "num_accepted_tokens": 4,
+    }
+
+
+def test_a_late_first_loop_does_not_make_proposals_look_free():
+    """Such as one that waited until it was compiled."""
+    loops = _Loops()
+    loops.ran(plain=8, wide=0, seconds=8.0)
+    for _ in range(5):
+        loops.ran(plain=4, wide=4, seconds=0.1)
+    for _ in range(5):
+        loops.ran(plain=8, wide=0, seconds=0.08)
+        loops.ran(plain=4, wide=4, seconds=0.1)
+    speculating = loops.next_loop()
+    assert speculating is not None and speculating.verify_cost == pytest.approx(1.5)

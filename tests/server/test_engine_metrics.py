@@ -13,10 +13,19 @@ from jaxserve.server.metrics import Metrics
 
 def _exposed(**changed: Any) -> set[str]:
     """Return the lines of an engine whose counters are all 3, except for those given."""
-    counters: dict[str, Any] = {field.name: 3 for field in fields(RuntimeStats)} | {"plan": None}
+    counters: dict[str, Any] = {field.name: 3 for field in fields(RuntimeStats)}
+    counters |= {"plan": None, "num_accepted_by_place": (2, 1)}
     stats = RuntimeStats(**{**counters, **changed})
     text = Metrics("tiny", "jaxserve", lambda: stats).exposition().decode()
     return {line.replace('engine="0",model_name="tiny"', "..") for line in text.splitlines()}
+
+
+def test_speculation_has_the_names_of_vllm():
+    found = _exposed()
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        assert f"jaxserve:spec_decode_num_{name}_total{{..}} 3.0" in found
+    name = "jaxserve:spec_decode_num_accepted_tokens_per_pos_total"
+    assert {f'{name}{{..,position="0"}} 2.0', f'{name}{{..,position="1"}} 1.0'} <= found
 
 
 def test_pages_by_tier():

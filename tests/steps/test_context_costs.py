@@ -54,7 +54,7 @@ def _compiled(what: str, num_rows: int) -> str:
         )
     else:
         window = pack_window(range(num_rows), ())
-        plan = programs.plan_decode((), range(num_rows))
+        plan = programs.plan_loop((), range(num_rows))
         traced = programs.decode_loop.trace(
             *(params, cache, slots, window, plan, None), variant=Variant.FULL
         )

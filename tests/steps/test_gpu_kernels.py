@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -54,7 +55,7 @@ def test_steps(layout):
         window = range(CONFIG.max_slots)
         decode = _kernels(
             *(programs.decode_loop, params, cache, slots, pack_window(window, ())),
-            *(programs.plan_decode((), window), None),
+            *(programs.plan_loop((), window), None),
             variant=Variant.FULL,
         )
         values = jax.eval_shape(gathered, cache, np.zeros(8, np.int32))
@@ -67,6 +68,25 @@ def test_steps(layout):
     assert bringing == mixed | {"copy_pages"}
     assert decode == mixed - {"paged_attention_tile"} | {"row_maximum"}
     _check_served("rotate_and_write")
+
+
+def test_a_loop_that_speculates():
+    """Its iterations with proposals attend for rows of several tokens too."""
+    config, model = replace(CONFIG, num_proposed=8), tiny_llama()
+    graphdef, params = nnx.split(model)
+    place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    cache = jax.eval_shape(lambda: empty_cache(model.config, 50, 32, jnp.float32, "unrolled"))
+    slots = jax.eval_shape(lambda: empty_slots(config))
+    with targeting():
+        programs = Programs(graphdef, config, model.config, place)
+        window = range(4)
+        found = _kernels(
+            *(programs.decode_loop, params, cache, slots, pack_window(window, ())),
+            *(programs.plan_loop((), window, num_proposed=4), None),
+            variant=Variant.GREEDY,
+            num_proposed=4,
+        )
+    assert found == {"rotate_and_write"} | ATTENTION
 
 
 def test_copies_of_pages_and_moves_of_slots():

@@ -39,20 +39,31 @@ def test_a_window_of_a_compiled_size_holds_the_plans(variant, max_slots):
         slots = rng.sample(range(start, start + size), rng.randint(0, size))
         rows = tuple(Row(slot, slot, 0, 1, max_new_tokens=1) for slot in slots)
         planned = plan(rows, window_start=start, window_size=size)
-        window = decode_window(config, planned, variant)
+        window, num_proposed = decode_window(config, planned, variant)
+        assert num_proposed == 0
         assert set(range(start, start + size)) <= set(window) <= set(range(max_slots))
         assert len(window) == min(each for each in sizes if each >= size)
         taking_part = np.array(window)[pack_window(window, rows).most > 0]
         assert sorted(taking_part) == sorted(slots)
 
 
-def test_loops_that_speculate_have_few_sizes():
-    config = _config(32)
-    assert loop_sizes(config, Variant.GREEDY, 0) == (1, 4, 8, 12, 16, 24, 32)
-    assert loop_sizes(config, Variant.GREEDY, 4) == (1, 4, 16, 32)
+def test_loops_that_speculate_have_few_slots():
+    """Rows and proposals fill whole tiles of eight tokens where they can."""
+    config = replace(_config(32), num_proposed=8)
+    assert loop_sizes(config, Variant.GREEDY) == (1, 4, 8, 12, 16, 24, 32)
+    assert loop_sizes(config, Variant.GREEDY, speculates=True) == (1, 4, 8, 12, 16)
+    assert [config.num_proposed_beside(size) for size in (1, 4, 8, 12, 16, 24)] == [
+        *(7, 4, 8, 4, 8, 0)
+    ]
+    assert [replace(config, num_proposed=3).num_proposed_beside(n) for n in (1, 4, 6, 7)] == [
+        *(3, 3, 2, 0)
+    ]
     rows = (Row(5, 0, 0, 1, max_new_tokens=7),)
-    planned = replace(plan(rows, window_start=5, window_size=1), num_proposed=4)
-    assert decode_window(config, planned, Variant.GREEDY) == range(5, 6)
+    planned = replace(plan(rows, window_start=5, window_size=1), num_proposed=8)
+    assert decode_window(config, planned, Variant.GREEDY) == (range(5, 6), 7)
+    larger = replace(planned, window_start=0, window_size=17)
+    assert decode_window(config, larger, Variant.GREEDY) == (range(24), 0)
+    assert decode_window(config, larger, Variant.FULL) == (range(32), 0)
     assert pack_window(range(4, 8), rows).most.tolist() == [0, 7, 0, 0]
 
 

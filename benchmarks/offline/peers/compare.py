@@ -49,12 +49,14 @@ def compare(
     repeats: int,
     settings: Mapping[str, Any],
     fewer: Sequence[int] = (),
+    speculates: bool = False,
 ) -> dict[str, Any]:
     """Return every engine's figures on a GGUF model; an engine that failed has its `error`.
 
     Args:
       settings: of our runtime.
       fewer: numbers of requests; each engine also answers only so many, in the same process.
+      speculates: whether peers look proposals up in the request; `settings` say so for ours.
     """
     failed: dict[str, str] = {}
     commands = {OURS: [sys.executable, "-m", "benchmarks.offline.peers.ours"]}
@@ -66,7 +68,10 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="jaxserve-peers-") as folder:
         models = write_models(source, Path(folder), settings.get("quantize"))
         job = Path(folder) / "job.json"
-        write_job(job, models, items, batch_size=batch_size, settings=settings, fewer=fewer)
+        write_job(
+            *(job, models, items), batch_size=batch_size, settings=settings, fewer=fewer,
+            speculates=speculates,
+        )  # fmt: skip
         lengths = [item.num_output_tokens for item in items]
         runs = interleave(commands, job, lengths, repeats=repeats, gauge=_gauge)
     runs |= {name: Runs(error=error) for name, error in failed.items()}

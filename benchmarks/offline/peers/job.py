@@ -70,6 +70,7 @@ def write_job(
     batch_size: int,
     settings: Mapping[str, Any],
     fewer: Sequence[int] = (),
+    speculates: bool = False,
 ) -> None:
     """Write the job file.
 
@@ -77,7 +78,8 @@ def write_job(
     `max_context` the tokens of the longest prompt and answer; `kv_cache_gib` holds a whole batch of
     those in float32; `requests` have a `prompt` of token ids, `num_output_tokens`, and the
     `max_tokens` that a scheduler may know. `settings` are for our runtime alone. For each number
-    in `fewer`, so many of the first requests are answered alone too.
+    in `fewer`, so many of the first requests are answered alone too. If it `speculates`, peers look
+    proposals up in the request.
     """
     max_context = max(len(i.prompt_token_ids) + i.num_output_tokens for i in items)
     config = GGUFSource(models["F16"]).config
@@ -90,6 +92,7 @@ def write_job(
         "kv_cache_gib": 1 + batch_size * max_context * bytes_a_token // 2**30,
         "settings": dict(settings),
         "fewer": list(fewer),
+        "speculates": speculates,
         "requests": [
             {
                 "prompt": list(item.prompt_token_ids),

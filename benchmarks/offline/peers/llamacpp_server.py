@@ -18,6 +18,8 @@ from answering import timed
 
 PAD = 256  # of the context of a slot, which llama.cpp rounds up to
 STARTUP_LIMIT_S = 120
+# Its lookup decoding: proposals from counts of what followed 1 to 4 tokens.
+LOOKUP = "ngram-cache"
 
 
 def main() -> None:
@@ -60,6 +62,8 @@ def _command(job: dict, address: str) -> list[str]:
         "--threads-http": requests + 2,
         "--cache-ram": 0,
     }
+    if job["speculates"]:
+        options["--spec-type"] = LOOKUP
     return [str(get_binary_path()), *(str(word) for pair in options.items() for word in pair)]
 
 

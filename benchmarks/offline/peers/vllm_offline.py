@@ -13,6 +13,9 @@ from pathlib import Path
 # A script finds the module beside it.
 from answering import timed
 
+# Its lookup decoding, with the longest match and the number of proposals of its examples.
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+
 
 def main() -> None:
     """Answer the job's requests, all submitted at once, and print what it took."""
@@ -33,6 +36,7 @@ def main() -> None:
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
         disable_log_stats=True,
+        speculative_config=LOOKUP if job["speculates"] else None,
     )
 
     def answers(requests: list[dict]) -> list[list[int]]:

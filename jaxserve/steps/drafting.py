@@ -1,0 +1,153 @@
+"""A small model that proposes tokens, beside the model that serves them.
+
+Both have the same page tables: a page has the keys and values of both models. So whatever happens
+to a page, such as a prefix that is found again, a swap or a preemption, happens to both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, final
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from jaxserve.models.batch import AttentionBatch, KVCache
+from jaxserve.models.config import DecoderConfig
+from jaxserve.models.decoder import Decoder, LayerLayout, Tap
+from jaxserve.models.incoming import IncomingPages
+from pallas_kernels.paged_attention import Plan
+
+
+@final
+@dataclass(frozen=True)
+class Drafter:
+    """A draft model, for the executor that serves another one beside it.
+
+    Attributes:
+      params: on the device of the other model's.
+    """
+
+    graphdef: nnx.GraphDef
+    params: Any
+    config: DecoderConfig
+    layer_layout: LayerLayout
+
+    @property
+    def structure(self) -> DraftStructure:
+        """What the steps are compiled for."""
+        is_unrolled = self.layer_layout == "unrolled"
+        return DraftStructure(self.graphdef, self.config.num_layers if is_unrolled else 1)
+
+
+@final
+@dataclass(frozen=True)
+class DraftStructure:
+    """The static part of a draft model.
+
+    Attributes:
+      num_buffers: buffers of the cache that are the draft model's, which come last.
+    """
+
+    graphdef: nnx.GraphDef
+    num_buffers: int
+
+
+class DraftInputs(NamedTuple):
+    """The arrays of a draft model.
+
+    Attributes:
+      plans: of its attention, as those of the other model.
+    """
+
+    params: Any
+    plans: tuple[Plan | None, ...]
+
+
+def serving_model(
+    graphdef: nnx.GraphDef,
+    params: Any,
+    structure: DraftStructure | None,
+    draft: DraftInputs | None,
+) -> Any:
+    """Return the model that a step computes: a decoder, or one that a draft model follows."""
+    model = nnx.merge(graphdef, params)
+    if structure is None or draft is None:
+        return model
+    drafting = nnx.merge(structure.graphdef, draft.params)
+    return FollowedModel(model, drafting, structure.num_buffers, draft.plans)
+
+
+@final
+class FollowedModel:
+    """A decoder and its draft model over one cache, with the methods of a decoder.
+
+    What the decoder computes, the draft model computes too, so that it knows each token's past.
+    """
+
+    def __init__(
+        self, model: Decoder, drafting: Decoder, num_buffers: int, plans: tuple[Plan | None, ...]
+    ):
+        self._model = model
+        self._drafting = drafting
+        self._num_buffers = num_buffers
+        self._plans = plans
+
+    def tapped(
+        self,
+        inputs: Int32[Array, " tokens"],
+        batch: AttentionBatch,
+        cache: KVCache,
+        tap: Tap | None,
+        incoming: IncomingPages | None = None,
+    ) -> tuple[Float[Array, "tokens hidden"], KVCache, Float[Array, "rows embed"] | None]:
+        """See `Decoder.tapped`."""
+        own, drafts = divided(cache, self._num_buffers)
+        values = (None, None)
+        if incoming is not None:
+            values = tuple(
+                replace(incoming, values=part)
+                for part in divided(incoming.values, self._num_buffers)
+            )
+        hidden, own, read = self._model.tapped(inputs, batch, own, tap, values[0])
+        _, drafts, _ = self._drafting.tapped(inputs, self._own(batch), drafts, None, values[1])
+        return hidden, united(own, drafts), read
+
+    def logits(self, hidden: Float[Array, "tokens hidden"]) -> Float32[Array, "tokens vocab"]:
+        """See `Decoder.logits`."""
+        return self._model.logits(hidden)
+
+    def draft_logits(
+        self, inputs: Int32[Array, " tokens"], batch: AttentionBatch, cache: KVCache
+    ) -> tuple[Float32[Array, "tokens vocab"], KVCache]:
+        """Return the draft model's logits, and the cache with its keys and values."""
+        own, drafts = divided(cache, self._num_buffers)
+        hidden, drafts = self._drafting(inputs, self._own(batch), drafts)
+        return self._drafting.logits(hidden), united(own, drafts)
+
+    def _own(self, batch: AttentionBatch) -> AttentionBatch:
+        """Return the batch with the draft model's plan, and without adapters."""
+        plan = self._plans[0 if batch.max_query_length == 1 else -1]
+        return replace(batch, plan=plan, adapter=None)
+
+
+def divided(cache: KVCache, num_last: int) -> tuple[KVCache, KVCache]:
+    """Return a cache without its last buffers, and these."""
+
+    def part(first: bool) -> list[tuple[jax.Array, ...]]:
+        fields = (cache.k_pages, cache.v_pages, cache.k_scales, cache.v_scales)
+        return [each[:-num_last] if first else each[-num_last:] for each in fields]
+
+    return KVCache(*part(True), states=cache.states), KVCache(*part(False))
+
+
+def united(one: KVCache, other: KVCache) -> KVCache:
+    """Return a cache with the buffers of both."""
+    return KVCache(
+        one.k_pages + other.k_pages,
+        one.v_pages + other.v_pages,
+        one.k_scales + other.k_scales,
+        one.v_scales + other.v_scales,
+        states=one.states,
+    )

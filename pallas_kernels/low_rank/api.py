@@ -1,0 +1,57 @@
+"""The public signature of low-rank changes of products, and the choice of the implementation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels import dispatch
+from pallas_kernels.low_rank import cpu, xla
+
+Implementation = Literal["xla", "cpu"]
+
+_IMPLEMENTATIONS = {"xla": xla.add_low_rank, "cpu": cpu.add_low_rank}
+_PREFERRED = {"cpu": ("cpu",)}
+
+
+def add_low_rank(
+    out: Float[Array, "tokens out"],
+    x: Float[Array, "tokens in"],
+    a: Float[Array, " adapters in rank"],
+    b: Float[Array, "adapters rank out"],
+    scale: Float32[Array, " adapters"],
+    adapter: Int32[Array, " tokens"],
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "tokens out"]:
+    """Return `out[t] + (scale[i] * (x[t] @ a[i])) @ b[i]` with i = adapter[t] (LoRA).
+
+    Args:
+      out: products of `x` with the weight that adapters change.
+      adapter: of each token; -1 for none, whose row of `out` stays as it is.
+      implementation: overrides the platform's choice, which is made when the call is traced and
+        logged once: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
+        refuses.
+
+    Returns:
+      [tokens, out] in the dtype of `out`. With "cpu", the bits of a row depend on it and on its
+      adapter only.
+
+    Raises:
+      NotImplementedError: the requested implementation cannot serve this case.
+      ValueError: the shapes contradict each other, or the implementation is unknown.
+    """
+    num, width, rank = a.shape
+    shapes = (*out.shape, *x.shape, *b.shape, *scale.shape, *adapter.shape)
+    tokens, columns = x.shape[0], b.shape[-1]
+    if shapes != (tokens, columns, tokens, width, num, rank, columns, num, tokens):
+        raise ValueError(
+            f"out{out.shape}, x{x.shape}, a{a.shape}, b{b.shape}, scale{scale.shape} and "
+            f"adapter{adapter.shape} do not fit; pass [tokens, out], [tokens, in], [adapters, in, "
+            "rank], [adapters, rank, out], [adapters] and [tokens]"
+        )
+    return dispatch.call(
+        *("add_low_rank", _IMPLEMENTATIONS, _PREFERRED, implementation),
+        out=out, x=x, a=a, b=b, scale=scale, adapter=adapter,
+    )  # fmt: skip

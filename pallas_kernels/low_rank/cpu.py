@@ -1,0 +1,68 @@
+"""Low-rank changes on the CPU: a C++ kernel (cpu.cc) that XLA calls on its own threads.
+
+Grouped products take six operations of XLA for each weight, which cost more than the products.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels import build, dispatch
+from pallas_kernels.low_rank import xla
+
+_SOURCE = Path(__file__).with_name("cpu.cc")
+
+
+def add_low_rank(
+    out: Float[Array, "tokens out"],
+    x: Float[Array, "tokens in"],
+    a: Float[Array, " adapters in rank"],
+    b: Float[Array, "adapters rank out"],
+    scale: Float32[Array, " adapters"],
+    adapter: Int32[Array, " tokens"],
+) -> Float[Array, "tokens out"]:
+    """See `api.add_low_rank`."""
+    platform = dispatch.target_platform()
+    if platform != "cpu":
+        raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
+    dtypes = sorted({str(each.dtype) for each in (out, x, a, b)})
+    if dtypes != ["float32"]:
+        raise NotImplementedError(f"it serves float32 only, not {dtypes}")
+    if dispatch.is_partitioned():
+        raise NotImplementedError("XLA cannot partition it over a mesh")
+    if 0 in (*out.shape, *a.shape):
+        raise NotImplementedError(f"out{out.shape} or a{a.shape} is empty")
+    target = build.cpu_target(_SOURCE, "AddLowRank")
+    return _added(target, adapter, out, x, a, b, scale)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _added(
+    target: str,
+    adapter: Int32[Array, " tokens"],
+    out: Float32[Array, "tokens out"],
+    x: Float32[Array, "tokens in"],
+    a: Float32[Array, " adapters in rank"],
+    b: Float32[Array, "adapters rank out"],
+    scale: Float32[Array, " adapters"],
+) -> Float32[Array, "tokens out"]:
+    shape = jax.ShapeDtypeStruct(out.shape, out.dtype)
+    call = jax.ffi.ffi_call(target, shape, input_output_aliases={0: 0})
+    return call(out, x, a, b, scale, adapter)
+
+
+@_added.defjvp
+def _derivative(
+    target: str, values: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the tangent with XLA's products, which XLA can transpose."""
+    adapter, *arrays = values
+    _, tangent = jax.jvp(
+        lambda *arrays: xla.add_low_rank(*arrays, adapter), tuple(arrays), tuple(tangents[1:])
+    )
+    return _added(target, *values), tangent

@@ -1,0 +1,26 @@
+"""Low-rank changes by grouped products, for every platform."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels.matmul import grouped_matmul
+
+
+def add_low_rank(
+    out: Float[Array, "tokens out"],
+    x: Float[Array, "tokens in"],
+    a: Float[Array, " adapters in rank"],
+    b: Float[Array, "adapters rank out"],
+    scale: Float32[Array, " adapters"],
+    adapter: Int32[Array, " tokens"],
+) -> Float[Array, "tokens out"]:
+    """See `api.add_low_rank`. Tokens are put in the order of their adapters; those without last."""
+    order = jnp.argsort(jnp.where(adapter < 0, len(scale), adapter), stable=True)
+    sizes = (adapter[:, None] == jnp.arange(len(scale))).sum(0, dtype=jnp.int32)
+    inner = grouped_matmul(x[order], a, sizes)
+    own_scale = scale[jnp.maximum(adapter[order], 0), None]
+    inner = inner.astype(jnp.float32) * own_scale
+    added = grouped_matmul(inner.astype(x.dtype), b, sizes)
+    return out + added[jnp.argsort(order)].astype(out.dtype)
