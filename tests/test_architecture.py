@@ -18,7 +18,7 @@ PACKAGES = {
     "sharding": set(),
     "jaxserve": {"predictor", "pallas_kernels", "sharding"},
 }
-VISITORS = ("scripts", "benchmarks", "notebooks", "tests")
+VISITORS = ("scripts", "benchmarks", "examples", "notebooks", "tests")
 
 # Rooms of jaxserve/, top to bottom; a module imports from its own room and from lower rows.
 ROWS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import final
 
 import jax
@@ -60,8 +60,11 @@ class CompilationCounter:
             )
 
     def close(self) -> None:
+        """Stop counting; do nothing if the listener is gone."""
         self._thread = None
-        jax.monitoring.unregister_event_duration_listener(self._on_event)
+        # JAX asserts that it is there, and other libraries clear all listeners (Tunix does).
+        with suppress(AssertionError):
+            jax.monitoring.unregister_event_duration_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event in _EVENTS and self._thread == threading.get_ident():

@@ -1,8 +1,11 @@
-"""The facade `Runtime`, the protocol `Service` that it implements, and the types it returns."""
+"""The facade `Runtime`, the protocol `Service` that it implements, the types it returns,
+and what a trainer computes beside it.
+"""
 
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.runtime import Runtime
 from jaxserve.runtime.service import Service
 from jaxserve.runtime.stats import RuntimeStats
+from jaxserve.runtime.whole_processed import whole_processed_logprobs
 
-__all__ = ["Pending", "Runtime", "RuntimeStats", "Service"]
+__all__ = ["Pending", "Runtime", "RuntimeStats", "Service", "whole_processed_logprobs"]

@@ -60,7 +60,7 @@ class Scored(CachedPages):
           QueueFullError: more sequences than `max_waiting` would wait.
           RuntimeClosedError, EngineFailedError
         """
-        batch = Batch.of(sequences, _OWN if params is None else _scoring(params))
+        batch = Batch.of(sequences, _OWN if params is None else scoring(params))
         pending = self._intake.submit_batch(batch)
         try:
             wait(pending, progress=progress)
@@ -72,7 +72,7 @@ class Scored(CachedPages):
         return scores[0] if batch.is_single else scores
 
 
-def _scoring(params: SamplingParams) -> SamplingParams:
+def scoring(params: SamplingParams) -> SamplingParams:
     """Return the parameters of a request for scores of tokens that were drawn with `params`."""
     hindrances = {
         "temperature=0": params.is_greedy,
@@ -84,7 +84,7 @@ def _scoring(params: SamplingParams) -> SamplingParams:
     for name, is_given in hindrances.items():
         if is_given:
             raise InvalidSamplingParamsError(
-                f"score() was given {name}; pass a temperature above 0 and only {_FIELDS}, or omit "
+                f"{name} cannot be scored; pass a temperature above 0 and only {_FIELDS}, or omit "
                 "params for the model's own log-probabilities"
             )
     return replace(

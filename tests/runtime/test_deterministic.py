@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.loading import abstract_model, random_params
+from jaxserve.runtime import whole_processed_logprobs
 from jaxserve.testing import OPTIONS, random_prompts, tiny_llama
 from sharding import StagePlan, make_groups, make_mesh
 
@@ -160,6 +163,44 @@ def disagreements(model: Any) -> list[str]:
 def test_scores_and_the_trainer_have_the_bits_that_sampling_reports():
     """`rt.score` and `whole_logprobs` give the log-probabilities of greedy and drawn tokens."""
     assert disagreements(tiny_llama()) == []
+
+
+@pytest.mark.parametrize("params", [PARAMS[1], PARAMS[2], PARAMS[4]], ids=["p", "k", "penalty"])
+def test_the_trainer_has_the_bits_after_truncation_too(params):
+    """`whole_processed_logprobs` has them within a training step, whose gradient is as expected."""
+    prompt = PROMPTS[0]
+    with Runtime(tiny_llama(), **ON | {"warmup": False}) as rt:
+        (done,) = rt.generate([prompt], replace(params, max_tokens=20))
+    reported = np.array([token.processed_logprob for token in done.logprobs], np.float32)
+    answer = slice(len(prompt) - 1, len(prompt) + len(done.token_ids) - 1)
+    tokens = np.zeros((1, 128), np.int32)
+    tokens[0, : answer.stop + 1] = [*prompt, *done.token_ids]
+    graphdef, state = nnx.split(tiny_llama())
+
+    def objective(state: nnx.State, shift: Any) -> Any:
+        model = nnx.merge(graphdef, state)
+        model.embedding[...] = model.embedding[...] + shift
+        found = whole_processed_logprobs(model, jnp.asarray(tokens), params)[0, answer]
+        return jnp.sum(found), found
+
+    step = jax.jit(jax.value_and_grad(objective, argnums=1, has_aux=True))
+    (_, found), gradient = step(state, jnp.zeros_like(state["embedding"][...]))
+    np.testing.assert_array_equal(found, reported)
+    direction = np.asarray(gradient) / np.linalg.norm(gradient)
+    ahead, behind = (step(state, sign * 1e-3 * direction)[0][0] for sign in (1, -1))
+    slope = float(ahead - behind) / 2e-3
+    np.testing.assert_allclose(slope, np.linalg.norm(gradient), rtol=0.02)
+
+
+def test_parameters_that_a_trainer_cannot_follow_are_refused():
+    """As `Runtime.score` does, and adapters, which are not in the model."""
+    tokens = jnp.zeros((1, 3), jnp.int32)
+    for params, message in (
+        (SamplingParams(), "temperature=0"),
+        (SamplingParams(temperature=1.0, adapter="a"), "merge it into the weights"),
+    ):
+        with pytest.raises(InvalidSamplingParamsError, match=message):
+            whole_processed_logprobs(tiny_llama(), tokens, params)
 
 
 def test_a_sequence_that_cannot_be_scored_is_named():

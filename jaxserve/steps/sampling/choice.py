@@ -75,7 +75,8 @@ class RandomChoice:
     @cached_property
     def nearest(self) -> Float32[Array, "rows num"]:
         """The least gaps in increasing order, whether kept or not."""
-        return -top_k(-self.gap, min(_NEAREST, self.gap.shape[1]))[0]
+        gap = jax.lax.stop_gradient(self.gap)
+        return -top_k(-gap, min(_NEAREST, gap.shape[1]))[0]
 
 
 def draw(choice: RandomChoice, bits: UInt32[Array, " rows"]) -> Int32[Array, " rows"]:

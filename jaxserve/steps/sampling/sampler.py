@@ -119,7 +119,8 @@ def processed_logprobs(
 ) -> Float32[Array, " rows"]:
     """Return what `sample` reports as `processed_logprob` of rows that draw these tokens.
 
-    Processors with `step_arrays` are left out.
+    Processors with `step_arrays` are left out. Differentiable: which tokens truncation keeps, and
+    the largest logit, count as constants.
     """
     active = _active(processors, sampling, {})
     return _processed(logits, argmax(logits), rows, active, Variant.FULL)[2].logprob_of(token)
@@ -149,7 +150,9 @@ def _processed(
         edited = processor.apply(edited, arrays, rows)
     if editing:
         token, largest = argmax(edited)
-    choice = RandomChoice(largest[:, None] - edited, jnp.full_like(largest, jnp.inf))
+    # Log-probabilities do not depend on what is subtracted from all logits, so it has no gradient.
+    gap = jax.lax.stop_gradient(largest)[:, None] - edited
+    choice = RandomChoice(gap, jnp.full_like(largest, jnp.inf))
     for processor, arrays in active:
         if isinstance(processor, ChoiceProcessor):
             choice = processor.apply(choice, arrays, rows)

@@ -1,0 +1,190 @@
+"""The residual between sampling and training, by mode: `python -m benchmarks.invariance.residual`.
+
+Answers are drawn in one mode of serving after the other. The trainer's log-probabilities of their
+tokens are those of `model.whole_logprobs` in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float64
+from rich.table import Table
+
+from benchmarks.common.output import arguments_of, command, show
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.models.store import LoadedModel
+
+# Mode -> dtype of the model, and options of the runtime.
+MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deterministic": ("float32", {"deterministic": True}),
+    "KV in int8": ("float32", {"kv_dtype": "int8"}),
+    "bfloat16": ("bfloat16", {}),
+    "weights in int8": ("float32", {"quantize": "int8"}),
+    "weights in int4": ("float32", {"quantize": "int4"}),
+}
+# Sequences that the trainer computes at once.
+_ROWS = 4
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the differences of each mode."""
+    from benchmarks.common import environment
+    from jaxserve.execution.warmup import enable_compilation_cache
+
+    modes = [mode.strip() for mode in options.modes.split(",")]
+    unknown = sorted(set(modes) - set(MODES))
+    if unknown:
+        raise InvalidConfigError(f"--modes has {unknown}; pass some of {list(MODES)}")
+    enable_compilation_cache()
+    trainer = _loaded(options, "float32", None)
+    vocab = trainer.config.vocab_size
+    rng = random.Random(options.seed)
+    prompts = [
+        [rng.randrange(vocab) for _ in range(options.prompt_tokens)]
+        for _ in range(options.num_requests)
+    ]
+    found: dict[str, Any] = {}
+    for mode in modes:
+        drawn = _drawn(options, mode, prompts)
+        trained = _trained(
+            trainer, [[*p, *tokens] for p, (tokens, _) in zip(prompts, drawn, strict=True)]
+        )
+        gaps = [
+            whole[options.prompt_tokens - 1 :] - np.array(sampled, np.float64)
+            for whole, (_, sampled) in zip(trained, drawn, strict=True)
+        ]
+        found[mode] = differences(np.concatenate(gaps))
+    return {
+        "benchmark": "invariance.residual",
+        "arguments": arguments_of(options),
+        "repeats": 1,
+        "modes": found,
+        **environment.describe(),
+    }
+
+
+def differences(gaps: Float64[np.ndarray, " tokens"]) -> dict[str, Any]:
+    """Return figures of log(trainer's probability / reported probability) of drawn tokens.
+
+    `kl` estimates the divergence of sampling from the trainer, per token, by the mean of
+    exp(gap) - 1 - gap, which is never negative (Schulman, "Approximating KL divergence").
+    """
+    return {
+        "num_tokens": gaps.size,
+        "num_different": int(np.count_nonzero(gaps)),
+        "largest": float(np.abs(gaps).max()),
+        "mean": float(np.abs(gaps).mean()),
+        "largest_ratio_error": float(np.abs(np.expm1(gaps)).max()),
+        "kl": float(np.mean(np.expm1(gaps) - gaps)),
+    }
+
+
+def _loaded(options: argparse.Namespace, dtype: str, quantize: str | None) -> LoadedModel:
+    from jaxserve.models.quantisation import Quantisation
+    from jaxserve.models.store import load_model
+
+    how = Quantisation.of(RuntimeOptions(quantize=quantize)) if quantize else None
+    return load_model(options.model, dtype=dtype, quantisation=how, progress=False)
+
+
+def _drawn(
+    options: argparse.Namespace, mode: str, prompts: list[list[int]]
+) -> list[tuple[tuple[int, ...], list[float]]]:
+    """Return the tokens of an answer to each prompt, and their log-probabilities as reported."""
+    from flax import nnx
+
+    from jaxserve import Runtime
+
+    dtype, settings = MODES[mode]
+    model = _loaded(options, dtype, settings.get("quantize"))
+    sampling = [
+        SamplingParams(
+            temperature=1.0,
+            max_tokens=options.output_tokens,
+            ignore_eos=True,
+            seed=options.seed + i,
+            logprobs=0,
+        )
+        for i in range(len(prompts))
+    ]
+    print(f"{mode}: draws {len(prompts)} answers", file=sys.stderr)
+    sizes = {"max_context": options.prompt_tokens + options.output_tokens + 1, "max_slots": 16}
+    with Runtime(
+        nnx.merge(model.graphdef, model.params), model.params, warmup=False, **sizes, **settings
+    ) as rt:
+        done = rt.generate(prompts, sampling, progress=False)
+    for each in done:
+        if each.error is not None:
+            raise each.error
+    return [(each.token_ids, [token.logprob for token in each.logprobs or ()]) for each in done]
+
+
+def _trained(
+    model: LoadedModel, sequences: list[list[int]]
+) -> Iterator[Float64[np.ndarray, " rest"]]:
+    """Yield the trainer's log-probabilities of each sequence, all of one length."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    @jax.jit
+    def logprobs(params: Any, tokens: Any) -> Any:
+        return nnx.merge(model.graphdef, params).whole_logprobs(tokens)
+
+    for start in range(0, len(sequences), _ROWS):
+        some = sequences[start : start + _ROWS]
+        rows = jnp.asarray([*some, *[some[-1]] * (_ROWS - len(some))], jnp.int32)
+        yield from np.asarray(logprobs(model.params, rows), np.float64)[: len(some)]
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    table = Table(
+        "mode", "tokens", "other bits", "largest", "mean", "largest error of a ratio", "KL",
+        box=None, header_style="bold",
+    )  # fmt: skip
+    for mode, each in result["modes"].items():
+        figures = ("largest", "mean", "largest_ratio_error", "kl")
+        table.add_row(
+            mode,
+            *(f"{each[name]}" for name in ("num_tokens", "num_different")),
+            *(f"{each[name]:.1e}" for name in figures),
+        )
+    show(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.invariance.residual",
+        description="How far log-probabilities of sampling are from the trainer's, by mode of "
+        "serving. Prints a table and one JSON object.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, default=None, help="also write the object here")
+    add = parser.add_argument_group("workload").add_argument
+    add("--model", default="smollm2-135m", help="registered name, folder or GGUF file")
+    add("--modes", default=",".join(MODES), help="ways of serving")
+    add("--num-requests", type=int, default=16, help="answers in each mode")
+    add("--prompt-tokens", type=int, default=16, help="random tokens of each prompt")
+    add("--output-tokens", type=int, default=48, help="of each answer")
+    add("--seed", type=int, default=0, help="of prompts and answers")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

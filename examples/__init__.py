@@ -1,0 +1,1 @@
+"""Programs that use jaxserve as a trainer does; each is one file, to be read and changed."""

@@ -1,0 +1,12 @@
+"""The counter of compilations."""
+
+from __future__ import annotations
+
+from jaxserve.execution.compilations import CompilationCounter
+
+
+def test_a_counter_whose_listener_is_gone_closes():
+    """Other libraries clear all listeners of JAX, and a runtime must close all the same."""
+    counter = CompilationCounter()
+    counter.close()
+    counter.close()
