@@ -405,7 +405,7 @@ def _compile_tasks(mesh: Mesh, problems: list[str]) -> dict[str, float]:
     """Return the launches of a task of 64 LSTM steps, with what begins and ends a call."""
     step = Embedded(LSTM(1024, 1024, rngs=nnx.Rngs(0)), 1000, rngs=nnx.Rngs(0))
     layout = Layout(sequence_model(step, name="lstm").cells)
-    programs = CellPrograms(layout)
+    programs = CellPrograms(layout, has_flat=False)
     place = NamedSharding(mesh, PartitionSpec())
 
     def like(*shape: int, dtype: Any = "int32") -> jax.ShapeDtypeStruct:

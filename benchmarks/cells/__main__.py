@@ -216,7 +216,9 @@ def _sweep_measured(
         def play(policy: str, rate: float | None) -> dict[str, Any]:
             if policy not in runtimes:
                 model = modelled(application, sizes, contenders.batch_sizes_of(policy, sizes))
-                chosen = contenders.policy_of(policy, cell_s=cell_s)
+                # Ours as it is by default: its policy is that of the runtime.
+                is_ours = policy == contenders.OURS
+                chosen = None if is_ours else contenders.policy_of(policy, cell_s=cell_s)
                 runtimes[policy] = stack.enter_context(
                     CellRuntime(model.cells, model.unfold, policy=chosen,
                                 slot_memory=options.slot_memory)
@@ -247,7 +249,7 @@ def _sweep(
     given = options.policies.split(",") if options.policies else None
     names = [
         name for name in given or contenders.contenders_of(application)
-        if name in (*contenders.contenders_of(application), "one_at_a_time")
+        if name in (*contenders.contenders_of(application), *contenders.OTHERS)
     ]  # fmt: skip
     shares = _shares(options)
     for rate in (None, *(share * most for share in shares)):

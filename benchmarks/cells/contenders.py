@@ -17,16 +17,19 @@ from jaxserve.cells.policies import (
 from jaxserve.core.errors import InvalidConfigError
 
 OURS = "batchmaker"
+# Ours with as many tasks submitted together as the thesis has (2.4.3).
+_OF_THESIS, _TASKS_OF_THESIS = "batchmaker_5", 5
 _CHAINS = {"padding_1": 1, "padding_10": 10, "padding_40": 40}
 _MERGED = {"merged_by_agenda": "agenda", "merged_by_depth": "depth"}
 # Those whose tasks have rows from several places. DyNet and Fold also copy the operands of a merged
 # batch beside each other (Neubig et al., 2017; Looks et al., 2017).
-GATHERING = (OURS, "lazy_batching", *_MERGED)
+GATHERING = (OURS, _OF_THESIS, "lazy_batching", *_MERGED)
 OF_CHAINS = (OURS, "padding_10", "padding_1", "padding_40", "lazy_batching")
 OF_TREES = (OURS, "merged_by_agenda", "merged_by_depth", "lazy_batching")
 # The ideal is no baseline: a user whose graphs are all alike could write it down.
 IDEAL = "identical_graphs"
-KNOWN = tuple(dict.fromkeys([*OF_CHAINS, *OF_TREES, IDEAL, "one_at_a_time"]))
+OTHERS = (_OF_THESIS, "one_at_a_time")
+KNOWN = tuple(dict.fromkeys([*OF_CHAINS, *OF_TREES, IDEAL, *OTHERS]))
 # Graphs that DyNet and Fold merge at once (2.7.5), and the most cells of a merged batch.
 _MERGED_GRAPHS, _MERGED_CELLS = 64, 2048
 # The 90th percentile of the answers' lengths, since LazyBatching's paper takes a high one; and the
@@ -45,7 +48,10 @@ def contenders_of(application: str) -> tuple[str, ...]:
 
 
 def policy_of(name: str, *, cell_s: Mapping[str, float]) -> Any:
-    """Return a policy.
+    """Return a policy for a simulation.
+
+    Ours submits one task at a time there: a device needs as many ahead as cover the host's time,
+    which the tasks' times have in them.
 
     Args:
       cell_s: seconds of a cell alone, which LazyBatching estimates with.
@@ -53,8 +59,8 @@ def policy_of(name: str, *, cell_s: Mapping[str, float]) -> Any:
     Raises:
       InvalidConfigError: the name is unknown.
     """
-    if name == OURS:
-        return BatchMaker()
+    if name in (OURS, _OF_THESIS):
+        return BatchMaker(max_tasks_to_submit=1 if name == OURS else _TASKS_OF_THESIS)
     if name in _CHAINS:
         return Padding(bucket_width=_CHAINS[name])
     if name in _MERGED:

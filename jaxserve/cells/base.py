@@ -73,6 +73,8 @@ class BaseCell:
         self.carry = dict(carry or {})
         self.ends_by_itself = ends_by_itself
         self.output_index = {output: index for index, output in enumerate(self.outputs)}
+        # Of arguments of `chain` without its constants: the inputs and the carry of its node.
+        self._chains: dict[Hashable, tuple[list[Any], tuple[int, ...]]] = {}
         # Of each input: name, spec, what 0.0 becomes, and whether an int needs no conversion.
         self._bound = [
             (name, spec, as_constant(0.0, spec), spec.shape == () and spec.dtype == np.int32)
@@ -133,6 +135,18 @@ class BaseCell:
         """
         constants = [self._constants(name, each[name]) if name in each else None
                      for name in self.inputs]  # fmt: skip
+        key = tuple(each), tuple(carry.items()), *((name, type(value), value) if type(value) in
+               (int, float) else None for name, value in inputs.items())  # fmt: skip
+        known = self._chains.get(key)
+        if known is not None:
+            numbers = [number for number, some in enumerate(constants) if some is not None]
+            lengths = {len(constants[number]) for number in numbers}
+            if len(lengths) == 1 and 0 not in lengths:
+                bound = known[0].copy()
+                for number in numbers:
+                    bound[number] = as_constant(constants[number][0], self._bound[number][1])
+                block = Chain(lengths.pop(), tuple(constants), known[1])
+                return Node(self, tuple(bound), block=block)
         lengths = {len(values) for values in constants if values is not None}
         if len(lengths) != 1 or 0 in lengths or self.is_loop or not carry:
             raise InvalidGraphError(
@@ -151,8 +165,10 @@ class BaseCell:
                  if values is not None}  # fmt: skip
         unknown = {name: None for name in each if name not in first}
         bound = self.bind({**unknown, **first, **inputs})
-        carried = [self.output_index.get(carry.get(name, ""), -1) for name in self.inputs]
-        return Node(self, bound, block=Chain(lengths.pop(), tuple(constants), tuple(carried)))
+        carried = tuple(self.output_index.get(carry.get(name, ""), -1) for name in self.inputs)
+        if None not in key:
+            self._chains[key] = list(bound), carried
+        return Node(self, bound, block=Chain(lengths.pop(), tuple(constants), carried))
 
     def tree(
         self,

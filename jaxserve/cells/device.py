@@ -22,8 +22,8 @@ from jaxserve.cells.layout import (
     Layout,
     TypeLayout,
 )
-from jaxserve.cells.policy import Task
-from jaxserve.cells.programs import COPY_SIZES, CellPrograms
+from jaxserve.cells.policy import Task, nodes_of
+from jaxserve.cells.programs import COPY_SIZES, FLAT_SIZES, NUM_READS, CellPrograms
 from jaxserve.cells.value_table import ValueTable
 from jaxserve.core.config import bucket
 from jaxserve.execution.device_errors import out_of_memory_as
@@ -62,10 +62,10 @@ class DeviceCells:
         max_fused: int = 5,
     ):
         self.layout = layout
-        self._programs = CellPrograms(self.layout)
+        self._copies = any(device.platform != "cpu" for device in devices)
+        self._programs = CellPrograms(self.layout, has_flat=not self._copies)
         self.num_slots = tuple(num - NUM_RESERVED_SLOTS for num in num_slots)
         self._max_fused = max_fused
-        self._copies = any(device.platform != "cpu" for device in devices)
         with out_of_memory_as("allocating the slots of cells", "pass a smaller slot_memory"):
             self._workers = [
                 _Worker(
@@ -85,6 +85,7 @@ class DeviceCells:
         self._wanted: dict[int, list[int]] = {}  # node -> values to read when it has run
         self._is_wanted = np.zeros(0, np.bool_)  # of each node, whether it has any
         self._templates: dict[tuple[int, int], np.ndarray] = {}
+        self._no_reads = np.full(NUM_READS, -1, np.int32)
         self._counts = [np.int32(num) for num in range(max_fused + 1)]
 
     @property
@@ -125,6 +126,8 @@ class DeviceCells:
                 self._is_wanted[first_row + value // stride] = False
 
     def submit(self, worker: int, tasks: Sequence[Task]) -> list[CellHandle]:
+        if self._programs.flat[tasks[0].type] is not None:
+            return [self._launch_flat(worker, some) for some in _flat_calls(tasks)]
         calls = calls_of(tasks, self.layout, self._max_fused)
         return [self._launch(worker, some, size) for size, some in calls]
 
@@ -144,9 +147,11 @@ class DeviceCells:
         for worker in range(len(self._workers)):
             place = f" on device {worker}" if len(self._workers) > 1 else ""
             for t in self.layout.types:
-                for size in t.cell.batch_sizes:
+                is_flat = self._programs.flat[t.index] is not None
+                warm_up = self._warm_up_flat if is_flat else self._warm_up
+                for size in FLAT_SIZES if is_flat else t.cell.batch_sizes:
                     name = f"{t.cell.name}, {size} rows{place}"
-                    steps.append((name, partial(self._warm_up, worker, t, size)))
+                    steps.append((name, partial(warm_up, worker, t, size)))
             for pool, spec in enumerate(self.layout.pools):
                 steps.append(
                     (f"copies of {spec}{place}", partial(self._warm_up_copies, worker, pool))
@@ -166,6 +171,13 @@ class DeviceCells:
         for number, words in enumerate(t.words):
             if words is not None:
                 rows[..., number] = IN_TASK
+        if self._programs.flat[t.index] is not None:
+            rows[..., self.layout.first_output : self.layout.first_word] = NUM_RESERVED_SLOTS
+            flat = rows.reshape(-1, self.layout.width)
+            rows = self._flat_rows(flat, np.repeat(np.arange(self._max_fused), size))
+            begin_s = time.perf_counter()
+            self._call_flat(0, t, rows, self._no_reads)[0].block_until_ready()
+            return (time.perf_counter() - begin_s) / self._max_fused
         begin_s = time.perf_counter()
         self._call(0, t, rows, self._max_fused)[0].block_until_ready()
         return (time.perf_counter() - begin_s) / self._max_fused
@@ -183,6 +195,56 @@ class DeviceCells:
             self._templates[t.index, size] = found
         return found.copy()
 
+    def _launch_flat(self, worker: int, tasks: Sequence[Task]) -> CellHandle:
+        """Launch tasks of one type, of any sizes, in one call."""
+        type = tasks[0].type
+        t, table = self.layout.types[type], self._table
+        self._write_constants(worker)
+        nodes = nodes_of(tasks)
+        own = table.rows_of(nodes)
+        sizes = [len(task.nodes) for task in tasks]
+        numbers = np.repeat(np.arange(len(tasks)), sizes)
+        if len(self._workers) > 1:
+            for some in np.split(own, np.cumsum(sizes)[:-1]):
+                for pool, slots in table.absent(worker, type, some):
+                    self._fetch(worker, pool, slots)
+                table.written(worker, type, some)
+        wanted: list[int] = []
+        for node in nodes[self._is_wanted[nodes]].tolist():
+            wanted += self._wanted[node]
+        # The call reads those that its tasks compute; `wanted` has no others.
+        some, slots = wanted[:NUM_READS], self._no_reads
+        if some:
+            slots = slots.copy()
+            slots[: len(some)] = table.places_of(np.array(some))[1]
+        flags, values = self._call_flat(worker, t, self._flat_rows(own, numbers), slots)
+        reads = [(values, some)] if some else []
+        if len(wanted) > NUM_READS:
+            reads += self._read(worker, wanted[NUM_READS:])
+        return DeviceHandle(worker, tasks, flags, self.layout, (), reads, copies=self._copies)
+
+    def _flat_rows(self, own: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Return rows and the numbers of their tasks, with padding; see `FlatTaskFunction`."""
+        rows = np.empty((bucket(len(own), FLAT_SIZES), self.layout.width + 1), np.int32)
+        rows[: len(own), :-1] = own
+        rows[: len(own), -1] = numbers
+        rows[len(own) :, -1] = -1
+        return rows
+
+    def _call_flat(
+        self, worker: int, t: TypeLayout, rows: np.ndarray, reads: np.ndarray
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the flags of the rows, and the values that were read."""
+        mine = self._workers[worker]
+        numbers, call = self._programs.pools[t.index], self._programs.flat[t.index]
+        assert call is not None
+        pools, flags, values = call(
+            mine.params[t.index], tuple([mine.pools[number] for number in numbers]), rows, reads
+        )
+        for number, pool in zip(numbers, pools, strict=True):
+            mine.pools[number] = pool
+        return flags, values
+
     def _launch(self, worker: int, tasks: Sequence[Task], size: int) -> CellHandle:
         type = tasks[0].type
         t, table = self.layout.types[type], self._table
@@ -196,7 +258,7 @@ class DeviceCells:
                 for pool, slots in table.absent(worker, type, own):
                     self._fetch(worker, pool, slots)
                 table.written(worker, type, own)
-        nodes = np.concatenate([task.array for task in tasks])
+        nodes = nodes_of(tasks)
         for node in nodes[self._is_wanted[nodes]].tolist():
             wanted += self._wanted[node]
         flags, emitted = self._call(worker, t, rows, len(tasks))
@@ -277,6 +339,10 @@ class DeviceCells:
     def _warm_up(self, worker: int, t: TypeLayout, size: int) -> None:
         self._call(worker, t, self._rows(t, size), 0)
 
+    def _warm_up_flat(self, worker: int, t: TypeLayout, size: int) -> None:
+        rows = np.full((size, self.layout.width + 1), -1, np.int32)
+        self._call_flat(worker, t, rows, self._no_reads)
+
     def _warm_up_copies(self, worker: int, pool: int) -> None:
         mine = self._workers[worker]
         for size in COPY_SIZES:
@@ -284,6 +350,22 @@ class DeviceCells:
             mine.pools[pool] = self._programs.write(
                 mine.pools[pool], np.full(size, TRASH_SLOT, np.int32), read
             )
+
+
+def _flat_calls(tasks: Sequence[Task]) -> list[Sequence[Task]]:
+    """Return the tasks of each call of a `FlatTaskFunction`, in their order.
+
+    They are of one type; a task has at most as many rows as a call.
+    """
+    calls: list[list[Task]] = []
+    num_rows = 0
+    for task in tasks:
+        num_rows += len(task.nodes)
+        if not calls or num_rows > FLAT_SIZES[-1]:
+            calls.append([])
+            num_rows = len(task.nodes)
+        calls[-1].append(task)
+    return [*calls]
 
 
 def _padded(slots: np.ndarray, filler: int) -> np.ndarray:

@@ -8,9 +8,10 @@ from typing import Any, final
 import numpy as np
 
 from jaxserve.cells.executor import TaskResults
+from jaxserve.cells.gated import FINITE
 from jaxserve.cells.layout import Layout
-from jaxserve.cells.policy import Task
-from jaxserve.cells.programs import ENDED, FINITE, WAS_ENDED
+from jaxserve.cells.policy import Task, nodes_of
+from jaxserve.cells.programs import ENDED, WAS_ENDED
 
 
 @final
@@ -18,7 +19,7 @@ class DeviceHandle:
     """See `CellHandle`.
 
     Args:
-      flags: uint8 [max_fused, batch]; None without tasks.
+      flags: uint8 [max_fused, batch], or of all rows one after the other; None without tasks.
       emitted: of each emitted output [max_fused, batch, ...].
       reads: (array, the values of its first rows).
       copies: whether the host reads copies, which begin now; on a CPU it reads the arrays.
@@ -55,7 +56,15 @@ class DeviceHandle:
             values += zip(some, np.asarray(array), strict=False)
         if self._flags is None:
             return TaskResults((), values=values)
-        flags = np.asarray(self._flags)[: len(self.tasks)]
+        flags = np.asarray(self._flags)
+        if flags.ndim == 1:
+            ended = (frozenset(),) * len(self.tasks)
+            bad = np.flatnonzero(flags & FINITE == 0)
+            if not len(bad):
+                return TaskResults(ended, values=values)
+            nodes = nodes_of(self.tasks)
+            return TaskResults(ended, nodes[bad].tolist(), values)
+        flags = flags[: len(self.tasks)]
         bad = np.argwhere(flags & FINITE == 0).tolist()
         not_finite = [
             self.tasks[number].nodes[row]
@@ -73,7 +82,7 @@ class DeviceHandle:
     def _steps(self, flags: np.ndarray) -> list[tuple[int, np.ndarray]]:
         """Return the emitted outputs of each loop, of the steps before it had ended."""
         t = self._layout.types[self.tasks[0].type]
-        nodes = np.concatenate([task.array for task in self.tasks])
+        nodes = nodes_of(self.tasks)
         numbers = np.repeat(np.arange(len(self.tasks)), [len(task.nodes) for task in self.tasks])
         rows = np.concatenate([np.arange(len(task.nodes)) for task in self.tasks])
         steps = np.flatnonzero(flags[numbers, rows] & WAS_ENDED == 0)

@@ -17,7 +17,7 @@ from jaxserve.cells.executor import CellExecutor, CellHandle, TaskResults
 from jaxserve.cells.flat_graph import FlatGraph, flatten
 from jaxserve.cells.graph import Graph
 from jaxserve.cells.lanes import Lanes
-from jaxserve.cells.policy import CellPolicy, Task
+from jaxserve.cells.policy import CellPolicy, Task, nodes_of
 from jaxserve.cells.recorder import CellRecorder
 from jaxserve.cells.results import CellCompletion
 from jaxserve.cells.stats import CellStats
@@ -102,13 +102,17 @@ class CellEngine:
           The completions of requests that ended.
         """
         self._admit()
-        has_submitted = False
+        has_submitted = has_run = False
         for worker in self._lanes.open_workers():
             while self._lanes.is_open(worker) and self._submit(worker):
                 has_submitted = True
+                # A CPU may have run the tasks in the call: nothing is gained by more of them ahead.
+                has_run = self._lanes.has_run(worker)
+                if has_run:
+                    break
         if not self._lanes.is_at_work:
             self._check_progress()
-        elif not (has_submitted and self._lanes.open_workers()):
+        elif has_run or not (has_submitted and self._lanes.open_workers()):
             self._collect()
         ended, self._ended = self._ended, []
         return ended
@@ -236,16 +240,15 @@ class CellEngine:
     def _begin(self, tasks: Sequence[Task], now_s: float) -> list[CellAnswer]:
         """Record the tasks of a call that was submitted; return the requests that begin with it."""
         begun = []
-        nodes = np.concatenate([task.array for task in tasks])
+        nodes = nodes_of(tasks)
         for node in nodes[self._has_not_begun[nodes]].tolist():
             part = self._part_of[node]
             if part is not None and not part.answer.has_begun:
                 part.answer.begin(now_s)
                 begun.append(part.answer)
                 self._has_not_begun[part.first_row : part.first_row + part.graph.num_nodes] = False
-        for task in tasks:
-            padding = self.recorder.submitted(task, now_s, len(self._of_request))
-            self.stats.added(len(task.nodes), padding)
+        counts = self.recorder.submitted(tasks, now_s, len(self._of_request))
+        self.stats.added(len(tasks), *counts)
         return begun
 
     def _check_progress(self) -> None:
@@ -277,8 +280,9 @@ class CellEngine:
             if part is not None:
                 self._end(part, "error", failures.not_finite(part, node, self._layout))
         finished: list[int] = []
+        if handle.tasks:
+            self.recorder.collected(worker, now_s)
         for task, ended in zip(handle.tasks, results.ended, strict=True):
-            self.recorder.collected(task, now_s)
             self._ended_loops |= ended
             finished += self._scheduler.complete(task, ended)
         for key in finished:

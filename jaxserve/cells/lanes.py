@@ -69,6 +69,11 @@ class Lanes:
     def is_open(self, worker: int) -> bool:
         return self._lanes[worker].num_groups < self._max_in_flight
 
+    def has_run(self, worker: int) -> bool:
+        """Return whether a worker has run the tasks that it was given last."""
+        handles = self._lanes[worker].handles
+        return bool(handles) and handles[-1][0].is_ready()
+
     def push(self, worker: int, handles: list[CellHandle]) -> None:
         """Add a group of tasks."""
         for handle in handles:

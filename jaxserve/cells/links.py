@@ -47,6 +47,7 @@ class Links(NamedTuple):
         its line; a large number if nothing follows the line, else the nodes that are left of it.
       several: node -> its successors (inner, outer), if it has several of either.
       entries: in the order in which subgraphs without a node before them are released.
+      rows: int64 [6, nodes]: `inner`, `outer`, zeros, `num_inner`, `ahead` and `alone`.
     """
 
     inner: np.ndarray
@@ -57,6 +58,18 @@ class Links(NamedTuple):
     alone: np.ndarray
     several: Mapping[int, tuple[Sequence[int], Sequence[int]]]
     entries: tuple[Entry, ...]
+    rows: np.ndarray
+
+
+def _rows(
+    inner: np.ndarray,
+    outer: np.ndarray,
+    num_inner: np.ndarray,
+    ahead: np.ndarray,
+    alone: np.ndarray,
+) -> np.ndarray:
+    """Return `Links.rows`."""
+    return np.stack([inner, outer, np.zeros_like(inner), num_inner, ahead, alone])
 
 
 def links_of(
@@ -88,6 +101,7 @@ def links_of(
             if len(both[0]) > 1 or len(both[1]) > 1
         },
         entries=entries,
+        rows=_rows(inner_ones, outer_ones, num_before, ahead, alone),
     )
 
 
@@ -100,7 +114,8 @@ def chain_links(type: int, num_nodes: int) -> Links:
     num_inner[0] = 0
     ahead, alone = np.arange(num_nodes)[::-1], np.full(num_nodes, _ANY_NUMBER)
     entries = (Entry(0, type, np.array([0]), 0),)
-    return Links(inner, outer, num_inner, max_steps, ahead, alone, {}, entries)
+    rows = _rows(inner, outer, num_inner, ahead, alone)
+    return Links(inner, outer, num_inner, max_steps, ahead, alone, {}, entries, rows)
 
 
 def tree_links(leaf_type: int, pair_type: int, pairs: np.ndarray) -> Links:
@@ -119,7 +134,8 @@ def tree_links(leaf_type: int, pair_type: int, pairs: np.ndarray) -> Links:
     entries = Entry(0, leaf_type, numbers[:num], 0), Entry(num, pair_type, first, num)
     # Each pair is a line of its own: that the pairs of a deep tree may form lines is not used.
     ahead, alone = np.zeros(len(numbers), np.int64), max_steps
-    return Links(inner, outer, num_inner, max_steps, ahead, alone, {}, entries)
+    rows = _rows(inner, outer, num_inner, ahead, alone)
+    return Links(inner, outer, num_inner, max_steps, ahead, alone, {}, entries, rows)
 
 
 def _lines(

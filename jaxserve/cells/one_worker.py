@@ -20,6 +20,8 @@ from jaxserve.cells.policy import CellType, Task
 _NO_NODES = np.zeros(0, np.int64)
 # Rows of `OneWorkerScheduler._state`.
 _NUM_ROWS = 11
+# Of each of `Links.rows`, whether it has numbers of nodes.
+_IS_NODE = np.array([1, 1, 1, 0, 0, 0])[:, None]
 # In place of the nodes that a cancelled graph has left: it never becomes 0.
 _NEVER = -1
 
@@ -112,12 +114,7 @@ class OneWorkerScheduler:
             self._grow(1 << (end - 1).bit_length())
         self._runs[key] = first_node, graph
         self._key_of[first_node] = key
-        np.add(links.inner, first_node, out=self._inner[first_node:end])
-        np.add(links.outer, first_node, out=self._outer[first_node:end])
-        self._inner_left[first_node:end] = links.num_inner
-        self._ahead[first_node:end] = links.ahead
-        self._alone[first_node:end] = links.alone
-        self._owner[first_node:end] = first_node
+        np.add(links.rows, first_node * _IS_NODE, out=self._of_links[:, first_node:end])
         self._num_left[first_node] = len(graph)
         if self._has_loops:
             self._steps_left[first_node:end] = links.max_steps
@@ -320,15 +317,14 @@ class OneWorkerScheduler:
         new = np.zeros((_NUM_ROWS, num_nodes), np.int64)
         new[:, : self._state.shape[1]] = self._state
         self._state = new
-        # Of each node: its successors, see `Links`; the predecessors in its subgraph that have not
-        # been submitted; of a head, the edges from other subgraphs for which it waits; the first
-        # node of its graph; of a first node, the graph's nodes that have not been submitted, or
-        # completed if there are loops.
-        self._inner, self._outer, self._inner_left, self._outer_left = new[:4]
-        self._owner, self._num_left = new[4:6]
+        # Of each node, see `Links.rows`: its successors; the first node of its graph; the
+        # predecessors in its subgraph that have not been submitted; and its line.
+        self._of_links = new[: len(_IS_NODE)]
+        self._inner, self._outer, self._owner, self._inner_left, self._ahead, self._alone = new[:6]
+        # Of a head, the edges from other subgraphs for which it waits; of a first node, the graph's
+        # nodes that have not been submitted, or completed if there are loops.
+        self._outer_left, self._num_left = new[6:8]
         # Of a loop: the steps that may be submitted, and those that are and have not completed;
         # and whether it has ended.
-        self._steps_left, self._num_running, self._is_over = new[6:9]
-        # See `Links`.
-        self._ahead, self._alone = new[9:]
+        self._steps_left, self._num_running, self._is_over = new[8:]
         self._place = np.zeros(num_nodes, np.int64)

@@ -71,6 +71,11 @@ class Task:
         return f"Task(type={self.type}, nodes={list(self.nodes)}, worker={self.worker})"
 
 
+def nodes_of(tasks: Sequence[Task]) -> np.ndarray:
+    """Return the nodes of at least one task, int64 [nodes], those of the first task first."""
+    return tasks[0].array if len(tasks) == 1 else np.concatenate([one.array for one in tasks])
+
+
 class CellScheduler(Protocol):
     """A policy at work: it chooses tasks, and knows which nodes have run.
 

@@ -11,16 +11,21 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Int32, UInt8
 
+from jaxserve.cells.gated import FINITE, gated_tasks_of
 from jaxserve.cells.layout import TRASH_SLOT, Layout, TypeLayout
 from jaxserve.cells.values import ValueSpec
 from pallas_kernels import RowsAt, scatter_pages
 from pallas_kernels.dispatch import target_platform
 from pallas_kernels.put_rows import can_put_rows, put_rows
 
-# Bits of the flags of a row: its outputs are finite; its loop has ended; it had ended before.
-FINITE, ENDED, WAS_ENDED = 1, 2, 4
+# Bits of the flags of a row beside `FINITE`: its loop has ended; it had ended before.
+ENDED, WAS_ENDED = 2, 4
 # Numbers of rows for which reads and writes of slots are compiled.
 COPY_SIZES = (8, 64, 512)
+# Numbers of rows of all tasks of a call for which a `FlatTaskFunction` is compiled.
+FLAT_SIZES = (16, 64, 256, 1024, 4096, 16384)
+# Slots that a `FlatTaskFunction` reads after its tasks.
+NUM_READS = 64
 
 
 class TaskFunction(Protocol):
@@ -45,6 +50,28 @@ class TaskFunction(Protocol):
     ) -> tuple[tuple[Array, ...], UInt8[Array, "tasks batch"], tuple[Array, ...]]: ...
 
 
+class FlatTaskFunction(Protocol):
+    """A function that runs tasks of one type, of any sizes, one after the other.
+
+    Args:
+      params, pools: as of `TaskFunction`.
+      rows: what each row reads and writes, see `Layout`, and in the last column the number of its
+        task, which does not decrease; negative for padding.
+      reads: slots of the pool of states to read after the tasks; negative after the last of them.
+
+    Returns:
+      The pools; the flags of the rows; and the values at `reads`.
+    """
+
+    def __call__(
+        self,
+        params: tuple[Array, ...],
+        pools: tuple[Array, ...],
+        rows: Int32[Array | np.ndarray, "num width"],
+        reads: Int32[Array | np.ndarray, " reads"],
+    ) -> tuple[tuple[Array, ...], UInt8[Array, " num"], Array]: ...
+
+
 @final
 class CellPrograms:
     """The functions of a runtime's cells, shared by its workers.
@@ -52,12 +79,18 @@ class CellPrograms:
     Attributes:
       params: for each type, the leaves of its parameters.
       tasks: for each type, its `TaskFunction`.
-      pools: for each type, the pools that its function takes.
+      flat: for each type, its `FlatTaskFunction`, which is used in place of the other; or None.
+      pools: for each type, the pools that its functions take.
+
+    Args:
+      layout: of `Cell` and `Repeat` objects.
+      has_flat: whether types may have a `FlatTaskFunction`, which only a CPU runs.
     """
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: Layout, *, has_flat: bool):
         self.params: list[tuple[Array, ...]] = []
         self.tasks: list[TaskFunction] = []
+        self.flat: list[FlatTaskFunction | None] = []
         self.pools: list[tuple[int, ...]] = []
         for t in layout.types:
             cell: Any = t.cell
@@ -67,6 +100,8 @@ class CellPrograms:
             body = _Tasks(t, layout, graphdef, tree)
             self.pools.append(body.pools)
             self.tasks.append(jax.jit(body, donate_argnums=1))
+            flat = gated_tasks_of(t, layout, graphdef, tree, leaves) if has_flat else None
+            self.flat.append(None if flat is None else jax.jit(flat, donate_argnums=1))
         self.read = jax.jit(_read)
         self.write = jax.jit(_write, donate_argnums=0)
 

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from typing import final
+from collections.abc import Sequence
+from typing import NamedTuple, final
 
 from jaxserve.cells.layout import Layout
 from jaxserve.cells.policy import Task
 from jaxserve.cells.results import CellCompletion
 from jaxserve.core.config import bucket
-from jaxserve.engine.recorder import Records, RequestRecord, StepRecord
+from jaxserve.engine.recorder import MAX_RECORDS, Records, RequestRecord, StepRecord
+
+
+class _Call(NamedTuple):
+    """Tasks of one type that were submitted together, in numbers: records are made when read.
+
+    Attributes:
+      index: of the first task.
+      num_nodes, num_padding: of each task.
+    """
+
+    index: int
+    type: int
+    worker: int
+    num_nodes: Sequence[int]
+    num_padding: Sequence[int]
+    num_requests: int
+    submitted_s: float
 
 
 @final
@@ -20,60 +39,91 @@ class CellRecorder:
     """
 
     def __init__(self, layout: Layout, num_workers: int):
-        self.records = Records()
         self._layout = layout
-        # Of each worker: index, padding, requests and time of its tasks in flight.
-        self._in_flight: list[deque[tuple[int, int, int, float]]] = [
-            deque() for _ in range(num_workers)
-        ]
+        self._records = Records()
+        self._reading = threading.Lock()
+        self._in_flight: list[deque[_Call]] = [deque() for _ in range(num_workers)]
+        # Calls with the time of their collection, which `records` has not been asked for since.
+        self._collected: deque[tuple[_Call, float]] = deque(maxlen=MAX_RECORDS)
+        self._ended: deque[CellCompletion] = deque(maxlen=MAX_RECORDS)  # likewise
         self._num_tasks = 0
+        # Of each type and number of rows, the compiled size.
+        self._sizes = [
+            [bucket(num, t.cell.batch_sizes) for num in range(t.cell.batch_sizes[-1] + 1)]
+            for t in layout.types
+        ]
 
-    def submitted(self, task: Task, now_s: float, num_requests: int) -> int:
-        """Record that a task was submitted, and return how many of its rows have no node.
+    @property
+    def records(self) -> Records:
+        """The records until now."""
+        with self._reading:
+            while self._collected:
+                for step in self._steps(*self._collected.popleft()):
+                    self._records.add_step(step)
+            while self._ended:
+                self._records.add_request(_request(self._ended.popleft()))
+        return self._records
+
+    def submitted(self, tasks: Sequence[Task], now_s: float, num_requests: int) -> tuple[int, int]:
+        """Record that tasks of a call were submitted; return their nodes, and rows without one.
 
         Args:
           num_requests: requests that have not ended.
         """
-        cell = self._layout.types[task.type].cell
-        num = len(task.nodes)
-        padding = bucket(num + task.num_padding, cell.batch_sizes) - num
-        self._in_flight[task.worker].append((self._num_tasks, padding, num_requests, now_s))
-        self._num_tasks += 1
-        return padding
+        first = tasks[0]
+        sizes = self._sizes[first.type]
+        num_nodes = [len(task.nodes) for task in tasks]
+        num_padding = [
+            sizes[num + task.num_padding] - num for num, task in zip(num_nodes, tasks, strict=True)
+        ]
+        call = _Call(
+            self._num_tasks, first.type, first.worker, num_nodes, num_padding, num_requests, now_s
+        )
+        self._in_flight[first.worker].append(call)
+        self._num_tasks += len(tasks)
+        return sum(num_nodes), sum(num_padding)
 
-    def collected(self, task: Task, now_s: float) -> None:
-        """Record that the oldest task of a worker was collected."""
-        index, padding, num_requests, submitted_s = self._in_flight[task.worker].popleft()
-        num = len(task.nodes)
-        self.records.add_step(
+    def collected(self, worker: int, now_s: float) -> None:
+        """Record that the oldest call of a worker was collected."""
+        self._collected.append((self._in_flight[worker].popleft(), now_s))
+
+    def request_ended(self, completion: CellCompletion) -> None:
+        """Record that a request ended."""
+        self._ended.append(completion)
+
+    def _steps(self, call: _Call, collected_s: float) -> list[StepRecord]:
+        """Return the records of the tasks of a call."""
+        return [
             StepRecord(
-                index=index,
-                kind=self._layout.types[task.type].cell.name,
+                index=call.index + number,
+                kind=self._layout.types[call.type].cell.name,
                 num_rows=num,
                 num_tokens=num,
                 num_iterations=1,
                 num_padding_tokens=padding,
-                num_running=num_requests,
+                num_running=call.num_requests,
                 num_waiting=0,
                 pages_owned=0,
                 pages_reserved=0,
                 pages_cached=0,
                 pages_out=0,
                 pages_in=0,
-                submitted_s=submitted_s,
+                submitted_s=call.submitted_s,
                 host_gap_s=0.0,
-                collected_s=now_s,
-                group=task.worker,
+                collected_s=collected_s,
+                group=call.worker,
             )
-        )
+            for number, (num, padding) in enumerate(
+                zip(call.num_nodes, call.num_padding, strict=True)
+            )
+        ]
 
-    def request_ended(self, completion: CellCompletion) -> None:
-        self.records.add_request(
-            RequestRecord(
-                request_id=completion.request_id,
-                num_prompt_tokens=0,
-                num_output_tokens=completion.num_nodes,
-                finish_reason=completion.finish_reason,
-                timing=completion.timing,
-            )
-        )
+
+def _request(completion: CellCompletion) -> RequestRecord:
+    return RequestRecord(
+        request_id=completion.request_id,
+        num_prompt_tokens=0,
+        num_output_tokens=completion.num_nodes,
+        finish_reason=completion.finish_reason,
+        timing=completion.timing,
+    )

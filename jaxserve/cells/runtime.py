@@ -62,7 +62,8 @@ class CellRuntime:
       devices: one worker runs on each; by default JAX's first device.
       policy: chooses tasks; by default `BatchMaker(max_tasks_to_submit=max_tasks_to_submit)`.
       max_tasks_to_submit: most tasks of one type that are submitted together, and that one call of
-        an executable runs.
+        an executable runs. The default is 5, as in the thesis. On CPUs it is 32, since a call costs
+        more than several tasks, unless there is a `Repeat`, whose surplus steps are computed.
       max_in_flight: groups of such tasks that a device is given ahead.
       slot_memory: memory for live values on each device, in bytes or as "256MiB".
       max_nodes: the most nodes of a graph.
@@ -84,7 +85,7 @@ class CellRuntime:
         *,
         devices: Sequence[Any] | None = None,
         policy: CellPolicy | None = None,
-        max_tasks_to_submit: int = 5,
+        max_tasks_to_submit: int | None = None,
         max_in_flight: int = 2,
         slot_memory: int | str = "256MiB",
         max_nodes: int = MAX_NODES,
@@ -92,6 +93,11 @@ class CellRuntime:
         progress: bool = True,
         wrap_executor: Callable[[CompilingExecutor], CompilingExecutor] | None = None,
     ):
+        devices = jax.devices()[:1] if devices is None else devices
+        if max_tasks_to_submit is None:
+            is_on_cpu = all(device.platform == "cpu" for device in devices)
+            has_loops = any(cell.is_loop for cell in cells)
+            max_tasks_to_submit = 32 if is_on_cpu and not has_loops else 5
         for name, value in (
             ("max_in_flight", max_in_flight),
             ("max_tasks_to_submit", max_tasks_to_submit),
@@ -99,7 +105,7 @@ class CellRuntime:
         ):
             if value < 1:
                 raise InvalidConfigError(f"{name}={value} is not allowed; pass at least 1")
-        if devices is not None and not devices:
+        if not devices:
             raise InvalidConfigError("devices is empty; pass at least one device, or leave it out")
         self.unfold = unfold
         self.progress = progress
@@ -108,7 +114,7 @@ class CellRuntime:
         layout = Layout(cells)
         executor: CompilingExecutor = DeviceCells(
             layout,
-            jax.devices()[:1] if devices is None else devices,
+            devices,
             num_slots=slots_that_fit(layout, slot_memory),
             max_fused=max_tasks_to_submit,
         )

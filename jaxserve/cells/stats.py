@@ -33,8 +33,8 @@ class CellStats:
         self.scheduling_s += scheduling_s
         self.submitting_s += submitting_s
 
-    def added(self, num_nodes: int, num_padding: int) -> None:
-        """Count a task."""
-        self.num_tasks += 1
+    def added(self, num_tasks: int, num_nodes: int, num_padding: int) -> None:
+        """Count the tasks of a call."""
+        self.num_tasks += num_tasks
         self.num_nodes += num_nodes
         self.num_padding += num_padding

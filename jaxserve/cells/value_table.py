@@ -104,6 +104,10 @@ class ValueTable:
         if self._layout.types[type].is_loop:
             self._rows[nodes] = self._later[nodes]
 
+    def rows_of(self, nodes: np.ndarray) -> np.ndarray:
+        """Return what nodes that are no loops read and write, int32 [n, width]."""
+        return self._rows[nodes]
+
     def absent(self, worker: int, type: int, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (pool, slots) that filled rows read and whose values a worker does not have."""
         t = self._layout.types[type]

@@ -2,6 +2,18 @@
 
 from pallas_kernels.gated_cell.api import gated_cell
 from pallas_kernels.gated_cell.kinds import KINDS, Kind
-from pallas_kernels.gated_cell.operands import Product, RowsAt, rows_at
+from pallas_kernels.gated_cell.operands import GatedCell, Product, RowsAt, rows_at
+from pallas_kernels.gated_cell.tasks import Column, TaskColumns, gated_tasks
 
-__all__ = ["KINDS", "Kind", "Product", "RowsAt", "gated_cell", "rows_at"]
+__all__ = [
+    "KINDS",
+    "Column",
+    "GatedCell",
+    "Kind",
+    "Product",
+    "RowsAt",
+    "TaskColumns",
+    "gated_cell",
+    "gated_tasks",
+    "rows_at",
+]

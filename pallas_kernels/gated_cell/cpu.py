@@ -20,11 +20,11 @@ from pallas_kernels.gated_cell import xla
 from pallas_kernels.gated_cell.kinds import KINDS, Kind
 from pallas_kernels.gated_cell.operands import Product, RowsAt
 
-_SOURCE = Path(__file__).with_name("cpu.cc")
+SOURCE = Path(__file__).with_name("cpu.cc")
 # The number of each kind in cpu.cc.
-_NUMBERS = {"lstm": 0, "tree_leaf": 1, "tree_internal": 2}
+NUMBERS = {"lstm": 0, "tree_leaf": 1, "tree_internal": 2}
 # Numbers of the largest weight, which shall fit L2. `matmul` reads larger ones in longer runs.
-_MAX_WEIGHT = 1 << 18
+MAX_WEIGHT = 1 << 18
 
 
 def gated_cell(
@@ -36,8 +36,8 @@ def gated_cell(
         raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
     if dispatch.is_partitioned():
         raise NotImplementedError("XLA cannot partition it over a mesh")
-    if kind not in _NUMBERS:
-        raise NotImplementedError(f"it serves {tuple(_NUMBERS)}, not {kind}")
+    if kind not in NUMBERS:
+        raise NotImplementedError(f"it serves {tuple(NUMBERS)}, not {kind}")
     (product,) = products
     if len(product.rows) > 2:
         raise NotImplementedError(f"it serves rows of at most two parts, not {len(product.rows)}")
@@ -45,9 +45,9 @@ def gated_cell(
     dtypes = {str(array.dtype) for array in (*arrays, product.bias)}
     if dtypes != {"float32"}:
         raise NotImplementedError(f"it serves float32 only, not {sorted(dtypes)}")
-    if product.weight.size > _MAX_WEIGHT or 0 in [array.size for array in arrays]:
+    if product.weight.size > MAX_WEIGHT or 0 in [array.size for array in arrays]:
         raise NotImplementedError(
-            f"it serves weights of 1 to {_MAX_WEIGHT} numbers, and arrays that are not empty, not "
+            f"it serves weights of 1 to {MAX_WEIGHT} numbers, and arrays that are not empty, not "
             f"a weight {product.weight.shape}"
         )
     return _cell(kind, tuple(products), tuple(carried))
@@ -63,11 +63,11 @@ def _cell(
     batch = first.shape[0]
     hidden = product.bias.shape[0] // KINDS[kind].num_gates[0]
     state = jax.ShapeDtypeStruct((batch, hidden), jnp.dtype("float32"))
-    call = jax.ffi.ffi_call(build.cpu_target(_SOURCE, "GatedCell"), [state, state])
+    call = jax.ffi.ffi_call(build.cpu_target(SOURCE, "GatedCell"), [state, state])
     h, c = call(
         *(*_operand(first), *_operand(second), product.weight, product.bias),
         *(*_operand(product.added), *_operand(one), *_operand(other)),
-        kind=np.int32(_NUMBERS[kind]),
+        kind=np.int32(NUMBERS[kind]),
     )
     return h, c
 

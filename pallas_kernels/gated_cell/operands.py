@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 import jax
 from jaxtyping import Array, Shaped
+
+from pallas_kernels.gated_cell.kinds import Kind
 
 
 @final
@@ -52,6 +54,22 @@ class Product:
     weight: Any
     bias: Any
     added: RowsAt | None = None
+
+
+@final
+@dataclass(frozen=True)
+class GatedCell:
+    """One step of a cell, as `gated_cell` takes it.
+
+    Attributes:
+      kind: see `KINDS`; or "lookup" for `gated_tasks` alone, whose new states are those of
+        `carried`, without a product.
+      carried: states [batch, hidden] that the gates scale.
+    """
+
+    kind: Kind | Literal["lookup"]
+    products: tuple[Product, ...]
+    carried: tuple[RowsAt, ...]
 
 
 def rows_at(*given: jax.Array | RowsAt) -> tuple[RowsAt, ...]:

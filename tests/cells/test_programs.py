@@ -69,7 +69,7 @@ def _arguments(layout: Layout, programs: CellPrograms, type: int) -> tuple[Any, 
 def test_gpus_gather_in_the_kernel(name):
     """On a GPU, no state of a pool is gathered or scattered by XLA, only by our kernels."""
     layout = Layout(_model(name).cells)
-    programs = CellPrograms(layout)
+    programs = CellPrograms(layout, has_flat=False)
     for t in layout.types:
         with targeting():
             step: Any = programs.tasks[t.index]
@@ -85,7 +85,7 @@ def test_gpus_gather_in_the_kernel(name):
 def test_cpus_update_pools_in_place(name, hidden):
     """No operation of a compiled task copies a pool, with the kernel of gated cells or without."""
     layout = Layout(_model(name, hidden).cells)
-    programs = CellPrograms(layout)
+    programs = CellPrograms(layout, has_flat=False)
     for t in layout.types:
         step: Any = programs.tasks[t.index]
         text = step.lower(*_arguments(layout, programs, t.index)).compile().as_text()

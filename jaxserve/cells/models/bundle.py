@@ -40,8 +40,10 @@ def checked_tokens(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
         found = np.array([int(token) for token in tokens])
     if not found.size:
         raise EmptyGraphError("the input has no tokens; pass at least one")
-    for token in found[(found < 0) | (found >= vocab_size)].tolist():
-        raise TokenOutOfRangeError(_out_of_range(token, vocab_size))
+    # As unsigned numbers, negative ones are large.
+    if found.view(f"u{found.itemsize}").max() >= vocab_size:
+        wrong = found[(found < 0) | (found >= vocab_size)]
+        raise TokenOutOfRangeError(_out_of_range(int(wrong[0]), vocab_size))
     return found.astype(np.int32)
 
 

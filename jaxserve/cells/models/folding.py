@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int32
 
-from jaxserve.cells.models.recurrent import LSTM, Batch, Embedded
+from jaxserve.cells.models.recurrent import LSTM, Batch, Embedded, states_of
 from jaxserve.cells.models.tree_lstm import Leaf
 from jaxserve.core.errors import InvalidConfigError
-from pallas_kernels import Product, RowsAt, gated_cell, matmul
-from pallas_kernels.gated_cell import rows_at
+from pallas_kernels import Product, RowsAt, matmul
+from pallas_kernels.gated_cell import GatedCell, rows_at
 
 # An array of rows, or a tree of such arrays.
 _Rows = TypeVar("_Rows")
@@ -55,10 +55,13 @@ class FoldedLSTM(nnx.Module):
         self.bias = nnx.Param(step.bias[...])
 
     def __call__(self, token: Int32[Array, " batch"], h: Batch, c: Batch) -> dict[str, jax.Array]:
+        return states_of(self.as_gated_cell(token, h, c))
+
+    def as_gated_cell(self, token: Int32[Array, " batch"], h: Batch, c: Batch) -> GatedCell:
+        """Return the step as a gated cell."""
         added = RowsAt(self.table[...], token)
-        gates = Product(rows_at(h), self.kernel[...], self.bias[...], added)
-        new_h, new_c = gated_cell("lstm", [gates], rows_at(c))
-        return {"h": new_h, "c": new_c}
+        product = Product(rows_at(h), self.kernel[...], self.bias[...], added)
+        return GatedCell("lstm", (product,), rows_at(c))
 
 
 @final
@@ -75,8 +78,14 @@ class FoldedLeaf(nnx.Module):
         self.h, self.c = nnx.Param(tables["h"]), nnx.Param(tables["c"])
 
     def __call__(self, token: Int32[Array, " batch"]) -> dict[str, jax.Array]:
-        tables = {"h": self.h[...], "c": self.c[...]}
-        return {name: RowsAt(table, token).gathered() for name, table in tables.items()}
+        return {
+            name: rows.gathered()
+            for name, rows in zip("hc", self.as_gated_cell(token).carried, strict=True)
+        }
+
+    def as_gated_cell(self, token: Int32[Array, " batch"]) -> GatedCell:
+        """Return the cell as a gated cell without gates."""
+        return GatedCell("lookup", (), tuple(RowsAt(t[...], token) for t in (self.h, self.c)))
 
 
 @overload

@@ -20,7 +20,7 @@ from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.steps.sampling.largest import argmax
 from pallas_kernels import Product, RowsAt, gated_cell, matmul
-from pallas_kernels.gated_cell import rows_at
+from pallas_kernels.gated_cell import GatedCell, rows_at
 
 # Rows of a batch: an array [batch, size], or rows of a larger array that a kernel gathers.
 Batch: TypeAlias = "jax.Array | RowsAt"
@@ -76,9 +76,12 @@ class LSTM(nnx.Module):
         self.bias = uniform(rngs, (4 * hidden_size,), hidden_size)
 
     def __call__(self, x: Batch, h: Batch, c: Batch) -> dict[str, jax.Array]:
-        gates = Product(rows_at(x, h), self.kernel[...], self.bias[...])
-        new_h, new_c = gated_cell("lstm", [gates], rows_at(c))
-        return {"h": new_h, "c": new_c}
+        return states_of(self.as_gated_cell(x, h, c))
+
+    def as_gated_cell(self, x: Batch, h: Batch, c: Batch) -> GatedCell:
+        """Return the step as a gated cell."""
+        product = Product(rows_at(x, h), self.kernel[...], self.bias[...])
+        return GatedCell("lstm", (product,), rows_at(c))
 
 
 @final
@@ -179,6 +182,12 @@ class Embedded(nnx.Module):
     def __call__(self, token: Int32[Array, " batch"], **state: Batch) -> dict[str, jax.Array]:
         return self.step(RowsAt(self.table[...], token), **state)
 
+    def as_gated_cell(self, token: Int32[Array, " batch"], **state: Batch) -> GatedCell:
+        """Return the step as a gated cell, if it is an LSTM; else raise NotImplementedError."""
+        if not isinstance(self.step, LSTM):
+            raise NotImplementedError(f"a {type(self.step).__name__} is not an LSTM")
+        return self.step.as_gated_cell(RowsAt(self.table[...], token), **state)
+
 
 @final
 class Predicting(nnx.Module):
@@ -200,6 +209,13 @@ class Predicting(nnx.Module):
         found = self.embedded(token, **state)
         logits = matmul(found["h"], self.kernel[...]) + self.bias[...]
         return {**found, "token": argmax(logits)[0]}
+
+
+def states_of(cell: GatedCell) -> dict[str, jax.Array]:
+    """Return the new states of a gated cell that has two."""
+    assert cell.kind != "lookup"
+    h, c = gated_cell(cell.kind, cell.products, cell.carried)
+    return {"h": h, "c": c}
 
 
 def token_inputs(module: Recurrent) -> dict[str, ValueSpec]:

@@ -19,10 +19,10 @@ from jaxserve.cells.blocks import NestedTree, numbered
 from jaxserve.cells.cell import Cell
 from jaxserve.cells.graph import Graph
 from jaxserve.cells.models.bundle import CellModel, checked_tokens
-from jaxserve.cells.models.recurrent import Batch, uniform
+from jaxserve.cells.models.recurrent import Batch, states_of, uniform
 from jaxserve.cells.values import ValueSpec
-from pallas_kernels import Product, RowsAt, gated_cell
-from pallas_kernels.gated_cell import rows_at
+from pallas_kernels import Product, RowsAt
+from pallas_kernels.gated_cell import GatedCell, rows_at
 
 # A token, or a pair of trees.
 Tree: TypeAlias = NestedTree
@@ -44,9 +44,13 @@ class Leaf(nnx.Module):
         self.bias = uniform(rngs, (3 * hidden_size,), hidden_size)
 
     def __call__(self, token: Int32[Array, " batch"]) -> dict[str, jax.Array]:
-        gates = Product((RowsAt(self.table[...], token),), self.kernel[...], self.bias[...])
-        h, c = gated_cell("tree_leaf", [gates], ())
-        return {"h": h, "c": c}
+        return states_of(self.as_gated_cell(token))
+
+    def as_gated_cell(self, token: Int32[Array, " batch"]) -> GatedCell:
+        """Return the cell as a gated cell."""
+        words = RowsAt(self.table[...], token)
+        product = Product((words,), self.kernel[...], self.bias[...])
+        return GatedCell("tree_leaf", (product,), ())
 
 
 @final
@@ -70,9 +74,14 @@ class Internal(nnx.Module):
         right_h: Batch,
         right_c: Batch,
     ) -> dict[str, jax.Array]:
-        gates = Product(rows_at(left_h, right_h), self.kernel[...], self.bias[...])
-        h, c = gated_cell("tree_internal", [gates], rows_at(left_c, right_c))
-        return {"h": h, "c": c}
+        return states_of(self.as_gated_cell(left_h, left_c, right_h, right_c))
+
+    def as_gated_cell(
+        self, left_h: Batch, left_c: Batch, right_h: Batch, right_c: Batch
+    ) -> GatedCell:
+        """Return the cell as a gated cell."""
+        product = Product(rows_at(left_h, right_h), self.kernel[...], self.bias[...])
+        return GatedCell("tree_internal", (product,), rows_at(left_c, right_c))
 
 
 class LeafCell(Protocol):

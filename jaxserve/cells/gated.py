@@ -1,0 +1,112 @@
+"""Tasks of gated cells on CPUs: one kernel runs all tasks of a call, see `gated_tasks`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol, final, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int32, UInt8
+
+from jaxserve.cells.layout import TRASH_SLOT, Layout, TypeLayout
+from jaxserve.cells.values import ValueSpec
+from pallas_kernels import RowsAt
+from pallas_kernels.gated_cell import Column, GatedCell, TaskColumns, gated_tasks
+
+# The bit of a row's flags that says that its outputs are finite.
+FINITE = 1
+_TOKEN = ValueSpec((), np.dtype(np.int32))
+
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Gated(Protocol):
+    """A module that is one gated cell, which has `takes_rows`."""
+
+    def as_gated_cell(self, *args: Any, **named: Any) -> GatedCell:
+        """Return the cell of inputs, whose results are the module's outputs in their order."""
+        ...
+
+
+@final
+class GatedTasks:
+    """A function that runs all tasks of a call, one after the other; see `FlatTaskFunction`.
+
+    Raises:
+      NotImplementedError: the type is not a gated cell whose states lie in one pool; the message
+        says why.
+    """
+
+    def __init__(self, t: TypeLayout, layout: Layout, graphdef: Any, tree: Any):
+        cell: Any = t.cell
+        if not (cell.takes_rows and isinstance(cell.module, Gated)):
+            raise NotImplementedError("its module is not one gated cell")
+        if t.is_loop:
+            raise NotImplementedError("it is a loop")
+        if len(set(t.output_pools)) > 1 or t.num_outputs != 2:
+            raise NotImplementedError("its states do not lie in one pool")
+        for spec, words in zip(cell.inputs.values(), t.words, strict=True):
+            if words is not None and spec != _TOKEN:
+                raise NotImplementedError(f"an input {spec} travels with the task")
+        self.__name__ = f"tasks_of_{''.join(c if c.isalnum() else '_' for c in t.cell.name)}"
+        self._type = t
+        self._first_word = layout.first_word
+        self._outputs = layout.first_output, layout.first_output + 1
+        self._graphdef, self._tree = graphdef, tree
+        self.pools = t.pools
+
+    def __call__(
+        self,
+        params: tuple[Array, ...],
+        pools: tuple[Array, ...],
+        rows: Int32[Array, "num width"],
+        reads: Int32[Array, " reads"],
+    ) -> tuple[tuple[Array, ...], UInt8[Array, " num"], Float[Array, "reads hidden"]]:
+        t, held = self._type, dict(zip(self.pools, pools, strict=True))
+        inputs: dict[str, Any] = {}
+        word_of: dict[int, int] = {}
+        tokens = None
+        for number, name in enumerate(t.cell.inputs):
+            words = t.words[number]
+            inputs[name] = RowsAt(held[t.input_pools[number]], Column(number))
+            if words is not None:
+                word_of[number] = self._first_word + words.start
+                tokens, inputs[name] = held[t.input_pools[number]], Column(number)
+        module: Any = nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, params))
+        of_states = t.output_pools[0]
+        columns = TaskColumns(word_of, self._outputs)
+        held[of_states], is_finite, values = gated_tasks(
+            module.as_gated_cell(**inputs),
+            columns,
+            held[of_states],
+            tokens,
+            rows,
+            reads,
+            trash=TRASH_SLOT,
+        )
+        # XLA runs an executable in the call, and not on its own threads, if it counts less than
+        # 1,000 operations in it, and it counts none in the kernel. This one for each row makes the
+        # host not wait for calls of many rows.
+        return tuple(held.values()), is_finite & jnp.uint8(FINITE), values
+
+
+def gated_tasks_of(
+    t: TypeLayout, layout: Layout, graphdef: Any, tree: Any, leaves: list[Any]
+) -> GatedTasks | None:
+    """Return the function that runs a type's tasks in one kernel; None if none can."""
+    try:
+        found = GatedTasks(t, layout, graphdef, tree)
+        pools = tuple(
+            jax.ShapeDtypeStruct((2, *layout.pools[pool].shape), layout.pools[pool].dtype)
+            for pool in found.pools
+        )
+        rows = jax.ShapeDtypeStruct((1, layout.width + 1), "int32")
+        jax.eval_shape(found, tuple(leaves), pools, rows, jax.ShapeDtypeStruct((1,), "int32"))
+    except NotImplementedError as error:
+        _log.info("cell %s runs its tasks one by one: %s", t.cell.name, error)
+        return None
+    return found
