@@ -99,7 +99,7 @@ class DeviceWarmup:
             yield from self._masked_heads()
 
     def _masked_heads(self) -> Iterator[_Step]:
-        for variant in (Variant.RANDOM, Variant.FULL):
+        for variant in Variant:
             for num_rows in head_sizes(self._config, variant, has_masks=True):
                 name = f"{variant.name.lower()} sampling with masks, {num_rows} rows"
                 yield name, partial(self._head, variant, num_rows, masked=True)

@@ -380,7 +380,7 @@ class StagedExecutor:
     def _warm_head(self, variant: Variant, num_rows: int) -> None:
         hidden = self._warm_mixed(self.config.token_buckets[0])
         self._warm_sampling(hidden, variant, num_rows, 1)
-        if self._takes_masks and variant is not Variant.GREEDY:
+        if self._takes_masks:
             vocab_size = self._stages[-1].programs.model_config.vocab_size
             self._warm_sampling(hidden, variant, num_rows, 1, no_masks(num_rows, vocab_size))
 

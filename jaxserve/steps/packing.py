@@ -60,7 +60,7 @@ def head_sizes(
 ) -> tuple[int, ...]:
     """Return the numbers of rows that a mixed step's head is compiled for."""
     sizes = variant.sizes(config.head_buckets)
-    if not has_masks or variant is not Variant.RANDOM:
+    if not has_masks or variant is Variant.FULL:
         return sizes
     more = (size for size in config.masked_head_buckets if size < config.max_slots)
     return tuple(sorted({*sizes, *more}))

@@ -81,11 +81,12 @@ def test_rows_that_sample_come_in_a_compiled_size(variant):
 
 
 def test_heads_with_masks_have_more_sizes():
-    """Only those that draw, or choose among few tokens, without returning log-probabilities."""
+    """Only those that return no log-probabilities."""
     config = replace(_config(32), masked_head_buckets=(8, 16, 64))
     rows = [Row(i, i, 0, 1, max_new_tokens=1) for i in range(7)]
     assert head_sizes(config, Variant.RANDOM) == (4, 32)
-    assert head_sizes(config, Variant.RANDOM, has_masks=True) == (4, 8, 16, 32)
+    for variant in (Variant.GREEDY, Variant.RANDOM):
+        assert head_sizes(config, variant, has_masks=True) == (4, 8, 16, 32)
     assert head_sizes(config, Variant.FULL, has_masks=True) == (4, 32)
     assert len(sampling_slots(config, rows, Variant.RANDOM)) == 32
     index = sampling_slots(config, rows, Variant.RANDOM, has_masks=True)

@@ -30,12 +30,13 @@ def _words(allowed: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
     return {AllowedTokens.name: {"words": packed.view(np.uint32)}}
 
 
-@pytest.mark.parametrize("variant", [Variant.RANDOM, Variant.FULL])
+@pytest.mark.parametrize("variant", Variant)
 @pytest.mark.parametrize("vocab", [97, VOCAB])
 def test_only_allowed_tokens_are_chosen(vocab, variant):
     """Greedy and random rows choose among the tokens of their own masks."""
     rng = np.random.default_rng(vocab)
-    requests = [request(seed=i, temperature=i % 2) for i in range(NUM_ROWS)]
+    is_greedy = variant is Variant.GREEDY
+    requests = [request(seed=i, temperature=0 if is_greedy else i % 2) for i in range(NUM_ROWS)]
     logits = rng.normal(size=(NUM_ROWS, vocab)).astype(np.float32)
     allowed = rng.random((NUM_ROWS, vocab)) < 0.1
     allowed[:, 5] = True
@@ -50,7 +51,7 @@ def test_only_allowed_tokens_are_chosen(vocab, variant):
     assert allowed[np.arange(NUM_ROWS), token].all()
     best = np.where(allowed, logits, -np.inf).argmax(-1)
     np.testing.assert_array_equal(token[::2], best[::2])
-    assert (token[1::2] != best[1::2]).any()
+    assert (token[1::2] != best[1::2]).any() != is_greedy
     assert not step(*arrays, step_arrays=_words(np.zeros_like(allowed))).finite.any()
 
 
@@ -74,10 +75,14 @@ def test_rows_without_a_mask_are_as_ever():
 
 
 def test_it_is_needed_as_any_other():
-    """RANDOM serves a grammar alone, and FULL one with what only FULL serves."""
-    assert SamplingNeeds.of(SamplingParams(regex="a")).variant is Variant.RANDOM
+    """Every variant serves a grammar; FULL one with what only FULL serves."""
+    assert SamplingNeeds.of(SamplingParams(regex="a", temperature=0)).variant is Variant.GREEDY
+    assert SamplingNeeds.of(SamplingParams(regex="a", temperature=1)).variant is Variant.RANDOM
     assert SamplingNeeds.of(SamplingParams(regex="a", logprobs=0)).variant is Variant.FULL
-    assert SamplingNeeds.of(SamplingParams(regex="a", top_k=2)).variant is Variant.RANDOM
+    assert (
+        SamplingNeeds.of(SamplingParams(regex="a", temperature=1, top_k=2)).variant
+        is Variant.RANDOM
+    )
     assert SamplingNeeds.of(SamplingParams()).variant is Variant.GREEDY
 
 

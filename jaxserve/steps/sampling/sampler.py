@@ -86,15 +86,17 @@ def sample(
     token, largest, has_nan = row_maximum(logits)
     choice = None
     finite = jnp.isfinite(largest) & ~has_nan
-    if variant is not Variant.GREEDY:
+    if variant is not Variant.GREEDY or step_arrays:
         slot = jnp.arange(length.shape[0]) if slot is None else slot
         rows = Rows(tokens, slot, length, sampling.prompt_length, sampling.stop_ids, first)
         active = _active(processors, sampling, step_arrays or {})
-        token, largest, choice = _processed(logits, (token, largest), rows, active, variant)
+        edited, token, largest = _edited(logits, (token, largest), rows, active, variant)
         finite &= jnp.isfinite(largest)
-        # Greedy rows are drawn too, and what is drawn is discarded.
-        drawn = draw(choice, _random_bits(sampling.seed, length))
-        token = jnp.where(sampling.is_random, drawn, token)
+        if variant is not Variant.GREEDY:
+            choice = _choice(edited, largest, rows, active)
+            # Greedy rows are drawn too, and what is drawn is discarded.
+            drawn = draw(choice, _random_bits(sampling.seed, length))
+            token = jnp.where(sampling.is_random, drawn, token)
     token = jnp.where(finite, token, 0)
     if variant is not Variant.FULL or choice is None:
         return Sampled(token, finite)
@@ -123,22 +125,22 @@ def processed_logprobs(
     the largest logit, count as constants.
     """
     active = _active(processors, sampling, {})
-    return _processed(logits, argmax(logits), rows, active, Variant.FULL)[2].logprob_of(token)
+    edited, _, largest = _edited(logits, argmax(logits), rows, active, Variant.FULL)
+    return _choice(edited, largest, rows, active).logprob_of(token)
 
 
-def _processed(
+def _edited(
     logits: Float32[Array, "rows vocab"],
     before: tuple[Int32[Array, " rows"], Float32[Array, " rows"]],
     rows: Rows,
     active: Sequence[tuple[Processor, Arrays]],
     variant: Variant,
-) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"], RandomChoice]:
-    """Return the likeliest tokens after all processors, their logits, and the choice of others.
+) -> tuple[Float32[Array, "rows padded_vocab"], Int32[Array, " rows"], Float32[Array, " rows"]]:
+    """Return the logits after the processors that change them, the likeliest tokens, and theirs.
 
     Args:
       before: the likeliest tokens, and their logits, before.
     """
-    token, largest = before
     edited = _padded(logits)
     editing = [
         (processor, arrays)
@@ -148,15 +150,23 @@ def _processed(
     ]
     for processor, arrays in editing:
         edited = processor.apply(edited, arrays, rows)
-    if editing:
-        token, largest = argmax(edited)
+    return edited, *(argmax(edited) if editing else before)
+
+
+def _choice(
+    edited: Float32[Array, "rows padded_vocab"],
+    largest: Float32[Array, " rows"],
+    rows: Rows,
+    active: Sequence[tuple[Processor, Arrays]],
+) -> RandomChoice:
+    """Return the distributions that rows draw from, after the processors that change those."""
     # Log-probabilities do not depend on what is subtracted from all logits, so it has no gradient.
     gap = jax.lax.stop_gradient(largest)[:, None] - edited
     choice = RandomChoice(gap, jnp.full_like(largest, jnp.inf))
     for processor, arrays in active:
         if isinstance(processor, ChoiceProcessor):
             choice = processor.apply(choice, arrays, rows)
-    return token, largest, choice
+    return choice
 
 
 def _active(

@@ -27,9 +27,9 @@ _RATIO = 4
 class Variant(enum.IntEnum):
     """What a compiled step can do; each serves what those before it serve.
 
-    GREEDY takes the largest logit. RANDOM draws, with every `ChoiceProcessor`, and applies the
-    `LogitsProcessor`s whose arrays come with the step. FULL applies the others too, and returns
-    log-probabilities.
+    GREEDY takes the largest logit, after the `LogitsProcessor`s whose arrays come with the step.
+    RANDOM also draws, with every `ChoiceProcessor`. FULL applies the other `LogitsProcessor`s too,
+    and returns log-probabilities.
     """
 
     GREEDY = 0
@@ -79,7 +79,7 @@ class SamplingNeeds:
         if params.logprobs is not None or any(not each.step_arrays for each in editing):
             variant = Variant.FULL
         else:
-            variant = Variant.GREEDY if params.is_greedy and not editing else Variant.RANDOM
+            variant = Variant.GREEDY if params.is_greedy else Variant.RANDOM
         return cls(variant, params.logprobs is not None, bool(params.logprobs))
 
     @classmethod

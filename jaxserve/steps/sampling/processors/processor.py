@@ -88,8 +88,8 @@ class Processor(abc.ABC):
       name: unique among the processors.
       slot_arrays: arrays that stay with a slot while it serves a request.
       step_arrays: arrays that come with a step instead, such as masks of allowed tokens. A step
-        that brings none leaves the processor out. A `LogitsProcessor` with such arrays also runs in
-        the RANDOM variant.
+        that brings none leaves the processor out. A `LogitsProcessor` with such arrays runs in
+        every variant.
     """
 
     name: str
