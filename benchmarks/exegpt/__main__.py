@@ -23,7 +23,7 @@ from benchmarks.common.output import arguments_of, command, show
 from benchmarks.exegpt.changed_lengths import figure_11
 from benchmarks.exegpt.discrete_baselines import compared
 from benchmarks.exegpt.monotony import table_5
-from benchmarks.exegpt.points import BASELINES, Contest
+from benchmarks.exegpt.points import BASELINES, FAMILIES, Contest
 from benchmarks.exegpt.real_world import figure_10
 from benchmarks.exegpt.scenarios import (
     PAPER_MEAN_GAINS,
@@ -81,13 +81,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "figure_11": figure_11(),
         "table_5": table_5(),
         "table_6": _table_6(),
-        "mean_gain": {
-            name: _mean_gain([p for p in points if name == "all" or p["figure"] == number])
-            for name, number in (("small", 6), ("large", 8), ("all", 0))
-        },
-        "mean_gain_overlapping": _mean_gain(points, rra="overlapping_rra_per_s"),
+        "mean_gain": _mean_gains(points, "per_s"),
+        "mean_gain_exegpt": _mean_gains(points, "exegpt_per_s"),
+        "mean_gain_overlapping": _mean_gain(points, "exegpt_per_s", or_rra="overlapping_rra_per_s"),
         "paper_mean_gain": PAPER_MEAN_GAINS,
-        "mean_gain_over": {name: _mean_gain(points, over=name) for name in BASELINES},
+        "mean_gain_over": {name: _mean_gain(points, "per_s", over=name) for name in BASELINES},
+        "mean_gain_exegpt_over": {
+            name: _mean_gain(points, "exegpt_per_s", over=name) for name in BASELINES
+        },
         "played": _played([*points, *sevenths]),
         "search": {
             "most_s": max((p["search_s"] for p in points if "search_s" in p), default=0.0),
@@ -115,18 +116,31 @@ def _checked(
     }
 
 
+def _mean_gains(points: list[dict[str, Any]], of: str) -> dict[str, float | None]:
+    """Return the mean gains of the scenarios of figures 6 and 8, and of both."""
+    return {
+        name: _mean_gain([p for p in points if name == "all" or p["figure"] == number], of)
+        for name, number in (("small", 6), ("large", 8), ("all", 0))
+    }
+
+
 def _mean_gain(
-    points: list[dict[str, Any]], *, over: str = "fastertransformer", rra: str | None = None
+    points: list[dict[str, Any]],
+    of: str,
+    *,
+    over: str = "fastertransformer",
+    or_rra: str | None = None,
 ) -> float | None:
     """Return the mean throughput over that of a baseline, where both keep the bound.
 
     Args:
-      rra: the name of another throughput of RRA, which counts where it is the best.
+      of: the name of a throughput of points.
+      or_rra: the name of another throughput of RRA, which counts where it is the best.
     """
     gains = [
-        max(point["per_s"], (point[rra] or 0.0) if rra else 0.0) / point["per_s_of"][over]
+        max(point[of], (point[or_rra] or 0.0) if or_rra else 0.0) / point["per_s_of"][over]
         for point in points
-        if point["per_s"] and point["per_s_of"][over]
+        if point[of] and point["per_s_of"][over]
     ]
     return float(np.mean(gains)) if gains else None
 
@@ -194,17 +208,20 @@ def _table_6() -> list[dict[str, Any]]:
 
 def _print_tables(result: dict[str, Any]) -> None:
     table = Table(
-        "model", "task", "bound s", *BASELINES, "rra", "waa", "gain", "latency s", "policy",
-        "degree", "B_E", "N_D", "B_m", "B_D", "within", "search s", box=None, header_style="bold",
+        "model", "task", "bound s", *BASELINES, *FAMILIES, "plan", "gain", "latency s", "policy",
+        "degree", "B_E", "N_D", "B_m", "B_D", "chunk", "within", "search s", box=None,
+        header_style="bold",
     )  # fmt: skip
     for point in result["points"]:
         table.add_row(*_cells(point))
     show(table)
-    means = Table("mean gain", "paper", "ours", box=None, header_style="bold")
+    means = Table("mean gain", "paper", "rra and waa", "plan", box=None, header_style="bold")
+    own = result["mean_gain_exegpt"], result["mean_gain_exegpt_over"]
     for name, paper in result["paper_mean_gain"].items():
-        means.add_row(name, f"{paper:.1f}", _shown(result["mean_gain"][name]))
+        gains = own[0][name], result["mean_gain"][name]
+        means.add_row(name, f"{paper:.1f}", *map(_shown, gains))
     for name, gain in result["mean_gain_over"].items():
-        means.add_row(f"over {name}", "", _shown(gain))
+        means.add_row(f"over {name}", "", _shown(own[1][name]), _shown(gain))
     show(means)
     fits = Table(
         "table 6", "B_E", "N_D", "degree", "latency s", "paper", "answers/s", "paper",
@@ -223,19 +240,21 @@ def _print_tables(result: dict[str, Any]) -> None:
 
 def _cells(point: dict[str, Any]) -> list[str]:
     name = f"{point['model']} {point['num_devices']}x{point['cluster']}"
-    systems = [_shown(point["per_s_of"].get(each)) for each in (*BASELINES, "rra", "waa")]
+    systems = [_shown(point["per_s_of"].get(each)) for each in (*BASELINES, *FAMILIES)]
     cells = [name, point["task"], _shown(point["bound_s"], "inf"), *systems]
     if "policy" not in point:
-        return [*cells, "", f"{point['lowest_s']:.1f}", "none"]
+        return [*cells, "NS", "", f"{point['lowest_s']:.1f}", "none"]
     within = [run["within"] for run in point["played"]]
     return [
         *cells,
+        _shown(point["per_s"]),
         _shown(point["gain"]),
         f"{point['latency_s']:.1f}",
         point["policy"],
         f"{point['degree']} on {point['num_sharded_devices']}",
         *(str(point[each]) for each in ("encode_batch", "num_decodes", "num_micro_batches")),
         f"{point['decode_batch']:.0f}",
+        str(point["chunk_tokens"] or ""),
         f"{np.mean(within):.2%}" if within else "",
         f"{point['search_s']:.2f}",
     ]

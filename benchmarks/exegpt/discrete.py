@@ -19,8 +19,9 @@ from jaxserve.planning.schedules import (
     Schedule,
     TaskLengths,
 )
+from jaxserve.planning.schedules.iterations import iteration_of
 from jaxserve.planning.schedules.pipeline import Pipeline
-from jaxserve.planning.schedules.step_cost import LayerStepCost
+from jaxserve.planning.schedules.step_cost import LayerStepCost, MixedStepCost, pipeline_of
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.waa import DECODE, ENCODE, WAA
@@ -75,6 +76,8 @@ def play(
     Args:
       per_s: the throughput that is expected; a quarter more requests arrive.
     """
+    if schedule.layout.policy is Policy.CONTINUOUS:
+        return _play_continuous(deployment, lengths, schedule, per_s=per_s, seed=seed)
     cost, num_pages, drain_s, before_s = _cost(deployment, lengths, schedule)
     return played_policy(
         ServingPolicy(
@@ -93,6 +96,26 @@ def play(
     )
 
 
+def _play_continuous(
+    deployment: Deployment, lengths: TaskLengths, schedule: Schedule, *, per_s: float, seed: int
+) -> Played:
+    """Play continuous batching, which is scheduled at every iteration."""
+    pipeline = pipeline_of(deployment, schedule.layout)
+    return played_policy(
+        ServingPolicy("played", OnDemand(), FCFS(), iteration_of(schedule), Stateless()),
+        MixedStepCost(deployment, pipeline),
+        deployment,
+        lengths,
+        num_slots=schedule.max_running,
+        num_filling=2 * schedule.max_running,
+        per_s=per_s,
+        seed=seed,
+        num_pages=_num_pages(deployment, pipeline, holds_encoder=True),
+        max_decode_iterations=1,
+        num_extra=0,
+    )
+
+
 def played_policy(
     policy: ServingPolicy,
     cost: StepCost,
@@ -106,6 +129,8 @@ def played_policy(
     num_pages: int | None = None,
     max_step_tokens: int = 1 << 14,
     drain_s: float = 0.0,
+    max_decode_iterations: int = 64,
+    num_extra: int | None = None,
 ) -> Played:
     """Play a policy with sampled lengths, and more requests than it serves.
 
@@ -113,14 +138,18 @@ def played_policy(
       num_filling: answers that are not counted at the beginning, nor at the end.
       num_pages: of the pool; None for as many as all slots may need.
       drain_s: seconds that are added to each answer.
+      num_extra: tokens that are added to each answer; by default one for a model with an encoder,
+        see `LayerStepCost`.
+      max_decode_iterations: of a step; 1 for iteration-level scheduling.
     """
-    first_extra = 0 if deployment.model.is_decoder_only else 1
+    if num_extra is None:
+        num_extra = 0 if deployment.model.is_decoder_only else 1
     num_counted = int(np.clip(2 * num_filling, _LEAST, _MOST))
     num = num_counted + 2 * num_filling
     items = sampled(
-        lengths, num, seed=seed, num_extra=first_extra, num_at_once=2 * num_filling, per_s=per_s
+        lengths, num, seed=seed, num_extra=num_extra, num_at_once=2 * num_filling, per_s=per_s
     )
-    longest = lengths.inputs.max_length + lengths.outputs.max_length + first_extra
+    longest = lengths.inputs.max_length + lengths.outputs.max_length + num_extra
     most_pages = num_slots * (longest // _PAGE_TOKENS + 2)
     simulation = simulate(
         items,
@@ -131,7 +160,7 @@ def played_policy(
             max_slots=num_slots,
             max_context=longest + 1,
             max_step_tokens=max_step_tokens + num_slots,
-            max_decode_iterations=64,
+            max_decode_iterations=max_decode_iterations,
         ),
         cost,
         progress=False,
@@ -144,7 +173,7 @@ def played_policy(
     return Played(
         throughput=(len(ends) - 1) / (ends[-1] - ends[0]),
         latency_s=(ended - admitted)[counted] + drain_s,
-        num_tokens=np.array([i.num_output_tokens or 0 for i in items])[counted] - first_extra,
+        num_tokens=np.array([i.num_output_tokens or 0 for i in items])[counted] - num_extra,
         num_preemptions=sum(timing.num_preemptions for timing in timings),
     )
 

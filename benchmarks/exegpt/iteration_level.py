@@ -13,62 +13,18 @@ from typing import final
 import numpy as np
 
 from benchmarks.exegpt.served import Served
-from jaxserve.planning.schedules import Deployment, LayerCost, Phase, TaskLengths
+from jaxserve.planning.schedules import Deployment, Layout, Points, Policy, TaskLengths
+from jaxserve.planning.schedules.continuous import (
+    CHUNKS,
+    ContinuousTimeline,
+    mixed_iteration_s,
+)
 from jaxserve.planning.schedules.costs import Numbers
 from jaxserve.planning.schedules.pipeline import Pipeline
+from jaxserve.planning.schedules.step_cost import pipeline_of
 
-# Prompt tokens of an iteration that vLLM may be set to.
-CHUNKS = (64, 128, 256, 512, 1024, 2048)
 # New sequences of an iteration are counted up to this many deviations above their mean.
 _DEVIATIONS = 6.0
-
-
-@final
-@dataclass(frozen=True)
-class MixedCost:
-    """Layer costs of a decode pass that computes pieces of prompts too.
-
-    Attributes:
-      cost: of a layer.
-      num_pieces: pieces of prompts of a pass, which broadcasts with the arguments of the costs.
-      length: of a piece, whose square with `num_pieces` gives the pairs that attention computes.
-    """
-
-    cost: LayerCost
-    num_pieces: Numbers
-    length: Numbers
-
-    @property
-    def batching_pays(self) -> bool:
-        return self.cost.batching_pays
-
-    @property
-    def launch_s(self) -> float:
-        return self.cost.launch_s
-
-    def attention_s(
-        self, phase: Phase, batch: Numbers, length: Numbers, degree: Numbers
-    ) -> np.ndarray:
-        pieces_s = self.cost.attention_s(Phase.ENCODE, self.num_pieces, self.length, degree)
-        return self.cost.attention_s(phase, batch, length, degree) + pieces_s
-
-    def rest_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        return self.cost.rest_s(phase, num_tokens, degree)
-
-    def sync_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        return self.cost.sync_s(phase, num_tokens, degree)
-
-    def join_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        return self.cost.join_s(num_tokens, degree)
-
-    def head_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        return self.cost.head_s(num_tokens, degree)
-
-    def handoff_s(self, num_tokens: Numbers, *, is_across: bool) -> np.ndarray:
-        return self.cost.handoff_s(num_tokens, is_across=is_across)
-
-    def handover_s(self, num_tokens: Numbers, num_devices: Numbers) -> np.ndarray:
-        return self.cost.handover_s(num_tokens, num_devices)
 
 
 @final
@@ -97,23 +53,35 @@ class IterationLevel:
         shares = _binomial(num_new, rows, odds)
         tokens = num_new * self.lengths.inputs.mean
         length = np.sqrt(self.lengths.inputs.mean_square)
-        through_s = self._through_s(rows[:, None], num_new[None], length, tokens[None])
+        taken_s = self._iteration_s(
+            rows[:, None], num_turns[:, None], num_new[None], length, tokens[None]
+        )
         # P(the largest of M independent numbers of prompts is at most k).
         below = np.cumsum(shares, axis=1) ** num_turns[:, None]
         slowest = np.diff(below, axis=1, prepend=0.0)
-        mean_s = (slowest * through_s).sum(1) / below[:, -1]
-        first_s = through_s[:, 1]
+        mean_s = (slowest * taken_s).sum(1) / below[:, -1]
+        first_s = taken_s[:, 1]
         return self._served(batch, mean_s, first_s, num_first=1.0)
 
     def vllm(self) -> Served:
         """Return vLLM's batches: pages as they are needed, and prompts in chunks beside decoding.
 
         With a limit of c prompt tokens, a share f = (prompt tokens an iteration) / c of iterations
-        has a chunk, where f is at most 1.
+        has a chunk, where f is at most 1. Micro-batches are scheduled independently, and an
+        iteration of all of them is as long as the slowest one.
         """
         mean_held = self.lengths.outputs.mean_position
         batch = self._fitting(mean_held)
+        if not self.deployment.model.is_decoder_only:
+            return self._of_encoder(batch)
         return Served.joined(self._chunked(batch, tokens) for tokens in CHUNKS)
+
+    def _of_encoder(self, batch: np.ndarray) -> Served:
+        """Return vLLM's batches of an encoder-decoder model: prompts are whole."""
+        timeline = ContinuousTimeline(self.deployment, self.lengths, (self.layout,))
+        ones = np.ones_like(batch)
+        estimates = timeline.estimate(Points(0 * ones, batch, ones))
+        return Served(batch=batch, throughput=estimates.throughput, latency_s=estimates.latency_s)
 
     def _chunked(self, batch: np.ndarray, tokens: int) -> Served:
         inputs, outputs = self.lengths.inputs, self.lengths.outputs
@@ -124,8 +92,8 @@ class IterationLevel:
         )
         # A chunk attends to half a prompt on average, in as many pairs as sqrt(pairs) squared.
         length = np.sqrt(tokens * inputs.mean_square / inputs.mean)
-        with_s = self._through_s(rows, 1.0, length, float(tokens))
-        without_s = self._through_s(rows, 0.0, 1.0, 0.0)
+        with_s = self._iteration_s(rows, num_turns, 1.0, length, float(tokens))
+        without_s = self._iteration_s(rows, num_turns, 0.0, 1.0, 0.0)
         any_share = 1.0 - (1.0 - share) ** num_turns
         mean_s = any_share * with_s + (1.0 - any_share) * without_s
         served = self._served(batch, mean_s, with_s, num_first=max(1.0, inputs.mean / tokens))
@@ -142,15 +110,16 @@ class IterationLevel:
         """Return throughput and latency of iterations of `mean_s`.
 
         An answer takes `num_first` iterations of `first_s` to its first token, and then one a
-        token.
+        token. Latencies have the margins of the deployment, as those of every schedule.
         """
-        outputs = self.lengths.outputs
+        outputs, deployment = self.lengths.outputs, self.deployment
         longest = outputs.percentile(self.lengths.level)
         num_iterations = outputs.mean - 1.0 + num_first
         return Served(
             batch=batch,
             throughput=batch / (num_iterations * mean_s),
-            latency_s=num_first * first_s + (longest - 1) * mean_s,
+            latency_s=(1 + deployment.encode_margin) * num_first * first_s
+            + (1 + deployment.decode_margin) * (longest - 1) * mean_s,
         )
 
     def _turns(self, batch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -170,54 +139,43 @@ class IterationLevel:
         )
         return batch[memory <= cluster.memory_bytes]
 
-    def _through_s(
-        self, rows: Numbers, num_pieces: Numbers, length: Numbers, num_tokens: Numbers
+    def _iteration_s(
+        self,
+        rows: Numbers,
+        num_turns: Numbers,
+        num_pieces: Numbers,
+        length: Numbers,
+        num_tokens: Numbers,
     ) -> np.ndarray:
-        """Return the seconds of a micro-batch through all stages.
+        """Return the seconds of an iteration whose micro-batches are all alike.
 
         Args:
-          rows: sequences of the micro-batch, those with a prompt included.
+          rows: sequences of a micro-batch, those with a prompt included.
         """
-        deployment = self.deployment
-        model, cost = deployment.model, deployment.cost
-        context = self.lengths.inputs.mean + self.lengths.outputs.mean_position
-        rows, num_pieces, num_tokens = np.broadcast_arrays(rows, num_pieces, num_tokens)
-        decoding = np.maximum(rows - num_pieces, 0.0) if model.is_decoder_only else rows
-        mixed = MixedCost(cost, num_pieces, length) if model.is_decoder_only else cost
-        through_s = self._pipeline.pass_s(
-            mixed,
-            Phase.DECODE,
-            model.num_decode_layers,
-            batch=decoding,
-            length=context,
-            num_tokens=decoding + num_tokens * model.is_decoder_only,
-            num_head_tokens=rows,
-        )[1]
-        if model.is_decoder_only:
-            return through_s
-        encode_s = self._pipeline.pass_s(
-            cost,
-            Phase.ENCODE,
-            model.num_encode_layers,
-            batch=num_pieces,
+        return mixed_iteration_s(
+            self.deployment,
+            self._pipeline,
+            rows=rows,
+            num_turns=num_turns,
+            context=self.lengths.inputs.mean + self.lengths.outputs.mean_position,
+            num_pieces=num_pieces,
             length=length,
             num_tokens=num_tokens,
-            num_head_tokens=None,
-        )[1]
-        join_s = self._pipeline.join_s(cost, model.num_decode_layers, num_tokens)[1]
-        return through_s + (encode_s + join_s) * (num_tokens > 0)
+        )
+
+    @property
+    def layout(self) -> Layout:
+        cluster = self.deployment.cluster
+        degree = max(cluster.degrees)
+        return Layout(
+            policy=Policy.CONTINUOUS,
+            degree=degree,
+            num_sharded_devices=cluster.num_devices if degree > 1 else 0,
+        )
 
     @property
     def _pipeline(self) -> Pipeline:
-        cluster = self.deployment.cluster
-        degree = max(cluster.degrees)
-        return Pipeline.of(
-            np.array([cluster.num_devices]),
-            np.array([cluster.num_devices if degree > 1 else 0]),
-            np.array([degree]),
-            first_device=0,
-            devices_per_machine=cluster.devices_per_machine,
-        )
+        return pipeline_of(self.deployment, self.layout)
 
 
 def _binomial(counts: np.ndarray, num: np.ndarray, odds: float) -> np.ndarray:

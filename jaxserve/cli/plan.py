@@ -25,7 +25,7 @@ _SCHEDULE = "Schedule"
 _SIMULATED = "Simulated cluster"
 
 # Options of an engine, which measured layers do not have.
-_ENGINE = ("load", "kv_memory", "policies")
+_ENGINE = ("load", "kv_memory")
 # Options of this machine, which a simulated cluster does not have.
 _MACHINE = (
     *_ENGINE,
@@ -74,12 +74,14 @@ def plan(
     ] = None,
     as_json: AsJson = False,
     policies: Annotated[
-        str,
+        str | None,
         _option(
             "--policies",
-            text="Families of schedules to choose from on one engine, separated by commas.",
+            text="Families of schedules to choose from, separated by commas: rra and continuous; "
+            "with --layers and --cluster also waa. [default: all of them]",
+            show_default=False,
         ),
-    ] = "rra,continuous",
+    ] = None,
     cluster: Annotated[
         str | None,
         _option(
@@ -141,6 +143,7 @@ def plan(
         from jaxserve.planning.schedules import LatencyBounds
 
         task_lengths, what = _lengths(task, lengths)
+        families = None if policies is None else tuple(policies.split(","))
         asked = latency_bound or [math.inf]
         fixed = LatencyBounds(first_token_s=first_token_bound, token_s=token_bound)
         for bound_s in asked:
@@ -158,10 +161,11 @@ def plan(
         if profile is not None:
             _refuse(context, ("measure_again",), "--profile, which names the times to use")
         if cluster is not None:
-            schedules, where = _on_cluster(model, cluster, devices, task_lengths)
+            schedules, where = _on_cluster(model, cluster, devices, task_lengths, families)
         elif layers:
             schedules, where = _on_layers(
                 task_lengths,
+                families,
                 profile,
                 measure_again=measure_again,
                 model=model,
@@ -179,7 +183,7 @@ def plan(
         else:
             schedules, where = _on_engine(
                 task_lengths,
-                policies.split(","),
+                families,
                 profile,
                 measure_again=measure_again,
                 model=model,
@@ -293,11 +297,16 @@ def _lengths(task: str | None, path: Path | None) -> tuple[TaskLengths, str]:
 
 
 def _on_cluster(
-    model: str, name: str, num_devices: int | None, lengths: TaskLengths
+    model: str,
+    name: str,
+    num_devices: int | None,
+    lengths: TaskLengths,
+    families: Sequence[str] | None,
 ) -> tuple[ScheduleSearch, str]:
     """Return the schedules of a model on a simulated cluster."""
     from jaxserve.planning.schedules import CLUSTERS, MODELS, Deployment, RooflineLayerCost
     from jaxserve.planning.schedules.frontier import ClusterSearch
+    from jaxserve.planning.schedules.search import CLUSTER_FAMILIES
 
     if name not in CLUSTERS:
         raise InvalidConfigError(
@@ -312,11 +321,15 @@ def _on_cluster(
         cluster = cluster.of(num_devices)
     cost = RooflineLayerCost(shape, cluster)
     deployment = Deployment(model=shape, cluster=cluster, cost=cost)
-    return ClusterSearch(deployment, lengths), f"{cluster.num_devices} {name} (rooflines)"
+    schedules = ClusterSearch(deployment, lengths, families or CLUSTER_FAMILIES)
+    return schedules, f"{cluster.num_devices} {name} (rooflines)"
 
 
 def _on_layers(
-    lengths: TaskLengths, profile: Path | None, **settings: Any
+    lengths: TaskLengths,
+    families: Sequence[str] | None,
+    profile: Path | None,
+    **settings: Any,
 ) -> tuple[ScheduleSearch, str]:
     """Return the schedules of this machine's devices, by measured layers."""
     import jax
@@ -324,25 +337,32 @@ def _on_layers(
     from jaxserve.cli.profiles import layer_deployment
     from jaxserve.core.host import cpu_name
     from jaxserve.planning.schedules.frontier import ClusterSearch
+    from jaxserve.planning.schedules.search import CLUSTER_FAMILIES
 
     deployment = layer_deployment(profile, lengths, **settings)
     where = f"{deployment.cluster.num_devices} {jax.devices()[0].device_kind} ({cpu_name()})"
-    return ClusterSearch(deployment, lengths), f"{where}, by layers"
+    schedules = ClusterSearch(deployment, lengths, families or CLUSTER_FAMILIES)
+    return schedules, f"{where}, by layers"
 
 
 def _on_engine(
-    lengths: TaskLengths, families: Sequence[str], profile: Path | None, **settings: Any
+    lengths: TaskLengths,
+    families: Sequence[str] | None,
+    profile: Path | None,
+    **settings: Any,
 ) -> tuple[ScheduleSearch, str]:
     """Return the schedules of one engine on this machine, under policy `auto`."""
     from jaxserve.cli.profiles import step_times
-    from jaxserve.planning.schedules.families import FAMILIES, check_families
+    from jaxserve.planning.schedules.configuration import check_families
+    from jaxserve.planning.schedules.families import FAMILIES
     from jaxserve.planning.schedules.families_search import FamiliesSearch
 
+    families = FAMILIES if families is None else tuple(families)
     check_families(families, FAMILIES)
     times, config = step_times(profile, lengths, **settings)
     device = times.origin.device
     where = f"{device['count']} {device['kind']} ({device['host_cpu']})"
-    return FamiliesSearch(times, config, lengths, families=tuple(families)), where
+    return FamiliesSearch(times, config, lengths, families=families), where
 
 
 def _check_picture(picture: Path | None) -> None:

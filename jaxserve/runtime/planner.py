@@ -12,10 +12,10 @@ from typing import final
 from jaxserve.core.errors import InvalidConfigError, RegroupError
 from jaxserve.core.request import Completion, Request
 from jaxserve.planning.schedules.adaptation import Adaptation, task_of
-from jaxserve.planning.schedules.configuration import Division
+from jaxserve.planning.schedules.configuration import Division, check_families
 from jaxserve.planning.schedules.divided import DividedPlanner
 from jaxserve.planning.schedules.estimates import LatencyBounds
-from jaxserve.planning.schedules.families import FAMILIES, check_families, planner_of
+from jaxserve.planning.schedules.families import FAMILIES, planner_of
 from jaxserve.planning.schedules.lengths import lengths_of
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength, answer_lengths, classes_of

@@ -18,6 +18,7 @@ COLOURS = {
     "vllm": "#C0619A",
     "rra": style.OURS,
     "waa": "#D55E00",
+    "continuous": "#56B4E9",
 }
 _COLUMNS = 3
 _GAP = 0.2
@@ -25,7 +26,7 @@ _GAP = 0.2
 
 def systems(figure: int, result: Result) -> Figure:
     """Draw throughput by bound: a plot a model and task, a group a bound, a bar a system."""
-    names = tuple(COLOURS) if figure == 7 else ("fastertransformer", "rra", "waa")
+    names = tuple(COLOURS) if figure == 7 else ("fastertransformer", "rra", "waa", "continuous")
     points = result.get("figure_7" if figure == 7 else "points")
     chosen = [point for point in points if figure == 7 or point["figure"] == figure]
     groups: dict[str, list[dict[str, Any]]] = {}

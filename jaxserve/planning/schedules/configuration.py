@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import final
 
 import numpy as np
+
+from jaxserve.core.errors import InvalidConfigError
 
 
 @final
@@ -14,7 +17,7 @@ class Policy(Enum):
     """How prompts and answers share the devices.
 
     ExeGPT's are (section 4.1) round robin, by computation, and by memory. Continuous batching
-    computes prompts beside answers (`scheduling.iteration.unified.Unified`), on one engine.
+    computes prompts beside answers (`scheduling.iteration.unified.Unified`).
     """
 
     RRA = "rra"
@@ -94,6 +97,7 @@ class Schedule:
       stages: in the order of the devices; WAA's encode group comes first.
       max_running: B of continuous batching, the most sequences that run at once; 0 for others.
         Continuous batching has no B_E and N_D: `encode_batch` is 1 and `num_decodes` 0.
+      chunk_tokens: prompt tokens of a step of continuous batching at most; 0 for all that fit.
       division: the devices that an engine with two groups needs for it; None for those it has.
     """
 
@@ -105,6 +109,7 @@ class Schedule:
     num_micro_batches: int
     stages: tuple[Stage, ...]
     max_running: int = 0
+    chunk_tokens: int = 0
     division: Division | None = None
 
     @property
@@ -122,7 +127,8 @@ class Points:
       layout: index into the timeline's layouts.
       encode_batch: B_E.
       control: the policy's own variable: N_D of RRA, B_m of WAA. In both, throughput and latency
-        rise as it falls.
+        rise as it falls. Continuous batching has B as `encode_batch`, and the size of its chunks
+        as `control`.
     """
 
     layout: np.ndarray
@@ -139,3 +145,16 @@ class Points:
     def one(cls, layout: int, encode_batch: int, control: int) -> Points:
         """Return a single configuration."""
         return cls(np.array([layout]), np.array([encode_batch]), np.array([control]))
+
+
+def check_families(families: Sequence[str], allowed: Sequence[str]) -> None:
+    """Check that there are families, and that each is one of those allowed.
+
+    Raises:
+      InvalidConfigError
+    """
+    if isinstance(families, str) or not families or not set(families) <= set(allowed):
+        raise InvalidConfigError(
+            f"policies={families!r} is not allowed here; pass some of {tuple(allowed)}, or None "
+            "for all of them"
+        )

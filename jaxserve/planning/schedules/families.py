@@ -8,9 +8,8 @@ from typing import ClassVar, final
 
 import numpy as np
 
-from jaxserve.core.errors import InvalidConfigError
 from jaxserve.planning.schedules.candidate import Score, throughput_under
-from jaxserve.planning.schedules.configuration import Policy, Schedule
+from jaxserve.planning.schedules.configuration import Policy, Schedule, check_families
 from jaxserve.planning.schedules.continuous_planner import ContinuousPlanner, ContinuousSpace
 from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.iterations import iteration_of
@@ -44,19 +43,6 @@ def planner_of(
         return rra
     continuous = ContinuousPlanner(player)
     return continuous if set(families) == {"continuous"} else FamiliesPlanner(rra, continuous)
-
-
-def check_families(families: Sequence[str], allowed: Sequence[str]) -> None:
-    """Check that there are families, and that each is one of those allowed.
-
-    Raises:
-      InvalidConfigError
-    """
-    if isinstance(families, str) or not families or not set(families) <= set(allowed):
-        raise InvalidConfigError(
-            f"policies={families!r} is not allowed here; pass some of {tuple(allowed)}, or None "
-            "for all of them"
-        )
 
 
 @final

@@ -14,11 +14,17 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.planning.schedules.candidate import shortest
 from jaxserve.planning.schedules.configuration import Points, Policy, Schedule
+from jaxserve.planning.schedules.continuous import CHUNKS
 from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_cost import measured_deployment
 from jaxserve.planning.schedules.rra import RRATimeline
-from jaxserve.planning.schedules.search import maximise, search_among, timelines_of
+from jaxserve.planning.schedules.search import (
+    CLUSTER_FAMILIES,
+    maximise,
+    search_among,
+    timelines_of,
+)
 from jaxserve.planning.schedules.timeline import Deployment, Timeline
 from jaxserve.planning.step_times import StepTimes
 
@@ -70,6 +76,7 @@ class Outcome:
             "num_decodes": schedule.num_decodes,
             "num_micro_batches": schedule.num_micro_batches,
             "max_running": schedule.max_running,
+            "chunk_tokens": schedule.chunk_tokens,
             "decode_batch": schedule.decode_batch,
             "stages": [
                 [stage.num_devices, stage.num_encode_layers, stage.num_decode_layers]
@@ -117,14 +124,20 @@ class ScheduleSearch(Protocol):
 @final
 @dataclass(frozen=True)
 class ClusterSearch:
-    """A `ScheduleSearch` of RRA, WAA-C and WAA-M on a cluster, by the costs of its layers."""
+    """A `ScheduleSearch` of all policies on a cluster, by the costs of its layers.
+
+    Args:
+      families: those to choose from, see `timelines_of`.
+    """
 
     deployment: Deployment
     lengths: TaskLengths
+    families: tuple[str, ...] = CLUSTER_FAMILIES
     timelines: tuple[Timeline, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "timelines", timelines_of(self.deployment, self.lengths))
+        timelines = timelines_of(self.deployment, self.lengths, self.families)
+        object.__setattr__(self, "timelines", timelines)
 
     def best(self, bounds: LatencyBounds) -> Outcome:
         choice = search_among(self.timelines, bounds)
@@ -341,8 +354,14 @@ def _drawn(timelines: Sequence[Timeline], rng: np.random.Generator) -> np.ndarra
 def _estimated(
     timeline: Timeline, schedule: Schedule, encode_batch: int, control: int, lengths: TaskLengths
 ) -> Outcome | None:
-    is_inside = 1 <= encode_batch <= timeline.max_encode_batch
-    if not (is_inside and 1 <= control <= _most(timeline, schedule)):
+    if schedule.layout.policy is Policy.CONTINUOUS:
+        if encode_batch != schedule.encode_batch:
+            return None
+        chunk_tokens = schedule.chunk_tokens // schedule.num_micro_batches
+        encode_batch, control = control, 1 + CHUNKS.index(chunk_tokens)
+    elif control > _most(timeline, schedule):
+        return None
+    if not (1 <= encode_batch <= timeline.max_encode_batch and control >= 1):
         return None
     point = Points.one(timeline.layouts.index(schedule.layout), encode_batch, control)
     return _outcome(timeline.schedule(point), timeline.estimate(point)[0], lengths)

@@ -18,7 +18,11 @@ def iteration_of(schedule: Schedule, *, reserved_slots: int = 0) -> RRA | WAA | 
       reserved_slots: slots that only requests with bounds of their own may take; WAA has none.
     """
     if schedule.layout.policy is Policy.CONTINUOUS:
-        return Unified(max_running=schedule.max_running, reserved_slots=reserved_slots)
+        return Unified(
+            chunk_tokens=schedule.chunk_tokens,
+            max_running=schedule.max_running,
+            reserved_slots=reserved_slots,
+        )
     sizes: dict[str, Any] = {
         "encode_batch": schedule.encode_batch,
         "decode_iterations": schedule.num_decodes,

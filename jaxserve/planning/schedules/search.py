@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -17,7 +17,8 @@ from jaxserve.planning.schedules.candidate import (
     shortest_with,
     throughput_under,
 )
-from jaxserve.planning.schedules.configuration import Points, Schedule
+from jaxserve.planning.schedules.configuration import Points, Schedule, check_families
+from jaxserve.planning.schedules.continuous import ContinuousTimeline
 from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.rra import RRATimeline
@@ -25,7 +26,11 @@ from jaxserve.planning.schedules.timeline import Boxes, Deployment, Timeline
 from jaxserve.planning.schedules.waa import WAATimeline
 
 # Boxes that are examined at a time; the most promising ones come first.
-_WAVE = 2048
+_WAVE = 128
+# Those of them in which a configuration is tried.
+_PROBES = 8
+# Families of schedules on a cluster.
+CLUSTER_FAMILIES = ("rra", "waa", "continuous")
 # A score counts as better from this relative difference on; sums differ by rounding.
 _BETTER = 1.0 + 1e-9
 
@@ -49,14 +54,36 @@ class Choice:
     elapsed_s: float
 
 
-def timelines_of(deployment: Deployment, lengths: TaskLengths) -> tuple[Timeline, ...]:
-    """Return the timelines of all policies that the cluster allows; WAA needs two stages."""
-    timelines = (RRATimeline(deployment, lengths), WAATimeline(deployment, lengths))
+def timelines_of(
+    deployment: Deployment, lengths: TaskLengths, families: Sequence[str] = CLUSTER_FAMILIES
+) -> tuple[Timeline, ...]:
+    """Return the timelines of some families, as far as the cluster allows them.
+
+    WAA needs two stages.
+
+    Raises:
+      InvalidConfigError: there is no family, or one is unknown.
+    """
+    check_families(families, CLUSTER_FAMILIES)
+    makers: dict[str, Callable[[Deployment, TaskLengths], Timeline]] = {
+        "rra": RRATimeline,
+        "waa": WAATimeline,
+        "continuous": ContinuousTimeline,
+    }
+    timelines = [make(deployment, lengths) for name, make in makers.items() if name in families]
     return tuple(timeline for timeline in timelines if timeline.layouts)
 
 
-def search(deployment: Deployment, lengths: TaskLengths, bounds: LatencyBounds) -> Choice:
-    """Return the schedule of RRA, WAA-C and WAA-M with the highest throughput under the bounds.
+def search(
+    deployment: Deployment,
+    lengths: TaskLengths,
+    bounds: LatencyBounds,
+    *,
+    families: Sequence[str] = CLUSTER_FAMILIES,
+) -> Choice:
+    """Return the schedule with the highest throughput under the bounds.
+
+    It is one of RRA, WAA-C and WAA-M, or continuous batching, as far as they are in `families`.
 
     Of equally good ones it is the one with the lowest latency. No box of configurations is dropped
     that could hold a better one, whether or not throughput and latency are monotone in the control
@@ -67,7 +94,8 @@ def search(deployment: Deployment, lengths: TaskLengths, bounds: LatencyBounds) 
       DeviceMemoryError: no schedule fits in memory.
     """
     began_s = time.perf_counter()
-    return search_among(timelines_of(deployment, lengths), bounds, began_s=began_s)
+    timelines = timelines_of(deployment, lengths, families)
+    return search_among(timelines, bounds, began_s=began_s)
 
 
 def search_among(
@@ -104,9 +132,16 @@ def _choice(
 
 def maximise(timelines: Sequence[Timeline], score: Score) -> Candidate:
     """Return the configuration with the highest score, up to rounding."""
-    best = Candidate()
+    best, descents = Candidate(), []
     for timeline in timelines:
-        best = _Descent(timeline, score).best(timeline.boxes(), best)
+        descents.append(_Descent(timeline, score, best))
+        best = descents[-1].best
+    # The most promising boxes first, of whichever timeline.
+    while descents:
+        most = max(descents, key=_Descent.most)
+        if most.most() <= best.score * _BETTER:
+            break
+        best = most.advance(best)
     return best
 
 
@@ -127,38 +162,50 @@ def enumerate_all(
 
 
 @final
-@dataclass(frozen=True)
 class _Descent:
     """Branch and bound over the boxes of one timeline."""
 
-    timeline: Timeline
-    score: Score
+    def __init__(self, timeline: Timeline, score: Score, best: Candidate):
+        self._timeline, self._score = timeline, score
+        self._boxes = timeline.boxes()
+        self._limits, self.best = self._limits_of(self._boxes, best)
 
-    def best(self, boxes: Boxes, best: Candidate) -> Candidate:
-        """Return the best configuration of the boxes, or `best` if none is better."""
-        limits, best = self._limits(boxes, best)
-        while len(boxes):
-            # The most promising boxes first: their points make others superfluous.
-            order = np.argsort(-limits, kind="stable")
-            order = order[: np.searchsorted(-limits[order], -best.score * _BETTER)]
-            now, later = boxes[order[:_WAVE]], boxes[order[_WAVE:]]
-            later_limits = limits[order[_WAVE:]]
-            if not len(now):
-                break
-            halves = _halves(now)
-            is_point = halves.num_points == 1
-            best = best.improved(self.timeline, halves.low[is_point], self.score)
-            halves = halves[~is_point]
-            halves_limits, best = self._limits(halves, best)
-            boxes = _joined(halves, later)
-            limits = np.concatenate([halves_limits, later_limits])
+    def most(self) -> float:
+        """Return the highest score that an open box may hold; 0 without any."""
+        return float(self._limits.max(initial=0.0))
+
+    def advance(self, best: Candidate) -> Candidate:
+        """Halve the most promising boxes, and return the best configuration so far."""
+        order = np.argsort(-self._limits, kind="stable")
+        order = order[: np.searchsorted(-self._limits[order], -best.score * _BETTER)]
+        now, later = self._boxes[order[:_WAVE]], self._boxes[order[_WAVE:]]
+        later_limits = self._limits[order[_WAVE:]]
+        # A configuration amid the most promising boxes may make others superfluous.
+        best = best.improved(self._timeline, _amid(now[:_PROBES]), self._score)
+        halves = _halves(now)
+        is_point = halves.num_points == 1
+        best = best.improved(self._timeline, halves.low[is_point], self._score)
+        halves = halves[~is_point]
+        limits, best = self._limits_of(halves, best)
+        self._boxes = _joined(halves, later)
+        self._limits = np.concatenate([limits, later_limits])
         return best
 
-    def _limits(self, boxes: Boxes, best: Candidate) -> tuple[np.ndarray, Candidate]:
+    def _limits_of(self, boxes: Boxes, best: Candidate) -> tuple[np.ndarray, Candidate]:
         """Return the highest score that each box may hold; count the boxes as evaluated."""
         if not len(boxes):
             return np.zeros(0), best
-        return self.score(self.timeline.bound(boxes)), best.counting(len(boxes))
+        return self._score(self._timeline.bound(boxes)), best.counting(len(boxes))
+
+
+def _amid(boxes: Boxes) -> Points:
+    """Return the geometric middle of each box."""
+    low, high = boxes.low, boxes.high
+    return Points(
+        low.layout,
+        np.sqrt(low.encode_batch * high.encode_batch).astype(int),
+        np.sqrt(low.control * high.control).astype(int),
+    )
 
 
 def _halves(boxes: Boxes) -> Boxes:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.execution.step_cost import StepWork
 from jaxserve.planning.schedules.configuration import Layout
+from jaxserve.planning.schedules.continuous import mixed_iteration_s
 from jaxserve.planning.schedules.costs import Phase
 from jaxserve.planning.schedules.pipeline import Pipeline
 from jaxserve.planning.schedules.timeline import Deployment
@@ -51,15 +52,7 @@ class LayerStepCost:
     @classmethod
     def of_layout(cls, deployment: Deployment, layout: Layout) -> LayerStepCost:
         """Return the costs of RRA, whose only group is the whole cluster."""
-        cluster = deployment.cluster
-        pipeline = Pipeline.of(
-            np.array([cluster.num_devices]),
-            np.array([layout.num_sharded_devices]),
-            np.array([layout.degree]),
-            first_device=0,
-            devices_per_machine=cluster.devices_per_machine,
-        )
-        return cls(deployment, pipeline)
+        return cls(deployment, pipeline_of(deployment, layout))
 
     def host_s(self, plan: StepPlan) -> float:
         return 0.0
@@ -129,3 +122,67 @@ class LayerStepCost:
             joined = pipeline.join_s(cost, model.num_decode_layers, np.array([num_joined / num]))
             slowest_s, through_s = slowest_s + joined[0], through_s + joined[1]
         return float(max(num * slowest_s[0], through_s[0]))
+
+
+@final
+@dataclass(frozen=True)
+class MixedStepCost:
+    """Seconds of the scheduler's steps of continuous batching.
+
+    A step's prompts and the first decode iteration beside them are one pass, in micro-batches with
+    the same number of tokens each. Further decode iterations follow it. See `mixed_iteration_s`.
+
+    Attributes:
+      pipeline: the cluster's stages, arrays of length 1.
+    """
+
+    deployment: Deployment
+    pipeline: Pipeline
+
+    def host_s(self, plan: StepPlan) -> float:
+        return 0.0
+
+    def device_s(self, work: StepWork) -> float:
+        prompts = [row.num_tokens for row in work.plan.rows if row.num_tokens > 1]
+        # Pairs of a prompt's tokens are twice the sum of positions, less the tokens.
+        pairs = max(1, 2 * work.prefilled - sum(prompts))
+        length = math.sqrt(pairs / len(prompts)) if prompts else 1.0
+        contexts = [row.start + 1 for row in work.plan.rows if row.num_tokens == 1]
+        mean = sum(contexts) / max(1, len(contexts))
+        seconds = 0.0
+        for i, attended in enumerate(work.decoded or (0,)):
+            num_prompts, tokens = (len(prompts), sum(prompts)) if not i else (0, 0)
+            # Rows that have ended attend to nothing; the others to one position more each time.
+            decoding = min(float(len(contexts)), attended / (mean + i)) if attended else 0.0
+            if decoding or tokens:
+                context = attended / decoding if decoding else 1.0
+                seconds += self._pass_s(decoding, context, num_prompts, length, tokens)
+        return seconds
+
+    def _pass_s(
+        self, decoding: float, context: float, num_prompts: int, length: float, tokens: int
+    ) -> float:
+        num_turns = min(float(self.pipeline.num_stages[0]), max(1.0, decoding + tokens))
+        taken_s = mixed_iteration_s(
+            self.deployment,
+            self.pipeline,
+            rows=np.array([(decoding + num_prompts) / num_turns]),
+            num_turns=num_turns,
+            context=context,
+            num_pieces=num_prompts / num_turns,
+            length=length,
+            num_tokens=tokens / num_turns,
+        )
+        return float(taken_s[0])
+
+
+def pipeline_of(deployment: Deployment, layout: Layout) -> Pipeline:
+    """Return the stages of a whole cluster, in arrays of length 1."""
+    cluster = deployment.cluster
+    return Pipeline.of(
+        np.array([cluster.num_devices]),
+        np.array([layout.num_sharded_devices]),
+        np.array([layout.degree]),
+        first_device=0,
+        devices_per_machine=cluster.devices_per_machine,
+    )

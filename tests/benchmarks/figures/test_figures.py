@@ -167,10 +167,14 @@ def test_latency_bounds_say_who_is_ahead(tmp_path):
     text = render(
         pages["docs/results/exegpt.md"], load(checkout / "benchmarks" / "results"), checkout
     )
+    alone = "1 of them where nothing else keeps the bound"
     assert (
-        "Lost under 2 bounds: ahead of the best schedule are vllm 1 times, by 20% at most" in text
+        f"Ahead of the plan under 2 bounds are fastertransformer 1 times, {alone}; deepspeed 1 "
+        f"times, {alone}; orca 1 times, {alone}; vllm 2 times, by 20% at most, {alone}." in text
     )
+    assert "The plan is rra 1 times, waa 0 times, continuous 0 times." in text
     assert "| 8: a model, 4 A40 | S | none | 4.00 | 4.00 | 8.00 | 12.00 | 10.00 | NS |" in text
+    assert "rra B_E 5, N_D 7; 4 in shards of 2" in text
     assert "Of 1000 answers in 1 simulations" in text and "99.50% kept the bound" in text
     assert "Figure 10 has 4.0 on average" in text
     assert "The plan is behind the best of the others under 1 of 2 bounds." in text

@@ -90,19 +90,24 @@ def test_other_bounds_hold_along_the_whole_frontier():
     assert all(o.estimates.first_token_s <= 0.7 * worst for _, o in kept.points)
 
 
-def test_neighbours_differ_in_one_step():
+@pytest.mark.parametrize(
+    ("families", "controls"), [(("rra", "waa"), {"N_D", "B_m"}), (("continuous",), {"B"})]
+)
+def test_neighbours_differ_in_one_step(families: tuple[str, ...], controls: set[str]):
     """Each neighbour has its own estimates, and those beyond the limits are left out."""
     deployment, lengths = _roomy()
-    schedules = ClusterSearch(deployment, lengths)
+    schedules = ClusterSearch(deployment, lengths, families)
     for _, outcome in frontier_of(schedules, num_bounds=6).points:
         own = outcome.schedule.encode_batch, outcome.control
-        control = "N_D" if outcome.policy.value == "rra" else "B_m"
+        control = outcome.control_name
         for name, other in neighbours_of(schedules, outcome).items():
             step = 1 if "+" in name else -1
             changed = (step, 0) if name.startswith("B_E") else (0, step)
-            assert name in (f"B_E {name[4]} 1", f"{control} {name[4]} 1")
+            sign = "+" if step > 0 else "-"
+            assert name in (f"B_E {sign} 1", f"{control} {sign} 1")
             assert (other.schedule.encode_batch - own[0], other.control - own[1]) == changed
             assert other.schedule.layout == outcome.schedule.layout
+        assert control in controls
         assert ("B_E - 1" in neighbours_of(schedules, outcome)) == (own[0] > 1)
         same = schedules.estimated(outcome.schedule, *own)
         assert same is not None

@@ -142,7 +142,7 @@ def test_algorithm_1_is_exact_where_everything_is_monotone():
     deployment = Deployment(
         model=model_of(1), cluster=cluster_of(1), cost=cost, max_encode_batch=200
     )
-    timelines = timelines_of(deployment, TaskLengths(always(3), always(2)))
+    timelines = timelines_of(deployment, TaskLengths(always(3), always(2)), ("rra", "waa"))
     for latency_s in (1.6, 2.5, 7.7, 33.3, math.inf):
         bounds = LatencyBounds(latency_s=latency_s)
         expected = enumerate_all(timelines, throughput_under(bounds))

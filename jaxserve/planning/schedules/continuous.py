@@ -1,0 +1,344 @@
+"""The timeline of continuous batching: prompts in chunks beside the answers that run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from jaxserve.planning.schedules.configuration import Layout, Points, Policy, Schedule, Stage
+from jaxserve.planning.schedules.costs import LayerCost, Numbers, Phase
+from jaxserve.planning.schedules.estimates import Best, Estimates
+from jaxserve.planning.schedules.lengths import TaskLengths
+from jaxserve.planning.schedules.pipeline import Pipeline, shared_out
+from jaxserve.planning.schedules.timeline import Boxes, Deployment, layouts_of
+
+# Prompt tokens of a micro-batch at most, by the number of the control variable less one.
+CHUNKS = (64, 128, 256, 512, 1024, 2048)
+
+
+@final
+@dataclass(frozen=True)
+class MixedCost:
+    """Layer costs of a decode pass that also computes pieces of prompts.
+
+    Attributes:
+      cost: of a layer.
+      num_pieces: pieces of prompts of a pass, which broadcasts with the arguments of the costs.
+      length: of a piece, whose square with `num_pieces` gives the pairs that attention computes.
+    """
+
+    cost: LayerCost
+    num_pieces: Numbers
+    length: Numbers
+
+    @property
+    def batching_pays(self) -> bool:
+        return self.cost.batching_pays
+
+    @property
+    def launch_s(self) -> float:
+        return self.cost.launch_s
+
+    def attention_s(
+        self, phase: Phase, batch: Numbers, length: Numbers, degree: Numbers
+    ) -> np.ndarray:
+        pieces_s = self.cost.attention_s(Phase.ENCODE, self.num_pieces, self.length, degree)
+        return self.cost.attention_s(phase, batch, length, degree) + pieces_s
+
+    def rest_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+        return self.cost.rest_s(phase, num_tokens, degree)
+
+    def sync_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+        return self.cost.sync_s(phase, num_tokens, degree)
+
+    def join_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+        return self.cost.join_s(num_tokens, degree)
+
+    def head_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
+        return self.cost.head_s(num_tokens, degree)
+
+    def handoff_s(self, num_tokens: Numbers, *, is_across: bool) -> np.ndarray:
+        return self.cost.handoff_s(num_tokens, is_across=is_across)
+
+    def handover_s(self, num_tokens: Numbers, num_devices: Numbers) -> np.ndarray:
+        return self.cost.handover_s(num_tokens, num_devices)
+
+
+def mixed_iteration_s(
+    deployment: Deployment,
+    pipeline: Pipeline,
+    *,
+    rows: Numbers,
+    num_turns: Numbers,
+    context: Numbers,
+    num_pieces: Numbers,
+    length: Numbers,
+    num_tokens: Numbers,
+) -> np.ndarray:
+    """Return the seconds of an iteration whose `num_turns` micro-batches are all alike.
+
+    A micro-batch computes a token of each of its sequences and pieces of prompts in one pass; an
+    encoder-decoder model computes the prompts in a pass of its encoder, each prompt whole. Micro-
+    batches follow each other through the stages. So an iteration takes as long as all of them in
+    the slowest stage, and at least as long as one of them in all stages.
+
+    Args:
+      rows: sequences of a micro-batch, those with a piece of a prompt included.
+      context: positions that a decoded token attends to.
+      num_pieces, length: pieces of prompts, see `MixedCost`. Fewer than one whole prompt is one in
+        that share of the micro-batches.
+      num_tokens: prompt tokens of a micro-batch.
+    """
+    model, cost = deployment.model, deployment.cost
+    rows, num_pieces, num_tokens = np.broadcast_arrays(rows, num_pieces, num_tokens)
+    is_mixed = model.is_decoder_only
+    decoding = np.maximum(rows - num_pieces, 0.0) if is_mixed else rows
+    slowest_s, through_s = pipeline.pass_s(
+        MixedCost(cost, num_pieces, length) if is_mixed else cost,
+        Phase.DECODE,
+        model.num_decode_layers,
+        batch=decoding,
+        length=context,
+        num_tokens=decoding + num_tokens * is_mixed,
+        num_head_tokens=rows,
+    )
+    if not is_mixed:
+        whole = np.maximum(num_pieces, 1.0)
+        whole_tokens = num_tokens * whole / np.where(num_pieces > 0, num_pieces, 1.0)
+        encoded = pipeline.pass_s(
+            cost,
+            Phase.ENCODE,
+            model.num_encode_layers,
+            batch=whole,
+            length=length,
+            num_tokens=whole_tokens,
+            num_head_tokens=None,
+        )
+        joined = pipeline.join_s(cost, model.num_decode_layers, whole_tokens)
+        slowest_s = slowest_s + (encoded[0] + joined[0]) * np.minimum(num_pieces, 1.0)
+        through_s = through_s + (encoded[1] + joined[1]) * (num_pieces > 0)
+    return np.maximum(num_turns * slowest_s, through_s)
+
+
+@final
+@dataclass(frozen=True)
+class _Parts:
+    """What the estimates of configurations are made of.
+
+    Attributes:
+      share: f, the share of iterations with prompts.
+      mean_s: seconds of an iteration on average.
+      first_s: seconds of the iterations of a prompt.
+      num_iterations: of an answer, on average.
+    """
+
+    share: np.ndarray
+    mean_s: np.ndarray
+    first_s: np.ndarray
+    num_iterations: np.ndarray
+
+
+@final
+class ContinuousTimeline:
+    """Estimates of continuous batching of at most B sequences, with chunks of at most c tokens.
+
+    `Points.encode_batch` is B, and `Points.control` counts `CHUNKS`. The sequences are in as many
+    micro-batches as there are stages, M, and each iteration computes a token of every sequence. A
+    share of the iterations, f = (prompt tokens that B sequences need per iteration) / (M c), also
+    computes a chunk of c tokens in every micro-batch. B sequences can be kept running if f is at
+    most 1. An answer takes the iterations of its prompt, which all have a chunk, and one more for
+    each further token.
+
+    An encoder computes whole prompts, and reads its weights for a single one, too. So there a
+    prompt begins in the iteration after an answer's end: f is the probability that any of B
+    sequences ends in an iteration, and a chunk has the prompts that are then expected.
+
+    Memory is that of B sequences of mean length, as they are in the steady state.
+
+    Args:
+      layouts: the layouts to consider; by default all that the cluster allows.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        lengths: TaskLengths,
+        layouts: Sequence[Layout] | None = None,
+    ):
+        cluster = deployment.cluster
+        self._deployment = deployment
+        self._lengths = lengths
+        self._longest = lengths.outputs.percentile(lengths.level)
+        self._context = lengths.inputs.mean + lengths.outputs.mean_position
+        self.layouts = tuple(layouts or layouts_of((Policy.CONTINUOUS,), cluster))
+        self._pipelines = Pipeline.of(
+            np.full(len(self.layouts), cluster.num_devices),
+            np.array([layout.num_sharded_devices for layout in self.layouts]),
+            np.array([layout.degree for layout in self.layouts]),
+            first_device=0,
+            devices_per_machine=cluster.devices_per_machine,
+        )
+        self.max_control = len(CHUNKS) if deployment.model.is_decoder_only else 1
+        self.max_encode_batch = int(
+            max(1, min(deployment.max_encode_batch, deployment.max_sequences))
+        )
+
+    def estimate(self, points: Points) -> Estimates:
+        batch = points.encode_batch
+        pipeline = self._pipelines[points.layout]
+        parts = self._parts(pipeline, batch, batch, points.control, points.control)
+        memory = self._memory(pipeline, batch)
+        period_s = parts.num_iterations * parts.mean_s / batch
+        return Estimates(
+            fits=self._fits(pipeline, memory) & (parts.share <= 1.0),
+            throughput=1 / period_s,
+            latency_s=self._latency_s(parts),
+            first_token_s=(1 + self._deployment.encode_margin) * parts.first_s,
+            token_s=(1 + self._deployment.decode_margin) * parts.mean_s,
+            period_s=period_s,
+            encode_s=parts.first_s,
+            decode_batch=batch * 1.0,
+            memory_bytes=memory,
+            own_share=np.zeros(len(points)),
+        )
+
+    def boxes(self) -> Boxes:
+        layouts = np.arange(len(self.layouts))
+        ones = np.ones_like(layouts)
+        high = Points(layouts, ones * self.max_encode_batch, ones * self.max_control)
+        return Boxes(Points(layouts, ones, ones), high)
+
+    def bound(self, boxes: Boxes) -> Best:
+        """See `Timeline.bound`.
+
+        Iterations do not get shorter with more sequences, or with a larger chunk. A larger chunk is
+        needed less often. So an iteration takes at least as long as with the box's smallest B, and
+        with the seconds of its smallest chunk as often as its largest chunk is needed.
+        """
+        low, high = boxes.low, boxes.high
+        batch, most = low.encode_batch, high.encode_batch
+        pipeline = self._pipelines[low.layout]
+        parts = self._parts(pipeline, batch, most, low.control, high.control)
+        fits = self._fits(pipeline, self._memory(pipeline, batch))
+        return Best(
+            fits=fits & (parts.share <= 1.0),
+            throughput=most / (parts.num_iterations * parts.mean_s),
+            latency_s=self._latency_s(parts),
+            first_token_s=(1 + self._deployment.encode_margin) * parts.first_s,
+            token_s=(1 + self._deployment.decode_margin) * parts.mean_s,
+            own_share=np.zeros(len(boxes)),
+        )
+
+    def schedule(self, point: Points) -> Schedule:
+        layout = self.layouts[int(point.layout[0])]
+        model, batch = self._deployment.model, int(point.encode_batch[0])
+        devices = layout.devices(self._deployment.cluster.num_devices)
+        num_turns, chunk = min(batch, len(devices)), CHUNKS[int(point.control[0]) - 1]
+        return Schedule(
+            layout=layout,
+            encode_batch=1,
+            encode_tokens=self._lengths.inputs.mean,
+            decode_batch=float(batch),
+            num_decodes=0,
+            num_micro_batches=num_turns,
+            stages=tuple(
+                Stage(num_devices=num, num_encode_layers=encode, num_decode_layers=decode)
+                for num, encode, decode in zip(
+                    devices,
+                    shared_out(model.num_encode_layers, devices),
+                    shared_out(model.num_decode_layers, devices),
+                    strict=True,
+                )
+            ),
+            max_running=batch,
+            chunk_tokens=num_turns * chunk if model.is_decoder_only else 0,
+        )
+
+    def _parts(
+        self,
+        pipeline: Pipeline,
+        fewest: np.ndarray,
+        most: np.ndarray,
+        smallest: np.ndarray,
+        largest: np.ndarray,
+    ) -> _Parts:
+        """Return the parts of configurations, or lower limits of those of boxes.
+
+        Args:
+          fewest, most: B.
+          smallest, largest: the control.
+        """
+        inputs, outputs = self._lengths.inputs, self._lengths.outputs
+        num_turns = np.minimum(fewest, pipeline.num_stages)
+        without_s = self._iteration_s(pipeline, fewest, 0.0, 1.0, 0.0)
+        num_new = fewest / outputs.mean
+        if self._deployment.model.is_decoder_only:
+            chunk = np.array(CHUNKS)[smallest - 1]
+            # A chunk attends to half a prompt on average, in as many pairs as sqrt(pairs) squared.
+            length = np.sqrt(chunk * inputs.mean_square / inputs.mean)
+            with_s = self._iteration_s(pipeline, fewest, 1.0, length, chunk * 1.0)
+            capacity = np.array(CHUNKS)[largest - 1]
+            share = num_new * inputs.mean / (num_turns * capacity)
+            most_turns = np.minimum(most, pipeline.num_stages)
+            num_first = np.maximum(1.0, inputs.mean / (most_turns * capacity))
+        else:
+            share = 1 - (1 - 1 / max(outputs.mean, 1 + 1e-9)) ** fewest
+            pieces = num_new / share / num_turns
+            length = np.sqrt(inputs.mean_square)
+            with_s = self._iteration_s(pipeline, fewest, pieces, length, pieces * inputs.mean)
+            num_first = np.ones(len(fewest))
+        with_s = np.maximum(without_s, with_s)
+        return _Parts(
+            share=share,
+            mean_s=without_s + np.minimum(share, 1.0) * (with_s - without_s),
+            first_s=num_first * with_s,
+            num_iterations=outputs.mean - 1 + num_first,
+        )
+
+    def _iteration_s(
+        self,
+        pipeline: Pipeline,
+        batch: np.ndarray,
+        num_pieces: Numbers,
+        length: Numbers,
+        num_tokens: Numbers,
+    ) -> np.ndarray:
+        """Return the seconds of an iteration with pieces of prompts in every micro-batch."""
+        num_turns = np.minimum(batch, pipeline.num_stages)
+        return mixed_iteration_s(
+            self._deployment,
+            pipeline,
+            rows=batch / num_turns,
+            num_turns=num_turns,
+            context=self._context,
+            num_pieces=num_pieces,
+            length=length,
+            num_tokens=num_tokens,
+        )
+
+    def _latency_s(self, parts: _Parts) -> np.ndarray:
+        """Return the seconds of a long answer, with the margins of the deployment."""
+        deployment = self._deployment
+        rest_s = (self._longest - 1) * parts.mean_s
+        return (1 + deployment.encode_margin) * parts.first_s + (
+            1 + deployment.decode_margin
+        ) * rest_s
+
+    def _memory(self, pipeline: Pipeline, batch: np.ndarray) -> np.ndarray:
+        model = self._deployment.model
+        return pipeline.memory_bytes(
+            model,
+            num_encode_layers=0 if model.is_decoder_only else model.num_encode_layers,
+            num_decode_layers=model.num_decode_layers,
+            kv_tokens=batch * self._context,
+        )
+
+    def _fits(self, pipeline: Pipeline, memory: np.ndarray) -> np.ndarray:
+        model = self._deployment.model
+        num_layers = min(model.num_encode_layers, model.num_decode_layers)
+        return (memory <= self._deployment.cluster.memory_bytes) & (
+            pipeline.num_stages <= num_layers
+        )
