@@ -22,6 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
+from tqdm import tqdm
+
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import EngineBusyError, JaxserveError, QueueFullError
 from jaxserve.core.request import Completion
@@ -30,10 +32,11 @@ from jaxserve.testing import ExecutorWrapper, FaultyExecutor
 from jaxserve.testing.tiny import VOCAB_SIZE, letter_tokenizer, tiny_llama
 
 MAX_SLOTS, PAGE_SIZE = 16, 8
-# Bytes of the pool that the run alternates between; a page is 2 KiB here.
-POOLS = ("400KiB", "160KiB")
+# Bytes of the pool that the run alternates between; a page is 2 KiB here. The small one does not
+# hold what all slots need at once, so that sequences are preempted.
+POOLS = ("400KiB", "64KiB")
 # Seconds without an end of any request after which the run counts as stuck.
-_PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 # The resident size may grow by this share from the middle of the run to its end.
 _MAX_GROWTH = 0.02
 
@@ -112,7 +115,6 @@ def soak(num_requests: int, num_threads: int, seed: int) -> dict[str, Any]:
     threads_before = _threads()
     counts, problems = Counts(), []
     sizes: list[int] = []
-    begin_s = time.perf_counter()
     with Runtime(
         tiny_llama(),
         tokenizer=letter_tokenizer(),
@@ -127,6 +129,7 @@ def soak(num_requests: int, num_threads: int, seed: int) -> dict[str, Any]:
         progress=False,
         warmup="full",
     ) as rt:
+        begin_s = time.perf_counter()
         clients = [
             threading.Thread(target=_client, args=(rt, counts, num_requests, seed + i, problems))
             for i in range(num_threads)
@@ -135,12 +138,12 @@ def soak(num_requests: int, num_threads: int, seed: int) -> dict[str, Any]:
             client.start()
         num_resizes = _watch(rt, counts, num_requests, clients, sizes, problems)
         for client in clients:
-            client.join(_PATIENCE_S)
+            client.join(PATIENCE_S)
         if counts.num_open:
             problems.append(f"{counts.num_open} requests have not ended")
+        seconds = time.perf_counter() - begin_s
         problems += _left_over(rt)
         stats = rt.stats()
-    seconds = time.perf_counter() - begin_s
     if more := [thread.name for thread in _threads() - threads_before]:
         problems.append(f"{len(more)} threads are left: {more}")
     if counts.num_ended_again:
@@ -158,6 +161,10 @@ def soak(num_requests: int, num_threads: int, seed: int) -> dict[str, Any]:
         "num_resizes": num_resizes,
         "resident_bytes": sizes,
         "growth": growth,
+        "host_and_device": {
+            "pages_out": stats.num_pages_out,
+            "pages_in": stats.num_pages_in,
+        },
         "problems": problems,
     }
 
@@ -172,13 +179,15 @@ def _watch(
 ) -> int:
     """Resize the pool and take the resident size until all has ended; return the resizes."""
     num_resizes, newest, changed_s = 0, 0, time.monotonic()
+    bar = tqdm(total=num_requests, desc="soak", unit="req", leave=False, delay=2)
     while any(client.is_alive() for client in clients):
         time.sleep(0.2)
         ended = counts.num_ended
+        bar.update(ended - bar.n)
         if ended != newest:
             newest, changed_s = ended, time.monotonic()
-        elif time.monotonic() > changed_s + _PATIENCE_S:
-            problems.append(f"nothing ended for {_PATIENCE_S:g} s, after {ended} requests")
+        elif time.monotonic() > changed_s + PATIENCE_S:
+            problems.append(f"nothing ended for {PATIENCE_S:g} s, after {ended} requests")
             break
         if ended * 20 >= num_requests * (len(sizes) + 1):  # twenty times
             sizes.append(resident_bytes())
@@ -186,6 +195,7 @@ def _watch(
             num_resizes += 1
             with suppress(EngineBusyError):
                 rt.resize_kv(POOLS[num_resizes % 2])
+    bar.close()
     sizes.append(resident_bytes())
     return num_resizes
 
@@ -222,7 +232,7 @@ def _submitted(rt: Runtime, counts: Counts, rng: random.Random, number: int) -> 
 
 
 def _waited_for(rt: Runtime, counts: Counts, rng: random.Random, number: int) -> None:
-    _submitted(rt, counts, rng, number).result(_PATIENCE_S)
+    _submitted(rt, counts, rng, number).result(PATIENCE_S)
 
 
 def _cancelled(rt: Runtime, counts: Counts, rng: random.Random, number: int) -> None:
@@ -230,7 +240,7 @@ def _cancelled(rt: Runtime, counts: Counts, rng: random.Random, number: int) -> 
     time.sleep(rng.random() * 0.01)
     pending.cancel()
     pending.cancel()
-    pending.result(_PATIENCE_S)
+    pending.result(PATIENCE_S)
 
 
 def _given_up(rt: Runtime, counts: Counts, rng: random.Random, number: int) -> None:
@@ -239,7 +249,7 @@ def _given_up(rt: Runtime, counts: Counts, rng: random.Random, number: int) -> N
         pending.result(rng.random() * 0.02)
     except TimeoutError:
         pending.cancel()
-        pending.result(_PATIENCE_S)
+        pending.result(PATIENCE_S)
 
 
 def _streamed(rt: Runtime, counts: Counts, rng: random.Random, number: int) -> None:
