@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, final, runtime_checkable
 
 import jax
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float, Int32, UInt8
 from jaxserve.cells.layout import TRASH_SLOT, Layout, TypeLayout
 from jaxserve.cells.values import ValueSpec
 from pallas_kernels import RowsAt
-from pallas_kernels.gated_cell import Column, GatedCell, TaskColumns, gated_tasks
+from pallas_kernels.gated_cell import Column, GatedCell, TaskColumns, gated_tasks, pack_gates
 
 # The bit of a row's flags that says that its outputs are finite.
 FINITE = 1
@@ -54,7 +55,12 @@ class GatedTasks:
                 raise NotImplementedError(f"an input {spec} travels with the task")
         self.__name__ = f"tasks_of_{''.join(c if c.isalnum() else '_' for c in t.cell.name)}"
         self._type = t
-        self._first_word = layout.first_word
+        # Column of each input of tokens -> that with the token itself.
+        self._word_of = {
+            number: layout.first_word + words.start
+            for number, words in enumerate(t.words)
+            if words is not None
+        }
         self._outputs = layout.first_output, layout.first_output + 1
         self._graphdef, self._tree = graphdef, tree
         self.pools = t.pools
@@ -67,25 +73,15 @@ class GatedTasks:
         reads: Int32[Array, " reads"],
     ) -> tuple[tuple[Array, ...], UInt8[Array, " num"], Float[Array, "reads hidden"]]:
         t, held = self._type, dict(zip(self.pools, pools, strict=True))
-        inputs: dict[str, Any] = {}
-        word_of: dict[int, int] = {}
-        tokens = None
-        for number, name in enumerate(t.cell.inputs):
-            words = t.words[number]
-            inputs[name] = RowsAt(held[t.input_pools[number]], Column(number))
-            if words is not None:
-                word_of[number] = self._first_word + words.start
-                tokens, inputs[name] = held[t.input_pools[number]], Column(number)
-        module: Any = nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, params))
+        *leaves, packed = params
         of_states = t.output_pools[0]
-        columns = TaskColumns(word_of, self._outputs)
+        tokens = None
+        for number in self._word_of:
+            tokens = held[t.input_pools[number]]
         held[of_states], is_finite, values = gated_tasks(
-            module.as_gated_cell(**inputs),
-            columns,
-            held[of_states],
-            tokens,
-            rows,
-            reads,
+            self._cell(leaves, held),
+            TaskColumns(self._word_of, self._outputs),
+            *(held[of_states], tokens, rows, reads, packed),
             trash=TRASH_SLOT,
         )
         # XLA runs an executable in the call, and not on its own threads, if it counts less than
@@ -93,11 +89,29 @@ class GatedTasks:
         # host not wait for calls of many rows.
         return tuple(held.values()), is_finite & jnp.uint8(FINITE), values
 
+    def packed(self, leaves: Sequence[Any]) -> Array:
+        """Return what follows the leaves of the module's parameters in `params`."""
+        return pack_gates(self._cell(leaves, dict.fromkeys(self.pools)))
+
+    def _cell(self, leaves: Sequence[Any], pools: Mapping[int, Any]) -> GatedCell:
+        """Return the cell, whose rows are columns of tasks."""
+        t = self._type
+        inputs: dict[str, Any] = {}
+        for number, name in enumerate(t.cell.inputs):
+            column = Column(number)
+            is_token = number in self._word_of
+            inputs[name] = column if is_token else RowsAt(pools[t.input_pools[number]], column)
+        module: Any = nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, leaves))
+        return module.as_gated_cell(**inputs)
+
 
 def gated_tasks_of(
     t: TypeLayout, layout: Layout, graphdef: Any, tree: Any, leaves: list[Any]
-) -> GatedTasks | None:
-    """Return the function that runs a type's tasks in one kernel; None if none can."""
+) -> tuple[GatedTasks, Array] | None:
+    """Return the function that runs a type's tasks in one kernel, and what it needs beside leaves.
+
+    None if no kernel can.
+    """
     try:
         found = GatedTasks(t, layout, graphdef, tree)
         pools = tuple(
@@ -105,8 +119,10 @@ def gated_tasks_of(
             for pool in found.pools
         )
         rows = jax.ShapeDtypeStruct((1, layout.width + 1), "int32")
-        jax.eval_shape(found, tuple(leaves), pools, rows, jax.ShapeDtypeStruct((1,), "int32"))
+        packed = found.packed(leaves)
+        reads = jax.ShapeDtypeStruct((1,), "int32")
+        jax.eval_shape(found, (*leaves, packed), pools, rows, reads)
     except NotImplementedError as error:
         _log.info("cell %s runs its tasks one by one: %s", t.cell.name, error)
         return None
-    return found
+    return found, packed

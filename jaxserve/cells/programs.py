@@ -77,7 +77,7 @@ class CellPrograms:
     """The functions of a runtime's cells, shared by its workers.
 
     Attributes:
-      params: for each type, the leaves of its parameters.
+      params: for each type, the leaves of its parameters; for a `FlatTaskFunction`, one more.
       tasks: for each type, its `TaskFunction`.
       flat: for each type, its `FlatTaskFunction`, which is used in place of the other; or None.
       pools: for each type, the pools that its functions take.
@@ -100,8 +100,13 @@ class CellPrograms:
             body = _Tasks(t, layout, graphdef, tree)
             self.pools.append(body.pools)
             self.tasks.append(jax.jit(body, donate_argnums=1))
-            flat = gated_tasks_of(t, layout, graphdef, tree, leaves) if has_flat else None
-            self.flat.append(None if flat is None else jax.jit(flat, donate_argnums=1))
+            found = gated_tasks_of(t, layout, graphdef, tree, leaves) if has_flat else None
+            if found is None:
+                self.flat.append(None)
+                continue
+            flat, packed = found
+            self.flat.append(jax.jit(flat, donate_argnums=1))
+            self.params[-1] = *leaves, packed
         self.read = jax.jit(_read)
         self.write = jax.jit(_write, donate_argnums=0)
 

@@ -3,7 +3,7 @@
 from pallas_kernels.gated_cell.api import gated_cell
 from pallas_kernels.gated_cell.kinds import KINDS, Kind
 from pallas_kernels.gated_cell.operands import GatedCell, Product, RowsAt, rows_at
-from pallas_kernels.gated_cell.tasks import Column, TaskColumns, gated_tasks
+from pallas_kernels.gated_cell.tasks import Column, TaskColumns, gated_tasks, pack_gates
 
 __all__ = [
     "KINDS",
@@ -15,5 +15,6 @@ __all__ = [
     "TaskColumns",
     "gated_cell",
     "gated_tasks",
+    "pack_gates",
     "rows_at",
 ]

@@ -70,7 +70,8 @@ struct Rows {
 struct Problem {
   int kind;
   const float* x;     // [m, k]
-  const float* w;     // [k, gates * hidden]
+  const float* w;     // [k, gates * hidden], or null if `packed` has it
+  const float* packed;  // [strips, gates, k, kPanel], with zeros past the last column
   const float* bias;  // [gates * hidden]
   const float* const* added;       // for each row [gates * hidden]; null for none
   const float* const* carried[2];  // for each row [hidden]
@@ -171,9 +172,10 @@ void step(const Problem& p, int64_t item) {
     const int64_t n0 = gate * p.hidden + at;
     for (int64_t k0 = 0; k0 < p.k; k0 += kDepth) {
       const int64_t depth = std::min(kDepth, p.k - k0);
-      const float* b = p.w + k0 * n + n0;
-      int64_t b_stride = n;
-      if (rows >= kPacksFrom || n0 + kPanel > n) {
+      const float* b = p.packed ? p.packed + ((at / kPanel * p.gates() + gate) * p.k + k0) * kPanel
+                                : p.w + k0 * n + n0;
+      int64_t b_stride = p.packed ? kPanel : n;
+      if (!p.packed && (rows >= kPacksFrom || n0 + kPanel > n)) {
         pack(p, n0, k0, depth, packed);
         b = packed, b_stride = kPanel;
       }
@@ -214,7 +216,7 @@ ffi::Error gated_cell(ffi::ThreadPool pool, Matrix first, Index first_index, Mat
                       Matrix carried, Index carried_index, Matrix other, Index other_index,
                       ffi::Result<Matrix> h, ffi::Result<Matrix> c, int32_t kind) {
   const Rows parts[] = {Rows(first, first_index), Rows(second, second_index)};
-  Problem p;
+  Problem p{};
   if (kind < kLstm || kind > kTreeInternal)
     return ffi::Error::InvalidArgument("gated_cell: the kind is unknown");
   p.kind = kind;
@@ -274,6 +276,33 @@ ffi::Error gated_cell(ffi::ThreadPool pool, Matrix first, Index first_index, Mat
   return ffi::Error::Success();
 }
 
+// Numbers of a packed weight on every machine: those of the widest panel, of 48 columns.
+constexpr int64_t kWidest = 48;
+static_assert(kWidest % kPanel == 0);
+int64_t packed_size(const Problem& p) {
+  return (p.hidden + kWidest - 1) / kWidest * kWidest * p.gates() * p.k;
+}
+
+// Copies a weight [k, gates * hidden] into the order in which `step` reads it.
+ffi::Error pack_gates(Matrix w, ffi::Result<Vector> out, int32_t kind) {
+  Problem p{};
+  p.kind = kind;
+  p.w = w.typed_data();
+  p.k = w.dimensions()[0];
+  p.hidden = w.dimensions()[1] / p.gates();
+  if (static_cast<int64_t>(out->element_count()) != packed_size(p))
+    return ffi::Error::InvalidArgument("pack_gates: the size is another");
+  float* to = out->typed_data();
+  std::fill_n(to, out->element_count(), 0.0f);
+  for (int64_t at = 0; at < p.hidden; at += kPanel) {
+    const int64_t width = std::min<int64_t>(kPanel, p.hidden - at);
+    for (int gate = 0; gate < p.gates(); ++gate)
+      for (int64_t i = 0; i < p.k; ++i, to += kPanel)
+        std::copy_n(p.w + i * p.columns() + gate * p.hidden + at, width, to);
+  }
+  return ffi::Error::Success();
+}
+
 // What the columns of a row of a task have; cpu.py has the same order. A negative column is none.
 enum Columns { kFirst, kSecond, kOne, kOther, kToken, kWord, kNewH, kNewC, kNumColumns };
 constexpr int32_t kOfToken = -1;  // a part of the product that is the token's row of the table
@@ -300,7 +329,7 @@ inline bool is_finite(const float* from, int64_t num) {
 //
 // The new states of kLookup are the token's rows of `table` and of `added`, without a product.
 ffi::Error gated_tasks(ffi::ThreadPool pool, Matrix states, Index tokens,
-                       Table rows, Index reads, Matrix w, Vector bias, Matrix table,
+                       Table rows, Index reads, Vector packed, Vector bias, Matrix table,
                        Matrix added, ffi::Result<Matrix> new_states,
                        ffi::Result<Flags> flags, ffi::Result<Matrix> values, int32_t kind, int32_t trash,
                        ffi::Span<const int32_t> columns) {
@@ -310,19 +339,20 @@ ffi::Error gated_tasks(ffi::ThreadPool pool, Matrix states, Index tokens,
   if (kind < kLstm || kind > kLookup || columns.size() != kNumColumns || slots == 0)
     return ffi::Error::InvalidArgument("gated_tasks: the kind or the columns are unknown");
   p.kind = kind;
-  p.w = w.typed_data();
+  p.packed = packed.typed_data();
   p.bias = bias.typed_data();
   p.hidden = states.dimensions()[1];
-  p.k = w.dimensions()[0];
-  bool fits = w.dimensions()[1] == p.columns() && flags->dimensions()[0] == num &&
+  bool fits = flags->dimensions()[0] == num &&
               static_cast<int64_t>(bias.element_count()) == p.columns();
   int64_t k = 0;
   for (int part : {kFirst, kSecond}) {
     if (columns[part] >= 0) k += p.hidden;
     if (columns[part] == kOfToken) k += table.dimensions()[1];
   }
+  p.k = k;
+  fits = fits && static_cast<int64_t>(packed.element_count()) == packed_size(p);
   const bool looks_up = kind == kLookup, adds = added.dimensions()[0] > 0 && !looks_up;
-  fits = fits && k == p.k && (!adds || added.dimensions()[1] == p.columns());
+  fits = fits && (!adds || added.dimensions()[1] == p.columns());
   if (looks_up)
     for (const Matrix& rows_of_tokens : {table, added})
       fits = fits && rows_of_tokens.dimensions()[0] > 0 &&
@@ -425,7 +455,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GatedTasks, gated_tasks,
                                   .Arg<Index>()
                                   .Arg<Table>()
                                   .Arg<Index>()
-                                  .Arg<Matrix>()
+                                  .Arg<Vector>()
                                   .Arg<Vector>()
                                   .Arg<Matrix>()
                                   .Arg<Matrix>()
@@ -435,3 +465,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GatedTasks, gated_tasks,
                                   .Attr<int32_t>("kind")
                                   .Attr<int32_t>("trash")
                                   .Attr<ffi::Span<const int32_t>>("columns"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PackGates, pack_gates,
+                              ffi::Ffi::Bind()
+                                  .Arg<Matrix>()
+                                  .Ret<Vector>()
+                                  .Attr<int32_t>("kind"));

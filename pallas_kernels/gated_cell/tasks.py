@@ -11,15 +11,19 @@ from dataclasses import dataclass
 from typing import final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels import build, dispatch
 from pallas_kernels.gated_cell.cpu import MAX_WEIGHT, NUMBERS, SOURCE
+from pallas_kernels.gated_cell.kinds import KINDS
 from pallas_kernels.gated_cell.operands import GatedCell, RowsAt
 
 # In place of columns: the rows of the table that tokens choose, and nothing. cpu.cc has them, too.
 _OF_TOKEN, _NONE = -1, -2
+# Columns of the widest panel of cpu.cc, to which the states of a packed weight are rounded up.
+_WIDEST = 48
 _KINDS = {**NUMBERS, "lookup": 3}
 
 
@@ -45,6 +49,24 @@ class TaskColumns:
     outputs: tuple[int, int]
 
 
+def pack_gates(cell: GatedCell) -> Float[Array, " packed"]:
+    """Return the weight of a cell in the order in which `gated_tasks` reads it, computed now.
+
+    Raises:
+      NotImplementedError: there is no C++ compiler.
+    """
+    if cell.kind == "lookup" or cell.kind not in NUMBERS:
+        return jnp.zeros(0, jnp.float32)
+    (product,) = cell.products
+    (num_gates,) = KINDS[cell.kind].num_gates
+    hidden = product.weight.shape[1] // num_gates
+    size = -(-hidden // _WIDEST) * _WIDEST * num_gates * product.weight.shape[0]
+    call = jax.ffi.ffi_call(
+        build.cpu_target(SOURCE, "PackGates"), jax.ShapeDtypeStruct((size,), jnp.float32)
+    )
+    return call(product.weight, kind=np.int32(NUMBERS[cell.kind]))
+
+
 def gated_tasks(
     cell: GatedCell,
     columns: TaskColumns,
@@ -52,6 +74,7 @@ def gated_tasks(
     tokens: Int32[Array, " token_slots"] | None,
     rows: Int32[Array | np.ndarray, "num width"],
     reads: Int32[Array | np.ndarray, " reads"],
+    packed: Float[Array, " packed"],
     *,
     trash: int,
 ) -> tuple[Float[Array, "slots hidden"], UInt8[Array, " num"], Float[Array, "reads hidden"]]:
@@ -65,6 +88,7 @@ def gated_tasks(
       rows: the slots and words of each row, in `columns`, and in the last column the number of its
         task. It does not decrease, and is negative for rows after the last task.
       reads: slots that are read after all tasks; negative after the last of them.
+      packed: `pack_gates(cell)`.
       trash: the slot that nothing reads; a row that writes both results there is not computed.
 
     Returns:
@@ -138,7 +162,7 @@ def gated_tasks(
         np.zeros(0, np.int32) if tokens is None else tokens,
         rows,
         reads,
-        *(weight, bias, table, added),
+        *(packed, bias, table, added),
         kind=np.int32(_KINDS[cell.kind]),
         trash=np.int32(trash),
         columns=np.array([*numbers, *columns.outputs], np.int32),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Product, RowsAt, build, gated_cell
-from pallas_kernels.gated_cell import Column, GatedCell, TaskColumns, gated_tasks
+from pallas_kernels.gated_cell import Column, GatedCell, TaskColumns, gated_tasks, pack_gates
 
 pytestmark = pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
 
@@ -61,7 +61,10 @@ def test_tasks_are_cells_one_after_the_other(kind):
         rows[:6, 0] = [10, 11, 9, 5, 4, 10]
     reads = np.array([3, 8, -1], np.int32)
     given = _cell(kind, states, Column(1), Column(2), Column(0), Column(3), Column(0), weights)
-    got, is_finite, values = gated_tasks(given, COLUMNS, states, tokens, rows, reads, trash=TRASH)
+    packed = pack_gates(given)
+    got, is_finite, values = gated_tasks(
+        given, COLUMNS, states, tokens, rows, reads, packed, trash=TRASH
+    )
 
     wanted = states
     for task in range(3):
@@ -85,7 +88,10 @@ def test_a_lookup_has_no_product():
     rows = np.array([[-1, 0, 0, 0, 2, 3, 4, 0], [0, 0, 0, 0, 5, 2, 0, 1]], np.int32)
     reads = np.array([2, 3, 5], np.int32)
     states, tokens = jnp.zeros((SLOTS, HIDDEN)), jnp.asarray([6], jnp.int32)
-    _, is_finite, values = gated_tasks(cell, COLUMNS, states, tokens, rows, reads, trash=TRASH)
+    packed = pack_gates(cell)
+    _, is_finite, values = gated_tasks(
+        cell, COLUMNS, states, tokens, rows, reads, packed, trash=TRASH
+    )
     np.testing.assert_array_equal(values, [tables[1][6], tables[1][4], tables[0][6]])
     np.testing.assert_array_equal(is_finite, [1, 1])
 
@@ -101,7 +107,8 @@ def test_a_row_that_is_not_finite():
     rows = np.array([[-1, 2, 3, 0, 2, 3, 4, 0], [-1, 4, 5, 0, 4, 5, 1, 0]], np.int32)
     given = _cell("folded", states, Column(1), Column(2), Column(0), None, None, weights)
     reads = np.full(1, -1, np.int32)
-    _, is_finite, _ = gated_tasks(given, COLUMNS, states, None, rows, reads, trash=TRASH)
+    packed = pack_gates(given)
+    _, is_finite, _ = gated_tasks(given, COLUMNS, states, None, rows, reads, packed, trash=TRASH)
     np.testing.assert_array_equal(is_finite, [1, 0])
 
 
@@ -112,7 +119,8 @@ def test_what_it_refuses():
         (RowsAt(zeros, Column(0)),), jnp.zeros((512, 2048), jnp.float32), jnp.zeros(2048)
     )
     rows, reads = np.zeros((1, 4), np.int32), np.zeros(1, np.int32)
+    packed = jnp.zeros(0)
     for kind, why in (("lstm", "weights of at most"), ("gru", "it serves")):
         cell = GatedCell(kind, (product,), (RowsAt(zeros, Column(1)),))
         with pytest.raises(NotImplementedError, match=why):
-            gated_tasks(cell, COLUMNS, zeros, None, rows, reads, trash=TRASH)
+            gated_tasks(cell, COLUMNS, zeros, None, rows, reads, packed, trash=TRASH)
