@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             print(f"run {repeat + 1} of {options.repeats}", file=sys.stderr)
             figures, lengths = _played(rt, items, _constrained(options, len(items)))
             found["with"].append(figures)
-            figures, _ = _played(rt, items, [_free(max(1, length)) for length in lengths])
+            figures, _ = _played(rt, items, [_free(options, max(1, each)) for each in lengths])
             found["without"].append(figures)
     share = ratios(*([run["tokens_per_s"] for run in found[name]] for name in ("with", "without")))
     return {
@@ -87,15 +87,17 @@ def _constrained(options: argparse.Namespace, count: int) -> list[SamplingParams
         SamplingParams(
             json_schema=SCHEMAS[i % len(SCHEMAS)],
             max_tokens=options.output_tokens,
-            temperature=1.0,
+            temperature=options.temperature,
             seed=options.seed + i,
         )
         for i in range(count)
     ]
 
 
-def _free(num_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=1.0, seed=0)
+def _free(options: argparse.Namespace, num_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=num_tokens, ignore_eos=True, temperature=options.temperature, seed=options.seed
+    )
 
 
 def _played(
@@ -153,6 +155,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     workloads.add_arguments(parser)
+    parser.add_argument("--temperature", type=float, default=1.0, help="of both ways; 0 is greedy")
     add_repeats(parser, "way")
     add_policy_options(parser, policies="auto", max_context=1024)
     return parser

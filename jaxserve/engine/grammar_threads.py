@@ -15,7 +15,8 @@ from typing import Any, final
 from jaxserve.core.errors import GrammarsBusyError, RuntimeClosedError
 from jaxserve.steps.preparation import start_thread
 
-_NUM_THREADS = 2
+# Grammars that are compiled at once.
+NUM_THREADS = 4
 # Jobs that may wait for a thread.
 MAX_WAITING = 32
 # Seconds for which the end of the process waits for a job.
@@ -40,6 +41,10 @@ class CompileJob:
     def is_dropped(self) -> bool:
         """Whether it will never begin."""
         return self._future.cancelled()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._future.done()
 
     def run(self) -> None:
         """Call the function, unless it was dropped before."""
@@ -84,13 +89,13 @@ class CompileJob:
 
 @final
 class CompileThreads:
-    """Two daemon threads with stacks of 64 MB, since llguidance recurses without a limit."""
+    """Daemon threads with stacks of 64 MB, since llguidance recurses without a limit."""
 
     def __init__(self) -> None:
         self._jobs: queue.Queue[CompileJob | None] = queue.Queue()
         self._lock = threading.Lock()
         self._is_closed = False
-        for i in range(_NUM_THREADS):
+        for i in range(NUM_THREADS):
             start_thread(f"jaxserve-grammar-{i}", _worker(self._jobs))
 
     def submit(self, function: Callable[[], Any]) -> CompileJob:
@@ -116,7 +121,7 @@ class CompileThreads:
             with suppress(queue.Empty):
                 while (job := self._jobs.get_nowait()) is not None:
                     job.close()
-            for _ in range(_NUM_THREADS):
+            for _ in range(NUM_THREADS):
                 self._jobs.put(None)
 
 

@@ -1,4 +1,4 @@
-"""Grammars, compiled by llguidance on their own threads, within bounds, and kept by their text."""
+"""Grammars, compiled by llguidance within bounds, first on trial, and kept by their text."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from jaxserve.core.constraint import Constraint
 from jaxserve.core.errors import GrammarTooComplexError, InvalidGrammarError, MissingExtraError
 from jaxserve.core.request import Request
 from jaxserve.engine.grammar_threads import CompileJob, CompileThreads, closed
+from jaxserve.engine.grammar_trials import GrammarTrials
 from jaxserve.engine.matcher import Matcher, first_line
-from jaxserve.engine.vocabulary import read_vocabulary
+from jaxserve.engine.vocabulary import outline, read_vocabulary
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.scheduling.plan import TokenMasks
 
@@ -109,6 +110,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._kept: OrderedDict[Constraint, CompileJob] = OrderedDict()
         self._vocabulary: Any = None
+        self._trials: GrammarTrials | None = None
         self._parallel: Any = None
         self._reading = threading.Lock()
         self._compiling: CompileThreads | None = None
@@ -157,6 +159,8 @@ class Grammars:
             self._is_closed = True
             if self._compiling is not None:
                 self._compiling.close()
+        if self._trials is not None:
+            self._trials.close()
         self._masking.shutdown(wait=False, cancel_futures=True)
 
     def _masks(self, matchers: Sequence[Matcher]) -> np.ndarray:
@@ -181,9 +185,9 @@ class Grammars:
             if self._vocabulary is None:
                 package = llguidance()
                 self._parallel = package.LLExecutor()
-                self._vocabulary = read_vocabulary(
-                    package, self._tokenizer, self._eos_token_ids, self._vocab_size
-                )
+                sizes = self._tokenizer, self._eos_token_ids, self._vocab_size
+                self._vocabulary = read_vocabulary(package, *sizes)
+                self._trials = GrammarTrials(outline(*sizes), _LIMITS, self._timeout_s)
             return self._vocabulary
 
     def _job(self, constraint: Constraint, vocabulary: Any) -> CompileJob:
@@ -192,9 +196,11 @@ class Grammars:
                 raise closed()
             if self._compiling is None:
                 self._compiling = CompileThreads()
+            trials = self._trials
+            assert trials is not None, "they are made with the vocabulary"
             job = self._kept.get(constraint)
             if job is None or job.is_dropped:
-                job = self._compiling.submit(lambda: _compile(constraint, vocabulary))
+                job = self._compiling.submit(lambda: _compile(constraint, vocabulary, trials))
                 self._kept[constraint] = job
                 if len(self._kept) > MAX_KEPT:
                     self._kept.popitem(last=False)
@@ -205,6 +211,8 @@ class Grammars:
         try:
             return job.result(self._timeout_s)
         except TimeoutError:
+            if job.has_ended:  # on trial; another time the machine may have less to do
+                self._drop(constraint, job)
             raise GrammarTooComplexError(
                 f"the {constraint.notation} was not compiled after {self._timeout_s:g} s; pass a "
                 "smaller one, with fewer alternatives and smaller numbers of repetitions"
@@ -216,12 +224,13 @@ class Grammars:
                 del self._kept[constraint]
 
 
-def _compile(constraint: Constraint, vocabulary: Any) -> CompiledGrammar:
+def _compile(constraint: Constraint, vocabulary: Any, trials: GrammarTrials) -> CompiledGrammar:
     package = llguidance()
     try:
         grammar = _grammar(constraint, package)
     except (ValueError, RecursionError) as error:
         raise _invalid(constraint, str(error)) from error
+    trials.check(grammar)
     limits = package.LLParserLimits(**_LIMITS)
     compiled = package.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
     if compiled.is_error():

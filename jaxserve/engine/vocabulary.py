@@ -42,6 +42,20 @@ def read_vocabulary(
     return package.LLTokenizer(_Decoded(tokenizer, eos_token_ids, vocab_size, spelt))
 
 
+def outline(
+    tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int
+) -> tuple[int, dict[int, str], int]:
+    """Return what `GrammarTrials` needs to know of a vocabulary.
+
+    It is the number of tokens, the text of each control token, and the end token.
+    """
+    control = {
+        token: tokenizer.decode([token], skip_special_tokens=False)
+        for token in tokenizer.control_token_ids
+    }
+    return vocab_size, control, eos_token_ids[0] if eos_token_ids else vocab_size
+
+
 @final
 class _Decoded:
     """What `LLTokenizer` reads of a tokenizer in Python."""

@@ -93,15 +93,22 @@ class Exchange:
         # Counted from here on, so that a server that drains waits for it.
         self._open = {0: backend.begin()}
         try:
-            self.jobs = await to_thread.run_sync(make_jobs, self._service)
-            self._trace.asked(self.jobs[0].params)
-            self._check()
-            await backend.check_room(len(self.jobs) - 1)
-            self._open.update({i: backend.begin() for i in range(1, len(self.jobs))})
-            await to_thread.run_sync(self._submit)
+            await to_thread.run_sync(self._begin, make_jobs)
+            if len(self.jobs) > 1:
+                await backend.check_room(len(self.jobs) - 1)
+                self._open.update({i: backend.begin() for i in range(1, len(self.jobs))})
+                await to_thread.run_sync(self._submit)
         except BaseException:
             self.close()
             raise
+
+    def _begin(self, make_jobs: Callable[[Service], Sequence[Job]]) -> None:
+        """Make the prompts; submit one at once, as room for it is known and a thread costs time."""
+        self.jobs = make_jobs(self._service)
+        self._trace.asked(self.jobs[0].params)
+        self._check()
+        if len(self.jobs) == 1:
+            self._submit()
 
     def _check(self) -> None:
         options = self._backend.options

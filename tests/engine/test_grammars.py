@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -20,9 +22,11 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.grammar_threads import MAX_WAITING, CompileJob, CompileThreads
+from jaxserve.engine.grammar_threads import MAX_WAITING, NUM_THREADS, CompileJob, CompileThreads
+from jaxserve.engine.grammar_trials import GrammarTrials
 from jaxserve.engine.grammars import MAX_KEPT, Grammars
 from jaxserve.testing import letter_tokenizer
+from tests.common.schemas import SYMBOLS
 
 # Compiles three grammars in which llguidance recurses as deeply as the bounds allow, and one more.
 _DEEP = """
@@ -154,14 +158,14 @@ def test_an_answer_without_states_does_not_end_later_ones(grammars: Grammars):
     assert again is not first and not again.is_exhausted
 
 
-def _two_that_run(threads: CompileThreads, may_end: threading.Event) -> list[CompileJob]:
-    begun = threading.Barrier(3)
+def _all_that_run(threads: CompileThreads, may_end: threading.Event) -> list[CompileJob]:
+    begun = threading.Barrier(NUM_THREADS + 1)
 
     def wait() -> bool:
         begun.wait(30)
         return may_end.wait(30)
 
-    jobs = [threads.submit(wait) for _ in range(2)]
+    jobs = [threads.submit(wait) for _ in range(NUM_THREADS)]
     begun.wait(30)
     return jobs
 
@@ -169,7 +173,7 @@ def _two_that_run(threads: CompileThreads, may_end: threading.Event) -> list[Com
 def test_jobs_are_bounded_in_number_and_time():
     """A job's time counts from its begin; one that waits for too long, or one too many, is busy."""
     threads, may_end = CompileThreads(), threading.Event()
-    slow = _two_that_run(threads, may_end)
+    slow = _all_that_run(threads, may_end)
     with pytest.raises(TimeoutError):
         slow[0].result(0.0)
     waiting: list[CompileJob] = []
@@ -191,7 +195,7 @@ def test_jobs_are_bounded_in_number_and_time():
 def test_waiting_jobs_end_when_the_threads_are_closed():
     """What runs ends; what waits gets a typed error."""
     threads, may_end = CompileThreads(), threading.Event()
-    slow = _two_that_run(threads, may_end)
+    slow = _all_that_run(threads, may_end)
     last = threads.submit(lambda: 1)
     threads.close()
     with pytest.raises(RuntimeClosedError):
@@ -216,6 +220,45 @@ def test_a_slow_grammar_is_too_complex():
         with pytest.raises(GrammarTooComplexError, match="the grammar"):
             grammars.compiled(slow)
     grammars.close()
+
+
+def _conflicting(count: int) -> Constraint:
+    """Return a schema that llguidance takes minutes to compile from a count of about 100 on."""
+    patterns = [{"type": "string", "pattern": f"x.{{{i + 5}}}y"} for i in range(count)]
+    return Constraint("json_schema", json.dumps({"allOf": patterns}))
+
+
+def test_slow_grammars_are_stopped():
+    """As many as there are threads leave these free for others when their time is over."""
+    tokenizer = letter_tokenizer()
+    grammars = Grammars(tokenizer, (), tokenizer.vocab_size, timeout_s=1.0)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        slow = [pool.submit(grammars.compiled, _conflicting(100 + i)) for i in range(NUM_THREADS)]
+        assert all(isinstance(each.exception(), GrammarTooComplexError) for each in slow)
+    grammars.compiled(_regex("[ab]c"))
+    grammars.close()
+
+
+def test_trials_are_bounded_in_memory():
+    """A grammar that takes more than is allowed ends its process alone; a broken one passes."""
+    limits = {"max_grammar_size": 2**40}
+    trials = GrammarTrials((100, {0: "<end>"}, 0), limits, 60.0, max_bytes=200 << 20)
+    with pytest.raises(GrammarTooComplexError, match="200 MiB"):
+        trials.check(SYMBOLS)
+    trials.check('start: "a" <end>')
+    trials.check("start: nothing")
+    trials.close()
+    with pytest.raises(RuntimeClosedError):
+        trials.check('start: "a"')
+
+
+def test_a_process_that_has_rested_is_replaced():
+    """A process ends when no grammar comes for a while, and the next one gets another."""
+    trials = GrammarTrials((100, {}, 100), {}, 10.0, idle_s=0.05)
+    for pause_s in (0.0, 0.3, 0.0):
+        time.sleep(pause_s)
+        trials.check('start: "a"')
+    trials.close()
 
 
 def test_a_process_may_end_while_a_grammar_is_compiled():

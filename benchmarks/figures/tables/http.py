@@ -69,6 +69,7 @@ def structured(result: Result, link: str) -> str:
     arguments = result.get("arguments")
     number = arguments["num_requests"] or "32"
     what = f"{number} {arguments['workload']} requests at once, {arguments['model']}"
+    what += ", greedy" if arguments.get("temperature") == 0 else ""
     header = ("answers", "output tokens/s", "a token", "masks a token, on host threads")
     header += ("forced", "device idle for the host", "of the throughput without")
     return f"{caption(result, what, link)}\n\n{table(header, rows)}"

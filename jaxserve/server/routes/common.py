@@ -42,7 +42,7 @@ def documented(*statuses: int, stream: bool = False) -> dict[int | str, dict[str
     return found
 
 
-def _backend(http: Request) -> Backend:
+async def _backend(http: Request) -> Backend:  # on the event loop; other functions get a thread
     return http.app.backend
 
 
