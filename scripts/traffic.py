@@ -22,6 +22,8 @@ _VIEWS = {"bitcast", "opt-barrier"}
 _SLICES = {"slice", "dynamic-slice", "gather"}
 # Instructions that write to their first operand in place, with the index of what they write.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+# Starts of collectives, whose result may be a tuple of operands and results.
+_COLLECTIVES = {"all-gather-start", "all-reduce-start", "collective-permute-start"}
 # Sizes of what steers a kernel and is no data, such as the number of the layer.
 _SCALAR_BYTES = 8
 
@@ -124,8 +126,11 @@ def step_bytes(hlo: str) -> StepBytes:
 
 def _argument(parameter: _Instruction) -> _Value:
     name = parameter.name
+    # A partitioned module has other names, and these in its metadata.
+    if (given := re.search(r'op_name="([^"]+)"', parameter.line)) is not None:
+        name = given[1]
     if name.startswith("params"):
-        return _Value("weight", sum(parameter.shapes), name)
+        return _Value("weight", sum(parameter.shapes), parameter.name)
     return _Value("pages" if name.startswith("cache") else "state", sum(parameter.shapes))
 
 
@@ -196,6 +201,9 @@ class _Module:
             return result
         if each.opcode == "constant" or not each.shapes:
             return [_Value("activation", size) for size in each.shapes]
+        empty = [each.operands[i][0] for i, operand in enumerate(operands) if not operand]
+        if empty:
+            raise ValueError(f"{empty} have no result, in {line.strip()[:200]!r}")
         flat = [operand[0] for operand in operands]
         if each.opcode == "custom-call":
             return _kernel(each, flat, traffic)
@@ -339,7 +347,9 @@ def _instruction(line: str) -> _Instruction | None:
         math.prod(int(each) for each in dimensions.split(",") if each) * int(bits or 8) / 8
         for _, bits, dimensions in arrays
     ]
-    if made[3].startswith("(("):  # of an asynchronous instruction: operands, result, context
+    if made[4] in _COLLECTIVES and made[3].startswith("("):  # operands, results
+        shapes = shapes[len(operands) : 2 * len(operands)]
+    elif made[3].startswith("(("):  # of an asynchronous instruction: operands, result, context
         shapes = shapes[len(operands) : -1]
     elif made[4] == "copy-start":  # result, operand, context
         shapes = shapes[:1]

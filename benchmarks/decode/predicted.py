@@ -41,16 +41,20 @@ class Device:
       launch_s: from the end of a kernel to the start of the next one in a CUDA graph, and what both
         lose by not filling the device meanwhile.
       host_s: from the end of an iteration to the start of the next one, where the host decides.
+      memory_bytes: what weights and pages may take.
     """
 
     bytes_per_s: float
     flops_per_s: float
     launch_s: float
     host_s: float
+    memory_bytes: float
 
 
 # Copy and product as they were reached on H100s (SXM, HBM3); the two times are assumptions.
-H100 = Device(bytes_per_s=3.0e12, flops_per_s=800e12, launch_s=1.5e-6, host_s=20e-6)
+H100 = Device(
+    bytes_per_s=3.0e12, flops_per_s=800e12, launch_s=1.5e-6, host_s=20e-6, memory_bytes=78e9
+)
 
 
 @final
@@ -127,6 +131,19 @@ def predict(
     )
 
 
+def fits(
+    model: str, device: Device, *, batch: int, context: float, kv_dtype: str | None = None
+) -> bool:
+    """Return whether the weights, and the pages of all sequences, fit in the device's memory."""
+    embed, mlp, layers, heads, kv_heads, vocab = SHAPES[model]
+    head_dim = embed // heads
+    a_layer = embed * ((heads + 2 * kv_heads) * head_dim + heads * head_dim + 3 * mlp)
+    weights = layers * a_layer + 2 * embed * vocab
+    number_bytes, scale_bytes = _PAGE_BYTES[kv_dtype]
+    token_bytes = layers * 2 * kv_heads * (head_dim * number_bytes + scale_bytes)
+    return _WEIGHT_BYTES * weights + batch * context * token_bytes <= device.memory_bytes
+
+
 def counted(batch: int, kv_dtype: str | None = None) -> Launches:
     """Return what the gate counted in the decode loop that serves a batch of Llama 3 8B.
 
@@ -147,18 +164,16 @@ def counted(batch: int, kv_dtype: str | None = None) -> Launches:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the prediction of every batch and context."""
+    """Return the prediction of every batch and context that fit in memory."""
     batches, contexts = sizes_from(options.batches), sizes_from(options.contexts)
     rows = []
     for batch in batches:
         for context in contexts:
+            sizes: dict[str, Any] = dict(batch=batch, context=context, kv_dtype=options.kv_dtype)
+            if not fits("llama-3-8b", H100, **sizes):
+                continue
             launches = counted(batch, options.kv_dtype)
-            own = predict(
-                *("llama-3-8b", H100, launches),
-                batch=batch,
-                context=context,
-                kv_dtype=options.kv_dtype,
-            )
+            own = predict("llama-3-8b", H100, launches, **sizes)
             rows.append(
                 {"batch_size": batch, "context": context, "step_s": own.total_s, **asdict(own)}
             )

@@ -108,3 +108,23 @@ def test_what_is_moved_without_need(line: str, more: int):
     plain, other = (step_bytes(HLO.replace("MORE", text)) for text in ("", line))
     assert other.beside - plain.beside == more
     assert (other.weights, other.activations) == (plain.weights, plain.activations)
+
+
+def test_a_partitioned_module_has_its_names_in_metadata():
+    """Parameters are known by their metadata; a collective returns what follows its operands."""
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main (param.1: bf16[8,16], param.2: bf16[4,8]) -> bf16[4,16] {
+  %param.1 = bf16[8,16]{1,0} parameter(0), metadata={op_name="params[\'head\']"}
+  %param.2 = bf16[4,8]{1,0} parameter(1), metadata={op_name="slots.tokens"}
+  %own = bf16[4,16]{1,0} dot(%param.2, %param.1)
+  %start = ((bf16[4,16]{1,0}), bf16[4,16]{1,0}) all-reduce-start(%own), to_apply=%sum
+  %done = bf16[4,16]{1,0} all-reduce-done(%start)
+  ROOT %end = bf16[4,16]{1,0} negate(%done)
+}
+"""
+    found = step_bytes(text)
+    assert found.weights == 2 * 8 * 16
+    assert found.beside == 2 * 4 * 8
+    # The product and the sum write, the sum and the last instruction read, and that writes.
+    assert found.activations == 2 * 4 * 16 * 5
