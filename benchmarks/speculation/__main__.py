@@ -122,7 +122,11 @@ def _items(rt: Runtime, prompts: list[Any], output_tokens: int) -> list[Workload
     """Return the prompts, each with the length of its answer, for engines that ignore its end."""
     done = rt.generate(prompts, SamplingParams(max_tokens=output_tokens), progress=False)
     return [
-        WorkloadItem(each.prompt_token_ids, len(each.token_ids), max_tokens=output_tokens)
+        WorkloadItem(
+            prompt_token_ids=tuple(each.prompt_token_ids),
+            num_output_tokens=len(each.token_ids),
+            max_tokens=output_tokens,
+        )
         for each in done
     ]
 

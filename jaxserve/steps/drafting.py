@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -135,11 +134,12 @@ class FollowedModel:
 def divided(cache: KVCache, num_last: int) -> tuple[KVCache, KVCache]:
     """Return a cache without its last buffers, and these."""
 
-    def part(first: bool) -> list[tuple[jax.Array, ...]]:
-        fields = (cache.k_pages, cache.v_pages, cache.k_scales, cache.v_scales)
-        return [each[:-num_last] if first else each[-num_last:] for each in fields]
+    def part(of: slice) -> KVCache:
+        return KVCache(
+            cache.k_pages[of], cache.v_pages[of], cache.k_scales[of], cache.v_scales[of], ()
+        )
 
-    return KVCache(*part(True), states=cache.states), KVCache(*part(False))
+    return replace(part(slice(-num_last)), states=cache.states), part(slice(-num_last, None))
 
 
 def united(one: KVCache, other: KVCache) -> KVCache:

@@ -272,7 +272,9 @@ def _chosen(
         gained = best.sum()
         chosen = jnp.zeros_like(available).at[where // len(place)].add((best > 0).astype(jnp.int32))
     num_live = (room > 0).sum().astype(jnp.float32)
-    is_worth = num_live + gained > _LEAST_GAIN * cost * num_live
+    # Rows that gain nothing wait for those that do: of many rows, the gain is twice the cost.
+    least = num_live * (_LEAST_GAIN * cost - 1.0) * (2.0 - 1.0 / jnp.maximum(num_live, 1.0))
+    is_worth = gained > least
     return Draft(found, available, chosen, source, is_worth & (gained > 0))
 
 

@@ -63,6 +63,8 @@ class SlotState:
 def empty_slots(config: EngineConfig) -> SlotState:
     """Return slots that are all inert."""
     num = config.max_slots
+    # With a draft model nothing is looked up.
+    num_indexed = 1 if config.drafts else config.max_context
 
     def full(value: float, dtype: jnp.dtype, *shape: int) -> Shaped[Array, " slots *shape"]:
         return jnp.full((num, *shape), value, dtype)
@@ -76,7 +78,7 @@ def empty_slots(config: EngineConfig) -> SlotState:
         sampling=empty_sampling(num),
         encoded=full(1, jnp.int32) if config.has_encoder else None,
         adapter=full(-1, jnp.int32) if config.max_adapters else None,
-        lookup=Lookup.empty(num, config.max_context) if config.num_proposed else None,
+        lookup=Lookup.empty(num, num_indexed) if config.num_proposed else None,
         answers=Answers.empty(config.max_context) if config.num_proposed else None,
     )
 

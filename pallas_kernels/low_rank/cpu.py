@@ -62,7 +62,6 @@ def _derivative(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the tangent with XLA's products, which XLA can transpose."""
     adapter, *arrays = values
-    _, tangent = jax.jvp(
-        lambda *arrays: xla.add_low_rank(*arrays, adapter), tuple(arrays), tuple(tangents[1:])
-    )
+    function: Any = partial(xla.add_low_rank, adapter=adapter)
+    _, tangent = jax.jvp(function, tuple(arrays), tuple(tangents[1:]))
     return _added(target, *values), tangent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -25,7 +25,7 @@ _look_up = jax.jit(proposals.look_up, static_argnames="num")
 _propose = jax.jit(proposals.propose, static_argnames="num")
 
 
-def _with(state: SlotState, texts: dict[int, Sequence[int]]) -> SlotState:
+def _with(state: SlotState, texts: Mapping[int, Sequence[int]]) -> SlotState:
     """Return the slots after sequences of these tokens were admitted, by slot."""
     tokens = np.zeros(slots.ADMISSIONS_A_CALL * CONTEXT, np.int32)
     index = np.full(slots.ADMISSIONS_A_CALL, NUM_SLOTS, np.int32)
