@@ -54,6 +54,7 @@ PAGES = (
     Page("docs/results/exegpt.md", ("exegpt", "exegpt_bounds", "exegpt_measured")),
     Page("docs/results/cells.md", ("cells",)),
     Page("docs/results/lengths.md", ("predictor", "probe")),
+    Page("docs/results/rollouts.md", ("residual",)),
     Page("docs/results/devices.md", ("sharding", "roles", "gpu_check")),
 )
 FIGURES = "docs/figures"

@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         ]
         found[mode] = differences(np.concatenate(gaps))
     return {
-        "benchmark": "invariance.residual",
+        "benchmark": "residual",
         "arguments": arguments_of(options),
         "repeats": 1,
         "modes": found,

@@ -54,8 +54,8 @@ class TrainedFleet(abc.ABC):
         `Runtime.update_params` does, and one that fails or dies now is replaced by a process that
         starts with them. So does every process that replaces another one later. Until the call
         returns, some replicas may answer with the old weights and others with the new ones; each
-        token has its version. Ctrl-C ends the wait and not the update. `docs/rollouts.md` says what
-        is guaranteed.
+        token has its version. Ctrl-C ends the wait and not the update.
+        `docs/promises/rollouts.md` says what is guaranteed.
 
         Args:
           params: parameters of this process, of the same structure and shapes; or a model's folder

@@ -57,8 +57,8 @@ class Trained(abc.ABC):
         old ones' devices, and cast to their dtypes. No step is compiled. The runtime drops its
         references to the old arrays, and finds no cached page of theirs again. After an error the
         old weights go on serving, unless it is an EngineFailedError. If several processes serve the
-        model, all of them call it while none follows (`dismiss_followers`). `docs/rollouts.md` says
-        what is guaranteed.
+        model, all of them call it while none follows (`dismiss_followers`).
+        `docs/promises/rollouts.md` says what is guaranteed.
 
         Args:
           params: parameters of the same structure and shapes, or those that have changed, or what

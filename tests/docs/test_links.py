@@ -11,7 +11,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
-CODE = ("jaxserve", "predictor", "pallas_kernels", "sharding", "benchmarks", "scripts", "tests")
+CODE = (
+    *("jaxserve", "predictor", "pallas_kernels", "sharding"),
+    *("benchmarks", "scripts", "examples", "tests"),
+)
 
 # Files that commands and worked examples write, and that are not in the repository.
 WRITTEN = (
@@ -23,7 +26,7 @@ _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^()\s]+)\)")
 _INLINE = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]+\.(?:py|toml|sh|json|cc|ipynb|md)|test_\w+\.py")
-_MODULE = re.compile(r"(?:python -m\s+|`)(benchmarks(?:\.\w+)+)")
+_MODULE = re.compile(r"(?:python -m\s+|`)((?:benchmarks|examples)(?:\.\w+)+)")
 
 
 def _name(page: Path) -> str:

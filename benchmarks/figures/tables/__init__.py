@@ -43,6 +43,7 @@ HEADINGS = {
     "http": "What HTTP costs, and other servers",
     "structured": "What grammars cost",
     "invariance": "Bits of a request in any two batches",
+    "residual": "Log-probabilities of sampling beside the trainer's",
 }
 # Tables of one result each; offline results share a table.
 _MAKE: dict[str, Callable[[Result, str], str]] = {
@@ -70,6 +71,7 @@ _MAKE: dict[str, Callable[[Result, str], str]] = {
     "http": http.http,
     "structured": http.structured,
     "invariance": serving.invariance,
+    "residual": serving.residual,
 }
 
 

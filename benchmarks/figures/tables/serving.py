@@ -224,6 +224,32 @@ def invariance(result: Result, link: str) -> str:
     return _with(f"{caption(result, what, link)}\n\n{table(header, rows)}", scored)
 
 
+def residual(result: Result, link: str) -> str:
+    """Return how far reported log-probabilities are from the trainer's, a row for each mode."""
+    rows = []
+    for mode, _ in result.items("modes"):
+        at = ("modes", mode)
+        rows.append(
+            [
+                mode,
+                linked(result.number(*at, "num_different"), ",.0f", link),
+                *(
+                    f"{result.number(*at, name):.1e}"
+                    for name in ("mean", "largest", "largest_ratio_error", "kl")
+                ),
+            ]
+        )
+    arguments = result.get("arguments")
+    first = next(iter(result.get("modes")))
+    what = (
+        f"{result.number('modes', first, 'num_tokens'):,.0f} drawn tokens of {arguments['model']} "
+        "in each mode, beside the trainer's log-probabilities in float32"
+    )
+    header = ("serving", "tokens with other bits", "mean difference", "largest",
+              "largest error of a ratio", "KL divergence per token")  # fmt: skip
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
+
+
 def _shown(spread: Spread | None, form: str, unit: str = "") -> str:
     return "" if spread is None else shown(spread, form, unit)
 
