@@ -23,7 +23,7 @@ QUESTIONS = (
     "Give me three tips for learning to play the guitar.",
     "Write a short poem about the sea.",
     "What is the difference between a cat and a dog?",
-    "How do I boil an egg?",
+    "What are whales?",
     "What is photosynthesis?",
     "What does a compiler do?",
 )

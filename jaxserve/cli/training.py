@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxserve.cli.options import is_quiet
 from jaxserve.core.errors import InvalidConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 SETTINGS = "training.json"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, not a table.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.", callback=is_quiet)]
 HeldOut = Annotated[
     float,
     typer.Option("--held-out", help="Share of the data for calibration, and again for the test."),
