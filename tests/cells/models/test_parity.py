@@ -33,8 +33,7 @@ from jaxserve.core.errors import (
 from jaxserve.workload.trees import random_trees
 from tests.cells.models.alone import evaluate
 
-# States of more than 64 bytes lie in slots, as in real models.
-VOCAB, EMBED, HIDDEN = 13, 5, 20
+VOCAB, EMBED, HIDDEN = 13, 5, 6
 END = 4
 
 
