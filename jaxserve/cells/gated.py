@@ -29,7 +29,7 @@ class Gated(Protocol):
     """A module that is one gated cell, which has `takes_rows`."""
 
     def as_gated_cell(self, *args: Any, **named: Any) -> GatedCell:
-        """Return the cell of inputs, whose results are the module's outputs in their order."""
+        """Return the cell of inputs, whose new states are the outputs h and c."""
         ...
 
 
@@ -61,7 +61,10 @@ class GatedTasks:
             for number, words in enumerate(t.words)
             if words is not None
         }
-        self._outputs = layout.first_output, layout.first_output + 1
+        outputs = [cell.output_index.get(name, -1) for name in ("h", "c")]
+        if min(outputs) < 0:
+            raise NotImplementedError("its outputs are not h and c")
+        self._outputs = layout.first_output + outputs[0], layout.first_output + outputs[1]
         self._graphdef, self._tree = graphdef, tree
         self.pools = t.pools
 

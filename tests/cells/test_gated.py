@@ -1,0 +1,56 @@
+"""Tasks of gated cells on CPUs: a runtime runs all of a call in one kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve.cells import CellRuntime
+from jaxserve.cells.layout import Layout
+from jaxserve.cells.models import (
+    LSTM,
+    CellModel,
+    Embedded,
+    Internal,
+    Leaf,
+    folded,
+    sequence_model,
+    tree_lstm_model,
+)
+from jaxserve.cells.programs import CellPrograms
+from pallas_kernels import build
+from tests.cells.models.alone import evaluate
+
+pytestmark = pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
+
+# States of more than 64 bytes lie in slots.
+VOCAB, EMBED, HIDDEN = 13, 5, 20
+CHAINS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 0]]
+TREES = [((1, 2), (3, (4, 5))), 6, (7, 8)]
+
+
+def _model(name: str) -> tuple[CellModel, list]:
+    rngs = nnx.Rngs(0)
+    if "tree" in name:
+        leaf = Leaf(VOCAB, EMBED, HIDDEN, rngs=rngs)
+        some = folded(leaf) if "folded" in name else leaf
+        return tree_lstm_model(some, Internal(HIDDEN, rngs=rngs)), TREES
+    step = Embedded(LSTM(EMBED, HIDDEN, rngs=rngs), VOCAB, rngs=rngs)
+    return sequence_model(folded(step) if "folded" in name else step), CHAINS
+
+
+@pytest.mark.parametrize("name", ["lstm", "folded_lstm", "tree", "folded_tree"])
+def test_answers_are_those_of_the_modules(name):
+    """Both states of every request, alone and in a mix, whatever the order of h and c is."""
+    model, inputs = _model(name)
+    assert None not in CellPrograms(Layout(model.cells), has_flat=True).flat
+    with CellRuntime(model.cells, model.unfold, progress=False, warmup=False) as rt:
+        mixed = rt.generate(inputs)
+        (alone,) = rt.generate(inputs[:1])
+        rt.check_integrity()
+    for state in ("h", "c"):
+        np.testing.assert_array_equal(alone[state], mixed[0][state])
+        for given, got in zip(inputs, mixed, strict=True):
+            wanted = evaluate(model.unfold(given))[state]
+            np.testing.assert_allclose(got[state], wanted, rtol=1e-5, atol=1e-6)
