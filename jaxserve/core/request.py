@@ -45,8 +45,8 @@ class Request:
       arrival_s: time of submission on the engine's clock.
       priority: under the priority order, higher priorities run first.
       deadline_s: time on the engine's clock by which it should end; breaks ties of priority.
-      conversation_id: the conversation that this is a turn of, if any. It serves reports and
-        recordings only; prefix caches compare tokens.
+      conversation_id: the conversation that this is a turn of, if any, for reports, recordings, and
+        because its pages are expected to be wanted again; prefix caches compare tokens.
       prediction: predicted output length, if there is one.
       stop_token_ids: `params.stop_token_ids` and, unless ignored, the model's end tokens.
       seed: `params.seed`, or a seed drawn by the runtime.

@@ -83,11 +83,15 @@ class Branch:
     """A conversation as the cache sees it: a chain of cached pages up to its last one, the tip.
 
     It counts for the value of its pages as long as its tip lies anywhere.
+
+    Attributes:
+      returns: whether it is sure to go on: its sequence was preempted, or more turns are expected.
     """
 
     last_active_s: float
     tip: CachedPage | None = None
     is_running: bool = False
+    returns: bool = False
 
     @property
     def counts(self) -> bool:
@@ -102,19 +106,19 @@ class Branch:
 
     def run(self) -> None:
         """A sequence continues it."""
-        self.is_running = True
+        self.is_running, self.returns = True, False
 
     def grow_to(self, page: CachedPage) -> None:
         """Have its tip there."""
         self.tip = page
 
-    def rest(self, now_s: float | None = None) -> None:
+    def rest(self, now_s: float | None = None, *, returns: bool = False) -> None:
         """No sequence continues it any more.
 
         Args:
           now_s: when it was active until now; None where its pages are not right.
         """
-        self.is_running = False
+        self.is_running, self.returns = False, returns
         if now_s is not None:
             self.last_active_s = now_s
 
@@ -130,6 +134,7 @@ class CachedPage:
       device_page, host_page: pages of the pools that hold it; None where it does not lie there.
       branches: conversations that it belongs to.
       num_uses: how often its value has changed by use.
+      is_counted: whether `count_once` was called since it was used last.
     """
 
     index: int
@@ -138,15 +143,22 @@ class CachedPage:
     host_page: int | None = None
     branches: list[Branch] = field(default_factory=list)
     num_uses: int = 0
+    is_counted: bool = False
     _max_branches: int = 16
 
     @property
     def is_resident(self) -> bool:
         return self.device_page is not None or self.host_page is not None
 
+    def count_once(self) -> bool:
+        """Return whether this is the first call since the page was used."""
+        is_first, self.is_counted = not self.is_counted, True
+        return is_first
+
     def join(self, branch: Branch) -> None:
         """Belong to that conversation too, from here on."""
         self.num_uses += 1
+        self.is_counted = False
         if branch in self.branches:
             return
         if len(self.branches) >= self._max_branches:

@@ -297,7 +297,7 @@ class PageCache:
         pool = self.pool
         lossless = pool.num_free + pool.num_copied - pool.num_reserved
         missing = min(int(free_share * pool.num_usable) - lossless, _MAX_AHEAD)
-        missing = min(missing, pool.num_cached - pool.num_copied)
+        missing = self._values.most_to_look_at(min(missing, pool.num_cached - pool.num_copied))
         for _ in range(missing):
             page = self._to_copy.lowest()
             if page is None or (self._values.is_worth_copying(page) and not self._copy_out(page)):

@@ -7,6 +7,10 @@ from typing import final
 
 from jaxserve.memory.cached_page import CachedPage
 from jaxserve.memory.eviction import Eviction, RecomputeCost
+from jaxserve.memory.reuse import ReuseRate
+
+# Pages that are looked at before one step while most are declined.
+_FEW = 4
 
 
 @final
@@ -18,6 +22,11 @@ class PageValues:
       cost: of computing a page after a context.
       copy_s: seconds to copy a page to the host, and again to copy it back.
       now: the clock.
+      learns_reuse: copy a page only if what that saves, as often as pages have come back lately,
+        is worth the copy. Otherwise pages are taken to come back.
+
+    Attributes:
+      reuse: how often pages come back.
     """
 
     def __init__(
@@ -27,7 +36,11 @@ class PageValues:
         cost: RecomputeCost,
         now: Callable[[], float],
         copy_s: float,
+        *,
+        learns_reuse: bool = False,
     ):
+        self.reuse = ReuseRate()
+        self._learns_reuse = learns_reuse
         self._page_size = page_size
         self._eviction = eviction
         self._cost = cost
@@ -59,8 +72,22 @@ class PageValues:
         return self.value(page), page.index
 
     def is_worth_copying(self, page: CachedPage) -> bool:
-        """Whether copying a page there and back costs no more than computing it."""
-        return 2 * self._copy_s <= self._cost_s(page)
+        """Whether copying a page there and back is expected to cost no more than computing it."""
+        saved_s = self._cost_s(page) - self._copy_s
+        if not self._learns_reuse or any(branch.returns for branch in page.branches):
+            return self._copy_s <= saved_s
+        if page.count_once():
+            self.reuse.gone()
+        return self._copy_s <= self.reuse.chance * saved_s
+
+    def most_to_look_at(self, num_pages: int) -> int:
+        """Return how many of these pages to ask `is_worth_copying` for before one step.
+
+        Few, while most of them would be declined, so that a step does not pay for that.
+        """
+        saved_s = self._cost(self._page_size) - self._copy_s
+        pays = not self._learns_reuse or self._copy_s <= self.reuse.chance * saved_s
+        return num_pages if pays else min(num_pages, _FEW)
 
     def _cost_s(self, page: CachedPage) -> float:
         cost_s = self._costs_s.get(page.index)

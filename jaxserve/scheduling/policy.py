@@ -6,10 +6,10 @@ iteration shape has to remember from step to step is in a state that it makes it
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar, final
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, final
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
@@ -20,6 +20,11 @@ from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.scheduling.sequence import Sequence
 
 _State = TypeVar("_State")
+
+
+# Returns the decode iterations that take as long as to preempt a full pool and to bring it back: by
+# copies, or computed anew. None where costs or step times are not measured.
+PreemptionCost: TypeAlias = Callable[[], float | None]
 
 
 class Headroom(Protocol):
@@ -53,7 +58,11 @@ class Admission(Protocol):
         ...
 
     def headroom(
-        self, running: Seq[Sequence], config: EngineConfig, lengths: LengthTracker
+        self,
+        running: Seq[Sequence],
+        config: EngineConfig,
+        lengths: LengthTracker,
+        preemption: PreemptionCost,
     ) -> Headroom:
         """Return what admissions leave available in a step, given the sequences that run."""
         ...
@@ -126,6 +135,11 @@ class Retention(Protocol):
 
     keeps_pages: ClassVar[bool]
     uses_host: ClassVar[bool]
+
+    @property
+    def learns_reuse(self) -> bool:
+        """Whether only so many pages go there as come back often enough, see `PageValues`."""
+        ...
 
     @property
     def free_share(self) -> float:

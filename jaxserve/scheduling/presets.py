@@ -81,7 +81,10 @@ PRESETS: dict[str, Policy] = {
             for name in ("exegpt_waa_c", "exegpt_waa_m")
         ),
         # Ours.
-        Policy("auto", Expected(), DueFirst(), Unified(), Tiered(), LongestRemaining()),
+        Policy(
+            *("auto", Expected(), DueFirst(), Unified()),
+            *(Tiered(learns_reuse=True), LongestRemaining()),
+        ),
         # As auto, until lengths and step times are known; then a runtime plans a schedule for its
         # latency bound, and adapts it. A simulation runs it as auto.
         Policy(
@@ -89,7 +92,7 @@ PRESETS: dict[str, Policy] = {
             Expected(),
             DueFirst(),
             Unified(),
-            Tiered(),
+            Tiered(learns_reuse=True),
             LongestRemaining(),
             is_planned=True,
         ),

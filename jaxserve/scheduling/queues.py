@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Callable
 from typing import final
 
+from jaxserve.scheduling.kv.costs import preempt_all_s
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.slack import Slack
 from jaxserve.scheduling.lengths.tracker import LengthTracker
@@ -130,12 +131,17 @@ class Queues:
             return False
         if self._headroom is None:
             self._headroom = self._policy.admission.headroom(
-                self.running, self._kv.config, self._lengths
+                self.running, self._kv.config, self._lengths, self._preemption_iterations
             )
         headroom = self._headroom.pages(sequence)
         if not headroom:
             return True
         return self._kv.fits_into(sequence, num_tokens, num_available - headroom)
+
+    def _preemption_iterations(self) -> float | None:
+        """See `PreemptionCost`."""
+        seconds, pace = preempt_all_s(self._kv.config, self._kv.swap_costs), self._pace()
+        return None if seconds is None or pace is None else seconds / max(pace.decode_s, 1e-9)
 
     def _least_pages(self, sequence: Sequence) -> int:
         return self._kv.least_missing(sequence, self.tokens_to_reserve(sequence))

@@ -114,7 +114,7 @@ def test_devices_belong_to_a_cluster():
     assert done.exit_code == 2 and "pass 'int8' or 'int4'" in done.stderr
 
 
-_ENGINE = ("--load random", "--kv-memory 1GiB", "--policies rra")
+_ENGINE = ("--load random", "--kv-memory 1GiB")
 _MACHINE = (
     *_ENGINE,
     *("--profile times.json", "--measure-again", "--dtype float32", "--kv-dtype int8"),

@@ -11,9 +11,15 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.admission.on_demand import OnDemand
-from jaxserve.scheduling.lengths.forecast import MemoryUse
+from jaxserve.scheduling.lengths.forecast import MemoryUse, memory_times
 from jaxserve.scheduling.lengths.tracker import LengthTracker
+from jaxserve.scheduling.policy import PreemptionCost
 from jaxserve.scheduling.sequence import Sequence
+
+# What preemptions cost beyond the copies or the computation of all memory, by simulation.
+_PREEMPTION_WEIGHT = 2.0
+# Standard deviations that stay free where costs are not measured, and at most.
+_UNMEASURED_MARGIN, _MAX_MARGIN = 1.0, 1.5
 
 
 @final
@@ -26,21 +32,33 @@ class Expected:
     on the tokens that have come. (Gong et al., "Past-Future Scheduler", arXiv:2507.10150, estimate
     it from past lengths; here every sequence has its own distribution.)
 
+    How sure it must be that memory suffices follows from what is lost if it does not. Memory that
+    stays free until t iterations from now earns nothing for t iterations; if all of it is
+    preempted, that costs c iterations (`PreemptionCost`). A probability of t / (t + 2 c) that
+    memory runs out after t iterations weighs the two. So pools whose sequences go to the host at
+    little cost are filled, and where they are computed anew a margin stays free. The 2 stands for
+    what c leaves out: whole sequences are preempted for a page, and some again and again.
+
     Without any estimate this is `on_demand`.
 
     Attributes:
-      margin: standard deviations of the memory in use that stay free at the peak.
+      margin: standard deviations of the memory in use that stay free at every time; None for as
+        many as that probability asks for, and 1 where costs are not measured.
     """
 
-    margin: float = 1.0
+    margin: float | None = None
 
     def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
         return sequence.planned_length + 1
 
     def headroom(
-        self, running: Seq[Sequence], config: EngineConfig, lengths: LengthTracker
+        self,
+        running: Seq[Sequence],
+        config: EngineConfig,
+        lengths: LengthTracker,
+        preemption: PreemptionCost,
     ) -> ExpectedPeak:
-        return ExpectedPeak(running, config, lengths, self.margin)
+        return ExpectedPeak(running, config, lengths, self.margin, preemption)
 
     @property
     def extends(self) -> bool:
@@ -59,17 +77,25 @@ class ExpectedPeak:
     """
 
     def __init__(
-        self, running: Seq[Sequence], config: EngineConfig, lengths: LengthTracker, margin: float
+        self,
+        running: Seq[Sequence],
+        config: EngineConfig,
+        lengths: LengthTracker,
+        margin: float | None,
+        preemption: PreemptionCost,
     ):
         self._sequences = list(running)
         self._page_size = config.page_size
         self._lengths = lengths
         self._margin = margin
-        self._watermark = OnDemand().headroom(running, config, lengths)
+        self._preemption = preemption
+        self._watermark = OnDemand().headroom(running, config, lengths, preemption)
         self._has_estimates = any(lengths.estimate(each) is not None for each in running)
         # The time up to which `_use`, of `_sequences`, is known; 0 before it is.
         self._longest = 0.0
         self._use = MemoryUse(np.zeros(0), np.zeros(0))
+        # Standard deviations that stay free at the times of `_use`.
+        self._margins: np.ndarray | float = 0.0
         # What was asked for last: a sequence, and its use up to `_longest`.
         self._asked: tuple[Sequence, MemoryUse] | None = None
         # Pages of `_sequences`; None before they are counted.
@@ -83,7 +109,7 @@ class ExpectedPeak:
             return self._watermark.pages(sequence)
         own = self._use_of(sequence)
         self._asked = sequence, own
-        peak = self._use.plus(own).peak(self._margin)
+        peak = self._use.plus(own).peak(self._margins)
         if self._num_reserved is None:
             self._num_reserved = sum(each.kv.table.reservation for each in self._sequences)
         now = self._num_reserved + sequence.kv.table.pages_for(sequence.planned_length + 1)
@@ -114,7 +140,19 @@ class ExpectedPeak:
             assert everything is not None
             self._longest = max(forecast.longest, everything.longest)
             self._use = everything.memory(self._held(self._sequences), self._longest)
+            self._margins = self._margins_at(memory_times(self._longest))
         return forecast.memory(self._held([sequence]), self._longest)
+
+    def _margins_at(self, times: np.ndarray) -> np.ndarray | float:
+        """Return the standard deviations that stay free at these times, see `Expected`."""
+        if self._margin is not None:
+            return self._margin
+        cost = self._preemption()
+        if cost is None:
+            return _UNMEASURED_MARGIN
+        # The quantile of a logistic distribution, scaled to be within 0.01 of the normal one's.
+        odds = _PREEMPTION_WEIGHT * cost / np.maximum(times, 1.0)
+        return np.clip(np.log(np.maximum(odds, 1e-9)) / 1.702, -_MAX_MARGIN, _MAX_MARGIN)
 
     def _held(self, sequences: Seq[Sequence]) -> np.ndarray:
         """Return the tokens of each; the last page of a sequence is on average half empty."""

@@ -9,6 +9,7 @@ from typing import final
 from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.admission.watermark import Watermark
 from jaxserve.scheduling.lengths.tracker import LengthTracker
+from jaxserve.scheduling.policy import PreemptionCost
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -21,7 +22,11 @@ class MaxLength:
         return sequence.max_length
 
     def headroom(
-        self, running: Seq[Sequence], config: EngineConfig, lengths: LengthTracker
+        self,
+        running: Seq[Sequence],
+        config: EngineConfig,
+        lengths: LengthTracker,
+        preemption: PreemptionCost,
     ) -> Watermark:
         return Watermark(0)
 

@@ -9,6 +9,7 @@ from typing import final
 from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.admission.watermark import Watermark
 from jaxserve.scheduling.lengths.tracker import LengthTracker
+from jaxserve.scheduling.policy import PreemptionCost
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -28,7 +29,11 @@ class OnDemand:
         return sequence.planned_length + 1
 
     def headroom(
-        self, running: Seq[Sequence], config: EngineConfig, lengths: LengthTracker
+        self,
+        running: Seq[Sequence],
+        config: EngineConfig,
+        lengths: LengthTracker,
+        preemption: PreemptionCost,
     ) -> Watermark:
         return Watermark(int(self.watermark * (config.num_pages - 1)), is_idle=not running)
 

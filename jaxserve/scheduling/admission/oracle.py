@@ -9,6 +9,7 @@ from typing import final
 from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.admission.watermark import Watermark
 from jaxserve.scheduling.lengths.tracker import LengthTracker
+from jaxserve.scheduling.policy import PreemptionCost
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -24,7 +25,11 @@ class Oracle:
         return sequence.request.end_length(sequence.max_length, sequence.sample_index)
 
     def headroom(
-        self, running: Seq[Sequence], config: EngineConfig, lengths: LengthTracker
+        self,
+        running: Seq[Sequence],
+        config: EngineConfig,
+        lengths: LengthTracker,
+        preemption: PreemptionCost,
     ) -> Watermark:
         return Watermark(0)
 

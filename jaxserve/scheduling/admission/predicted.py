@@ -10,6 +10,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.admission.watermark import Watermark
 from jaxserve.scheduling.lengths.estimate import LengthEstimate
 from jaxserve.scheduling.lengths.tracker import LengthTracker
+from jaxserve.scheduling.policy import PreemptionCost
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -47,7 +48,11 @@ class Predicted:
         return wanted
 
     def headroom(
-        self, running: Seq[Sequence], config: EngineConfig, lengths: LengthTracker
+        self,
+        running: Seq[Sequence],
+        config: EngineConfig,
+        lengths: LengthTracker,
+        preemption: PreemptionCost,
     ) -> Watermark:
         return Watermark(0)
 

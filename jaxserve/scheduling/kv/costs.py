@@ -43,6 +43,16 @@ def page_cost(config: EngineConfig, costs: SwapCosts | None) -> RecomputeCost:
     )
 
 
+def preempt_all_s(config: EngineConfig, costs: SwapCosts | None) -> float | None:
+    """Return the seconds to preempt a full pool and to bring it back; None without costs."""
+    if costs is None:
+        return None
+    token_s = costs.token_s
+    if config.num_host_pages:
+        token_s = min(token_s, 2 * costs.page_s / config.page_size)
+    return (config.num_pages - 1) * config.page_size * token_s
+
+
 def copy_s(costs: SwapCosts | None) -> float:
     """Return the seconds of a page's copy; 0 where they were not measured."""
     return 0.0 if costs is None else costs.page_s

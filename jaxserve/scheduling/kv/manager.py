@@ -41,8 +41,7 @@ class KVManager:
       policy: its retention and preemption say what is kept, and where.
       now: the clock.
       costs: of swapping and recomputing; None where they were not measured.
-      disk: keeps what leaves the host, and what former runs left; None without one. It is closed
-        with the manager.
+      disk: keeps what leaves the host, from former runs too; closed with the manager.
       host_memory: the contents of the host's pages; needed with a disk.
       on_arrival: called on the disk's thread when `take_in` has something to do.
 
@@ -68,6 +67,7 @@ class KVManager:
         self.config = config
         self.num_outgrown = 0
         self._now = now
+        self.swap_costs = costs
         self._free_share = retention.free_share
         self._disk = disk
         self._host_memory = host_memory
@@ -75,7 +75,8 @@ class KVManager:
         swaps = policy.preemption.keeps_state and not retention.uses_host
         self._swap_space = SwapSpace(self._host if swaps else None, costs, config.max_pages_out)
         self._values = PageValues(
-            config.page_size, retention.eviction, page_cost(config, costs), now, copy_s(costs)
+            *(config.page_size, retention.eviction, page_cost(config, costs), now, copy_s(costs)),
+            learns_reuse=retention.learns_reuse,
         )
         self.weights = WeightsIdentity(host_memory, has_disk=disk is not None)
         self._cache = PageCache(
@@ -216,7 +217,7 @@ class KVManager:
         Args:
           has_outgrown: because it used up its reservation; it comes back with a larger one.
         """
-        self._prefixes.leave(sequence)
+        self._prefixes.leave(sequence, returns=True)
         self._swap_space.save(sequence)
         sequence.kv.close()
         if has_outgrown:
@@ -338,6 +339,7 @@ class KVManager:
 
     def swap_by(self, costs: SwapCosts | None) -> None:
         """Decide between copying and recomputing by these costs, from here on."""
+        self.swap_costs = costs
         self._swap_space.decide_by(costs)
         self._values.copy_by(copy_s(costs))
 

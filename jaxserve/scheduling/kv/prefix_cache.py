@@ -53,6 +53,7 @@ class PrefixCacheManager:
         self.num_evicted = 0
         self._cache = cache
         self._retrieval = retrieval
+        self._reuse = values.reuse
         self._prefetch = Prefetch(cache, values)
         self._page_size = page_size
         self._keeps = keeps_pages
@@ -69,8 +70,9 @@ class PrefixCacheManager:
         """Return the state of a sequence without KV, with the keys of its prompt's pages."""
         adapter = b"" if request.adapter is None else request.adapter.identity
         keys = PageKeys(request.encoder_prompt, adapter)
-        if self._keeps:  # so that no step has to compute them
-            keys.of(request.prompt_array, self._page_size, self._cache.identity)
+        prompt = request.prompt_array  # kept by the request, so that no step has to make it
+        if self._keeps:  # nor the keys
+            keys.of(prompt, self._page_size, self._cache.identity)
         return SequenceKV(PageTable(self._cache.pool, self._page_size), keys=keys)
 
     def most_shared(self, sequence: Sequence) -> int:
@@ -175,7 +177,7 @@ class PrefixCacheManager:
         kv.is_mixed = False
         if self._keeps:
             self.num_hit_on_disk += len(came & loaded) * self._page_size
-            self._count(sequence, len(found), len(came - loaded))
+            self._count(sequence, len(found), len(came - loaded), len(came))
             kv.branch = self._continue(cached)
             kv.branch.run()
         return list(enumerate(pages))
@@ -201,12 +203,15 @@ class PrefixCacheManager:
         count = min(num_shareable(sequence, self._page_size), table.num_pages)
         return {index: table.page(index) for index in range(count)}
 
-    def _count(self, sequence: Sequence, num_hit: int, num_on_host: int) -> None:
+    def _count(self, sequence: Sequence, num_hit: int, num_on_host: int, num_below: int) -> None:
         keys = self._keys_to_find(sequence)
         self.num_queried += len(keys) * self._page_size
         self.num_hit += num_hit * self._page_size
         self.num_hit_on_host += num_on_host * self._page_size
-        self.num_evicted += self._cache.num_evicted_of(keys) * self._page_size
+        num_evicted = self._cache.num_evicted_of(keys)
+        self.num_evicted += num_evicted * self._page_size
+        if not sequence.num_preemptions:
+            self._reuse.back(num_below + num_evicted)
 
     def _continue(self, cached: Seq[CachedPage]) -> Branch:
         """Return the conversation whose tip is the last of the pages, or a new one; active now."""
@@ -247,10 +252,14 @@ class PrefixCacheManager:
 
     # ---- sequences that go ----
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: Sequence, *, returns: bool = False) -> None:
         """Cache the full pages of a sequence whose table is closed next, unless it is mixed.
 
         Those whose tokens are in flight have no name until `read`.
+
+        Args:
+          returns: whether the sequence goes on later. More turns of a conversation are expected,
+            too.
         """
         kv = sequence.kv
         if not self._keeps or not kv.table.num_pages:
@@ -258,7 +267,8 @@ class PrefixCacheManager:
         if not kv.is_mixed:
             self._add_all(sequence)
         assert kv.branch is not None
-        kv.branch.rest(self._now())
+        returns = returns or sequence.request.conversation_id is not None
+        kv.branch.rest(self._now(), returns=returns)
         for device_page in kv.table.pages:
             page = self._cache.on_page(device_page)
             if page is not None:

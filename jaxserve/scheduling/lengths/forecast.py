@@ -11,6 +11,7 @@ from predictor import LengthDistributions
 
 # Points in time at which the use of memory is evaluated.
 _NUM_TIMES = 32
+_TIMES = np.linspace(0.0, 1.0, _NUM_TIMES) ** 2
 
 
 @final
@@ -29,13 +30,18 @@ class MemoryUse:
         """Return the use of these sequences and of others, at the same times."""
         return MemoryUse(self.mean + other.mean, self.variance + other.variance)
 
-    def peak(self, margin: float) -> float:
+    def peak(self, margin: float | np.ndarray) -> float:
         """Return the most tokens at any time.
 
         Args:
-          margin: standard deviations that are added to the mean.
+          margin: standard deviations that are added to the mean, at all times or at each [times].
         """
         return float((self.mean + margin * np.sqrt(self.variance)).max())
+
+
+def memory_times(longest: float) -> np.ndarray:
+    """Return the times of `Forecast.memory`: closer together at first, while most still run."""
+    return _TIMES * longest
 
 
 @final
@@ -86,8 +92,7 @@ class Forecast:
         Args:
           held: tokens of each sequence in memory now [sequences].
         """
-        # Closer together at first, while most of the sequences still run.
-        times = np.linspace(0.0, 1.0, _NUM_TIMES) ** 2 * longest
+        times = memory_times(longest)
         tokens = held[:, None] + times
         used = self.survival(times)
         used *= tokens

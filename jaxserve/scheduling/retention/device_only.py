@@ -16,6 +16,7 @@ class DeviceOnly:
     eviction: Eviction = CostOverTime()
     keeps_pages: ClassVar[bool] = True
     uses_host: ClassVar[bool] = False
+    learns_reuse: ClassVar[bool] = False
 
     @property
     def free_share(self) -> float:

@@ -15,6 +15,7 @@ class Stateless:
 
     keeps_pages: ClassVar[bool] = False
     uses_host: ClassVar[bool] = False
+    learns_reuse: ClassVar[bool] = False
 
     @property
     def free_share(self) -> float:

@@ -19,9 +19,12 @@ class Tiered:
     Attributes:
       free_share: of the device's pages; when less can be taken without loss, pages of low value
         are copied to the host ahead of time.
+      learns_reuse: copy pages only as long as they come back often enough for that to pay. Those of
+        preempted sequences and of conversations are copied in any case.
     """
 
     eviction: Eviction = CostOverTime()
     free_share: float = 0.25
+    learns_reuse: bool = False
     keeps_pages: ClassVar[bool] = True
     uses_host: ClassVar[bool] = True

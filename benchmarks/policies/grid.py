@@ -1,0 +1,216 @@
+"""Policies over workloads and pools, simulated: `python -m benchmarks.policies.grid --help`.
+
+Every policy serves the same requests, all at once, with the scheduler that serves on a device and
+the step times of a roofline. The run takes minutes on any machine, and gives the same figures on
+each. A table on stderr, one JSON object on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.policies import parse_policies
+from benchmarks.common.repeats import Figures
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.metrics import summarise
+from jaxserve.core.prediction import LengthPrediction
+from jaxserve.planning import DeviceRoofs, ModelShape, RooflineCost, simulate
+from jaxserve.scheduling.policy import Policy
+from jaxserve.workload import WorkloadItem
+from jaxserve.workload.tasks import TASKS, task_items
+from predictor import LengthBuckets
+
+# The presets with a policy of their own on one device group, except the slowest and the oracles.
+POLICIES = (
+    "fastertransformer,orca,flover,vllm_like,s3,exegpt_rra,pensieve,pensieve_device_only,auto"
+)
+BASELINE = "vllm_like"
+# Of what all slots need on average.
+POOLS = {"tight": 0.15, "middle": 0.4, "ample": 1.0}
+# Llama 3 8B in bfloat16 on an A100 80 GB (SXM, data sheet) with a PCIe 4.0 x16 link.
+COST = RooflineCost(
+    model=ModelShape(num_params=8e9, num_layers=32, hidden_size=4096, group_size=4),
+    roofs=DeviceRoofs(
+        flops=312e12, memory_bytes_per_s=2.039e12, link_bytes_per_s=25e9, memory_bytes=80e9
+    ),
+    page_tokens=32,
+)
+_MAX_CONTEXT, _MAX_OUTPUT, _NUM_PRIOR = 2048, 1024, 2000
+# How far a prediction of `informed` is off: the standard deviation of the logarithm of a length.
+_NOISE = {"none": None, "marginal": float("inf"), "informed": 0.7}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of every policy, with each predictor, workload and pool."""
+    from benchmarks.common import environment
+
+    policies = parse_policies(options.policies)
+    workloads = options.workloads.split(",")
+    cases = [
+        (workload, pool, predictor, policy)
+        for workload in workloads
+        for pool in POOLS
+        for policy in policies
+        for predictor in (_NOISE if policy.name in ("auto", "s3") else ("none",))
+    ]
+    rows = [_row(*case, options) for case in tqdm(cases, unit="run", leave=False, delay=2)]
+    baselines = {(r["workload"], r["pool"]): r for r in rows if r["policy"] == BASELINE}
+    for row in rows:
+        other = baselines.get((row["workload"], row["pool"]))
+        if other is not None:
+            row["over_baseline"] = {
+                "output_tokens_per_s": row["output_tokens_per_s"] / other["output_tokens_per_s"],
+                "latency_p99": row["latency_s"]["p99"] / other["latency_s"]["p99"],
+            }
+    return {
+        "benchmark": "policies_grid",
+        "arguments": arguments_of(options),
+        "pools": POOLS,
+        "baseline": BASELINE,
+        "rows": rows,
+        **environment.describe(),
+    }
+
+
+def _row(
+    workload: str, pool: str, predictor: str, policy: Policy, options: argparse.Namespace
+) -> Figures:
+    items = _items(workload, options.num_requests, options.seed)
+    lengths = [len(item.prompt_token_ids) + item.num_output_tokens for item in items]
+    num_pages = int(POOLS[pool] * options.max_slots * np.mean(lengths) / COST.page_tokens)
+    config = EngineConfig(
+        page_size=COST.page_tokens,
+        num_pages=1 + max(num_pages, _MAX_CONTEXT // COST.page_tokens),
+        num_host_pages=0 if options.no_host else num_pages,
+        max_slots=options.max_slots,
+        max_context=_MAX_CONTEXT,
+        max_step_tokens=2048,
+        max_decode_iterations=16,
+    )
+    done = simulate(
+        items,
+        policy,
+        config,
+        COST,
+        predictions=_predictions(workload, items, _NOISE[predictor], options.seed),
+        swap_costs=COST.swap_costs(),
+        chunk_cost=COST.chunk_cost(_MAX_CONTEXT),
+        progress=False,
+    )
+    figures = summarise(done.completions, done.wall_s)
+    kept = ("output_tokens_per_s", "latency_s", "normalised_latency_s", "time_to_first_token_s")
+    counters = ("num_steps", "num_iterations", "num_preemptions", "num_recomputed", "num_pages_out")
+    return {
+        "workload": workload,
+        "pool": pool,
+        "policy": policy.name,
+        "predictor": predictor,
+        **{name: figures[name] for name in kept},
+        "engine": {name: getattr(done.stats, name) for name in counters},
+    }
+
+
+@lru_cache
+def _items(workload: str, num: int, seed: int) -> Sequence[WorkloadItem]:
+    if workload != "sharegpt":
+        return task_items(workload, num, vocab_size=1 << 30, seed=seed)
+    from jaxserve.models.tokenizer import Tokenizer
+    from jaxserve.workload import sharegpt
+
+    return sharegpt.sample(
+        num,
+        seed,
+        tokenizer=Tokenizer.of_model("smollm2-135m"),
+        max_prompt_tokens=_MAX_CONTEXT - _MAX_OUTPUT,
+        max_output_tokens=_MAX_OUTPUT,
+    )
+
+
+@lru_cache
+def _prior(workload: str, seed: int) -> np.ndarray:
+    """Return P(length) of answers of 1, 2, ... tokens, from other requests of the workload."""
+    if workload != "sharegpt":
+        return TASKS[workload].outputs.probabilities()
+    lengths = [item.num_output_tokens for item in _items(workload, _NUM_PRIOR, seed + 1)]
+    counts = np.bincount(lengths, minlength=_MAX_OUTPUT + 1)[1:] + 1.0
+    return counts / counts.sum()
+
+
+def _predictions(
+    workload: str, items: Sequence[WorkloadItem], noise: float | None, seed: int
+) -> list[LengthPrediction] | None:
+    """Return what a calibrated predictor says that sees the logarithm of each length with noise.
+
+    With infinite noise it says of each what is known of all.
+    """
+    if noise is None:
+        return None
+    prior, rng = _prior(workload, seed), np.random.default_rng(seed)
+    lengths = np.arange(1, len(prior) + 1)
+    buckets = LengthBuckets.equal_width(len(prior))
+    places = np.asarray(buckets.bucket_of(lengths))
+    predictions = []
+    for item in items:
+        weights = prior
+        if np.isfinite(noise):
+            seen = np.log(item.num_output_tokens) + noise * rng.standard_normal()
+            weights = prior * np.exp(-(((np.log(lengths) - seen) / noise) ** 2) / 2)
+        row = np.bincount(places, weights=weights, minlength=buckets.num)
+        predictions.append(LengthPrediction(buckets, row / row.sum()))
+    return predictions
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    table = Table(
+        *("workload", "pool", "policy", "predictor", "tokens/s", "of " + BASELINE, "p99 s"),
+        *("of " + BASELINE, "preempted"),
+        box=None, header_style="bold",
+    )  # fmt: skip
+    for row in result["rows"]:
+        over = row.get("over_baseline", {})
+        table.add_row(
+            *(row[name] for name in ("workload", "pool", "policy", "predictor")),
+            f"{row['output_tokens_per_s']:.0f}",
+            f"{over.get('output_tokens_per_s', float('nan')):.3f}",
+            f"{row['latency_s']['p99']:.2f}",
+            f"{over.get('latency_p99', float('nan')):.3f}",
+            str(row["engine"]["num_preemptions"]),
+        )
+    show(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.policies.grid",
+        description="Policies over workloads, pools and predictors, simulated with an A100's "
+        "rooflines: a table and one JSON object.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--policies", default=POLICIES, help="separated by commas")
+    add("--workloads", default="sharegpt,S,T,G,C1,C2", help="separated by commas")
+    add("--num-requests", type=int, default=256, help="that arrive all at once")
+    add("--max-slots", type=int, default=64, help="most sequences at once")
+    add("--no-host", action="store_true", help="no host memory: preempted KV is computed anew")
+    add("--seed", type=int, default=0, help="of the draws")
+    add("--output", type=Path, default=None, help="also write the object here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
