@@ -181,10 +181,9 @@ class Engine:
     def _refuse_late(self) -> list[Progress]:
         """End the requests that have not begun and can keep their latency bounds no more."""
         news = []
-        for sequence, late in self._deferred.late(
-            self.scheduler, self.recorder.pace, self._clock.now()
-        ):
-            self.scheduler.end(sequence, "error", late)
+        late = self._deferred.late(self.scheduler, self.recorder.pace, self._clock.now())
+        for sequence, error in late:
+            self.scheduler.end(sequence, "error", error)
             news.append(Progress(sequence, 0))
         return news
 
@@ -253,12 +252,11 @@ class Engine:
     def forget_kept_pages(self, *, keeps_disk: bool) -> None:
         """Drop every cached page, so that no later lookup hits it. Call `drain` first.
 
-        Past answers are not proposed any more. The disk's pages of the present weights are kept if
-        `keeps_disk`.
+        Nor are past answers proposed. The disk's pages of these weights are kept if `keeps_disk`.
         """
         assert not self._is_at_work, "steps are in flight; drain() first"
         self._kv.clear(b"" if keeps_disk else urandom(8))
-        self.scheduler.forget_answers()
+        self.scheduler.speculation.forget_answers()
 
     def name_of(self, version: int) -> WeightsName:
         """Return the name of the weights that the executor has now, for `weights_changed`."""

@@ -122,8 +122,7 @@ class DeviceExecutor:
 
     def is_ready(self) -> bool:
         """See `ModelExecutor`."""
-        preparing = self._preparing
-        return preparing is None or preparing.has_first()
+        return self._preparing is None or self._preparing.has_first()
 
     def finish_warmup(self) -> None:
         """See `ModelExecutor`."""
@@ -193,9 +192,9 @@ class DeviceExecutor:
         leaf = jax.tree.leaves(self._pages.cache)[0]
         page = (leaf.shape[0], *leaf.shape[2:], str(leaf.dtype))
         with self._programs.place.in_force():
-            params, drafting = self._params, self._programs.draft_params
-            both = params if drafting is None else (params, drafting)
-            return fingerprint(both, self._programs.model_config, page)
+            drafting = self._programs.draft_params
+            more = () if drafting is None else (fingerprint(drafting),)
+            return fingerprint(self._params, self._programs.model_config, page, *more)
 
     @property
     def params(self) -> Any:
@@ -331,11 +330,9 @@ class DeviceExecutor:
         """Run `steps.mixed_body` and replace the cache by its result."""
         self._pages.cache, *found = self._programs.mixed_body(
             *(self._params, self._pages.cache, self._slots.state, batch),
-            *(self._programs.plan_mixed(batch), None, incoming),
-            self._programs.draft_mixed(batch),
+            *(self._programs.plan_mixed(batch), None, incoming, self._programs.draft_mixed(batch)),
         )
-        hidden, row_hidden, tapped = found
-        return hidden, row_hidden, tapped
+        return found[0], found[1], found[2]
 
     def _prompt_parts(
         self,

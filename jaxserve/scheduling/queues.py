@@ -12,7 +12,7 @@ from jaxserve.scheduling.lengths.slack import Slack
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.pace import Pace
-from jaxserve.scheduling.plan import Admission, Extension
+from jaxserve.scheduling.plan import Admission, Extension, Handover
 from jaxserve.scheduling.policy import Headroom, Policy
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -274,3 +274,11 @@ def admission(sequence: Sequence) -> Admission:
         tokens=sequence.known_array,
         max_length=sequence.max_length,
     )
+
+
+def handover(sequence: Sequence, target: int) -> Handover:
+    """Return the handover of a sequence's KV to another group, in flight from now on."""
+    sequence.num_in_flight += 1
+    kv = sequence.kv
+    pages = kv.table.pages[: kv.table.pages_for(kv.num_computed)]
+    return Handover(sequence.key, kv.group, target, pages)

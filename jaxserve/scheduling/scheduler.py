@@ -72,7 +72,6 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._num_plans = self._next_key = 0
         self._num_taken_back = self._num_handovers_lost = 0
-        self._forgets_answers = False
 
     # ---- what there is ----
 
@@ -233,10 +232,6 @@ class Scheduler:
         else:
             self._queues.waiting.replace(sequence)
 
-    def forget_answers(self) -> None:
-        """Have no later proposal be of an answer that has ended before."""
-        self._forgets_answers = True
-
     # ---- one step ----
 
     def plan(self, open_groups: Collection[int]) -> StepPlan | None:
@@ -259,10 +254,6 @@ class Scheduler:
         self._kv.prefetch(itertools.islice(self._queues.waiting.ready(), _MAX_AWAITED))
         plan = step.finish(self._num_plans)
         self._num_plans += 1
-        if self._forgets_answers and plan.rows:
-            # Sequences that have ended since are released by this plan, and so forgotten too.
-            plan = replace(plan, forgets_answers=True)
-            self._forgets_answers = False
         for sequence in dict.fromkeys(step.sequences):
             if sequence.num_outputs_left == 0 and not sequence.falls_short:
                 self._queues.close(sequence)

@@ -53,6 +53,16 @@ class Speculation:
         self._pace: OrderedDict[int, float] = OrderedDict()
         self._num_drafts = self._num_proposed = 0
         self.num_accepted_by_place = (0,) * most
+        self._forgets_answers = False
+
+    def forget_answers(self) -> None:
+        """Have no later proposal be of an answer that has ended before."""
+        self._forgets_answers = True
+
+    def take_forgetting(self) -> bool:
+        """Return, once after `forget_answers`, that the next plan forgets them."""
+        forgets, self._forgets_answers = self._forgets_answers, False
+        return forgets
 
     def counters(self) -> dict[str, float]:
         """Return the counters of `EngineStats` that are kept here, by name."""

@@ -12,11 +12,11 @@ import numpy as np
 from jaxserve.scheduling.kv.growth import Growth
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.tracker import LengthTracker
-from jaxserve.scheduling.plan import LINK, Handover, Row, StepPlan
+from jaxserve.scheduling.plan import LINK, Row, StepPlan
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.queues import Queues, admission
+from jaxserve.scheduling.queues import Queues, admission, handover
 from jaxserve.scheduling.sequence import Sequence, split
-from jaxserve.scheduling.speculation import NOT_SPECULATING, Speculating, Speculation
+from jaxserve.scheduling.speculation import NOT_SPECULATING, Speculation
 from jaxserve.scheduling.victims import Victims
 
 
@@ -62,8 +62,7 @@ class Step:
         self._max_new: list[int] = []
         self._admitted: list[Sequence] = []
         self._new_pages: list[tuple[Sequence, int, int]] = []
-        self._num_iterations = 1
-        self._speculating: Speculating | None = None
+        self._num_iterations, self._speculating = 1, NOT_SPECULATING
         self._is_decode_loop = False
         self._has_preempted = self._is_short = self._is_full = False
         self._compacts, self._min_rows = True, 0
@@ -234,14 +233,14 @@ class Step:
         left = [sequence.num_outputs_left for sequence in decoding]
         if not self._extends:
             left = [min(n, s.kv.num_reserved_left) for n, s in zip(left, decoding, strict=True)]
-        self._speculating = self._speculation.next_loop(len(decoding))
+        self._speculating = self._speculation.next_loop(len(decoding)) or NOT_SPECULATING
         count, most = min(max_iterations, *left), [1] * len(decoding)
-        if self._speculating is not None:
+        if self._speculating.num_proposed:
             most = [self._speculation.most_tokens(s, len(decoding)) for s in decoding]
         growth = Growth(decoding, self.config.page_size)
         while (num := count * max(most)) > 1 and growth.num_missing(num) > self._kv.num_available:
             if count == 1:
-                self._speculating, most = None, [1] * len(decoding)
+                self._speculating, most = NOT_SPECULATING, [1] * len(decoding)
             count = max(1, count // 2)
         self._compacts, self._min_rows = compacts, min_rows
         self._num_iterations, self._is_decode_loop = count, True
@@ -278,7 +277,7 @@ class Step:
     def finish(self, index: int) -> StepPlan:
         """Return the plan; slots are compacted before a decode loop."""
         if self._handovers:
-            handovers = tuple(self._handover(*each) for each in self._handovers)
+            handovers = tuple(handover(*each) for each in self._handovers)
             return StepPlan(index=index, num_iterations=0, handovers=handovers, group=LINK)
         queues, group = self._queues, self._group
         releases = queues.take_released(group)
@@ -297,7 +296,6 @@ class Step:
         for sequence in self.sequences:
             sequence.num_in_flight += 1
         swaps_out, swaps_in = self._kv.copies(admitted)
-        speculating = self._speculating or NOT_SPECULATING
         return StepPlan(
             index=index,
             swaps_out=swaps_out,
@@ -313,18 +311,13 @@ class Step:
             ),
             rows=tuple(map(self._row, self.sequences, self._spans, self._max_new)),
             num_iterations=self._num_iterations,
-            num_proposed=speculating.num_proposed,
-            verify_cost=speculating.verify_cost,
+            num_proposed=self._speculating.num_proposed,
+            verify_cost=self._speculating.verify_cost,
+            forgets_answers=self._speculation.take_forgetting(),
             window_start=window_start,
             window_size=window_size,
             group=group,
         )
-
-    def _handover(self, sequence: Sequence, target: int) -> Handover:
-        sequence.num_in_flight += 1
-        kv = sequence.kv
-        pages = kv.table.pages[: kv.table.pages_for(kv.num_computed)]
-        return Handover(sequence.key, kv.group, target, pages)
 
     def _row(self, sequence: Sequence, span: tuple[int, int], max_new_tokens: int) -> Row:
         assert sequence.slot is not None
@@ -351,7 +344,7 @@ class Step:
         is_at_end = end == sequence.planned_length
         max_new_tokens = end - start if self._is_decode_loop else int(is_at_end)
         sequence.num_planned_outputs += max_new_tokens
-        sequence.falls_short |= self._speculating is not None
+        sequence.falls_short |= self._speculating.num_proposed > 0
         self._max_new += [0] * (len(spans) - 1) + [max_new_tokens]
         self.sequences += [sequence] * len(spans)
         self._spans += spans

@@ -12,26 +12,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.models.batch import AttentionBatch, KVCache
+from jaxserve.models.batch import KVCache
 from jaxserve.models.decoder import Tap
 from jaxserve.scheduling.plan import ProposalCount
 from jaxserve.steps import proposals
 from jaxserve.steps import slots as slot_edits
-from jaxserve.steps.batches import DecodeWindow, Params, attention_batch, tap, tapped
+from jaxserve.steps.batches import DecodeWindow, Params, tap, tapped
+from jaxserve.steps.decode_blocks import Block, WindowRows, attention_of, block_of, rows_of
 from jaxserve.steps.drafting import DraftInputs, DraftStructure, FollowedModel, serving_model
-from jaxserve.steps.encoding import counted_from, visible_rows
+from jaxserve.steps.encoding import counted_from
 from jaxserve.steps.outputs import Outputs, count, no_outputs, record, with_reading
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.proposals import Answers, Draft, Lookup
 from jaxserve.steps.sampling.sampler import sample
-from jaxserve.steps.sampling.slot_sampling import SlotSampling
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.slots import SlotState
 from pallas_kernels.paged_attention import Plan
@@ -64,7 +63,7 @@ def decode_loop(
     model = serving_model(graphdef, params, drafting, draft_inputs)
     most = window.most
     num_rows = most.shape[0]
-    rows = _rows_of(slots, window)
+    rows = rows_of(slots, window)
 
     def room(done: Bool[Array, " slots"], outputs: Outputs) -> Int32[Array, " rows"]:
         return jnp.where(rows.live(done), jnp.maximum(most - outputs.num_tokens, 0), 0)
@@ -98,7 +97,7 @@ def decode_loop(
                 *(model, before, rows, proposed, cache, config, variant, draft.tokens.shape[1])
             )
             draft = replace(draft, tokens=drafted)
-        block = _block(live, proposed, num_proposed)
+        block = block_of(live, proposed, num_proposed)
         hidden, cache, read = _decode_once(
             *(model, before, rows, block, cache, None, attention_plans[is_wide], config),
             tap(probe, jnp.arange(block.row.shape[0])),
@@ -245,67 +244,6 @@ class _Choice(NamedTuple):
     misses: Int32[Array, " rows"]
 
 
-class _Block(NamedTuple):
-    """The tokens of an iteration, row after row: the newest one, and what is proposed behind it.
-
-    Attributes:
-      row, place: of each token; `place` is that behind the row's newest token.
-      valid: False for padding.
-      start, length: where the tokens of each row are; length 0 for an inert row.
-    """
-
-    row: Int32[Array, " tokens"]
-    place: Int32[Array, " tokens"]
-    valid: Bool[Array, " tokens"]
-    start: Int32[Array, " rows"]
-    length: Int32[Array, " rows"]
-
-
-def _block(
-    live: Bool[Array, " rows"], proposed: Int32[Array, " rows"] | None, num_proposed: int
-) -> _Block:
-    """Return the tokens of the live rows, with as many proposals of each.
-
-    Args:
-      num_proposed: of all rows together, at most.
-    """
-    num_rows = live.shape[0]
-    length = live.astype(jnp.int32)
-    if proposed is None:
-        row = jnp.arange(num_rows)
-        return _Block(row, jnp.zeros(num_rows, jnp.int32), live, row, length)
-    length += proposed
-    end = jnp.cumsum(length)
-    index = jnp.arange(num_rows + num_proposed)
-    row = jnp.minimum(jnp.searchsorted(end, index, side="right"), num_rows - 1)
-    start = end - length
-    valid = index < end[-1]
-    return _Block(row, jnp.where(valid, index - start[row], 0), valid, start, length)
-
-
-class _Rows(NamedTuple):
-    """What an iteration reads of a window's slots and does not change."""
-
-    window: DecodeWindow
-    page_table: Int32[Array, "rows row_pages"]
-    sampling: SlotSampling
-    encoded: Int32[Array, " rows"] | None
-    adapter: Int32[Array, " rows"] | None
-
-    @property
-    def index(self) -> Int32[Array, " rows"]:
-        """The slot of each row."""
-        return self.window.start + jnp.arange(self.window.most.shape[0])
-
-    def part(self, leaf: Shaped[Array, " slots *entry"]) -> Shaped[Array, " rows *entry"]:
-        """Return the window's part of an array of all slots."""
-        return lax.dynamic_slice_in_dim(leaf, self.window.start, self.window.most.shape[0])
-
-    def live(self, done: Bool[Array, " slots"]) -> Bool[Array, " rows"]:
-        """Return which rows take part and have not ended."""
-        return (self.window.most > 0) & ~self.part(done)
-
-
 def stage_decode(
     params: Params,
     cache: KVCache,
@@ -326,8 +264,8 @@ def stage_decode(
       The cache, and the residual stream; of the last stage, hidden states.
     """
     model = nnx.merge(graphdef, params)
-    rows = _rows_of(slots, window)
-    block = _block(rows.live(slots.done), None, 0)
+    rows = rows_of(slots, window)
+    block = block_of(rows.live(slots.done), None, 0)
     hidden, cache, _ = _decode_once(
         model, slots, rows, block, cache, inputs, attention_plan, config, None
     )
@@ -346,19 +284,11 @@ def stage_append(
     return slot_edits.append(slots, index, live, token, finite)
 
 
-def _rows_of(slots: SlotState, window: DecodeWindow) -> _Rows:
-    start, size = window.start, window.most.shape[0]
-    read = slots.page_table, slots.sampling, slots.encoded, slots.adapter
-    return _Rows(
-        window, *jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, size), read)
-    )
-
-
 def _decode_once(
     model: Any,
     slots: SlotState,
-    window: _Rows,
-    block: _Block,
+    window: WindowRows,
+    block: Block,
     cache: KVCache,
     inputs: Float[Array, "rows embed"] | None,
     attention_plan: Plan | None,
@@ -374,7 +304,7 @@ def _decode_once(
     Returns:
       Hidden states, the cache, and what is tapped.
     """
-    inputs, attention = _attention(
+    inputs, attention = attention_of(
         slots,
         window,
         block,
@@ -389,7 +319,7 @@ def _decode_once(
 def _drafted(
     model: FollowedModel,
     slots: SlotState,
-    window: _Rows,
+    window: WindowRows,
     num: Int32[Array, " rows"],
     cache: KVCache,
     config: EngineConfig,
@@ -413,8 +343,8 @@ def _drafted(
         tokens, cache, drafted = state
         live = place < num
         now = replace(slots, tokens=tokens, length=slots.length + place)
-        block = _Block(row, jnp.zeros_like(row), live, row, live.astype(jnp.int32))
-        inputs, attention = _attention(now, window, block, None, None, config, None)
+        block = Block(row, jnp.zeros_like(row), live, row, live.astype(jnp.int32))
+        inputs, attention = attention_of(now, window, block, None, None, config, None)
         logits, cache = model.draft_logits(inputs, attention, cache)
         sampled = sample(
             *(logits, window.sampling, tokens, length + place),
@@ -428,47 +358,3 @@ def _drafted(
     drafted = jnp.zeros((num.shape[0], most), jnp.int32)
     tokens, cache, drafted = lax.fori_loop(0, most, step, (slots.tokens, cache, drafted))
     return replace(slots, tokens=tokens), drafted, cache
-
-
-def _attention(
-    slots: SlotState,
-    window: _Rows,
-    block: _Block,
-    inputs: Float[Array, "rows embed"] | None,
-    attention_plan: Plan | None,
-    config: EngineConfig,
-    proposed: Int32[Array, "rows num"] | None,
-) -> tuple[Int32[Array, " tokens"] | Float[Array, "rows embed"], AttentionBatch]:
-    """Return what a model computes for a block, and its attention batch.
-
-    Args:
-      proposed: tokens of the block's places from 1 on; None for a block without proposals.
-    """
-    newest = window.part(slots.length) - 1
-    positions = jnp.minimum(newest[block.row] + block.place, config.max_context - 1)
-    rows, cross_rows = visible_rows(
-        config,
-        window.encoded,
-        query_start=block.start,
-        query_length=block.length,
-        first_position=jnp.where(block.length > 0, newest, 0),
-        page_table=window.page_table,
-    )
-    attention = attention_batch(
-        config,
-        positions=positions,
-        token_pages=window.page_table[block.row, positions // config.page_size],
-        valid=block.valid,
-        rows=rows,
-        plan=attention_plan,
-        max_query_length=1 if proposed is None else None,
-        cross_rows=cross_rows,
-        slot=window.index,
-        adapter=None if window.adapter is None else window.adapter[block.row],
-    )
-    if inputs is None:
-        inputs = slots.tokens[window.index, newest][block.row]
-        if proposed is not None:
-            others = proposed[block.row, jnp.maximum(block.place - 1, 0)]
-            inputs = jnp.where(block.place > 0, others, inputs)
-    return inputs, attention
