@@ -43,7 +43,8 @@ def whole_processed_logprobs(
     num_sequences, length = tokens.shape
     logits = model.whole_logits(tokens)[:, :-1]
     num_rows = num_sequences * (length - 1)
-    own = pack_sampling([(Request("", (0,), scoring(params), 0.0), 0)], 1)
+    request = Request(id="", prompt=(0,), params=scoring(params), arrival_s=0.0)
+    own = pack_sampling([(request, 0)], 1)
     sampling = jax.tree.map(lambda x: jnp.broadcast_to(x[0], (num_rows, *x.shape[1:])), own)
     rows = Rows(
         tokens,

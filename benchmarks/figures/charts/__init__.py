@@ -14,7 +14,7 @@ from benchmarks.figures.results import Result
 _TABLES_ONLY = (
     *("predictor", "probe", "s3", "scattered", "restore", "startup", "loading", "planning"),
     *("sharding", "gpu_check", "exegpt_bounds", "exegpt_measured", "roles", "invariance"),
-    *("http", "structured"),
+    *("residual", "http", "structured"),
 )
 
 
