@@ -25,6 +25,8 @@ SIMULATED = (
     "--num-bounds",
     "3",
 )
+# The schedules of the paper alone.
+PAPERS = (*SIMULATED, "--policies", "rra,waa")
 SMALL = ("--load", "random", "--max-slots", "1", "--max-context", "32", "--quiet")
 
 
@@ -38,7 +40,8 @@ def lengths(tmp_path) -> str:
 def test_a_simulated_cluster_is_planned_at_once(tmp_path):
     """The frontier, the chosen schedules and their neighbours are printed, and drawn on request."""
     picture = tmp_path / "frontier.png"
-    done = run(*SIMULATED, "--task", "S", "-b", "5", "-b", "inf", "--picture", str(picture))
+    asked = (*PAPERS, "--task", "S", "-b", "5", "-b", "inf")
+    done = run(*asked, "--picture", str(picture))
     assert done.exit_code == 0, done.stderr
     said = " ".join(done.stdout.split())
     for text in ("OPT-13B on 4 A40", "task S", "WAA-C", "2*20x1 > 40x2", "chosen for bound 5 s"):
@@ -49,17 +52,27 @@ def test_a_simulated_cluster_is_planned_at_once(tmp_path):
 
 def test_json_has_the_frontier_the_choice_and_its_neighbours():
     """One JSON object has every figure; the bound that was asked for is kept."""
-    done = run(*SIMULATED, "--task", "S", "-b", "5", "--json", "--quiet")
+    done = run(*PAPERS, "--task", "S", "-b", "5", "--json", "--quiet")
     said = json.loads(done.stdout)
     (chosen,) = said["chosen"]
     assert chosen["latency_bound_s"] == 5 >= chosen["latency_s"] and chosen["fits"]
     assert {"B_E - 1", "B_E + 1"} <= set(chosen["neighbours"])
     most = said["frontier"][-1]["answers_per_s"]
     assert said["frontier"][0]["answers_per_s"] < chosen["answers_per_s"] < most
-    tight = run(*SIMULATED, "--task", "S", "--first-token-bound", "0.3", "--json", "--quiet")
+    tight = run(*PAPERS, "--task", "S", "--first-token-bound", "0.3", "--json", "--quiet")
     (within,) = json.loads(tight.stdout)["chosen"]
     assert within["latency_bound_s"] is None
     assert within["first_token_s"] <= 0.3 < said["frontier"][-1]["first_token_s"]
+
+
+def test_a_cluster_may_be_planned_for_continuous_batching():
+    """It is a family as others are, with chunks among its figures; unknown ones are refused."""
+    asked = (*SIMULATED, "--task", "S", "--num-bounds", "2", "--json", "--quiet")
+    (chosen,) = json.loads(run(*asked, "--policies", "continuous").stdout)["chosen"]
+    assert chosen["policy"] == "continuous" and chosen["max_running"] > 1
+    assert chosen["chunk_tokens"] and set(chosen["neighbours"]) <= {"B - 1", "B + 1"}
+    refused = run(*asked, "--policies", "static")
+    assert refused.exit_code == 2 and "pass some of ('rra', 'waa', 'continuous')" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -67,7 +80,7 @@ def test_json_has_the_frontier_the_choice_and_its_neighbours():
 )
 def test_neighbours_that_miss_any_bound_are_marked(option, bound):
     """A neighbour that misses a bound on tokens is marked, and the title names the bound."""
-    done = run(*SIMULATED, "--task", "S", option, bound, "--quiet")
+    done = run(*PAPERS, "--task", "S", option, bound, "--quiet")
     assert done.exit_code == 0, done.stderr
     title, *rows = done.stdout.partition("chosen for ")[2].splitlines()
     assert title.split()[-2:] in (["0.3", "s"], ["30", "ms"])
