@@ -7,7 +7,9 @@
 //
 // The sums of a row depend on the row alone: its bits do not change with the number of rows or of
 // threads. dots.h has the instruction sets: AVX-512 VNNI, AVX-VNNI, AVX2 (maddubs), NEON dot products,
-// and plain C++ for the rest. The compiler's target says which: it is this machine.
+// and plain C++ for the rest. The compiler's target says which: it is this machine. With AMX, tiles of
+// many rows are multiplied by matrix instructions (squares.h). The integers are the same, and scales
+// are applied in the same order, so that AMX changes no bits.
 
 #include <algorithm>
 #include <cstdint>
@@ -16,6 +18,7 @@
 #include <vector>
 
 #include "dots.h"
+#include "squares.h"
 #include "threads.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -212,13 +215,105 @@ Rows rows_of(int rows, std::integer_sequence<int, r...>) {
   return table[rows - 1];
 }
 
+#ifdef HAS_SQUARES
+// Number of activations of an instruction; the groups for which the squares serve have whole ones.
+int64_t square_depth(int64_t group) { return std::min<int64_t>(group, kSquareDepth); }
+
+// The first rows, in whole squares, for which these are faster.
+int64_t rows_of_squares(const Problem& p) {
+  const int64_t from = p.bits == 4 ? kSquaresFrom4 : kSquaresFrom8;
+  if (p.m < from || p.group % square_depth(p.group) || !may_use_squares()) return 0;
+  return p.m / 16 * 16;
+}
+
+// y for 16 rows and one panel. `codes` are the panel's, in eight bits.
+template <bool is_plain>
+void square(const Problem& p, int64_t row, int64_t panel, const uint8_t* codes) {
+  Floats sum[16] = {};
+  const int64_t depth = p.groups * p.group, step = square_depth(p.group);
+  const int8_t* x = p.rounded + row * depth;
+  const float *factor = p.factor + row * p.groups, *total = p.total + row * p.groups;
+  const int32_t* initial = p.initial + row * p.groups;
+  alignas(64) Ints products[2][16];
+  // The next group is multiplied while the sums of this one are scaled.
+  const auto multiply = [&](int64_t g, Ints* to) __attribute__((always_inline)) {
+    const int8_t* a = x + g * p.group;
+    const uint8_t* b = codes + g * p.group * kPanel;
+    if (g % 2 == 0) multiply_square<0>(a, depth, b, step, p.group, to);
+    else multiply_square<1>(a, depth, b, step, p.group, to);
+  };
+  multiply(0, products[0]);
+  for (int64_t g = 0; g < p.groups; ++g) {
+    if (g + 1 < p.groups) multiply(g + 1, products[(g + 1) % 2]);
+    const Ints* acc = products[g % 2];
+    const auto number = [&](int r) __attribute__((always_inline)) {
+      return __builtin_convertvector(acc[r] + initial[r * p.groups + g], Floats);
+    };
+    if constexpr (is_plain) {
+#pragma GCC unroll 16
+      for (int r = 0; r < 16; ++r) sum[r] += number(r) * factor[r * p.groups + g];
+    } else {
+      const int64_t at = (panel * p.groups + g) * kPanel;
+      const Floats scale = p.scales == nullptr ? Floats{} + 1.0f : scale_at(p, p.scales, at);
+#pragma GCC unroll 16
+      for (int r = 0; r < 16; ++r) {
+        const Floats scaled = scale * factor[r * p.groups + g];
+        sum[r] += number(r) * scaled;
+      }
+      if (p.minima != nullptr) {
+        const Floats minimum = minimum_at(p, at, scale);
+#pragma GCC unroll 16
+        for (int r = 0; r < 16; ++r) sum[r] += minimum * total[r * p.groups + g];
+      }
+    }
+  }
+  const Floats channel = load(p.channels + panel * kPanel);
+#pragma GCC unroll 16
+  for (int r = 0; r < 16; ++r) {
+    const Floats y = sum[r] * channel;
+    std::memcpy(p.y + ((row + r) * p.panels + panel) * kPanel, &y, sizeof(y));
+  }
+}
+
+// The first rows, whole squares, times the panels from `first` on.
+void squares(const Problem& p, int64_t all_rows, int64_t first, int64_t panels) {
+  const int64_t depth = p.groups * p.group, bytes = p.groups * p.group_bytes();
+  const SquareConfig config(static_cast<int>(square_depth(p.group)));
+  static thread_local std::vector<uint8_t> scratch;
+  if (p.bits == 4 && scratch.size() < size_t(depth * kPanel + 64)) scratch.resize(depth * kPanel + 64);
+  auto aligned = (reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64;
+  uint8_t* decoded = reinterpret_cast<uint8_t*>(aligned);  // [depth / 4, kPanel, 4]
+  const bool is_plain = p.scales == nullptr && p.minima == nullptr;
+  for (int64_t panel = first; panel < first + panels; ++panel) {
+    const uint8_t* codes = p.codes + panel * bytes;
+    if (p.bits == 4) {
+      for (int64_t i = 0; i < bytes; i += 64) {
+        Codes4 low, high;
+        codes4(codes + i, low, high);
+        std::memcpy(decoded + 2 * i, &low, 64);
+        std::memcpy(decoded + 2 * i + 64, &high, 64);
+        __builtin_prefetch(codes + bytes + i, 0, 2);
+      }
+      codes = decoded;
+    }
+    for (int64_t row = 0; row < all_rows; row += 16)
+      (is_plain ? square<true> : square<false>)(p, row, panel, codes);
+  }
+}
+#endif
+
 void product(const Problem& p, int64_t item) {
   constexpr auto counts = std::make_integer_sequence<int, kTile>();
   const int64_t first = item * p.width, panels = std::min(p.width, p.panels - first);
+  int64_t done = 0;
+#ifdef HAS_SQUARES
+  done = rows_of_squares(p);
+  if (done > 0) squares(p, done, first, panels);
+#endif
   constexpr int64_t kTogether = 4;  // panels that stay in the cache while all rows go by
   for (int64_t c = 0; c < panels; c += kTogether) {
     const int64_t count = std::min(kTogether, panels - c);
-    for (int64_t row = 0; row < p.m; row += kTile) {
+    for (int64_t row = done; row < p.m; row += kTile) {
       const int rows = static_cast<int>(std::min<int64_t>(kTile, p.m - row));
       (p.bits == 8 ? rows_of<8>(rows, counts) : rows_of<4>(rows, counts))(p, row, first + c, count);
     }

@@ -39,6 +39,10 @@ if "avx2" in INSTRUCTIONS:
     INSTRUCTIONS["portable"] = ("-march=haswell", "-DPORTABLE")
 
 
+# Without matrix instructions, where the machine has them.
+VECTORS = ("-DNO_SQUARES",)
+
+
 # Compiled as a whole, since each of its operations alone would be compiled for each shape.
 _quantise = jax.jit(quantise, static_argnames=("bits", "group", "has_minima"))
 
@@ -72,6 +76,19 @@ def _assert_close(got, wanted, tolerance: float) -> None:
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     assert got.shape == wanted.shape
     assert np.linalg.norm(got - wanted) <= tolerance * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_matrix_instructions_change_no_bit(format):
+    """Rows in whole squares, and those after them, have the bits of the vector instructions."""
+    # 200 columns are several panels, the last of them a part; 300 rows end within a group.
+    x, _, packed = _draw(69, 300, 200, format)
+    x[3, 40], x[5] = np.nan, 0.0
+    vectors = build.cpu_target(cpu.SOURCE, cpu.SYMBOL, VECTORS)
+    got = _by_kernel(x, packed, "native")
+    wanted = np.asarray(cpu.call(vectors, jnp.asarray(x), packed))
+    np.testing.assert_array_equal(got.view(np.uint32), wanted.view(np.uint32))
+    assert np.isnan(got[3]).all() and not got[5].any()
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
