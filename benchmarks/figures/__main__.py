@@ -49,7 +49,10 @@ _THROUGHPUT = ("offline", "http", "structured", "startup", "loading", "planning"
 PAGES = (
     Page("README.md", None),
     Page("docs/results/throughput.md", _THROUGHPUT),
-    Page("docs/results/policies.md", ("policies", "online", "flover", "simulate", "s3")),
+    Page(
+        "docs/results/policies.md",
+        ("policies", "policies_grid", "online", "flover", "simulate", "s3"),
+    ),
     Page("docs/results/conversations.md", ("conversations", "pensieve", "scattered", "restore")),
     Page("docs/results/exegpt.md", ("exegpt", "exegpt_bounds", "exegpt_measured")),
     Page("docs/results/cells.md", ("cells",)),

@@ -12,6 +12,7 @@ from benchmarks.figures.results import Result
 
 # Kinds whose tables say everything.
 _TABLES_ONLY = (
+    "policies_grid",
     *("predictor", "probe", "s3", "scattered", "restore", "startup", "loading", "planning"),
     *("sharding", "gpu_check", "exegpt_bounds", "exegpt_measured", "roles", "invariance"),
     *("residual", "http", "structured"),

@@ -42,6 +42,7 @@ HEADINGS = {
     "roles": "Prompts and answers in separate replicas",
     "http": "What HTTP costs, and other servers",
     "structured": "What grammars cost",
+    "policies_grid": "Policies over workloads and pools, simulated",
     "invariance": "Bits of a request in any two batches",
     "residual": "Log-probabilities of sampling beside the trainer's",
 }
@@ -70,6 +71,7 @@ _MAKE: dict[str, Callable[[Result, str], str]] = {
     "roles": devices.roles,
     "http": http.http,
     "structured": http.structured,
+    "policies_grid": papers.policies_grid,
     "invariance": serving.invariance,
     "residual": serving.residual,
 }

@@ -67,3 +67,28 @@ def s3(result: Result, link: str) -> str:
     )
     text = f"{caption(result, what, link, how='simulated')}\n\n{table(header, rows)}"
     return f"{text}\n\n{losses('output tokens/s', rates)}"
+
+
+def policies_grid(result: Result, link: str) -> str:
+    """Return the throughput and p99 latency of `auto` over the best other preset's, by case."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for i, row in enumerate(result.get("rows")):
+        places.setdefault((row["workload"], row["pool"]), []).append(i)
+    rows = []
+    for place, indices in places.items():
+        others = [i for i in indices if result.get("rows")[i]["policy"] != "auto"]
+        rate = max(result.number("rows", i, "output_tokens_per_s") for i in others)
+        p99 = min(result.number("rows", i, "latency_s", "p99") for i in others)
+        for i in (each for each in indices if each not in others):
+            own = result.number("rows", i, "output_tokens_per_s")
+            own_p99 = result.number("rows", i, "latency_s", "p99")
+            ratio = linked(own / rate, ".3f", link)
+            rows.append([*place, result.get("rows")[i]["predictor"], ratio, f"{own_p99 / p99:.3f}"])
+    header = ("workload", "pool", "predictor", "tokens/s over the best other", "p99 over it")
+    arguments = result.get("arguments")
+    memory = "no host memory" if arguments["no_host"] else "host memory"
+    what = (
+        f"auto, {arguments['num_requests']} requests all at once, {arguments['max_slots']} slots, "
+        f"{memory}, Llama 3 8B on an A100 80 GB as rooflines"
+    )
+    return f"{caption(result, what, link, how='simulated')}\n\n{table(header, rows)}"
