@@ -107,7 +107,7 @@ class Steps:
         return (2, 3) if self.is_llama_3_8b else (3, 5)
 
     @property
-    def config(self) -> dict[str, int]:
+    def config(self) -> dict[str, Any]:
         """The model's sizes."""
         if self.is_llama_3_8b:
             sizes = (128256, 4096, 14336, 32, 8)

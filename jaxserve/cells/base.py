@@ -20,6 +20,8 @@ from jaxserve.core.errors import (
 
 # The compiled batch sizes of a cell without others.
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+# A cell remembers how it bound the inputs of this many chains.
+_MAX_CHAINS = 256
 
 
 class BaseCell:
@@ -133,18 +135,22 @@ class BaseCell:
         Raises:
           MissingInputError, UnknownInputError, InputMismatchError, InvalidGraphError
         """
-        constants = [self._constants(name, each[name]) if name in each else None
-                     for name in self.inputs]  # fmt: skip
-        key = tuple(each), tuple(carry.items()), *((name, type(value), value) if type(value) in
-               (int, float) else None for name, value in inputs.items())  # fmt: skip
-        known = self._chains.get(key)
+        constants = [
+            self._constants(name, each[name]) if name in each else None for name in self.inputs
+        ]
+        # Chains whose other inputs are plain numbers are remembered, so that they are bound once.
+        key = None
+        if all(type(value) in (int, float) for value in inputs.values()):
+            numbers = tuple((name, type(value), value) for name, value in inputs.items())
+            key = tuple(each), tuple(carry.items()), numbers
+        known = None if key is None else self._chains.get(key)
         if known is not None:
-            numbers = [number for number, some in enumerate(constants) if some is not None]
-            lengths = {len(constants[number]) for number in numbers}
+            given = [(n, values) for n, values in enumerate(constants) if values is not None]
+            lengths = {len(values) for _, values in given}
             if len(lengths) == 1 and 0 not in lengths:
                 bound = known[0].copy()
-                for number in numbers:
-                    bound[number] = as_constant(constants[number][0], self._bound[number][1])
+                for number, values in given:
+                    bound[number] = as_constant(values[0], self._bound[number][1])
                 block = Chain(lengths.pop(), tuple(constants), known[1])
                 return Node(self, tuple(bound), block=block)
         lengths = {len(values) for values in constants if values is not None}
@@ -161,12 +167,15 @@ class BaseCell:
                     f"a chain of cell {self.name!r} was given carry={{{name!r}: {output!r}}}; pass "
                     "an input that is not in each, and an output with its shape and dtype"
                 )
-        first = {name: values[0] for name, values in zip(self.inputs, constants, strict=True)
-                 if values is not None}  # fmt: skip
+        first = {
+            name: values[0]
+            for name, values in zip(self.inputs, constants, strict=True)
+            if values is not None
+        }
         unknown = {name: None for name in each if name not in first}
         bound = self.bind({**unknown, **first, **inputs})
         carried = tuple(self.output_index.get(carry.get(name, ""), -1) for name in self.inputs)
-        if None not in key:
+        if key is not None and len(self._chains) < _MAX_CHAINS:
             self._chains[key] = list(bound), carried
         return Node(self, bound, block=Chain(lengths.pop(), tuple(constants), carried))
 

@@ -301,7 +301,7 @@ def _on_cluster(
     name: str,
     num_devices: int | None,
     lengths: TaskLengths,
-    families: Sequence[str] | None,
+    families: tuple[str, ...] | None,
 ) -> tuple[ScheduleSearch, str]:
     """Return the schedules of a model on a simulated cluster."""
     from jaxserve.planning.schedules import CLUSTERS, MODELS, Deployment, RooflineLayerCost
@@ -327,7 +327,7 @@ def _on_cluster(
 
 def _on_layers(
     lengths: TaskLengths,
-    families: Sequence[str] | None,
+    families: tuple[str, ...] | None,
     profile: Path | None,
     **settings: Any,
 ) -> tuple[ScheduleSearch, str]:
@@ -347,7 +347,7 @@ def _on_layers(
 
 def _on_engine(
     lengths: TaskLengths,
-    families: Sequence[str] | None,
+    families: tuple[str, ...] | None,
     profile: Path | None,
     **settings: Any,
 ) -> tuple[ScheduleSearch, str]:

@@ -81,9 +81,10 @@ def fused(
     def own(
         x: Float[Array, "tokens *in"],
         weight: Float[Array, " *in *out"],
-        *others: Array | RMSScale | None,
+        norm: RMSScale | None,
+        bias: Array | None,
+        residual: Array | None,
     ) -> Float[Array, " tokens *kept"]:
-        norm, bias, residual = others
         product = partial(
             fused_matmul,
             x.reshape(x.shape[0], -1),
