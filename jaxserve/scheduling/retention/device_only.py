@@ -16,7 +16,10 @@ class DeviceOnly:
     eviction: Eviction = CostOverTime()
     keeps_pages: ClassVar[bool] = True
     uses_host: ClassVar[bool] = False
-    learns_reuse: ClassVar[bool] = False
+
+    @property
+    def learns_reuse(self) -> bool:
+        return False
 
     @property
     def free_share(self) -> float:

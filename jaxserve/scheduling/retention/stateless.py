@@ -15,7 +15,10 @@ class Stateless:
 
     keeps_pages: ClassVar[bool] = False
     uses_host: ClassVar[bool] = False
-    learns_reuse: ClassVar[bool] = False
+
+    @property
+    def learns_reuse(self) -> bool:
+        return False
 
     @property
     def free_share(self) -> float:
