@@ -320,6 +320,16 @@ def results() -> dict[str, dict[str, Any]]:
                 for mode in ("deterministic", "KV in int8")
             },
         },
+        "policies_grid": {
+            "arguments": {"num_requests": 64, "max_slots": 8, "no_host": True},
+            "rows": [
+                {
+                    **{"workload": "S", "pool": "tight", "policy": policy, "predictor": "none"},
+                    **{"output_tokens_per_s": rate, "latency_s": {"p99": 30.0 / rate}},
+                }
+                for policy, rate in (("vllm_like", 10.0), ("auto", 11.0))
+            ],
+        },
         "gpu_check": {
             "bars": [
                 {"what": "idle", "wanted": "< 2%", "found": "1.5%", "verdict": "met"},
