@@ -7,11 +7,10 @@ Exit codes: 0 done, 1 failure (of a request of a batch, memory, the cache), 2 ba
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -42,13 +41,8 @@ def _sampling(name: str, text: str) -> typer.models.OptionInfo:
     return typer.Option(name, help=text, rich_help_panel=_SAMPLING)
 
 
-def _runtime(*names: str, text: str, **more: Any) -> typer.models.OptionInfo:
-    return typer.Option(*names, help=text, rich_help_panel=_RUNTIME, **more)
-
-
-def is_quiet(asked: bool) -> bool:
-    """Return whether there are no progress bars: as asked for, or where no terminal shows them."""
-    return asked or not sys.stderr.isatty()
+def _runtime(*names: str, text: str) -> typer.models.OptionInfo:
+    return typer.Option(*names, help=text, rich_help_panel=_RUNTIME)
 
 
 def _processes(name: str, text: str) -> typer.models.OptionInfo:
@@ -228,7 +222,7 @@ ProcessId = Annotated[
         "--process-id", "Number of this process, from 0. [default: JAXSERVE_PROCESS_ID, SLURM]"
     ),
 ]
-Quiet = Annotated[bool, _runtime("--quiet", "-q", text="No progress bars.", callback=is_quiet)]
+Quiet = Annotated[bool, _runtime("--quiet", "-q", text="No progress bars.")]
 
 
 def default_journal() -> Path:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxserve.cli.options import is_quiet
 from jaxserve.core.errors import InvalidConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 SETTINGS = "training.json"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, not a table.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.", callback=is_quiet)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
 HeldOut = Annotated[
     float,
     typer.Option("--held-out", help="Share of the data for calibration, and again for the test."),
