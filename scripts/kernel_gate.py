@@ -41,7 +41,6 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 import jax  # noqa: E402
 from flax import nnx  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
@@ -49,9 +48,8 @@ from jaxserve.cells.layout import Layout  # noqa: E402
 from jaxserve.cells.models import LSTM, Embedded, sequence_model  # noqa: E402
 from jaxserve.cells.programs import CellPrograms  # noqa: E402
 from jaxserve.core.config import EngineConfig  # noqa: E402
-from jaxserve.core.options import KV_DTYPES, RuntimeOptions  # noqa: E402
+from jaxserve.core.options import RuntimeOptions  # noqa: E402
 from jaxserve.models.batch import empty_cache  # noqa: E402
-from jaxserve.models.decoder import LayerLayout  # noqa: E402
 from jaxserve.models.families.llama import Llama, LlamaConfig  # noqa: E402
 from jaxserve.models.linear import replace_weights  # noqa: E402
 from jaxserve.models.quantisation import Quantisation  # noqa: E402
@@ -66,6 +64,8 @@ from pallas_kernels.paged_attention.configurations import (  # noqa: E402
 from pallas_kernels.paged_attention.configurations import (  # noqa: E402
     Configuration as Attention,
 )
+from scripts.gate_device import h100  # noqa: E402
+from scripts.gate_steps import STEPS, STEPS_OF_SUBSET, Steps  # noqa: E402
 from scripts.launches import launches, launches_a_layer, made_arrays  # noqa: E402
 from scripts.thunks import HostThunks, host_thunks, newest_dump  # noqa: E402
 from scripts.traffic import StepBytes, step_bytes  # noqa: E402
@@ -76,113 +76,8 @@ _ALL = (*CONFIGURATIONS, *RARE_CONFIGURATIONS)
 KNOWN = Path(__file__).with_name("kernel_gate.json")
 
 
-@final
-@dataclass(frozen=True)
-class Steps:
-    """A mixed step and a decode loop.
-
-    Attributes:
-      layout: layout of the layers; unrolled layers compile far more slowly.
-      kv_dtype: dtype of pages; None for the model's dtype.
-      dtype: dtype of the model.
-      attention: the option `attention`; None for the platform's choice.
-      quantize: the option `quantize`; None for weights in the model's dtype.
-      is_llama_3_8b: whether it has the sizes of Llama 3 8B; otherwise a small Llama's.
-      num_shards: devices over which its tensors are split.
-      max_slots: rows of the decode loop.
-    """
-
-    layout: LayerLayout
-    kv_dtype: str | None = None
-    dtype: str = "bfloat16"
-    attention: str | None = None
-    quantize: str | None = None
-    is_llama_3_8b: bool = False
-    num_shards: int = 1
-    max_slots: int = 64
-
-    @property
-    def num_layers(self) -> tuple[int, int]:
-        """Two numbers of layers; what a layer adds is known from the difference."""
-        return (2, 3) if self.is_llama_3_8b else (3, 5)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The model's sizes."""
-        if self.is_llama_3_8b:
-            sizes = (128256, 4096, 14336, 32, 8)
-        else:
-            sizes = (32000, 1024, 2816, 8, 2)
-        names = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
-        return dict(zip(names, sizes, strict=True))
-
-    def __str__(self) -> str:
-        parts = ["Llama 3 8B"] if self.is_llama_3_8b else []
-        parts += [self.layout]
-        parts += [] if self.num_shards == 1 else [f"{self.num_shards} devices"]
-        parts += [] if self.max_slots == 64 else [f"{self.max_slots} slots"]
-        parts += [] if self.kv_dtype is None else [f"{self.kv_dtype} pages"]
-        parts += [] if self.dtype == "bfloat16" else [self.dtype]
-        parts += [] if self.attention is None else [self.attention]
-        parts += [] if self.quantize is None else [f"{self.quantize} weights"]
-        return ", ".join(parts)
-
-
-_LLAMA_3_8B = tuple(
-    Steps("unrolled", kv_dtype, is_llama_3_8b=True, num_shards=num_shards)
-    for num_shards in (1, 8)
-    for kv_dtype in (None, "float8_e4m3fn")
-)
-_STEPS_OF_SUBSET = (
-    *(Steps("unrolled", kv_dtype) for kv_dtype in (None, *KV_DTYPES)),
-    _LLAMA_3_8B[0],
-    Steps("scanned"),
-    Steps("unrolled", quantize="int4"),
-)
-_STEPS = (
-    *_STEPS_OF_SUBSET,
-    *_LLAMA_3_8B[1:],
-    Steps("unrolled", is_llama_3_8b=True, max_slots=256),
-    *(Steps("scanned", kv_dtype) for kv_dtype in KV_DTYPES),
-    Steps("scanned", dtype="float32"),
-    Steps("scanned", attention="mosaic,triton"),
-    Steps("unrolled", attention="mosaic,triton", is_llama_3_8b=True),
-    *(Steps("unrolled", quantize=kind) for kind in ("int8", "fp8", "w8a8")),
-    Steps("scanned", quantize="int4"),
-)
 # The kernel of decoding rows, by the option `attention`.
 _SPLIT_KERNELS = {None: "paged_attention_split", "mosaic,triton": "paged_attention_mosaic_split"}
-# XLA's description of the device for which it compiles, with NVIDIA's figures.
-_H100 = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  core_count: 132
-  fpus_per_core: 128
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  l2_cache_size: 52428800
-  memory_bandwidth: 3352320000000
-  device_memory_size: 84929347584
-  clock_rate_ghz: 1.98
-  runtime_version: "13.0.0"
-  driver_version: "13.0.0"
-}
-platform_name: "CUDA"
-runtime_version { major: 13 }
-dnn_version_info { major: 9 minor: 12 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
-
-
 # Maximum bytes that a step with unrolled layers moves beside what it needs, of its weights' bytes.
 _MAX_SHARE_BESIDE = 0.05
 # A step that is counted to move its pages once more (docs/results/kernels.md). Its temporaries are
@@ -190,7 +85,7 @@ _MAX_SHARE_BESIDE = 0.05
 _UNEXPLAINED = "mixed step, Llama 3 8B, unrolled, mosaic,triton"
 # Maximum bytes of temporaries of one call; attention's partial results are the largest.
 _MAX_TEMPORARY_BYTES = 128 << 20
-# Maximum shared memory of a block that opts in, see `_H100`.
+# Maximum shared memory of a block that opts in, see `scripts.gate_device`.
 _MAX_SHARED_BYTES = 232448
 
 
@@ -200,7 +95,7 @@ def main() -> int:
     mesh = h100()
     chosen = _subset() if options.subset else _ALL
     problems = _compile_configurations(mesh, chosen)
-    steps = _STEPS_OF_SUBSET if options.subset else _STEPS
+    steps = STEPS_OF_SUBSET if options.subset else STEPS
     counts = _Counts()
     for each in tqdm(steps, desc="compiling steps", delay=2):
         _compile_steps(each, problems, counts)
@@ -228,7 +123,7 @@ def main() -> int:
     ]
     summary = {
         "configurations": f"{len(chosen)} of {len(_ALL)}",
-        "steps": f"{2 * len(steps)} of {2 * len(_STEPS)}",
+        "steps": f"{2 * len(steps)} of {2 * len(STEPS)}",
         **found,
         "thunks of a loop": {name: asdict(each) for name, each in counts.thunks.items()},
         "bytes a step": {name: asdict(each) for name, each in counts.moved.items()},
@@ -261,17 +156,6 @@ class _Counts:
     host_launches: dict[str, int] = field(default_factory=dict)
     thunks: dict[str, HostThunks] = field(default_factory=dict)
     moved: dict[str, StepBytes] = field(default_factory=dict)
-
-
-def h100(num_devices: int = 1) -> Mesh:
-    """Return a mesh of H100s of one machine to compile for; no device is needed."""
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="h100",
-        target_config=_H100,
-        topology=f"1x1x{num_devices}",
-    )
-    return Mesh(topology.devices, ("tensor",))
 
 
 def _subset() -> list[Configuration]:
