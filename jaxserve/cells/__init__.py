@@ -22,12 +22,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxserve.cells.base import Node as Node
-    from jaxserve.cells.base import Output as Output
     from jaxserve.cells.batchmaker import BatchMaker as BatchMaker
     from jaxserve.cells.cell import Cell as Cell
     from jaxserve.cells.cell import Repeat as Repeat
     from jaxserve.cells.graph import Graph as Graph
+    from jaxserve.cells.nodes import Node as Node
+    from jaxserve.cells.nodes import Output as Output
     from jaxserve.cells.results import CellCompletion as CellCompletion
     from jaxserve.cells.results import CellPiece as CellPiece
     from jaxserve.cells.runtime import CellRuntime as CellRuntime
@@ -40,8 +40,8 @@ _HOMES = {
     "CellPiece": "jaxserve.cells.results",
     "CellRuntime": "jaxserve.cells.runtime",
     "Graph": "jaxserve.cells.graph",
-    "Node": "jaxserve.cells.base",
-    "Output": "jaxserve.cells.base",
+    "Node": "jaxserve.cells.nodes",
+    "Output": "jaxserve.cells.nodes",
     "Repeat": "jaxserve.cells.cell",
     "SimulatedCell": "jaxserve.cells.simulated",
 }

@@ -1,14 +1,15 @@
-"""Cells as a graph sees them, and the nodes that calling them makes."""
+"""Cells as a graph sees them."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Self, TypeAlias, final
+from typing import Any, Self
 
 import numpy as np
 
 from jaxserve.cells.blocks import Chain, Tree, checked_pairs
+from jaxserve.cells.nodes import Node, Output, label_of
 from jaxserve.cells.values import Constant, ValueSpec, as_constant, as_constants
 from jaxserve.core.errors import (
     InputMismatchError,
@@ -310,116 +311,3 @@ def _checked_sizes(name: str, batch_sizes: Sequence[int]) -> tuple[int, ...]:
             f"cell {name!r}: batch_sizes={sizes} is not allowed; pass increasing sizes from 1"
         )
     return sizes
-
-
-@final
-class Node:
-    """One call of a cell in a graph; `node["h"]` is its output `h`.
-
-    A node of a loop has the value of the last step under this name, and `steps("token")` stands for
-    the values of all steps.
-
-    Attributes:
-      inputs: outputs of other nodes and constants, in the order of the cell's inputs.
-      max_steps: most times that the cell runs; 1 except for loops.
-      block: how it stands for a chain of nodes, of which it is the last and `inputs` are the
-        first's, or for a tree, of which it is the root; None for one node.
-      num_nodes: how many nodes it stands for.
-      is_placed: whether a graph has the node. Later graphs may take its outputs, and do not compute
-        it again.
-    """
-
-    __slots__ = ("cell", "inputs", "max_steps", "block", "num_nodes", "is_placed")
-
-    def __init__(
-        self,
-        cell: BaseCell,
-        inputs: tuple[Output | Constant, ...],
-        max_steps: int = 1,
-        block: Chain | Tree | None = None,
-    ):
-        self.cell = cell
-        self.inputs = inputs
-        self.max_steps = max_steps
-        self.block = block
-        self.num_nodes = 1 if block is None else block.num_nodes
-        self.is_placed = False
-
-    def place(self) -> None:
-        self.is_placed = True
-
-    def __getitem__(self, name: str) -> Output:
-        index = self.cell.output_index.get(name)
-        if index is None:
-            raise UnknownInputError(
-                f"{self} has no output {name!r}; its outputs are "
-                f"{', '.join(map(repr, self.cell.outputs))}"
-            )
-        return Output(self, index, self.cell.outputs[name])
-
-    def __iter__(self):
-        return iter(self.cell.outputs)
-
-    def steps(self, name: str) -> Steps:
-        """Return what stands for an output's values of all steps, as an output of the graph.
-
-        Raises:
-          UnknownInputError: the node's cell is not a loop, or does not emit this output.
-        """
-        if name not in self.cell.emits:
-            raise UnknownInputError(
-                f"{self} does not emit {name!r}; it emits "
-                f"{', '.join(map(repr, self.cell.emits)) or 'nothing'}, so add it to emits of its "
-                "Repeat"
-            )
-        return Steps(self[name])
-
-    def __str__(self) -> str:
-        return label_of(self.cell, self.inputs)
-
-
-@final
-class Output:
-    """One output of a node, which other nodes may take as an input."""
-
-    __slots__ = ("node", "index", "spec")
-
-    def __init__(self, node: Node, index: int, spec: ValueSpec):
-        self.node = node
-        self.index = index
-        self.spec = spec
-
-    def __str__(self) -> str:
-        names = list(self.node.cell.outputs)
-        return f"output {names[self.index]!r} of {self.node}"
-
-
-@final
-class Steps:
-    """The values of an output in all steps of a loop; only a graph's outputs may have them."""
-
-    __slots__ = ("output",)
-
-    def __init__(self, output: Output):
-        self.output = output
-
-
-# What a graph may return under a name; a list returns its values stacked.
-Result: TypeAlias = "Output | Steps | Sequence[Output]"
-
-
-def label_of(cell: BaseCell, inputs: Any) -> str:
-    """Return the name of a node in errors: its cell, and its place among nodes of the cell.
-
-    `lstm[3]` depends on three other nodes of the cell `lstm`.
-    """
-    seen: set[int] = set()
-    stack = [value.node for value in inputs if isinstance(value, Output)]
-    number = 0
-    while stack:
-        node = stack.pop()
-        if id(node) not in seen:
-            seen.add(id(node))
-            number += node.num_nodes * (node.cell is cell)
-            stack += [value.node for value in node.inputs if isinstance(value, Output)]
-    return f"node {cell.name}[{number}] of cell {cell.name!r}"

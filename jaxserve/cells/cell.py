@@ -8,7 +8,8 @@ from typing import Any, final
 import jax
 from flax import nnx
 
-from jaxserve.cells.base import BATCH_SIZES, BaseCell, Node
+from jaxserve.cells.base import BATCH_SIZES, BaseCell
+from jaxserve.cells.nodes import Node
 from jaxserve.cells.values import HasShape, ValueSpec
 from jaxserve.core.errors import InvalidCellError, InvalidGraphError
 

@@ -8,7 +8,6 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxserve.cells.base import Node, Output, Steps
 from jaxserve.cells.block_plans import plan_of_a_chain, plan_of_a_tree
 from jaxserve.cells.blocks import Chain, Tree
 from jaxserve.cells.cell_graph import CellGraph
@@ -21,6 +20,7 @@ from jaxserve.cells.graph_plan import (
     WantedValues,
 )
 from jaxserve.cells.layout import Layout, TypeLayout, words_of, words_of_each
+from jaxserve.cells.nodes import Node, Output, Steps
 from jaxserve.core.errors import InvalidGraphError, TooManyNodesError, UnknownCellError
 
 # Graphs of more calls than this are not looked up by their structure.

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from jaxserve.cells.base import BaseCell, Node, Output, Result, Steps
+from jaxserve.cells.base import BaseCell
+from jaxserve.cells.nodes import Node, Output, Result, Steps
 from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import (
     CyclicGraphError,

@@ -10,10 +10,10 @@ from typing import TypeAlias, final
 
 import numpy as np
 
-from jaxserve.cells.base import Node, Output
 from jaxserve.cells.blocks import Chain, Tree
 from jaxserve.cells.cell_graph import CellGraph, cell_graph
 from jaxserve.cells.layout import Layout, TypeLayout
+from jaxserve.cells.nodes import Node, Output
 from jaxserve.cells.slot_plan import plan_slots
 from jaxserve.core.errors import InvalidGraphError
 

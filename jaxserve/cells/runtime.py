@@ -372,14 +372,9 @@ def slots_that_fit(layout: Layout, memory: int | str) -> list[int]:
 
 
 def _warm_up(executor: CompilingExecutor, *, progress: bool) -> None:
-    steps = executor.warmup_steps()
-    with tqdm(
-        total=len(steps), desc="compiling", leave=False, delay=2, disable=not progress
-    ) as bar:
-        for name, compile_step in steps:
-            bar.set_postfix_str(name)
-            compile_step()
-            bar.update()
+    bar = tqdm(executor.warmup_steps(), "compiling", leave=False, delay=2, disable=not progress)
+    for _, compile_step in bar:
+        compile_step()
 
 
 def _wait(pending: Sequence[PendingRequest[CellCompletion]], *, progress: bool) -> None:

@@ -7,10 +7,11 @@ from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
 
-from jaxserve.cells.base import BATCH_SIZES, BaseCell, Node
+from jaxserve.cells.base import BATCH_SIZES, BaseCell
 from jaxserve.cells.executor import CellHandle, TaskResults, calls_of
 from jaxserve.cells.flat_graph import FlatGraph
 from jaxserve.cells.layout import Layout
+from jaxserve.cells.nodes import Node
 from jaxserve.cells.policy import Task
 from jaxserve.cells.values import HasShape, ValueSpec
 from jaxserve.core.clock import VirtualClock

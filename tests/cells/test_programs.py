@@ -75,7 +75,9 @@ def test_gpus_gather_in_the_kernel(name):
             step: Any = programs.tasks[t.index]
             traced = step.trace(*_arguments(layout, programs, t.index))
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert set(re.findall(r'name = "(\w+)"', text)) == {"gated_cell", "copy_pages"}
+        found = set(re.findall(r'name = "(\w+)"', text))
+        # A decoder chooses its token with a kernel, too.
+        assert found - {"row_maximum"} == {"gated_cell", "copy_pages"}
         moved = re.findall(r'"stablehlo\.(?:gather|scatter)"\(.*', text)
         assert not any(f"tensor<50x{HIDDEN}xf32>" in line for line in moved)
 

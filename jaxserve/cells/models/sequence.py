@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.cells.base import BATCH_SIZES, Node
+from jaxserve.cells.base import BATCH_SIZES
 from jaxserve.cells.cell import Cell
 from jaxserve.cells.graph import Graph
 from jaxserve.cells.models.bundle import CellModel, checked_tokens
 from jaxserve.cells.models.recurrent import Embedded, Reader, token_inputs
+from jaxserve.cells.nodes import Node
 
 
 def sequence_model(
