@@ -143,7 +143,7 @@ def test_the_search_covers_every_policy_on_measured_layers():
     )
     timelines = timelines_of(deployment, lengths)
     policies = {layout.policy.value for each in timelines for layout in each.layouts}
-    assert policies == {"rra", "waa_c", "waa_m"}
+    assert policies == {"rra", "waa_c", "waa_m", "continuous"}
     for bound_s in (np.inf, 2000.0):
         bounds = LatencyBounds(latency_s=bound_s)
         choice = search(deployment, lengths, bounds)
