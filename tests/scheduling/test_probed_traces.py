@@ -128,6 +128,8 @@ def test_readings_make_better_schedules():
     iterations, preemptions = mean(None)
     for noise in (0.0, 0.2):
         own_iterations, own_preemptions = mean(noise)
+        # 95 % of what draws without readings took while admission kept one standard deviation.
+        assert own_iterations < 0.95 * 1190, (noise, own_iterations)
         assert own_iterations < 0.98 * iterations, (noise, own_iterations, iterations)
         assert own_preemptions <= preemptions, (noise, own_preemptions, preemptions)
 
