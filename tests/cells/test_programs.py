@@ -76,8 +76,8 @@ def test_gpus_gather_in_the_kernel(name):
             traced = step.trace(*_arguments(layout, programs, t.index))
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         found = set(re.findall(r'name = "(\w+)"', text))
-        # A decoder chooses its token with a kernel, too.
-        assert found - {"row_maximum"} == {"gated_cell", "copy_pages"}
+        chooses = {"row_maximum"} if t.cell.name == "decoder" else set()
+        assert found == {"gated_cell", "copy_pages"} | chooses
         moved = re.findall(r'"stablehlo\.(?:gather|scatter)"\(.*', text)
         assert not any(f"tensor<50x{HIDDEN}xf32>" in line for line in moved)
 
