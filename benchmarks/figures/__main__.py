@@ -45,7 +45,7 @@ class Page:
         return "../" * self.path.count("/")
 
 
-_THROUGHPUT = ("offline", "http", "structured", "startup", "loading", "planning", "invariance")
+_THROUGHPUT = ("offline", "http", "structured", "startup", "loading", "planning", "quality")
 PAGES = (
     Page("README.md", None),
     Page("docs/results/throughput.md", _THROUGHPUT),
@@ -57,7 +57,7 @@ PAGES = (
     Page("docs/results/exegpt.md", ("exegpt", "exegpt_bounds", "exegpt_measured")),
     Page("docs/results/cells.md", ("cells",)),
     Page("docs/results/lengths.md", ("predictor", "probe")),
-    Page("docs/results/rollouts.md", ("residual",)),
+    Page("docs/results/rollouts.md", ("invariance", "residual", "adapters", "speculation")),
     Page("docs/results/devices.md", ("sharding", "roles", "gpu_check")),
 )
 FIGURES = "docs/figures"

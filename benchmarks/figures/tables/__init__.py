@@ -14,6 +14,7 @@ from benchmarks.figures.tables import (
     lengths,
     papers,
     pensieve,
+    rollouts,
     serving,
 )
 
@@ -45,6 +46,9 @@ HEADINGS = {
     "policies_grid": "Policies over workloads and pools, simulated",
     "invariance": "Bits of a request in any two batches",
     "residual": "Log-probabilities of sampling beside the trainer's",
+    "adapters": "What adapters cost",
+    "speculation": "What speculation gains",
+    "quality": "Quality of weights in few bits",
 }
 # Tables of one result each; offline results share a table.
 _MAKE: dict[str, Callable[[Result, str], str]] = {
@@ -72,8 +76,11 @@ _MAKE: dict[str, Callable[[Result, str], str]] = {
     "http": http.http,
     "structured": http.structured,
     "policies_grid": papers.policies_grid,
-    "invariance": serving.invariance,
-    "residual": serving.residual,
+    "invariance": rollouts.invariance,
+    "residual": rollouts.residual,
+    "adapters": rollouts.adapters,
+    "speculation": rollouts.speculation,
+    "quality": devices.quality,
 }
 
 

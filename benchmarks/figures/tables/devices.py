@@ -1,4 +1,4 @@
-"""Tables of starts, loading, host time, sharding plans, roles of a fleet, and one GPU."""
+"""Tables of starts, loading, few bits, host time, sharding plans, roles of a fleet, one GPU."""
 
 from __future__ import annotations
 
@@ -54,6 +54,29 @@ def loading(result: Result, link: str) -> str:
     ]
     header = ("checkpoint", "size", "peak host memory", "over the size", "from disk in")
     return f"{caption(result, 'A random checkpoint', link)}\n\n{table(header, [row])}"
+
+
+def quality(result: Result, link: str) -> str:
+    """Return how far the model with weights in few bits is from the unquantised one."""
+    base = result.number("unquantised", "perplexity")
+    size = result.number("unquantised", "weights_bytes")
+    rows = [["unquantised", f"{size / 1e6:.0f} MB", linked(base, ".3f", link), "", "", ""]]
+    for format, _ in result.items("formats"):
+        numbers = [
+            result.number("formats", format, key)
+            for key in ("weights_bytes", "perplexity", "divergence", "agreement")
+        ]
+        size, perplexity, divergence, agreement = numbers
+        row = [format, f"{size / 1e6:.0f} MB", linked(perplexity, ".3f", link)]
+        rows.append([*row, f"{perplexity / base:.3f}", f"{divergence:.4f}", f"{agreement:.1%}"])
+    what = (
+        f"{result.number('num_tokens'):,.0f} tokens of held-out ShareGPT texts, "
+        f"{result.get('model')} in {result.get('dtype')}"
+    )
+    header = ("weights", "size", "perplexity", "ratio", "KL divergence, nats", "same greedy token")
+    worse = [f"Worse than it should be: {text}." for _, text in result.items("warnings")]
+    text = caption(result, what, link, how="one pass, which nothing random is in")
+    return "\n\n".join([text, table(header, rows), *worse])
 
 
 def planning(result: Result, link: str) -> str:

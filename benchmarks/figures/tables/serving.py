@@ -10,6 +10,7 @@ from benchmarks.figures.losses import losses
 from benchmarks.figures.markdown import caption, linked, runs, shown, table, where
 from benchmarks.figures.results import Result, bound_name, is_quantised
 from benchmarks.figures.style import name
+from benchmarks.figures.tables.peers import engines
 
 _OFFLINE = (
     "workload",
@@ -58,42 +59,11 @@ def _model(result: Result) -> str:
 
 def peers(result: Result, link: str) -> str:
     """Return every engine on the requests of an offline result, and where ours is behind."""
-    rows, behind = [], []
-    fewer = list(result.get("compare").get("fewer") or ())
-    for engine, figures in result.items("compare", "engines"):
-        at = ("compare", "engines", engine)
-        if figures.get("error"):
-            rows.append([name(engine), f"[failed]({link})", " ".join(figures["error"].split()), ""])
-            rows[-1] += [""] * len(fewer)
-            continue
-        faster_by = result.spread(at, "jaxserve_is_faster_by")
-        rows.append(
-            [
-                name(engine),
-                shown(result.spread(at, "output_tokens_per_s"), ".0f", link=link),
-                shown(faster_by, ".2f"),
-                shown(result.spread(at, "startup_s"), ".1f", " s"),
-            ]
-        )
-        if faster_by.median < 1:
-            behind.append(f"{name(engine)}: {shown(faster_by, '.2f')} times its speed")
-        for number in fewer:
-            of_fewer = ("compare", "fewer", number, engine)
-            ratio = result.spread(of_fewer, "jaxserve_is_faster_by")
-            rate = shown(result.spread(of_fewer, "output_tokens_per_s"), ".0f")
-            rows[-1].append(f"{rate}, {shown(ratio, '.2f')} times")
-            if ratio.median < 1:
-                behind.append(
-                    f"{name(engine)} at {number} of them: {shown(ratio, '.2f')} times its speed"
-                )
     arguments = (result.number("num_requests"), result.get("workload"), _model(result).strip(","))
     what = "{:.0f} {} requests, {}, every engine in turns".format(*arguments)
-    header = ["engine", "output tokens/s", "jaxserve is faster by", "start-up"]
-    header += [f"{number} of them: tokens/s, faster by" for number in fewer]
     repeats = result.number("compare", "repeats")
     how = f"medians of {repeats:.0f} whole runs (least to most)"
-    lost = f"jaxserve is behind {' and '.join(behind)}." if behind else "No engine is faster."
-    return f"{caption(result, what, link, how=how)}\n\n{table(header, rows)}\n\n{lost}"
+    return f"{caption(result, what, link, how=how)}\n\n{engines(result, ('compare',), link)}"
 
 
 def policies(result: Result, link: str) -> str:
@@ -196,58 +166,6 @@ def simulate(result: Result, link: str) -> str:
         *("measured p99 latency, s", "predicted", "error"),
     )
     return f"{caption(result, 'Measured and simulated', link)}\n\n{table(header, rows)}"
-
-
-def invariance(result: Result, link: str) -> str:
-    """Return the pairs that were compared, how steps were cut in them, and what differed."""
-    rows = []
-    for way, _ in result.items("ways"):
-        names = ("num_pairs", "num_different", "num_preemptions", "num_pages_in", "num_prefix_hit")
-        numbers = [result.number("ways", way, each) for each in names]
-        rows.append(
-            [way, linked(numbers[0], ",.0f", link), *(f"{each:,.0f}" for each in numbers[1:])]
-        )
-    rates = {
-        mode: shown(result.spread(("cost", mode), "tokens_per_s"), ".0f")
-        for mode in ("deterministic", "ordinary")
-    }
-    what = (
-        f"{result.number('num_requests'):.0f} {result.get('arguments')['workload']} requests, "
-        f"{result.get('arguments')['model']}, in random batches"
-    )
-    header = ("steps", "pairs", "different", "preempted", "pages restored", "cached tokens")
-    scored = (
-        f"`rt.score` differs in {result.number('scores', 'num_different'):.0f} of "
-        f"{result.number('scores', 'num_answers'):.0f} answers. Output tokens a second: "
-        f"{rates['deterministic']} with `deterministic=True`, {rates['ordinary']} without."
-    )
-    return _with(f"{caption(result, what, link)}\n\n{table(header, rows)}", scored)
-
-
-def residual(result: Result, link: str) -> str:
-    """Return how far reported log-probabilities are from the trainer's, a row for each mode."""
-    rows = []
-    for mode, _ in result.items("modes"):
-        at = ("modes", mode)
-        rows.append(
-            [
-                mode,
-                linked(result.number(*at, "num_different"), ",.0f", link),
-                *(
-                    f"{result.number(*at, name):.1e}"
-                    for name in ("mean", "largest", "largest_ratio_error", "kl")
-                ),
-            ]
-        )
-    arguments = result.get("arguments")
-    first = next(iter(result.get("modes")))
-    what = (
-        f"{result.number('modes', first, 'num_tokens'):,.0f} drawn tokens of {arguments['model']} "
-        "in each mode, beside the trainer's log-probabilities in float32"
-    )
-    header = ("serving", "tokens with other bits", "mean difference", "largest",
-              "largest error of a ratio", "KL divergence per token")  # fmt: skip
-    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 
 def _shown(spread: Spread | None, form: str, unit: str = "") -> str:

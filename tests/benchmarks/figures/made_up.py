@@ -320,6 +320,60 @@ def results() -> dict[str, dict[str, Any]]:
                 for mode in ("deterministic", "KV in int8")
             },
         },
+        "adapters": {
+            **{"repeats": 2, "arguments": ARGUMENTS | {"rank": 16}, "load_s": 0.25},
+            "without": summary([{"tokens_per_s": 100.0}, {"tokens_per_s": 120.0}]),
+            "cases": [
+                {
+                    "num_adapters": 8,
+                    "share_of_throughput": {"median": 0.8, "range": [0.75, 0.85]},
+                    **summary([{"tokens_per_s": 80.0}, {"tokens_per_s": 90.0}]),
+                }
+            ],
+        },
+        "speculation": {
+            **{"repeats": 2, "arguments": ARGUMENTS | {"output_tokens": 64}},
+            "cases": [
+                {
+                    **{"kind": kind, "num_requests": 4},
+                    "is_faster_by": {"lookup": {"median": gain, "range": [gain - 0.1, gain]}},
+                    "without": summary([{"tokens_per_s": 50.0}] * 2),
+                    "lookup": summary([{"tokens_per_s": 50.0 * gain, "accepted_share": 0.7}] * 2),
+                }
+                for kind, gain in (("chat", 0.93), ("editing", 3.4))
+            ],
+            "peers": {
+                "editing": {
+                    "engines": {
+                        engine: {
+                            "error": None,
+                            **summary(
+                                [
+                                    {
+                                        **{"jaxserve_is_faster_by": 2 / rate, "startup_s": 1.0},
+                                        "output_tokens_per_s": 10.0 * rate,
+                                    }
+                                ]
+                                * 2
+                            ),
+                        }
+                        for engine, rate in (("jaxserve", 2), ("vllm", 4))
+                    },
+                    "fewer": {},
+                }
+            },
+        },
+        "quality": {
+            **{"model": "tiny", "dtype": "float32", "num_tokens": 1500},
+            "unquantised": {"perplexity": 10.0, "weights_bytes": 400e6},
+            "formats": {
+                "int8": {
+                    **{"perplexity": 10.5, "divergence": 0.02, "agreement": 0.95},
+                    "weights_bytes": 100e6,
+                }
+            },
+            "warnings": ["int8: the perplexity is 1.05 times the unquantised model's"],
+        },
         "policies_grid": {
             "arguments": {"num_requests": 64, "max_slots": 8, "no_host": True},
             "rows": [

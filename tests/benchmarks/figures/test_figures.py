@@ -106,6 +106,19 @@ def test_http_says_at_what_rate_requests_arrive(tmp_path):
     assert len(re.findall(r"^\| 4 \| .* 70% \|", text, re.MULTILINE)) == 3
 
 
+def test_speculation_and_adapters_say_what_they_cost(tmp_path):
+    """Ratios are those of runs beside each other; where speculation is slower is a sentence."""
+    checkout = write_checkout(tmp_path, ("adapters", "speculation"))
+    page = next(page for page in PAGES if page.kinds and "speculation" in page.kinds)
+    text = render(page, load(checkout / "benchmarks" / "results"), checkout)
+    link = "(../../benchmarks/results/{}_made_up.json)"
+    assert f"| 8 | [85]{link.format('adapters')} (80 to 90) | 0.80 (0.75 to 0.85) |" in text
+    rate = link.format("speculation")
+    assert f"| chat | 4 | lookup | [50]{rate} | [46]{rate} | 0.93 (0.83 to 0.93) | 70% |" in text
+    assert "Less than 0.98 of the speed without: chat, 4 requests, lookup (0.93)." in text
+    assert "jaxserve is behind vllm: 0.50 times its speed." in text
+
+
 def test_cells_say_goals_and_losses(tmp_path):
     """Ours over the best baseline is beside what was wanted, and what is short is a sentence."""
     checkout = write_checkout(tmp_path, ("cells",))
