@@ -21,6 +21,7 @@ import subprocess
 import tempfile
 import threading
 from collections import defaultdict
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,10 @@ def cpu_target(source: Path, symbol: str, flags: tuple[str, ...] = ()) -> str:
         if key not in _targets:
             try:
                 _targets[key] = _register(*load_symbol(source, symbol, flags), symbol)
+                _note(source, flags, None)
             except (NotImplementedError, OSError) as error:
                 _logger.warning("%s cannot be used: %s", source.name, error)
+                _note(source, flags, error)
                 _targets[key] = NotImplementedError(str(error))
         target = _targets[key]
     if isinstance(target, NotImplementedError):
@@ -109,16 +112,7 @@ def compile_library(source: Path, more_flags: tuple[str, ...] = (), *, force: bo
         `COMPILE_TIMEOUT_S`.
     """
     compiler = _find_compiler()
-    native = _NATIVE.get(platform.machine())
-    described = _compiler_version(compiler, os.stat(compiler).st_mtime_ns)
-    own = _GCC_FLAGS if "Free Software Foundation" in described else ()
-    flags = (*_FLAGS, *own, *((native,) if native else ()), *more_flags)
-    inputs = (
-        *(path.read_text() for path in (source, *sorted(_INCLUDE.glob("*.h")))),
-        *(compiler, described, *flags),
-        *(version("jaxlib"), cpu_model()),
-    )
-    digest = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
+    flags, digest = _flags(compiler, more_flags), digest_of(source, more_flags)
     folder = _cache_folder()
     library = folder / f"{source.parent.name}-{source.stem}-{digest}.so"
     if not force and _is_intact(library):
@@ -145,9 +139,61 @@ def compile_library(source: Path, more_flags: tuple[str, ...] = (), *, force: bo
     return library
 
 
+def target_name(source: Path, symbol: str, flags: tuple[str, ...] = ()) -> str:
+    """Return the name that `cpu_target` gives the handler; nothing is compiled.
+
+    With a digest in its name, an executable of another process cannot call another version of the
+    handler than the one that it was compiled for.
+
+    Raises:
+      NotImplementedError: there is no compiler, or the handler could not be used last time.
+    """
+    digest = digest_of(source, flags)
+    if _failure(digest).exists():
+        raise NotImplementedError(f"{source.name} could not be used")
+    return f"pallas_kernels.{symbol}.{digest}"
+
+
+def digest_of(source: Path, more_flags: tuple[str, ...] = ()) -> str:
+    """Return a digest of all inputs of the compilation.
+
+    Raises:
+      NotImplementedError: there is no compiler.
+    """
+    compiler = _find_compiler()
+    inputs = (
+        *(path.read_text() for path in (source, *sorted(_INCLUDE.glob("*.h")))),
+        *(compiler, _description(compiler), *_flags(compiler, more_flags)),
+        *(version("jaxlib"), cpu_model()),
+    )
+    return hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
+
+
+def _flags(compiler: str, more: tuple[str, ...]) -> tuple[str, ...]:
+    native = _NATIVE.get(platform.machine())
+    own = _GCC_FLAGS if "Free Software Foundation" in _description(compiler) else ()
+    return (*_FLAGS, *own, *((native,) if native else ()), *more)
+
+
+def _description(compiler: str) -> str:
+    return _compiler_version(compiler, os.stat(compiler).st_mtime_ns)
+
+
+def _failure(digest: str) -> Path:
+    """Return the file that says why a library cannot be used; it goes once it can be."""
+    return _cache_folder() / f"{digest}.failed"
+
+
+def _note(source: Path, flags: tuple[str, ...], error: Exception | None) -> None:
+    with suppress(NotImplementedError, OSError):  # no compiler, which each process sees for itself
+        path = _failure(digest_of(source, flags))
+        if error is not None:
+            path.write_text(str(error))
+        elif path.exists():
+            path.unlink()
+
+
 def _register(library: Path, handler: Any, symbol: str) -> str:
-    # With the hash in its name, an executable from XLA's persistent cache cannot call another
-    # version of the handler than the one that it was compiled for.
     target = f"pallas_kernels.{symbol}.{library.stem.rsplit('-', 1)[1]}"
     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu", api_version=1)
     return target
@@ -218,9 +264,14 @@ def _cache_folder() -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        temporary = Path(tempfile.mkdtemp(prefix="pallas_kernels-"))
-        _logger.warning("%s; compiled kernels go to %s for this process", error, temporary)
-        return temporary
+        return _temporary_folder(str(error))
+
+
+@functools.cache
+def _temporary_folder(reason: str) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="pallas_kernels-"))
+    _logger.warning("%s; compiled kernels go to %s for this process", reason, folder)
+    return folder
 
 
 def cpu_model() -> str:

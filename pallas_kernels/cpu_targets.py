@@ -2,45 +2,103 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pallas_kernels import build
 
+Handler = tuple[Path, str, tuple[str, ...]]
 _HERE = Path(__file__).parent
-# (source, symbol) of the handlers, those first that take the longest to compile.
-_HANDLERS = (
-    (_HERE / "paged_attention" / "cpu.cc", "PagedAttention"),
-    (_HERE / "matmul" / "cpu.cc", "Matmul"),
-    (_HERE / "matmul" / "cpu.cc", "GroupedMatmul"),
-    (_HERE / "quantised_matmul" / "cpu.cc", "QuantisedMatmul"),
-    (_HERE / "matmul" / "panels.cc", "PanelMatmul"),
-    (_HERE / "low_rank" / "cpu.cc", "AddLowRank"),
-    (_HERE / "kv_write" / "cpu.cc", "RotateAndWrite"),
-    (_HERE / "pointwise" / "cpu.cc", "RmsNorm"),
-    (_HERE / "pointwise" / "cpu.cc", "GatedSilu"),
-    (_HERE / "pointwise" / "cpu.cc", "LayerNorm"),
-    (_HERE / "pointwise" / "cpu.cc", "LogSumExp"),
-    (_HERE / "zeros.cc", "Zeros"),
+_PAGES = _HERE / "paged_attention" / "cpu.cc"
+# The flags of attention over pages of each dtype.
+PAGES: Mapping[str, tuple[str, ...]] = {
+    "float32": ("-DPAGES=float",),
+    "int8": ("-DPAGES=int8_t",),
+    "float8_e4m3fn": ("-DPAGES=Float8",),
+}
+ZEROS: Handler = (_HERE / "zeros.cc", "Zeros", ())
+# Handlers that nearly every model calls, those first that take the longest to compile.
+_USUAL: tuple[Handler, ...] = (
+    (_HERE / "matmul" / "cpu.cc", "Matmul", ()),
+    (_HERE / "pointwise" / "cpu.cc", "RmsNorm", ()),
+    (_HERE / "kv_write" / "cpu.cc", "RotateAndWrite", ()),
+    (_HERE / "matmul" / "panels.cc", "PanelMatmul", ()),
+    ZEROS,
 )
-_FLOAT8_HANDLERS = ((_HERE / "put_rows.cc", "PutRows"),)
+_QUANTISED: Handler = (_HERE / "quantised_matmul" / "cpu.cc", "QuantisedMatmul", ())
+_LOW_RANK: Handler = (_HERE / "low_rank" / "cpu.cc", "AddLowRank", ())
+_OTHERS: tuple[Handler, ...] = (
+    *(_QUANTISED, _LOW_RANK),
+    (_HERE / "matmul" / "cpu.cc", "GroupedMatmul", ()),
+    (_HERE / "pointwise" / "cpu.cc", "GatedSilu", ()),
+    (_HERE / "pointwise" / "cpu.cc", "LayerNorm", ()),
+    (_HERE / "pointwise" / "cpu.cc", "LogSumExp", ()),
+    (_HERE / "put_rows.cc", "PutRows", ()),
+)
 
 
-def cpu_targets(*, has_float8: bool = False) -> tuple[str, ...]:
-    """Register the C++ kernels, and return their targets or why there is none, in a fixed order.
+def _handlers() -> Iterator[Handler]:
+    yield from ((_PAGES, "PagedAttention", flags) for flags in PAGES.values())
+    yield from (*_USUAL, *_OTHERS)
 
-    Libraries that the cache folder does not have are compiled at the same time.
+
+def target_names() -> tuple[str, ...]:
+    """Return the target of each C++ kernel, or why there is none, in a fixed order.
+
+    Nothing is compiled: a kernel that was never compiled counts as one that can be.
+    """
+    return tuple(_name(handler) for handler in _handlers())
+
+
+def compile_together(
+    pages_dtype: str, *, is_quantised: bool = False, has_adapters: bool = False
+) -> None:
+    """Compile the kernels that a model will need, at the same time; any other, when it is called.
 
     Args:
-      has_float8: whether pages may be in float8, for which there is a kernel more.
+      pages_dtype: of keys and values.
+      is_quantised: whether weights are in eight or four bits.
     """
-    handlers = (*_HANDLERS, *(_FLOAT8_HANDLERS if has_float8 else ()))
+    pages = [(_PAGES, "PagedAttention", PAGES[pages_dtype])] if pages_dtype in PAGES else []
+    more = [*[_QUANTISED] * is_quantised, *[_LOW_RANK] * has_adapters]
+    _register([*pages, *more, *_USUAL])
+
+
+def register_called(executable: bytes) -> None:
+    """Register the kernels whose targets are named in a serialised executable, so that it loads.
+
+    Raises:
+      NotImplementedError: it names a kernel that is not there, or one of another version.
+    """
+    called = set(re.findall(rb"pallas_kernels\.\w+\.[0-9a-f]{16}", executable))
+    known = {_name(handler).encode(): handler for handler in _handlers()} if called else {}
+    if unknown := sorted(called - known.keys()):
+        raise NotImplementedError(f"it calls {unknown[0].decode()}, which is not there")
+    if missing := [error for error in _register([known[name] for name in called]) if error]:
+        raise NotImplementedError(missing[0])
+
+
+def _register(handlers: Iterable[Handler]) -> list[str]:
+    """Register handlers, and return why each is not there; "" for one that is."""
+    handlers = list(handlers)
+    if not handlers:
+        return []
     with ThreadPoolExecutor(len(handlers), thread_name_prefix="jaxserve-kernels") as threads:
-        return tuple(threads.map(_target, handlers))
+        return list(threads.map(_why_not, handlers))
 
 
-def _target(handler: tuple[Path, str]) -> str:
+def _why_not(handler: Handler) -> str:
     try:
-        return build.cpu_target(*handler)
+        build.cpu_target(*handler)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def _name(handler: Handler) -> str:
+    try:
+        return build.target_name(*handler)
     except NotImplementedError as error:
         return f"none: {error}"

@@ -22,7 +22,7 @@ from jaxserve.steps.executable_identity import (
     this_installation,
 )
 from jaxserve.steps.preparation import start_thread
-from pallas_kernels.cpu_targets import cpu_targets
+from pallas_kernels.cpu_targets import compile_together
 from sharding import DeviceGroups, StagePlan
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _begin_to_load(
     On a machine's first start a compiler makes the kernels, which takes seconds.
     """
     is_cpu, store = jax.default_backend() == "cpu", executable_store()
-    has_float8 = (options.kv_dtype or "").startswith("float8")
+    pages_dtype = options.kv_dtype or dtype or platform_defaults().dtype
     is_expected = False
     if mesh is None:
         try:
@@ -105,7 +105,11 @@ def _begin_to_load(
     def run() -> None:
         try:
             if is_cpu:
-                cpu_targets(has_float8=has_float8)  # executables call kernels by name
+                compile_together(
+                    pages_dtype,
+                    is_quantised=options.quantize is not None,
+                    has_adapters=options.max_adapters > 0,
+                )
         finally:
             if is_expected:
                 store.load_expected([jax.devices()[0]])

@@ -21,6 +21,7 @@ from typing import Any, final
 import jax
 from jax.experimental import serialize_executable
 
+from pallas_kernels.cpu_targets import register_called
 from pallas_kernels.own_files import is_own, read_own_file
 
 _log = logging.getLogger(__name__)
@@ -128,6 +129,7 @@ class ExecutableStore:
             return None
         try:
             serialized, in_tree, out_tree = pickle.loads(contents)
+            register_called(serialized)
             return serialize_executable.deserialize_and_load(
                 serialized, in_tree, out_tree, devices[0].client, devices
             )

@@ -76,12 +76,9 @@ class Programs:
             self.draft_params = jax.device_put(drafter.params, place.whole)
             self._draft_planner = AttentionPlanner.of(config, drafter.config, place)
             drafting = drafter.structure
-        pages_dtype = str(config.kv_dtype or model_config.dtype)
-        self.shelf = shelf = shelf_of(
-            *(store, place, graphdef, config, model_config, probe),
-            *(() if drafter is None else (drafter.graphdef, drafter.config)),
-            has_float8=pages_dtype.startswith("float8"),
-        )
+        drafts = () if drafter is None else (drafter.graphdef, drafter.config)
+        parts = (graphdef, config, model_config, probe, *drafts)
+        self.shelf = shelf = shelf_of(store, place, *parts)
         bind = partial(partial, graphdef=graphdef, config=config)
         read = partial(bind, probe=probe)
         follow = partial(read, drafting=drafting)

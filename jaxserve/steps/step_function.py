@@ -30,7 +30,7 @@ from jaxserve.steps.executable_store import ExecutableStore
 from jaxserve.steps.jax_cache import without_jax_cache
 from jaxserve.steps.one_buffer import packed, unpacked
 from jaxserve.steps.placement import Placement
-from pallas_kernels.cpu_targets import cpu_targets
+from pallas_kernels.cpu_targets import target_names
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class Shelf:
       store: None to keep nothing.
       below: digest of everything that decides what XLA makes of a program.
       above: digest of everything that decides the programs themselves and that they share.
+      kernels: the C++ kernels that they may call, see `pallas_kernels.cpu_targets.target_names`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Shelf:
         store: ExecutableStore | None = None,
         below: str = "",
         above: str = "",
+        kernels: tuple[str, ...] = (),
     ):
         self.in_force = place.in_force
         self.devices = devices_of(place)
@@ -73,6 +75,7 @@ class Shelf:
         self._store = store
         self._below = below
         self._above = above
+        self._kernels = kernels
 
     def function(
         self, name: str, function: Callable[..., Any], *sizes: Any, **options: Any
@@ -133,7 +136,9 @@ class Shelf:
                 executable = lowered.compile(options)
             self._store.save(name, executable)
             self._names[id(executable)] = name
-        self._store.write(key, name.encode())
+        # Without a kernel that did not compile now, a program has XLA's operations in its place.
+        if not self._kernels or target_names() == self._kernels:
+            self._store.write(key, name.encode())
         return executable
 
     def read(self, key: str | None) -> bytes | None:
@@ -168,30 +173,22 @@ class Shelf:
         return executable
 
 
-def shelf_of(
-    store: ExecutableStore | None, place: Placement, *parts: Any, has_float8: bool = False
-) -> Shelf:
+def shelf_of(store: ExecutableStore | None, place: Placement, *parts: Any) -> Shelf:
     """Return the shelf of programs that `parts` decide.
 
     Programs over several processes, and those that a part without a name decides, are not kept.
-
-    Args:
-      has_float8: whether pages are in float8.
     """
     if store is None or (place.mesh is not None and place.mesh.is_multi_process):
         return Shelf(place)
     devices = devices_of(place)
-    # An executable calls C++ kernels by name, so that they must be registered before it is loaded.
-    kernels = cpu_targets(has_float8=has_float8) if devices[0].platform == "cpu" else ()
+    kernels = target_names() if devices[0].platform == "cpu" else ()
     try:
-        below = key_of(
-            *(this_installation(), these_settings(), describe_devices(devices), kernels),
-        )
-        above = key_of(below, our_sources(), place.whole, place.pages, parts)
+        below = key_of(this_installation(), these_settings(), describe_devices(devices))
+        above = key_of(below, our_sources(), place.whole, place.pages, kernels, parts)
     except Unnameable as error:
         _log.info("executables are not kept for later starts, as they depend on %s", error)
         return Shelf(place)
-    return Shelf(place, store, below, above)
+    return Shelf(place, store, below, above, kernels)
 
 
 def unkept(sharding: jax.sharding.Sharding) -> Shelf:

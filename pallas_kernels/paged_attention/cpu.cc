@@ -282,12 +282,17 @@ void attend_in_widest(const Problem& p, const Item& item, const Item* after) {
 
 using Attend = void (*)(const Problem&, const Item&, const Item*);
 
-// Returns the function for pages of this element type; null for other types.
+template <typename T>
+constexpr ffi::DataType kType = ffi::F32;
+template <>
+constexpr ffi::DataType kType<int8_t> = ffi::S8;
+template <>
+constexpr ffi::DataType kType<Float8> = ffi::F8E4M3FN;
+
+// Returns the function for pages of this element type; null for other types. Each dtype of pages is
+// a library, as all of them take three times as long to compile.
 Attend attend_for(ffi::DataType type) {
-  if (type == ffi::F32) return attend_in_widest<float>;
-  if (type == ffi::S8) return attend_in_widest<int8_t>;
-  if (type == ffi::F8E4M3FN) return attend_in_widest<Float8>;
-  return nullptr;
+  return type == kType<PAGES> ? attend_in_widest<PAGES> : nullptr;
 }
 
 // The state that the threads share.

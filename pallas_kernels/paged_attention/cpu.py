@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import build, dispatch
+from pallas_kernels.cpu_targets import PAGES
 from pallas_kernels.paged_attention.planner import Plan
 from pallas_kernels.paged_attention.rows import Rows
 
@@ -56,7 +57,7 @@ def paged_attention(
         raise NotImplementedError(f"head_dim must be a multiple of 8, not {q.shape[2]}")
     if sliding_window is not None and sliding_window < 1:
         raise NotImplementedError(f"a sliding window of {sliding_window} sees nothing")
-    target = build.cpu_target(_SOURCE, "PagedAttention")
+    target = build.cpu_target(_SOURCE, "PagedAttention", PAGES[str(k_pages.dtype)])
     start = rows.query_start if max_query_length != 1 else jnp.arange(q.shape[0])
     nothing = jnp.zeros(0)
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(q.shape, q.dtype))

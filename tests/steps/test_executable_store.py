@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from jaxserve.core.assets import cache_folder
+from jaxserve.steps import step_function
 from jaxserve.steps.executable_identity import Unnameable, key_of
 from jaxserve.steps.executable_store import ExecutableStore
 from jaxserve.steps.placement import Placement
@@ -185,6 +186,19 @@ def test_what_a_start_used_first_is_loaded_early(tmp_path, compiled):
     store, function = started()
     assert store.expect("start")
     np.testing.assert_array_equal(function(X, X), X * X)
+
+
+def test_a_program_without_a_kernel_that_failed_is_not_found_again(tmp_path, compiled, monkeypatch):
+    """A kernel that did not compile while a program was traced may compile for the next process."""
+    names = [("a.1",), ("none: a failed",)]
+    monkeypatch.setattr(step_function, "target_names", lambda: names[0])
+    function = _function(tmp_path)
+    names.reverse()
+    function(X, X)
+    names.reverse()
+    assert len(list(tmp_path.iterdir())) == 1  # the program is there, under no name
+    _function(tmp_path)(X, X)
+    assert len(compiled) == 1 and len(list(tmp_path.iterdir())) == 2
 
 
 def test_jax_keeps_no_second_copy(tmp_path):
