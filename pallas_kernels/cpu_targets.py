@@ -39,7 +39,8 @@ _OTHERS: tuple[Handler, ...] = (
 )
 
 
-def _handlers() -> Iterator[Handler]:
+def handlers() -> Iterator[Handler]:
+    """Yield every kernel, in a fixed order."""
     yield from ((_PAGES, "PagedAttention", flags) for flags in PAGES.values())
     yield from (*_USUAL, *_OTHERS)
 
@@ -49,7 +50,7 @@ def target_names() -> tuple[str, ...]:
 
     Nothing is compiled: a kernel that was never compiled counts as one that can be.
     """
-    return tuple(_name(handler) for handler in _handlers())
+    return tuple(_name(handler) for handler in handlers())
 
 
 def compile_together(
@@ -73,7 +74,7 @@ def register_called(executable: bytes) -> None:
       NotImplementedError: it names a kernel that is not there, or one of another version.
     """
     called = set(re.findall(rb"pallas_kernels\.\w+\.[0-9a-f]{16}", executable))
-    known = {_name(handler).encode(): handler for handler in _handlers()} if called else {}
+    known = {_name(handler).encode(): handler for handler in handlers()} if called else {}
     if unknown := sorted(called - known.keys()):
         raise NotImplementedError(f"it calls {unknown[0].decode()}, which is not there")
     if missing := [error for error in _register([known[name] for name in called]) if error]:
