@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from jaxserve.core.assets import cache_folder
-from jaxserve.steps import step_function
 from jaxserve.steps.executable_identity import Unnameable, key_of
 from jaxserve.steps.executable_store import ExecutableStore
 from jaxserve.steps.placement import Placement
-from jaxserve.steps.step_function import StepFunction, abstract, shelf_of
+from jaxserve.steps.step_function import Shelf, StepFunction, abstract, shelf_of
+from pallas_kernels.cpu_targets import target_names
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 X = np.arange(8, dtype=np.float32)
@@ -188,17 +188,14 @@ def test_what_a_start_used_first_is_loaded_early(tmp_path, compiled):
     np.testing.assert_array_equal(function(X, X), X * X)
 
 
-def test_a_program_without_a_kernel_that_failed_is_not_found_again(tmp_path, compiled, monkeypatch):
+def test_a_program_without_a_kernel_that_failed_is_not_found_again(tmp_path, compiled):
     """A kernel that did not compile while a program was traced may compile for the next process."""
-    names = [("a.1",), ("none: a failed",)]
-    monkeypatch.setattr(step_function, "target_names", lambda: names[0])
-    function = _function(tmp_path)
-    names.reverse()
-    function(X, X)
-    names.reverse()
-    assert len(list(tmp_path.iterdir())) == 1  # the program is there, under no name
-    _function(tmp_path)(X, X)
-    assert len(compiled) == 1 and len(list(tmp_path.iterdir())) == 2
+    place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    for kernels, num_entries in ((("one that failed since",), 1), (target_names(), 2)):
+        shelf = Shelf(place, ExecutableStore(tmp_path), "below", "above", kernels)
+        StepFunction("scaled", lambda x, y: jnp.sort(x * y), shelf, num_fixed=0)(X, X)
+        assert len(_entries(tmp_path)) == num_entries  # the program, and its name
+    assert len(compiled) == 1
 
 
 def test_jax_keeps_no_second_copy(tmp_path):
