@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,18 +39,19 @@ _OTHERS: tuple[Handler, ...] = (
 )
 
 
-def handlers() -> Iterator[Handler]:
-    """Yield every kernel, in a fixed order."""
-    yield from ((_PAGES, "PagedAttention", flags) for flags in PAGES.values())
-    yield from (*_USUAL, *_OTHERS)
+HANDLERS: tuple[Handler, ...] = (
+    *((_PAGES, "PagedAttention", flags) for flags in PAGES.values()),
+    *_USUAL,
+    *_OTHERS,
+)
 
 
-def target_names() -> tuple[str, ...]:
+def target_names(handlers: Sequence[Handler] = HANDLERS) -> tuple[str, ...]:
     """Return the target of each C++ kernel, or why there is none, in a fixed order.
 
     Nothing is compiled: a kernel that was never compiled counts as one that can be.
     """
-    return tuple(_name(handler) for handler in handlers())
+    return tuple(_name(handler) for handler in handlers)
 
 
 def compile_together(
@@ -67,23 +68,22 @@ def compile_together(
     _register([*pages, *more, *_USUAL])
 
 
-def register_called(executable: bytes) -> None:
+def register_called(executable: bytes, handlers: Sequence[Handler] = HANDLERS) -> None:
     """Register the kernels whose targets are named in a serialised executable, so that it loads.
 
     Raises:
       NotImplementedError: it names a kernel that is not there, or one of another version.
     """
     called = set(re.findall(rb"pallas_kernels\.\w+\.[0-9a-f]{16}", executable))
-    known = {_name(handler).encode(): handler for handler in handlers()} if called else {}
+    known = {_name(handler).encode(): handler for handler in handlers} if called else {}
     if unknown := sorted(called - known.keys()):
         raise NotImplementedError(f"it calls {unknown[0].decode()}, which is not there")
     if missing := [error for error in _register([known[name] for name in called]) if error]:
         raise NotImplementedError(missing[0])
 
 
-def _register(handlers: Iterable[Handler]) -> list[str]:
+def _register(handlers: Sequence[Handler]) -> list[str]:
     """Register handlers, and return why each is not there; "" for one that is."""
-    handlers = list(handlers)
     if not handlers:
         return []
     with ThreadPoolExecutor(len(handlers), thread_name_prefix="jaxserve-kernels") as threads:

@@ -163,18 +163,16 @@ def test_another_compiler_version_compiles_again(small, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def handler(cache, tmp_path, monkeypatch):
-    """A real handler that no other test registers, which is the only one there is."""
+def handler(cache, tmp_path):
+    """A real handler that no other test registers."""
     source = tmp_path / "zeros.cc"
     source.write_text(cpu_targets.ZEROS[0].read_text() + f"// {tmp_path}")
-    handler = (source, "Zeros", ())
-    monkeypatch.setattr(cpu_targets, "handlers", lambda: iter([handler]))
-    return handler
+    return source, "Zeros", ()
 
 
 def test_names_are_known_before_anything_is_compiled(cache, handler):
     """They are those under which kernels are registered, and no library is made for them."""
-    names = cpu_targets.target_names()
+    names = cpu_targets.target_names([handler])
     assert not list(cache.glob("*.so"))
     assert (build.cpu_target(*handler),) == names
 
@@ -182,11 +180,11 @@ def test_names_are_known_before_anything_is_compiled(cache, handler):
 def test_what_an_executable_calls_is_registered(cache, handler):
     """A kernel that it names is compiled; one that is not there is an error."""
     name = build.target_name(*handler)
-    cpu_targets.register_called(b"no kernels")
+    cpu_targets.register_called(b"no kernels", [handler])
     with pytest.raises(NotImplementedError, match="Zeros.0123456789abcdef, which is not there"):
-        cpu_targets.register_called(b"\x00pallas_kernels.Zeros.0123456789abcdef\x00")
+        cpu_targets.register_called(b"pallas_kernels.Zeros.0123456789abcdef", [handler])
     assert not list(cache.glob("*.so"))
-    cpu_targets.register_called(f"one {name}, another {name}".encode())
+    cpu_targets.register_called(f"one {name}, another {name}".encode(), [handler])
     assert [path.stem[-16:] for path in cache.glob("*.so")] == [name[-16:]]
 
 
