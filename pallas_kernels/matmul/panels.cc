@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kPanel = 48;              // columns; panels.py has the same number
 constexpr int kPart = kVectors * W;     // columns of a tile: all of a panel, or half of them
-constexpr int64_t kDepth = 96;          // maximum of rows of a block, a multiple of 4
+constexpr int64_t kDepth = W == 16 ? 144 : 96;  // maximum of rows of a block, a multiple of 4
 constexpr int64_t kRows = 256;          // maximum of rows of x of an item
 constexpr int64_t kWorthAThread = 1 << 18;  // multiply-adds per additional thread
 static_assert(kPanel % kPart == 0);
@@ -35,13 +35,22 @@ struct Problem {
   const float* panel(int64_t item) const { return panels + item % count * k * kPanel; }
 };
 
-// Prefetches a block of a panel into L2, one cache line per call.
-struct Ahead {
-  const float *at, *end;
+// Prefetches a block of a panel into L2, one cache line per call. It goes through the quarters of the
+// block in turns: the processor's own prefetcher then has time to get the next lines of each.
+class Ahead {
+ public:
+  Ahead(const float* at, int64_t rows) : at_(at), quarter_(at ? rows * kPanel / 4 : 0) {}
+
   void fetch_line() {
-    if (at < end) __builtin_prefetch(at, 0, 2);
-    at += 16;
+    if (offset_ >= quarter_) return;
+    __builtin_prefetch(at_ + turn_ * quarter_ + offset_, 0, 2);
+    if (++turn_ == 4) turn_ = 0, offset_ += kLine;
   }
+
+ private:
+  static constexpr int64_t kLine = 16;
+  const float* at_;
+  int64_t quarter_, turn_ = 0, offset_ = 0;
 };
 
 void product(const Problem& p, int64_t item, const NextItem& next) {
@@ -61,7 +70,7 @@ void product(const Problem& p, int64_t item, const NextItem& next) {
       const int64_t other = next;
       after = other < p.count * p.row_blocks() ? p.panel(other) : nullptr;
     }
-    Ahead ahead = {after, after ? after + std::min(most, p.k) * kPanel : nullptr};
+    Ahead ahead(after, std::min(most, p.k));
     for (int part = 0; part < kPanel; part += kPart)
       for (int64_t r = 0; r < rows; r += kTile)
         multiply_rows<kPanel>(static_cast<int>(std::min<int64_t>(kTile, rows - r)),
