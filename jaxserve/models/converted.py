@@ -68,8 +68,8 @@ class ConvertedModel:
     def restore(self, abstract: nnx.State, shardings: nnx.State | None) -> nnx.State | None:
         """Read the parameters onto their devices; None when they cannot be read.
 
-        On one CPU, large arrays are read into huge pages, where the system has them; others are
-        the files' pages themselves, which are read when they are first used.
+        On one CPU whose system has huge pages, large arrays are read into memory (`huge_pages`);
+        others are the files' pages themselves, which are read when they are first used.
         """
         flat = dict(nnx.to_flat_state(abstract))
         places = None if shardings is None else dict(nnx.to_flat_state(shardings))

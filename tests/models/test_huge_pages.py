@@ -56,6 +56,17 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path):
 
 
 @pytest.mark.usefixtures("available")
+def test_memory_moves_in_place():
+    """What lies in small pages keeps its address and its contents, and is in huge ones after."""
+    memory = HugePages(later=True)
+    array = memory.copied(jnp.arange(3 << 20, dtype=jnp.float32))
+    address = array.unsafe_buffer_pointer()
+    memory.move()
+    assert array.unsafe_buffer_pointer() == address
+    np.testing.assert_array_equal(array, np.arange(3 << 20, dtype=np.float32))
+
+
+@pytest.mark.usefixtures("available")
 def test_arrays_do_not_overlap():
     """Arrays from one allocator keep their own contents, also those larger than a mapping."""
     memory = HugePages()
