@@ -126,7 +126,7 @@ def _fill(array: np.ndarray, mapped: np.memmap) -> None:
     assert mapped.filename is not None
     with open(mapped.filename, "rb", buffering=0) as file:
         file.seek(mapped.offset)
-        rest = memoryview(array.reshape(-1).view(np.uint8))
+        rest = array.reshape(-1).view(np.uint8).data
         while rest:
             done = file.readinto(rest)
             if not done:
