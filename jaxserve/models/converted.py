@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxserve.core.assets import cache_errors, cache_folder, remove_abandoned
 from jaxserve.core.errors import ModelCacheError
+from jaxserve.models import huge_pages
 from jaxserve.models.tokenizer import Tokenizer
 
 # Raise it whenever the parameters' names, shapes or meaning change.
@@ -65,10 +66,10 @@ class ConvertedModel:
             return None
 
     def restore(self, abstract: nnx.State, shardings: nnx.State | None) -> nnx.State | None:
-        """Map the parameters into memory, onto their devices; None when they cannot be read.
+        """Read the parameters onto their devices; None when they cannot be read.
 
-        Arrays on a CPU are the files' pages themselves, which other processes share. They are read
-        when they are first used.
+        On one CPU whose system has huge pages, large arrays are read into memory (`huge_pages`);
+        others are the files' pages themselves, which are read when they are first used.
         """
         flat = dict(nnx.to_flat_state(abstract))
         places = None if shardings is None else dict(nnx.to_flat_state(shardings))
@@ -77,6 +78,8 @@ class ConvertedModel:
             arrays = {
                 path: self._mapped(path, variable.get_value()) for path, variable in flat.items()
             }
+            if places is None and next(iter(here.device_set)).platform == "cpu":
+                arrays = dict(zip(arrays, huge_pages.read(list(arrays.values())), strict=True))
         except Exception as error:  # NumPy raises many kinds for a damaged file
             self._warn_damaged(error)
             return None
@@ -91,7 +94,7 @@ class ConvertedModel:
             ]
         )
 
-    def _mapped(self, path: tuple[Any, ...], wanted: Any) -> np.ndarray:
+    def _mapped(self, path: tuple[Any, ...], wanted: Any) -> np.memmap:
         """Return a parameter's file as an array; its data begin at a multiple of 64 bytes."""
         file = self.folder / "params" / f"{_key(path)}.npy"
         found = np.load(file, mmap_mode="r").view(wanted.dtype)

@@ -16,6 +16,7 @@ from jaxserve.models.config import DecoderConfig
 from jaxserve.models.decoder import LayerLayout, Part
 from jaxserve.models.families import family_of
 from jaxserve.models.family import Family
+from jaxserve.models.huge_pages import HugePages
 from jaxserve.models.linear import WeightAxes, replace_weights
 from jaxserve.models.source import WeightSource
 from jaxserve.models.weights import Weight
@@ -41,7 +42,8 @@ def load_params(
 ) -> nnx.State:
     """Read the parameters of a decoder from a checkpoint straight onto their shards.
 
-    The host holds one shard of one parameter at a time.
+    The host holds one shard of one parameter at a time. On one CPU, large parameters lie in huge
+    pages, where the system has them.
 
     Args:
       abstract_state: shapes and dtypes, from `abstract_model`.
@@ -65,7 +67,8 @@ def load_params(
     _check(plan, source, family, config, spare)
     places = None if shardings is None else dict(nnx.to_flat_state(shardings))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    loaded = []
+    memory = HugePages()
+    loaded: list[tuple[Path, nnx.Variable]] = []
     for done, (path, variable) in enumerate(flat):
         place = here if places is None else places[path].get_value()
         kind = np.dtype(variable.get_value().dtype)
@@ -75,10 +78,11 @@ def load_params(
             names = [name for name, _ in plan[path].needed()]
             kept = keep(path, variable, axes, names, partial(plan[path].load, place=place))
         if kept is not None:
-            loaded += _inside(path, kept)
+            own = _inside(path, kept)
         else:
             dense = variable.replace(plan[path].load(source, kind, place=place))
-            loaded += _changed(path, dense, change)
+            own = _changed(path, dense, change)
+        loaded += [(at, v.replace(memory.copied(v.get_value()))) for at, v in own]
         if progress is not None:
             progress(done + 1, len(flat))
     return nnx.from_flat_state(loaded)

@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kPanel = 48;              // columns; panels.py has the same number
 constexpr int kPart = kVectors * W;     // columns of a tile: all of a panel, or half of them
-constexpr int64_t kDepth = 96;          // maximum of rows of a block, a multiple of 4
+constexpr int64_t kDepth = W == 16 ? 144 : 96;  // maximum of rows of a block, a multiple of 4
 constexpr int64_t kRows = 256;          // maximum of rows of x of an item
 constexpr int64_t kWorthAThread = 1 << 18;  // multiply-adds per additional thread
 static_assert(kPanel % kPart == 0);
@@ -35,14 +35,29 @@ struct Problem {
   const float* panel(int64_t item) const { return panels + item % count * k * kPanel; }
 };
 
-// Prefetches a block of a panel into L2, one cache line per call.
-struct Ahead {
-  const float *at, *end;
+// Prefetches a block of a panel into L2, one cache line per call. It goes through the quarters of the
+// block in turns: the processor's own prefetcher then has time to get the next lines of each.
+class Ahead {
+ public:
+  Ahead(const float* at, int64_t rows) : at_(at), quarter_(at ? rows * kPanel / 4 : 0) {}
+
   void fetch_line() {
-    if (at < end) __builtin_prefetch(at, 0, 2);
-    at += 16;
+    if (offset_ >= quarter_) return;
+    __builtin_prefetch(at_ + turn_ * quarter_ + offset_, 0, 2);
+    if (++turn_ == 4) turn_ = 0, offset_ += kLine;
   }
+
+ private:
+  static constexpr int64_t kLine = 16;
+  const float* at_;
+  int64_t quarter_, turn_ = 0, offset_ = 0;
 };
+
+// Prefetches a panel's columns of `count` rows of y, which are `stride` numbers apart.
+inline void prefetch_for_writing(const float* y, int count, int64_t stride) {
+  for (int r = 0; r < count; ++r)
+    for (int c = 0; c < kPanel; c += 16) __builtin_prefetch(y + r * stride + c, 1);
+}
 
 void product(const Problem& p, int64_t item, const NextItem& next) {
   const int64_t m0 = item / p.count * kRows, n0 = item % p.count * kPanel;
@@ -54,6 +69,7 @@ void product(const Problem& p, int64_t item, const NextItem& next) {
   const int64_t calls = tiles * (kPanel / kPart);
   const int lines = static_cast<int>((4 * kPanel / 16 + calls - 1) / calls);
   const float* panel = p.panel(item);
+  float* y = p.y + m0 * p.n + n0;
   for (int64_t k0 = 0; k0 < p.k; k0 += most) {
     const int64_t depth = std::min(most, p.k - k0);
     const float *b = panel + k0 * kPanel, *after = b + depth * kPanel;
@@ -61,16 +77,23 @@ void product(const Problem& p, int64_t item, const NextItem& next) {
       const int64_t other = next;
       after = other < p.count * p.row_blocks() ? p.panel(other) : nullptr;
     }
-    Ahead ahead = {after, after ? after + std::min(most, p.k) * kPanel : nullptr};
+    Ahead ahead(after, std::min(most, p.k));
     for (int part = 0; part < kPanel; part += kPart)
-      for (int64_t r = 0; r < rows; r += kTile)
-        multiply_rows<kPanel>(static_cast<int>(std::min<int64_t>(kTile, rows - r)),
-                              p.x + (m0 + r) * p.k + k0, p.k, b + part, kPanel, depth, k0 == 0,
-                              total + r * kPanel + part, ahead, lines);
+      for (int64_t r = 0; r < rows; r += kTile) {
+        const int count = static_cast<int>(std::min<int64_t>(kTile, rows - r));
+        if (part == 0 && k0 + most >= p.k) prefetch_for_writing(y + r * p.n, count, p.n);
+        multiply_rows<kPanel>(count, p.x + (m0 + r) * p.k + k0, p.k, b + part, kPanel, depth,
+                              k0 == 0, total + r * kPanel + part, ahead, lines);
+      }
   }
   const int64_t columns = std::min<int64_t>(kPanel, p.n - n0);
+  if (columns < kPanel) {
+    for (int64_t r = 0; r < rows; ++r) std::copy_n(total + r * kPanel, columns, y + r * p.n);
+    return;
+  }
   for (int64_t r = 0; r < rows; ++r)
-    std::copy_n(total + r * kPanel, columns, p.y + (m0 + r) * p.n + n0);
+#pragma GCC unroll 6
+    for (int c = 0; c < kPanel; c += W) store(y + r * p.n + c, load<W>(total + r * kPanel + c));
 }
 
 using Matrix = ffi::Buffer<ffi::F32, 2>;

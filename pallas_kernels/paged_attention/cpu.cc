@@ -116,6 +116,15 @@ void locate(const Problem& p, const Item& item, int64_t base, Block* block) {
   std::fill(block->at + end, block->at + kBlock, block->at[begin]);
 }
 
+// Copies the scales of W keys, which are mostly beside each other.
+template <int W>
+inline void load_scales(const float* scales, const int64_t* at, float* to) {
+  bool is_run = true;
+  for (int i = 1; i < W; ++i) is_run &= at[i] == at[0] + i;
+  if (is_run) return store(to, load<W>(scales + at[0]));
+  for (int i = 0; i < W; ++i) to[i] = scales[at[i]];
+}
+
 // Keys of a block that an item may see, and the multiples of vectors around them.
 struct Span {
   int begin, end, from, to;
@@ -224,9 +233,9 @@ void attend(const Problem& p, const Item& item, const Item* after) {
                                     : Vectors<T>{all_k, has_next ? next->at : nullptr, dim};
       float k_scales[kBlock], v_scales[kBlock];
       if constexpr (is_scaled)
-        for (int s = from; s < to; ++s) {
-          k_scales[s] = p.k_scales[block->at[s] + shift];
-          v_scales[s] = p.v_scales[block->at[s] + shift];
+        for (int s = from; s < to; s += W) {
+          load_scales<W>(p.k_scales + shift, block->at + s, k_scales + s);
+          load_scales<W>(p.v_scales + shift, block->at + s, v_scales + s);
         }
       const float* q = all_q + h * count * dim;
       float* out = all_out + h * count * dim;
