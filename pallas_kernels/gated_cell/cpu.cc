@@ -122,7 +122,9 @@ inline bool is_finite(const float* from, int64_t num) {
 }
 
 constexpr int64_t kMostAhead = 128;        // maximum of rows whose tokens are multiplied together
-constexpr int64_t kWorthATeam = 1 << 22;  // multiply-adds of a call per additional thread
+// Multiply-adds of a call per additional thread: about 1 ms. In shorter calls, a thread that has
+// begun an item and loses its core to the host's own threads costs more than it brings.
+constexpr int64_t kWorthATeam = 1 << 26;
 
 // What the threads of a call do together: a step, or the products of tokens for several steps.
 struct Phase {
