@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def _give_back_names(torch: Any) -> None:
-    """Let torchfold 0.1.0 find `torch.tensor._TensorBase`, which PyTorch had when it was written."""
+    """Let torchfold 0.1.0 find `torch.tensor._TensorBase`, which early versions had."""
     make = torch.tensor
 
     def tensor(*given: Any, **named: Any):
