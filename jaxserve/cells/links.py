@@ -14,6 +14,8 @@ SEVERAL = 2 * NO_SUCCESSOR
 _ANY_NUMBER = 1 << 40
 # `Links.rows` of a node within a chain, except its number and those after it.
 _IN_CHAIN = np.array([[0], [NO_SUCCESSOR], [0], [1], [0], [_ANY_NUMBER]])
+# Likewise, within a tree.
+_IN_TREE = np.array([[0], [NO_SUCCESSOR], [0], [0], [0], [1]])
 
 
 class Waves(NamedTuple):
@@ -138,30 +140,37 @@ def chain_links(type: int, num_nodes: int) -> Links:
 def tree_links(leaf_type: int, pair_type: int, pairs: np.ndarray) -> Links:
     """Return the links of a tree of at least two leaves; see `Tree`. Its cells are of two types."""
     num = len(pairs) + 1  # leaves
-    numbers = np.arange(num + len(pairs))
-    inner, outer, num_inner, max_steps = np.ones((4, len(numbers)), np.int64)
-    inner[pairs] = numbers[num:, None]
-    inner[:num] = inner[-1] = NO_SUCCESSOR
-    outer[:num], outer[num:] = num, NO_SUCCESSOR
-    is_inner = pairs >= num
-    num_inner[:num] = 0
-    num_inner[num:] += is_inner[:, 1]
-    num_inner[num:] -= ~is_inner[:, 0]
-    first = numbers[num:][num_inner[num:] == 0]
-    waves = _waves_of_a_tree(first, inner, num_inner)
-    entries = Entry(0, leaf_type, numbers[:num], 0), Entry(num, pair_type, first, num, waves)
+    above, num_inner = [NO_SUCCESSOR] * (num + len(pairs)), [0] * (num + len(pairs))
+    for node, (left, right) in enumerate(pairs.tolist(), num):
+        num_inner[node] = (left >= num) + (right >= num)
+        if left >= num:
+            above[left] = node
+        if right >= num:
+            above[right] = node
+    first = [node for node in range(num, len(above)) if not num_inner[node]]
     # Each pair is a line of its own: that the pairs of a deep tree may form lines is not used.
-    ahead, alone = np.zeros(len(numbers), np.int64), max_steps
-    rows = _rows(inner, outer, num_inner, ahead, alone)
-    return Links(inner, outer, num_inner, max_steps, ahead, alone, {}, entries, rows)
+    rows = np.empty((6, len(above)), np.int64)
+    rows[:] = _IN_TREE
+    rows[0], rows[1, :num], rows[3] = above, num, num_inner
+    inner, outer, _, num_before, ahead, alone = rows
+    entries = (
+        Entry(0, leaf_type, np.arange(num), 0),
+        Entry(num, pair_type, np.array(first), num, _waves_of_a_tree(first, above, num_inner)),
+    )
+    return Links(inner, outer, num_before, alone, ahead, alone, {}, entries, rows)
 
 
-def _waves_of_a_tree(first: np.ndarray, inner: np.ndarray, num_inner: np.ndarray) -> Waves:
-    """Return the waves of a tree's pairs, of which the first are ready."""
-    left, above = num_inner.tolist(), inner.tolist()
+def _waves_of_a_tree(wave: list[int], above: list[int], num_inner: list[int]) -> Waves:
+    """Return the waves of a tree's pairs.
+
+    Args:
+      wave: those that are ready.
+      above: the pair that each node is in; negative for the root.
+      num_inner: pairs that each one joins.
+    """
+    left = num_inner.copy()
     nodes: list[int] = []
     sizes: list[int] = []
-    wave: list[int] = first.tolist()
     while wave:
         nodes += wave
         sizes.append(len(wave))
