@@ -43,7 +43,7 @@ from jaxserve.execution.warmup import enable_compilation_cache
 
 # More slots than this are of no use: the host's work on so many live values takes longer.
 _MAX_SLOTS = 1 << 16
-_OWN_IDS = "cells-"
+_OWN_IDS = "cells-"  # which are unique
 # Inputs that are unfolded before the first of them runs.
 _CHUNK = 64
 
@@ -321,7 +321,6 @@ class CellRuntime:
         return flat
 
     def _hand_over(self, answers: Sequence[CellAnswer]) -> list[PendingRequest[CellCompletion]]:
-        # The runtime's own ids are unique.
         named = [answer for answer in answers if not answer.id.startswith(_OWN_IDS)]
         for answer in named:
             with self._lock:
