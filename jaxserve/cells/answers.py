@@ -126,15 +126,14 @@ class Part:
         self.key = -1
         self.first_row = 0
         self.num_slots = graph.num_slots
-        self._wanted = graph.plan.wanted_for
+        plan = graph.plan
+        self._wanted = plan.wanted_for
+        self._num_missing = plan.num_values
         self._values: dict[str, np.ndarray] = {}
-        self._members: dict[str, list[np.ndarray | None]] = {}
-        for _, wanted in graph.wanted:
-            if wanted.member is not None:
-                self._members.setdefault(wanted.name, []).append(None)
-        self._steps: dict[str, list[np.ndarray]] = {
-            wanted.name: [] for _, wanted in graph.wanted if wanted.is_steps
+        self._members: dict[str, list[np.ndarray | None]] = {
+            name: [None] * num for name, num in plan.num_members.items()
         }
+        self._steps: dict[str, list[np.ndarray]] = {name: [] for name in plan.steps}
 
     def start(self, key: int, first_row: int) -> None:
         self.key = key
@@ -154,6 +153,7 @@ class Part:
         for wanted in self._wanted[value]:
             if wanted.is_steps:
                 continue
+            self._num_missing -= not self._has(wanted)
             if wanted.member is None:
                 self._values[wanted.name] = array
             else:
@@ -175,6 +175,8 @@ class Part:
 
     def missing(self) -> list[int]:
         """Return the values that the graph returns and that have not been delivered."""
+        if not self._num_missing:
+            return []
         return [
             value
             for value, all_wanted in self._wanted.items()

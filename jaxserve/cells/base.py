@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxserve.cells.blocks import Chain, Tree, checked_pairs
+from jaxserve.cells.blocks import Chain, ChainForm, Tree, checked_pairs
 from jaxserve.cells.nodes import Node, Output, label_of
 from jaxserve.cells.values import Constant, ValueSpec, as_constant, as_constants
 from jaxserve.core.errors import (
@@ -77,7 +77,7 @@ class BaseCell:
         self.ends_by_itself = ends_by_itself
         self.output_index = {output: index for index, output in enumerate(self.outputs)}
         # Of arguments of `chain` without its constants: the inputs and the carry of its node.
-        self._chains: dict[Hashable, tuple[list[Any], tuple[int, ...]]] = {}
+        self._chains: dict[Hashable, ChainForm] = {}
         # Of each input: name, spec, what 0.0 becomes, and whether an int needs no conversion.
         self._bound = [
             (name, spec, as_constant(0.0, spec), spec.shape == () and spec.dtype == np.int32)
@@ -136,25 +136,24 @@ class BaseCell:
         Raises:
           MissingInputError, UnknownInputError, InputMismatchError, InvalidGraphError
         """
-        constants = [
-            self._constants(name, each[name]) if name in each else None for name in self.inputs
-        ]
+        constants = tuple(
+            [self._constants(name, each[name]) if name in each else None for name in self.inputs]
+        )
+        lengths = {len(values) for values in constants if values is not None}
         # Chains whose other inputs are plain numbers are remembered, so that they are bound once.
         key = None
-        if all(type(value) in (int, float) for value in inputs.values()):
-            numbers = tuple((name, type(value), value) for name, value in inputs.items())
-            key = tuple(each), tuple(carry.items()), numbers
-        known = None if key is None else self._chains.get(key)
-        if known is not None:
-            given = [(n, values) for n, values in enumerate(constants) if values is not None]
-            lengths = {len(values) for _, values in given}
-            if len(lengths) == 1 and 0 not in lengths:
-                bound = known[0].copy()
-                for number, values in given:
-                    bound[number] = as_constant(values[0], self._bound[number][1])
-                block = Chain(lengths.pop(), tuple(constants), known[1])
-                return Node(self, tuple(bound), block=block)
-        lengths = {len(values) for values in constants if values is not None}
+        if all([type(value) in (int, float) for value in inputs.values()]):
+            types = tuple(map(type, inputs.values()))
+            key = tuple(each), tuple(carry.items()), tuple(inputs.items()), types
+        form = None if key is None else self._chains.get(key)
+        if form is not None and len(lengths) == 1 and 0 not in lengths:
+            bound = tuple(
+                [
+                    one if values is None else values[0]
+                    for one, values in zip(form.inputs, constants, strict=True)
+                ]
+            )
+            return Node(self, bound, block=Chain(lengths.pop(), constants, form.carry, form))
         if len(lengths) != 1 or 0 in lengths or self.is_loop or not carry:
             raise InvalidGraphError(
                 f"a chain of cell {self.name!r} was given {sorted(lengths)} values of the inputs "
@@ -177,8 +176,14 @@ class BaseCell:
         bound = self.bind({**unknown, **first, **inputs})
         carried = tuple(self.output_index.get(carry.get(name, ""), -1) for name in self.inputs)
         if key is not None and len(self._chains) < _MAX_CHAINS:
-            self._chains[key] = list(bound), carried
-        return Node(self, bound, block=Chain(lengths.pop(), tuple(constants), carried))
+            form = self._chains[key] = ChainForm(
+                [
+                    one if values is None else None
+                    for one, values in zip(bound, constants, strict=True)
+                ],
+                carried,
+            )
+        return Node(self, bound, block=Chain(lengths.pop(), constants, carried, form))
 
     def tree(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -18,28 +18,50 @@ def plan_of_a_chain(layout: Layout, t: TypeLayout, chain: Chain, wanted: WantedV
 
     As with `plan_slots`, each output that is carried has one slot, where it stays.
     """
-    num, first = chain.num_nodes, layout.first_output
-    carried = [output for output in chain.carry if output >= 0] if num > 1 else []
-    returned = {value - (num - 1) * layout.stride for value, _ in wanted}
-    num_slots, code_of = _slots(layout, t, dict.fromkeys(sorted({*carried, *returned}), 1))
-    codes = np.full((num, layout.first_word), TRASH, np.int32)
-    codes[:, : layout.max_inputs] = ZEROS
-    codes[:, : t.num_inputs] = [ZEROS if words is None else WORDS for words in t.words]
-    for number, output in enumerate(chain.carry):
-        if output >= 0 and num > 1:
-            codes[1:, number] = code_of[output]
-            codes[:-1, first + output] = code_of[output]
-    for output in returned:
-        codes[-1, first + output] = code_of[output]
+    num = chain.num_nodes
+    returned = tuple(sorted({value - (num - 1) * layout.stride for value, _ in wanted}))
+    # Of all lengths: the codes of the first node, of those within, and of the last one.
+    key = "chain", t.index, chain.carry, returned, min(num, 2)
+    ends = layout.plans.get(key) or layout.plans.add(
+        key, _ends_of_a_chain(layout, t, chain, returned), 3
+    )
+    num_slots, (of_first, within, of_last) = ends
+    codes = np.empty((num, layout.first_word), np.int32)
+    codes[:] = within
+    codes[0], codes[-1] = of_first, of_last
     return GraphPlan(
         graph=chain_graph(t.index, num),
         num_nodes=num,
+        stride=layout.stride,
         codes=codes,
         types=np.full(num, t.index, np.int32),
         num_slots=num_slots,
         loops=(),
         wanted=wanted,
     )
+
+
+def _ends_of_a_chain(
+    layout: Layout, t: TypeLayout, chain: Chain, returned: Sequence[int]
+) -> tuple[tuple[int, ...], np.ndarray]:
+    """Return the number of slots of each pool, and the codes of three nodes of a chain.
+
+    They are the first node, one within, and the last one, which is also the first of a chain of one
+    node.
+    """
+    carry = chain.carry if chain.num_nodes > 1 else ()
+    carried = [output for output in carry if output >= 0]
+    num_slots, code_of = _slots(layout, t, dict.fromkeys(sorted({*carried, *returned}), 1))
+    codes = np.full((3, layout.first_word), TRASH, np.int32)
+    codes[:, : layout.max_inputs] = ZEROS
+    codes[:, : t.num_inputs] = [ZEROS if words is None else WORDS for words in t.words]
+    for number, output in enumerate(carry):
+        if output >= 0:
+            codes[1:, number] = code_of[output]
+            codes[:-1, layout.first_output + output] = code_of[output]
+    for output in returned:
+        codes[-1, layout.first_output + output] = code_of[output]
+    return num_slots, codes
 
 
 def plan_of_a_tree(
@@ -78,6 +100,7 @@ def plan_of_a_tree(
     return GraphPlan(
         graph=tree_graph(leaf.index, pair.index, tree.pairs),
         num_nodes=tree.num_nodes,
+        stride=layout.stride,
         codes=codes,
         types=types,
         num_slots=num_slots,

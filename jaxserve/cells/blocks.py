@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
@@ -15,18 +15,34 @@ NestedTree: TypeAlias = "int | tuple[NestedTree, NestedTree]"
 
 
 @final
-@dataclass(frozen=True)
-class Chain:
+class ChainForm:
+    """What chains share that differ in their lengths and in the constants of their nodes.
+
+    Attributes:
+      inputs: those of the first node, in the order of the cell's; None in place of constants.
+      carry: see `Chain`.
+    """
+
+    __slots__ = ("inputs", "carry")
+
+    def __init__(self, inputs: Sequence[Any], carry: tuple[int, ...]):
+        self.inputs = inputs
+        self.carry = carry
+
+
+class Chain(NamedTuple):
     """The nodes of `BaseCell.chain`.
 
     Attributes:
       each: for each input, the constants of the nodes [num_nodes, ...]; None for others.
       carry: for each input, the output of the node before that it takes; -1 for none.
+      form: the same object for chains that share it; None for others.
     """
 
     num_nodes: int
     each: tuple[np.ndarray | None, ...]
     carry: tuple[int, ...]
+    form: ChainForm | None = None
 
 
 @final

@@ -198,6 +198,7 @@ class Subgraph:
 
 # Sentences have few lengths. Trees hardly repeat, and cost the garbage collector time.
 _structures: Newest[_Structure, CellGraph] = Newest(1 << 14)
+_chains: Newest[tuple[int, int], CellGraph] = Newest(1 << 14)  # by type and length
 
 
 def cell_graph(
@@ -205,13 +206,11 @@ def cell_graph(
     predecessors: _Edges,
     max_steps: tuple[int, ...],
     loop_types: frozenset[int] = frozenset(),
-    *,
-    links: Links | None = None,
 ) -> CellGraph:
     """Return the graph of a structure; the same object as before if it was used lately."""
     key = types, predecessors, max_steps, loop_types
     found = _structures.get(key)
-    return found or _structures.add(key, CellGraph(*key, links=links), len(types))
+    return found or _structures.add(key, CellGraph(*key), len(types))
 
 
 def tree_graph(leaf_type: int, pair_type: int, pairs: np.ndarray) -> CellGraph:
@@ -227,9 +226,16 @@ def tree_graph(leaf_type: int, pair_type: int, pairs: np.ndarray) -> CellGraph:
 
 def chain_graph(type: int, num_nodes: int) -> CellGraph:
     """Return a graph in which each node of one type takes an output of the one before it."""
-    before: _Edges = ((), *((node,) for node in range(num_nodes - 1)))
-    links = chain_links(type, num_nodes)
-    return cell_graph((type,) * num_nodes, before, (1,) * num_nodes, links=links)
+    found = _chains.get((type, num_nodes))
+    if found is not None:
+        return found
+    graph = CellGraph(
+        (type,) * num_nodes,
+        lambda: ((), *((node,) for node in range(num_nodes - 1))),
+        (1,) * num_nodes,
+        links=chain_links(type, num_nodes),
+    )
+    return _chains.add((type, num_nodes), graph, num_nodes)
 
 
 def _partition(graph: CellGraph) -> _Partition:

@@ -104,14 +104,9 @@ class DeviceCells:
             for place, (_, _, array) in zip(places, graph.constants, strict=True):
                 for unwritten in self._unwritten:
                     unwritten[place] = array
-        for value, wanted in graph.wanted:
-            node = value // stride
-            is_loop = self.layout.types[graph.graph.types[node]].is_loop
-            if not (wanted.is_steps or is_loop):
-                values = self._wanted.setdefault(first_row + node, [])
-                if first_row * stride + value not in values:
-                    values.append(first_row * stride + value)
-                self._is_wanted[first_row + node] = True
+        for node, value in graph.plan.reads:
+            self._wanted.setdefault(first_row + node, []).append(first_row * stride + value)
+            self._is_wanted[first_row + node] = True
 
     def shrink(self, graph: FlatGraph, first_row: int, kept: Sequence[int]) -> None:
         self._forget_constants(first_row)

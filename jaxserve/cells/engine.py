@@ -295,7 +295,8 @@ class CellEngine:
             else:
                 self._finish(part)
         for rows in self._lanes.forget_rows():
-            self._ended_loops.difference_update(rows)
+            if self._ended_loops:
+                self._ended_loops.difference_update(rows)
 
     def _deliver(self, results: TaskResults, now_s: float) -> None:
         stride = self._layout.stride

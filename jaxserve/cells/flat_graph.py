@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -27,9 +26,7 @@ from jaxserve.core.errors import InvalidGraphError, TooManyNodesError, UnknownCe
 _MAX_CALLS = 8
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class FlatGraph:
+class FlatGraph(NamedTuple):
     """A graph as arrays. A value is `node * Layout.stride + output`.
 
     Attributes:
@@ -95,7 +92,54 @@ def flatten(
             f"the graph has {graph.num_nodes} nodes, and this runtime allows {max_nodes}; pass a "
             "shorter input, or create the runtime with a higher max_nodes"
         )
-    return _Flattener(graph, layout, kept or {}).flat_graph()
+    key = _form_of(graph)
+    plan = None if key is None else layout.plans.get(key)
+    if plan is not None:
+        return FlatGraph(plan, _words_of_a_chain(graph.nodes[0], layout), (), {}, (), graph.then)
+    flat = _Flattener(graph, layout, kept or {}).flat_graph()
+    if key is not None and not flat.constants and _is_small(graph.nodes[0], layout):
+        layout.plans.add(key, flat.plan, 1)
+    return flat
+
+
+def _form_of(graph: Graph) -> Hashable | None:
+    """Return what the plan of a chain with a form depends on, if `_is_small`; None for others."""
+    node = graph.nodes[0]
+    block = node.block
+    if not isinstance(block, Chain) or block.form is None or len(graph.nodes) > 1 or graph.keep:
+        return None
+    found: list[Hashable] = [block.form, block.num_nodes]
+    for name, result in graph.outputs.items():
+        if type(result) is not Output or result.node is not node:
+            return None
+        found += (name, result.index)
+    return tuple(found)
+
+
+def _is_small(chain: Node, layout: Layout) -> bool:
+    """Return whether all constants that differ between the nodes of a chain are small."""
+    block, t = chain.block, layout.types[layout.index_of[chain.cell.key]]
+    assert isinstance(block, Chain)
+    pairs = zip(block.each, t.words, strict=True)
+    return all(values is None or words is not None for values, words in pairs)
+
+
+def _words_of_a_chain(chain: Node, layout: Layout) -> np.ndarray:
+    """Return the small constants of a chain with a form, as `_Flattener` does."""
+    block, t = chain.block, layout.types[layout.index_of[chain.cell.key]]
+    assert isinstance(block, Chain) and block.form is not None
+    if layout.max_words == t.num_words == 1:  # it is a constant of each node, since there is one
+        return next(words_of_each(values) for values in block.each if values is not None)
+    found = np.zeros((block.num_nodes, layout.max_words), np.int32)
+    for number, words in enumerate(t.words):
+        if words is None:
+            continue
+        columns, values = slice(words.start, words.stop), block.each[number]
+        if values is not None:
+            found[:, columns] = words_of_each(values)
+        elif (value := block.form.inputs[number]) is not t.zeros[number]:
+            found[:, columns] = words_of(np.asarray(value))
+    return found
 
 
 @final

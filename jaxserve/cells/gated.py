@@ -19,6 +19,8 @@ from pallas_kernels.gated_cell import Column, GatedCell, TaskColumns, gated_task
 
 # The bit of a row's flags that says that its outputs are finite.
 FINITE = 1
+# The most rows, with padding, of calls that run on the thread that submits them.
+MOST_AT_ONCE = 1024
 _TOKEN = ValueSpec((), np.dtype(np.int32))
 
 _log = logging.getLogger(__name__)
@@ -88,9 +90,12 @@ class GatedTasks:
             trash=TRASH_SLOT,
         )
         # XLA runs an executable in the call, and not on its own threads, if it counts less than
-        # 1,000 operations in it, and it counts none in the kernel. This one for each row makes the
-        # host not wait for calls of many rows.
-        return tuple(held.values()), is_finite & jnp.uint8(FINITE), values
+        # 1,000 operations in it, and it counts none in the kernel. One for each row makes the host
+        # not wait for calls of many rows. It waits for those of fewer: what arrives in the meantime
+        # joins the next call, and would else wait for one more that was submitted ahead.
+        if rows.shape[0] > MOST_AT_ONCE:
+            is_finite &= jnp.uint8(FINITE)
+        return tuple(held.values()), is_finite, values
 
     def packed(self, leaves: Sequence[Any]) -> Array:
         """Return what follows the leaves of the module's parameters in `params`."""

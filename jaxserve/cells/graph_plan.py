@@ -54,6 +54,7 @@ class GraphPlan:
       codes: int32 [nodes, `Layout.first_word`], what each column of a node's row is: `ZEROS`,
         `TRASH` for an output that nothing takes, `WORDS` for a small constant, and from
         `FIRST_SLOT` on the graph's own slots, pool after pool, and then kept values.
+      stride: of its values.
       types: int32 [nodes], the types as an array.
       wanted_for: the same as `wanted`, by value.
       num_slots: of each pool, its own slots; see `plan_slots`.
@@ -63,6 +64,7 @@ class GraphPlan:
 
     graph: CellGraph
     num_nodes: int
+    stride: int
     codes: np.ndarray
     types: np.ndarray
     num_slots: tuple[int, ...]
@@ -75,6 +77,32 @@ class GraphPlan:
         for value, wanted in self.wanted:
             found.setdefault(value, []).append(wanted)
         return found
+
+    @cached_property
+    def num_members(self) -> Mapping[str, int]:
+        """The lengths of the lists that the graph returns, by name."""
+        found: dict[str, int] = {}
+        for _, wanted in self.wanted:
+            if wanted.member is not None:
+                found[wanted.name] = found.get(wanted.name, 0) + 1
+        return found
+
+    @cached_property
+    def steps(self) -> tuple[str, ...]:
+        """The names of the outputs that have the values of all steps."""
+        return tuple(wanted.name for _, wanted in self.wanted if wanted.is_steps)
+
+    @cached_property
+    def num_values(self) -> int:
+        """The number of `wanted` that are not steps."""
+        return len(self.wanted) - len(self.steps)
+
+    @cached_property
+    def reads(self) -> tuple[tuple[int, int], ...]:
+        """(node, value) of each value to read when its node has run; not those of loops."""
+        values = dict.fromkeys([value for value, wanted in self.wanted if not wanted.is_steps])
+        pairs = [(value // self.stride, value) for value in values]
+        return tuple([pair for pair in pairs if pair[0] not in self.loops])
 
 
 @final
@@ -162,6 +190,7 @@ class PlanBuilder:
         return GraphPlan(
             graph=graph,
             num_nodes=num_nodes,
+            stride=stride,
             codes=self._codes(slots, flags, bases, constants),
             types=np.array(self._types, np.int32),
             num_slots=tuple(num_slots),

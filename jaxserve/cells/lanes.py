@@ -122,11 +122,14 @@ class Lanes:
     def forget_rows(self) -> list[range]:
         """Return the ids that no task in flight names any more, each once."""
         found = []
+        last: list[int] = []  # numbers of handles that have been collected
         while self._limbo:
             submitted, first, num = self._limbo[0]
-            pairs = zip(self._lanes, submitted, strict=True)
-            if any(lane.num_collected < until for lane, until in pairs):
-                break
+            if submitted != last:
+                pairs = zip(self._lanes, submitted, strict=True)
+                if any([lane.num_collected < until for lane, until in pairs]):
+                    break
+                last = submitted
             self._limbo.popleft()
             self._rows.free(first, num)
             found.append(range(first, first + num))

@@ -12,6 +12,22 @@ NO_SUCCESSOR = -(1 << 40)
 SEVERAL = 2 * NO_SUCCESSOR
 # More tasks than a graph has nodes.
 _ANY_NUMBER = 1 << 40
+# `Links.rows` of a node within a chain, except its number and those after it.
+_IN_CHAIN = np.array([[0], [NO_SUCCESSOR], [0], [1], [0], [_ANY_NUMBER]])
+# Likewise, within a tree.
+_IN_TREE = np.array([[0], [NO_SUCCESSOR], [0], [0], [0], [1]])
+
+
+class Waves(NamedTuple):
+    """The tasks of a subgraph that nothing else waits for, if each has all of its ready nodes.
+
+    Attributes:
+      nodes: int64 [nodes], those of the first task first.
+      numbers: int64 [nodes], the number of each one's task.
+    """
+
+    nodes: np.ndarray
+    numbers: np.ndarray
 
 
 class Entry(NamedTuple):
@@ -22,12 +38,14 @@ class Entry(NamedTuple):
       type: index of the cell type.
       nodes: int64 [n], those without a predecessor in the subgraph.
       num_before: edges from nodes of other subgraphs.
+      waves: the subgraph's waves, if they are known.
     """
 
     head: int
     type: int
     nodes: np.ndarray
     num_before: int
+    waves: Waves | None = None
 
 
 class Links(NamedTuple):
@@ -107,35 +125,64 @@ def links_of(
 
 def chain_links(type: int, num_nodes: int) -> Links:
     """Return the links of a chain of one type, see `chain_graph`."""
-    inner, outer, num_inner, max_steps = np.ones((4, num_nodes), np.int64)
-    inner[:-1] = range(1, num_nodes)
-    inner[-1] = NO_SUCCESSOR
-    outer[:] = NO_SUCCESSOR
-    num_inner[0] = 0
-    ahead, alone = np.arange(num_nodes)[::-1], np.full(num_nodes, _ANY_NUMBER)
-    entries = (Entry(0, type, np.array([0]), 0),)
-    rows = _rows(inner, outer, num_inner, ahead, alone)
+    rows = np.empty((6, num_nodes), np.int64)
+    rows[:] = _IN_CHAIN
+    rows[0] = np.arange(1, num_nodes + 1)
+    rows[0, -1] = NO_SUCCESSOR
+    rows[3, 0] = 0
+    rows[4] = np.arange(num_nodes)[::-1]
+    inner, outer, _, num_inner, ahead, alone = rows
+    entries = (Entry(0, type, np.zeros(1, np.int64), 0),)
+    max_steps = np.ones(num_nodes, np.int64)
     return Links(inner, outer, num_inner, max_steps, ahead, alone, {}, entries, rows)
 
 
 def tree_links(leaf_type: int, pair_type: int, pairs: np.ndarray) -> Links:
     """Return the links of a tree of at least two leaves; see `Tree`. Its cells are of two types."""
     num = len(pairs) + 1  # leaves
-    numbers = np.arange(num + len(pairs))
-    inner, outer, num_inner, max_steps = np.ones((4, len(numbers)), np.int64)
-    inner[pairs] = numbers[num:, None]
-    inner[:num] = inner[-1] = NO_SUCCESSOR
-    outer[:num], outer[num:] = num, NO_SUCCESSOR
-    is_inner = pairs >= num
-    num_inner[:num] = 0
-    num_inner[num:] += is_inner[:, 1]
-    num_inner[num:] -= ~is_inner[:, 0]
-    first = numbers[num:][num_inner[num:] == 0]
-    entries = Entry(0, leaf_type, numbers[:num], 0), Entry(num, pair_type, first, num)
+    above, num_inner = [NO_SUCCESSOR] * (num + len(pairs)), [0] * (num + len(pairs))
+    for node, (left, right) in enumerate(pairs.tolist(), num):
+        num_inner[node] = (left >= num) + (right >= num)
+        if left >= num:
+            above[left] = node
+        if right >= num:
+            above[right] = node
+    first = [node for node in range(num, len(above)) if not num_inner[node]]
     # Each pair is a line of its own: that the pairs of a deep tree may form lines is not used.
-    ahead, alone = np.zeros(len(numbers), np.int64), max_steps
-    rows = _rows(inner, outer, num_inner, ahead, alone)
-    return Links(inner, outer, num_inner, max_steps, ahead, alone, {}, entries, rows)
+    rows = np.empty((6, len(above)), np.int64)
+    rows[:] = _IN_TREE
+    rows[0], rows[1, :num], rows[3] = above, num, num_inner
+    inner, outer, _, num_before, ahead, alone = rows
+    entries = (
+        Entry(0, leaf_type, np.arange(num), 0),
+        Entry(num, pair_type, np.array(first), num, _waves_of_a_tree(first, above, num_inner)),
+    )
+    return Links(inner, outer, num_before, alone, ahead, alone, {}, entries, rows)
+
+
+def _waves_of_a_tree(wave: list[int], above: list[int], num_inner: list[int]) -> Waves:
+    """Return the waves of a tree's pairs.
+
+    Args:
+      wave: those that are ready.
+      above: the pair that each node is in; negative for the root.
+      num_inner: pairs that each one joins.
+    """
+    left = num_inner.copy()
+    nodes: list[int] = []
+    sizes: list[int] = []
+    while wave:
+        nodes += wave
+        sizes.append(len(wave))
+        after = []
+        for node in wave:
+            parent = above[node]
+            if parent >= 0:
+                left[parent] -= 1
+                if not left[parent]:
+                    after.append(parent)
+        wave = after
+    return Waves(np.array(nodes), np.repeat(np.arange(len(sizes)), sizes))
 
 
 def _lines(

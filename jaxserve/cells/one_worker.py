@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 from typing import final
 
 import numpy as np
 
 from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.choice import choose
-from jaxserve.cells.links import NO_SUCCESSOR, Entry
+from jaxserve.cells.links import NO_SUCCESSOR, Entry, Waves
 from jaxserve.cells.policy import CellType, Task
 
 _NO_NODES = np.zeros(0, np.int64)
@@ -42,21 +43,43 @@ class _Queue:
         self.num_running = 0
         self._ready = _NO_NODES
         self._released: list[np.ndarray] = []  # after those of `_ready`
+        self._waves: list[Waves | None] = []  # of each of `_released`
 
     def num_for(self, worker: int) -> int:
         return self.num_ready
 
-    def push(self, nodes: np.ndarray) -> None:
+    def push(self, entry: Entry, first_node: int) -> None:
         """Add the ready nodes of a subgraph that is released now."""
-        self._released.append(nodes)
-        self.num_ready += len(nodes)
+        self._released.append(entry.nodes + first_node)
+        waves = entry.waves
+        self._waves.append(waves and Waves(waves.nodes + first_node, waves.numbers))
+        self.num_ready += len(entry.nodes)
 
     def nodes(self) -> np.ndarray:
         """Return the ready nodes in their order."""
         if self._released:
             self._ready = np.concatenate([self._ready, *self._released])
-            self._released = []
+            self._released, self._waves = [], []
         return self._ready
+
+    def waves(self, most: int) -> list[np.ndarray]:
+        """Return the nodes of the next tasks, at most `most`, and of the one that follows them.
+
+        None of them if it is not known that each has all nodes that are ready then.
+        """
+        known = [waves for waves in self._waves if waves is not None]
+        if not known or len(known) < len(self._waves) or len(self._ready):
+            return []
+        nodes, numbers = known[0]
+        if len(known) > 1:
+            nodes, numbers = map(np.concatenate, zip(*known, strict=True))
+            order = np.argsort(numbers, kind="stable")
+            nodes, numbers = nodes[order], numbers[order]
+        sizes = np.bincount(numbers)[: most + 1]
+        if sizes.max() > self.type.max_batch or sizes.min() < self.type.min_batch:
+            return []
+        ends = np.cumsum(sizes).tolist()
+        return [nodes[begin:end] for begin, end in pairwise([0, *ends])]
 
     def replace(self, num: int, nodes: np.ndarray) -> None:
         """Put nodes in the place of the first ready ones.
@@ -130,7 +153,7 @@ class OneWorkerScheduler:
                 self._outer_left[first_node + entry.head] = entry.num_before
                 self._waiting[first_node + entry.head] = entry, first_node
             else:
-                self._queues[entry.type].push(entry.nodes + first_node)
+                self._queues[entry.type].push(entry, first_node)
 
     def cancel(self, key: int) -> None:
         first, graph = self._runs[key]
@@ -149,6 +172,14 @@ class OneWorkerScheduler:
         if queue is None:
             return []
         tasks: list[Task] = []
+        if waves := queue.waves(self._max_tasks):
+            batches, after = waves[: self._max_tasks], waves[self._max_tasks :]
+            # Nothing outside waits for a subgraph with waves.
+            inside = self._successors(np.concatenate(batches), self._inner, 0)
+            np.subtract.at(self._inner_left, inside, 1)
+            self._submit(queue, batches, tasks)
+            queue.replace(queue.num_ready, after[0] if after else _NO_NODES)
+            return tasks
         while len(tasks) < self._max_tasks:
             ready = queue.nodes()
             nodes = ready[: queue.type.max_batch]
@@ -159,12 +190,7 @@ class OneWorkerScheduler:
             else:
                 batches = self._batches(queue, nodes, self._max_tasks - len(tasks))
                 after = self._followers(batches[-1])
-            last_of = self._counted(batches)
-            for batch, graphs in zip(batches, last_of, strict=True):
-                task = Task(queue.index, batch.tolist(), worker, array=batch)
-                tasks.append(task)
-                self._submitted.append((task, graphs))
-            queue.num_running += len(batches)
+            self._submit(queue, batches, tasks)
             queue.replace(len(nodes), after)
         return tasks
 
@@ -183,6 +209,14 @@ class OneWorkerScheduler:
                 finished.append(key)
                 self._forget(key)
         return finished
+
+    def _submit(self, queue: _Queue, batches: list[np.ndarray], tasks: list[Task]) -> None:
+        """Append the tasks of batches, which are submitted now."""
+        for batch, graphs in zip(batches, self._counted(batches), strict=True):
+            task = Task(queue.index, batch.tolist(), 0, array=batch)
+            tasks.append(task)
+            self._submitted.append((task, graphs))
+        queue.num_running += len(batches)
 
     def _batches(self, queue: _Queue, nodes: np.ndarray, most: int) -> list[np.ndarray]:
         """Return the nodes of the next tasks, at least of one, of which the first has these.
@@ -266,7 +300,7 @@ class OneWorkerScheduler:
         np.subtract.at(self._outer_left, heads, 1)
         for head in self._last_of_each(heads[self._outer_left[heads] == 0]).tolist():
             entry, first = self._waiting.pop(head)
-            self._queues[entry.type].push(entry.nodes + first)
+            self._queues[entry.type].push(entry, first)
 
     def _ended(self, queue: _Queue, task: Task, ended: Collection[int]) -> np.ndarray:
         """Return the loops for which a completed step was the last one, and let no more run."""

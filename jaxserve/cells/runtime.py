@@ -43,7 +43,7 @@ from jaxserve.execution.warmup import enable_compilation_cache
 
 # More slots than this are of no use: the host's work on so many live values takes longer.
 _MAX_SLOTS = 1 << 16
-_OWN_IDS = "cells-"
+_OWN_IDS = "cells-"  # which are unique
 # Inputs that are unfolded before the first of them runs.
 _CHUNK = 64
 
@@ -321,19 +321,19 @@ class CellRuntime:
         return flat
 
     def _hand_over(self, answers: Sequence[CellAnswer]) -> list[PendingRequest[CellCompletion]]:
-        with self._lock:
-            for answer in answers:
+        named = [answer for answer in answers if not answer.id.startswith(_OWN_IDS)]
+        for answer in named:
+            with self._lock:
                 if answer.id in self._open_ids:
                     raise InvalidRequestError(
                         f"a request with the id {answer.id!r} is running; choose another id"
                     )
-            self._open_ids.update(answer.id for answer in answers)
-        for answer in answers:
+                self._open_ids.add(answer.id)
             answer.future.add_done_callback(partial(self._release, answer.id))
         try:
             self._loop.submit(*answers)
         except JaxserveError:
-            for answer in answers:
+            for answer in named:
                 self._release(answer.id)
             raise
         return [PendingRequest(answer.id, answer.future, self.cancel) for answer in answers]

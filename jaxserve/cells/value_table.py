@@ -13,6 +13,7 @@ from jaxserve.cells.slots import FreeSlots
 
 # The slots of the codes before those of a graph's own slots, see `GraphPlan`.
 _RESERVED = np.array([ZERO_SLOT, TRASH_SLOT, IN_TASK], np.int32)
+_NO_SLOTS = np.zeros(0, np.int32)
 
 
 @final
@@ -47,7 +48,10 @@ class ValueTable:
         end = first_row + num
         if end > len(self._rows):
             self._grow(1 << (end - 1).bit_length())
-        taken = [free.take(some) for free, some in zip(self._free, graph.num_slots, strict=True)]
+        taken = [
+            free.take(some) if some else _NO_SLOTS
+            for free, some in zip(self._free, graph.num_slots, strict=True)
+        ]
         self._taken[first_row] = taken
         parts = [_RESERVED, *taken]
         if graph.kept:
@@ -55,7 +59,7 @@ class ValueTable:
         slots = np.concatenate(parts)
         self._types[first_row:end] = graph.plan.types
         rows = self._rows[first_row:end]
-        rows[:, : layout.first_word] = slots[graph.plan.codes]
+        rows[:, : layout.first_word] = slots.take(graph.plan.codes)
         rows[:, layout.first_word :] = graph.words
         if graph.plan.loops:
             self._add_loops(graph, first_row)

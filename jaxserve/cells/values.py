@@ -101,8 +101,9 @@ def as_constants(values: Sequence[Any] | np.ndarray, spec: ValueSpec) -> np.ndar
     """
     array = np.array(values)
     if array.dtype != spec.dtype and array.dtype.kind in "iu" and spec.dtype.kind in "iu":
-        limits = np.iinfo(spec.dtype)
-        if limits.min <= array.min(initial=0) and array.max(initial=0) <= limits.max:
-            array = array.astype(spec.dtype)
+        converted = array.astype(spec.dtype)
+        # A number that does not fit becomes another one, or changes its sign.
+        if (converted == array).all():
+            array = converted
     fits = array.ndim and array.shape[1:] == spec.shape and array.dtype == spec.dtype
     return array if fits else None

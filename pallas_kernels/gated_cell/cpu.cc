@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "gates.h"
+#include "team.h"
 
 namespace {
 
@@ -120,6 +121,19 @@ inline bool is_finite(const float* from, int64_t num) {
   return finite;
 }
 
+constexpr int64_t kMostAhead = 128;        // maximum of rows whose tokens are multiplied together
+// Multiply-adds of a call per additional thread: about 1 ms. In shorter calls, a thread that has
+// begun an item and loses its core to the host's own threads costs more than it brings.
+constexpr int64_t kWorthATeam = 1 << 26;
+
+// What the threads of a call do together: a step, or the products of tokens for several steps.
+struct Phase {
+  Problem p;
+  const float* ahead = nullptr;  // [num_sums, known]
+
+  void run(int64_t item) const { ahead ? multiply_ahead(p, ahead, item) : step(p, item); }
+};
+
 // Runs tasks in their order. All rows of a task are read before any of its results is written.
 //
 // states [slots, hidden] is changed in place. A row has the numbers of what it reads and writes, in
@@ -175,51 +189,84 @@ ffi::Error gated_tasks(ffi::ThreadPool pool, Matrix states, Index tokens,
     const int64_t count = matrix.dimensions()[0], size = matrix.dimensions()[1];
     return matrix.typed_data() + std::clamp<int64_t>(number, 0, count - 1) * size;
   };
-  static thread_local std::vector<float> x, h, c;
-  static thread_local std::vector<const float*> at[3];
-  static thread_local std::vector<int64_t> live;
   const auto row = [&](int64_t r) { return rows.typed_data() + r * width; };
-  for (int64_t begin = 0, end; begin < num && row(begin)[width - 1] >= 0; begin = end) {
-    live.clear();
-    for (end = begin; end < num && row(end)[width - 1] == row(begin)[width - 1]; ++end)
-      if (row(end)[columns[kNewH]] != trash || row(end)[columns[kNewC]] != trash)
-        live.push_back(end);
-    p.m = live.size();
-    if (p.m == 0) continue;
-    x.resize(p.m * p.k), h.resize(p.m * p.hidden), c.resize(p.m * p.hidden);
-    for (auto& pointers : at) pointers.resize(p.m);
-    p.x = x.data(), p.h = h.data(), p.c = c.data();
-    for (int64_t i = 0; i < p.m; ++i) {
-      const int32_t* own = row(live[i]);
-      int32_t token = 0;
-      if (columns[kToken] >= 0) {
-        token = own[columns[kToken]];
-        if (token >= 0) token = tokens.typed_data()[token];
-        else token = own[columns[kWord]];
-      }
-      if (looks_up) {
-        std::copy_n(row_of(table, token), p.hidden, p.h + i * p.hidden);
-        std::copy_n(row_of(added, token), p.hidden, p.c + i * p.hidden);
-        continue;
-      }
-      float* to = x.data() + i * p.k;
-      for (int part : {kFirst, kSecond}) {
-        if (columns[part] >= 0) to = std::copy_n(state_of(own[columns[part]]), p.hidden, to);
-        if (columns[part] == kOfToken)
-          to = std::copy_n(row_of(table, token), table.dimensions()[1], to);
-      }
-      for (int j = 0; j < kNumCarried[kind]; ++j) at[j][i] = state_of(own[columns[kOne + j]]);
-      if (adds) at[2][i] = row_of(added, token);
+  // The rows that are computed, and where those of each task begin.
+  static thread_local std::vector<const int32_t*> live;
+  static thread_local std::vector<int64_t> begins;
+  live.clear(), begins.clear();
+  for (int64_t r = 0, last = -1; r < num && row(r)[width - 1] >= 0; ++r) {
+    if (row(r)[columns[kNewH]] == trash && row(r)[columns[kNewC]] == trash) continue;
+    if (row(r)[width - 1] != last || begins.empty()) begins.push_back(live.size());
+    last = row(r)[width - 1];
+    live.push_back(row(r));
+  }
+  begins.push_back(live.size());
+  const auto token_of = [&](const int32_t* own) {
+    if (columns[kToken] < 0) return 0;
+    const int32_t slot = own[columns[kToken]];
+    return slot < 0 ? own[columns[kWord]] : tokens.typed_data()[slot];
+  };
+  const int64_t num_live = live.size(), num_tasks = begins.size() - 1;
+  // What tokens decide is multiplied for several tasks at once: one of few rows would read all of
+  // the weight for them.
+  const bool can_be_ahead = columns[kFirst] == kOfToken && columns[kSecond] >= 0;
+  const int64_t known = can_be_ahead ? table.dimensions()[1] : 0;
+  static thread_local std::vector<float> x, x_ahead, sums, h, c;
+  static thread_local std::vector<const float*> at[3];
+  Team<Phase> team(pool, looks_up ? 1 : 1 + num_live * p.k * p.columns() / kWorthATeam, Phase{p});
+  for (int64_t group = 0, next; group < num_tasks; group = next) {
+    const int64_t first = begins[group];
+    for (next = group + 1; next < num_tasks && begins[next + 1] - first <= kMostAhead;) ++next;
+    const bool is_ahead = can_be_ahead && next > group + 1;
+    p.known = is_ahead ? known : 0;
+    p.num_sums = begins[next] - first;
+    if (is_ahead) {
+      x_ahead.resize(p.num_sums * known);
+      sums.resize(p.strips() * p.gates() * p.num_sums * kPanel);
+      for (int64_t i = 0; i < p.num_sums; ++i)
+        std::copy_n(row_of(table, token_of(live[first + i])), known, x_ahead.data() + i * known);
+      p.sums = sums.data();
+      team.work() = {p, x_ahead.data()};
+      team.run(p.strips() * ((p.num_sums + kRows - 1) / kRows));
     }
-    p.carried[0] = at[0].data(), p.carried[1] = at[1].data();
-    p.added = adds ? at[2].data() : nullptr;
-    if (!looks_up) compute(pool, p);
-    for (int64_t i = 0; i < p.m; ++i) {
-      const float *new_h = p.h + i * p.hidden, *new_c = p.c + i * p.hidden;
-      if (!is_finite(new_h, p.hidden) || !is_finite(new_c, p.hidden))
-        flags->typed_data()[live[i]] = 0;
-      std::copy_n(new_h, p.hidden, state_of(row(live[i])[columns[kNewH]]));
-      std::copy_n(new_c, p.hidden, state_of(row(live[i])[columns[kNewC]]));
+    for (int64_t task = group; task < next; ++task) {
+      const int32_t* const* own = live.data() + begins[task];
+      p.m = begins[task + 1] - begins[task];
+      x.resize(p.m * (p.k - p.known)), h.resize(p.m * p.hidden), c.resize(p.m * p.hidden);
+      for (auto& pointers : at) pointers.resize(p.m);
+      p.x = x.data(), p.h = h.data(), p.c = c.data();
+      p.sums = is_ahead ? sums.data() + (begins[task] - first) * kPanel : nullptr;
+      float* to = x.data();
+      for (int64_t i = 0; i < p.m; ++i) {
+        const int32_t token = token_of(own[i]);
+        if (looks_up) {
+          std::copy_n(row_of(table, token), p.hidden, p.h + i * p.hidden);
+          std::copy_n(row_of(added, token), p.hidden, p.c + i * p.hidden);
+          continue;
+        }
+        for (int part : {kFirst, kSecond}) {
+          if (columns[part] >= 0)
+            to = std::copy_n(state_of(own[i][columns[part]]), p.hidden, to);
+          if (columns[part] == kOfToken && !is_ahead)
+            to = std::copy_n(row_of(table, token), table.dimensions()[1], to);
+        }
+        for (int j = 0; j < kNumCarried[kind]; ++j) at[j][i] = state_of(own[i][columns[kOne + j]]);
+        if (adds) at[2][i] = row_of(added, token);
+      }
+      p.carried[0] = at[0].data(), p.carried[1] = at[1].data();
+      p.added = adds ? at[2].data() : nullptr;
+      if (!looks_up) {
+        share_rows(p, team.is_alone() ? kLeastRows : kLeastOfATeam);
+        team.work() = {p, nullptr};
+        team.run(p.strips() * p.row_blocks());
+      }
+      for (int64_t i = 0; i < p.m; ++i) {
+        const float *new_h = p.h + i * p.hidden, *new_c = p.c + i * p.hidden;
+        if (!is_finite(new_h, p.hidden) || !is_finite(new_c, p.hidden))
+          flags->typed_data()[(own[i] - rows.typed_data()) / width] = 0;
+        std::copy_n(new_h, p.hidden, state_of(own[i][columns[kNewH]]));
+        std::copy_n(new_c, p.hidden, state_of(own[i][columns[kNewC]]));
+      }
     }
   }
   const int32_t* read = reads.typed_data();

@@ -30,6 +30,7 @@ constexpr int64_t kLeastRows = 16;    // minimum of them, if there are as many
 constexpr int64_t kPacksFrom = 16;    // minimum of rows for which the weight is copied
 constexpr int kMaxGates = 5;
 constexpr int64_t kWorthAThread = 1 << 23;  // multiply-adds per additional thread: about 100 us
+constexpr int64_t kLeastOfATeam = 8;        // kLeastRows of threads that are together already
 
 // cpu.py has the same numbers.
 enum Kind { kLstm = 0, kTreeLeaf = 1, kTreeInternal = 2, kLookup = 3 };
@@ -78,6 +79,11 @@ struct Problem {
   float *h, *c;  // [m, hidden]
   int64_t m, k, hidden;
   int64_t rows_of_item;
+  // The first `known` rows of the weight may be multiplied ahead, for rows of several steps: their
+  // sums are in `sums` [strips, gates, num_sums, kPanel], of which row 0 is that of this step, and
+  // `x` is [m, k - known]. Null if nothing was.
+  float* sums;
+  int64_t known, num_sums;
 
   int gates() const { return kNumGates[kind]; }
   int64_t columns() const { return gates() * hidden; }
@@ -166,11 +172,15 @@ void step(const Problem& p, int64_t item) {
   const int64_t rows = std::min(p.rows_of_item, p.m - m0), n = p.columns();
   const int64_t width = std::min<int64_t>(kPanel, p.hidden - at);
   alignas(64) static thread_local float packed[kDepth * kPanel];
-  alignas(64) static thread_local float total[kMaxGates * kRows * kPanel];
+  alignas(64) static thread_local float own_sums[kMaxGates * kRows * kPanel];
+  const int64_t known = p.sums ? p.known : 0, num_sums = p.sums ? p.num_sums : kRows;
+  float* total = own_sums;
+  if (p.sums) total = p.sums + (at / kPanel * p.gates() * num_sums + m0) * kPanel;
+  const float* x = p.x + m0 * (p.k - known) - known;
   Nothing nothing;
   for (int gate = 0; gate < p.gates(); ++gate) {
     const int64_t n0 = gate * p.hidden + at;
-    for (int64_t k0 = 0; k0 < p.k; k0 += kDepth) {
+    for (int64_t k0 = known; k0 < p.k; k0 += kDepth) {
       const int64_t depth = std::min(kDepth, p.k - k0);
       const float* b = p.packed ? p.packed + ((at / kPanel * p.gates() + gate) * p.k + k0) * kPanel
                                 : p.w + k0 * n + n0;
@@ -181,8 +191,8 @@ void step(const Problem& p, int64_t item) {
       }
       for (int64_t r = 0; r < rows; r += kTile) {
         const int count = static_cast<int>(std::min<int64_t>(kTile, rows - r));
-        multiply_rows<kPanel>(count, p.x + (m0 + r) * p.k + k0, p.k, b, b_stride, depth, k0 == 0,
-                              total + (gate * kRows + r) * kPanel, nothing, 0);
+        multiply_rows<kPanel>(count, x + r * (p.k - known) + k0, p.k - known, b, b_stride, depth,
+                              k0 == 0, total + (gate * num_sums + r) * kPanel, nothing, 0);
       }
     }
   }
@@ -193,7 +203,7 @@ void step(const Problem& p, int64_t item) {
       Float<W> gates[kMaxGates];
       for (int gate = 0; gate < p.gates(); ++gate) {
         const int64_t n0 = gate * p.hidden + at + j;
-        const float* sums = total + (gate * kRows + r) * kPanel + j;
+        const float* sums = total + (gate * num_sums + r) * kPanel + j;
         gates[gate] = load<W>(sums) + load_some(p.bias + n0, num);
         if (added) gates[gate] += load_some(added + n0, num);
       }
@@ -202,10 +212,28 @@ void step(const Problem& p, int64_t item) {
   }
 }
 
+// Multiplies an item of the rows `x` [num_sums, known] with the first rows of the packed weight.
+void multiply_ahead(const Problem& p, const float* x, int64_t item) {
+  const int64_t strip = item % p.strips(), m0 = item / p.strips() * kRows;
+  const int64_t rows = std::min(kRows, p.num_sums - m0);
+  Nothing nothing;
+  for (int64_t part = strip * p.gates(); part < (strip + 1) * p.gates(); ++part)
+    for (int64_t k0 = 0; k0 < p.known; k0 += kDepth)
+      for (int64_t r = m0; r < m0 + rows; r += kTile)
+        multiply_rows<kPanel>(static_cast<int>(std::min<int64_t>(kTile, m0 + rows - r)),
+                              x + r * p.known + k0, p.known, p.packed + (part * p.k + k0) * kPanel,
+                              kPanel, std::min(kDepth, p.known - k0), k0 == 0,
+                              p.sums + (part * p.num_sums + r) * kPanel, nothing, 0);
+}
+
+// Divides the rows into items, of whole tiles: two threads share them.
+void share_rows(Problem& p, int64_t least) {
+  p.rows_of_item = std::clamp((p.m / 2 + kTile - 1) / kTile * kTile, least, kRows);
+}
+
 // Computes all rows, on several threads if they are many.
 void compute(ffi::ThreadPool& pool, Problem p) {
-  // Two threads share the rows, in whole tiles.
-  p.rows_of_item = std::clamp((p.m / 2 + kTile - 1) / kTile * kTile, kLeastRows, kRows);
+  share_rows(p, kLeastRows);
   const int64_t threads = 1 + p.m * p.k * p.columns() / kWorthAThread;
   for_each_item(pool, p.strips() * p.row_blocks(), threads,
                 [p](int64_t item, const NextItem&) { step(p, item); });

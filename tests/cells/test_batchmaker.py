@@ -200,6 +200,18 @@ def test_loops_of_loops_are_subgraphs_of_their_own():
 CELLS = three_cells()
 
 
+def random_tree(cells: tuple[SimulatedCell, ...], random: Random) -> Graph:
+    """Return a tree of 1 to 9 leaves that one call makes."""
+    leaf, merge, _ = cells
+    num = random.randint(1, 9)
+    loose, pairs = list(range(num)), []
+    while len(loose) > 1:
+        pairs.append([loose.pop(random.randrange(len(loose))) for _ in range(2)])
+        loose.append(num + len(pairs) - 1)
+    sides = {"left": {"left": "h"}, "right": {"right": "h"}}
+    return Graph({"h": merge.tree(leaf, {"x": [0] * num}, pairs, **sides)["h"]})
+
+
 def forked_chains(cells: tuple[SimulatedCell, ...], lengths: list[int]) -> Graph:
     """Return chains side by side, some of which begin or end at nodes of other types.
 
@@ -289,7 +301,9 @@ def test_one_worker_has_the_same_tasks(has_loops: bool, data: st.DataObject):
         graphs = data.draw(st.lists(random_graphs(CELLS), min_size=1, max_size=6))
     else:
         graphs = [
-            forked_chains(cells, [random.randint(1, 9) for _ in range(random.randint(1, 4))])
+            random_tree(cells, random)
+            if random.random() < 0.5
+            else forked_chains(cells, [random.randint(1, 9) for _ in range(random.randint(1, 4))])
             for _ in range(data.draw(st.integers(1, 9)))
         ]
     waiting = [flatten(graph, layout, max_nodes=99).graph for graph in graphs]

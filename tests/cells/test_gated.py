@@ -19,6 +19,7 @@ from jaxserve.cells.models import (
     tree_lstm_model,
 )
 from jaxserve.cells.programs import CellPrograms
+from jaxserve.core.errors import NumericalError
 from pallas_kernels import build
 from tests.cells.models.alone import evaluate
 
@@ -54,3 +55,17 @@ def test_answers_are_those_of_the_modules(name):
         for given, got in zip(inputs, mixed, strict=True):
             wanted = evaluate(model.unfold(given))[state]
             np.testing.assert_allclose(got[state], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_result_that_is_not_finite_ends_its_request_alone():
+    """Its error names the node; requests of the same tasks have the bits that they have alone."""
+    embedded = Embedded(LSTM(EMBED, HIDDEN, rngs=nnx.Rngs(0)), VOCAB, rngs=nnx.Rngs(1))
+    embedded.table[...] = embedded.table[...].at[12].set(np.nan)
+    model = sequence_model(embedded)
+    with CellRuntime(model.cells, model.unfold, progress=False, warmup=False) as rt:
+        good, bad, other = rt.generate([[1, 2, 3], [4, 12, 0], [5, 6, 7, 8]])
+        (alone,) = rt.generate([[5, 6, 7, 8]])
+        rt.check_integrity()
+    assert isinstance(bad.error, NumericalError) and "node 1 (cell 'lstm')" in str(bad.error)
+    assert good.error is None and np.isfinite(good["h"]).all()
+    np.testing.assert_array_equal(other["h"], alone["h"])

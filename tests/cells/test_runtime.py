@@ -14,9 +14,12 @@ import pytest
 
 from jaxserve.cells import BatchMaker, CellRuntime, Graph
 from jaxserve.core.errors import (
+    CyclicGraphError,
     DeviceMemoryError,
     DownloadError,
+    EmptyGraphError,
     EngineFailedError,
+    InputMismatchError,
     InvalidCellError,
     InvalidConfigError,
     InvalidGraphError,
@@ -96,11 +99,34 @@ def unfold(item: Any) -> Graph:
         return needs_much()
     if item == "missing":
         return Graph({"x": CELLS["embed"]()["x"]})
+    if item in BAD_GRAPHS:
+        return BAD_GRAPHS[item]()
     if item == "nothing":
         return item
     if item == "no file":
         raise DownloadError("no file")
     raise KeyError(item)
+
+
+def cycle() -> Graph:
+    """Return a graph of two nodes that take each other's outputs."""
+    inputs = [{"left": (1, "h"), "right": 0.0}, {"left": (0, "h"), "right": 0.0}]
+    return Graph.from_edges([CELLS["merge"]] * 2, inputs, {"h": (1, "h")})
+
+
+def million() -> Graph:
+    """Return a chain of a million nodes."""
+    given = {"token": np.zeros(10**6, np.int32)}
+    return Graph({"h": CELLS["decoder"].chain(given, {"h": "h"}, h=0.0, bias=0.0)["h"]})
+
+
+# Name of a request -> a function that raises.
+BAD_GRAPHS = {
+    "cycle": cycle,
+    "shape": lambda: Graph({"h": CELLS["merge"](left=STATES[0][1:], right=0.0)["h"]}),
+    "empty": lambda: Graph({}),
+    "million": million,
+}
 
 
 def search(state: int) -> Graph:
@@ -233,11 +259,12 @@ def test_nothing_compiles_after_the_warm_up(runtime: CellRuntime):
 
 def test_bad_input_fails_alone(runtime: CellRuntime):
     """Each has its own typed error, and the neighbours are right."""
-    good = random_items(7, 2)
+    good = random_items(11, 2)
     bad = ["missing", "nothing", "unknown", Number(-1.0), Sentence((1,) * 500), "no file"]
+    bad += BAD_GRAPHS
     errors = [
         *(MissingInputError, InvalidGraphError, UnfoldError, NumericalError, TooManyNodesError),
-        DownloadError,
+        *(DownloadError, CyclicGraphError, InputMismatchError, EmptyGraphError, TooManyNodesError),
     ]
     mixed = [item for pair in zip(good, [*bad, Number(-4.0)], strict=True) for item in pair]
     completions = runtime.generate(mixed)

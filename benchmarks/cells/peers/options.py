@@ -50,6 +50,11 @@ _TORCH = Environment(("torch==2.13.0", "numpy"))
 PEERS = {
     "torch_packed": CellPeer("torch_sequences", _TORCH, ("lstm", "seq2seq"), "packed"),
     "torch_padded": CellPeer("torch_sequences", _TORCH, ("lstm", "seq2seq"), "padded"),
+    "torchfold": CellPeer(
+        "torchfold_trees",
+        Environment(("torch==2.13.0", "numpy", "torchfold==0.1.0")),
+        ("treelstm", "identical_trees"),
+    ),
     # 64 graphs at once were best for it in the thesis (2.7.5).
     "dynet": CellPeer(
         "dynet_graphs",

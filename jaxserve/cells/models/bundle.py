@@ -35,7 +35,7 @@ def checked_tokens(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
       EmptyGraphError: there are none.
       TokenOutOfRangeError: one of them is not in the vocabulary.
     """
-    found = np.array(tokens)
+    found = np.asarray(tokens)
     if found.dtype.kind not in "iu" or found.ndim != 1:
         found = np.array([int(token) for token in tokens])
     if not found.size:
