@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse, Response
 from jaxserve import __version__
 from jaxserve.core.errors import JaxserveError
 from jaxserve.server.backend import Backend
+from jaxserve.server.disconnects import ClientGoneError
 from jaxserve.server.errors import Kind, RefusedError, body_of, headers_of, invalid, kind_of
-from jaxserve.server.exchange import ClientGoneError
 from jaxserve.server.guard import AccessLog, BodyReader, HostGuard, KeyGuard
 from jaxserve.server.options import is_loopback
 from jaxserve.server.routes import (
