@@ -117,6 +117,7 @@ MAY_REACH = {
     "jaxserve/steps/executable_identity.py _lowering": "kept_var_idx is nowhere public",
     "sharding/process_group.py _exit": "os._exit, which Python documents under this name",
     "sharding/processes.py _exit": "os._exit, which Python documents under this name",
+    "jaxserve/cli/serve.py _exit": "os._exit, too",
 }
 _RUNS = "one run of a peer in its own process, whose result is made up"
 TESTS_MAY_REACH = {

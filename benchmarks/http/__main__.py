@@ -2,9 +2,10 @@
 
 The requests come from another process, each on a connection of its own, and stream tokens. Once all
 come at once, for throughput; once as Poisson arrivals, for latencies. Their rate is the same for
-every way: half of the requests a second that our engine answers in process. With `--compare` and
-`--peer`, the same client sends the same prompts to other servers, and to this one in the same form.
-No two requests to a server have the same prompt.
+every way: half of the requests a second that our engine answers in process. The same client also
+asks over bare sockets, since it takes a share of the machine whatever the server is. With
+`--compare` and `--peer`, it sends the same prompts to other servers, and to this one in the same
+form. No two requests to a server have the same prompt.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 from rich.table import Table
@@ -24,19 +25,23 @@ from benchmarks.common.policies import add_policy_options, parse_policies
 from benchmarks.common.processes import PeerError
 from benchmarks.common.repeats import Figures, add_repeats, summary
 from benchmarks.common.serving import Runtimes
+from benchmarks.http.bare_socket import bare_socket
 from benchmarks.http.load import Seen
 from benchmarks.http.peers.servers import PEERS, named, started
+from benchmarks.http.phases import percentiles, phases
 from benchmarks.http.prompts import DistinctPrompts
-from benchmarks.http.ways import Way, completions_of, engine_first_tokens, of_ours
+from benchmarks.http.ways import Way, completions_of, of_ours
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.registry import resolve
 from jaxserve.workload import WorkloadItem
 
+if TYPE_CHECKING:
+    from jaxserve.runtime import Runtime
+
 # Poisson arrivals as a share of the requests a second that are answered in process, all at once.
 LOAD = 0.5
 
-OVER_HTTP = ("http", "completions")
-OURS = ("in process", *OVER_HTTP)
+OURS = ("in process", "socket", "http", "completions")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,6 +76,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             log_requests=False,
         )  # fmt: skip
         with (
+            bare_socket(rt) as socket_url,
             running(rt, serving) as url,
             started(
                 peers,
@@ -79,12 +85,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 batch_size=rt.config.max_slots,
             ) as servers,
         ):
-            ways = of_ours(rt, url, completions=bool(peers or options.peer))
+            with_completions = bool(peers or options.peer)
+            ways = of_ours(rt, socket_url, url, completions=with_completions)
             for name, (address, served) in options.peer:
                 ways[name] = completions_of(address, served)
             for name, address in servers.urls.items():
                 ways[name] = completions_of(address, "model", peers[name].fields)
-            contest = _Contest(ways, DistinctPrompts(items), url, servers.failed)
+            contest = _Contest(ways, DistinctPrompts(items), rt, servers.failed)
             contest.turn(items[:2], [0.0] * len(items[:2]))  # what is slow only once
             points = [_point(contest, items, count, options) for count in options.connections]
     return {
@@ -125,20 +132,35 @@ def _point(
         for name, figures in poisson.items():
             figures["share_of_own_rate"] = rate / at_once[name]["requests_per_s"]
             runs[name].append({"at_once": at_once[name], "poisson": figures})
-    costs = [
-        {
-            "throughput_share": ours["at_once"]["tokens_per_s"] / base["at_once"]["tokens_per_s"],
-            "first_token_later_s": ours["poisson"]["first_token_s"]["p50"]
-            - base["poisson"]["first_token_s"]["p50"],
-            "outside_engine_s": ours["poisson"]["outside_engine_s"],
-        }
-        for ours, base in zip(runs["http"], runs["in process"], strict=True)
-    ]
     return {
         "connections": count,
         "ways": {name: summary(each) for name, each in runs.items() if each},
-        "costs": summary(costs),
+        "costs": _costs(runs["http"], runs["in process"]),
+        "costs_beside_socket": _costs(runs["http"], runs["socket"]),
     }
+
+
+def _costs(ours: Sequence[Figures], base: Sequence[Figures]) -> Figures:
+    """Return what HTTP costs beside another way, in each run and in the middle one."""
+    return summary(
+        [
+            {
+                "throughput_share": http["at_once"]["tokens_per_s"]
+                / other["at_once"]["tokens_per_s"],
+                "first_token_later_s": http["poisson"]["first_token_s"]["p50"]
+                - other["poisson"]["first_token_s"]["p50"],
+                "outside_engine_s": _outside_engine_s(http),
+                "outside_engine_later_s": _outside_engine_s(http) - _outside_engine_s(other),
+            }
+            for http, other in zip(ours, base, strict=True)
+        ]
+    )
+
+
+def _outside_engine_s(figures: Figures) -> float:
+    """Return the mean seconds to the first token that are not the engine's."""
+    parts = figures["poisson"]["phases"]
+    return sum(part["mean"] for name, part in parts.items() if name != "engine_s")
 
 
 @final
@@ -148,13 +170,13 @@ class _Contest:
 
     Attributes:
       prompts: makes the prompts of each turn, the same for all ways.
-      url: of our server, which says how long its engine took.
+      rt: records how long its engine took for each request.
       failed: reasons why other servers take part no more.
     """
 
     ways: Mapping[str, Way]
     prompts: DistinctPrompts
-    url: str
+    rt: Runtime
     failed: dict[str, str]
 
     def turn(
@@ -166,9 +188,7 @@ class _Contest:
             if name in self.failed:
                 continue
             try:
-                before = engine_first_tokens(self.url)
                 seen = answer(items, arrivals_s)
-                now = engine_first_tokens(self.url)
             except PeerError as error:
                 if name in OURS:
                     raise
@@ -176,10 +196,7 @@ class _Contest:
                 self.failed[name] = str(error)
                 continue
             found[name] = _figures(seen, arrivals_s)
-            if name in OVER_HTTP:
-                mean_s = sum(one.times_s[0] for one in seen) / len(seen)
-                engine_s = (now[0] - before[0]) / (now[1] - before[1])
-                found[name]["outside_engine_s"] = mean_s - engine_s
+            found[name]["phases"] = phases(seen, self.rt.report().requests)
         return found
 
 
@@ -196,14 +213,10 @@ def _figures(seen: Sequence[Seen], arrivals_s: Sequence[float]) -> Figures:
         "wall_s": wall_s,
         "requests_per_s": len(seen) / wall_s,
         "tokens_per_s": sum(one.num_tokens for one in seen) / wall_s,
-        "first_token_s": _percentiles([one.times_s[0] for one in seen]),
-        "token_s": _percentiles(each) if each else None,
-        "between_events_s": _percentiles(gaps) if gaps else None,
+        "first_token_s": percentiles([one.times_s[0] for one in seen]),
+        "token_s": percentiles(each) if each else None,
+        "between_events_s": percentiles(gaps) if gaps else None,
     }
-
-
-def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    return {f"p{q}": float(np.percentile(seconds, q)) for q in (50, 99)}
 
 
 def _counts(text: str) -> list[int]:
@@ -233,7 +246,8 @@ def _print_table(result: dict[str, Any]) -> None:
     )  # fmt: skip
 
     def ms(seconds: dict[str, float] | None) -> list[str]:
-        return ["", ""] if seconds is None else [f"{each * 1e3:.1f}" for each in seconds.values()]
+        shown = ("", "") if seconds is None else (seconds["p50"], seconds["p99"])
+        return [each if isinstance(each, str) else f"{each * 1e3:.1f}" for each in shown]
 
     for point in result["points"]:
         for way, figures in point["ways"].items():

@@ -21,11 +21,20 @@ LIMIT_S = 1800.0
 @final
 @dataclass
 class Seen:
-    """When the tokens of one answer came, in seconds after the request should have been sent."""
+    """When the tokens of one answer came, in seconds after the request should have been sent.
+
+    Attributes:
+      at_s: when it should have been sent, by `time.perf_counter`.
+      sent_s: when it was sent, in seconds after that.
+      request_id: by which the server knows the request; "" where it does not say.
+    """
 
     times_s: list[float]
     num_tokens: int
     end_s: float
+    at_s: float = 0.0
+    sent_s: float = 0.0
+    request_id: str = ""
 
 
 def send(
@@ -87,7 +96,8 @@ async def _send_one(host: str, port: int, path: str, body: bytes, at_s: float) -
         b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body))
     )
     writer.write(body)
-    times_s, num_tokens, usage, lines = [], 0, None, []
+    seen = Seen([], 0, 0.0, at_s, time.perf_counter() - at_s)
+    usage, lines = None, []
     async for line in reader:
         lines.append(line)
         if line.startswith(b"data: {"):
@@ -95,12 +105,14 @@ async def _send_one(host: str, port: int, path: str, body: bytes, at_s: float) -
             found = json.loads(line[6:])
             choices = found.get("choices", ())
             if any(choice.get("token_ids") or choice.get("text") for choice in choices):
-                times_s.append(now_s)
-            num_tokens += sum(len(choice.get("token_ids") or ()) for choice in choices)
+                seen.times_s.append(now_s)
+            seen.request_id = found.get("request_id") or found.get("id") or seen.request_id
+            seen.num_tokens += sum(len(choice.get("token_ids") or ()) for choice in choices)
             usage = found.get("usage") or usage
     writer.close()
     if b"data: [DONE]\n" not in lines:
         raise RuntimeError(b"".join(lines)[-500:].decode(errors="replace"))
-    if not num_tokens and usage:  # of the last event: text has no token ids
-        num_tokens = usage["completion_tokens"]
-    return Seen(times_s, num_tokens, time.perf_counter() - at_s)
+    if not seen.num_tokens and usage:  # of the last event: text has no token ids
+        seen.num_tokens = usage["completion_tokens"]
+    seen.end_s = time.perf_counter() - at_s
+    return seen

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +20,19 @@ if TYPE_CHECKING:
 Way = Callable[[Sequence[WorkloadItem], Sequence[float]], list[Seen]]
 
 
-def of_ours(rt: Runtime, url: str, *, completions: bool) -> dict[str, Way]:
+def of_ours(rt: Runtime, socket_url: str, url: str, *, completions: bool) -> dict[str, Way]:
     """Return the ways to a runtime and to its server; each begins with an empty prefix cache.
 
     Args:
-      completions: also that over `/v1/completions`, which other servers have.
+      socket_url: of the server without HTTP, see `bare_socket`.
+      url: of the HTTP server.
+      completions: also the way over `/v1/completions`, which other servers have.
     """
-    ways: dict[str, Way] = {"in process": _in_process(rt), "http": _generate(url)}
+    ways: dict[str, Way] = {
+        "in process": _in_process(rt),
+        "socket": _generate(socket_url),
+        "http": _generate(url),
+    }
     if completions:
         ways["completions"] = completions_of(url, "model")
     return {name: _cleared(rt, way) for name, way in ways.items()}
@@ -56,20 +60,6 @@ def completions_of(url: str, model: str, fields: Mapping[str, Any] | None = None
         return _checked(send(url, bodies, arrivals_s, "/v1/completions"), items)
 
     return answer
-
-
-def engine_first_tokens(url: str) -> tuple[float, float]:
-    """Return the seconds to the first token of all requests of our server, and their number.
-
-    They are the engine's, from submission on, without the time that HTTP takes.
-    """
-    with urllib.request.urlopen(f"{url}/metrics") as reply:
-        text = reply.read().decode()
-    total_s, count = (
-        float(re.findall(rf"^jaxserve:{name}{{.*}} (\S+)$", text, re.MULTILINE)[0])
-        for name in ("time_to_first_token_seconds_sum", "time_to_first_token_seconds_count")
-    )
-    return total_s, count
 
 
 def _generate(url: str) -> Way:
@@ -110,7 +100,9 @@ def _in_process(rt: Runtime) -> Way:
             at_s = begun_s + arrival_s
             time.sleep(max(0.0, at_s - time.perf_counter()))
             params = SamplingParams(**_params(item))
-            rt.submit(item.prompt_token_ids, params, on_piece=sink(one, at_s))
+            one.at_s, one.sent_s = at_s, time.perf_counter() - at_s
+            pending = rt.submit(item.prompt_token_ids, params, on_piece=sink(one, at_s))
+            one.request_id = pending.request_id
         for _ in items:
             ended.acquire()
         return _checked(seen, items)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -136,13 +137,21 @@ def serve(
         listener = server.listen(options)
         address = f"http://{host}:{listener.getsockname()[1]}"
         typer.echo(f"listening on {address}; loading {model}", err=True)
-        server.serve(
+        is_closed = server.serve(
             options,
             open_service,
             listener=listener,
             traces=None if otlp_traces_endpoint is None else _traces(otlp_traces_endpoint),
             on_ready=lambda: typer.echo(f"ready on {address}", err=True),
+            on_drain=lambda num_open: typer.echo(
+                f"draining: {num_open} open requests go on, new ones are refused; a second signal "
+                "ends at once",
+                err=True,
+            ),
         )
+        if not is_closed:
+            sys.stdout.flush()
+            os._exit(0)  # an exit of Python's own would wait for what still runs
 
 
 def _traces(endpoint: str) -> Any:

@@ -7,10 +7,12 @@ that check the requests.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -19,8 +21,8 @@ from starlette.responses import JSONResponse, Response
 from jaxserve import __version__
 from jaxserve.core.errors import JaxserveError
 from jaxserve.server.backend import Backend
+from jaxserve.server.disconnects import ClientGoneError
 from jaxserve.server.errors import Kind, RefusedError, body_of, headers_of, invalid, kind_of
-from jaxserve.server.exchange import ClientGoneError
 from jaxserve.server.guard import AccessLog, BodyReader, HostGuard, KeyGuard
 from jaxserve.server.options import is_loopback
 from jaxserve.server.routes import (
@@ -123,10 +125,14 @@ async def _answer_bad_body(http: Request, error: Exception) -> Response:
         return _response(invalid("the body is not JSON; send 'content-type: application/json'"))
     # Where a value may have several types, the deepest error is of the type that was meant.
     first = max(error.errors(), key=lambda each: len(each["loc"]))
-    where = [str(part) for part in first["loc"] if part != "body"]
-    field = ".".join(where)
     if first["type"] == "json_invalid":
-        return _response(invalid(f"the body is not JSON: {first['ctx']['error']}"))
+        at = first["loc"][-1]
+        return _response(
+            invalid(f"the body is not JSON: {first['ctx']['error']}, at character {at}")
+        )
+    is_in_body = first["loc"][0] == "body"
+    where = _path(first["loc"][1:], error.body) if is_in_body else map(str, first["loc"][1:])
+    field = ".".join(where)
     if first["type"] == "extra_forbidden":
         return _response(
             invalid(f"the field {field} is not supported by this server; leave it out", field)
@@ -134,13 +140,35 @@ async def _answer_bad_body(http: Request, error: Exception) -> Response:
     if first["type"] == "literal_error":
         expected = first["ctx"]["expected"]
         return _response(invalid(f"{field} has to be {expected} on this server", field))
-    return _response(invalid(f"{field or 'the body'}: {first['msg']}", field or None))
+    given = first["input"]
+    shown = f", and it is {given!r:.40}" if isinstance(given, int | float) else ""
+    return _response(invalid(f"{field or 'the body'}: {first['msg']}{shown}", field or None))
 
 
-async def _answer_http_error(_: Request, error: Exception) -> Response:
+def _path(where: Sequence[int | str], body: Any) -> list[str]:
+    """Return the path to a field in a body, without the types that it was compared with."""
+    path, here = [], body
+    for number, part in enumerate(where, 1):
+        if isinstance(here, dict) and (part in here or number == len(where)):
+            path.append(str(part))
+            here = here.get(part)
+        elif isinstance(here, list) and isinstance(part, int) and part < len(here):
+            path.append(str(part))
+            here = here[part]
+    return path
+
+
+async def _answer_http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = Kind(error.status_code, "invalid_request_error")
-    response = _response(RefusedError(str(error.detail), kind))
+    said, path = str(error.detail), http.url.path
+    if error.status_code == 404:
+        said = f"there is no {path} on this server; those of OpenAI's API begin with /v1, and "
+        said += "/openapi.json lists all"
+    elif error.status_code == 405:
+        allowed = Headers(error.headers).get("allow", "another method")
+        said = f"{path} does not take {http.method}; send {allowed}"
+    response = _response(RefusedError(said, kind))
     response.headers.update(error.headers or {})
     return response
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from fastapi.sse import EventSourceResponse, format_sse_event
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.core.errors import JaxserveError
+from jaxserve.server.disconnects import ClientGoneError, unless_gone
 from jaxserve.server.errors import body_of
 from jaxserve.server.schema.base import Reply
 
@@ -63,7 +64,9 @@ class EventStream(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with aclosing(self._replies), aclosing(self._events):
-                await super().__call__(scope, receive, send)
+                # Starlette does the same with a task more for each stream.
+                with suppress(ClientGoneError):
+                    await unless_gone(receive, self.stream_response(send))
         finally:
             self._close()
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar, final
+from typing import final
 
 from anyio import to_thread
-from starlette.requests import Request as HttpRequest
 
 from jaxserve.core.errors import PromptTooLongError, RuntimeClosedError
 from jaxserve.core.request import Completion
@@ -27,8 +25,6 @@ from jaxserve.server.errors import invalid, timed_out
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.tracing import trace_here
 
-_T = TypeVar("_T")
-
 # Pieces that came together, each with the index of its prompt.
 Group = list[tuple[int, Piece]]
 
@@ -36,10 +32,6 @@ Group = list[tuple[int, Piece]]
 STATUS_S = 5.0
 # Seconds without a piece after which a stream sends a comment, so that proxies keep it open.
 PING_S = 15.0
-
-
-class ClientGoneError(Exception):
-    """The client has closed the connection, so nothing is left to answer."""
 
 
 @final
@@ -56,12 +48,17 @@ class Job:
 class Exchange:
     """The requests of the service that answer one HTTP request. Use it on the event loop.
 
+    Args:
+      reply_id: of the answer; the service knows the request of the first prompt by it too, and
+        those of others by it and their number.
+
     Attributes:
       jobs: the prompts, in the order of the request; known after `start`.
     """
 
-    def __init__(self, backend: Backend):
+    def __init__(self, backend: Backend, reply_id: str):
         self._backend = backend
+        self._reply_id = reply_id
         self._service = backend.ready_service()
         self._timeout_s = backend.options.request_timeout_s
         self.jobs: Sequence[Job] = ()
@@ -78,6 +75,25 @@ class Exchange:
         self._next_ping: asyncio.TimerHandle | None = None
         self._has_expired = False
         self._is_closed = False
+
+    async def answer(self, make_jobs: Callable[[Service], Sequence[Job]]) -> list[Completion]:
+        """Make the prompts, submit them, and return their completions when all have ended.
+
+        Raises:
+          JaxserveError: a prompt cannot be served, the server has no room for it, or a request
+            failed or took too long.
+        """
+        await self.start(make_jobs)
+        return await self.completions()
+
+    async def begin(self, make_jobs: Callable[[Service], Sequence[Job]]) -> None:
+        """Make the prompts, submit them, and wait for the first piece, or for some seconds.
+
+        Raises:
+          JaxserveError: as in `answer`, of a request without a piece.
+        """
+        await self.start(make_jobs)
+        await self.until_begun()
 
     async def start(self, make_jobs: Callable[[Service], Sequence[Job]]) -> None:
         """Make the prompts and submit them, on another thread, since tokenizing takes time.
@@ -144,6 +160,7 @@ class Exchange:
             pending = self._service.submit(
                 job.prompt,
                 job.params,
+                request_id=f"{self._reply_id}-{i}" if i else self._reply_id,
                 priority=job.priority,
                 on_piece=lambda piece, i=i: mailbox.post(partial(self._take, i, piece)),
             )
@@ -162,15 +179,17 @@ class Exchange:
         Raises:
           JaxserveError: a request failed without a piece.
         """
+        enough = asyncio.get_running_loop().call_later(timeout_s, self._news.set)
         try:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), timeout_s)
+            await self._news.wait()
             self._check_time()
             if not self._open and not any(piece.token_ids for _, piece in self._pieces):
                 self._results()
         except BaseException:
             self.close()
             raise
+        finally:
+            enough.cancel()
 
     async def pieces(self) -> AsyncGenerator[Group]:
         """Yield the pieces that have come, each with the index of its prompt, until the end.
@@ -303,26 +322,3 @@ def _joined(first: Piece, second: Piece) -> Piece:
         logprobs=None if second.logprobs is None else (first.logprobs or ()) + second.logprobs,
         estimate=second.estimate or first.estimate,
     )
-
-
-async def unless_gone(http: HttpRequest, work: Awaitable[_T]) -> _T:
-    """Wait for work, and cancel it if the client closes the connection before.
-
-    Raises:
-      ClientGoneError: the client has gone.
-    """
-
-    async def until_gone() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGoneError
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()

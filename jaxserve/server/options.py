@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 from dataclasses import dataclass
 from typing import final
@@ -54,11 +55,11 @@ class ServerOptions:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_samples", "max_waiting", "max_connections"):
-            if getattr(self, name) < 1:
-                raise InvalidConfigError(
-                    f"{name}={getattr(self, name)} is not allowed; pass at least 1"
-                )
+        limits = ("max_body_bytes", "max_samples", "max_waiting", "max_connections")
+        for name in (*limits, "max_prompt_tokens"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise InvalidConfigError(f"{name}={limit} is not allowed; pass at least 1")
         if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
             raise InvalidConfigError(
                 f"metrics_prefix={self.metrics_prefix!r} is not allowed; pass letters, digits and _"
@@ -75,8 +76,10 @@ class ServerOptions:
             "drain_timeout_s",
         ):
             seconds = getattr(self, name)
-            if seconds is not None and not seconds > 0:
-                raise InvalidConfigError(f"{name}={seconds} is not allowed; pass more than 0")
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise InvalidConfigError(
+                    f"{name}={seconds} is not allowed; pass a finite number above 0"
+                )
         if any(not key or not key.isascii() or not key.isprintable() for key in self.api_keys):
             raise InvalidConfigError("an API key is empty or not printable ASCII; replace it")
 

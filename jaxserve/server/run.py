@@ -41,6 +41,8 @@ if sys.platform == "linux":
         (socket.TCP_KEEPCNT, 3),
     )
 
+# Seconds that a service has to close after a second signal.
+_CLOSE_S = 1.0
 # Seconds between two looks at whether the service has compiled what it needs first.
 _READY_POLL_S = 0.05
 # Open files of a process besides its connections.
@@ -53,8 +55,9 @@ _MAX_HEAD_BYTES = 64 << 10
 class _Server(uvicorn.Server):
     """A server that drains on the first signal and ends on the second."""
 
-    def __init__(self, config: uvicorn.Config, backend: Backend):
+    def __init__(self, config: uvicorn.Config, backend: Backend, on_drain: Callable[[int], None]):
         super().__init__(config)
+        self._on_drain = on_drain
         self.backend = backend
         self.has_begun = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -95,8 +98,8 @@ class _Server(uvicorn.Server):
 
     def _end(self) -> None:
         if self._draining is None and self.backend.phase == "ready":
-            _log.info("draining: accepted requests go on, new ones are refused")
             self.backend.drain()
+            self._on_drain(self.backend.num_waiting + self.backend.num_running)
             self._draining = asyncio.ensure_future(self._exit_when_idle())
         else:
             self._abort()
@@ -135,7 +138,7 @@ def listen(options: ServerOptions) -> socket.socket:
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
     except OSError as error:
         raise InvalidConfigError(
-            f"{options.host}:{options.port} cannot be used: {error.strerror or error}; pass "
+            f"{options.host}:{options.port} cannot be used: {_reason(error)}; pass "
             "another --host or --port"
         ) from error
     # Connections inherit these. A client whose machine or network is gone is noticed within about
@@ -146,6 +149,11 @@ def listen(options: ServerOptions) -> socket.socket:
         for name, value in _KEEP_ALIVE:
             listener.setsockopt(socket.IPPROTO_TCP, name, value)
     return listener
+
+
+def _reason(error: OSError) -> str:
+    """Return the system's words, without the address that `socket` adds to them."""
+    return (error.strerror or str(error)).partition(" (while ")[0]
 
 
 def _allow_connections(options: ServerOptions) -> None:
@@ -169,7 +177,11 @@ def _allow_connections(options: ServerOptions) -> None:
         )  # fmt: skip
 
 
-def _server(options: ServerOptions, traces: TracerProvider | None) -> _Server:
+def _server(
+    options: ServerOptions,
+    traces: TracerProvider | None,
+    on_drain: Callable[[int], None] = lambda _: None,
+) -> _Server:
     _allow_connections(options)
     backend = Backend(options)
     config = uvicorn.Config(
@@ -185,7 +197,7 @@ def _server(options: ServerOptions, traces: TracerProvider | None) -> _Server:
         timeout_keep_alive=int(max(1, options.keep_alive_s)),
         h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
     )
-    return _Server(config, backend)
+    return _Server(config, backend, on_drain)
 
 
 def serve(
@@ -194,8 +206,9 @@ def serve(
     *,
     listener: socket.socket | None = None,
     on_ready: Callable[[], None] = lambda: None,
+    on_drain: Callable[[int], None] = lambda _: None,
     traces: TracerProvider | None = None,
-) -> None:
+) -> bool:
     """Serve until SIGINT or SIGTERM. Call it on the main thread.
 
     The server listens at once. It accepts requests when `open_service` has returned, and `/ready`
@@ -207,13 +220,18 @@ def serve(
         one (see `Backend.serve`); called on another thread.
       listener: socket to listen on, from `listen`.
       on_ready: called when `/ready` says 200 for the first time.
+      on_drain: called after the first signal, with the number of requests that go on.
       traces: gets a span of each request that generates; None for no traces.
+
+    Returns:
+      Whether the service is closed. After a second signal it may still be closing, for instance
+      because it compiles, which nothing interrupts; the caller should then end the process.
 
     Raises:
       InvalidConfigError: the address cannot be used.
       JaxserveError: the service cannot be created; raised by `open_service`.
     """
-    server = _server(options, traces)
+    server = _server(options, traces, on_drain)
     listener = listener or listen(options)
     loading = _Loading(server, open_service, on_ready)
     try:
@@ -221,7 +239,8 @@ def serve(
         server.run(sockets=[listener])
     finally:
         listener.close()
-        loading.close()
+        is_closed = loading.close(_CLOSE_S if server.force_exit else None)
+    return is_closed
 
 
 @contextmanager
@@ -287,12 +306,28 @@ class _Loading:
         """Begin to load."""
         self._thread.start()
 
-    def close(self) -> None:
-        """Close the service, or raise the error that prevented it."""
-        if self._service is not None:
-            self._service.close()
+    def close(self, timeout_s: float | None) -> bool:
+        """Close the service, or raise the error that prevented it.
+
+        Args:
+          timeout_s: seconds after which the service may still be closing; None for no limit.
+
+        Returns:
+          Whether it is closed.
+        """
+        closing = threading.Thread(target=self._close, name="jaxserve-closing", daemon=True)
+        closing.start()
+        closing.join(timeout_s)
         if self._error is not None:
             raise self._error
+        return not closing.is_alive()
+
+    def _close(self) -> None:
+        try:
+            if self._service is not None:
+                self._service.close()
+        except BaseException as error:
+            self._error = error
 
     def _run(self) -> None:
         try:

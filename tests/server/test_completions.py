@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -143,3 +144,36 @@ def test_models(ai: openai.OpenAI):
     assert ai.models.retrieve(NAME).id == NAME
     with pytest.raises(openai.NotFoundError):
         ai.models.retrieve("other")
+
+
+def test_async_client(url: str, ai: openai.OpenAI):
+    """The asynchronous client gets the same completions, responses and models, streamed or not."""
+
+    async def ask() -> tuple[list[str], list[str]]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as other:
+            given: Any = {"model": NAME, "prompt": "abc", "max_tokens": 9, "temperature": 0}
+            asked: Any = {"model": NAME, "input": "abc", "max_output_tokens": 9, "temperature": 0}
+            whole = await other.completions.create(**given)
+            chunks = await other.completions.create(**given, stream=True)
+            response = await other.responses.create(**asked)
+            events_ = await other.responses.create(**asked, stream=True)
+            streamed = [
+                "".join([chunk.choices[0].text async for chunk in chunks]),
+                "".join([e.delta async for e in events_ if e.type == "response.output_text.delta"]),
+            ]
+            assert [model.id async for model in other.models.list()] == [NAME]
+            with pytest.raises(openai.NotFoundError):
+                await other.models.retrieve("other")
+            return [whole.choices[0].text, response.output_text], streamed
+
+    whole, streamed = asyncio.run(ask())
+    assert whole == streamed
+    assert whole[0] == _complete(ai, "abc", max_tokens=9).choices[0].text
+
+
+def test_the_runtime_knows_a_request_by_its_answer(rt: Runtime, url: str):
+    """An answer's id is that of its request; that of a further prompt has its number behind it."""
+    generated = post(url, "/inference/v1/generate", {"token_ids": [5, 6]}).json()["request_id"]
+    completed = post(url, "/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1}).json()["id"]
+    found = [record.request_id for record in rt.report().requests]
+    assert {generated, completed, f"{completed}-1"} <= set(found)

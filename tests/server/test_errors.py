@@ -27,6 +27,10 @@ def url() -> Iterator[str]:
     [
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
+        (
+            {"max_tokens": -1},
+            "max_tokens: Input should be greater than or equal to 1, and it is -1",
+        ),
         ({"top_logprobs": 2}, "needs logprobs=true"),
         ({"stream_options": {"include_usage": True}}, "needs stream=true"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "contradict"),
@@ -42,7 +46,11 @@ def url() -> Iterator[str]:
         ({"modalities": ["audio"]}, "modalities"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "unknown", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'text'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type has to be 'text'",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id: Field"),
         ({"messages": [{"role": "user", "content": "x" * 200}]}, "the prompt has"),
     ],
 )
@@ -61,8 +69,17 @@ def test_unknown_model_and_path(url: str):
     with client(url) as ai, pytest.raises(openai.NotFoundError) as caught:
         ai.chat.completions.create(model="other", messages=CHAT)
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-    assert post(url, "/v1/nothing", {}).json()["error"]["type"] == "invalid_request_error"
-    assert post(url, "/health", {}).status_code == 405
+    unknown = post(url, "/chat/completions", {}).json()["error"]
+    assert unknown["type"] == "invalid_request_error" and "begin with /v1" in unknown["message"]
+    wrong = post(url, "/health", {})
+    assert wrong.status_code == 405
+    assert wrong.json()["error"]["message"] == "/health does not take POST; send GET"
+
+
+def test_cut_json_says_where(url: str):
+    """The message has the place in the body at which JSON cannot be read."""
+    error = post(url, "/v1/completions", b'{"prompt": }').json()["error"]
+    assert error["message"] == "the body is not JSON: Expecting value, at character 11"
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_disconnect_while_prompts_are_submitted(rt: Runtime):
         nonlocal exchange
         backend = Backend(ServerOptions(model_name=NAME))
         backend.serve(cast(Service, Watched()), 128)
-        exchange = Exchange(backend)
+        exchange = Exchange(backend, "test")
         await exchange.start(jobs)
 
     exchange: Any = None

@@ -92,7 +92,9 @@ def test_ready_is_false_while_it_compiles():
     [
         ({"port": 70_000}, "port=70000"),
         ({"max_waiting": 0}, "max_waiting=0"),
+        ({"max_prompt_tokens": -1}, "max_prompt_tokens=-1"),
         ({"header_timeout_s": 0}, "header_timeout_s=0"),
+        ({"request_timeout_s": float("inf")}, "request_timeout_s=inf"),
         ({"api_keys": ("a b\n",)}, "API key"),
         ({"metrics_prefix": "a:b"}, "metrics_prefix"),
     ],
@@ -194,6 +196,20 @@ def test_a_turn_waits_until_its_first_token(slow: Runtime, stream: bool):
             assert found["jaxserve:num_requests_waiting"] == 0
             assert found["jaxserve:generation_tokens_total"] == 0  # it has not ended
         _wait(lambda: metrics(url)["jaxserve:num_requests_running"] == 0)
+
+
+def test_a_conversation_has_one_turn_at_a_time(slow: Runtime):
+    """While a turn is being answered, another one is a ConflictError; then it is answered."""
+    asked: Any = {"model": NAME, "messages": CHAT, "max_tokens": 10, "temperature": 0}
+    asked["extra_body"] = {"conversation_id": "busy"}
+    with server(slow) as url, client(url) as ai:
+        stream: Any = ai.chat.completions.create(**asked, stream=True)
+        next(iter(stream))
+        with pytest.raises(openai.ConflictError) as caught:
+            ai.chat.completions.create(**asked)
+        assert (caught.value.type, caught.value.code) == ("conflict_error", "conversation_busy")
+        assert len(list(stream)) > 1
+        assert ai.chat.completions.create(**asked).choices[0].finish_reason == "length"
 
 
 def test_full_queue_is_429(slow: Runtime):

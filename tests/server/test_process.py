@@ -70,8 +70,8 @@ def test_sigterm_under_load(tmp_path: Path):
 
 
 def test_second_signal_ends_at_once(tmp_path: Path):
-    """The first signal lets a queue of seconds go on; the second one does not wait for it."""
-    process, url = _start(tmp_path, "-m", "tests.server.job")
+    """The second signal waits neither for a queue of seconds nor for a service that closes late."""
+    process, url = _start(tmp_path, "-m", "tests.server.job", "late")
     try:
         _until_ready(url)
         body = {"prompt": ["a"] * 64, "max_tokens": 90}
@@ -94,6 +94,7 @@ def test_second_signal_ends_at_once(tmp_path: Path):
         begun_s = time.monotonic()
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0 and time.monotonic() - begun_s < 5
+        assert "64 go on" in (tmp_path / "stderr").read_text()
         asking.join(30)
         assert errors
     finally:

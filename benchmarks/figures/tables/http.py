@@ -10,11 +10,8 @@ def http(result: Result, link: str) -> str:
     """Return the ways to the model for each number of connections, and what HTTP costs."""
     rows = []
     for i, point in result.items("points"):
-        costs = ("points", i, "costs")
-        share = result.spread(costs, "throughput_share")
-        outside, later = (
-            result.spread(costs, name) for name in ("outside_engine_s", "first_token_later_s")
-        )
+        costs = [("points", i, name) for name in ("costs", "costs_beside_socket")]
+        outside = result.spread(costs[0], "outside_engine_s")
         for way, _ in result.items("points", i, "ways"):
             at = ("points", i, "ways", way)
             row = [f"{point['connections']:,}", way]
@@ -23,12 +20,16 @@ def http(result: Result, link: str) -> str:
                 for level in ("p50", "p99"):
                     spread = result.optional_spread(at, "poisson", what, level)
                     row.append("" if spread is None else shown(spread.over(1e-3), ".1f", " ms"))
-            is_ours = way == "http"
-            row.append(shown(share, ".1%") if is_ours else "")
             own = result.optional_spread(at, "poisson", "share_of_own_rate")
             row.append("" if own is None else shown(own, ".0%"))
-            row.append(shown(outside.over(1e-3), ".1f", " ms") if is_ours else "")
-            row.append(shown(later.over(1e-3), ".1f", " ms") if is_ours else "")
+            if way != "http":
+                row += [""] * 5
+            else:
+                row.append(shown(outside.over(1e-3), ".1f", " ms"))
+                for each in costs:
+                    row.append(shown(result.spread(each, "throughput_share"), ".1%"))
+                    later = result.spread(each, "first_token_later_s")
+                    row.append(shown(later.over(1e-3), ".1f", " ms"))
             rows.append(row)
     arguments = result.get("arguments")
     what = (
@@ -37,9 +38,11 @@ def http(result: Result, link: str) -> str:
         "all ways: half of the requests a second that jaxserve answers in process"
     )
     header = ["connections", "way", "output tokens/s", "first token, median", "99th percentile"]
-    header += ["a token, median", "99th percentile", "of the throughput in process"]
+    header += ["a token, median", "99th percentile"]
     header += ["arrivals, of the requests that the way itself answers at once"]
-    header += ["of the first token outside the engine, mean", "its median later by"]
+    header += ["of the first token outside the engine, mean"]
+    for base in ("in process", "over sockets"):
+        header += [f"of the throughput {base}", f"first token later than {base}, median"]
     failed = [f"{name} failed: {reason}" for name, reason in result.items("failed")]
     return "\n\n".join([caption(result, what, link), table(header, rows), *failed])
 

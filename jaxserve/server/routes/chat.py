@@ -18,9 +18,10 @@ from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
 from jaxserve.server import params as params_of
 from jaxserve.server import scores
+from jaxserve.server.disconnects import unless_gone
 from jaxserve.server.errors import invalid
 from jaxserve.server.events import EventStream, Replies, json_response
-from jaxserve.server.exchange import Exchange, Group, Job, unless_gone
+from jaxserve.server.exchange import Exchange, Group, Job
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.lengths import LengthComments
 from jaxserve.server.relay import Relay
@@ -58,14 +59,14 @@ async def chat(body: ChatRequest, http: Request, backend: Here) -> Response:
     answer = _Chat(body, params, tools, adapter or backend.options.model_name, tokenizer)
     if body.conversation_id is not None:
         return await _turn(body, body.conversation_id, answer, http, backend)
-    exchange = Exchange(backend)
-    await unless_gone(http, exchange.start(answer.jobs))
+    exchange = Exchange(backend, answer.id)
     if body.stream:
-        await unless_gone(http, exchange.until_begun())
+        await unless_gone(http.receive, exchange.begin(answer.jobs))
         prompt = exchange.jobs[0].prompt
         replies = answer.chunks(exchange.pieces(), lambda: len(prompt), prompt)
         return EventStream(replies, exchange.close)
-    return json_response(answer.reply((await unless_gone(http, exchange.completions()))[0]))
+    (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
+    return json_response(answer.reply(completion))
 
 
 async def _turn(
@@ -78,9 +79,9 @@ async def _turn(
     said = [as_template_message(message) for message in body.messages]
     exchange = TurnExchange(backend, id, said, answer.params, answer.tools)
     if not body.stream:
-        return json_response(answer.reply(await unless_gone(http, exchange.completion())))
+        return json_response(answer.reply(await unless_gone(http.receive, exchange.completion())))
     relay = Relay(exchange.pieces())
-    await unless_gone(http, relay.until_begun())
+    await unless_gone(http.receive, relay.until_begun())
     replies = answer.chunks(relay.groups(), lambda: exchange.num_prompt_tokens)
     return EventStream(replies, relay.close)
 

@@ -17,8 +17,9 @@ from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
 from jaxserve.server import params as params_of
 from jaxserve.server import scores
+from jaxserve.server.disconnects import unless_gone
 from jaxserve.server.events import EventStream, Replies, json_response
-from jaxserve.server.exchange import Exchange, Job, unless_gone
+from jaxserve.server.exchange import Exchange, Job
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.lengths import LengthComments
 from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
@@ -44,14 +45,17 @@ async def complete(body: CompletionRequest, http: Request, backend: Here) -> Res
     adapter = backend.adapter_of(body.model)
     note(notes_here(), user=body.user)
     tokenizer = need_tokenizer(backend.ready_service())
-    exchange = Exchange(backend)
+    reply_id = new_id("cmpl")
+    exchange = Exchange(backend, reply_id)
     params = replace(params_of.of_completion(body), adapter=adapter)
-    answer = _Answer(body, params, exchange, adapter or backend.options.model_name, tokenizer)
-    await unless_gone(http, exchange.start(answer.jobs))
+    model = adapter or backend.options.model_name
+    answer = _Answer(reply_id, body, params, exchange, model, tokenizer)
     if body.stream:
-        await unless_gone(http, exchange.until_begun())
+        await unless_gone(http.receive, exchange.begin(answer.jobs))
         return EventStream(answer.chunks(), exchange.close)
-    return json_response(answer.reply(await unless_gone(http, exchange.completions())))
+    return json_response(
+        answer.reply(await unless_gone(http.receive, exchange.answer(answer.jobs)))
+    )
 
 
 @final
@@ -59,6 +63,7 @@ async def complete(body: CompletionRequest, http: Request, backend: Here) -> Res
 class _Answer:
     """The completions of one request."""
 
+    id: str
     body: CompletionRequest
     params: SamplingParams
     exchange: Exchange
@@ -66,7 +71,6 @@ class _Answer:
     tokenizer: Tokenizer
 
     def __post_init__(self) -> None:
-        self.id = new_id("cmpl")
         self.created = now_s()
         # Characters of each choice so far.
         self.num_shown: dict[int, int] = {}

@@ -18,9 +18,10 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
 from jaxserve.server import scores
+from jaxserve.server.disconnects import unless_gone
 from jaxserve.server.errors import invalid
 from jaxserve.server.events import EventStream, Replies, json_response
-from jaxserve.server.exchange import Exchange, Group, Job, unless_gone
+from jaxserve.server.exchange import Exchange, Group, Job
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.lengths import LengthComments
 from jaxserve.server.params import constraint_of
@@ -73,16 +74,16 @@ async def respond(body: ResponseRequest, http: Request, backend: Here) -> Respon
     if answer.conversation_id is not None:
         turn = TurnExchange(backend, answer.conversation_id, answer.messages, answer.params, tools)
         if not body.stream:
-            return json_response(answer.reply(await unless_gone(http, turn.completion())))
+            return json_response(answer.reply(await unless_gone(http.receive, turn.completion())))
         relay = Relay(turn.pieces())
-        await unless_gone(http, relay.until_begun())
+        await unless_gone(http.receive, relay.until_begun())
         replies = answer.events(relay.groups(), lambda: turn.num_prompt_tokens)
         return _stream(replies, relay.close)
-    exchange = Exchange(backend)
-    await unless_gone(http, exchange.start(answer.jobs))
+    exchange = Exchange(backend, answer.id)
     if not body.stream:
-        return json_response(answer.reply((await unless_gone(http, exchange.completions()))[0]))
-    await unless_gone(http, exchange.until_begun())
+        (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
+        return json_response(answer.reply(completion))
+    await unless_gone(http.receive, exchange.begin(answer.jobs))
     num_prompt = len(exchange.jobs[0].prompt)
     return _stream(answer.events(exchange.pieces(), lambda: num_prompt), exchange.close)
 

@@ -13,9 +13,10 @@ from starlette.responses import Response
 
 from jaxserve.core.request import Completion, TokenLogprob
 from jaxserve.server import params as params_of
+from jaxserve.server.disconnects import unless_gone
 from jaxserve.server.errors import invalid
 from jaxserve.server.events import EventStream, Replies, json_response
-from jaxserve.server.exchange import Exchange, Job, unless_gone
+from jaxserve.server.exchange import Exchange, Job
 from jaxserve.server.lengths import LengthComments
 from jaxserve.server.routes.common import (
     ANSWERING,
@@ -98,15 +99,14 @@ async def detokenize(body: DetokenizeRequest, backend: Here) -> Response:
 async def generate(body: GenerateRequest, http: Request, backend: Here) -> Response:
     """Continue token ids with token ids, for instance for the rollouts of a trainer."""
     adapter = backend.adapter_of(body.model)
-    exchange = Exchange(backend)
+    reply_id, model = new_id("gen"), adapter or backend.options.model_name
+    exchange = Exchange(backend, reply_id)
     params = replace(params_of.of_generate(body), adapter=adapter)
     job = Job(body.token_ids, params, body.priority or 0)
-    reply_id, model = new_id("gen"), adapter or backend.options.model_name
-    await unless_gone(http, exchange.start(lambda _: [job]))
     if body.stream:
-        await unless_gone(http, exchange.until_begun())
+        await unless_gone(http.receive, exchange.begin(lambda _: [job]))
         return EventStream(_chunks(exchange, reply_id, model), exchange.close)
-    (completion,) = await unless_gone(http, exchange.completions())
+    (completion,) = await unless_gone(http.receive, exchange.answer(lambda _: [job]))
     return json_response(_reply(completion, reply_id, model))
 
 

@@ -414,6 +414,7 @@ def _http() -> dict[str, Any]:
         "connections": 4,
         "ways": {way: summary([figures, figures]) for way in ways},
         "costs": summary([costs, costs]),
+        "costs_beside_socket": summary([costs, costs]),
     }
     return {
         **{"repeats": 2, "points": [point], "arguments": ARGUMENTS},

@@ -30,7 +30,7 @@ def test_both_ways_answer_the_same_requests(capsys, tmp_path):
     points = json.loads(capsys.readouterr().out)["points"]
     assert [point["connections"] for point in points] == [1, 6]
     for point in points:
-        assert set(point["ways"]) == {"in process", "http"}
+        assert set(point["ways"]) == {"in process", "socket", "http"}
         ours = point["ways"]["http"]
         assert ours["at_once"]["tokens_per_s"] > 0 and len(ours["runs"]) == 2
         assert 0 < ours["poisson"]["first_token_s"]["p50"] < ours["poisson"]["wall_s"]
@@ -40,10 +40,21 @@ def test_both_ways_answer_the_same_requests(capsys, tmp_path):
             at_once = run["at_once"]
             num_tokens = point["connections"] * 6
             assert at_once["tokens_per_s"] * at_once["wall_s"] == pytest.approx(num_tokens)
-        first_s = ours["poisson"]["first_token_s"]["p99"]
-        assert 0 < ours["poisson"]["outside_engine_s"] < first_s
+        for way in point["ways"].values():
+            for run in way["runs"]:
+                _check_phases(run["poisson"])
         low, high = point["costs"]["range"]["throughput_share"]
         assert low <= point["costs"]["throughput_share"] <= high
+
+
+def _check_phases(poisson: dict[str, Any]) -> None:
+    """Check that the parts of the first token's time are positive, and add up to its mean."""
+    parts = poisson["phases"]
+    assert list(parts) == ["late_s", "before_engine_s", "engine_s", "after_engine_s"]
+    assert all(part["mean"] > 0 for part in parts.values())
+    assert sum(part["mean"] for part in parts.values()) == pytest.approx(
+        poisson["first_token_s"]["mean"]
+    )
 
 
 def test_running_servers_get_the_same_requests(capsys, tmp_path):
@@ -56,7 +67,9 @@ def test_running_servers_get_the_same_requests(capsys, tmp_path):
         more = ["--connections", "3", "--repeats", "1", "--peer", f"peer={url},other"]
         assert main([*options, *more]) == 0
     (point,) = json.loads(capsys.readouterr().out)["points"]
-    assert set(point["ways"]) == {"in process", "http", "completions", "peer"}
+    assert set(point["ways"]) == {"in process", "socket", "http", "completions", "peer"}
+    assert point["ways"]["peer"]["poisson"]["phases"] is None
+    _check_phases(point["ways"]["completions"]["runs"][0]["poisson"])
     for way in ("completions", "peer"):
         theirs = point["ways"][way]
         assert theirs["at_once"]["tokens_per_s"] > 0
@@ -84,7 +97,7 @@ def test_servers_are_started_and_ended(capsys, tmp_path, monkeypatch):
     printed = capsys.readouterr()
     result = json.loads(printed.out)
     (point,) = result["points"]
-    assert set(point["ways"]) == {"in process", "http", "completions", "fake"}
+    assert set(point["ways"]) == {"in process", "socket", "http", "completions", "fake"}
     assert point["ways"]["fake"]["at_once"]["tokens_per_s"] > 0
     assert result["peers"]["fake"]["startup_s"] > 0
     assert result["failed"] == {"broken": "the server ended with status 1"}
