@@ -37,13 +37,17 @@ def plain() -> Iterator[Runtime]:
 
 @pytest.fixture(scope="module")
 def speculating() -> Iterator[Runtime]:
-    options = {**OPTIONS, "speculation": "lookup", "strict": True}
+    options = {**OPTIONS, "policy": "vllm_like", "kv_memory": "32KiB", "strict": True}
+    options["speculation"] = "lookup"
     with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), **options) as runtime:
         yield runtime
 
 
 def test_tokens_are_those_without_speculation(plain: Runtime, speculating: Runtime):
-    """Greedy and drawn, with penalties and log-probabilities, alone and beside free answers."""
+    """Greedy and drawn, with penalties and log-probabilities, alone and beside free answers.
+
+    The runtime that speculates has pages for few of them, so that some are preempted.
+    """
     tokenizer = letter_tokenizer()
     bias = dict.fromkeys(tokenizer.encode("ab1"), 30.0)
     for seed in range(3):
@@ -84,6 +88,7 @@ def test_tokens_are_those_without_speculation(plain: Runtime, speculating: Runti
             assert speculating.stats().num_accepted_tokens > 20
     stats = speculating.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_preemptions > 0
     assert plain.stats().num_draft_tokens == 0
 
 
