@@ -8,6 +8,7 @@ with their own lookup decoding give answers of the same lengths to them.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,14 @@ from benchmarks.common.repeats import Figures, Spread, add_repeats, in_turns, ra
 from benchmarks.common.serving import Runtimes
 from benchmarks.offline.peers.catalogue import Peer, named
 from benchmarks.offline.peers.options import any_failed
+from benchmarks.speculation.bounds import most_by_lookup
 from benchmarks.speculation.prompts import KINDS, prompts_of
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.workload import WorkloadItem
 
 if TYPE_CHECKING:
+    from jaxserve.core.request import Completion
     from jaxserve.runtime import Runtime
 
 _WITHOUT, _LOOKUP, _DRAFT = "without", "lookup", "draft"
@@ -87,10 +90,12 @@ def _case(
 ) -> dict[str, Any]:
     found: dict[str, list[Figures]] = {way: [] for way in runtimes}
     answers: dict[str, list[tuple[int, ...]]] = {way: [] for way in runtimes}
+    most: list[float] = []
     for _, way in in_turns(tuple(runtimes), options.repeats):
-        figures, own = _played(runtimes[way], prompts, options.output_tokens)
+        figures, done = _played(runtimes[way], prompts, options.output_tokens)
         found[way].append(figures)
-        answers[way] += own
+        answers[way] += [tuple(each.token_ids) for each in done]
+        most = most or [most_by_lookup(each.prompt_token_ids, each.token_ids) for each in done]
     rates = {way: [run["tokens_per_s"] for run in runs] for way, runs in found.items()}
     faster = {
         way: Spread.of(ratios(rates[way], rates[_WITHOUT])) for way in runtimes if way != _WITHOUT
@@ -102,6 +107,7 @@ def _case(
             way: {"median": spread.median, "range": [spread.low, spread.high]}
             for way, spread in faster.items()
         },
+        "most_by_lookup": statistics.mean(most),
         "num_answers": len(answers[_WITHOUT]),
         "num_same_answers": sum(
             len(set(each)) == 1 for each in zip(*answers.values(), strict=True)
@@ -157,23 +163,23 @@ def _compared(
 
 def _played(
     rt: Runtime, prompts: list[Any], output_tokens: int
-) -> tuple[Figures, list[tuple[int, ...]]]:
-    """Return the figures of one run, with nothing in the prefix cache, and the answers' tokens."""
+) -> tuple[Figures, list[Completion]]:
+    """Return the figures of one run, with nothing in the prefix cache, and the answers."""
     rt.forget_kept_pages()
     before, begin_s = counters_of(rt.stats()), time.perf_counter()
     done = rt.generate(prompts, SamplingParams(max_tokens=output_tokens), progress=False)
     wall_s = time.perf_counter() - begin_s
-    answers = [tuple(each.token_ids) for each in done]
+    num_tokens = sum(len(each.token_ids) for each in done)
     engine = since(before, counters_of(rt.stats()))
     num_computed, num_right = engine["num_draft_tokens"], engine["num_accepted_tokens"]
     return {
         "wall_s": wall_s,
         "num_failed": sum(each.error is not None for each in done),
-        "output_tokens": sum(map(len, answers)),
-        "tokens_per_s": sum(map(len, answers)) / wall_s,
+        "output_tokens": num_tokens,
+        "tokens_per_s": num_tokens / wall_s,
         "num_draft_tokens": num_computed,
         "accepted_share": num_right / num_computed if num_computed else 0.0,
-    }, answers
+    }, done
 
 
 def _is_whole(result: dict[str, Any]) -> bool:
@@ -187,8 +193,8 @@ def _is_whole(result: dict[str, Any]) -> bool:
 
 def _print_table(result: dict[str, Any]) -> None:
     table = Table(
-        "prompts", "requests", "proposer", "tokens/s without", "with", "faster by", "accepted",
-        "same",
+        "prompts", "requests", "proposer", "tokens/s without", "with", "faster by", "at most",
+        "accepted", "same",
         box=None, header_style="bold",
     )  # fmt: skip
     for case in result["cases"]:
@@ -200,6 +206,7 @@ def _print_table(result: dict[str, Any]) -> None:
                 way,
                 *(f"{case[each]['tokens_per_s']:.0f}" for each in (_WITHOUT, way)),
                 f"{spread['median']:.2f} ({low:.2f} to {high:.2f})",
+                f"{case['most_by_lookup']:.2f}" if way == _LOOKUP else "",
                 f"{case[way]['accepted_share']:.0%}",
                 f"{case['num_same_answers']}/{case['num_answers']}",
             )

@@ -9,6 +9,7 @@ from typing import Any, Protocol, final
 
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import Request
+from jaxserve.engine.lookup import HostLookup
 from jaxserve.scheduling.collect import Progress
 from jaxserve.scheduling.plan import StepPlan, TokenMasks
 from jaxserve.scheduling.scheduler import Scheduler
@@ -30,6 +31,8 @@ class AnswerMatcher(Protocol):
     def follow(self, output: Seq[int]) -> None: ...
 
     def forced(self) -> list[int]: ...
+
+    def propose(self, tokens: Seq[int], most: int, *, forces: bool) -> tuple[int, ...]: ...
 
 
 class GrammarSource(Protocol):
@@ -53,6 +56,7 @@ class Constraints:
         self._scheduler = scheduler
         self._grammars = grammars
         self._matched: dict[int, tuple[Sequence, AnswerMatcher]] = {}
+        self._lookups: dict[int, HostLookup] = {}
         self._num_constrained = self._num_forced = 0
         self._mask_s = 0.0
 
@@ -88,18 +92,27 @@ class Constraints:
             if row.samples and row.sequence_key in self._matched:
                 sequence, matcher = self._matched[row.sequence_key]
                 matcher.follow(sequence.output)  # its answer may have begun anew
-                rows.append(index)
+                if not row.proposed:
+                    matcher.propose((), 0, forces=False)
+                rows += [index] * (1 + len(row.proposed))
                 matchers.append(matcher)
         if not rows:
             return plan
         return replace(plan, masks=self._grammars.masks(tuple(rows), matchers))
 
-    def take_in(self, masks: TokenMasks, news: Seq[Progress]) -> None:
+    def take_in(self, plan: StepPlan, news: Seq[Progress]) -> None:
         """Follow the tokens of a step with masks, which end sequences or force others."""
-        masks.words()  # their threads use the matchers until then
+        assert plan.masks is not None, "a step without masks"
+        plan.masks.words()  # their threads use the matchers until then
+        proposed = {row.sequence_key: len(row.proposed) for row in plan.rows if row.proposed}
         for each in news:
             if each.num_new and each.sequence.key in self._matched:
                 sequence, matcher = self._matched[each.sequence.key]
+                num = proposed.get(sequence.key, 0)
+                if num:
+                    self._scheduler.speculation.take_in_suggested(num, each.num_new - 1)
+                if lookup := self._lookups.get(sequence.key):
+                    lookup.learn(sequence.output, each.num_new, num)
                 self._follow(sequence, matcher, each.num_new)
         self._drop_ended()
 
@@ -122,8 +135,29 @@ class Constraints:
             self._scheduler.stop_at(sequence, len(sequence.output), matcher.error)
         elif matcher.is_complete:
             self._scheduler.stop_at(sequence, len(sequence.output))
+        else:
+            self._propose(sequence, matcher)
+
+    def _propose(self, sequence: Sequence, matcher: AnswerMatcher) -> None:
+        """Have the next step compute what may follow an answer's newest token, in its grammar."""
+        scheduler, config = self._scheduler, self._scheduler.config
+        num_running = max(1, len(scheduler.running))
+        most = min(config.num_proposed_beside(num_running), config.max_slots - num_running)
+        most = min(most // len(self._matched), sequence.num_outputs_left - 1)
+        scheduler.speculation.suggest(sequence, ())
+        if most < 1 or sequence.phase is not Phase.RUNNING or not sequence.output:
+            return
+        if sequence.key not in self._lookups:
+            self._lookups[sequence.key] = HostLookup(sequence.request.prompt)
+        lookup = self._lookups[sequence.key]
+        lookup.follow(sequence.output)
+        forces = sequence.request.params.logprobs is None
+        found = matcher.propose(lookup.propose(most), most, forces=forces)
+        scheduler.speculation.suggest(sequence, found)
 
     def _drop_ended(self) -> None:
         ended = [key for key, (each, _) in self._matched.items() if each.phase is Phase.FINISHED]
         for key in ended:
             self._mask_s += self._matched.pop(key)[1].mask_s
+            self._lookups.pop(key, None)
+            self._scheduler.speculation.forget(key)

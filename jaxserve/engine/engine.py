@@ -365,7 +365,7 @@ class Engine:
         self.scheduler.speculation.take_in(plan, result, step_s)
         news = self.scheduler.apply(plan, result)
         if plan.masks is not None:
-            self._constraints.take_in(plan.masks, news)
+            self._constraints.take_in(plan, news)
             self.stats.take_in(self._constraints.counters())
         return news
 

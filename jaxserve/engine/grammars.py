@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 import threading
@@ -147,7 +148,9 @@ class Grammars:
         return Matcher(inner, request.params.min_tokens, tuple(ends))
 
     def masks(self, rows: tuple[int, ...], matchers: Sequence[Matcher]) -> TokenMasks:
-        """Begin to compute masks on other threads, one for each row.
+        """Begin to compute masks on other threads, one for each row, in the order of the matchers.
+
+        A matcher has a row, and one behind each token that it has proposed.
 
         No matcher may be used before the masks are complete.
         """
@@ -168,13 +171,23 @@ class Grammars:
         package = llguidance()
         assert self._vocabulary is not None, "a matcher without a vocabulary"
         size = self._vocabulary.vocab_size
-        words = package.numpy.allocate_token_bitmask(len(matchers), size)
-        pairs = [(matcher.inner, i) for i, matcher in enumerate(matchers)]
-        package.numpy.fill_next_token_bitmask_par(self._parallel, pairs, words)
+        starts = [0, *itertools.accumulate(1 + len(matcher.proposed) for matcher in matchers)]
+        words = package.numpy.allocate_token_bitmask(starts[-1], size)
+        if starts[-1] > len(matchers):
+            tasks = [
+                (matcher.inner, start, list(matcher.proposed))
+                for matcher, start in zip(matchers, starts, strict=False)
+            ]
+            package.numpy.fill_next_token_bitmask_par_with_draft_tokens(
+                self._parallel, tasks, words
+            )
+        else:
+            pairs = [(matcher.inner, i) for i, matcher in enumerate(matchers)]
+            package.numpy.fill_next_token_bitmask_par(self._parallel, pairs, words)
         seconds = (time.perf_counter() - begin_s) / len(matchers)
         masks = words.view(np.uint32)
-        for matcher, mask in zip(matchers, masks, strict=True):
-            matcher.take_mask(mask, seconds)
+        for matcher, start, end in zip(matchers, starts, starts[1:], strict=False):
+            matcher.take_masks(masks[start:end], seconds)
         return masks[:, : -(-self._vocab_size // 32)]
 
     # ---- compilation ----

@@ -24,6 +24,7 @@ class Matcher:
 
     Attributes:
       mask_s: seconds that its masks took on a host thread.
+      proposed: tokens behind which it computes masks too, see `propose`.
     """
 
     def __init__(self, inner: Any, min_tokens: int = 0, end_token_ids: Sequence[int] = ()):
@@ -33,9 +34,13 @@ class Matcher:
         self._min_tokens = min_tokens
         self._end_token_ids = end_token_ids
         self._must_end = False  # too early
+        self.proposed: tuple[int, ...] = ()
+        self._forced_at: dict[int, int] = {}
 
     def follow(self, output: Sequence[int]) -> None:
         """Stand after these tokens: those of the last call and more, or fewer to begin anew."""
+        if len(output) != self._num_tokens:
+            self.proposed = ()
         if len(output) < self._num_tokens:
             self.inner.reset()
             self._num_tokens = 0
@@ -52,25 +57,66 @@ class Matcher:
                 return found[:i]  # the next mask has no token
         return found
 
+    def propose(self, tokens: Sequence[int], most: int, *, forces: bool) -> tuple[int, ...]:
+        """Return those of the tokens that the grammar allows next, at most `most`.
+
+        Tokens that are forced behind one of them follow it, or it is left out. A token that
+        completes the answer is left out, too.
+
+        Args:
+          forces: whether forced tokens become output without a choice.
+        """
+        found: list[int] = []
+        forced_at: dict[int, int] = {}
+        num_consumed, place = 0, 0
+        while place < len(tokens) and not self._is_short and not self.inner.is_error():
+            if self.inner.try_consume_tokens([tokens[place]]) != 1:
+                break
+            num_consumed += 1
+            if self.inner.is_stopped():
+                break
+            forced = self.inner.compute_ff_tokens() if forces else []
+            if len(found) + 1 + len(forced) > most:
+                break
+            if forced:
+                num_consumed += self.inner.try_consume_tokens(forced)
+                if self.inner.is_stopped() or num_consumed != len(found) + 1 + len(forced):
+                    break
+            found.append(tokens[place])
+            forced_at |= {len(found) + i: token for i, token in enumerate(forced)}
+            found += forced
+            place += 1 + len(forced)
+            if forced != list(tokens[place - len(forced) : place]):
+                break
+        if num_consumed:
+            self.inner.rollback(num_consumed)
+        self.proposed, self._forced_at = tuple(found), forced_at
+        return self.proposed
+
     @property
     def is_complete(self) -> bool:
         """Whether the answer matches the grammar, and nothing can follow."""
         return self.inner.is_stopped() and not self.inner.is_error()
 
-    def take_mask(self, mask: UInt32[np.ndarray, " words"], seconds: float) -> None:
+    def take_masks(self, masks: UInt32[np.ndarray, "places words"], seconds: float) -> None:
         """Forbid what ends the answer too early; allow all tokens where the answer cannot go on.
 
         Args:
-          mask: the tokens that the grammar allows, a bit each; changed in place.
-          seconds: that it took.
+          masks: the tokens that the grammar allows, a bit each, next and behind each token that is
+            proposed; changed in place. Where a token is forced, it alone is allowed.
+          seconds: that they took.
         """
         self.mask_s += seconds
+        mask = masks[0]
+        for place, token in self._forced_at.items() if self.proposed else ():
+            masks[place] = 0
+            masks[place, token // 32] = np.uint32(1 << token % 32)
         if self._is_short and not self.inner.is_error():
             for token in self._end_token_ids:
                 mask[token // 32] &= ~np.uint32(1 << token % 32)
             self._must_end = not mask.any()
         if self.error is not None:
-            mask[:] = ~np.uint32(0)
+            masks[:] = ~np.uint32(0)
 
     @property
     def _is_short(self) -> bool:

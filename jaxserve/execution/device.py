@@ -17,6 +17,7 @@ from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.device_warmup import DeviceWarmup
 from jaxserve.execution.encoding import encode_prompts
 from jaxserve.execution.handle import DeviceHandle, PromptPart
+from jaxserve.execution.mixed_heads import sampled, verified
 from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
 from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.state_moves import StateMoves
@@ -32,11 +33,10 @@ from jaxserve.scheduling.plan import PageCopies, StepPlan
 from jaxserve.steps.batches import MixedBatch
 from jaxserve.steps.packing import (
     decode_window,
-    pack_masks,
+    in_places,
     pack_rows,
     pack_window,
     sampling_first,
-    sampling_slots,
 )
 from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.programs import Programs
@@ -294,26 +294,23 @@ class DeviceExecutor:
             encoded = self._encode(pack_rows(self.config, prompts)[0])
             if len(prompts) == len(plan.rows) and not late:
                 return DeviceHandle(plan, needs, encoded, (), np.empty(0, np.int32))
-        order = [i for i in sampling_first(plan.rows) if not plan.rows[i].encodes]
-        rows = [plan.rows[i] for i in order]
+        computed = [i for i in sampling_first(plan.rows) if not plan.rows[i].encodes]
+        order = [i for i in computed for _ in in_places(plan.rows[i])]
+        rows = [part for i in computed for part in in_places(plan.rows[i])]
         batch, starts = pack_rows(self.config, rows, has_masks=not (plan.masks is None or late))
         incoming = self._pages.incoming(late, self.config.num_incoming_pages) if late else None
         hidden, row_hidden, tapped = self._body(batch, incoming)
         prompt_parts = self._prompt_parts(plan, order, starts, batch, hidden)
-        num_sampling = sum(row.samples for row in rows)
-        if num_sampling == 0:
+        sampling = [i for i in computed if plan.rows[i].samples]
+        if not sampling:
             return DeviceHandle(plan, needs, row_hidden, (), np.empty(0, np.int32), prompt_parts)
-        index = sampling_slots(self.config, rows, needs.variant, has_masks=plan.masks is not None)
-        # The device computes the body while the masks are still being computed.
-        masks = pack_masks(plan, order[:num_sampling], len(index))
-        self._slots.state, outputs = self._programs.mixed_head(
-            *(self._params, self._slots.state, row_hidden, index, tapped),
-            self._programs.probe_params,
-            *(() if masks is None else (masks,)),
-            variant=needs.variant,
+        choose = verified if any(plan.rows[i].proposed for i in sampling) else sampled
+        self._slots.state, outputs = choose(
+            *(self._programs, self._params, self._slots.state, plan, sampling),
+            *((row_hidden, tapped), needs.variant),
         )
         output_rows = np.full(len(plan.rows), -1, np.int32)
-        output_rows[order[:num_sampling]] = np.arange(num_sampling)
+        output_rows[sampling] = np.arange(len(sampling))
         return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows, prompt_parts)
 
     def _encode(self, batch: MixedBatch) -> jax.Array:

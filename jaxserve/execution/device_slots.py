@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.scheduling.plan import Row, StepPlan
+from jaxserve.scheduling.plan import Extension, Row, StepPlan
 from jaxserve.steps import slots as edits
 from jaxserve.steps.sampling.variants import SamplingNeeds
 from jaxserve.steps.slots import (
@@ -80,7 +80,8 @@ class DeviceSlots:
                 self.state = self._admit_slots(
                     self.state, *edits.pack_admissions(self._config, some)
                 )
-        for pieces in chunks(edits.pieces(plan.extensions), EXTENSIONS_A_CALL):
+        extensions = [*plan.extensions, *(_proposed(row) for row in plan.rows if row.proposed)]
+        for pieces in chunks(edits.pieces(extensions), EXTENSIONS_A_CALL):
             packed = edits.pack_extensions(self._config, pieces)
             self.state = self._extend_slots(self.state, packed)
         for updates in chunks(plan.page_updates, PAGE_UPDATES_A_CALL):
@@ -159,6 +160,11 @@ class DeviceSlots:
     def _edit(self, releases: Sequence[int], updates: Sequence[tuple[int, int, int]]) -> None:
         packed = edits.pack_edits(self._config, releases, updates)
         self.state = self._edit_slots(self.state, packed)
+
+
+def _proposed(row: Row) -> Extension:
+    """Return a row's proposals, as tokens of its slot until they are verified."""
+    return Extension(row.slot, row.start + row.num_tokens - len(row.proposed), row.proposed)
 
 
 def chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:

@@ -13,7 +13,14 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.state_moves import StateMoves
-from jaxserve.steps.packing import head_sizes, loop_sizes, no_masks, pack_rows, pack_window
+from jaxserve.steps.packing import (
+    head_sizes,
+    loop_sizes,
+    no_masks,
+    pack_choosing,
+    pack_rows,
+    pack_window,
+)
 from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import Variant
@@ -103,6 +110,8 @@ class DeviceWarmup:
             for num_rows in head_sizes(self._config, variant, has_masks=True):
                 name = f"{variant.name.lower()} sampling with masks, {num_rows} rows"
                 yield name, partial(self._head, variant, num_rows, masked=True)
+                if self._config.num_proposed and num_rows > 1:
+                    yield f"{name}, of proposals", partial(self._verifying_head, variant, num_rows)
 
     def _variant(self, variant: Variant, part: slice) -> Iterator[_Step]:
         """Yield a part of the sizes of a variant, which increase."""
@@ -159,6 +168,15 @@ class DeviceWarmup:
         self._programs.mixed_head.prepare(
             *(self._params, self._state, row_hidden, index, tapped, self._programs.probe_params),
             *((no_masks(num_rows, vocab_size),) if masked else ()),
+            variant=variant,
+        )
+
+    def _verifying_head(self, variant: Variant, num_rows: int) -> None:
+        _, row_hidden, tapped = self._outputs(self._config.token_buckets[0])
+        vocab_size = self._programs.model_config.vocab_size
+        self._programs.verifying_head.prepare(
+            *(self._params, self._state, row_hidden, pack_choosing(self._config, (), num_rows)),
+            *(tapped, self._programs.probe_params, no_masks(num_rows, vocab_size)),
             variant=variant,
         )
 

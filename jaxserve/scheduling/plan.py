@@ -44,6 +44,9 @@ class Row:
     Attributes:
       max_new_tokens: 0 for a row that does not sample.
       encodes: the encoder computes the row, a whole prompt without its padding.
+      proposed: its last tokens, if the slot's history does not have them yet. The step chooses a
+        token before and behind each of them, and the history goes on with those chosen, as far as
+        they are the ones proposed, and with one more.
     """
 
     slot: int
@@ -53,6 +56,7 @@ class Row:
     max_new_tokens: int
     wants_prompt_logprobs: bool = False
     encodes: bool = False
+    proposed: tuple[int, ...] = ()
 
     @property
     def samples(self) -> bool:
@@ -103,7 +107,8 @@ class TokenMasks:
     An object that is pickled has its masks when it arrives.
 
     Args:
-      rows: indices of the plan's rows that have a mask.
+      rows: indices of the plan's rows that have a mask; of a row with proposals several times, for
+        each place where the step chooses a token.
       words: uint32 [rows, words]: bit t % 32 of word t // 32 says whether token t is allowed.
     """
 

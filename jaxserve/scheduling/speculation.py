@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence as Seq
 from statistics import median
 from typing import NamedTuple, final
 
@@ -14,6 +15,9 @@ _FIRST_COST = 1.2
 # Loops of a size after which one is timed without proposals, and after which proposals that seemed
 # not to pay are tried again.
 _LOOPS_BETWEEN_TIMINGS, _LOOPS_BETWEEN_TRIALS = 64, 128
+# Loops that run without proposals after one in which they did not pay: one, then twice as many each
+# time, up to this. So a loop that never speculates runs most of the time where nothing is quoted.
+_MOST_LOOPS_WITHOUT = 4
 # Newest loops of a size whose times are remembered, and those that a cost is measured by at least:
 # the first may have waited for its compilation.
 _NUM_TIMES, _FEWEST_TIMES = 5, 3
@@ -54,6 +58,8 @@ class Speculation:
         self._num_drafts = self._num_proposed = 0
         self.num_accepted_by_place = (0,) * most
         self._forgets_answers = False
+        # Sequence key -> tokens that it had, and what the host proposes behind them.
+        self._suggested: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def forget_answers(self) -> None:
         """Have no later proposal be of an answer that has ended before."""
@@ -72,11 +78,38 @@ class Speculation:
             "num_accepted_tokens": sum(self.num_accepted_by_place),
         }
 
-    def next_loop(self, num_rows: int) -> Speculating | None:
-        """Return how the next loop of as many rows speculates; None for not at all."""
+    def suggest(self, sequence: Sequence, tokens: Seq[int]) -> None:
+        """Propose tokens behind the newest one of a sequence, whose tokens are all known."""
+        self._suggested[sequence.key] = sequence.num_known, tuple(tokens)
+
+    def suggested(self, sequence: Sequence) -> tuple[int, ...]:
+        """Return what is proposed behind a sequence's newest token by the host."""
+        num_known, tokens = self._suggested.get(sequence.key, (0, ()))
+        return tokens if num_known == sequence.planned_length else ()
+
+    def take_in_suggested(self, num_proposed: int, num_accepted: int) -> None:
+        """Count proposals of the host that a step computed."""
+        self._num_drafts += 1
+        self._num_proposed += num_proposed
+        self.num_accepted_by_place = tuple(
+            num + (i < num_accepted) for i, num in enumerate(self.num_accepted_by_place)
+        )
+
+    def forget(self, sequence_key: int) -> None:
+        """Drop what is proposed for a sequence."""
+        self._suggested.pop(sequence_key, None)
+
+    def next_loop(self, sequences: Seq[Sequence]) -> Speculating | None:
+        """Return how the next loop of these sequences speculates; None for not at all.
+
+        It may pay for one that has not taken part in such a loop, whatever others showed.
+        """
+        num_rows = len(sequences)
         if num_rows > 2 * self._most:
             return None
         times = self._sizes.setdefault(_size(num_rows), _Times())
+        if any(sequence.key not in self._pace for sequence in sequences):
+            times.forget_that_it_did_not_pay()
         return times.next_loop(num_rows, self._most)
 
     def most_tokens(self, sequence: Sequence, num_rows: int) -> int:
@@ -113,6 +146,12 @@ class Speculation:
         num_iterations = counts[:, ProposalCount.ITERATIONS]
         num_wide = int(counts[:, ProposalCount.WIDE].max())
         times.take_in(int(num_iterations.max()) - num_wide, num_wide, seconds)
+        # Without proposals each row gets a token in an iteration.
+        times.learn_whether_it_paid(
+            int(num_iterations.max()),
+            num_wide,
+            result.num_tokens.sum() / max(1, num_iterations.sum()),
+        )
         for row, num_tokens, num in zip(
             plan.rows, result.num_tokens.tolist(), num_iterations.tolist(), strict=True
         ):
@@ -132,20 +171,45 @@ class _Times:
         self._wide_s: deque[float] = deque(maxlen=_NUM_TIMES)
         self._num_until_timing = 0
         self._num_until_trial = _LOOPS_BETWEEN_TRIALS
+        self._num_without = self._most_without = 0
+
+    @property
+    def _cost(self) -> float:
+        if len(self._wide_s) < _FEWEST_TIMES:
+            return _FIRST_COST
+        return median(self._wide_s) / median(self._plain_s)
 
     def next_loop(self, num_rows: int, most: int) -> Speculating | None:
-        if not self._plain_s or self._num_until_timing <= 0:
+        if self._num_until_timing <= 0:  # one is enough, although others may follow it in flight
+            self._num_until_timing = _LOOPS_BETWEEN_TIMINGS
+            return None
+        if self._num_without > 0:
+            self._num_without -= 1
             return None
         self._num_until_timing -= 1
         self._num_until_trial -= 1
-        cost = _FIRST_COST
-        if len(self._wide_s) >= _FEWEST_TIMES:
-            cost = median(self._wide_s) / median(self._plain_s)
+        cost = self._cost
         if self._num_until_trial <= 0:
             self._num_until_trial = _LOOPS_BETWEEN_TRIALS
             return Speculating(most, min(cost, _FIRST_COST))
         # With all proposals right, an iteration gives this many times the tokens.
         return Speculating(most, cost) if cost < 1 + most / num_rows else None
+
+    def forget_that_it_did_not_pay(self) -> None:
+        self._num_without = self._most_without = 0
+
+    def learn_whether_it_paid(self, num_iterations: int, num_wide: int, tokens: float) -> None:
+        """Have later loops run without proposals for a while if they did not pay in one.
+
+        Args:
+          tokens: that a row got in an iteration, on average.
+        """
+        cost = 1.0 + num_wide * (self._cost - 1.0) / max(1, num_iterations)
+        if num_wide and tokens >= cost:
+            self.forget_that_it_did_not_pay()
+        else:
+            self._most_without = min(_MOST_LOOPS_WITHOUT, max(1, 2 * self._most_without))
+            self._num_without = self._most_without
 
     def take_in(self, num_plain: int, num_wide: int, seconds: float) -> None:
         """Learn how long a loop of so many iterations of both kinds took."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -12,9 +13,10 @@ import numpy as np
 from jaxserve.scheduling.kv.growth import Growth
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.tracker import LengthTracker
-from jaxserve.scheduling.plan import LINK, Row, StepPlan
+from jaxserve.scheduling.plan import LINK, StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.queues import Queues, admission, handover
+from jaxserve.scheduling.rows import row_of
 from jaxserve.scheduling.sequence import Sequence, split
 from jaxserve.scheduling.speculation import NOT_SPECULATING, Speculation
 from jaxserve.scheduling.victims import Victims
@@ -60,6 +62,8 @@ class Step:
         self._spans: list[tuple[int, int]] = []
         self._num_tokens = 0
         self._max_new: list[int] = []
+        self._proposed: list[tuple[int, ...]] = []
+        self._num_proposed = 0  # each of which takes a row of the batch
         self._admitted: list[Sequence] = []
         self._new_pages: list[tuple[Sequence, int, int]] = []
         self._num_iterations, self._speculating = 1, NOT_SPECULATING
@@ -172,14 +176,14 @@ class Step:
         assert LINK in self.open_groups and sequence.slot is not None, "nothing to hand over"
         self._handovers.append((sequence, target))
 
-    def add_row(self, sequence: Sequence, num_tokens: int) -> bool:
+    def add_row(self, sequence: Sequence, num_tokens: int, proposed: tuple[int, ...] = ()) -> bool:
         assert sequence.kv.group == self._group, "the KV is in another group's memory"
-        spans = self._next_spans(sequence, num_tokens)
+        spans = self._next_spans(sequence, num_tokens + len(proposed))
         if sequence.slot is None or not spans or not sequence.may_grow:
             return False
         if not self._secure(sequence, spans[-1][1]):
             return False
-        self._advance(sequence, spans)
+        self._advance(sequence, spans, proposed)
         return True
 
     def _next_spans(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
@@ -190,7 +194,7 @@ class Step:
         not, the step takes no more tokens, so that no later sequence passes this one.
         """
         num_encoded = sequence.request.num_encoded
-        num_rows_left = self.config.max_slots - len(self.sequences)
+        num_rows_left = self.config.max_slots - len(self.sequences) - self._num_proposed
         if sequence.kv.num_computed >= num_encoded:
             return sequence.kv.next_spans(num_tokens, num_rows_left)
         if not num_rows_left:
@@ -213,8 +217,19 @@ class Step:
         spare = self.num_tokens_left - len(decoding)
         for sequence in decoding:
             count = min(sequence.num_uncomputed, 1 + max(0, spare))
-            spare -= count - 1 if self.add_row(sequence, count) else -1
+            proposed = () if count < sequence.num_uncomputed else self._suggested(sequence, spare)
+            is_added = self.add_row(sequence, count, proposed)
+            spare -= count + len(proposed) - 1 if is_added else -1
         self._queues.have_advanced()
+
+    def _suggested(self, sequence: Sequence, spare: int) -> tuple[int, ...]:
+        """Return what the host proposes; nothing if it does not fit beside all other rows."""
+        found = self._speculation.suggested(sequence)
+        rows_left = self.config.max_slots - len(self._queues.running) - self._num_proposed
+        num = sequence.num_uncomputed + len(found)
+        missing = sequence.kv.table.num_missing(sequence.kv.num_computed + num)
+        fits = missing <= (self._kv.num_available if self._extends else 0) and num <= 1 + spare
+        return found if fits and len(found) < min(rows_left + 1, sequence.num_outputs_left) else ()
 
     def add_decode_loop(
         self, max_iterations: int, *, compacts: bool = True, min_rows: int = 0
@@ -233,7 +248,7 @@ class Step:
         left = [sequence.num_outputs_left for sequence in decoding]
         if not self._extends:
             left = [min(n, s.kv.num_reserved_left) for n, s in zip(left, decoding, strict=True)]
-        self._speculating = self._speculation.next_loop(len(decoding)) or NOT_SPECULATING
+        self._speculating = self._speculation.next_loop(decoding) or NOT_SPECULATING
         count, most = min(max_iterations, *left), [1] * len(decoding)
         if self._speculating.num_proposed:
             most = [self._speculation.most_tokens(s, len(decoding)) for s in decoding]
@@ -296,6 +311,7 @@ class Step:
         for sequence in self.sequences:
             sequence.num_in_flight += 1
         swaps_out, swaps_in = self._kv.copies(admitted)
+        row = partial(row_of, is_decode_loop=self._is_decode_loop)
         return StepPlan(
             index=index,
             swaps_out=swaps_out,
@@ -309,7 +325,7 @@ class Step:
                 for sequence, index, page in self._new_pages
                 if sequence.slot is not None
             ),
-            rows=tuple(map(self._row, self.sequences, self._spans, self._max_new)),
+            rows=tuple(map(row, self.sequences, self._spans, self._max_new, self._proposed)),
             num_iterations=self._num_iterations,
             num_proposed=self._speculating.num_proposed,
             verify_cost=self._speculating.verify_cost,
@@ -319,33 +335,19 @@ class Step:
             group=group,
         )
 
-    def _row(self, sequence: Sequence, span: tuple[int, int], max_new_tokens: int) -> Row:
-        assert sequence.slot is not None
-        start, end = span
-        encodes = start < sequence.request.num_encoded
-        if encodes:
-            end -= sequence.request.num_padding
-        return Row(
-            slot=sequence.slot,
-            sequence_key=sequence.key,
-            start=start,
-            num_tokens=1 if self._is_decode_loop else end - start,
-            max_new_tokens=max_new_tokens,
-            wants_prompt_logprobs=(
-                start < sequence.prompt_length - 1 and sequence.wants_prompt_logprobs
-            ),
-            encodes=encodes,
-        )
-
-    def _advance(self, sequence: Sequence, spans: Seq[tuple[int, int]]) -> None:
+    def _advance(
+        self, sequence: Sequence, spans: Seq[tuple[int, int]], proposed: tuple[int, ...]
+    ) -> None:
         """After these tokens: a row that reaches the newest token plans the next one."""
         self._decoding_and_prefilling = None
         start, end = spans[-1]
-        is_at_end = end == sequence.planned_length
-        max_new_tokens = end - start if self._is_decode_loop else int(is_at_end)
+        is_at_end = end == sequence.planned_length + len(proposed)
+        max_new_tokens = end - start if self._is_decode_loop else int(is_at_end) + len(proposed)
         sequence.num_planned_outputs += max_new_tokens
-        sequence.falls_short |= self._speculating.num_proposed > 0
+        sequence.falls_short |= self._speculating.num_proposed > 0 or bool(proposed)
         self._max_new += [0] * (len(spans) - 1) + [max_new_tokens]
+        self._proposed += [()] * (len(spans) - 1) + [proposed]
+        self._num_proposed += len(proposed)
         self.sequences += [sequence] * len(spans)
         self._spans += spans
         for first, last in spans:

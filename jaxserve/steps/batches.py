@@ -61,6 +61,24 @@ class MixedBatch:
     samples: Bool[Array, " slots"]
 
 
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ChoosingRows:
+    """Slots that choose tokens in a mixed step, some of them behind several of its rows.
+
+    Attributes:
+      slot: the number of slots for padding.
+      first: the row of the step behind which the slot's first token is chosen; rows behind it
+        follow it.
+      num_proposed: the slot's newest tokens, if they are proposals.
+    """
+
+    slot: Int32[Array, " rows"]
+    first: Int32[Array, " rows"]
+    num_proposed: Int32[Array, " rows"]
+
+
 def where_slots_are(
     batch: MixedBatch, slots: SlotState
 ) -> tuple[MixedBatch, Bool[Array, " slots"]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from jaxtyping import Int32
 
 from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.scheduling.plan import Row, StepPlan
-from jaxserve.steps.batches import DecodeWindow, MixedBatch
+from jaxserve.steps.batches import ChoosingRows, DecodeWindow, MixedBatch
 from jaxserve.steps.sampling.processors.allowed_tokens import AllowedTokens
 from jaxserve.steps.sampling.variants import Variant
 
@@ -55,6 +57,36 @@ def pack_rows(
     return batch, starts
 
 
+def in_places(row: Row) -> list[Row]:
+    """Return a row with proposals as rows that end where the step chooses a token; others alone.
+
+    None of them samples for itself: `steps.verification` has them choose, one after the other.
+    """
+    num = len(row.proposed)
+    if not num:
+        return [row]
+    known = replace(row, num_tokens=row.num_tokens - num, max_new_tokens=0, proposed=())
+    end = known.start + known.num_tokens
+    return [known, *(replace(known, start=end + i, num_tokens=1) for i in range(num))]
+
+
+def pack_choosing(config: EngineConfig, rows: Sequence[Row], num_rows: int) -> ChoosingRows:
+    """Return which slots choose tokens behind which rows of a mixed step (NumPy arrays).
+
+    Args:
+      rows: those that sample, in the order of the batch, in which `in_places` divides them.
+      num_rows: size of the head.
+    """
+    slot = np.full(num_rows, config.max_slots, np.int32)
+    first, num = np.zeros((2, num_rows), np.int32)
+    used = 0
+    for i, row in enumerate(rows):
+        slot[i], first[i], num[i] = row.slot, used, len(row.proposed)
+        used += 1 + len(row.proposed)
+    arrays: Any = slot, first, num  # NumPy arrays, as in `pack_rows`
+    return ChoosingRows(*arrays)
+
+
 def head_sizes(
     config: EngineConfig, variant: Variant, *, has_masks: bool = False
 ) -> tuple[int, ...]:
@@ -88,13 +120,15 @@ def pack_masks(
     Waits until the masks are computed.
 
     Args:
-      order: index in the plan of each row of the head.
+      order: index in the plan of each row of the head; several times for a row with proposals.
       num_rows: of the head, with padding.
     """
     if plan.masks is None:
         return None
-    place = {row: i for i, row in enumerate(order)}
-    own = [(place[row], i) for i, row in enumerate(plan.masks.rows) if row in place]
+    places: dict[int, deque[int]] = {row: deque() for row in order}
+    for i, row in enumerate(order):
+        places[row].append(i)
+    own = [(places[row].popleft(), i) for i, row in enumerate(plan.masks.rows) if places.get(row)]
     if not own:
         return None
     words = plan.masks.words()

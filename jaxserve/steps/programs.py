@@ -19,7 +19,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
 from jaxserve.scheduling.plan import Row
-from jaxserve.steps import decode, encoding, heads, mixed
+from jaxserve.steps import decode, encoding, heads, mixed, verification
 from jaxserve.steps.attention_planner import AttentionPlanner
 from jaxserve.steps.batches import DecodeWindow, MixedBatch, Params
 from jaxserve.steps.device_loops import loop_options
@@ -91,14 +91,15 @@ class Programs:
             donate_argnames="cache",
             out_shardings=(pages, whole, whole, whole),
         )
-        self.mixed_head = StepFunction(
-            "mixed_head",
-            read(heads.mixed_head),
-            shelf,
+        head = partial(
+            StepFunction,
+            shelf=shelf,
             donate_argnames="slots",
             static_argnames="variant",
             out_shardings=whole,
         )
+        self.mixed_head = head("mixed_head", read(heads.mixed_head))
+        self.verifying_head = head("verifying_head", read(verification.verifying_head))
         self.decode_loop = StepFunction(
             "decode_loop",
             follow(decode.decode_loop),

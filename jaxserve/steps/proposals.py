@@ -74,10 +74,7 @@ class Lookup:
           slot, position: of each token; tokens of one slot lie one behind another. The number of
             slots to skip one.
         """
-        before = jnp.pad(tokens, (_LONGEST, 0))
-        newest = jnp.stack(
-            [before[_LONGEST - 1 - i :][: len(tokens)] for i in range(_LONGEST)], axis=1
-        )
+        newest = _newest_at_each(jnp.pad(tokens, (_LONGEST, 0)))[: len(tokens)]
         entries = _entries(newest, position, self.index.shape[1])
         index = self.index.at[admitted].set(0, mode="drop")
         index = index.at[slot[:, None], entries].max(position[:, None], mode="drop")
@@ -146,10 +143,7 @@ class Answers:
         place = jnp.where(offset <= num, start + offset, len(self.tokens))
         answer = tokens[jnp.minimum(first + offset, most - 1)]
         answer = jnp.where(offset < num, answer, -1)
-        before = jnp.pad(answer, (_LONGEST, 0), constant_values=-1)
-        newest = jnp.stack(
-            [before[_LONGEST - 1 - i :][: most + 1] for i in range(_LONGEST)], axis=1
-        )
+        newest = _newest_at_each(jnp.pad(answer, (_LONGEST, 0), constant_values=-1))[: most + 1]
         entries = _entries(newest, offset, len(self.index))
         entries = jnp.where((offset < num)[:, None], entries, len(self.index))
         return Answers(
@@ -321,6 +315,12 @@ def look_up(
     available = jnp.cumprod(found >= 0, axis=1).sum(1)
     available = jnp.where(matches.any(1), available, 0)
     return jnp.maximum(found, 0), available.astype(jnp.int32), source.astype(jnp.int32)
+
+
+def _newest_at_each(tokens: Int32[Array, " tokens"]) -> Int32[Array, "places longest"]:
+    """Return the newest tokens before each place from `_LONGEST` on, newest first."""
+    num = len(tokens) - _LONGEST + 1
+    return jnp.stack([tokens[_LONGEST - 1 - i :][:num] for i in range(_LONGEST)], axis=1)
 
 
 def _newest(

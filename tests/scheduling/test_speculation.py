@@ -43,11 +43,24 @@ class _Loops:
     def __init__(self, most: int = 4, num_rows: int = 1):
         self.speculation = Speculation(most)
         self._rows = tuple(Row(i, i, 0, 1, 1) for i in range(num_rows))
+        self.sequences: Any = tuple(SimpleNamespace(key=i) for i in range(num_rows))
 
     def next_loop(self) -> Speculating | None:
-        return self.speculation.next_loop(len(self._rows))
+        return self.speculation.next_loop(self.sequences)
 
-    def ran(self, *, plain: int, wide: int, seconds: float, accepted: int = 0) -> None:
+    def next_speculating(self) -> Speculating | None:
+        """Return how the next loop that speculates does it, after a few that do not."""
+        return next((found for _ in range(5) if (found := self.next_loop())), None)
+
+    def ran(
+        self,
+        *,
+        plain: int,
+        wide: int,
+        seconds: float,
+        accepted: int = 0,
+        speculates: bool = False,
+    ) -> None:
         """Take in a loop of iterations of both kinds, and of proposals that were accepted."""
         num_rows, most = len(self._rows), 4
         counts = np.zeros((num_rows, len(ProposalCount) + most), np.int32)
@@ -56,17 +69,18 @@ class _Loops:
         num_tokens = np.full(num_rows, plain + wide + accepted, np.int32)
         plan = StepPlan(0, rows=self._rows, window_size=num_rows, num_proposed=most if wide else 0)
         nothing = np.zeros((num_rows, 1), np.int32)
-        proposals = counts if wide else None
+        proposals = counts if wide or speculates else None
         result = StepResult(nothing, num_tokens, num_tokens > 0, proposals=proposals)
         self.speculation.take_in(plan, result, seconds)
 
 
-def test_loops_speculate_once_one_without_was_timed():
+def test_loops_speculate_behind_one_that_is_timed_without():
     loops = _Loops()
     assert loops.next_loop() is None
+    assert loops.next_loop() == Speculating(4, 1.2)  # while that one is in flight
     loops.ran(plain=8, wide=0, seconds=0.08)
     assert loops.next_loop() == Speculating(4, 1.2)
-    assert Speculation(0).next_loop(1) is None
+    assert Speculation(0).next_loop(loops.sequences) is None
 
 
 def test_more_rows_than_twice_the_proposals_never_speculate():
@@ -80,7 +94,7 @@ def test_the_cost_is_that_of_the_iterations_that_computed_proposals():
     loops.ran(plain=8, wide=0, seconds=0.08)
     for wide_s in (0.5, 0.013, 0.013):
         loops.ran(plain=6, wide=2, seconds=0.06 + 2 * wide_s)
-    speculating = loops.next_loop()
+    speculating = loops.next_speculating()
     assert speculating is not None and speculating.verify_cost == pytest.approx(1.3)
 
 
@@ -147,5 +161,33 @@ def test_a_late_first_loop_does_not_make_proposals_look_free():
     for _ in range(5):
         loops.ran(plain=8, wide=0, seconds=0.08)
         loops.ran(plain=4, wide=4, seconds=0.1)
-    speculating = loops.next_loop()
+    speculating = loops.next_speculating()
     assert speculating is not None and speculating.verify_cost == pytest.approx(1.5)
+
+
+def test_loops_in_which_proposals_do_not_pay_give_way_to_loops_without():
+    """At most four in a row, until proposals pay or another sequence takes part."""
+    loops = _Loops()
+    loops.ran(plain=8, wide=0, seconds=0.08)
+    loops.ran(plain=8, wide=0, seconds=0.08, speculates=True)
+
+    def kinds(num: int, *, wide: int = 0, accepted: int = 0) -> str:
+        found = ""
+        for _ in range(num):
+            speculates = loops.next_loop() is not None
+            found += "s" if speculates else "."
+            num_wide = wide if speculates else 0
+            loops.ran(
+                plain=8 - num_wide,
+                wide=num_wide,
+                seconds=0.08 + 0.002 * num_wide,
+                accepted=accepted if speculates else 0,
+                speculates=speculates,
+            )
+        return found
+
+    assert kinds(13) == ".s..s....s..."
+    assert kinds(6, wide=4, accepted=4) == ".sssss"
+    assert kinds(8, wide=4) == "s.s..s.."
+    loops.sequences = (SimpleNamespace(key=7),)
+    assert kinds(2) == "ss"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from benchmarks.speculation.__main__ import main
+from benchmarks.speculation.bounds import most_by_lookup
 from benchmarks.speculation.prompts import KINDS, prompts_of
 from tests.benchmarks.tiny_model import arguments
 
@@ -19,6 +20,15 @@ def test_both_ways_give_the_same_answers(capsys, tmp_path):
         rates = [case[way]["tokens_per_s"] for way in ("lookup", "without")]
         assert case["is_faster_by"]["lookup"]["median"] == rates[0] / rates[1]
         assert case["without"]["num_draft_tokens"] == 0
+        assert 1.0 <= case["most_by_lookup"] <= 8.0
+
+
+def test_what_an_answer_quotes_bounds_what_a_lookup_gains():
+    text = list(range(100, 117))
+    assert most_by_lookup(text, list(range(16))) == 1.0
+    # Two tokens until the text is found, and then eight with each iteration.
+    assert most_by_lookup(text, text[:10]) == 10 / 3
+    assert most_by_lookup([], []) == 0.0
 
 
 def test_an_unknown_kind_is_refused(capsys, tmp_path):

@@ -1,0 +1,78 @@
+"""Proposals for the next tokens of an answer that the host reads token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+# Numbers of newest tokens that are looked up, best first.
+_ORDERS = (8, 4, 2)
+# Weight of the earlier proposals after one more.
+_MEMORY = 0.9
+# Tokens that proposals must be expected to give, since a step with them takes longer.
+_LEAST_GAIN = 0.3
+
+
+@final
+class HostLookup:
+    """Finds what followed an answer's newest tokens at an earlier place in it or in its prompt.
+
+    It does for one answer what `steps.proposals` does on the device.
+    """
+
+    def __init__(self, prompt: Sequence[int]):
+        self._num_prompt = len(prompt)
+        self._tokens: list[int] = []
+        self._places: dict[tuple[int, ...], int] = {}
+        self._hits = self._misses = 1.0
+        self._next: int | None = None
+        self._append(prompt)
+
+    def follow(self, output: Sequence[int]) -> None:
+        """Stand after these tokens: those of the last call and more, or fewer to begin anew."""
+        num_known = len(self._tokens) - self._num_prompt
+        if len(output) < num_known:
+            prompt = self._tokens[: self._num_prompt]
+            self._tokens, self._places, self._next = [], {}, None
+            self._append(prompt)
+            num_known = 0
+        self._append(output[num_known:])
+
+    def propose(self, most: int) -> list[int]:
+        """Return at most `most` tokens; none where they are not expected to pay."""
+        self._next = None
+        for order in _ORDERS:
+            place = self._places.get(tuple(self._tokens[-order:]))
+            if place is not None and len(self._tokens) >= order:
+                break
+        else:
+            return []
+        self._next = self._tokens[place]
+        rate = self._hits / (self._hits + self._misses)
+        if sum(rate**i for i in range(1, most + 1)) < _LEAST_GAIN:
+            return []
+        num = len(self._tokens) - place
+        return [self._tokens[place + i % num] for i in range(most)]
+
+    def learn(self, output: Sequence[int], num_new: int, num_proposed: int) -> None:
+        """Take note of whether proposals were right, by the newest tokens of the output.
+
+        Call it before `follow`. What was looked up counts although it was not computed.
+
+        Args:
+          num_new: tokens of the newest step.
+          num_proposed: proposals that it computed.
+        """
+        if self._next is None or not num_new:
+            return
+        num_right = num_new - 1 if num_proposed else int(output[-1] == self._next)
+        self._hits = self._hits * _MEMORY + num_right
+        self._misses = self._misses * _MEMORY + (num_right < max(1, num_proposed))
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            # Places that follow the tokens before this one, which is known only now.
+            for order in _ORDERS:
+                if len(self._tokens) >= order:
+                    self._places[tuple(self._tokens[-order:])] = len(self._tokens)
+            self._tokens.append(token)

@@ -1,0 +1,132 @@
+"""Answers with a grammar speculate too, and keep every token."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.engine.grammars import Grammars
+from jaxserve.engine.lookup import HostLookup
+from jaxserve.engine.matcher import Matcher
+from jaxserve.testing import OPTIONS, letter_tokenizer, tiny_llama
+
+# What the answers are of, and text that their prompts repeat.
+GRAMMARS: list[tuple[dict[str, Any], str, str]] = [
+    ({"regex": "[a-d]{50}"}, "[a-d]{50}", "abcd"),
+    ({"regex": "([ab][cd]-){12}[ab]"}, "([ab][cd]-){12}[ab]", "ac-bd-"),
+    (
+        {"regex": r'(\{"key": [0-9]\}){4}'},
+        r'(\{"key": [0-9]\}){4}',
+        '{"key": 1}',
+    ),
+    ({"choice": ["red", "green"]}, "red|green", "red"),
+]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Runtime]:
+    with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), **OPTIONS) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def speculating() -> Iterator[Runtime]:
+    options = {**OPTIONS, "policy": "vllm_like", "kv_memory": "32KiB", "strict": True}
+    options["speculation"] = "lookup"
+    with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), **options) as runtime:
+        yield runtime
+
+
+def test_tokens_are_those_without_speculation(plain: Runtime, speculating: Runtime):
+    """Greedy and drawn, with penalties and log-probabilities, alone and beside free answers.
+
+    The runtime that speculates has pages for few of them, so that some are preempted.
+    """
+    tokenizer = letter_tokenizer()
+    bias = dict.fromkeys(tokenizer.encode("ab1"), 30.0)
+    for seed in range(3):
+        rng = random.Random(seed)
+        asked: list[tuple[str, SamplingParams, str]] = []
+        for grammar, pattern, text in GRAMMARS:
+            kinds: list[dict[str, Any]] = [
+                {},
+                {"temperature": 0.7},
+                {"temperature": 1.0, "logit_bias": bias, "logprobs": 1},
+                {"frequency_penalty": 0.3, "max_tokens": rng.randint(5, 40)},
+            ]
+            for kind in rng.sample(kinds, 2):
+                options = {"max_tokens": 80, "seed": seed, **kind, **grammar}
+                asked.append((text * rng.randint(2, 4), SamplingParams(**options), pattern))
+        asked.append(("abc" * 5, SamplingParams(max_tokens=40), ".*"))
+        if not seed:  # one answer, which repeats itself under its grammar
+            grammar, pattern, text = GRAMMARS[0]
+            params = SamplingParams(max_tokens=50, logit_bias=bias, **grammar)
+            asked = [(text * 3, params, pattern)]
+        wanted, given = (
+            rt.generate([each[0] for each in asked], [each[1] for each in asked])
+            for rt in (plain, speculating)
+        )
+        for (_, params, pattern), one, other in zip(asked, wanted, given, strict=True):
+            assert other.token_ids == one.token_ids
+            assert other.finish_reason == one.finish_reason
+            if params.is_constrained and other.finish_reason == "stop":
+                assert re.fullmatch(pattern, other.text)
+            if one.logprobs is not None and other.logprobs is not None:
+                np.testing.assert_allclose(
+                    [each.processed_logprob for each in other.logprobs],
+                    [each.processed_logprob for each in one.logprobs],
+                    rtol=1e-4,
+                    atol=1e-5,
+                )
+        if not seed:
+            assert speculating.stats().num_accepted_tokens > 20
+    stats = speculating.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_preemptions > 0
+    assert plain.stats().num_draft_tokens == 0
+
+
+def test_a_grammar_cuts_what_is_proposed():
+    """Not beyond what is forbidden or completes the answer; with all of what is forced, or none."""
+    tokenizer = letter_tokenizer()
+    grammars = Grammars(tokenizer, (), tokenizer.vocab_size)
+
+    def proposed(regex: str, before: str, text: str, most: int = 20, forces: bool = True) -> str:
+        constraint = SamplingParams(regex=regex).constraint
+        assert constraint is not None
+        matcher = Matcher(grammars.compiled(constraint).template.deep_copy())
+        matcher.follow(tokenizer.encode(before))
+        found = matcher.propose(tokenizer.encode(text), most, forces=forces)
+        matcher.follow(tokenizer.encode(before + "a"))  # it stands where it stood
+        assert matcher.error is None
+        return tokenizer.decode(list(found))
+
+    try:
+        assert proposed("[a-c]+", "a", "abxc") == "ab"
+        assert proposed("[a-c]{4}", "a", "bca") == "bc"
+        assert proposed("[a-c]+", "a", "abcabc", most=3) == "abc"
+        assert proposed("[a-c]{2}--[a-c]{9}", "a", "b--ac") == "b--ac"
+        assert proposed("[a-c]{2}--[a-c]{9}", "a", "bac") == "b--"
+        assert proposed("[a-c]{2}--[a-c]{9}", "a", "b--ac", most=2) == ""
+        assert proposed("[a-c]{2}--[a-c]{9}", "a", "b--ac", most=2, forces=False) == "b-"
+    finally:
+        grammars.close()
+
+
+def test_the_host_finds_what_followed_the_newest_tokens():
+    lookup = HostLookup([1, 2, 3, 4, 1, 2])
+    assert lookup.propose(3) == [3, 4, 1]
+    assert lookup.propose(6) == [3, 4, 1, 2, 3, 4]
+    lookup.follow([9])
+    assert lookup.propose(3) == []
+    lookup.follow([])
+    for _ in range(30):  # what is wrong all the time is proposed no more
+        lookup.propose(3)
+        lookup.learn([9], 1, 3)
+    assert lookup.propose(3) == []
