@@ -87,6 +87,20 @@ def figures_of(done: Sequence[Completion], wall_s: float) -> dict[str, Any]:
     }
 
 
+def missed_of(done: Sequence[Completion], bound_s: float, longest: int) -> dict[str, float]:
+    """Return the share of answers that are longer than `longest`, and of the others those late."""
+    longer = [len(c.token_ids) > longest for c in done]
+    others = [
+        (c.timing.finished_s or 0.0) - (c.timing.admitted_s or 0.0) > bound_s
+        for c in done
+        if len(c.token_ids) <= longest
+    ]
+    return {
+        "longer_share": sum(longer) / len(longer),
+        "missed_share": sum(others) / max(1, len(others)),
+    }
+
+
 def bounds_of(p99_s: Sequence[float]) -> list[float]:
     """Return the bottom 10, 30 and 70 % of the latencies of static batches, and infinity."""
     return [*np.percentile(p99_s, _PERCENTILES).tolist(), math.inf]
@@ -191,7 +205,8 @@ class _Session:
                         "planned_per_s": plan.answers_per_s,
                         "planned_latency_s": plan.latency_s,
                     }
-                    self._play(rt, adopted, asked, named, bound_s=bound_s)
+                    longest = plan.max_answer_tokens
+                    self._play(rt, adopted, asked, named, bound_s=bound_s, longest=longest)
 
     def bounds(self, task: str) -> list[float]:
         """Return a task's bounds, from the first run of each static batch."""
@@ -216,9 +231,11 @@ class _Session:
                 PLANNED: None,
             }
             if planned:
-                within = [run["within"] for run in planned]
                 point[PLANNED] = _medians(planned) | {
-                    "within": statistics.median(within),
+                    **{
+                        name: statistics.median(run[name] for run in planned)
+                        for name in ("within", "longer_share", "missed_share")
+                    },
                     "family": planned[0]["family"],
                     "max_running": planned[0]["max_running"],
                     "encode_batch": planned[0]["encode_batch"],
@@ -253,7 +270,13 @@ class _Session:
         named: dict[str, Any],
         *,
         bound_s: float = math.inf,
+        longest: int | None = None,
     ) -> None:
+        """Play a task once.
+
+        Args:
+          longest: output tokens of the longest answers for which a plan keeps the bound.
+        """
         from jaxserve.planning import simulate
 
         label = " ".join(str(named[each]) for each in ("task", "policy", "batch", "number"))
@@ -262,6 +285,8 @@ class _Session:
         latencies_s = measured.pop("latencies_s")
         run = named | measured
         run["within"] = sum(spent <= bound_s for spent in latencies_s) / len(latencies_s)
+        if longest is not None:
+            run |= missed_of(done, bound_s, longest)
         if self.options.simulate and not named["number"]:
             times = self._times_of(rt)
             played = simulate(
@@ -303,7 +328,7 @@ class _Session:
 
 def _print_tables(result: dict[str, Any]) -> None:
     policies = (STATIC, *result["arguments"]["policies"].split(","))
-    header = ("task", "bound s", *policies, PLANNED, "p99 s", "within", "schedule")
+    header = ("task", "bound s", *policies, PLANNED, "p99 s", "within", "missed", "schedule")
     table = Table(*header, box=None, header_style="bold")
     for task, points in result["tasks"].items():
         for point in points:
@@ -311,9 +336,10 @@ def _print_tables(result: dict[str, Any]) -> None:
             cells = [f"{b['answers_per_s']:.3f} ({b['batch']})" if b else "NS" for b in best]
             planned = point[PLANNED]
             bound = "inf" if point["bound_s"] is None else f"{point['bound_s']:.2f}"
-            own = ["NS", "", "", ""]
+            own = ["NS", *[""] * 4]
             if planned:
-                own = [f"{planned[n]:.3f}" for n in ("answers_per_s", "p99_s", "within")]
+                names = ("answers_per_s", "p99_s", "within", "missed_share")
+                own = [f"{planned[name]:.3f}" for name in names]
                 own.append(planned["family"])
             table.add_row(task, bound, *cells, *own)
     show(table)

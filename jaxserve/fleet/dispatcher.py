@@ -22,7 +22,7 @@ from jaxserve.engine.answers import PieceSink, failed_completion
 from jaxserve.engine.device_loop import Running
 from jaxserve.fleet.call import Call, cancelled_completion, pays
 from jaxserve.fleet.replica import Replica, ReplicaState, Role, Started
-from jaxserve.fleet.seat import OpenRequest
+from jaxserve.fleet.seat import OpenRequest, Reservation
 from jaxserve.fleet.seats import Seats
 from jaxserve.fleet.stream_replay import StreamReplay
 from jaxserve.fleet.weights import FleetUpdate
@@ -43,8 +43,9 @@ class Dispatcher:
     replica, each of them once: a request whose second replica dies fails with `ReplicaDiedError`.
     While no replica serves, requests wait. When none will serve again, they fail with the reason.
 
-    With prefill replicas, one of them computes the prompt first, and its KV goes to the replica
-    that answers. Where that fails, or none serves, or it does not pay, the latter computes it.
+    With prefill replicas, the replica that answers is chosen first, and the work is reserved there.
+    Then a prefill replica computes the prompt, and its KV goes to the former. Where that fails, or
+    none serves, or it does not pay, the replica that answers computes the prompt.
 
     Args:
       make_replica: returns a new replica; called on the loop's thread, so it must not wait.
@@ -252,20 +253,26 @@ class Dispatcher:
         """Return the completion of the first replica that does not die, of at most two."""
         died_at: int | None = None
         while not request.is_cancelled:
-            kv = await self._prefilled(request)
             serving = await self._serving(request)
             if request.is_cancelled:
                 break
+            among = [i for i in serving if i != died_at] or serving
+            reservation = self._reserved(request.call, among)
             try:
-                among = [i for i in serving if i != died_at] or serving
-                return await self._ask(request, among, kv)
+                kv = await self._prefilled(request, reservation)
+                # It may have died while the prompt was computed; then another one is chosen.
+                if not request.is_cancelled and reservation.holds:
+                    return await self._ask(request, reservation, kv)
             except ReplicaDiedError as error:
                 if died_at is not None:
                     raise ReplicaDiedError(
                         "two replicas died while they were answering this request, which is not "
                         f"tried again; the second: {error}"
                     ) from error
-                died_at = request.index
+                died_at = reservation.index
+            finally:
+                if reservation.holds:
+                    self._router.finish(reservation.index, reservation.work)
         return cancelled_completion(request.call, arrival_s=self._clock.now())
 
     async def _serving(self, request: OpenRequest | None = None) -> list[int]:
@@ -280,15 +287,25 @@ class Dispatcher:
             await self._seats.news()
         return []
 
-    async def _prefilled(self, request: OpenRequest) -> Any:
+    def _reserved(self, call: Call, among: list[int]) -> Reservation:
+        """Choose the replica that answers, and count the work for it from now on."""
+        started = self._seats[among[0]].started
+        assert started is not None
+        work = predicted_tokens(
+            call.num_prompt_tokens, call.params, max_context=started.max_context
+        )
+        cached = {i: self._router.num_cached(i, call.pages) for i in among}
+        index = self._router.route(call.pages, work, among=among)
+        seat = self._seats[index]
+        return Reservation(index, seat, seat.replica, work, cached[index])
+
+    async def _prefilled(self, request: OpenRequest, reservation: Reservation) -> Any:
         """Have a prefill replica compute the prompt; return what `Replica.answer` takes.
 
         None where the replica that answers computes the prompt itself.
         """
         call, among = request.call, self._seats.serving(answers=False)
-        answering = self._seats.serving(answers=True)
-        cached = (self._router.num_cached(i, call.pages) for i in answering)
-        if not (among and pays(call, max(cached, default=0), self._page_size)):
+        if not (among and pays(call, reservation.num_cached, self._page_size)):
             return None
         work = call.num_prompt_tokens
         index = self._router.route(call.pages, work, among=among)
@@ -304,17 +321,10 @@ class Dispatcher:
                 self._router.finish(index, work)
         return None
 
-    async def _ask(self, request: OpenRequest, among: list[int], kv: Any) -> Completion:
-        call = request.call
-        started = self._seats[among[0]].started
-        assert started is not None
-        work = predicted_tokens(
-            call.num_prompt_tokens, call.params, max_context=started.max_context
-        )
-        index = self._router.route(call.pages, work, among=among)
-        seat = self._seats[index]
+    async def _ask(self, request: OpenRequest, reservation: Reservation, kv: Any) -> Completion:
+        call, replay = request.call, request.replay
+        index, seat = reservation.index, reservation.seat
         replica = request.enter(index, seat)
-        replay = request.replay
         try:
             if replay is not None:
                 replay.begin()
@@ -324,8 +334,7 @@ class Dispatcher:
             self._seats.replace(index, replica, error)
             raise
         finally:
-            if request.leave(seat, replica):
-                self._router.finish(index, work)
+            request.leave(seat, replica)
         if call.has_tokens and seat.replica is replica:
             for pages in answered_pages(completion, self._page_size):
                 self._router.remember(index, pages)

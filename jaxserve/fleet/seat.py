@@ -57,6 +57,29 @@ class Seat:
 
 
 @final
+@dataclass(frozen=True, eq=False)
+class Reservation:
+    """The replica that is to answer a request, with the work that is counted for it.
+
+    Attributes:
+      index: of the seat.
+      work: tokens.
+      num_cached: leading pages of the prompt that it probably has.
+    """
+
+    index: int
+    seat: Seat
+    replica: Replica
+    work: int
+    num_cached: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether the replica has not died."""
+        return self.seat.replica is self.replica
+
+
+@final
 @dataclass(eq=False)
 class OpenRequest:
     """A request without a completion, and the replica that works on it."""

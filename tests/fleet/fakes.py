@@ -56,6 +56,7 @@ class World:
         self.prefilled: list[tuple[str, int]] = []  # (request, replica)
         self.taken: dict[str, object] = {}  # request -> the KV that came with it last
         self.prefills_die = False
+        self.prefills_wait = False
         # What a replica says to the weights of a source: when it places them, and later.
         self.refusals: dict[tuple[object, int], JaxserveError] = {}
         self.failures: dict[tuple[object, int], JaxserveError] = {}
@@ -99,6 +100,8 @@ class FakeReplica:
 
     async def prefill(self, call: Call) -> object:
         self.world.prefilled.append((call.id, self.world.replicas.index(self)))
+        while self.world.prefills_wait:
+            await asyncio.sleep(0.001)
         if self.world.prefills_die:
             self.is_dead = True
             raise ReplicaDiedError("it was killed")

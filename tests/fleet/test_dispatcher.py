@@ -124,6 +124,39 @@ def test_the_kv_is_sent_again_if_the_replica_that_answers_dies():
     assert world.prefilled == [("r", 2)] * 2
 
 
+def test_no_prompt_is_computed_while_no_replica_can_answer():
+    """The request waits for a decode replica, and is cancelled without one."""
+    world = World()
+    world.gate_is_open = True
+    with _serving(1, world, num_prefill=1) as dispatcher:
+        world.starts_wait = True
+        dispatcher.submit(call("deadly", "deadly"))
+        _until(lambda: dispatcher.replicas[0].num_deaths == 1)
+        future, other = (dispatcher.submit(call(name, PROMPT)) for name in ("r", "s"))
+        dispatcher.cancel("s")
+        assert other.result(WAIT_S).finish_reason == "cancelled" and not world.prefilled
+        dispatcher.cancel("deadly")
+        world.starts_wait = False
+        assert future.result(WAIT_S).token_ids == ANSWER
+    assert world.prefilled == [("r", 1)] and world.taken["r"] == "KV of r"
+
+
+def test_another_replica_answers_if_the_chosen_one_dies_meanwhile():
+    """The work is reserved before the prompt is computed, and is not left over after a death."""
+    world = World()
+    world.gate_is_open, world.prefills_wait = True, True
+    with _serving(2, world, num_prefill=1) as dispatcher:
+        future = dispatcher.submit(call("r", PROMPT))
+        _until(lambda: len(world.prefilled) == 1)
+        [chosen] = [i for i in (0, 1) if dispatcher.replicas[i].work]
+        assert not world.asked
+        world.replicas[chosen].is_dead = True
+        assert dispatcher.stats().num_steps  # which notices the death
+        world.prefills_wait = False
+        assert future.result(WAIT_S).token_ids == ANSWER and world.asked["r"] == 1
+    assert world.asked_whom["r"] != chosen
+
+
 def test_prefill_replicas_alone_answer_nothing():
     """When no replica that answers will serve again, requests fail; one for prompts cannot help."""
     world = World()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -11,24 +11,32 @@ import numpy as np
 from jaxserve.planning.schedules.candidate import Score, throughput_under
 from jaxserve.planning.schedules.configuration import Policy, Schedule, check_families
 from jaxserve.planning.schedules.continuous_planner import ContinuousPlanner, ContinuousSpace
-from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
+from jaxserve.planning.schedules.estimates import Best, Estimates, LatencyBounds
 from jaxserve.planning.schedules.iterations import iteration_of
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.observed import RequestClass
-from jaxserve.planning.schedules.plan import SIMULATED, SIMULATED_RATE
-from jaxserve.planning.schedules.planner import SchedulePlanner, ScheduleSpace
+from jaxserve.planning.schedules.plan import SIMULATED
+from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Player
-from jaxserve.planning.schedules.rra_planner import RRAPlanner
+from jaxserve.planning.schedules.rra_planner import RRAPlanner, RRASpace
 
 # Families of one device group.
 FAMILIES = ("rra", "continuous")
 # RRA fills its batch over several rounds.
 _WARM_UP = 4.0
+# RRA schedules of a kind that are simulated in a search, and searches for them by closed form.
+_MOST_TRIED = 3
+_MOST_SEARCHES = 12
+# Share of the best score so far from which on a schedule is simulated, since its score by closed
+# form may be too low.
+_WORSE = 0.9
+# Steps by which the bounds of the closed form are widened and tightened.
+_WIDER, _TIGHTER = 1.25, 0.93
 
 
 def planner_of(
     player: Player, families: Sequence[str] = FAMILIES
-) -> RRAPlanner | ContinuousPlanner | FamiliesPlanner:
+) -> ContinuousPlanner | FamiliesPlanner:
     """Return the planner of one engine's schedules of some families.
 
     Args:
@@ -38,11 +46,11 @@ def planner_of(
       InvalidConfigError: there is no family, or one is unknown.
     """
     check_families(families, FAMILIES)
-    rra = RRAPlanner.measured(player.times, lambda: player.config)
-    if set(families) == {"rra"}:
-        return rra
     continuous = ContinuousPlanner(player)
-    return continuous if set(families) == {"continuous"} else FamiliesPlanner(rra, continuous)
+    if "rra" not in families:
+        return continuous
+    rra = RRAPlanner.measured(player.times, lambda: player.config)
+    return FamiliesPlanner(rra, continuous, is_rra_alone="continuous" not in families)
 
 
 @final
@@ -54,12 +62,16 @@ class FamiliesPlanner(SchedulePlanner):
     reserve slots for classes of requests with bounds of their own. Simulations have requests
     without such bounds only, so the throughputs are of these alone while no reserved slot is in
     use.
+
+    Attributes:
+      is_rra_alone: whether continuous batching is not chosen.
     """
 
     plans_classes: ClassVar[bool] = True
 
     rra: RRAPlanner
     continuous: ContinuousPlanner
+    is_rra_alone: bool = False
 
     @property
     def max_slots(self) -> int:
@@ -69,11 +81,18 @@ class FamiliesPlanner(SchedulePlanner):
         return FamiliesSpace(
             self.rra.space(lengths, classes),
             self.continuous.space(lengths, classes),
+            self.is_rra_alone,
         )
 
-    def _chosen(self, space: ScheduleSpace, bounds: LatencyBounds) -> Schedule | None:
+    def _chosen(self, space: FamiliesSpace, bounds: LatencyBounds) -> Schedule | None:
         # Simulated throughputs are never equal.
-        return space.best(throughput_under(bounds))
+        best = space.best(throughput_under(bounds))
+        if best is not None:
+            return best
+        # Near the lowest feasible bound, few schedules keep it; this one is looked for otherwise.
+        nearest = self._nearest(space, bounds)
+        is_met = nearest is not None and bool(bounds.met(space.estimated(nearest)))
+        return nearest if is_met else None
 
 
 @final
@@ -81,24 +100,69 @@ class FamiliesPlanner(SchedulePlanner):
 class FamiliesSpace:
     """The RRA schedules and the limits of continuous batching of one engine.
 
-    The RRA schedule that is best by its closed form is simulated, too, and compared by that
-    throughput. Its latencies stay those of the closed form.
+    The closed form of RRA has mean batches and phases, and is up to a third off where few sequences
+    run or slots limit them, in either direction. So the best RRA schedule by closed form is
+    simulated. Its throughput is that of the simulation, and its latency what 99 % of the simulated
+    answers take at most. Then the search is repeated with bounds that are wider or tighter by as
+    much as the closed form was off. The same is done with schedules whose phases last until all
+    answers have ended, as static batches do.
     """
 
-    rra: ScheduleSpace
+    rra: RRASpace
     continuous: ContinuousSpace
+    is_rra_alone: bool = False
 
     def estimate(self, schedule: Schedule) -> str:
-        return SIMULATED if schedule.layout.policy is Policy.CONTINUOUS else SIMULATED_RATE
+        return SIMULATED
 
     def best(self, score: Score) -> Schedule | None:
-        found = [each.best(score) for each in (self.continuous, self.rra)]
-        scores = {each: float(score(self.estimated(each))) for each in found if each is not None}
+        scores: dict[Schedule, float] = {}
+        limit = None if self.is_rra_alone else self.continuous.best(score)
+        if limit is not None:
+            scores[limit] = float(score(self.estimated(limit)))
+        for kind in (self.rra.best, self.rra.whole):
+            self._try(kind, score, scores)
         best = max(scores, key=lambda each: scores[each], default=None)
         return best if best is not None and scores[best] > 0 else None
 
+    def _try(
+        self,
+        best: Callable[[Score], Schedule | None],
+        score: Score,
+        scores: dict[Schedule, float],
+    ) -> None:
+        """Simulate RRA schedules whose score by closed form is the highest under several bounds.
+
+        Args:
+          best: returns the best schedule by closed form, of one kind.
+          scores: of the schedules that are simulated; those of this kind are added.
+        """
+        share, num_tried = 1.0, 0
+        for _ in range(_MOST_SEARCHES):
+            scaled = _scaled(score, 1 / share)
+            found = best(scaled)
+            if found is None:
+                share *= _WIDER
+                continue
+            found = self.rra.static(found)
+            if found not in scores:
+                closed = self.rra.estimated(found)
+                if scaled(closed) < _WORSE * max(scores.values(), default=0.0):
+                    return
+                figures = self.estimated(found)
+                scores[found] = float(score(figures))
+                num_tried += 1
+                if num_tried == _MOST_TRIED:
+                    return
+                share = float(closed.latency_s / figures.latency_s)
+            elif scores[found] > 0:
+                return
+            else:
+                share *= _TIGHTER
+
     def nearest(self, schedule: Schedule) -> Schedule:
-        return self._of(schedule).nearest(schedule)
+        nearest = self._of(schedule).nearest(schedule)
+        return nearest if nearest.layout.policy is Policy.CONTINUOUS else self.rra.static(nearest)
 
     def estimated(self, schedule: Schedule) -> Estimates:
         estimates = self._of(schedule).estimated(schedule)
@@ -110,11 +174,28 @@ class FamiliesSpace:
             schedule.decode_batch + schedule.encode_batch,
             warm_up=_WARM_UP,
         )
-        return replace(estimates, throughput=np.asarray(played.answers_per_s))
+        longer = played.latency_s / estimates.latency_s
+        return replace(
+            estimates,
+            throughput=np.asarray(played.answers_per_s),
+            latency_s=np.asarray(played.latency_s),
+            token_s=estimates.token_s * longer,
+        )
 
     def own_latencies_s(self, schedule: Schedule) -> Sequence[float]:
         return self._of(schedule).own_latencies_s(schedule)
 
-    def _of(self, schedule: Schedule) -> ScheduleSpace:
+    def _of(self, schedule: Schedule) -> RRASpace | ContinuousSpace:
         is_continuous = schedule.layout.policy is Policy.CONTINUOUS
         return self.continuous if is_continuous else self.rra
+
+
+def _scaled(score: Score, by: float) -> Score:
+    """Return the score of figures with multiplied latencies, those that are simulated."""
+
+    def scaled(figures: Estimates | Best) -> np.ndarray:
+        return score(
+            replace(figures, latency_s=by * figures.latency_s, token_s=by * figures.token_s)
+        )
+
+    return scaled

@@ -70,7 +70,8 @@ class FamiliesSearch:
         found = self._rra.estimated(schedule, encode_batch, control)
         if found is None:
             return None
-        return self._outcome(found.schedule, self._space.estimated(found.schedule))
+        nearest = self._space.nearest(found.schedule)
+        return self._outcome(nearest, self._space.estimated(nearest))
 
     def lowest_s(self, fixed: LatencyBounds) -> float:
         score = shortest("latency_s")

@@ -14,11 +14,10 @@ from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.iteration.waa import WAA
 
-# Where a plan's figures are from: ExeGPT's equations (section 6), simulations (`Player`), or
-# simulations for the throughput and the equations for the rest.
+# Where a plan's figures are from: ExeGPT's equations (section 6), or simulations (`Player`). The
+# first token's latency of RRA is always by the equations.
 CLOSED_FORM = "closed form"
 SIMULATED = "simulated"
-SIMULATED_RATE = "throughput simulated"
 
 
 @final
@@ -83,7 +82,7 @@ class Plan:
     The figures are those of an engine that always has requests waiting. They hold for each replica.
     Latencies count from the admission of an answer; time in the queue is not included. They are
     those of an answer of the 99th-percentile length: by closed form with phases a tenth longer than
-    their mean; simulated, of 95 % of such answers, and for the first token of 99 % of all answers.
+    their mean; simulated, see `Played`.
 
     Attributes:
       schedule: B_E, N_D and B_D of RRA, see `Schedule`; or of WAA on two device groups: B_E, the
@@ -101,7 +100,7 @@ class Plan:
         expected to take from their submission; they do not wait for an encode phase.
       fits: whether the schedule is expected to fit in memory. The figures of one that does not are
         as if it did.
-      estimate: where the figures are from: `CLOSED_FORM`, `SIMULATED` or `SIMULATED_RATE`.
+      estimate: where the figures are from: `CLOSED_FORM` or `SIMULATED`.
       lowest: the lowest seconds that some schedule reaches, by name of the bound, if no schedule
         keeps the bounds; empty if this one does.
       move: of devices between two groups; None if the present division is the best.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
+import numpy as np
+
 from jaxserve.core.config import EngineConfig
-from jaxserve.planning.schedules.candidate import Score
+from jaxserve.planning.schedules.candidate import Candidate, Score
 from jaxserve.planning.schedules.configuration import Layout, Points, Schedule
 from jaxserve.planning.schedules.estimates import Estimates
 from jaxserve.planning.schedules.lengths import TaskLengths
@@ -67,20 +69,22 @@ class RRAPlanner(SchedulePlanner):
     def max_slots(self) -> int:
         return self.num_slots
 
-    def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> _Space:
+    def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> RRASpace:
         # Steps in flight come before its prompt, and its own step beside the running answers.
         bounds_s = tuple(each.latency_bound_s for each in classes)
         longest = [each.max_answer_tokens + self.num_awaited + 1 for each in classes]
         own = tuple(zip(longest, bounds_s, strict=True))
-        return _Space(RRATimeline(self.deploy(lengths), lengths, self.layouts, own))
+        timeline = RRATimeline(self.deploy(lengths), lengths, self.layouts, own)
+        return RRASpace(timeline, lengths.inputs.max_length)
 
 
 @final
 @dataclass(frozen=True)
-class _Space:
+class RRASpace:
     """The schedules of a timeline."""
 
     timeline: RRATimeline
+    longest_prompt: int
 
     def estimate(self, schedule: Schedule) -> str:
         return CLOSED_FORM
@@ -88,6 +92,15 @@ class _Space:
     def best(self, score: Score) -> Schedule | None:
         found = maximise([self.timeline], score).found
         return None if found is None else self.timeline.schedule(found.point)
+
+    def whole(self, score: Score) -> Schedule | None:
+        """Return the best schedule whose decode phases last until all answers have ended."""
+        timeline = self.timeline
+        shape = len(timeline.layouts), timeline.max_encode_batch
+        layout, batch = np.unravel_index(np.arange(np.prod(shape)), shape)
+        points = Points(layout, batch + 1, np.full(len(layout), timeline.max_control))
+        found = Candidate().improved(timeline, points, score).found
+        return None if found is None else timeline.schedule(found.point)
 
     def nearest(self, schedule: Schedule) -> Schedule:
         return self.timeline.schedule(self._point(schedule))
@@ -98,6 +111,18 @@ class _Space:
     def own_latencies_s(self, schedule: Schedule) -> list[float]:
         point = self._point(schedule)
         return [float(each[0]) for each in self.timeline.own_latencies_s(point)]
+
+    def static(self, schedule: Schedule) -> Schedule:
+        """Return a schedule with batches of B_E sequences if its phases last until all answers end.
+
+        They have as many, or up to a tenth more, however long their prompts are: no running answer
+        waits for these, so they need not be even. Other schedules are returned as they are.
+        """
+        if schedule.num_decodes < self.timeline.max_control or not schedule.decode_batch:
+            return schedule
+        batch = float(schedule.encode_batch)
+        tokens = batch * max(1, self.longest_prompt)
+        return replace(schedule, encode_tokens=tokens, decode_batch=batch)
 
     def _point(self, schedule: Schedule) -> Points:
         # No phase lasts longer than the longest answer.

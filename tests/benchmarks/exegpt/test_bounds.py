@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.exegpt.bounds import best_under, bounds_of, figures_of, main
+from benchmarks.exegpt.bounds import best_under, bounds_of, figures_of, main, missed_of
 from jaxserve.core.request import Completion, Sample, Timing
 from tests.models.gguf_models import TOKENIZER, write_gguf
 
@@ -54,6 +54,8 @@ def test_bounds_and_latencies_by_hand():
     assert figures["answers_per_s"] == 0.5 and figures["tokens_per_s"] == 1.5
     assert figures["latencies_s"] == [2.0, 3.0]
     assert figures["p99_s"] == pytest.approx(2.99)
+    assert missed_of(done, 2.5, 3) == {"longer_share": 0.0, "missed_share": 0.5}
+    assert missed_of(done, 2.5, 2) == {"longer_share": 1.0, "missed_share": 0.0}
 
 
 def test_every_policy_batch_and_plan_is_run(capsys, tmp_path):
@@ -77,7 +79,7 @@ def test_every_policy_batch_and_plan_is_run(capsys, tmp_path):
     assert {run["family"] for run in planned} <= {"rra", "continuous"}
     points = result["tasks"]["S"]
     assert len(points) == 4 and points[3]["bound_s"] is None
-    assert points[3]["exegpt"]["within"] == 1.0
+    assert points[3]["exegpt"]["within"] == 1.0 and points[3]["exegpt"]["missed_share"] == 0.0
     for point in points:
         for policy, best in point["best"].items():
             own = [r for r in runs if r["policy"] == policy and r["task"] == "S"]
