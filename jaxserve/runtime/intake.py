@@ -157,25 +157,29 @@ class Intake:
         return handed_over
 
     def _predicted(self, requests: Sequence[Request], on_piece: PieceSink | None) -> list[Pending]:
-        forecaster = self._forecaster
-        if forecaster is None:
-            return self._submit(requests, on_piece)
-        self._replicas.check_accepts(len(requests))
-        asked = forecaster.ask(requests, self._replicas.expect)
-        try:
-            pending = self._submit(forecaster.wait_for(asked), on_piece)
-        except BaseException:
-            forecaster.drop(*asked)
-            raise
-        for awaited, request in zip(asked, pending, strict=True):
-            awaited.submitted()
-            request.future.add_done_callback(partial(_drop, forecaster, awaited))
-        return pending
-
-    def _submit(self, requests: Sequence[Request], on_piece: PieceSink | None) -> list[Pending]:
-        answers = [self._answer(request, on_piece) for request in requests]
-        self._replicas.submit(*answers)
+        # Claimed first, so that nothing is predicted of a request that is refused.
+        with self._replicas.claimed(requests) as claimed:
+            answers = self._submit(requests, claimed, on_piece)
         return [Pending(a.request.id, a.future, self._replicas.cancel) for a in answers]
+
+    def _submit(
+        self, requests: Sequence[Request], claimed: set[str], on_piece: PieceSink | None
+    ) -> list[Answer]:
+        forecaster, replicas = self._forecaster, self._replicas
+        asked = [] if forecaster is None else forecaster.ask(requests)
+        try:
+            if forecaster is not None:
+                requests = forecaster.wait_for(asked)
+            answers = [self._answer(request, on_piece) for request in requests]
+            replicas.submit_claimed(claimed, *answers)
+        except BaseException:
+            if forecaster is not None:
+                forecaster.drop(*asked)
+            raise
+        for awaited, answer in zip(asked, answers, strict=False):
+            awaited.submitted(partial(replicas.expect, answer))
+            answer.future.add_done_callback(partial(_drop, forecaster, awaited))
+        return answers
 
     def _answer(self, request: Request, on_piece: PieceSink | None) -> Answer:
         tokenizer = self._tokenizer
