@@ -13,7 +13,7 @@ from jaxserve.scheduling.kv.growth import Growth
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.plan import LINK, Row, StepPlan
-from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.policy import MAX_ADMITTED, Policy
 from jaxserve.scheduling.queues import Queues, admission, handover
 from jaxserve.scheduling.sequence import Sequence, split
 from jaxserve.scheduling.speculation import NOT_SPECULATING, Speculation
@@ -112,7 +112,6 @@ class Step:
         return next(self._ready(), None) is not None
 
     def _ready(self) -> Iterator[Sequence]:
-        # None is admitted into a step that ran out of memory.
         return iter(()) if self._is_short else self._queues.waiting.ready()
 
     @property
@@ -130,7 +129,11 @@ class Step:
     # ---- what it does ----
 
     def first_admissible(self, *, only_bounded: bool = False) -> Sequence | None:
-        return None if self._is_short else self._queues.first_admissible(only_bounded)
+        return None if self._is_closed else self._queues.first_admissible(only_bounded)
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._is_short or len(self._admitted) >= MAX_ADMITTED
 
     def fetch_next(self) -> None:
         self._queues.fetch_next()
@@ -147,7 +150,7 @@ class Step:
 
     def make_way(self) -> Sequence | None:
         first = next(iter(self._queues.waiting.ready()), None)
-        if self._is_short or first is None or first.request.due_s is None:
+        if self._is_closed or first is None or first.request.due_s is None:
             return None
         have_rows, keys = set(self.sequences), self._queues.keys
         awaits_disk = self._kv.awaits_disk(first)
@@ -325,15 +328,14 @@ class Step:
         encodes = start < sequence.request.num_encoded
         if encodes:
             end -= sequence.request.num_padding
+        wants_prompt = start < sequence.prompt_length - 1 and sequence.wants_prompt_logprobs
         return Row(
             slot=sequence.slot,
             sequence_key=sequence.key,
             start=start,
             num_tokens=1 if self._is_decode_loop else end - start,
             max_new_tokens=max_new_tokens,
-            wants_prompt_logprobs=(
-                start < sequence.prompt_length - 1 and sequence.wants_prompt_logprobs
-            ),
+            wants_prompt_logprobs=wants_prompt,
             encodes=encodes,
         )
 
