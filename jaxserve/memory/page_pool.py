@@ -137,8 +137,8 @@ class PagePool:
         ownerless = pages[left == 0]
         states = contents[ownerless]
         self._free += ownerless[states == _DROPPED].tolist()
-        self._num_cached += np.count_nonzero(states)
-        self._num_copied += np.count_nonzero(states == _COPIED)
+        self._num_cached += int(np.count_nonzero(states))
+        self._num_copied += int(np.count_nonzero(states == _COPIED))
 
     # ---- contents that may be wanted again ----
 
@@ -241,7 +241,7 @@ class PagePool:
 
     def _take_states(self, refcounts: np.ndarray, contents: np.ndarray) -> None:
         """Take the references and the contents of every page, as views that read one fast."""
-        self._refcounts, self._contents = memoryview(refcounts), memoryview(contents)
+        self._refcounts, self._contents = refcounts.data, contents.data
 
 
 def _check_size(num_pages: int) -> None:

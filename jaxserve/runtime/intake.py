@@ -165,20 +165,25 @@ class Intake:
     def _submit(
         self, requests: Sequence[Request], claimed: set[str], on_piece: PieceSink | None
     ) -> list[Answer]:
-        forecaster, replicas = self._forecaster, self._replicas
-        asked = [] if forecaster is None else forecaster.ask(requests)
+        forecaster = self._forecaster
+        if forecaster is None:
+            return self._answers(requests, claimed, on_piece)
+        asked = forecaster.ask(requests)
         try:
-            if forecaster is not None:
-                requests = forecaster.wait_for(asked)
-            answers = [self._answer(request, on_piece) for request in requests]
-            replicas.submit_claimed(claimed, *answers)
+            answers = self._answers(forecaster.wait_for(asked), claimed, on_piece)
         except BaseException:
-            if forecaster is not None:
-                forecaster.drop(*asked)
+            forecaster.drop(*asked)
             raise
-        for awaited, answer in zip(asked, answers, strict=False):
-            awaited.submitted(partial(replicas.expect, answer))
+        for awaited, answer in zip(asked, answers, strict=True):
+            awaited.submitted(partial(self._replicas.expect, answer))
             answer.future.add_done_callback(partial(_drop, forecaster, awaited))
+        return answers
+
+    def _answers(
+        self, requests: Sequence[Request], claimed: set[str], on_piece: PieceSink | None
+    ) -> list[Answer]:
+        answers = [self._answer(request, on_piece) for request in requests]
+        self._replicas.submit_claimed(claimed, *answers)
         return answers
 
     def _answer(self, request: Request, on_piece: PieceSink | None) -> Answer:

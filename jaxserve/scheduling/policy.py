@@ -154,7 +154,7 @@ class Retention(Protocol):
 
 # Sequences that one step admits at most. Prompts of so many keep a device busy, and the host has a
 # bounded time to admit them, before the step that the device computes meanwhile ends.
-MAX_ADMITTED = 64
+MAX_ADMITTED = 32
 
 
 class StepBuilder(Protocol):
