@@ -202,6 +202,15 @@ class Branch:
         if now_s is not None:
             self.last_active_s = now_s
 
+    def arrived(self) -> None:
+        """No sequence waits for its pages any more."""
+        self.is_awaited = False
+
+    def shared_pages(self) -> list[CachedPage]:
+        """Return those of `shared` that lie anywhere; the others are dropped."""
+        self.shared = [page for page in self.shared if page.is_resident]
+        return self.shared
+
     @property
     def is_empty(self) -> bool:
         """Whether none of the pages whose first it was lies anywhere."""
@@ -244,6 +253,10 @@ class CachedPage:
             self._home.on_device.put(self)
             if self.host_page is None:
                 self._home.uncopied.put(self)
+
+    def leave_device(self) -> None:
+        """Lie on the host at most."""
+        self.device_page = None
 
     def put_on_host(self, host_page: int) -> None:
         """Lie on a page of the host, too."""

@@ -194,7 +194,7 @@ class PageCache:
         self._copies_in.pop(page.device_page, None)
         self.pool.evict(page.device_page)
         del self._by_page[page.device_page]
-        page.device_page = None
+        page.leave_device()
         self._drop_if_gone(page)
 
     def clear(self, identity: bytes) -> None:

@@ -93,8 +93,7 @@ class Ranking:
             self._newest.pop(unit, None)
         elif unit is not None and not (skips and self._is_spared(unit)):
             self._push_first_of(unit, 0)
-            unit.shared = [page for page in unit.shared if page.is_resident]
-            self._turns.extend(unit.shared)
+            self._turns.extend(unit.shared_pages())
 
     def _is_spared(self, branch: Branch) -> bool:
         return branch.is_awaited or (branch.is_running and self._spares_running)

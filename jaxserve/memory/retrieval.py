@@ -110,7 +110,7 @@ class Retrieval:
         wanted = self._wanted.pop(sequence, None)
         if wanted is None:
             return set()
-        wanted.branch.is_awaited = False
+        wanted.branch.arrived()
         return wanted.loaded
 
     def take_in(self) -> None:
@@ -131,7 +131,7 @@ class Retrieval:
     def clear(self) -> None:
         """Have no sequence wait any more; what arrives from now on is dropped."""
         for wanted in self._wanted.values():
-            wanted.branch.is_awaited = False
+            wanted.branch.arrived()
         self._wanted.clear()
 
     def _ask_disk(self) -> None:

@@ -42,7 +42,7 @@ class _Pool:
         page = self.ranking.lowest()
         if page is None:
             return None
-        page.device_page = None
+        page.leave_device()
         return page.index
 
 
@@ -120,7 +120,8 @@ def test_what_was_ranked_ahead_of_time_may_be_gone():
         pool.take()
     kept = [page for page in pool.pages if page.index > 397]
     for page in pool.pages:
-        page.device_page = page.device_page if page in kept else None
+        if page not in kept:
+            page.leave_device()
     for page in kept:
         page.join(Branch(0.0))
     assert {pool.take(), pool.take()} == {398, 399}
