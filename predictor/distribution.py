@@ -7,7 +7,7 @@ ruled out and the rest is renormalised: P(L | L > t). Everything is vectorised o
 from __future__ import annotations
 
 import functools
-from typing import final
+from typing import Self, final
 
 import numpy as np
 from jaxtyping import Float, Int, Int64
@@ -37,9 +37,22 @@ class LengthDistributions:
         given = np.where(usable[:, None], given, 1.0)
         self.buckets = buckets
         self.probabilities = given / given.sum(1, keepdims=True)
-        edges = np.asarray(buckets.edges, np.float64)
-        self._low, self._high = edges[:-1], edges[1:]
-        self._bucket_from = _bucket_from(buckets)
+        self._take_edges()
+
+    @classmethod
+    def known(
+        cls, buckets: LengthBuckets, probabilities: np.ndarray, lines: tuple[np.ndarray, np.ndarray]
+    ) -> Self:
+        """Return rows of other distributions, with their `lines`; nothing is checked."""
+        self = cls.__new__(cls)
+        self.buckets = buckets
+        self.probabilities = probabilities
+        self.lines = lines
+        self._take_edges()
+        return self
+
+    def _take_edges(self) -> None:
+        self._low, self._high, self._bucket_from = _edges(self.buckets)
 
     def __len__(self) -> int:
         return len(self.probabilities)
@@ -127,7 +140,7 @@ class LengthDistributions:
 
     def _over(self, lengths: np.ndarray) -> np.ndarray:
         """Return P(L > length) for lengths [sequences, any], which is linear within a bucket."""
-        rate, tail = self._lines
+        rate, tail = self.lines
         place = self._bucket_from.take(lengths.astype(np.intp), mode="clip")
         place += np.arange(0, rate.size, self.buckets.num)[:, None]
         over = rate.take(place)
@@ -136,7 +149,7 @@ class LengthDistributions:
         return np.maximum(over, 0.0, out=over)
 
     @functools.cached_property
-    def _lines(self) -> tuple[np.ndarray, np.ndarray]:
+    def lines(self) -> tuple[np.ndarray, np.ndarray]:
         """P(L > length) is `tail - rate * length` within a bucket: both [sequences, buckets]."""
         rate = self.probabilities / (self._high - self._low)
         # From the longest on, so that what is left of the tail has no rounding errors of the rest.
@@ -148,11 +161,14 @@ class LengthDistributions:
         return np.clip((self._high - t) / (self._high - self._low), 0.0, 1.0)
 
     def _column(self, values: np.ndarray | int) -> np.ndarray:
-        return np.broadcast_to(np.asarray(values, np.float64), len(self))[:, None]
+        column = np.asarray(values, np.float64)
+        return (column if column.ndim else np.full(len(self), column))[:, None]
 
 
 @functools.lru_cache(maxsize=16)
-def _bucket_from(buckets: LengthBuckets) -> np.ndarray:
-    """Return the bucket of the lengths that are over 0, 1, ... up to the longest [lengths + 1]."""
+def _edges(buckets: LengthBuckets) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return lower and upper edges, and the bucket of lengths over 0, 1, ... up to the longest."""
+    edges = np.asarray(buckets.edges, np.float64)
     starts = np.arange(buckets.max_length + 1)
-    return np.minimum(np.searchsorted(buckets.edges, starts, "right") - 1, buckets.num - 1)
+    bucket = np.minimum(np.searchsorted(buckets.edges, starts, "right") - 1, buckets.num - 1)
+    return edges[:-1], edges[1:], bucket

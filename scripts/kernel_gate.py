@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 import sys
@@ -80,9 +79,6 @@ KNOWN = Path(__file__).with_name("kernel_gate.json")
 _SPLIT_KERNELS = {None: "paged_attention_split", "mosaic,triton": "paged_attention_mosaic_split"}
 # Maximum bytes that a step with unrolled layers moves beside what it needs, of its weights' bytes.
 _MAX_SHARE_BESIDE = 0.05
-# A step that is counted to move its pages once more (docs/results/kernels.md). Its temporaries are
-# smaller than its pages, so it is not known whether they are copied or counted wrongly.
-_UNEXPLAINED = "mixed step, Llama 3 8B, unrolled, mosaic,triton"
 # Maximum bytes of temporaries of one call; attention's partial results are the largest.
 _MAX_TEMPORARY_BYTES = 128 << 20
 # Maximum shared memory of a block that opts in, see `scripts.gate_device`.
@@ -192,8 +188,7 @@ def _compile_steps(steps: Steps, problems: list[str], counts: _Counts) -> None:
     more = _modules(steps, num_more, problems)
     for name, hlo in more.items():
         own = counts.moved[name] = step_bytes(hlo)
-        allowed = _MAX_SHARE_BESIDE if name != _UNEXPLAINED else math.inf
-        if steps.layout == "unrolled" and own.share_beside > allowed:
+        if steps.layout == "unrolled" and own.share_beside > _MAX_SHARE_BESIDE:
             problems.append(
                 f"{name}: {own.beside} bytes beside those of the weights ({own.weights}), "
                 "activations and pages"

@@ -24,6 +24,8 @@ _SLICES = {"slice", "dynamic-slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 # Starts of collectives, whose result may be a tuple of operands and results.
 _COLLECTIVES = {"all-gather-start", "all-reduce-start", "collective-permute-start"}
+# In the line of a fusion of slices with the kernel that takes them: it gets their addresses.
+_KERNEL_ON_SLICES = '"name":"dynamic_slice_fusion"'
 # Sizes of what steers a kernel and is no data, such as the number of the layer.
 _SCALAR_BYTES = 8
 
@@ -204,10 +206,37 @@ class _Module:
         empty = [each.operands[i][0] for i, operand in enumerate(operands) if not operand]
         if empty:
             raise ValueError(f"{empty} have no result, in {line.strip()[:200]!r}")
+        if each.opcode == "fusion" and _KERNEL_ON_SLICES in line:
+            return self._on_slices(_attribute(line, "calls"), operands, traffic)
         flat = [operand[0] for operand in operands]
         if each.opcode == "custom-call":
             return _kernel(each, flat, traffic)
         return self._moved(each, flat, traffic)
+
+    def _on_slices(
+        self, name: str, operands: Sequence[Sequence[_Value]], traffic: _Traffic
+    ) -> Sequence[_Value]:
+        """Return the result of a kernel that takes slices of its operands where they lie."""
+        values: dict[str, Sequence[_Value]] = {}
+        result: Sequence[_Value] = ()
+        for each in self.computations[name]:
+            if each.opcode == "parameter":
+                result = operands[_number(each)]
+            elif each.opcode in ("slice", "dynamic-slice"):
+                (source,) = values[each.operands[0][0]]
+                result = [replace(source, num_bytes=sum(each.shapes))]
+            elif each.opcode in _UPDATES:
+                result = values[each.operands[0][0]]
+            else:
+                given = [
+                    values[operand] if index is None else [values[operand][index]]
+                    for operand, index in each.operands
+                ]
+                result = self._result(each, given, traffic)
+            values[each.name] = result
+            if each.is_root:
+                break
+        return result
 
     def _largest_branch(
         self, line: str, operands: Sequence[Sequence[_Value]], traffic: _Traffic

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from operator import attrgetter
 from typing import final
 
 import numpy as np
 
 _KEY_BYTES = 16
+_INDEX = attrgetter("index")
 
 
 @final
@@ -78,6 +81,68 @@ def _key(page: bytes, before: bytes) -> bytes:
 
 
 @final
+class Line:
+    """Pages of a conversation in their order; one that leaves is passed over from then on.
+
+    Args:
+      lies: whether a page is still where the line's pages lie.
+    """
+
+    __slots__ = ("_lies", "_pages", "_start")
+
+    def __init__(self, lies: Callable[[CachedPage], bool]):
+        self._lies = lies
+        self._pages: list[CachedPage] = []
+        # The pages before it have left.
+        self._start = 0
+
+    def put(self, page: CachedPage) -> None:
+        """Add a page, mostly behind all others."""
+        pages = self._pages
+        if pages and pages[-1].index > page.index:
+            bisect.insort(pages, page, lo=self._start, key=_INDEX)
+        else:
+            pages.append(page)
+
+    @property
+    def is_empty(self) -> bool:
+        pages, start = self._pages, self._start
+        while start < len(pages) and not self._lies(pages[start]):
+            start += 1
+        if 2 * start > len(pages):
+            del pages[:start]
+            start = 0
+        self._start = start
+        return not pages
+
+    def first(self, index: int, may_go: Callable[[CachedPage], bool]) -> CachedPage | None:
+        """Return the first page from `index` on that may go and belongs to one conversation alone.
+
+        It costs as much as there are pages from `index` on that may not go.
+        """
+        if self.is_empty:
+            return None
+        pages = self._pages
+        for at in range(bisect.bisect_left(pages, index, self._start, key=_INDEX), len(pages)):
+            page = pages[at]
+            if len(page.branches) == 1 and may_go(page):
+                return page
+        return None
+
+
+def _is_on_device(page: CachedPage) -> bool:
+    return page.device_page is not None
+
+
+def _is_on_host(page: CachedPage) -> bool:
+    return page.host_page is not None
+
+
+def _is_uncopied(page: CachedPage) -> bool:
+    return page.device_page is not None and page.host_page is None
+
+
+@final
 @dataclass(eq=False, slots=True)
 class Branch:
     """A conversation as the cache sees it: a chain of cached pages up to its last one, the tip.
@@ -86,12 +151,23 @@ class Branch:
 
     Attributes:
       returns: whether it is sure to go on: its sequence was preempted, or more turns are expected.
+      is_awaited: whether a sequence that waits has its pages brought from the disk.
+      num_uses: how often it was used, and with it all of its pages.
+      shared: pages whose first it was, and that belong to others too.
+      on_device, on_host, uncopied: pages whose first it was, by where they lie; the last ones on
+        the device alone.
     """
 
     last_active_s: float
     tip: CachedPage | None = None
     is_running: bool = False
     returns: bool = False
+    is_awaited: bool = False
+    num_uses: int = 0
+    shared: list[CachedPage] = field(default_factory=list)
+    on_device: Line = field(default_factory=lambda: Line(_is_on_device))
+    on_host: Line = field(default_factory=lambda: Line(_is_on_host))
+    uncopied: Line = field(default_factory=lambda: Line(_is_uncopied))
 
     @property
     def counts(self) -> bool:
@@ -100,9 +176,12 @@ class Branch:
     def begin(self, cached: Sequence[CachedPage], now_s: float) -> None:
         """Be active now, with these pages up to the tip."""
         self.last_active_s = now_s
+        self.num_uses += 1
         for page in cached:
-            page.join(self)
-            self.tip = page
+            if self not in page.branches:
+                page.join(self)
+        if cached:
+            self.tip = cached[-1]
 
     def run(self) -> None:
         """A sequence continues it."""
@@ -119,8 +198,23 @@ class Branch:
           now_s: when it was active until now; None where its pages are not right.
         """
         self.is_running, self.returns = False, returns
+        self.num_uses += 1
         if now_s is not None:
             self.last_active_s = now_s
+
+    def arrived(self) -> None:
+        """No sequence waits for its pages any more."""
+        self.is_awaited = False
+
+    def shared_pages(self) -> list[CachedPage]:
+        """Return those of `shared` that lie anywhere; the others are dropped."""
+        self.shared = [page for page in self.shared if page.is_resident]
+        return self.shared
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none of the pages whose first it was lies anywhere."""
+        return self.on_device.is_empty and self.on_host.is_empty
 
 
 @final
@@ -133,8 +227,7 @@ class CachedPage:
       key: None while some of its tokens have not been read yet.
       device_page, host_page: pages of the pools that hold it; None where it does not lie there.
       branches: conversations that it belongs to.
-      num_uses: how often its value has changed by use.
-      is_counted: whether `count_once` was called since it was used last.
+      num_uses: how often it was used other than by its conversations.
     """
 
     index: int
@@ -143,25 +236,70 @@ class CachedPage:
     host_page: int | None = None
     branches: list[Branch] = field(default_factory=list)
     num_uses: int = 0
-    is_counted: bool = False
+    # The first of the conversations that it ever belonged to.
+    _home: Branch | None = None
+    # The uses when `count_once` was called last.
+    _counted_at: int = -1
     _max_branches: int = 16
 
     @property
     def is_resident(self) -> bool:
         return self.device_page is not None or self.host_page is not None
 
+    def put_on_device(self, device_page: int) -> None:
+        """Lie on a page of the device, too."""
+        self.device_page = device_page
+        if self._home is not None:
+            self._home.on_device.put(self)
+            if self.host_page is None:
+                self._home.uncopied.put(self)
+
+    def leave_device(self) -> None:
+        """Lie on the host at most."""
+        self.device_page = None
+
+    def put_on_host(self, host_page: int) -> None:
+        """Lie on a page of the host, too."""
+        self.host_page = host_page
+        if self._home is not None:
+            self._home.on_host.put(self)
+
+    def leave_host(self) -> None:
+        """Lie on the device at most."""
+        self.host_page = None
+        if self._home is not None and self.device_page is not None:
+            self._home.uncopied.put(self)
+
+    @property
+    def uses(self) -> int:
+        """How often its value has changed by use."""
+        num = self.num_uses
+        for branch in self.branches:
+            num += branch.num_uses
+        return num
+
     def count_once(self) -> bool:
         """Return whether this is the first call since the page was used."""
-        is_first, self.is_counted = not self.is_counted, True
-        return is_first
+        before, self._counted_at = self._counted_at, self.uses
+        return before != self._counted_at
 
     def join(self, branch: Branch) -> None:
         """Belong to that conversation too, from here on."""
         self.num_uses += 1
-        self.is_counted = False
         if branch in self.branches:
             return
+        if self._home is None:
+            self._home = branch
+            self._stand_in_line()
+        elif len(self.branches) == 1:
+            self._home.shared.append(self)
         if len(self.branches) >= self._max_branches:
             self.branches = [each for each in self.branches if each.counts]
             self._max_branches = 16 + 2 * len(self.branches)
         self.branches.append(branch)
+
+    def _stand_in_line(self) -> None:
+        if self.host_page is not None:
+            self.put_on_host(self.host_page)
+        if self.device_page is not None:
+            self.put_on_device(self.device_page)

@@ -41,6 +41,7 @@ class PageCache:
       identity: as given, or as `clear` was told since.
       num_pages_out, num_pages_in: pages copied to the host and back.
       num_evicted: pages that were evicted from their last tier above the disk.
+      branches: every conversation with pages here, and some that had some lately.
     """
 
     def __init__(
@@ -57,13 +58,12 @@ class PageCache:
         self.pool = PagePool(num_pages, self._reclaim)
         self.disk = disk
         self.identity = identity
-        self.num_pages_out = 0
-        self.num_pages_in = 0
-        self.num_evicted = 0
+        self.num_pages_out = self.num_pages_in = self.num_evicted = 0
         self._host = host
         self._host_memory = host_memory
         self._max_pages_out = max_pages_out
         self._values = values
+        self.branches: dict[Branch, None] = {}
         self._by_key: dict[bytes, CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
         self._by_host_page: dict[int, CachedPage] = {}
@@ -72,9 +72,10 @@ class PageCache:
         # Device page -> host page, and the other way round.
         self._copies_in: dict[int, int] = {}
         self._copies_out: dict[int, int] = {}
-        self._victims = Ranking(self._by_page, self.is_cached, values.rank)
-        self._to_copy = Ranking(self._by_page, self._is_uncopied, values.rank)
-        self._host_victims = Ranking(self._by_host_page, self._may_leave_host, values.rank)
+        branches, rank = self.branches, values.rank
+        self._victims = Ranking(branches, "on_device", self.is_cached, rank)
+        self._to_copy = Ranking(branches, "uncopied", self._is_uncopied, rank)
+        self._host_victims = Ranking(branches, "on_host", self._may_leave_host, rank)
 
     # ---- what is here ----
 
@@ -95,7 +96,7 @@ class PageCache:
 
     def find(self, keys: Sequence[bytes]) -> list[CachedPage]:
         """Return the pages that lie on the device or the host, in the order of the keys."""
-        return [page for key in keys if (page := self._by_key.get(key)) is not None]
+        return list(filter(None, map(self._by_key.get, keys)))
 
     def tier_of(self, key: bytes) -> Tier:
         """Return the fastest tier that has a page."""
@@ -114,7 +115,7 @@ class PageCache:
 
     def num_evicted_of(self, keys: Iterable[bytes]) -> int:
         """Return how many of these were here once, and were evicted not long ago."""
-        return sum(key in self._evicted for key in keys)
+        return sum(map(self._evicted.__contains__, keys))
 
     # ---- what comes ----
 
@@ -134,6 +135,7 @@ class PageCache:
         if page.device_page is None:
             self._set_device_page(page, device_page)
         page.join(branch)
+        self.branches[branch] = None
         return page
 
     def set_key(self, page: CachedPage, key: bytes) -> None:
@@ -167,6 +169,7 @@ class PageCache:
             self._put_under(key, page)
             self._host_memory.write_host_page(self._set_host_page(page), contents)
         page.join(branch)
+        self.branches[branch] = None
         branch.grow_to(page)
         return True
 
@@ -176,10 +179,6 @@ class PageCache:
         if page is None:
             return False
         return page.host_page is not None or self._copy_out(page)
-
-    def awaits_copy(self, page: CachedPage) -> bool:
-        """Whether the next plan copies a page to the host."""
-        return page.host_page in self._copies_out
 
     # ---- what goes ----
 
@@ -195,7 +194,7 @@ class PageCache:
         self._copies_in.pop(page.device_page, None)
         self.pool.evict(page.device_page)
         del self._by_page[page.device_page]
-        page.device_page = None
+        page.leave_device()
         self._drop_if_gone(page)
 
     def clear(self, identity: bytes) -> None:
@@ -341,7 +340,7 @@ class PageCache:
         self._copies_out.pop(page.host_page, None)
         self._host.free([page.host_page])
         del self._by_host_page[page.host_page]
-        page.host_page = None
+        page.leave_host()
         if page.device_page is not None:
             self.pool.mark_copied(page.device_page, False)
         self._drop_if_gone(page)
@@ -350,13 +349,12 @@ class PageCache:
         if page.is_resident:
             return
         self.num_evicted += 1
+        page.branches.clear()
         if page.key is not None:
             del self._by_key[page.key]
             self._evicted[page.key] = None
             if len(self._evicted) > 4 * (self.pool.num_usable + self.max_host_pages):
                 self._evicted.popitem(last=False)
-
-    # ---- helpers ----
 
     def _put_under(self, key: bytes, page: CachedPage) -> None:
         self._by_key[key] = page
@@ -364,13 +362,13 @@ class PageCache:
 
     def _set_device_page(self, page: CachedPage, device_page: int) -> None:
         self.pool.retain(device_page, is_copied=page.host_page is not None)
-        page.device_page = device_page
+        page.put_on_device(device_page)
         self._by_page[device_page] = page
 
     def _set_host_page(self, page: CachedPage) -> int:
         assert self._host is not None
         (host_page,) = self._host.allocate(1)
-        page.host_page = host_page
+        page.put_on_host(host_page)
         self._by_host_page[host_page] = page
         return host_page
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import final
+
+import numpy as np
 
 NULL_PAGE = 0
 # The null page and one that a sequence can own.
 MIN_PAGES = 2
+# What a page's contents are after its last reference: dropped, retained, or in another place too.
+_DROPPED, _RETAINED, _COPIED = 0, 1, 2
+# Pages from which on `free` takes all at once.
+_MANY = 64
 
 
 @final
@@ -25,11 +32,9 @@ class PagePool:
 
     def __init__(self, num_pages: int, reclaim: Callable[[int], None] | None = None):
         _check_size(num_pages)
-        self._refcounts = [0] * num_pages
+        self._take_states(np.zeros(num_pages, np.int32), np.zeros(num_pages, np.uint8))
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))
         self._num_reserved = 0
-        # Page -> whether its contents lie elsewhere too.
-        self._retained: dict[int, bool] = {}
         self._num_cached = 0
         self._num_copied = 0
         self._num_gained = 0
@@ -99,7 +104,7 @@ class PagePool:
         """Add a reference to each of `pages`, which must be owned or cached."""
         for page in pages:
             if self._refcounts[page] < 1:
-                if page not in self._retained:
+                if not self._contents[page]:
                     raise ValueError(f"page {page} is free and cannot be shared")
                 if self.num_available < 1:
                     raise ValueError(f"page {page} is reserved and cannot be shared")
@@ -114,10 +119,26 @@ class PagePool:
                 raise ValueError(f"page {page} is not owned and cannot be freed")
             self._refcounts[page] -= 1
             if self._refcounts[page] == 0:
-                if page in self._retained:
+                if self._contents[page]:
                     self._count_cached(page, 1)
                 else:
                     self._free.append(page)
+
+    def free_all(self, table: array[int]) -> None:
+        """Do as `free` for the pages of one table, int32 and all different; many in one pass."""
+        if len(table) < _MANY:
+            return self.free(table)
+        pages = np.frombuffer(table, np.int32)
+        counts, contents = np.asarray(self._refcounts), np.asarray(self._contents)
+        left = counts[pages] - 1
+        if left.min() < 0:
+            raise ValueError(f"page {pages[left.argmin()]} is not owned and cannot be freed")
+        counts[pages] = left
+        ownerless = pages[left == 0]
+        states = contents[ownerless]
+        self._free += ownerless[states == _DROPPED].tolist()
+        self._num_cached += int(np.count_nonzero(states))
+        self._num_copied += int(np.count_nonzero(states == _COPIED))
 
     # ---- contents that may be wanted again ----
 
@@ -127,9 +148,9 @@ class PagePool:
         Args:
           is_copied: its contents lie elsewhere too.
         """
-        if self._refcounts[page] < 1 or page in self._retained:
+        if self._refcounts[page] < 1 or self._contents[page]:
             raise ValueError(f"page {page} is not owned, or retained already")
-        self._retained[page] = is_copied
+        self._contents[page] = _COPIED if is_copied else _RETAINED
         self._num_gained += 1
 
     def evict(self, page: int) -> None:
@@ -137,23 +158,23 @@ class PagePool:
         if self._refcounts[page] == 0:
             self._count_cached(page, -1)
             self._free.append(page)
-        del self._retained[page]
+        self._contents[page] = _DROPPED
 
     def mark_copied(self, page: int, is_copied: bool) -> None:
         """Say whether the contents of a retained page lie elsewhere too."""
-        if self._retained[page] != is_copied and self._refcounts[page] == 0:
+        if self.is_copied(page) != is_copied and self._refcounts[page] == 0:
             self._num_copied += 1 if is_copied else -1
-        self._retained[page] = is_copied
+        self._contents[page] = _COPIED if is_copied else _RETAINED
 
     def is_copied(self, page: int) -> bool:
-        return self._retained[page]
+        return self._contents[page] == _COPIED
 
     def is_cached(self, page: int) -> bool:
-        return page in self._retained and self._refcounts[page] == 0
+        return self._contents[page] != _DROPPED and self._refcounts[page] == 0
 
     def _count_cached(self, page: int, change: int) -> None:
         self._num_cached += change
-        if self._retained[page]:
+        if self._contents[page] == _COPIED:
             self._num_copied += change
 
     # ---- all of them ----
@@ -164,13 +185,12 @@ class PagePool:
     @property
     def retained(self) -> set[int]:
         """Cached pages, and owned ones that will be."""
-        return set(self._retained)
+        return set(np.flatnonzero(self._contents).tolist())
 
     @property
     def held(self) -> list[int]:
         """Owned and cached pages."""
-        counts = enumerate(self._refcounts)
-        return [page for page, count in counts if count or page in self._retained]
+        return np.flatnonzero(np.asarray(self._refcounts) | np.asarray(self._contents)).tolist()
 
     def resize(self, num_pages: int, moves: Sequence[tuple[int, int]]) -> None:
         """Have `num_pages` pages from here on; held ones are where `moves` brought them.
@@ -191,35 +211,37 @@ class PagePool:
                 f"{num_pages - 1}"
             )
         targets = dict(moves)
-        refcounts = [0] * num_pages
+        refcounts, contents = np.zeros(num_pages, np.int32), np.zeros(num_pages, np.uint8)
         is_taken = [False] * num_pages
-        retained: dict[int, bool] = {}
         for page in self.held:
             target = targets.get(page, page)
             if not NULL_PAGE < target < num_pages or is_taken[target]:
                 raise ValueError(f"page {page} cannot go to {target}")
             is_taken[target] = True
             refcounts[target] = self._refcounts[page]
-            if page in self._retained:
-                retained[target] = self._retained[page]
-        self._refcounts = refcounts
-        self._retained = retained
+            contents[target] = self._contents[page]
+        self._take_states(refcounts, contents)
         self._free = [page for page in range(num_pages - 1, NULL_PAGE, -1) if not is_taken[page]]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page is exactly one of free, owned and cached."""
         free = set(self._free)
         assert len(free) == len(self._free), "a page is twice in the free list"
-        assert NULL_PAGE not in free | self._retained.keys(), "the null page is free or retained"
+        assert NULL_PAGE not in free, "the null page is free"
+        assert not self._contents[NULL_PAGE], "the null page is retained"
         assert self._refcounts[NULL_PAGE] == 0, "the null page is owned"
         for page in range(1, len(self._refcounts)):
             states = (page in free, self._refcounts[page] > 0, self.is_cached(page))
             assert sum(states) == 1, f"page {page} is in {sum(states)} states"
-        cached = [page for page in self._retained if self._refcounts[page] == 0]
-        copied = sum(self._retained[page] for page in cached)
+        cached = [page for page in self.retained if self._refcounts[page] == 0]
+        copied = sum(self.is_copied(page) for page in cached)
         assert self._num_cached == len(cached), "cached pages do not add up"
         assert self._num_copied == copied, "copies do not add up"
         assert 0 <= self._num_reserved <= self.num_free + self._num_cached, "too many are reserved"
+
+    def _take_states(self, refcounts: np.ndarray, contents: np.ndarray) -> None:
+        """Take the references and the contents of every page, as views that read one fast."""
+        self._refcounts, self._contents = refcounts.data, contents.data
 
 
 def _check_size(num_pages: int) -> None:

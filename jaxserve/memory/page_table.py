@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Mapping
 from typing import final
 
 from jaxserve.memory.page_pool import PagePool
@@ -19,7 +20,7 @@ class PageTable:
     def __init__(self, pool: PagePool, page_size: int):
         self._pool = pool
         self._page_size = page_size
-        self._pages: list[int] = []
+        self._pages = _array()
         self._num_unallocated = 0
 
     @property
@@ -79,7 +80,7 @@ class PageTable:
             )
         self._num_unallocated -= count
         first = len(self._pages)
-        self._pages += self._pool.allocate(count)
+        self._pages.extend(self._pool.allocate(count))
         return list(enumerate(self._pages[first:], first))
 
     def trim(self, num_tokens: int) -> None:
@@ -112,17 +113,24 @@ class PageTable:
         self._pool.lock(shared.values())
         self._pool.reserve(missing)
         allocated = iter(self._pool.allocate(num_pages - len(shared)))
-        self._pages = [shared[i] if i in shared else next(allocated) for i in range(num_pages)]
+        self._pages = _array(
+            shared[i] if i in shared else next(allocated) for i in range(num_pages)
+        )
         self._num_unallocated = missing - (num_pages - len(shared))
         return True
 
     def relocate(self, targets: Mapping[int, int]) -> None:
         """Follow pages that `PagePool.resize` moved; those that are not in `targets` stayed."""
-        self._pages = [targets.get(page, page) for page in self._pages]
+        self._pages = _array(targets.get(page, page) for page in self._pages)
 
     def close(self) -> None:
         """Free every page and the reservation; the table is empty and usable again."""
-        self._pool.free(self._pages)
+        self._pool.free_all(self._pages)
         self._pool.unreserve(self._num_unallocated)
-        self._pages = []
+        self._pages = _array()
         self._num_unallocated = 0
+
+
+def _array(pages: Iterable[int] = ()) -> array[int]:
+    """Return pages as int32."""
+    return array("i", pages)

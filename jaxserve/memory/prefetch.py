@@ -30,7 +30,7 @@ class Prefetch:
         self._cache = cache
         self._values = values
         self._awaited: Collection[CachedPage] = ()
-        self._lowest = Ranking(cache.on_device, self._may_give_way, values.rank)
+        self._lowest = Ranking(cache.branches, "on_host", self._may_give_way, values.rank)
 
     def bring(self, awaited: Sequence[CachedPage]) -> list[CachedPage]:
         """Have the next plan bring some of these from the host; to be called last before it.

@@ -4,85 +4,131 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import final
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Literal, TypeAlias, final
 
-from jaxserve.memory.cached_page import CachedPage
+from jaxserve.memory.cached_page import Branch, CachedPage, Line
 
-# Pages that a call ranks ahead of time, at least, while the lowest of the last sort run out.
-_RANKED_AT_ONCE = 8
+# Entries that count no more, at least, before they are removed from the order.
+_MANY_OLD = 64
+# What has one place in the order: a conversation, or a page that several conversations share.
+_Unit: TypeAlias = Branch | CachedPage
+# (rank, number, page, its uses, its unit, the uses of that)
+_Entry: TypeAlias = tuple[tuple[float, int], int, CachedPage, int, _Unit, int]
 
 
 @final
 class Ranking:
-    """Pages by value, the lowest first; sorted again when the lowest of the last sort are used up.
+    """Pages by value, the lowest first.
 
-    The value of what is left changes meanwhile, by time alone: what was used since is passed over.
-    The next sort is prepared by the last calls before it, some pages each, so that no call ranks
-    all pages of a large pool.
+    A later page of a conversation costs more to compute and was used when the first one was, so a
+    conversation stands in the order with the first of its pages that may go, and then with the
+    next. Pages that several conversations share have values of their own.
+
+    Values change by time alone, too. So each call ranks one conversation anew, in turns, and no
+    call but the first looks at all of a large pool. What was used since it was ranked is passed
+    over until its next turn.
 
     Args:
-      pages: by the page that holds them; the ones that `may_go` are ranked.
+      branches: every conversation with pages; those without any are removed.
+      line: the pages of a conversation among which those are that may go. Those of a conversation
+        that is awaited or, on the device, runs, are looked at only where no other is found.
+      may_go: whether a page is one of those that are ranked.
       rank: the sort key.
     """
 
     def __init__(
         self,
-        pages: Mapping[int, CachedPage],
+        branches: dict[Branch, None],
+        line: Literal["on_device", "on_host", "uncopied"],
         may_go: Callable[[CachedPage], bool],
         rank: Callable[[CachedPage], tuple[float, int]],
     ):
-        self._pages = pages
+        self._branches = branches
+        self._line = attrgetter(line)
         self._may_go = may_go
         self._rank = rank
-        self._lowest: deque[tuple[CachedPage, int]] = deque()
-        # Of the next sort, if it has begun: pages that are not ranked yet, and those that are:
-        # (rank, number, page, its uses).
-        self._has_begun = False
-        self._unranked: deque[CachedPage] = deque()
-        self._ranked: list[tuple[tuple[float, int], int, CachedPage, int]] = []
+        self._spares_running = line != "on_host"
+        # A heap. An entry counts if its number is the newest of its unit.
+        self._order: list[_Entry] = []
+        self._newest: dict[_Unit, int] = {}
+        self._num_entries = 0
+        # Those whose turn is next.
+        self._turns: deque[_Unit] = deque()
 
     def lowest(self) -> CachedPage | None:
         """Return the page of the lowest value that may go, or None; it is not ranked any more."""
         page = self._next()
-        while page is None:
-            is_last = not self._has_begun  # else what was ranked ahead of time may be gone
-            self._sort()
+        if page is None:
+            self._rank_all(skips=True)
             page = self._next()
-            if is_last:
-                return page
-        if 0 < _RANKED_AT_ONCE * len(self._lowest) <= len(self._pages):
-            self._begin()
-            share = -(-len(self._unranked) // len(self._lowest))
-            self._rank_next(max(_RANKED_AT_ONCE, share))
+        if page is None:
+            self._rank_all(skips=False)
+            page = self._next()
+        self._rank_next(skips=True)
+        if len(self._order) > 2 * len(self._newest) + _MANY_OLD:
+            self._remove_old()
         return page
 
     def put_back(self, page: CachedPage) -> None:
         """Rank it again; it stays the lowest."""
-        self._lowest.appendleft((page, page.num_uses))
+        self._push(page, page)
 
-    def _begin(self) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            self._unranked.extend(self._pages.values())
+    def _rank_all(self, *, skips: bool) -> None:
+        self._turns.clear()
+        self._rank_next(skips=skips)
+        while self._turns:
+            self._rank_next(skips=skips)
 
-    def _rank_next(self, count: int) -> None:
-        for _ in range(min(count, len(self._unranked))):
-            page = self._unranked.popleft()
-            if self._may_go(page):
-                self._ranked.append((self._rank(page), len(self._ranked), page, page.num_uses))
+    def _rank_next(self, *, skips: bool) -> None:
+        if not self._turns:
+            self._turns.extend(self._branches)
+        unit = self._turns.popleft() if self._turns else None
+        if isinstance(unit, CachedPage):
+            if self._may_go(unit):
+                self._push(unit, unit)
+        elif unit is not None and unit.is_empty:
+            self._branches.pop(unit, None)
+            self._newest.pop(unit, None)
+        elif unit is not None and not (skips and self._is_spared(unit)):
+            self._push_first_of(unit, 0)
+            self._turns.extend(unit.shared_pages())
 
-    def _sort(self) -> None:
-        self._begin()
-        self._rank_next(len(self._unranked))
-        few = heapq.nsmallest(32 + len(self._ranked) // 4, self._ranked)
-        self._lowest.extend((page, num_uses) for _, _, page, num_uses in few)
-        self._ranked.clear()
-        self._has_begun = False
+    def _is_spared(self, branch: Branch) -> bool:
+        return branch.is_awaited or (branch.is_running and self._spares_running)
+
+    def _remove_old(self) -> None:
+        newest = self._newest
+        self._order = [
+            each for each in self._order if newest.get(each[4]) == each[1] and each[2].is_resident
+        ]
+        heapq.heapify(self._order)
+        self._newest = {unit: number for _, number, _, _, unit, _ in self._order}
 
     def _next(self) -> CachedPage | None:
-        while self._lowest:
-            page, num_uses = self._lowest.popleft()
-            if page.num_uses == num_uses and self._may_go(page):
+        while self._order:
+            _, number, page, uses, unit, unit_uses = heapq.heappop(self._order)
+            if self._newest.get(unit) != number:
+                continue
+            del self._newest[unit]
+            if isinstance(unit, Branch):
+                if unit.num_uses != unit_uses:
+                    continue
+                self._push_first_of(unit, page.index + 1)
+            if page.uses == uses and self._may_go(page):
                 return page
         return None
+
+    def _push_first_of(self, branch: Branch, index: int) -> None:
+        """Have a conversation stand in the order with the first page from `index` on."""
+        line: Line = self._line(branch)
+        page = line.first(index, self._may_go)
+        if page is not None:
+            self._push(page, branch)
+
+    def _push(self, page: CachedPage, unit: _Unit) -> None:
+        self._num_entries += 1
+        self._newest[unit] = self._num_entries
+        entry = self._rank(page), self._num_entries, page, page.uses, unit, unit.num_uses
+        heapq.heappush(self._order, entry)

@@ -96,7 +96,7 @@ class Retrieval:
         if others and others + len(on_disk) > most:
             return True
         if own is None:
-            own = self._wanted[sequence] = _Wanted(Branch(self._now()))
+            own = self._wanted[sequence] = _Wanted(Branch(self._now(), is_awaited=True))
         own.indices.update(on_disk)
         own.unread.extend(on_disk)
         own.missing.update(on_disk)
@@ -108,7 +108,10 @@ class Retrieval:
     def release(self, sequence: int) -> set[int]:
         """It begins or has ended; returns the indices of what was put on the host for it."""
         wanted = self._wanted.pop(sequence, None)
-        return set() if wanted is None else wanted.loaded
+        if wanted is None:
+            return set()
+        wanted.branch.arrived()
+        return wanted.loaded
 
     def take_in(self) -> None:
         """Put what has arrived on the host, and give up on a disk that hangs."""
@@ -127,6 +130,8 @@ class Retrieval:
 
     def clear(self) -> None:
         """Have no sequence wait any more; what arrives from now on is dropped."""
+        for wanted in self._wanted.values():
+            wanted.branch.arrived()
         self._wanted.clear()
 
     def _ask_disk(self) -> None:

@@ -10,26 +10,25 @@ from typing import final
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 
+# Takes a prediction that comes after its request was submitted.
+Late = Callable[[LengthPrediction], None]
+
 
 @final
 class AwaitedPrediction:
     """A thread-safe handle of the prediction of one request, which may come at any time.
 
-    It is in the request that `wait` returns, or it is told to `late`, or it never comes. Before
-    `submitted` nothing is told, since the engines do not know the request yet.
-
-    Args:
-      late: called once with the request's id and a prediction that came after `wait`.
+    It is in the request that `wait` returns, or `submitted` has it told, or it never comes.
     """
 
-    def __init__(self, request: Request, late: Callable[[str, LengthPrediction], None]):
+    def __init__(self, request: Request):
         self.request = request
-        self._late = late
         self._lock = threading.Lock()
         self._is_answered = threading.Event()
         self._prediction: LengthPrediction | None = None
         self._goes_without = False
-        self._is_submitted = False
+        # None until the engines know the request.
+        self._late: Late | None = None
 
     def wait(self, seconds: float) -> Request:
         """Return the request, with its prediction if that comes within so many seconds."""
@@ -40,13 +39,17 @@ class AwaitedPrediction:
             self._goes_without = True
             return self.request
 
-    def submitted(self) -> None:
-        """Note that the engines have the request that `wait` returned."""
+    def submitted(self, late: Late) -> None:
+        """Note that the engines have the request that `wait` returned.
+
+        Args:
+          late: called once with a prediction that came after `wait`, on any thread.
+        """
         with self._lock:
-            self._is_submitted = True
+            self._late = late
             prediction = self._prediction if self._goes_without else None
         if prediction is not None:
-            self._late(self.request.id, prediction)
+            late(prediction)
 
     def answer(self, prediction: LengthPrediction | None) -> bool:
         """Give the prediction, None for none; return whether it came late."""
@@ -54,7 +57,7 @@ class AwaitedPrediction:
             self._prediction = prediction
             self._is_answered.set()
             is_late = self._goes_without and prediction is not None
-            tells = is_late and self._is_submitted
-        if tells and prediction is not None:
-            self._late(self.request.id, prediction)
+            late = self._late
+        if is_late and late is not None and prediction is not None:
+            late(prediction)
         return is_late

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
@@ -144,15 +144,9 @@ class Forecaster:
         if self.learner is not None:
             self.learner.start()
 
-    def ask(
-        self, requests: Sequence[Request], late: Callable[[str, LengthPrediction], None]
-    ) -> list[AwaitedPrediction]:
-        """Have the lengths of requests predicted. The caller must `drop` what it does not need.
-
-        Args:
-          late: see `AwaitedPrediction`; called on any thread.
-        """
-        asked = [AwaitedPrediction(request, late) for request in requests]
+    def ask(self, requests: Sequence[Request]) -> list[AwaitedPrediction]:
+        """Have the lengths of requests predicted. The caller must `drop` what it does not need."""
+        asked = [AwaitedPrediction(request) for request in requests]
         with self._changed:
             self._asked.update(dict.fromkeys(asked))
             self._changed.notify()

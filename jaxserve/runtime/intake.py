@@ -157,25 +157,34 @@ class Intake:
         return handed_over
 
     def _predicted(self, requests: Sequence[Request], on_piece: PieceSink | None) -> list[Pending]:
+        # Claimed first, so that nothing is predicted of a request that is refused.
+        with self._replicas.claimed(requests) as claimed:
+            answers = self._submit(requests, claimed, on_piece)
+        return [Pending(a.request.id, a.future, self._replicas.cancel) for a in answers]
+
+    def _submit(
+        self, requests: Sequence[Request], claimed: set[str], on_piece: PieceSink | None
+    ) -> list[Answer]:
         forecaster = self._forecaster
         if forecaster is None:
-            return self._submit(requests, on_piece)
-        self._replicas.check_accepts(len(requests))
-        asked = forecaster.ask(requests, self._replicas.expect)
+            return self._answers(requests, claimed, on_piece)
+        asked = forecaster.ask(requests)
         try:
-            pending = self._submit(forecaster.wait_for(asked), on_piece)
+            answers = self._answers(forecaster.wait_for(asked), claimed, on_piece)
         except BaseException:
             forecaster.drop(*asked)
             raise
-        for awaited, request in zip(asked, pending, strict=True):
-            awaited.submitted()
-            request.future.add_done_callback(partial(_drop, forecaster, awaited))
-        return pending
+        for awaited, answer in zip(asked, answers, strict=True):
+            awaited.submitted(partial(self._replicas.expect, answer))
+            answer.future.add_done_callback(partial(_drop, forecaster, awaited))
+        return answers
 
-    def _submit(self, requests: Sequence[Request], on_piece: PieceSink | None) -> list[Pending]:
+    def _answers(
+        self, requests: Sequence[Request], claimed: set[str], on_piece: PieceSink | None
+    ) -> list[Answer]:
         answers = [self._answer(request, on_piece) for request in requests]
-        self._replicas.submit(*answers)
-        return [Pending(a.request.id, a.future, self._replicas.cancel) for a in answers]
+        self._replicas.submit_claimed(claimed, *answers)
+        return answers
 
     def _answer(self, request: Request, on_piece: PieceSink | None) -> Answer:
         tokenizer = self._tokenizer

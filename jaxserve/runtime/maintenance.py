@@ -34,7 +34,8 @@ from jaxserve.planning import (
     measure_groups,
 )
 from jaxserve.runtime.adapters import Adapters
-from jaxserve.runtime.replicas import Replica, Replicas
+from jaxserve.runtime.replica import Replica
+from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.weight_swap import PreparedParams, placing_weights, swap
 from jaxserve.runtime.weight_update import WeightUpdate, check_running
 from jaxserve.scheduling.kv.transfer import KVPages

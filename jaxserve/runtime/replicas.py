@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,78 +19,24 @@ from jaxserve.core.errors import (
     QueueFullError,
 )
 from jaxserve.core.prediction import LengthPrediction
-from jaxserve.core.request import Completion
+from jaxserve.core.request import Completion, Request
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.device_loop import Running
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.grammars import Grammars
-from jaxserve.engine.loop import EngineLoop, engine_loop
+from jaxserve.engine.loop import engine_loop
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import GroupRole, ModelExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.planning.schedules.plan import Plan
 from jaxserve.report import Report
+from jaxserve.runtime.replica import Replica
 from jaxserve.scheduling.lengths.outlook import Outlook
 from jaxserve.scheduling.lengths.tracker import first_prediction
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
 from pallas_kernels import dispatch
-
-# Pages of a pool without any that a sequence could use: the null page, and one more.
-_NO_PAGES = 2
-
-
-@final
-@dataclass
-class Replica:
-    """A replica: one engine with its own devices, page pool, slots, scheduler and thread."""
-
-    executor: ModelExecutor
-    pool_size: PoolSize
-    engine: Engine
-    loop: EngineLoop
-
-    def free_pool(self) -> None:
-        """Free the page pool until `take_pool`; no step follows before. The loop is paused.
-
-        Every sequence is computed anew when it goes on. The scheduler knows the pool as it was.
-        """
-        self.engine.drop_kv()
-        self.executor.resize(_NO_PAGES, ())
-
-    def take_pool(self) -> None:
-        """Allocate the page pool as it was before `free_pool`. The loop is paused.
-
-        Raises:
-          DeviceMemoryError: the pool does not fit; nothing has changed.
-        """
-        self.executor.resize(self.engine.scheduler.config.num_pages, ())
-
-    def resize(self, size: PoolSize) -> None:
-        """Resize the page pool. The loop must be paused.
-
-        Raises:
-          DeviceMemoryError: the new pool does not fit; nothing has changed.
-        """
-        self.engine.resize(size.num_pages)
-        self.pool_size = size
-
-    def recompute(self, size: PoolSize, exchange: Callable[[], None]) -> int:
-        """Go on with other caches, in which KV is computed anew. The loop is paused.
-
-        Args:
-          size: of the pool after `exchange`, which holds as long an answer as before.
-          exchange: replaces the executor's caches. If it raises, they are as large as before.
-
-        Returns:
-          Tokens that were computed, and will be again.
-        """
-        num_tokens = self.engine.drop_kv()
-        exchange()
-        self.engine.pool_exchanged(size.num_pages)
-        self.pool_size = size
-        return num_tokens
 
 
 @final
@@ -150,6 +96,8 @@ class Replicas:
         self._max_waiting = max_waiting
         # Answers that wait, and some that did when they were counted last; empty without a limit.
         self._waiting: dict[str, Answer] = {}
+        # Ids of requests that are about to be submitted.
+        self._claimed: set[str] = set()
 
     @property
     def first(self) -> Replica:
@@ -212,25 +160,46 @@ class Replicas:
         """Maximum number of tokens of a prompt and its answer together, on any replica."""
         return min(replica.engine.scheduler.config.max_length for replica in self.all)
 
-    def check_accepts(self, num_requests: int) -> None:
-        """Raise the error that `submit` would raise now for so many requests with new ids."""
-        self._check_is_open()
-        with self._lock:
-            self._refuse_if_full(num_requests)
-
-    def submit(self, *answers: Answer) -> None:
-        """Hand answers to the engines; those on one replica start in the same iteration.
+    @contextmanager
+    def claimed(self, requests: Sequence[Request]) -> Iterator[set[str]]:
+        """Keep ids and places in the queue for requests, for `submit_claimed` within the block.
 
         Raises:
           RuntimeClosedError, EngineFailedError: any replica was closed or has failed.
           ProcessGroupError: this process follows.
-          InvalidRequestError: a request with this id is still running.
-          QueueFullError: more requests than `max_waiting` would wait; none was accepted.
+          InvalidRequestError: a request with this id is still running, or about to.
+          QueueFullError: more requests than `max_waiting` would wait; none is claimed.
         """
         self._check_is_open()
         with self._lock:
-            self._refuse_open_ids(answers)
-            self._refuse_if_full(len(answers))
+            self._refuse_open_ids(requests)
+            self._refuse_if_full(len(requests))
+            ids = {request.id for request in requests}
+            self._claimed |= ids
+        try:
+            yield ids
+        finally:
+            with self._lock:
+                self._claimed -= ids
+
+    def submit(self, *answers: Answer) -> None:
+        """Claim and submit answers; raise what `claimed` and `submit_claimed` raise."""
+        with self.claimed([answer.request for answer in answers]) as claimed:
+            self.submit_claimed(claimed, *answers)
+
+    def submit_claimed(self, claimed: set[str], *answers: Answer) -> None:
+        """Hand answers to the engines; those on one replica start in the same iteration.
+
+        Args:
+          claimed: what `claimed` gave for their requests; it is empty afterwards.
+
+        Raises:
+          RuntimeClosedError, EngineFailedError: any replica was closed or has failed.
+        """
+        self._check_is_open()
+        with self._lock:
+            self._claimed -= claimed
+            claimed.clear()
             placed = [self._place(answer) for answer in answers]
             if self._max_waiting is not None:
                 self._waiting.update((answer.request.id, answer) for answer in answers)
@@ -245,15 +214,17 @@ class Replicas:
                 self._release(one)
             raise
 
-    def expect(self, request_id: str, prediction: LengthPrediction) -> None:
-        """Take a prediction that comes after its request was submitted, unless that has ended."""
+    def expect(self, answer: Answer, prediction: LengthPrediction) -> None:
+        """Take a prediction that comes after its answer was submitted, unless that has ended.
+
+        A later request may have the id of one that has ended; it does not get the prediction.
+        """
         with self._lock:
-            placed = self._placed.get(request_id)
-        if placed is None:
+            placed = self._placed.get(answer.request.id)
+        if placed is None or placed.answer is not answer:
             return
         replica = self.all[placed.replica]
-
-        replica.loop.tell(lambda: placed.answer.expect(prediction, replica.engine.scheduler))
+        replica.loop.tell(lambda: answer.expect(prediction, replica.engine.scheduler))
 
     def cancel(self, request_id: str) -> None:
         """End a request with the tokens so far; do nothing if it has ended or is unknown."""
@@ -328,24 +299,27 @@ class Replicas:
         for replica in self.all:
             replica.loop.check()
 
-    def _refuse_open_ids(self, answers: Sequence[Answer]) -> None:
-        for answer in answers:
-            known = self._placed.get(answer.request.id)
-            if known is not None and not known.answer.future.done():
+    def _refuse_open_ids(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            known = self._placed.get(request.id)
+            is_open = known is not None and not known.answer.future.done()
+            if is_open or request.id in self._claimed:
                 raise InvalidRequestError(
-                    f"a request with the id {answer.request.id!r} is still running; pass another "
-                    "id, or no id to have one generated"
+                    f"a request with the id {request.id!r} is still running; pass another id, or "
+                    "no id to have one generated"
                 )
 
     def _refuse_if_full(self, num_requests: int) -> None:
         most = self._max_waiting
         if most is None:
             return
-        if len(self._waiting) + num_requests > most:
+        num_new = len(self._claimed) + num_requests
+        if len(self._waiting) + num_new > most:
             self._waiting = {key: each for key, each in self._waiting.items() if each.waits}
-        if len(self._waiting) + num_requests > most:
+        if len(self._waiting) + num_new > most:
+            num_waiting = len(self._waiting) + len(self._claimed)
             raise QueueFullError(
-                f"{len(self._waiting)} requests wait, and {num_requests} more were submitted; "
+                f"{num_waiting} requests wait, and {num_requests} more were submitted; "
                 f"max_waiting={most}. Submit them when others have begun, or pass a larger "
                 "max_waiting"
             )

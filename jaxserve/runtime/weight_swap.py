@@ -12,7 +12,7 @@ from flax import nnx
 from jaxserve.core.errors import EngineFailedError
 from jaxserve.engine.versions import Weights
 from jaxserve.execution.device_errors import out_of_memory_as
-from jaxserve.runtime.replicas import Replica
+from jaxserve.runtime.replica import Replica
 
 
 @final

@@ -152,6 +152,11 @@ class Retention(Protocol):
         ...
 
 
+# Sequences that one step admits at most. Prompts of so many keep a device busy, and the host has a
+# bounded time to admit them, before the step that the device computes meanwhile ends.
+MAX_ADMITTED = 32
+
+
 class StepBuilder(Protocol):
     """What an iteration shape may do to the step being planned."""
 
@@ -226,7 +231,8 @@ class StepBuilder(Protocol):
     def admit(self, *, only_bounded: bool = False) -> Sequence | None:
         """Give the first waiting sequence that fits a slot and its reservation, and return it.
 
-        None if there is none, or it may not pass those before it.
+        None if there is none, or it may not pass those before it, or the step has admitted
+        `MAX_ADMITTED`.
         """
         ...
 

@@ -14,7 +14,7 @@ from jaxserve.scheduling.kv.growth import Growth
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.plan import LINK, StepPlan
-from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.policy import MAX_ADMITTED, Policy
 from jaxserve.scheduling.queues import Queues, admission, handover
 from jaxserve.scheduling.rows import row_of
 from jaxserve.scheduling.sequence import Sequence, split
@@ -116,14 +116,11 @@ class Step:
         return next(self._ready(), None) is not None
 
     def _ready(self) -> Iterator[Sequence]:
-        # None is admitted into a step that ran out of memory.
         return iter(()) if self._is_short else self._queues.waiting.ready()
 
     @property
     def num_tokens_left(self) -> int:
-        if self._is_full:
-            return 0
-        return max(0, self.config.max_step_tokens - self._num_tokens)
+        return 0 if self._is_full else max(0, self.config.max_step_tokens - self._num_tokens)
 
     def expected_ends(self, num_iterations: int) -> Seq[float] | None:
         forecast = self._lengths.forecast(self.decoding)
@@ -134,7 +131,11 @@ class Step:
     # ---- what it does ----
 
     def first_admissible(self, *, only_bounded: bool = False) -> Sequence | None:
-        return None if self._is_short else self._queues.first_admissible(only_bounded)
+        return None if self._is_closed else self._queues.first_admissible(only_bounded)
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._is_short or len(self._admitted) >= MAX_ADMITTED
 
     def fetch_next(self) -> None:
         self._queues.fetch_next()
@@ -151,7 +152,7 @@ class Step:
 
     def make_way(self) -> Sequence | None:
         first = next(iter(self._queues.waiting.ready()), None)
-        if self._is_short or first is None or first.request.due_s is None:
+        if self._is_closed or first is None or first.request.due_s is None:
             return None
         have_rows, keys = set(self.sequences), self._queues.keys
         awaits_disk = self._kv.awaits_disk(first)
@@ -350,8 +351,7 @@ class Step:
         self._num_proposed += len(proposed)
         self.sequences += [sequence] * len(spans)
         self._spans += spans
-        for first, last in spans:
-            self._num_tokens += last - first
+        self._num_tokens += sum(last - first for first, last in spans)
         self._kv.computed(sequence, spans[0][0], end)
 
     # ---- memory ----
@@ -378,8 +378,7 @@ class Step:
         while not self._kv.reserve(sequence, length):
             if self._preempt_one() is sequence:
                 return False
-        entries = self._kv.allocate(sequence, length)
-        self._new_pages += [(sequence, index, page) for index, page in entries]
+        self._new_pages += [(sequence, *entry) for entry in self._kv.allocate(sequence, length)]
         return True
 
     def _preempt_one(self) -> Sequence:

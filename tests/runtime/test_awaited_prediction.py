@@ -18,25 +18,25 @@ PREDICTION = LengthPrediction(LengthBuckets.equal_width(8, 2), np.array([0.5, 0.
 @pytest.mark.parametrize("when", ["before", "meanwhile", "after"])
 def test_a_prediction_that_comes_at_any_time(when: str):
     """It is in the request if it comes before, and else is told, after the submission."""
-    told: list[tuple[str, LengthPrediction]] = []
-    awaited = AwaitedPrediction(REQUEST, lambda *each: told.append(each))
+    told: list[LengthPrediction] = []
+    awaited = AwaitedPrediction(REQUEST)
     late = [awaited.answer(PREDICTION)] if when == "before" else []
     request = awaited.wait(0.0)
     if when == "meanwhile":
         late.append(awaited.answer(PREDICTION))
     assert told == []
-    awaited.submitted()
+    awaited.submitted(told.append)
     if when == "after":
         late.append(awaited.answer(PREDICTION))
     assert late == [when != "before"]
     assert (request.prediction is PREDICTION) == (when == "before")
-    assert told == ([] if when == "before" else [("r", PREDICTION)])
+    assert told == ([] if when == "before" else [PREDICTION])
 
 
 def test_no_prediction_is_told():
     """A predictor that failed gives none."""
-    told: list[str] = []
-    awaited = AwaitedPrediction(REQUEST, lambda name, _: told.append(name))
+    told: list[LengthPrediction] = []
+    awaited = AwaitedPrediction(REQUEST)
     assert awaited.wait(0.0) is REQUEST
-    awaited.submitted()
+    awaited.submitted(told.append)
     assert not awaited.answer(None) and not told

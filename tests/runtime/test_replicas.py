@@ -111,6 +111,42 @@ def test_the_queue_is_bounded():
         _check_is_clean(replicas)
 
 
+def test_what_is_claimed_is_not_given_to_another_call():
+    """A call that awaits its prediction keeps its place and its id; then it is free for others."""
+    with _replicas(1, max_waiting=1) as replicas:
+        first, other = _answer("first"), _answer("other")
+        with replicas.claimed([first.request]) as claimed:
+            with pytest.raises(QueueFullError, match=r"1 requests wait, and 1 more"):
+                replicas.submit(other)
+            with pytest.raises(InvalidRequestError, match="'first' is still running"):
+                replicas.submit(_answer("first"))
+            replicas.submit_claimed(claimed, first)
+            assert len(first.future.result(WAIT_S).token_ids) == 8
+            replicas.submit(other)  # the claim ended with the submission
+        assert len(other.future.result(WAIT_S).token_ids) == 8
+        with pytest.raises(RuntimeError, match="changed its mind"):
+            with replicas.claimed([_answer("third").request]):
+                raise RuntimeError("changed its mind")
+        replicas.submit(third := _answer("third"))
+        assert len(third.future.result(WAIT_S).token_ids) == 8
+
+
+def test_a_late_prediction_does_not_reach_a_new_request_with_the_same_id():
+    """It comes when its own request has ended, and another with its id runs."""
+    prediction = LengthPrediction(LengthBuckets((0, 4, 11, 60)), np.array([0.0, 1.0, 0.0]))
+    with _replicas(1, lambda inner: SlowExecutor(inner, 0.01)) as replicas:
+        first, second = _answer("same"), _answer("same", max_tokens=40)
+        replicas.submit(first)
+        first.future.result(WAIT_S)
+        replicas.submit(second)
+        replicas.expect(first, prediction)
+        replicas.check_integrity()  # after whatever `expect` told the loop
+        assert not second.future.done() and second.request.prediction is None
+        replicas.cancel("same")
+        assert second.future.result(WAIT_S).error is None
+        _check_is_clean(replicas)
+
+
 def test_a_late_prediction_reaches_a_request_that_has_not_begun():
     """It comes while a pause waits for running requests, and later ones are held back."""
     buckets = LengthBuckets((0, 4, 11, 60))
@@ -127,8 +163,8 @@ def test_a_late_prediction_reaches_a_request_that_has_not_begun():
         thread.start()
         time.sleep(0.05)
         replicas.submit(later)
-        replicas.expect("later", prediction)
-        replicas.expect("first", prediction)
+        replicas.expect(later, prediction)
+        replicas.expect(first, prediction)
         thread.join(WAIT_S)
         for answer in (first, later):
             assert answer.future.result(WAIT_S).predicted_tokens == 8

@@ -20,6 +20,7 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.scheduling.policy import MAX_ADMITTED
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.scheduler import Scheduler
 from predictor import LengthBuckets
@@ -103,3 +104,42 @@ def test_a_long_context_is_not_walked_over_each_step(policy: str):
             engine.step()
         found.append(_calls(engine, 10))
     assert found[1] < 1.5 * found[0] + 200, found
+
+
+@pytest.mark.parametrize("policy", ["vllm_like", "s3", "pensieve", "auto"])
+def test_long_contexts_that_begin_end_and_leave_the_pool(policy: str):
+    """The pool holds two; a step computes 32 pages, whether a prompt has 125 or 1,250."""
+    found = []
+    for num_tokens in (2_000, 20_000):
+        config = EngineConfig(
+            num_pages=2 + num_tokens // 7,
+            max_slots=8,
+            max_context=100_000,
+            max_step_tokens=512,
+            page_size=16,
+        )
+        engine = _engine(policy, config)
+        most = 0
+        for number in range(3):
+            engine.add(_request(number, tuple(range(number, num_tokens + number)), max_tokens=2))
+            while engine.has_work:
+                most = max(most, _calls(engine, 1))
+        found.append(most)
+    assert found[1] < 1.5 * found[0] + 200, found
+
+
+@pytest.mark.parametrize(
+    "policy", [name for name, policy in PRESETS.items() if policy.num_device_groups == 1]
+)
+def test_a_step_admits_few(policy: str):
+    """There is room for all of 200 requests at once; they begin over several steps, and all end."""
+    config = EngineConfig(num_pages=2_000, max_slots=200, max_context=64, max_step_tokens=8192)
+    engine = _engine(policy, config)
+    for number in range(200):
+        engine.add(_request(number, max_tokens=3))
+    num_admitted, num_ended = [], 0
+    while engine.has_work:
+        num_before = len(engine.scheduler.waiting)
+        num_ended += sum(each.sequence.finish_reason is not None for each in engine.step())
+        num_admitted.append(num_before - len(engine.scheduler.waiting))
+    assert max(num_admitted) <= MAX_ADMITTED and sum(num_admitted) == 200 == num_ended

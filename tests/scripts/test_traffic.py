@@ -128,3 +128,39 @@ ENTRY %main (param.1: bf16[8,16], param.2: bf16[4,8]) -> bf16[4,16] {
     assert found.beside == 2 * 4 * 8
     # The product and the sum write, the sum and the last instruction read, and that writes.
     assert found.activations == 2 * 4 * 16 * 5
+
+
+# A kernel that reads rows of the plan, a layer's weight and the pages, each where it lies.
+ON_SLICES = """HloModule m, is_scheduled=true
+
+%kernel (p0: s32[64], p1: bf16[2,16,16], p2: bf16[500,16], p3: bf16[4,16]) -> (bf16[4,16]) {
+  %p0 = s32[64]{0} parameter(0)
+  %p1 = bf16[2,16,16]{2,1,0} parameter(1)
+  %p2 = bf16[500,16]{1,0} parameter(2)
+  %p3 = bf16[4,16]{1,0} parameter(3)
+  %rows = s32[16]{0} slice(%p0), slice={[8:24]}
+  %own = bf16[1,16,16]{2,1,0} slice(%p1), slice={[1:2], [0:16], [0:16]}
+  %flat = bf16[16,16]{1,0} bitcast(%own)
+  ROOT %called = (bf16[4,16]{1,0}) custom-call(%rows, %flat, %p2, %p3), custom_call_target="ours"
+}
+
+ENTRY %main (plan.1: s32[64], params.1: bf16[2,16,16], cache.1: bf16[500,16], \
+params.2: bf16[4,16]) -> bf16[4,16] {
+  %plan.1 = s32[64]{0} parameter(0)
+  %params.1 = bf16[2,16,16]{2,1,0} parameter(1)
+  %cache.1 = bf16[500,16]{1,0} parameter(2)
+  %params.2 = bf16[4,16]{1,0} parameter(3)
+  %out = (bf16[4,16]{1,0}) fusion(%plan.1, %params.1, %cache.1, %params.2), \
+kind=kCustom, calls=%kernel, backend_config={"fusion_backend_config":\
+{"custom_fusion_config":{"name":"dynamic_slice_fusion"}}}
+  ROOT %y = bf16[4,16]{1,0} get-tuple-element(%out), index=0
+}
+"""
+
+
+def test_a_kernel_gets_the_addresses_of_slices():
+    """Neither are the pages counted, which it reads, nor the slices as copies."""
+    found = step_bytes(ON_SLICES)
+    assert found.weights == 16 * 16 * 2 + 4 * 16 * 2
+    assert found.activations == 4 * 16 * 2
+    assert found.beside == 16 * 4

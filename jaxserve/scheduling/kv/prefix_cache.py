@@ -269,10 +269,6 @@ class PrefixCacheManager:
         assert kv.branch is not None
         returns = returns or sequence.request.conversation_id is not None
         kv.branch.rest(self._now(), returns=returns)
-        for device_page in kv.table.pages:
-            page = self._cache.on_page(device_page)
-            if page is not None:
-                page.join(kv.branch)
         kv.num_cached = 0
 
     def _add_all(self, sequence: Sequence) -> None:

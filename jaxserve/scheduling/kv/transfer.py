@@ -85,7 +85,7 @@ class PageTransfer:
             is_next = page.index == first + len(contents)
             if not is_next or page.host_page is None or self._host_memory is None:
                 break
-            if self._cache.awaits_copy(page) or page.host_page in on_the_way:
+            if self._cache.is_outgoing(page) or page.host_page in on_the_way:
                 break
             contents.append(self._host_memory.read_host_page(page.host_page))
         return KVPages(self._weights.of_every_run(), contents)

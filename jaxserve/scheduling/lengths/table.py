@@ -24,8 +24,12 @@ class LengthTable:
 
     def __init__(self, buckets: LengthBuckets):
         self._buckets = buckets
-        self._probabilities = np.zeros((_FEWEST_ROWS, buckets.num))
-        self._probabilities[_UNKNOWN] = np.diff(buckets.edges) / buckets.max_length
+        # As they were set; normalised; and with the two arrays of `LengthDistributions.lines`, so
+        # that asking for some rows computes nothing.
+        self._given, self._probabilities, self._rate, self._tail = (
+            np.zeros((_FEWEST_ROWS, buckets.num)) for _ in range(4)
+        )
+        self._set(_UNKNOWN, np.diff(buckets.edges) / buckets.max_length)
         self._at = np.zeros(_FEWEST_ROWS, np.int64)
         self._row_of: dict[int, int] = {}
         self._free = list(range(_FEWEST_ROWS - 1, _UNKNOWN, -1))
@@ -46,7 +50,7 @@ class LengthTable:
         probabilities = prediction.probabilities
         if prediction.buckets != self._buckets:
             probabilities = prediction.distribution.remaining(0, self._buckets)[0]
-        self._probabilities[row] = probabilities
+        self._set(row, probabilities)
         self._at[row] = at
 
     def drop(self, key: int) -> None:
@@ -65,20 +69,26 @@ class LengthTable:
 
     def distributions(self, rows: Seq[int]) -> LengthDistributions:
         """Return what these rows say."""
-        return LengthDistributions(self._buckets, self._probabilities[rows])
+        lines = self._rate[rows], self._tail[rows]
+        return LengthDistributions.known(self._buckets, self._probabilities[rows], lines)
 
     def probabilities(self, rows: Seq[int]) -> np.ndarray:
         """Return these rows as they were set: float [rows, buckets]."""
-        return self._probabilities[rows]
+        return self._given[rows]
 
     def at(self, rows: Seq[int]) -> np.ndarray:
         """Return the output tokens that had come when these rows were set: int [rows]."""
         return self._at[rows]
 
+    def _set(self, row: int, probabilities: np.ndarray) -> None:
+        known = LengthDistributions(self._buckets, probabilities[None])
+        self._given[row], self._probabilities[row] = probabilities, known.probabilities[0]
+        (self._rate[row],), (self._tail[row],) = known.lines
+
     def _grow(self) -> None:
         count = len(self._at)
-        self._probabilities = np.concatenate(
-            [self._probabilities, np.zeros_like(self._probabilities)]
+        self._given, self._probabilities, self._rate, self._tail, self._at = (
+            np.concatenate([array, np.zeros_like(array)])
+            for array in (self._given, self._probabilities, self._rate, self._tail, self._at)
         )
-        self._at = np.concatenate([self._at, np.zeros_like(self._at)])
         self._free = list(range(2 * count - 1, count - 1, -1))
