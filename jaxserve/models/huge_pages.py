@@ -20,6 +20,8 @@ from typing import Any, final
 import jax
 import numpy as np
 
+from jaxserve.core.host_memory import available_host_bytes
+
 _PAGE = 2 << 20
 # Arrays share mappings of this size, which are given back when all of a mapping's arrays are gone.
 _MAPPING = 32 * _PAGE
@@ -105,10 +107,13 @@ def are_available() -> bool:
 def read(files: Sequence[np.memmap]) -> list[np.ndarray]:
     """Return the contents of mapped files in memory, and small files as they are mapped.
 
+    If they would take more than half of the memory that is free, all stay mapped.
+
     Some seconds later, a thread moves that memory to huge pages. The maps are not touched, so that
     their pages do not count as this process's memory.
     """
-    if not any(is_useful(file) for file in files):
+    useful = [file for file in files if is_useful(file)]
+    if not useful or sum(file.nbytes for file in useful) > available_host_bytes() // 2:
         return list(files)
     memory = HugePages(later=True)
     arrays = [memory.empty(f.shape, f.dtype) if is_useful(f) else f for f in files]
