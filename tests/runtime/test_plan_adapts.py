@@ -73,7 +73,8 @@ def test_a_plan_follows_the_lengths_while_requests_run(
 ):
     """Longer answers than planned, with cancellations: another schedule, and the same tokens.
 
-    The bound becomes infeasible, which is said, and serving goes on.
+    If the bound becomes infeasible, that is said, and what misses it least serves: another schedule,
+    or the present one.
     """
     monkeypatch.setenv("JAXSERVE_CACHE", str(cache))
     with Runtime(tiny_llama(), **OPTIONS) as rt:
@@ -91,12 +92,13 @@ def test_a_plan_follows_the_lengths_while_requests_run(
         assert [each.result(120).token_ids for each in pending] == answers
         assert len([each.result(120) for each in cancelled]) == 10
         for _ in range(60):
-            if rt.stats().num_plans > 1:
+            now = rt.stats().plan
+            assert now is not None
+            if rt.stats().num_plans > 1 or not now.keeps_bounds:
                 break
             rt.generate(PROMPTS, LONG)
-        assert rt.stats().num_plans > 1
-        now = rt.stats().plan
-        assert now is not None and now.max_answer_tokens > plan.max_answer_tokens
+        assert rt.stats().num_plans > 1 or not now.keeps_bounds
+        assert now.max_answer_tokens > plan.max_answer_tokens
         if not now.keeps_bounds:
             assert now.lowest["latency_s"] > plan.latency_bound_s
             assert "no schedule keeps the bounds" in caplog.text

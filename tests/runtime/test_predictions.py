@@ -169,9 +169,13 @@ def test_requests_that_come_together_are_predicted_together():
         **OPTIONS,
     ) as rt:
         params = SamplingParams(max_tokens=100, ignore_eos=True)
-        pending = [rt.submit(prompt, params) for prompt in PROMPTS]
-        late.may_predict.set()
         end_s = time.monotonic() + 20
+        pending = [rt.submit(PROMPTS[0], params)]
+        while not late.batches:
+            assert time.monotonic() < end_s
+            time.sleep(0.001)
+        pending += [rt.submit(prompt, params) for prompt in PROMPTS[1:]]
+        late.may_predict.set()
         while sum(late.batches) < len(PROMPTS):
             assert time.monotonic() < end_s
             time.sleep(0.01)
