@@ -73,8 +73,8 @@ def test_a_plan_follows_the_lengths_while_requests_run(
 ):
     """Longer answers than planned, with cancellations: another schedule, and the same tokens.
 
-    If the bound becomes infeasible, that is said, and what misses it least serves: another schedule,
-    or the present one.
+    If the bound becomes infeasible, that is said, and what misses it least serves, which may be the
+    present schedule.
     """
     monkeypatch.setenv("JAXSERVE_CACHE", str(cache))
     with Runtime(tiny_llama(), **OPTIONS) as rt:
