@@ -61,6 +61,7 @@ class Batch:
 
         Raises:
           JaxserveError: the error of a single prompt.
+          KeyboardInterrupt: Ctrl-C came when all requests had ended, so that no completion tells.
         """
         try:
             wait(pending, progress=progress)
@@ -68,6 +69,8 @@ class Batch:
             for one in pending:
                 one.cancel()
             wait(pending, progress=False)
+            if not any(_is_cancelled(one.result()) for one in pending):
+                raise
         return self._results(pending)
 
     async def await_(self, pending: Sequence[Pending]) -> Completion | list[Completion]:
@@ -87,6 +90,10 @@ class Batch:
         if done[0].error is not None:
             raise done[0].error
         return done[0]
+
+
+def _is_cancelled(completion: Completion) -> bool:
+    return any(sample.finish_reason == "cancelled" for sample in completion.samples)
 
 
 async def submitted(

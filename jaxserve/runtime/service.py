@@ -78,7 +78,7 @@ class Service(Protocol):
         not affected. The error of a single prompt is raised.
 
         Ctrl-C returns the completions with the tokens so far: requests that had not ended have the
-        `finish_reason` "cancelled".
+        `finish_reason` "cancelled". If all had ended, it is a KeyboardInterrupt.
 
         Args:
           params: parameters for all prompts, or one for each; greedy and 256 tokens by default.
