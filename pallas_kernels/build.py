@@ -161,6 +161,15 @@ def digest_of(source: Path, more_flags: tuple[str, ...] = ()) -> str:
       NotImplementedError: there is no compiler.
     """
     compiler = _find_compiler()
+    changed_ns = os.stat(source).st_mtime_ns, os.stat(compiler).st_mtime_ns
+    return _digest(source, compiler, more_flags, changed_ns)
+
+
+@functools.cache
+def _digest(
+    source: Path, compiler: str, more_flags: tuple[str, ...], changed_ns: tuple[int, int]
+) -> str:
+    del changed_ns  # a key of the cache
     inputs = (
         *(path.read_text() for path in (source, *sorted(_INCLUDE.glob("*.h")))),
         *(compiler, _description(compiler), *_flags(compiler, more_flags)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -16,6 +17,9 @@ from jaxserve.cli.groups import ProcessOptions, SamplingOptions, ServiceOptions
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
+
+# Tokens up to which answers come before steps with huge pages save what a start with them costs.
+_FEW_TOKENS = 256
 
 
 @flat()
@@ -75,10 +79,11 @@ def generate(
             max_tokens=max_tokens, n=n, logprobs=logprobs, adapter=service_options.only_adapter
         )
         jobs = _read_jobs(prompt, file, jsonl, params)
+        is_long = sum(job.params.n * (job.params.max_tokens or inf) for job in jobs) > _FEW_TOKENS
         answers = processes.join()
         with (
             _sink(output if answers else None) as sink,
-            service_options.open(model) as service,
+            service_options.open(model, huge_pages=is_long) as service,
         ):
             tokenizer = service.tokenizer
             has_template = tokenizer is not None and tokenizer.chat_template is not None

@@ -65,11 +65,13 @@ class ConvertedModel:
             self._warn_damaged(error)
             return None
 
-    def restore(self, abstract: nnx.State, shardings: nnx.State | None) -> nnx.State | None:
+    def restore(
+        self, abstract: nnx.State, shardings: nnx.State | None, *, uses_huge_pages: bool
+    ) -> nnx.State | None:
         """Read the parameters onto their devices; None when they cannot be read.
 
-        On one CPU whose system has huge pages, large arrays are read into memory (`huge_pages`);
-        others are the files' pages themselves, which are read when they are first used.
+        On one CPU whose system has huge pages, large arrays may be read into memory
+        (`huge_pages`); others are the files' pages themselves, read when they are first used.
         """
         flat = dict(nnx.to_flat_state(abstract))
         places = None if shardings is None else dict(nnx.to_flat_state(shardings))
@@ -78,7 +80,8 @@ class ConvertedModel:
             arrays = {
                 path: self._mapped(path, variable.get_value()) for path, variable in flat.items()
             }
-            if places is None and next(iter(here.device_set)).platform == "cpu":
+            is_on_cpu = places is None and next(iter(here.device_set)).platform == "cpu"
+            if uses_huge_pages and is_on_cpu:
                 arrays = dict(zip(arrays, huge_pages.read(list(arrays.values())), strict=True))
         except Exception as error:  # NumPy raises many kinds for a damaged file
             self._warn_damaged(error)

@@ -81,6 +81,7 @@ def load_model(
     mesh: Mesh | StagePlan | DeviceGroups | None = None,
     quantisation: Quantisation | None = None,
     cache: bool = True,
+    huge_pages: bool = True,
     progress: bool = True,
 ) -> LoadedModel:
     """Load a model; download a registered one first where it is not in the cache.
@@ -96,6 +97,7 @@ def load_model(
         default all are dense.
       cache: keep the converted form of a GGUF file for the next start; has no effect where the mesh
         spans several processes.
+      huge_pages: see `RuntimeOptions`.
       layer_layout: the layout of layers that are alike; layers that differ, and layers of stages,
         are unrolled. Scanned ones compile in a time that does not grow with their number, but
         their steps take longer: XLA on GPUs first copies the weights of each layer.
@@ -113,7 +115,7 @@ def load_model(
     if any(map(_has_stages, groups)):
         layer_layout = "unrolled"
     mesh = groups[0]
-    how = _How(_dtype_name(dtype), layer_layout, mesh, progress, quantisation)
+    how = _How(_dtype_name(dtype), layer_layout, mesh, progress, quantisation, huge_pages)
     if isinstance(name_or_path, DecoderConfig):
         if load != "random":
             raise InvalidConfigError(
@@ -176,6 +178,7 @@ class _How:
     mesh: Mesh | StagePlan | None
     progress: bool
     quantisation: Quantisation | None
+    huge_pages: bool
 
     @property
     def change(self) -> WeightChange | None:
@@ -232,7 +235,7 @@ def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
         config, tokenizer = how.read(header.config), header.tokenizer
         with timed("weights"):
             graphdef, abstract, shardings = how.abstract(config)
-            params = kept.restore(abstract, shardings)
+            params = kept.restore(abstract, shardings, uses_huge_pages=how.huge_pages)
         if params is not None:
             ends = tokenizer.eos_token_ids
             return _loaded(name, config, graphdef, params, tokenizer, ends, path)

@@ -78,6 +78,7 @@ def load_weights(
             seed=options.seed,
             mesh=mesh,
             quantisation=Quantisation.at_loading(options, mesh),
+            huge_pages=options.huge_pages,
             progress=options.progress,
         )
 

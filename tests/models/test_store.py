@@ -17,10 +17,11 @@ import pytest
 from flax import nnx
 
 from jaxserve.core.errors import CheckpointError, InvalidConfigError, UnknownModelError
-from jaxserve.models import converted
+from jaxserve.models import converted, huge_pages
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.models.store import LoadedModel, load_model
+from jaxserve.testing.tiny import letter_tokenizer
 from sharding import make_mesh
 from tests.models.gguf_models import TOKENIZER, VOCAB, write_gguf
 from tests.models.hf_checkpoints import write_checkpoint
@@ -151,6 +152,20 @@ def test_restored_parameters_are_the_files_themselves(path, cache):
     if mapped.is_file():
         assert str(entry / "params" / "embedding.npy") in mapped.read_text()
     del restored
+
+
+@pytest.mark.parametrize("uses_huge_pages", [False, True])
+def test_large_arrays_are_mapped_unless_huge_pages_are_used(path, uses_huge_pages):
+    """Both ways give the same numbers; with huge pages no large array is a file's pages."""
+    kept = converted.ConvertedModel("large", path, "float32")
+    params = nnx.State({"w": nnx.Param(jnp.arange(150_000, dtype=jnp.float32))})
+    kept.save({}, letter_tokenizer(), params)
+    found = kept.restore(jax.eval_shape(lambda: params), None, uses_huge_pages=uses_huge_pages)
+    np.testing.assert_array_equal(found["w"].get_value(), params["w"].get_value())
+    maps = Path("/proc/self/maps")
+    if maps.is_file() and huge_pages.are_available():
+        is_mapped = str(kept.folder / "params" / "w.npy") in maps.read_text()
+        assert is_mapped == (not uses_huge_pages)
 
 
 def test_a_full_disk_while_saving_still_serves(path, cache, monkeypatch, caplog):
