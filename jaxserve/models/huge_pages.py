@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -27,8 +28,10 @@ _PAGE = 2 << 20
 _MAPPING = 32 * _PAGE
 _SMALL = 1 << 18  # bytes; smaller arrays stay where they are
 _ALIGNMENT = 64  # of arrays that JAX uses without a copy
-# Seconds until what `read` returned is moved to huge pages: a short command has ended by then.
-_MOVED_AFTER_S = 2.0
+# Seconds until what `read` returned is moved to huge pages: the start has ended by then.
+_MOVED_AFTER_S = 4.0
+# Moving gives way to the threads that serve: it takes seconds of a core's time.
+_NICENESS = 5
 _MADV_COLLAPSE = 25  # of Linux 6.1 and newer; Python has no name for it
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -119,10 +122,16 @@ def read(files: Sequence[np.memmap]) -> list[np.ndarray]:
     arrays = [memory.empty(f.shape, f.dtype) if is_useful(f) else f for f in files]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
         list(threads.map(_fill, arrays, files))
-    mover = threading.Timer(_MOVED_AFTER_S, memory.move)
+    mover = threading.Timer(_MOVED_AFTER_S, _move_nicely, [memory])
     mover.daemon = True
     mover.start()
     return arrays
+
+
+def _move_nicely(memory: HugePages) -> None:
+    with suppress(OSError):  # on Linux this is the niceness of the thread
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    memory.move()
 
 
 def _fill(array: np.ndarray, mapped: np.memmap) -> None:
