@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -21,8 +23,18 @@ def completion() -> Completion:
         return rt.generate([1, 2], SamplingParams(max_tokens=2))
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[threading.Timer]:
+    """Ctrl-C in a moment, also where the process ignores it, as parallel workers of tests do."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.05, _thread.interrupt_main)
+    yield timer
+    timer.cancel()
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("has_ended", [False, True], ids=["cancelled", "ended"])
-def test_ctrl_c_is_never_lost(completion, has_ended):
+def test_ctrl_c_is_never_lost(completion, has_ended, ctrl_c):
     """A cancelled answer tells of it; if all answers have ended meanwhile, it goes on."""
     (sample,) = completion.samples
     cut = replace(completion, samples=(replace(sample, finish_reason="cancelled"),))
@@ -32,12 +44,11 @@ def test_ctrl_c_is_never_lost(completion, has_ended):
         future.set_result(completion if has_ended else cut)
 
     batch = Batch.of([[1, 2]], None)
-    timer = threading.Timer(0.05, _thread.interrupt_main)
-    timer.start()
     waiting = [PendingRequest("a", future, cancel)]
+    ctrl_c.start()
     if has_ended:
         with pytest.raises(KeyboardInterrupt):
             batch.wait(waiting, progress=False)
     else:
         assert batch.wait(waiting, progress=False) == [cut]
-    timer.join()
+    ctrl_c.join()
