@@ -42,12 +42,15 @@ def load_for(
     It checks the options before it reads a file. With device groups, the weights are read onto the
     encode group, from whose devices those of the decode group get theirs.
     """
+    from jaxserve.models.registry import resolve
+
     policy = get_policy(options.policy)
     enable_compilation_cache()
     group = processes_of(mesh)
     check_early(options, policy, mesh, group)
     if options.quantize is not None:
         check_quantised(options, mesh)
+    resolve(name_or_path)  # threads would outlive the error of an unknown model
     _begin_to_load(options, name_or_path, dtype, mesh)
     with nullcontext() if group is None else group.together():
         return load_weights(options, name_or_path, load=load, dtype=dtype, mesh=mesh)

@@ -303,3 +303,11 @@ def test_interrupt_keeps_what_is_finished(model, tmp_path):
     assert process.returncode == 130, said + rest
     assert [json.loads(line)["id"] for line in out.splitlines()] == [0]
     assert "Traceback" not in said + rest
+
+
+def test_an_unknown_model_is_one_line():
+    """No thread that was begun outlives the error, whose end would be a second message."""
+    command = [sys.executable, "-m", "jaxserve", "generate", "hi", "--model", "no-such-model"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("UnknownModelError: 'no-such-model'")
