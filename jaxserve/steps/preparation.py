@@ -69,7 +69,11 @@ class Preparation:
           Exception: that of a function that failed. Those that have not begun are dropped.
         """
         for _ in range(self._num_steps):
-            news = self._news.get()
+            try:
+                news = self._news.get()
+            except KeyboardInterrupt:  # a process that ends while XLA compiles would crash
+                self.close()
+                raise
             if isinstance(news, Exception):
                 self.close()
                 raise news
