@@ -113,14 +113,14 @@ class Engine:
 
         It may idle while the policy waits for more sequences, or while sequences wait for the disk.
         """
-        if self._is_at_work or self._kv.has_arrived:
+        if self._is_at_work or self._kv.retrieval.has_arrived:
             return None
         return self.scheduler.wake_s
 
     @property
     def awaits_disk(self) -> bool:
         """Whether pages of a waiting sequence are being read from the disk."""
-        return self._kv.gives_up_s is not None
+        return self._kv.retrieval.gives_up_s is not None
 
     def outlook(self) -> dict[str, Outlook]:
         """Return the outlook of each request that has tokens left to compute, by request id."""

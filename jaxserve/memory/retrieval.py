@@ -53,6 +53,8 @@ class Retrieval:
         self._underway: set[bytes] = set()
         self._last_news_s = 0.0
         self._hangs = False
+        # Whether sequences begin although the host has no room for what they need.
+        self._lets_pass = False
 
     @property
     def has_arrived(self) -> bool:
@@ -71,7 +73,7 @@ class Retrieval:
         """Whether pages of a sequence are still to come; asks for those on the disk alone.
 
         Where the host has no room for them beside those of others that have not begun yet, they are
-        asked for later.
+        asked for later, unless some have come before.
 
         Args:
           sequence: its key.
@@ -94,7 +96,9 @@ class Retrieval:
         on_disk = dict(list(on_disk.items())[-most:])  # the later ones cost more
         others = sum(len(each.indices) for key, each in self._wanted.items() if key != sequence)
         if others and others + len(on_disk) > most:
-            return True
+            # One that has got something begins with that: two that wait for room of each other's
+            # pages would wait without end.
+            return own is None and not self._lets_pass
         if own is None:
             own = self._wanted[sequence] = _Wanted(Branch(self._now(), is_awaited=True))
         own.indices.update(on_disk)
@@ -103,10 +107,19 @@ class Retrieval:
         if not self._underway:
             self._last_news_s = self._now()
         self._ask_disk()
-        return True
+        return bool(own.missing)  # the disk's thread may have evicted them all just now
+
+    def let_pass(self) -> bool:
+        """Until one begins, have none wait for room on the host; False where none can wait for it.
+
+        For when nothing runs: those that have got all may wait for one that waits for their room.
+        """
+        self._lets_pass = bool(self._wanted) and self.gives_up_s is None
+        return self._lets_pass
 
     def release(self, sequence: int) -> set[int]:
         """It begins or has ended; returns the indices of what was put on the host for it."""
+        self._lets_pass = False
         wanted = self._wanted.pop(sequence, None)
         if wanted is None:
             return set()

@@ -70,7 +70,7 @@ class Scheduler:
         self._queues = Queues(policy, kv, self.lengths, clock.now, pace)
         self._policy_state = policy.new_state()
         self._sequences: dict[int, Sequence] = {}
-        self._num_plans = self._next_key = 0
+        self._keys, self._plan_indices = itertools.count(), itertools.count()
         self._num_taken_back = self._num_handovers_lost = 0
 
     # ---- what there is ----
@@ -140,14 +140,13 @@ class Scheduler:
         samples: list[Sequence] = []
         for index in range(request.params.n):
             sequence = Sequence(
-                key=self._next_key,
+                key=next(self._keys),
                 request=request,
                 sample_index=index,
                 max_length=limit,
                 kv=self._kv.new(request),
                 primary=samples[0] if samples and not self.config.has_slot_state else None,
             )
-            self._next_key += 1
             self._sequences[sequence.key] = sequence
             self.lengths.add(sequence)
             self._queues.wait(sequence)
@@ -243,17 +242,18 @@ class Scheduler:
         Args:
           open_groups: device groups that may be given a step, with `plan.LINK` for the link.
         """
-        self._kv.take_in()
+        self._kv.retrieval.take_in()
         step = self._selected(open_groups)
         if step.is_futile:  # but now there is room for others, or for more of the same
             step = self._selected(open_groups)
+        if not (step.has_work or self._queues.running) and self._kv.retrieval.let_pass():
+            step = self._selected(open_groups)
         self.wake_s = step.wake_s
         if not step.has_work:
-            self.wake_s = self._kv.gives_up_s if self.wake_s is None else self.wake_s
+            self.wake_s = self._kv.retrieval.gives_up_s if self.wake_s is None else self.wake_s
             return None
         self._kv.prefetch(itertools.islice(self._queues.waiting.ready(), _MAX_AWAITED))
-        plan = step.finish(self._num_plans)
-        self._num_plans += 1
+        plan = step.finish(next(self._plan_indices))
         for sequence in dict.fromkeys(step.sequences):
             if sequence.num_outputs_left == 0 and not sequence.falls_short:
                 self._queues.close(sequence)
@@ -272,8 +272,7 @@ class Scheduler:
         copies = self._kv.flush(free_share)
         if not copies:
             return None
-        self._num_plans += 1
-        return StepPlan(index=self._num_plans - 1, swaps_out=copies)
+        return StepPlan(index=next(self._plan_indices), swaps_out=copies)
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[Progress]:
         """Take in what `plan` delivered; returns the news in the order of the rows."""

@@ -46,6 +46,8 @@ class GatedFiles:
         self.reading, self.writing = Gate(), Gate()
         # Keys of reads and writes in the order of the calls.
         self.keys: list[bytes] = []
+        # Keys of files that are evicted right after they are looked for the next time.
+        self.vanishing: set[bytes] = set()
         self._files = PageFiles(folder, max_bytes)
 
     def read(self, key: bytes) -> bytes | None:
@@ -59,7 +61,12 @@ class GatedFiles:
         self._files.write(key, contents)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._files
+        is_found = key in self._files
+        if key in self.vanishing:
+            (self._files.folder / f"{key.hex()}.page").unlink()
+            assert self._files.read(key) is None  # so that it is not looked for again
+            self.vanishing.remove(key)
+        return is_found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._files, name)

@@ -114,6 +114,14 @@ def test_what_does_not_come_is_not_waited_for(bench):
     assert not bench.retrieval.awaits(1, [first, second])
 
 
+def test_what_is_evicted_while_it_is_asked_for_is_not_waited_for(bench):
+    """The disk's thread evicts files between two looks; nothing would come, nor anybody wake."""
+    keys = bench.keys("a", 2)
+    bench.files.vanishing.update(keys)
+    assert not bench.retrieval.awaits(1, keys) and bench.retrieval.gives_up_s is None
+    assert not bench.files.vanishing and bench.retrieval.release(1) == set()
+
+
 def test_orders_that_the_host_has_no_room_for_come_later(bench):
     """Otherwise they would replace each other; a single order may use the whole host."""
     for sequence, name in enumerate("abc"):
@@ -126,6 +134,26 @@ def test_orders_that_the_host_has_no_room_for_come_later(bench):
     assert bench.retrieval.awaits(2, bench.keys("c", 6))
     bench.take_in()
     assert bench.wheres("c") == {"host"} and bench.wheres("a") == {"disk"}
+
+
+def test_none_waits_for_room_of_one_that_waits_for_its_own(bench):
+    """Pages that the disk got after the first order are not worth a wait without end."""
+    wanted = [bench.keys("a", 3), bench.keys("b", 3)]
+    assert all(bench.retrieval.awaits(sequence, keys) for sequence, keys in enumerate(wanted))
+    bench.take_in()
+    wanted = [keys + bench.keys("c", 4) for keys in wanted]
+    assert not any(bench.retrieval.awaits(sequence, keys) for sequence, keys in enumerate(wanted))
+
+
+def test_those_without_room_may_pass_until_one_begins(bench):
+    """What holds the room may wait for the very sequence that needs it."""
+    assert not bench.retrieval.let_pass(), "nothing holds the room"
+    assert bench.retrieval.awaits(0, bench.keys("a", 6))
+    bench.take_in()
+    assert bench.retrieval.awaits(1, bench.keys("b", 6)) and bench.retrieval.let_pass()
+    assert not bench.retrieval.awaits(1, bench.keys("b", 6))
+    bench.retrieval.release(1)
+    assert bench.retrieval.awaits(2, bench.keys("c", 6))
 
 
 def test_what_was_computed_meanwhile_stays_where_it_is(bench):

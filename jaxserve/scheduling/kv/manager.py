@@ -43,11 +43,12 @@ class KVManager:
       costs: of swapping and recomputing; None where they were not measured.
       disk: keeps what leaves the host, from former runs too; closed with the manager.
       host_memory: the contents of the host's pages; needed with a disk.
-      on_arrival: called on the disk's thread when `take_in` has something to do.
+      on_arrival: called on the disk's thread when `retrieval` has something to take in.
 
     Attributes:
       config: as given, with the number of pages that there are now.
       num_outgrown: reservations that were used up.
+      retrieval: of pages on the disk, for the sequences that wait for them.
       transfer: of cached pages to and from other engines.
       weights: the identity of the weights.
     """
@@ -86,9 +87,9 @@ class KVManager:
             identity=self.weights.of_cache(),
             max_pages_out=config.max_pages_out,
         )
-        self._retrieval = Retrieval(self._cache, now, on_arrival)
+        self.retrieval = Retrieval(self._cache, now, on_arrival)
         self._prefixes = PrefixCacheManager(
-            *(self._cache, self._values, self._retrieval),
+            *(self._cache, self._values, self.retrieval),
             page_size=config.page_size,
             keeps_pages=retention.keeps_pages,
             now=now,
@@ -240,7 +241,7 @@ class KVManager:
           is_right: False where its KV may not be found by others.
         """
         self._swap_space.drop(sequence)
-        self._retrieval.release(sequence.key)
+        self.retrieval.release(sequence.key)
         if is_right:
             self._prefixes.leave(sequence)
         else:
@@ -265,23 +266,9 @@ class KVManager:
 
     # ---- the next plan ----
 
-    def take_in(self) -> None:
-        """Put what has come from the disk on the host."""
-        self._retrieval.take_in()
-
     @property
     def has_disk(self) -> bool:
         return self._disk is not None
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether `take_in` has something to do."""
-        return self._retrieval.has_arrived
-
-    @property
-    def gives_up_s(self) -> float | None:
-        """When to stop waiting for the disk; None where nothing is to come from it."""
-        return self._retrieval.gives_up_s
 
     def prefetch(self, waiting: Iterable[Sequence]) -> None:
         """Have the next plan, complete otherwise, bring pages of waiting sequences."""
@@ -362,7 +349,7 @@ class KVManager:
           suffix: distinguishes what is computed from here on from what the disk has of the same
             weights; empty to go on finding that.
         """
-        self._retrieval.clear()
+        self.retrieval.clear()
         self._cache.clear(self.weights.of_cache() + suffix)
 
     def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:
