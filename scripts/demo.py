@@ -33,7 +33,7 @@ def main() -> int:
     """Print the answers, the time and the memory."""
     console = Console()
     started_s = time.perf_counter()
-    with Runtime.from_pretrained(MODEL, max_slots=len(QUESTIONS), max_context=512) as rt:
+    with Runtime.from_pretrained(MODEL) as rt:
         ready_s = time.perf_counter()
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
         answers = rt.generate(chats, SamplingParams(max_tokens=MAX_TOKENS))
