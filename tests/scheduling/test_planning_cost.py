@@ -29,6 +29,8 @@ CONFIG = EngineConfig(num_pages=41, max_slots=8, max_context=256, max_step_token
 LONG = EngineConfig(
     num_pages=30_000, max_slots=8, max_context=400_000, max_step_tokens=256, page_size=16
 )
+# Of planning the next token of an answer.
+MAX_CALLS_A_ROW = 24
 _BUCKETS = LengthBuckets.equal_width(64, 4)
 
 
@@ -86,6 +88,28 @@ def test_ten_times_as_many_wait(policy: str):
         engine.step()
         found.append(_calls(engine, 40))
     assert found[1] < 1.5 * found[0] + 200, found
+
+
+@pytest.mark.parametrize("policy", ["vllm_like", "pensieve", "auto"])
+def test_an_answer_that_goes_on_costs_few_calls(policy: str):
+    """Beside a prompt that is being computed, with memory for all that run."""
+    config = EngineConfig(
+        num_pages=5_000, max_slots=200, max_context=40_000, max_step_tokens=300, page_size=16
+    )
+    found = []
+    for num_answers in (20, 180):
+        engine = _engine(policy, config)
+        for number in range(num_answers):
+            engine.add(_request(number, tuple(range(number, number + 3))))
+        while any(
+            not each.output for each in (*engine.scheduler.running, *engine.scheduler.waiting)
+        ):
+            engine.step()
+        engine.add(_request(1000, tuple(range(30_000))))
+        engine.step()
+        assert len(engine.scheduler.running) == num_answers + 1
+        found.append(_calls(engine, 10))
+    assert found[1] - found[0] < MAX_CALLS_A_ROW * 160, found
 
 
 @pytest.mark.parametrize("policy", ["vllm_like", "s3", "pensieve", "auto"])
