@@ -103,6 +103,8 @@ class Queues:
             sequence = self._first_that(self._kv.awaits_disk)
             if sequence is None or not self._is_held_back(sequence):
                 return sequence
+        if not self.waiting.has_bounded:
+            return None
         return self._first_that(
             lambda each: each.request.due_s is None or self._kv.awaits_disk(each)
         )

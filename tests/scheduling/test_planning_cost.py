@@ -20,8 +20,9 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.scheduling.policy import MAX_ADMITTED
-from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.policy import MAX_ADMITTED, Policy
+from jaxserve.scheduling.presets import PRESETS, get_policy
 from jaxserve.scheduling.scheduler import Scheduler
 from predictor import LengthBuckets
 
@@ -34,10 +35,10 @@ MAX_CALLS_A_ROW = 24
 _BUCKETS = LengthBuckets.equal_width(64, 4)
 
 
-def _engine(policy: str, config: EngineConfig) -> Engine:
+def _engine(policy: str | Policy, config: EngineConfig) -> Engine:
     clock = VirtualClock()
     executor = SimulatedExecutor(config, clock, reads_context=False)
-    return Engine(executor, PRESETS[policy], clock)
+    return Engine(executor, get_policy(policy), clock)
 
 
 def _request(number: int, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 64) -> Request:
@@ -87,6 +88,20 @@ def test_ten_times_as_many_wait(policy: str):
             engine.add(_request(number, tuple(range(1, 30 + number % 50))))
         engine.step()
         found.append(_calls(engine, 40))
+    assert found[1] < 1.5 * found[0] + 200, found
+
+
+def test_ten_times_as_many_wait_where_only_those_with_a_bound_may_run():
+    """As many run as may, there is memory for all, and none of those that wait has a bound."""
+    config = replace(CONFIG, num_pages=500)
+    policy = replace(PRESETS["auto"], name="few", iteration=Unified(max_running=4))
+    found = []
+    for num_waiting in (200, 2_000):
+        engine = _engine(policy, config)
+        for number in range(num_waiting):
+            engine.add(_request(number))
+        engine.step()
+        found.append(_calls(engine, 20))
     assert found[1] < 1.5 * found[0] + 200, found
 
 
