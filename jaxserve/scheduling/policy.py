@@ -6,7 +6,7 @@ iteration shape has to remember from step to step is in a state that it makes it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, final
@@ -33,8 +33,13 @@ class Headroom(Protocol):
     It is that of one step: of the sequences that run, and of those that were admitted since.
     """
 
-    def pages(self, sequence: Sequence) -> int:
-        """Return the pages that must stay available after the admission of a sequence."""
+    def pages(self, sequence: Sequence, following: Callable[[], Iterable[Sequence]] = tuple) -> int:
+        """Return the pages that must stay available after the admission of a sequence.
+
+        Args:
+          following: returns waiting sequences that may be admitted next in the step, so that what
+            they need can be computed together.
+        """
         ...
 
     def admitted(self, sequence: Sequence) -> None:

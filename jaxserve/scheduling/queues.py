@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable
 from typing import final
 
@@ -13,7 +14,7 @@ from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.order_keys import OrderKeys
 from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.plan import Admission, Extension, Handover
-from jaxserve.scheduling.policy import Headroom, Policy
+from jaxserve.scheduling.policy import MAX_ADMITTED, Headroom, Policy
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.waiting_pool import WaitingPool
@@ -102,6 +103,8 @@ class Queues:
             sequence = self._first_that(self._kv.awaits_disk)
             if sequence is None or not self._is_held_back(sequence):
                 return sequence
+        if not self.waiting.has_bounded:
+            return None
         return self._first_that(
             lambda each: each.request.due_s is None or self._kv.awaits_disk(each)
         )
@@ -133,10 +136,13 @@ class Queues:
             self._headroom = self._policy.admission.headroom(
                 self.running, self._kv.config, self._lengths, self._preemption_iterations
             )
-        headroom = self._headroom.pages(sequence)
+        headroom = self._headroom.pages(sequence, self._next_waiting)
         if not headroom:
             return True
         return self._kv.fits_into(sequence, num_tokens, num_available - headroom)
+
+    def _next_waiting(self) -> list[Sequence]:
+        return [*itertools.islice(self.waiting.ready(), MAX_ADMITTED)]
 
     def _preemption_iterations(self) -> float | None:
         """See `PreemptionCost`."""

@@ -117,7 +117,7 @@ class Sequence:
 
     @property
     def num_outputs_left(self) -> int:
-        return self.max_length - self.planned_length
+        return self.max_length - len(self.request.prompt) - self.num_planned_outputs
 
     @property
     def is_decoding(self) -> bool:
@@ -140,6 +140,15 @@ class Sequence:
         if self.request.awaits_tokens and self.awaits_token:
             return False
         return not self.falls_short or self.planned_length < self.max_length
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether every step has given a running answer the tokens that were planned.
+
+        Its next row then changes nothing of whether it decodes.
+        """
+        is_answer = self.slot is not None and self.num_planned_outputs > 0
+        return is_answer and not (self.falls_short or self.request.awaits_tokens)
 
     @property
     def num_known(self) -> int:

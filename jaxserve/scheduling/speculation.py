@@ -82,6 +82,11 @@ class Speculation:
         """Propose tokens behind the newest one of a sequence, whose tokens are all known."""
         self._suggested[sequence.key] = sequence.num_known, tuple(tokens)
 
+    @property
+    def has_suggested(self) -> bool:
+        """Whether the host proposes tokens of any sequence."""
+        return bool(self._suggested)
+
     def suggested(self, sequence: Sequence) -> tuple[int, ...]:
         """Return what is proposed behind a sequence's newest token by the host."""
         num_known, tokens = self._suggested.get(sequence.key, (0, ()))

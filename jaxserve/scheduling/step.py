@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
-from functools import partial
 from typing import final
 
 import numpy as np
@@ -16,7 +15,7 @@ from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.plan import LINK, StepPlan
 from jaxserve.scheduling.policy import MAX_ADMITTED, Policy
 from jaxserve.scheduling.queues import Queues, admission, handover
-from jaxserve.scheduling.rows import row_of
+from jaxserve.scheduling.rows import Rows
 from jaxserve.scheduling.sequence import Sequence, split
 from jaxserve.scheduling.speculation import NOT_SPECULATING, Speculation
 from jaxserve.scheduling.victims import Victims
@@ -46,7 +45,8 @@ class Step:
         open_groups: Collection[int],
     ):
         self.config = kv.config
-        self.sequences: list[Sequence] = []
+        self._rows = Rows()
+        self.sequences = self._rows.sequences
         self.wake_s: float | None = None
         self.open_groups = open_groups
         self._group = 0
@@ -58,12 +58,6 @@ class Step:
         self._speculation = speculation
         self._extends = policy.admission.extends
         self._now = now
-        # Of each row, beside its sequence.
-        self._spans: list[tuple[int, int]] = []
-        self._num_tokens = 0
-        self._max_new: list[int] = []
-        self._proposed: list[tuple[int, ...]] = []
-        self._num_proposed = 0  # each of which takes a row of the batch
         self._admitted: list[Sequence] = []
         self._new_pages: list[tuple[Sequence, int, int]] = []
         self._num_iterations, self._speculating = 1, NOT_SPECULATING
@@ -120,7 +114,7 @@ class Step:
 
     @property
     def num_tokens_left(self) -> int:
-        return 0 if self._is_full else max(0, self.config.max_step_tokens - self._num_tokens)
+        return 0 if self._is_full else max(0, self.config.max_step_tokens - self._rows.num_tokens)
 
     def expected_ends(self, num_iterations: int) -> Seq[float] | None:
         forecast = self._lengths.forecast(self.decoding)
@@ -195,38 +189,46 @@ class Step:
         not, the step takes no more tokens, so that no later sequence passes this one.
         """
         num_encoded = sequence.request.num_encoded
-        num_rows_left = self.config.max_slots - len(self.sequences) - self._num_proposed
+        num_rows_left = self.config.max_slots - self._rows.num_taken
         if sequence.kv.num_computed >= num_encoded:
             return sequence.kv.next_spans(num_tokens, num_rows_left)
         if not num_rows_left:
             return []
-        if self._num_tokens + num_encoded > self.config.max_step_tokens and self._encodes:
+        num_tokens_with = self._rows.num_tokens + num_encoded
+        if num_tokens_with > self.config.max_step_tokens and self._rows.encodes:
             self._is_full = True
             return []
         (_, end), *rest = sequence.kv.next_spans(max(num_tokens, num_encoded), num_rows_left)
         spans = [(0, num_encoded), (num_encoded, end), *rest]
         return [span for span in spans if span[0] < span[1]][:num_rows_left]
 
-    @property
-    def _encodes(self) -> bool:
-        """Whether an encoder computes some row of the step."""
-        pairs = zip(self.sequences, self._spans, strict=True)
-        return any(start < sequence.request.num_encoded for sequence, (start, _) in pairs)
-
     def add_decoding(self) -> None:
         decoding = self._with_room_to_decode([*self.decoding])
         spare = self.num_tokens_left - len(decoding)
+        suggests = self._speculation.has_suggested
         for sequence in decoding:
+            if not suggests and self._add_newest(sequence):
+                continue
             count = min(sequence.num_uncomputed, 1 + max(0, spare))
             proposed = () if count < sequence.num_uncomputed else self._suggested(sequence, spare)
             is_added = self.add_row(sequence, count, proposed)
             spare -= count + len(proposed) - 1 if is_added else -1
         self._queues.have_advanced()
 
+    def _add_newest(self, sequence: Sequence) -> bool:
+        """Add the one row of most answers at a fraction of the cost of `add_row`, if it is that."""
+        if not sequence.is_steady or self._rows.num_taken == self.config.max_slots:
+            return False
+        if not self._kv.compute_newest(sequence):
+            return False
+        self._rows.add_newest(sequence, sequence.kv.num_computed)
+        sequence.num_planned_outputs += 1
+        return True
+
     def _suggested(self, sequence: Sequence, spare: int) -> tuple[int, ...]:
         """Return what the host proposes; nothing if it does not fit beside all other rows."""
         found = self._speculation.suggested(sequence)
-        rows_left = self.config.max_slots - len(self._queues.running) - self._num_proposed
+        rows_left = self.config.max_slots - len(self._queues.running) - self._rows.num_proposed
         num = sequence.num_uncomputed + len(found)
         missing = sequence.kv.table.num_missing(sequence.kv.num_computed + num)
         fits = missing <= (self._kv.num_available if self._extends else 0) and num <= 1 + spare
@@ -312,7 +314,6 @@ class Step:
         for sequence in self.sequences:
             sequence.num_in_flight += 1
         swaps_out, swaps_in = self._kv.copies(admitted)
-        row = partial(row_of, is_decode_loop=self._is_decode_loop)
         return StepPlan(
             index=index,
             swaps_out=swaps_out,
@@ -326,7 +327,7 @@ class Step:
                 for sequence, index, page in self._new_pages
                 if sequence.slot is not None
             ),
-            rows=tuple(map(row, self.sequences, self._spans, self._max_new, self._proposed)),
+            rows=self._rows.planned(is_decode_loop=self._is_decode_loop),
             num_iterations=self._num_iterations,
             num_proposed=self._speculating.num_proposed,
             verify_cost=self._speculating.verify_cost,
@@ -340,18 +341,15 @@ class Step:
         self, sequence: Sequence, spans: Seq[tuple[int, int]], proposed: tuple[int, ...]
     ) -> None:
         """After these tokens: a row that reaches the newest token plans the next one."""
-        self._decoding_and_prefilling = None
+        keeps_split = not (proposed or self._speculating.num_proposed) and sequence.is_steady
+        if not (keeps_split and sequence.is_decoding):
+            self._decoding_and_prefilling = None
         start, end = spans[-1]
         is_at_end = end == sequence.planned_length + len(proposed)
         max_new_tokens = end - start if self._is_decode_loop else int(is_at_end) + len(proposed)
         sequence.num_planned_outputs += max_new_tokens
         sequence.falls_short |= self._speculating.num_proposed > 0 or bool(proposed)
-        self._max_new += [0] * (len(spans) - 1) + [max_new_tokens]
-        self._proposed += [()] * (len(spans) - 1) + [proposed]
-        self._num_proposed += len(proposed)
-        self.sequences += [sequence] * len(spans)
-        self._spans += spans
-        self._num_tokens += sum(last - first for first, last in spans)
+        self._rows.add(sequence, spans, max_new_tokens, proposed)
         self._kv.computed(sequence, spans[0][0], end)
 
     # ---- memory ----

@@ -102,9 +102,16 @@ class WaitingPool:
         # None is empty.
         self._blocks: list[_Block] = []
         self._entries: dict[int, _Entry] = {}
+        # Keys of sequences with a latency bound of their own.
+        self._bounded: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def has_bounded(self) -> bool:
+        """Whether a sequence with a latency bound of its own waits."""
+        return bool(self._bounded)
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter([entry.sequence for block in self._blocks for entry in block.entries])
@@ -191,6 +198,8 @@ class WaitingPool:
         place = self._keys.of(sequence), sequence.key
         least_pages = _UNKNOWN if sequence.num_in_flight else self._least_pages(sequence)
         entry = self._entries[sequence.key] = _Entry(place, sequence, least_pages, num_passed)
+        if sequence.request.due_s is not None:
+            self._bounded.add(sequence.key)
         return entry
 
     def _known_pages(self, block: _Block, entry: _Entry) -> int:
@@ -213,6 +222,7 @@ class WaitingPool:
     def _remove(self, sequence: Sequence) -> int:
         """Remove a sequence, and return its passes."""
         entry = self._entries.pop(sequence.key)
+        self._bounded.discard(sequence.key)
         at, index = self._find(entry)
         block = self._blocks[at]
         del block.entries[index]

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.prediction import LengthPrediction
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost
 from jaxserve.planning import simulate
+from jaxserve.scheduling.admission.expected import Expected
 from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.workload import random_items
 from predictor import LengthBuckets
 
@@ -35,6 +43,43 @@ def _num_preempted(token_s: float) -> int:
     )
     assert all(completion.error is None for completion in done.completions)
     return done.stats.num_preemptions
+
+
+@pytest.mark.parametrize("margin", [None, 1.0])
+def test_requests_that_are_asked_for_together_leave_as_much_free(margin: float | None):
+    """A headroom that knows what follows says of each request what one that does not says."""
+    scheduler = _scheduler(np.random.default_rng(0), num_waiting=12)
+    admission, lengths = Expected(margin), scheduler.lengths
+    together, alone = (
+        admission.headroom((), CONFIG, lengths, lambda: 5.0 if margin is None else None)
+        for _ in range(2)
+    )
+    waiting = list(scheduler.waiting)
+    found = []
+    while waiting:
+        sequence = waiting.pop(0)
+        pages = together.pages(sequence, lambda: waiting), alone.pages(sequence)
+        found.append(pages)
+        together.admitted(sequence)
+        alone.admitted(sequence)
+    assert all(ours == theirs for ours, theirs in found) and len(set(found)) > 3, found
+
+
+def _scheduler(rng: np.random.Generator, num_waiting: int) -> Scheduler:
+    clock = VirtualClock()
+    engine = Engine(SimulatedExecutor(CONFIG, clock), PRESETS["auto"], clock)
+    buckets = LengthBuckets.equal_width(64, 4)
+    for number in range(num_waiting):
+        weights = rng.random(4)
+        request = Request(
+            id=str(number),
+            prompt=tuple(range(int(rng.integers(1, 90)))),
+            params=SamplingParams(max_tokens=int(rng.integers(1, 150))),
+            arrival_s=0.0,
+            prediction=LengthPrediction(buckets, weights / weights.sum()) if number % 3 else None,
+        )
+        engine.add(request)
+    return engine.scheduler
 
 
 def test_a_pool_is_filled_where_preemptions_cost_little():

@@ -20,8 +20,9 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.scheduling.policy import MAX_ADMITTED
-from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.policy import MAX_ADMITTED, Policy
+from jaxserve.scheduling.presets import PRESETS, get_policy
 from jaxserve.scheduling.scheduler import Scheduler
 from predictor import LengthBuckets
 
@@ -29,13 +30,15 @@ CONFIG = EngineConfig(num_pages=41, max_slots=8, max_context=256, max_step_token
 LONG = EngineConfig(
     num_pages=30_000, max_slots=8, max_context=400_000, max_step_tokens=256, page_size=16
 )
+# Of planning the next token of an answer.
+MAX_CALLS_A_ROW = 24
 _BUCKETS = LengthBuckets.equal_width(64, 4)
 
 
-def _engine(policy: str, config: EngineConfig) -> Engine:
+def _engine(policy: str | Policy, config: EngineConfig) -> Engine:
     clock = VirtualClock()
     executor = SimulatedExecutor(config, clock, reads_context=False)
-    return Engine(executor, PRESETS[policy], clock)
+    return Engine(executor, get_policy(policy), clock)
 
 
 def _request(number: int, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 64) -> Request:
@@ -86,6 +89,42 @@ def test_ten_times_as_many_wait(policy: str):
         engine.step()
         found.append(_calls(engine, 40))
     assert found[1] < 1.5 * found[0] + 200, found
+
+
+def test_ten_times_as_many_wait_where_only_those_with_a_bound_may_run():
+    """As many run as may, there is memory for all, and none of those that wait has a bound."""
+    config = replace(CONFIG, num_pages=500)
+    policy = replace(PRESETS["auto"], name="few", iteration=Unified(max_running=4))
+    found = []
+    for num_waiting in (200, 2_000):
+        engine = _engine(policy, config)
+        for number in range(num_waiting):
+            engine.add(_request(number))
+        engine.step()
+        found.append(_calls(engine, 20))
+    assert found[1] < 1.5 * found[0] + 200, found
+
+
+@pytest.mark.parametrize("policy", ["vllm_like", "pensieve", "auto"])
+def test_an_answer_that_goes_on_costs_few_calls(policy: str):
+    """Beside a prompt that is being computed, with memory for all that run."""
+    config = EngineConfig(
+        num_pages=5_000, max_slots=200, max_context=40_000, max_step_tokens=300, page_size=16
+    )
+    found = []
+    for num_answers in (20, 180):
+        engine = _engine(policy, config)
+        for number in range(num_answers):
+            engine.add(_request(number, tuple(range(number, number + 3))))
+        while any(
+            not each.output for each in (*engine.scheduler.running, *engine.scheduler.waiting)
+        ):
+            engine.step()
+        engine.add(_request(1000, tuple(range(30_000))))
+        engine.step()
+        assert len(engine.scheduler.running) == num_answers + 1
+        found.append(_calls(engine, 10))
+    assert found[1] - found[0] < MAX_CALLS_A_ROW * 160, found
 
 
 @pytest.mark.parametrize("policy", ["vllm_like", "s3", "pensieve", "auto"])

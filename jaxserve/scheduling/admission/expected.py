@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import final
@@ -96,19 +97,23 @@ class ExpectedPeak:
         self._use = MemoryUse(np.zeros(0), np.zeros(0))
         # Standard deviations that stay free at the times of `_use`.
         self._margins: np.ndarray | float = 0.0
-        # What was asked for last: a sequence, and its use up to `_longest`.
-        self._asked: tuple[Sequence, MemoryUse] | None = None
+        # The use up to `_longest` of waiting sequences, by their keys; and the one asked for last.
+        self._uses: dict[int, MemoryUse] = {}
+        self._asked: Sequence | None = None
+        self._has_admitted = False
         # Pages of `_sequences`; None before they are counted.
         self._num_reserved: int | None = None
 
-    def pages(self, sequence: Sequence) -> int:
+    def pages(self, sequence: Sequence, following: Callable[[], Iterable[Sequence]] = tuple) -> int:
         """See `Headroom`."""
         if not self._sequences:
             return 0
         if not self._has_estimates and self._lengths.estimate(sequence) is None:
             return self._watermark.pages(sequence)
-        own = self._use_of(sequence)
-        self._asked = sequence, own
+        own = self._uses.get(sequence.key)
+        if own is None:
+            own = self._use_of(sequence, following)
+        self._asked = sequence
         peak = self._use.plus(own).peak(self._margins)
         if self._num_reserved is None:
             self._num_reserved = sum(each.kv.table.reservation for each in self._sequences)
@@ -122,26 +127,50 @@ class ExpectedPeak:
         if self._num_reserved is not None:
             self._num_reserved += sequence.kv.table.reservation
         self._has_estimates = self._has_estimates or self._lengths.estimate(sequence) is not None
-        if self._asked is not None and self._asked[0] is sequence:
-            self._use = self._use.plus(self._asked[1])
+        self._has_admitted = True
+        own = self._uses.pop(sequence.key, None)
+        if own is not None and self._asked is sequence:
+            self._use = self._use.plus(own)
         else:
-            self._longest = 0.0
+            self._forget()
 
     def advanced(self) -> None:
         """See `Headroom`. What they will need is computed anew from their new lengths."""
-        self._num_reserved, self._longest, self._asked = None, 0.0, None
+        self._num_reserved = None
+        self._forget()
 
-    def _use_of(self, sequence: Sequence) -> MemoryUse:
-        """Return the memory that a sequence will need, up to the end of the last of all."""
+    def _forget(self) -> None:
+        self._longest = 0.0
+        self._uses.clear()
+
+    def _use_of(self, sequence: Sequence, following: Callable[[], Iterable[Sequence]]) -> MemoryUse:
+        """Return the memory that a sequence will need, up to the end of the last of all.
+
+        After an admission there are probably more, and those that follow are computed with it.
+        """
         forecast = self._lengths.forecast([sequence], even_if_unknown=True)
         assert forecast is not None, "a sequence has an estimate"
         if forecast.longest > self._longest:
             everything = self._lengths.forecast(self._sequences, even_if_unknown=True)
             assert everything is not None
+            self._uses.clear()
             self._longest = max(forecast.longest, everything.longest)
             self._use = everything.memory(self._held(self._sequences), self._longest)
             self._margins = self._margins_at(memory_times(self._longest))
-        return forecast.memory(self._held([sequence]), self._longest)
+        sequences = [sequence]
+        if self._has_admitted:  # since it was computed for several; others then are far behind
+            self._has_admitted = False
+            sequences += [each for each in following() if each is not sequence]
+            forecast = self._lengths.forecast(sequences, even_if_unknown=True)
+            assert forecast is not None, "a sequence has an estimate"
+        uses = forecast.memory_of_each(self._held(sequences), self._longest)
+        ends = forecast.longest_of_each().tolist()
+        self._uses |= {
+            each.key: use
+            for each, use, end in zip(sequences, uses, ends, strict=True)
+            if end <= self._longest
+        }
+        return uses[0]
 
     def _margins_at(self, times: np.ndarray) -> np.ndarray | float:
         """Return the standard deviations that stay free at these times, see `Expected`."""

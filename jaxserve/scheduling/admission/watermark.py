@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import final
 
 from jaxserve.scheduling.sequence import Sequence
@@ -19,7 +20,7 @@ class Watermark:
         self._num_pages = num_pages
         self._is_idle = is_idle
 
-    def pages(self, sequence: Sequence) -> int:
+    def pages(self, sequence: Sequence, following: Callable[[], Iterable[Sequence]] = tuple) -> int:
         """See `Headroom`."""
         return 0 if self._is_idle else self._num_pages
 

@@ -190,6 +190,18 @@ class KVManager:
         if start < sequence.prompt_length:
             self._prefixes.computed(sequence)
 
+    def compute_newest(self, sequence: Sequence) -> bool:
+        """A plan computes a sequence's newest output token, behind all the others.
+
+        Returns:
+          False, unchanged, where more is left to compute, or a page for it is not owned.
+        """
+        kv, length = sequence.kv, sequence.planned_length
+        if kv.num_computed + 1 != length or kv.ahead or length > kv.table.num_tokens:
+            return False
+        kv.num_computed = length
+        return True
+
     def take_back(self, sequence: Sequence, num_tokens: int) -> None:
         """Fewer tokens came of a sequence than were planned: free the pages that were for them.
 

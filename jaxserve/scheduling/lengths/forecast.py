@@ -79,9 +79,13 @@ class Forecast:
     @property
     def longest(self) -> float:
         """The time at which the last sequence has ended, at the latest; at least 1."""
+        return float(self.longest_of_each().max())
+
+    def longest_of_each(self) -> np.ndarray:
+        """Return the time at which each has ended, at the latest; at least 1 [sequences]."""
         known = np.maximum(self._lengths.buckets.max_length - self._elapsed, 0)
-        longest = np.where(known > 0, np.minimum(known, self._left), self._left).max()
-        return max(1.0, float(longest))
+        longest = np.where(known > 0, np.minimum(known, self._left), self._left)
+        return np.maximum(longest, 1.0)
 
     def memory(self, held: np.ndarray, longest: float) -> MemoryUse:
         """Return the memory in use from now until `longest`.
@@ -92,8 +96,21 @@ class Forecast:
         Args:
           held: tokens of each sequence in memory now [sequences].
         """
+        used, free = self._memory(held, longest)
+        return MemoryUse(used.sum(0), np.einsum("st,st->t", used, free))
+
+    def memory_of_each(self, held: np.ndarray, longest: float) -> list[MemoryUse]:
+        """Return the memory of each sequence alone, see `memory`; equal to the last bit."""
+        used, free = self._memory(held, longest)
+        return [MemoryUse(*each) for each in zip(used, used * free, strict=True)]
+
+    def _memory(self, held: np.ndarray, longest: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens in memory, and those that were freed instead [sequences, times].
+
+        Both are means: of the tokens that a sequence would have if it went on.
+        """
         times = memory_times(longest)
         tokens = held[:, None] + times
         used = self.survival(times)
         used *= tokens
-        return MemoryUse(used.sum(0), np.einsum("st,st->t", used, tokens - used))
+        return used, tokens - used
