@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,21 +140,39 @@ def serve(
         listener = server.listen(options)
         address = f"http://{host}:{listener.getsockname()[1]}"
         typer.echo(f"listening on {address}; loading {model}", err=True)
-        is_closed = server.serve(
-            options,
-            open_service,
-            listener=listener,
-            traces=None if otlp_traces_endpoint is None else _traces(otlp_traces_endpoint),
-            on_ready=lambda: typer.echo(f"ready on {address}", err=True),
-            on_drain=lambda num_open: typer.echo(
-                f"draining: {num_open} open requests go on, new ones are refused; a second signal "
-                "ends at once",
-                err=True,
-            ),
-        )
+        with _signals_exit():
+            is_closed = server.serve(
+                options,
+                open_service,
+                listener=listener,
+                traces=None if otlp_traces_endpoint is None else _traces(otlp_traces_endpoint),
+                on_ready=lambda: typer.echo(f"ready on {address}", err=True),
+                on_drain=lambda num_open: typer.echo(
+                    f"draining: {num_open} open requests go on, new ones are refused; a second "
+                    "signal ends at once",
+                    err=True,
+                ),
+            )
         if not is_closed:
             sys.stdout.flush()
             os._exit(0)  # an exit of Python's own would wait for what still runs
+
+
+@contextmanager
+def _signals_exit() -> Iterator[None]:
+    """Have signals end the process, where the block does not handle them; also after its end.
+
+    What follows the block is only Python's own exit, which may take seconds. An error in the block
+    brings the former handlers back.
+    """
+    both = (signal.SIGINT, signal.SIGTERM)
+    before = {sig: signal.signal(sig, lambda *_: os._exit(0)) for sig in both}
+    try:
+        yield
+    except BaseException:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
+        raise
 
 
 def _traces(endpoint: str) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import TYPE_CHECKING, Any, final
 
 import uvicorn
@@ -41,8 +41,11 @@ if sys.platform == "linux":
         (socket.TCP_KEEPCNT, 3),
     )
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds that a service has to close after a second signal.
 _CLOSE_S = 1.0
+# Seconds between two looks at whether a second signal has come while the service is closed.
+_SIGNAL_POLL_S = 0.05
 # Seconds between two looks at whether the service has compiled what it needs first.
 _READY_POLL_S = 0.05
 # Open files of a process besides its connections.
@@ -53,13 +56,19 @@ _MAX_HEAD_BYTES = 64 << 10
 
 @final
 class _Server(uvicorn.Server):
-    """A server that drains on the first signal and ends on the second."""
+    """A server that drains at the first call of `end` and ends at the second.
+
+    Attributes:
+      is_hurried: whether `end` was called twice, also when the loop is over.
+    """
 
     def __init__(self, config: uvicorn.Config, backend: Backend, on_drain: Callable[[int], None]):
         super().__init__(config)
         self._on_drain = on_drain
         self.backend = backend
         self.has_begun = threading.Event()
+        self.is_hurried = False
+        self._is_ending = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
@@ -76,10 +85,11 @@ class _Server(uvicorn.Server):
         self._abort_connections()
         await asyncio.sleep(0)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # Not appended to uvicorn's list: it would raise the signal again after the drain, and the
-        # process would end as if it had been killed.
-        self.end()
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # `serve` handles them, since the service is closed after uvicorn has given them up.
+        # uvicorn would also raise them again, and the process would end as if it had been killed.
+        yield
 
     def post(self, call: Callable[..., None], *arguments: Any) -> None:
         """Make a call on the event loop; do nothing if the server has ended."""
@@ -90,6 +100,7 @@ class _Server(uvicorn.Server):
 
     def end(self) -> None:
         """Drain, and then end; at the second call, end at once. May be called on any thread."""
+        self.is_hurried, self._is_ending = self._is_ending, True
         if self._loop is None:
             self.should_exit = True
         else:
@@ -213,7 +224,8 @@ def serve(
 
     The server listens at once. It accepts requests when `open_service` has returned, and `/ready`
     says 503 until they would not wait for a compilation (`Service.is_ready`). The first signal lets
-    accepted requests end; the second cancels them.
+    accepted requests end; the second cancels them, and waits no more than a second for the service
+    to close. The caller's handlers of both signals are back when this returns.
 
     Args:
       open_service: returns the service, which is closed at the end, and its `outlook` if it has
@@ -224,8 +236,9 @@ def serve(
       traces: gets a span of each request that generates; None for no traces.
 
     Returns:
-      Whether the service is closed. After a second signal it may still be closing, for instance
-      because it compiles, which nothing interrupts; the caller should then end the process.
+      Whether the service is closed. After a second signal it may still be closing, and after one
+      that came early still be loaded. It then compiles, for instance, which nothing interrupts; the
+      caller should end the process with `os._exit`.
 
     Raises:
       InvalidConfigError: the address cannot be used.
@@ -234,13 +247,25 @@ def serve(
     server = _server(options, traces, on_drain)
     listener = listener or listen(options)
     loading = _Loading(server, open_service, on_ready)
-    try:
-        loading.start()
-        server.run(sockets=[listener])
-    finally:
-        listener.close()
-        is_closed = loading.close(_CLOSE_S if server.force_exit else None)
+    with _signals_end(server):
+        try:
+            loading.start()
+            server.run(sockets=[listener])
+        finally:
+            listener.close()
+            is_closed = loading.close()
     return is_closed
+
+
+@contextmanager
+def _signals_end(server: _Server) -> Iterator[None]:
+    """Have each signal call `end` within the block."""
+    before = {sig: signal.signal(sig, lambda *_: server.end()) for sig in _SIGNALS}
+    try:
+        yield
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
 
 
 @contextmanager
@@ -306,26 +331,29 @@ class _Loading:
         """Begin to load."""
         self._thread.start()
 
-    def close(self, timeout_s: float | None) -> bool:
+    def close(self) -> bool:
         """Close the service, or raise the error that prevented it.
 
-        Args:
-          timeout_s: seconds after which the service may still be closing; None for no limit.
+        Once the server is hurried, this waits `_CLOSE_S` seconds more. It does not wait for a
+        service that is still being created.
 
         Returns:
-          Whether it is closed.
+          Whether nothing is left to do.
         """
         closing = threading.Thread(target=self._close, name="jaxserve-closing", daemon=True)
         closing.start()
-        closing.join(timeout_s)
+        while closing.is_alive() and not (self._server.is_hurried or self._server.force_exit):
+            closing.join(_SIGNAL_POLL_S)
+        closing.join(_CLOSE_S)
         if self._error is not None:
             raise self._error
-        return not closing.is_alive()
+        return not (closing.is_alive() or self._thread.is_alive())
 
     def _close(self) -> None:
         try:
             if self._service is not None:
                 self._service.close()
+                self._thread.join()  # it only looks whether the service is ready
         except BaseException as error:
             self._error = error
 

@@ -102,6 +102,28 @@ def test_second_signal_ends_at_once(tmp_path: Path):
         process.wait()
 
 
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_second_signal_while_closing(tmp_path: Path, sig: signal.Signals):
+    """The second signal ends a server that has drained and waits for its service to close."""
+    process, url = _start(tmp_path, "-m", "tests.server.job", "late")
+    try:
+        _until_ready(url)
+        process.send_signal(sig)
+        end_s = time.monotonic() + 60
+        with pytest.raises(httpx2.TransportError):
+            while time.monotonic() < end_s:
+                httpx2.get(url + "/health")
+        time.sleep(0.3)  # the event loop is over, and the service closes for a minute
+        assert process.poll() is None
+        begun_s = time.monotonic()
+        process.send_signal(sig)
+        assert process.wait(30) == 0 and time.monotonic() - begun_s < 5
+        assert "Traceback" not in (tmp_path / "stderr").read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_turns_outlive_a_kill(tmp_path: Path):
     """After kill -9 in the middle of a turn, the turns whose answers clients had are there."""
     journal = tmp_path / "journal"
@@ -144,7 +166,8 @@ def _num_open(text: str) -> float:
     return sum(map(float, found))
 
 
-def test_signal_while_loading(tmp_path: Path):
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_signal_while_loading(tmp_path: Path, num_signals: int):
     """The command listens at once; a signal does not wait for a model that is being loaded."""
     model = write_chat_model(tmp_path)
     arguments = ("-m", "jaxserve", "serve", "--load", "random", "--port", "0", "--quiet", model)
@@ -153,8 +176,12 @@ def test_signal_while_loading(tmp_path: Path):
         loading = httpx2.get(url + "/ready", timeout=60)
         assert (loading.status_code, loading.json()["error"]["code"]) == (503, "loading")
         assert httpx2.get(url + "/health", timeout=60).status_code == 200
-        process.send_signal(signal.SIGTERM)
+        for _ in range(num_signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
         assert process.wait(30) == 0
+        log = (tmp_path / "stderr").read_text()
+        assert "Traceback" not in log and "FATAL" not in log
     finally:
         process.kill()
         process.wait()
