@@ -56,6 +56,14 @@ class DeviceGroups:
         """The devices of the encode group, and those of the decode group."""
         return _devices(self.encode), _devices(self.decode)
 
+    @property
+    def processes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids of the processes that own the devices of each group, in increasing order."""
+        first, second = (
+            tuple(sorted({device.process_index for device in group})) for group in self.devices
+        )
+        return first, second
+
     def __str__(self) -> str:
         encode, decode = map(len, self.devices)
         return f"{encode} devices for prompts and {decode} for answers"

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -35,11 +35,11 @@ class JoinError(RuntimeError):
 class _Message:
     """A message between processes.
 
-    `work` carries content for the receiver's own code. `leave` and `fail` report that the sender
-    wants to end, or cannot continue.
+    `work` and `report` carry content for the receiver's own code. `leave` and `fail` report that
+    the sender wants to end, or cannot continue.
     """
 
-    kind: Literal["work", "leave", "fail"]
+    kind: Literal["work", "report", "leave", "fail"]
     content: Any = None
 
 
@@ -76,6 +76,9 @@ class ProcessGroup:
         self._inbox: dict[int, queue.SimpleQueue[Any]] = {
             peer: queue.SimpleQueue() for peer in connections
         }
+        self._reports: dict[int, queue.SimpleQueue[Any]] = {
+            peer: queue.SimpleQueue() for peer in connections
+        }
         self._has_left = {peer: threading.Event() for peer in connections}
         self._is_claimed = False
         self._needs_others = False
@@ -97,9 +100,32 @@ class ProcessGroup:
         """Send `content`, which must be picklable, to every follower. Leader only."""
         self._tell(_Message("work", content))
 
+    def send(self, content: Any, process_ids: Collection[int]) -> None:
+        """Send `content`, as `broadcast` does, to these followers only. Leader only."""
+        self._tell(_Message("work", content), process_ids)
+
     def receive(self) -> Any:
-        """Wait for the leader's next `broadcast` and return its content. Followers only."""
+        """Wait for the next content that the leader has sent, and return it. Followers only."""
         return self._inbox[LEADER].get()
+
+    def remind(self, content: Any) -> None:
+        """Have this process's own `receive` return `content` next. Any thread; followers only."""
+        self._inbox[LEADER].put(content)
+
+    def report(self, content: Any) -> None:
+        """Send `content`, which must be picklable, to the leader. Any thread; followers only."""
+        self._tell(_Message("report", content))
+
+    def next_report(self, peer: int, *, waits: bool) -> Any:
+        """Return the next `report` of a follower, which is not None. Leader only.
+
+        Args:
+          waits: wait for it; else None is returned where none has come.
+        """
+        try:
+            return self._reports[peer].get(block=waits)
+        except queue.Empty:
+            return None
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every process's value, by process id. All processes call it, in the same order."""
@@ -192,20 +218,20 @@ class ProcessGroup:
             if left.is_set():
                 raise JoinError(f"{self._name(peer)} has left the job; restart all processes")
 
-    def _send(self, message: _Message) -> list[int]:
-        """Send to every connected process and return the ids of those that are unreachable."""
+    def _send(self, message: _Message, peers: Collection[int] | None = None) -> list[int]:
+        """Send to connected processes, by default to all; return the ids of unreachable ones."""
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         lost = []
-        for peer, connection in self._connections.items():
+        for peer in self._connections if peers is None else peers:
             try:
                 with self._sending:
-                    connection.send_bytes(data)
+                    self._connections[peer].send_bytes(data)
             except OSError:
                 lost.append(peer)
         return lost
 
-    def _tell(self, message: _Message) -> None:
-        for peer in self._send(message):
+    def _tell(self, message: _Message, peers: Collection[int] | None = None) -> None:
+        for peer in self._send(message, peers):
             self._end(_died(self._name(peer)))
 
     def _watch(self, peer: int) -> None:
@@ -214,6 +240,8 @@ class ProcessGroup:
                 message: _Message = pickle.loads(self._connections[peer].recv_bytes())
                 if message.kind == "work":
                     self._inbox[peer].put(message.content)
+                elif message.kind == "report":
+                    self._reports[peer].put(message.content)
                 elif message.kind == "fail":
                     self._end(message.content)
                 else:

@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from sharding.groups import DeviceGroups
 from sharding.process_group import (
     EXIT_LOST,
     LEADER,
@@ -115,7 +116,7 @@ def join(
     return _joined
 
 
-def group_over(mesh: Mesh | None) -> ProcessGroup | None:
+def group_over(mesh: Mesh | DeviceGroups | None) -> ProcessGroup | None:
     """Return the group of the processes that own a mesh's devices; None if this one owns all.
 
     Raises:
@@ -124,13 +125,17 @@ def group_over(mesh: Mesh | None) -> ProcessGroup | None:
     """
     if mesh is None or jax.process_count() == 1:
         return None
-    on_mesh = {device.process_index for device in mesh.devices.flat}
+    if isinstance(mesh, DeviceGroups):
+        name, on_mesh = f"mesh, {mesh},", {each for group in mesh.processes for each in group}
+    else:
+        name = f"mesh {dict(mesh.shape)}"
+        on_mesh = {device.process_index for device in mesh.devices.flat}
     if on_mesh == {jax.process_index()}:
         return None
     left_out = sorted(set(range(jax.process_count())) - on_mesh)
     if left_out:
         raise ValueError(
-            f"the mesh {dict(mesh.shape)} has no device of process(es) {left_out}. A model is "
+            f"the {name} has no device of process(es) {left_out}. A model is "
             f"served by one process or by all of them: use a mesh of all {len(jax.devices())} "
             "devices, use a mesh of this process's own devices, or start fewer processes"
         )

@@ -14,6 +14,7 @@ from jaxserve.execution.deterministic import check_deterministic
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.group import check_alike, in_group
+from jaxserve.execution.group_shares import Processes
 from jaxserve.execution.memory_plan import PoolSize, plan_resize
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.execution.sizes import CachePlan, engine_config
@@ -45,6 +46,7 @@ def build_executor(
     drafter: Drafter | None = None,
     *,
     takes_masks: bool = False,
+    processes: Processes | None = None,
 ) -> tuple[ModelExecutor, PoolSize]:
     """Return an executor: size and allocate its page pool, allocate its slots, and compile.
 
@@ -56,6 +58,8 @@ def build_executor(
       probe: a probe that predicts remaining lengths from activations; None for no probe.
       drafter: a draft model, which `check_drafter` has accepted; None for none.
       takes_masks: whether requests may have grammars, so that its warm-up includes what they need.
+      processes: those of the encode group and those of the decode group, if the parameters are on
+        the group of this process; None for one group.
 
     Raises:
       DeviceMemoryError: the device has too little memory.
@@ -75,7 +79,8 @@ def build_executor(
         stages=stages,
         num_processes=1 if group is None else group.num_processes,
     )
-    check_speculation(model_config, options, stages=stages)
+    num_groups = 1 if processes is None else len(processes)
+    check_speculation(model_config, options, stages=stages, num_device_groups=num_groups)
     check_deterministic(model_config, options, graphdef, params, stages)
     if probe is not None:
         check_probe(probe, model_config)
@@ -88,7 +93,7 @@ def build_executor(
         if stages is None:
             built = _build_whole(
                 *(graphdef, params, model_config, layer_layout, options, group, probe, drafter),
-                takes_masks,
+                *(takes_masks, processes),
             )
         else:
             built = _build_stages(params, model_config, layer_layout, options, stages, takes_masks)
@@ -114,6 +119,7 @@ def _build_whole(
     probe: Probe | None,
     drafter: Drafter | None,
     takes_masks: bool,
+    processes: Processes | None,
 ) -> tuple[ModelExecutor, PoolSize]:
     # Parameters are committed to their devices, as those of an update are; otherwise an update
     # would compile again.
@@ -122,7 +128,8 @@ def _build_whole(
     if place.mesh is not None:
         check_fits(place.mesh, model_config)
     if group is not None:
-        shared = _shared_settings(model_config, place, options)
+        mesh = str(place.whole) if processes is None else f"groups of the processes {processes}"
+        shared = _shared_settings(model_config, mesh, options)
         check_alike(group, {**shared, "tokenizer and llguidance": takes_masks})
         options = replace(options, restore="on_admission")  # there is no host memory
     pages = CachePlan(model_config, options, layer_layout, place, drafter)
@@ -155,7 +162,9 @@ def _build_whole(
     executor = DeviceExecutor(
         config, programs, params, cache, strict=options.strict, takes_masks=takes_masks
     )
-    return (executor if group is None else in_group(executor, group)), size
+    if group is None:
+        return executor, size
+    return in_group(executor, group, processes, strict=options.strict), size
 
 
 def _build_stages(
@@ -240,15 +249,13 @@ def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:
     )
 
 
-def _shared_settings(
-    model_config: Any, place: Placement, options: RuntimeOptions
-) -> dict[str, Any]:
+def _shared_settings(model_config: Any, mesh: str, options: RuntimeOptions) -> dict[str, Any]:
     """Return the settings that must be equal on all processes, by name."""
     own = ("policy", "predictor", "probe", "learns", "record", "progress")
     return {
         **{name: value for name, value in vars(options).items() if name not in own},
         **{f"model.{name}": str(value) for name, value in asdict(model_config).items()},
-        "mesh": str(place.whole),
+        "mesh": mesh,
         "JAX's version": jax.__version__,
     }
 

@@ -1,8 +1,9 @@
 """Executors of a model that several processes serve together: one leads, the others follow.
 
-All processes call the same executables in the same order. Each process drives its own devices, and
-every device has the results. The leader schedules. It sends each plan to the followers before it
-carries the plan out itself.
+The leader schedules. It sends each plan to the followers before it carries the plan out itself.
+Each process drives its own devices. Processes with devices of one group call the same executables
+in the same order, and every device of the group has the results. Where two device groups belong to
+different processes, each process has a share in the work (`group_shares`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ import numpy as np
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError, ProcessGroupError, RuntimeClosedError
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.handle import DeviceHandle
+from jaxserve.execution.group_shares import (
+    FollowersShare,
+    GroupShare,
+    InOrder,
+    LeadersShare,
+    Processes,
+)
+from jaxserve.execution.protocol import StepHandle
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
 from jaxserve.scheduling.kv.costs import SwapCosts
@@ -51,11 +59,15 @@ class GroupExecutor(abc.ABC):
 
     Args:
       executor: the executor of this process's devices; `close` closes it too.
+      share: this process's share in the work of two device groups; None with one group.
     """
 
-    def __init__(self, executor: DeviceExecutor, group: ProcessGroup):
+    def __init__(
+        self, executor: DeviceExecutor, group: ProcessGroup, share: GroupShare | None = None
+    ):
         self._executor = executor
         self._group = group
+        self._group_share = share
         self._num_updates = 0
 
     @property
@@ -81,7 +93,7 @@ class GroupExecutor(abc.ABC):
 
     @property
     def num_device_groups(self) -> int:
-        return self._executor.num_device_groups
+        return 1 if self._group_share is None else 2
 
     @property
     def can_resize(self) -> bool:
@@ -90,7 +102,8 @@ class GroupExecutor(abc.ABC):
 
     @property
     def num_compilations(self) -> int:
-        return self._executor.num_compilations
+        share = self._group_share
+        return self._executor.num_compilations + (0 if share is None else share.num_compilations)
 
     @property
     def is_warm(self) -> bool:
@@ -106,7 +119,8 @@ class GroupExecutor(abc.ABC):
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
         """See `ModelExecutor`. All processes call the functions, in this order."""
-        return self._executor.warmup_steps()
+        more = [] if self._group_share is None else self._group_share.warmup_steps()
+        return [*self._executor.warmup_steps(), *more]
 
     @property
     def prepares_in_parallel(self) -> bool:
@@ -131,6 +145,8 @@ class GroupExecutor(abc.ABC):
 
     def finish_warmup(self) -> None:
         self._executor.finish_warmup()
+        if self._group_share is not None:
+            self._group_share.finish_warmup()
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         raise ProcessGroupError(
@@ -169,7 +185,7 @@ class GroupExecutor(abc.ABC):
     def dismiss(self) -> None: ...
 
     @abc.abstractmethod
-    def submit(self, plan: StepPlan) -> DeviceHandle: ...
+    def submit(self, plan: StepPlan) -> StepHandle: ...
 
     @abc.abstractmethod
     def update_params(self, params: Any) -> None: ...
@@ -177,10 +193,22 @@ class GroupExecutor(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None: ...
 
+    def _close_own(self) -> None:
+        if self._group_share is not None:
+            self._group_share.close()
+        self._executor.close()
+        self._group.release()
+
 
 @final
 class LeadingExecutor(GroupExecutor):
     """The executor of the process that schedules."""
+
+    def __init__(
+        self, executor: DeviceExecutor, group: ProcessGroup, share: LeadersShare | None = None
+    ):
+        super().__init__(executor, group, share)
+        self._carrier = share or executor
 
     @property
     def is_leader(self) -> bool:
@@ -198,9 +226,9 @@ class LeadingExecutor(GroupExecutor):
     def dismiss(self) -> None:
         self._group.broadcast(Order.DISMISS)
 
-    def submit(self, plan: StepPlan) -> DeviceHandle:
+    def submit(self, plan: StepPlan) -> StepHandle:
         self._group.broadcast(plan)
-        return self._executor.submit(plan)
+        return self._carrier.submit(plan)
 
     def update_params(self, params: Any) -> None:
         """See `ModelExecutor`. Every follower must do the same before the next plan."""
@@ -211,8 +239,7 @@ class LeadingExecutor(GroupExecutor):
     def close(self) -> None:
         """Close the executors of all processes."""
         self._group.broadcast(Order.CLOSE)
-        self._executor.close()
-        self._group.release()
+        self._close_own()
 
 
 @final
@@ -222,8 +249,11 @@ class FollowingExecutor(GroupExecutor):
     A failure ends all processes, because no process can continue without this one's devices.
     """
 
-    def __init__(self, executor: DeviceExecutor, group: ProcessGroup):
-        super().__init__(executor, group)
+    def __init__(
+        self, executor: DeviceExecutor, group: ProcessGroup, share: FollowersShare | None = None
+    ):
+        super().__init__(executor, group, share)
+        self._carrier = share or InOrder(executor)
         self._is_over = False
 
     @property
@@ -242,7 +272,7 @@ class FollowingExecutor(GroupExecutor):
     def dismiss(self) -> None:
         raise self._refusal()
 
-    def submit(self, plan: StepPlan) -> DeviceHandle:
+    def submit(self, plan: StepPlan) -> StepHandle:
         """Raise ProcessGroupError: plans come from the leader."""
         raise self._refusal()
 
@@ -256,8 +286,7 @@ class FollowingExecutor(GroupExecutor):
         if not self._is_over:
             self._is_over = True
             self._group.fail("it closed its runtime before the leader did; call rt.follow() first")
-        self._executor.close()
-        self._group.release()
+        self._close_own()
 
     def _refusal(self) -> ProcessGroupError:
         return ProcessGroupError(
@@ -266,17 +295,12 @@ class FollowingExecutor(GroupExecutor):
         )
 
     def _carry_out(self) -> Order:
-        before: DeviceHandle | None = None
         while not isinstance(order := self._group.receive(), Order):
             if isinstance(order, ParamsUpdated):
                 self._check_updates(order.count)
-                continue
-            newest = self._executor.submit(order)
-            if before is not None:
-                before.collect()  # raises if the step failed
-            before = newest
-        if before is not None:
-            before.collect()
+            else:
+                self._carrier.carry_out(order)
+        self._carrier.settle()
         return order
 
     def _check_updates(self, count: int) -> None:
@@ -288,9 +312,24 @@ class FollowingExecutor(GroupExecutor):
             )
 
 
-def in_group(executor: DeviceExecutor, group: ProcessGroup) -> GroupExecutor:
-    """Return `executor` in this process's role: leading in process 0, following in the others."""
-    return (LeadingExecutor if group.is_leader else FollowingExecutor)(executor, group)
+def in_group(
+    executor: DeviceExecutor,
+    group: ProcessGroup,
+    processes: Processes | None = None,
+    *,
+    strict: bool = False,
+) -> GroupExecutor:
+    """Return `executor` in this process's role: leading in process 0, following in the others.
+
+    Args:
+      processes: those of the encode group and those of the decode group; None for one group.
+      strict: raise on any compilation of a copy between groups after the warm-up.
+    """
+    if group.is_leader:
+        leads = processes and LeadersShare(executor, group, processes, strict=strict)
+        return LeadingExecutor(executor, group, leads)
+    follows = processes and FollowersShare(executor, group, processes, strict=strict)
+    return FollowingExecutor(executor, group, follows)
 
 
 def check_alike(group: ProcessGroup, settings: dict[str, Any]) -> None:

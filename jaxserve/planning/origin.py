@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any, final
 
@@ -65,6 +65,10 @@ class Origin:
             config=config,
             versions={name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
         )
+
+    def on(self, num_devices: int) -> Origin:
+        """Return the same with another number of devices."""
+        return replace(self, device={**self.device, "count": num_devices})
 
     @classmethod
     def from_json(cls, read: dict[str, Any]) -> Origin:

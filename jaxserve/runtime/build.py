@@ -22,6 +22,7 @@ from jaxserve.execution.adapter_limits import check_adapters
 from jaxserve.execution.build import build_executor
 from jaxserve.execution.build_groups import build_groups
 from jaxserve.execution.device_errors import out_of_memory_as
+from jaxserve.execution.group_shares import Processes
 from jaxserve.execution.grouped import GroupedExecutor
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import ModelExecutor
@@ -47,7 +48,7 @@ from jaxserve.runtime.forecaster import Forecaster, load_probe
 from jaxserve.runtime.intake import Intake
 from jaxserve.runtime.maintenance import Maintenance
 from jaxserve.runtime.planner import ObservedLengths, Planner
-from jaxserve.runtime.processes import claim, processes_of
+from jaxserve.runtime.processes import claim, own_mesh, processes_of
 from jaxserve.runtime.regrouper import Regrouper
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.turn_client import ServiceTurnClient
@@ -151,11 +152,12 @@ def build_parts(
             "pass a smaller kv_memory, max_step_tokens or max_slots",
         ),
     ):
-        places = place_replicas(used, mesh, decoder.config)
+        places = place_replicas(used, own_mesh(mesh, group), decoder.config)
         takes_masks = tokenizer is not None and has_grammars()
         executors, grouped = build_executors(
             *(graphdef, places, decoder, options, group, probe, wrap_executor, drafter),
             takes_masks=takes_masks,
+            processes=mesh.processes if group and isinstance(mesh, DeviceGroups) else None,
         )
     leads = group is None or group.is_leader
     with ExitStack() as if_one_fails:
@@ -205,6 +207,8 @@ def build_parts(
         decode_origin = None
         if decode is not None:
             decode_origin = Origin.of(decoder.config, decode.params, origin.config)
+        elif isinstance(mesh, DeviceGroups):  # this process has the parameters of its group alone
+            origin, decode_origin = (origin.on(len(each)) for each in mesh.devices)
         maintenance = Maintenance(
             replicas, origin, clock, options, adapters, quantiser, decode_origin
         )
@@ -232,7 +236,7 @@ def build_parts(
             planner=planner,
             forecaster=forecaster,
             opened=if_one_fails.pop_all(),
-            weights_bytes=nbytes(used) * (1 if places[0].decode is None else 2)
+            weights_bytes=nbytes(used) * (2 if isinstance(mesh, DeviceGroups) else 1)
             + (0 if drafter is None else nbytes(drafter.params)),
         )
 
@@ -347,6 +351,7 @@ def build_executors(
     drafter: Drafter | None = None,
     *,
     takes_masks: bool = False,
+    processes: Processes | None = None,
 ) -> tuple[list[tuple[ModelExecutor, PoolSize]], GroupedExecutor | None]:
     """Build an executor for each place. If one cannot be built, close the others.
 
@@ -357,6 +362,7 @@ def build_executors(
     Args:
       wrap: see `Runtime`.
       takes_masks: whether requests may have grammars.
+      processes: see `build_executor`.
 
     Raises:
       DeviceMemoryError, InvalidConfigError
@@ -370,6 +376,7 @@ def build_executors(
                 executor, size = build_executor(
                     *(graphdef, place.params, *model, place.stages, group, probe, drafter),
                     takes_masks=takes_masks,
+                    processes=processes,
                 )
             else:
                 groups = [(each.params, each.stages) for each in (place, place.decode)]

@@ -13,7 +13,7 @@ from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.sizes import platform_defaults
 from jaxserve.execution.warmup import enable_compilation_cache, executable_store
 from jaxserve.runtime.build import check_early, check_quantised
-from jaxserve.runtime.processes import processes_of
+from jaxserve.runtime.processes import own_mesh, processes_of
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.steps.executable_identity import (
     Unnameable,
@@ -40,7 +40,8 @@ def load_for(
     """Load the model of a runtime with these options; see `Runtime.from_pretrained`.
 
     It checks the options before it reads a file. With device groups, the weights are read onto the
-    encode group, from whose devices those of the decode group get theirs.
+    encode group, from whose devices those of the decode group get theirs; with groups in several
+    processes, each process reads them onto its own group.
     """
     from jaxserve.models.registry import resolve
 
@@ -53,7 +54,9 @@ def load_for(
     resolve(name_or_path)  # threads would outlive the error of an unknown model
     _begin_to_load(options, name_or_path, dtype, mesh)
     with nullcontext() if group is None else group.together():
-        return load_weights(options, name_or_path, load=load, dtype=dtype, mesh=mesh)
+        return load_weights(
+            options, name_or_path, load=load, dtype=dtype, mesh=own_mesh(mesh, group)
+        )
 
 
 def load_weights(

@@ -295,8 +295,8 @@ class Maintenance:
 
     def group_origin(self, num_devices: int) -> Origin:
         """Return the origin of step times of a group of so many devices."""
-        device = {**self._origin.device, "count": num_devices}
-        return replace(self._origin, device=device, config=self._replicas.first.executor.config)
+        origin = self._origin.on(num_devices)
+        return replace(origin, config=self._replicas.first.executor.config)
 
     def regrouped(self, encode: int, decode: int, times: GroupTimes | None) -> None:
         """Take note of other groups.

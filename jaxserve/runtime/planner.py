@@ -169,7 +169,8 @@ class Planner:
         if self._regrouper is None:
             raise InvalidConfigError(
                 "devices cannot move between groups here; create the runtime with "
-                "mesh=sharding.make_groups(...), without stages, and a model without an encoder"
+                "mesh=sharding.make_groups(...) on devices of one process, without stages, and a "
+                "model without an encoder"
             )
         return self._adapter.regroup(Division(encode, decode), max_pause_s)
 

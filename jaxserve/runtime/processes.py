@@ -23,26 +23,60 @@ def processes_of(
       None if all devices belong to this process.
 
     Raises:
-      InvalidConfigError: the mesh omits some of the job's processes, or has device groups, stages
-        or replicas over several processes.
+      InvalidConfigError: the mesh omits some of the job's processes, has stages or replicas over
+        several processes, or two device groups in one of several processes.
       ProcessGroupError: the processes could not form a group.
     """
     if mesh is None and params is not None:
         mesh = Placement.like(jax.tree.leaves(params)[0].sharding).mesh
-    if isinstance(mesh, DeviceGroups):
-        used = [device for devices in mesh.devices for device in devices]
-    else:
-        meshes = [s.mesh for s in mesh.stages] if isinstance(mesh, StagePlan) else [mesh]
-        used = [device for m in meshes if m is not None for device in m.devices.flat]
+    groups = mesh.both if isinstance(mesh, DeviceGroups) else (mesh,)
+    meshes = [
+        each
+        for group in groups
+        for each in ([s.mesh for s in group.stages] if isinstance(group, StagePlan) else [group])
+        if each is not None
+    ]
+    used = [device for each in meshes for device in each.devices.flat]
     if {device.process_index for device in used} <= {jax.process_index()}:
         return None
-    if not isinstance(mesh, Mesh) or mesh.size != mesh.shape.get("tensor", 1):
-        raise InvalidConfigError(
-            f"{mesh} extends over several processes, which only a tensor axis can; pass groups, "
-            "stages and replicas on devices of one process"
-        )
+    for group in groups:
+        if not isinstance(group, Mesh) or group.size != group.shape.get("tensor", 1):
+            raise InvalidConfigError(
+                f"{group} is not allowed where the devices of a mesh belong to several processes; "
+                "only a tensor axis, or two groups with one each, can be divided among them. Pass "
+                "stages and replicas on devices of one process"
+            )
+    if isinstance(mesh, DeviceGroups):
+        _check_apart(mesh)
+    assert not isinstance(mesh, StagePlan)
     with _process_errors():
         return group_over(mesh)
+
+
+def own_mesh(
+    mesh: Mesh | StagePlan | DeviceGroups | None, group: ProcessGroup | None
+) -> Mesh | StagePlan | DeviceGroups | None:
+    """Return the part of a mesh that has this process's devices.
+
+    Of two device groups that belong to different processes of `group`, it is one of them.
+    """
+    if group is None or not isinstance(mesh, DeviceGroups):
+        return mesh
+    return mesh.both[0 if group.process_id in mesh.processes[0] else 1]
+
+
+def _check_apart(mesh: DeviceGroups) -> None:
+    """Raise InvalidConfigError if a process has devices of both groups."""
+    encode, decode = mesh.processes
+    both = sorted(set(encode) & set(decode))
+    if both:
+        raise InvalidConfigError(
+            f"mesh has {mesh}, and process(es) {both} of {jax.process_count()} would have devices "
+            "of both groups; where several processes serve a model, all devices that it uses of a "
+            "process are in one group. Pass numbers that end with a process, such as "
+            f"encode={jax.local_device_count()} and decode="
+            f"{jax.device_count() - jax.local_device_count()}"
+        )
 
 
 def claim(group: ProcessGroup | None) -> None:

@@ -1,19 +1,36 @@
-"""The program of a test job's processes: `python -m tests.runtime.job rounds|forever|differ`."""
+"""The program of a test job's processes: `python -m tests.runtime.job WHAT [GROUPS]`.
+
+WHAT is "rounds", "forever", "differ", "lossy" (pages are lost between groups) or "dies" (process 1
+does, when pages are handed over). GROUPS are the processes that compute prompts and those that
+compute answers, such as 0/1,2.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import signal
 import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any, final
 
 import jax
 import numpy as np
 from flax import nnx
 
 from jaxserve import JaxserveError, Runtime, SamplingParams
+from jaxserve.execution.protocol import StepHandle
 from jaxserve.models.families.llama import Llama, LlamaConfig
 from jaxserve.models.loading import abstract_model
+from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.iteration.waa import WAA
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.testing import ExecutorWrapper, FaultyExecutor
 from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, random_prompts
-from sharding import JoinError, join, make_mesh
+from sharding import DeviceGroups, JoinError, join, make_mesh
 
 OPTIONS = dict(max_slots=2, max_step_tokens=32, page_size=8, progress=False)
 PROMPTS = random_prompts(8, longest=50)
@@ -22,6 +39,17 @@ PARAMS = [
     for i in range(len(PROMPTS))
 ]
 WEIGHT_SEEDS = (0, 1)
+# Pages on demand, so that a small pool preempts; several iterations of a decode step.
+GROUP_OPTIONS = dict(
+    policy=replace(
+        PRESETS["exegpt_waa_c"],
+        name="waa on demand",
+        admission=OnDemand(0.0),
+        iteration=WAA(encode_batch=4, decode_iterations=2),
+    ),
+    max_slots=4,
+    kv_memory="16KiB",
+)
 CONFIG = LlamaConfig(
     vocab_size=VOCAB_SIZE,
     hidden_size=32,
@@ -59,6 +87,22 @@ def rounds(rt: Runtime) -> None:
             rt.follow()
 
 
+def planned(rt: Runtime) -> None:
+    """Adopt a schedule from measured times."""
+    rt.measure_group_times(rounds=1)
+    rt.plan(math.inf, lengths=[(len(prompt), 10) for prompt in PROMPTS])
+    answers = rt.generate(PROMPTS, PARAMS)
+    print(json.dumps([c.token_ids for c in answers]), flush=True)
+
+
+def counted(rt: Runtime) -> None:
+    """Print what the groups have done, after a check of the pages."""
+    rt.check_integrity()
+    stats = rt.stats()
+    counts = (stats.num_preemptions, stats.num_pages_handed_over, stats.num_handovers_lost)
+    print(*counts, file=sys.stderr)
+
+
 def refused(rt: Runtime) -> None:
     """Print the error of a follower that is asked for an answer."""
     try:
@@ -67,15 +111,47 @@ def refused(rt: Runtime) -> None:
         print(type(error).__name__, error, file=sys.stderr)
 
 
-def main(what: str) -> None:
+def groups_of(text: str) -> DeviceGroups:
+    """Return the groups of the devices of some processes and of others, such as 0/1,2."""
+    groups = [[int(each) for each in part.split(",")] for part in text.split("/")]
+    devices = [[d for d in jax.devices() if d.process_index in ids] for ids in groups]
+    return DeviceGroups(*(make_mesh(tensor=len(each), devices=each) for each in devices))
+
+
+@final
+class Dying(ExecutorWrapper):
+    """A process is killed when pages are handed over, before they are taken."""
+
+    def __init__(self, inner: Any, process_id: int):
+        super().__init__(inner)
+        self._process_id = process_id
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        if plan.handovers:
+            os.kill(self._process_id, signal.SIGKILL)
+        return self.inner.submit(plan)
+
+
+def main(what: str, groups: str | None = None) -> None:
     group = join()
     process_id = 0 if group is None else group.process_id
     options = OPTIONS | (dict(max_slots=2 + process_id) if what == "differ" else {})
     # A warm-up takes many times as long as the answers.
     options |= dict(strict=True) if what == "rounds" else dict(warmup=False)
     mesh = make_mesh(tensor=jax.device_count())
+    if groups is not None:
+        mesh = groups_of(groups)
+        options |= GROUP_OPTIONS
+    if what == "lossy":
+        options |= dict(wrap_executor=partial(FaultyExecutor, loses_every=3))
+    if what == "dies" and group is not None:
+        victim = group.all_gather(os.getpid())[1]
+        options |= dict(wrap_executor=partial(Dying, process_id=victim))
     with Runtime(model(), mesh=mesh, **options) as rt:
         rounds(rt)
+        if groups is not None and rt.is_leader:
+            planned(rt)
+            counted(rt)
         if not rt.is_leader:
             refused(rt)
             rt.follow()
@@ -85,6 +161,6 @@ def main(what: str) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1])
+        main(*sys.argv[1:])
     except (JaxserveError, JoinError) as error:
         sys.exit(f"{type(error).__name__}: {error}")

@@ -107,6 +107,36 @@ def test_two_processes_answer_like_one(alone):
     assert "ProcessGroupError" in err and "process 0" in err and "rt.follow()" in err
 
 
+@pytest.mark.parametrize(
+    ("num_processes", "what", "groups"), [(2, "rounds", "0/1"), (3, "lossy", "1/0,2")]
+)
+def test_groups_in_several_processes_answer_like_one(alone, num_processes, what, groups):
+    """The pool preempts, pages are lost, weights change, and a plan is adopted.
+
+    Prompts and answers are computed in a process each; then prompts in a follower, and answers in
+    the leader and another follower.
+    """
+    with _job(num_processes, *JOB, what, groups) as started:
+        ended = [process.communicate(timeout=200) for process in started]
+    said = "".join(err for _, err in ended)
+    assert [process.returncode for process in started] == [0] * num_processes, said
+    answers = [json.loads(line) for line in ended[0][0].splitlines() if _is_ours(line)]
+    assert answers == [*alone, alone[-1]]
+    counts = ended[0][1].splitlines()[-1].split()
+    num_preemptions, num_handed_over, num_lost = map(int, counts)
+    assert num_preemptions > 0 and num_handed_over > 0 and (num_lost > 0) == (what == "lossy")
+
+
+@pytest.mark.parametrize("groups", ["0/1", "1/0"])
+def test_a_process_that_dies_in_a_handover_ends_the_leader(groups):
+    """It is killed before it gets the pages, or before it sends them; nothing hangs."""
+    with _job(2, *JOB, "dies", groups) as started:
+        _, err = started[0].communicate(timeout=120)
+        assert started[1].wait(timeout=30) == -signal.SIGKILL
+    assert started[0].returncode == 1
+    assert "process 1 of 2" in err and "has died" in err and "start all processes again" in err
+
+
 @pytest.mark.parametrize(("num_processes", "victim"), [(2, 0), (4, 2)])
 def test_a_killed_process_ends_all(alone, num_processes, victim):
     """In the middle of answers it takes seconds; each prints its name and exits with an error."""
@@ -155,9 +185,11 @@ def folder(tmp_path_factory) -> str:
     return str(path)
 
 
-def _launch(folder: str, *arguments: str) -> subprocess.Popen[str]:
+def _launch(folder: str, *arguments: str, devices: int = 1) -> subprocess.Popen[str]:
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environ = {} if devices == 1 else {"XLA_FLAGS": flags}
     fixed = ("--model", folder, "--load", "random", "--max-slots", "1", "--raw", "--ignore-eos")
-    return _start(LAUNCH_LOCAL, "2", *CLI, "generate", *arguments, *fixed)
+    return _start(LAUNCH_LOCAL, "2", *CLI, "generate", *arguments, *fixed, **environ)
 
 
 def _prompts(folder: Path, *max_tokens: int) -> str:
@@ -193,6 +225,24 @@ def test_a_mesh_must_reach_all_processes(folder, tmp_path):
     out, err = launched.communicate(timeout=120)
     assert (launched.returncode, out) == (2, "")
     assert err.count("pass --tensor-parallel 2") == 2
+    assert _group_is_gone(launched)
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ("1/3", "process(es) [0] of 2 would have devices of both groups"),
+        ("2/1x2", "1x2 is not allowed where the devices of a mesh belong to several processes"),
+    ],
+)
+def test_groups_that_cannot_be_divided_among_processes(folder, tmp_path, groups, said):
+    """A process with devices of both groups, or a group with stages, is refused on all of them."""
+    prompts = _prompts(tmp_path, 4)
+    policy = ("--groups", groups, "--policy", "exegpt_waa_c")
+    launched = _launch(folder, "--jsonl", prompts, *policy, devices=2)
+    out, err = launched.communicate(timeout=120)
+    assert (launched.returncode, out) == (2, "")
+    assert err.count(said) == 2
     assert _group_is_gone(launched)
 
 

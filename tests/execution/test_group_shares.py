@@ -1,0 +1,155 @@
+"""Two device groups that belong to different processes, both of which are threads here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Client, Listener
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.clock import WallClock
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.core.request import Request
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.build import build_executor
+from jaxserve.execution.device import DeviceExecutor
+from jaxserve.execution.group import GroupExecutor, in_group
+from jaxserve.execution.group_shares import Report
+from jaxserve.execution.weights import sharded
+from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.iteration.waa import WAA
+from jaxserve.scheduling.plan import LINK, Handover, StepPlan
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
+from sharding import DeviceGroups, ProcessGroup, make_groups
+
+# Pages on demand, so that a small pool preempts; several iterations of a decode step.
+POLICY = replace(
+    PRESETS["exegpt_waa_c"],
+    name="waa on demand",
+    admission=OnDemand(0.0),
+    iteration=WAA(encode_batch=4, decode_iterations=2),
+)
+PROMPTS = random_prompts(8, longest=60)
+PARAMS = [
+    SamplingParams(max_tokens=1 + 5 * (i % 5), temperature=0.8 * (i % 2), seed=i)
+    for i in range(len(PROMPTS))
+]
+NUM_PAGES = 14
+
+
+def _connected() -> tuple[ProcessGroup, ProcessGroup]:
+    """Return the leader and the follower of a job of two processes, both in this process."""
+    with Listener(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        accepted = pool.submit(listener.accept)
+        to_leader = Client(listener.address)
+        return ProcessGroup(0, 2, {1: accepted.result()}, {}), ProcessGroup(
+            1, 2, {0: to_leader}, {}
+        )
+
+
+def _executors(groups: DeviceGroups, **options: Any) -> list[DeviceExecutor]:
+    """Return an executor of each group, with pools of one size."""
+    model = tiny_llama(num_heads=8)
+    graphdef, params = nnx.split(model)
+    given = dict(policy=POLICY, warmup=False, host_memory=0)
+    parsed = RuntimeOptions.parse(OPTIONS | given | options)
+    found = []
+    for mesh in groups.both:
+        assert isinstance(mesh, Mesh)
+        own = sharded(params, mesh, model.config)
+        executor, _ = build_executor(graphdef, own, model.config, model.layer_layout, parsed)
+        assert isinstance(executor, DeviceExecutor)
+        executor.resize(NUM_PAGES, ())
+        found.append(executor)
+    return found
+
+
+@contextmanager
+def _led(executors: Sequence[DeviceExecutor], leads: int) -> Iterator[GroupExecutor]:
+    """Yield the leader's executor, of one of two groups, while a thread follows with the other.
+
+    Args:
+      leads: index of the group whose devices are the leader's.
+    """
+    processes = ((leads,), (1 - leads,))
+    first, second = _connected()
+    leader = in_group(executors[leads], first, processes)
+    follower = in_group(executors[1 - leads], second, processes)
+    thread = threading.Thread(target=follower.follow)
+    thread.start()
+    try:
+        yield leader
+    finally:
+        leader.close()
+        thread.join()
+        follower.close()
+
+
+def _answers(executor: Any) -> list[tuple[int, ...]]:
+    engine = Engine(executor, POLICY, WallClock())
+    sequences = [
+        sequence
+        for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))
+        for sequence in engine.add(
+            Request(id=str(i), prompt=prompt, params=params, arrival_s=0.0, seed=params.seed or 0)
+        )
+    ]
+    while engine.has_work:
+        engine.step()
+    assert sum(sequence.num_preemptions for sequence in sequences) > 0
+    return [tuple(sequence.output) for sequence in sequences]
+
+
+@pytest.mark.parametrize(
+    ("groups", "leads"),
+    [(make_groups(encode=4, decode=2), 0), (make_groups(encode=1, decode=4), 1)],
+    ids=["the leader computes prompts", "the leader computes answers"],
+)
+def test_pages_pass_between_other_numbers_of_shards(groups, leads):
+    """They have eight bits, and scales, and a KV head more than once; the pool preempts."""
+    options = dict(kv_dtype="int8", warmup=False)
+    with Runtime(tiny_llama(num_heads=8), **OPTIONS, **options) as rt:
+        wanted = [completion.token_ids for completion in rt.generate(PROMPTS, PARAMS)]
+    with _led(_executors(groups, kv_dtype="int8"), leads) as leader:
+        assert _answers(leader) == wanted
+
+
+def test_pages_that_the_other_group_has_lost(caplog):
+    """The leader raises nothing and writes nothing, so that the sequences are computed anew."""
+    _, decode = _executors(make_groups(encode=1, decode=1))
+    first, second = _connected()
+    leader = in_group(decode, first, ((1,), (0,)))
+    plan = StepPlan(index=0, handovers=(Handover(0, 0, 1, (1,)),), group=LINK)
+    handle = leader.submit(plan)
+    assert second.receive() == plan and not handle.is_ready()
+    second.report(Report(0, "the device fell off the bus"))
+    arrived = handle.collect().arrived
+    assert arrived is not None and not arrived.any()
+    assert "KV of 1 sequences was lost: the device fell off the bus" in caplog.text
+    leader.close()
+
+
+def test_pages_that_another_sequence_has_meanwhile_are_not_written():
+    """A page of the target that is in a later plan's page table keeps its contents."""
+    executors = _executors(make_groups(encode=1, decode=1))
+    source, target = (each.pages for each in executors)
+    with _led(executors, leads=0) as leader:
+        source.replace(jax.tree.map(lambda leaf: leaf + 1, source.cache))
+        plan = StepPlan(index=0, handovers=(Handover(0, 0, 1, (1, 2)),), group=LINK)
+        handle = leader.submit(plan)
+        leader.submit(StepPlan(index=1, group=1, page_updates=((0, 0, 2),))).collect()
+        handle.collect()
+        leader.submit(StepPlan(index=2, group=1)).collect()  # the follower has written them now
+        keys = np.asarray(target.cache.k_pages[0])
+    assert [keys[0, page].max() for page in (1, 2, 3)] == [1, 0, 0]
