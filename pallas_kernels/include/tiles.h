@@ -30,12 +30,18 @@ void multiply(const float* __restrict x, int64_t x_stride, const float* __restri
   const auto step = [&](int64_t i) __attribute__((always_inline)) {
     Float<W> column[kVectors];
 #pragma GCC unroll 3
-    for (int v = 0; v < kVectors; ++v) column[v] = load<W>(b + i * b_stride + v * W);
+    for (int v = 0; v < kVectors; ++v) {
+      column[v] = load<W>(b + i * b_stride + v * W);
+      if constexpr (W == 8) keep_in_register(column[v]);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const Float<W> a = x[r * x_stride + i] - Float<W>{};  // plus zero would be an addition: -0
 #pragma GCC unroll 3
-      for (int v = 0; v < kVectors; ++v) sum[r][v] += a * column[v];
+      for (int v = 0; v < kVectors; ++v) {
+        sum[r][v] += a * column[v];
+        if constexpr (W == 8) keep_in_register(sum[r][v]);
+      }
     }
     asm volatile("" ::: "memory");  // keeps the compiler from mixing steps and spilling the sums
   };

@@ -75,6 +75,17 @@ inline Float<W> load(const Float8* from) {
   return (Float<W>)((Int<W>)y | (x & 0x80) << 24);
 }
 
+// With AVX2, keeps the compiler from loading x again for each use, as an operand of a multiply-add. A
+// core does two of these and two loads in a cycle, so that its loads would be the limit.
+template <typename Vector>
+inline void keep_in_register(Vector& x) {
+#if defined(__AVX2__)
+  asm("" : "+x"(x));
+#else
+  (void)x;
+#endif
+}
+
 template <typename Vector>
 inline void store(float* to, Vector x) {
   std::memcpy(to, &x, sizeof(x));
