@@ -170,7 +170,8 @@ def render(page: Page, results: list[Result], root: Path) -> str:
     if page.kinds is None:
         offline = [result for result in results if result.kind == "offline"]
         compared = [each for each in offline if each.has_peers and not is_quantised(each)]
-        for result in compared[:1]:
+        processors = {str(each.get("device", "host_cpu")): each for each in reversed(compared)}
+        for result in sorted(processors.values(), key=compared.index):  # the first one of each
             parts += [peers(result, link(result)), *pictures(result)]
     for kind in page.kinds or ():
         own = [result for result in results if result.kind == kind]
