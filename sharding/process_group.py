@@ -177,6 +177,10 @@ class ProcessGroup:
         self._is_claimed = True
         self._needs_others = self.is_leader
 
+    def let_go(self) -> None:
+        """Let followers leave from now on, before the use ends. Leader only."""
+        self._needs_others = False
+
     def release(self) -> None:
         """End the use that `claim` began."""
         self._is_claimed = self._needs_others = False

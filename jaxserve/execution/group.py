@@ -238,6 +238,7 @@ class LeadingExecutor(GroupExecutor):
 
     def close(self) -> None:
         """Close the executors of all processes."""
+        self._group.let_go()  # a follower may have ended before this process has closed its own
         self._group.broadcast(Order.CLOSE)
         self._close_own()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.plan import LINK, Handover, StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from sharding import DeviceGroups, ProcessGroup, make_groups
+from sharding import DeviceGroups, JoinError, ProcessGroup, make_groups
 
 # Pages on demand, so that a small pool preempts; several iterations of a decode step.
 POLICY = replace(
@@ -153,3 +154,18 @@ def test_pages_that_another_sequence_has_meanwhile_are_not_written():
         leader.submit(StepPlan(index=2, group=1)).collect()  # the follower has written them now
         keys = np.asarray(target.cache.k_pages[0])
     assert [keys[0, page].max() for page in (1, 2, 3)] == [1, 0, 0]
+
+
+def test_a_follower_may_leave_while_the_leader_still_closes():
+    """The leader, which would end with an error otherwise, has let go of the others before."""
+    first, second = _connected()
+    first.claim()
+    first.let_go()
+    with ThreadPoolExecutor() as pool:
+        left = pool.submit(second.leave)
+        time.sleep(0.1)  # until the leader knows
+        first.release()
+        with pytest.raises(JoinError, match="has left the job"):
+            first.claim()
+        first.leave()
+        assert left.result() is None
