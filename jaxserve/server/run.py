@@ -41,9 +41,6 @@ if sys.platform == "linux":
         (socket.TCP_KEEPCNT, 3),
     )
 
-# Seconds until a thread that holds the interpreter is asked for it. With Python's own 5 ms, the
-# event loop waits that long for the engine's thread before and after the first token.
-_SWITCH_S = 0.0005
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds that a service has to close after a second signal.
 _CLOSE_S = 1.0
@@ -74,14 +71,6 @@ class _Server(uvicorn.Server):
         self._is_ending = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
-
-    def run(self, sockets: list[socket.socket] | None = None) -> None:
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(min(before, _SWITCH_S))
-        try:
-            super().run(sockets)
-        finally:
-            sys.setswitchinterval(before)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
