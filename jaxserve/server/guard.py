@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, TextIO, final
@@ -18,7 +19,6 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.errors import Kind, RefusedError, bad_key, body_of, headers_of, kind_of
-from jaxserve.server.ids import new_id
 from jaxserve.server.options import ServerOptions
 
 # Paths that machines probe, which the access log leaves out.
@@ -172,7 +172,7 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _is_id(given) else new_id("req")
+        request_id = given if _is_id(given) else f"req-{uuid.uuid4().hex}"
         notes: dict[str, Any] = {}
         token = _notes.set(notes)
         begun_s, status, num_bytes, body = time.monotonic(), 0, 0, bytearray()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, final
 
-from jaxserve.server.ids import new_id
+from jaxserve.server.routes.common import new_id
 from jaxserve.server.schema.base import ScoredChoice
 from jaxserve.server.schema.chat import AddedCall
 from jaxserve.server.schema.responses import (

@@ -23,10 +23,9 @@ from jaxserve.server.errors import invalid
 from jaxserve.server.events import EventStream, Replies, json_response
 from jaxserve.server.exchange import Exchange, Group, Job
 from jaxserve.server.guard import note, notes_here
-from jaxserve.server.ids import new_id
 from jaxserve.server.lengths import LengthComments
 from jaxserve.server.relay import Relay
-from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, now_s
+from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
 from jaxserve.server.schema.base import FinishReason, Usage
 from jaxserve.server.schema.chat import (
     AnswerMessage,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from typing import Annotated, Any
 
 from fastapi import Depends
@@ -46,6 +47,11 @@ async def _backend(http: Request) -> Backend:  # on the event loop; other functi
 
 
 Here = Annotated[Backend, Depends(_backend)]
+
+
+def new_id(prefix: str) -> str:
+    """Return a unique id of an answer."""
+    return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def now_s() -> int:

@@ -21,9 +21,8 @@ from jaxserve.server.disconnects import unless_gone
 from jaxserve.server.events import EventStream, Replies, json_response
 from jaxserve.server.exchange import Exchange, Job
 from jaxserve.server.guard import note, notes_here
-from jaxserve.server.ids import new_id
 from jaxserve.server.lengths import LengthComments
-from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, now_s
+from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
 from jaxserve.server.schema.base import FinishReason, Usage
 from jaxserve.server.schema.completions import (
     CompletionChoice,

@@ -23,12 +23,11 @@ from jaxserve.server.errors import invalid
 from jaxserve.server.events import EventStream, Replies, json_response
 from jaxserve.server.exchange import Exchange, Group, Job
 from jaxserve.server.guard import note, notes_here
-from jaxserve.server.ids import new_id
 from jaxserve.server.lengths import LengthComments
 from jaxserve.server.params import constraint_of
 from jaxserve.server.relay import Relay
 from jaxserve.server.response_items import OutputItems
-from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, now_s
+from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
 from jaxserve.server.schema.base import Reply
 from jaxserve.server.schema.chat import (
     AssistantMessage,

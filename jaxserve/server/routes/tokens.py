@@ -17,7 +17,6 @@ from jaxserve.server.disconnects import unless_gone
 from jaxserve.server.errors import invalid
 from jaxserve.server.events import EventStream, Replies, json_response
 from jaxserve.server.exchange import Exchange, Job
-from jaxserve.server.ids import new_id
 from jaxserve.server.lengths import LengthComments
 from jaxserve.server.routes.common import (
     ANSWERING,
@@ -25,6 +24,7 @@ from jaxserve.server.routes.common import (
     Here,
     documented,
     need_tokenizer,
+    new_id,
 )
 from jaxserve.server.schema.base import Usage
 from jaxserve.server.schema.chat import as_template_message
