@@ -55,7 +55,7 @@ PAGES = (
     ),
     Page("docs/results/conversations.md", ("conversations", "pensieve", "scattered", "restore")),
     Page("docs/results/exegpt.md", ("exegpt", "exegpt_bounds", "exegpt_measured")),
-    Page("docs/results/cells.md", ("cells",)),
+    Page("docs/results/cells.md", ("cells", "cells_host")),
     Page("docs/results/lengths.md", ("predictor", "probe")),
     Page("docs/results/rollouts.md", ("invariance", "residual", "adapters", "speculation")),
     Page("docs/results/devices.md", ("sharding", "roles", "gpu_check")),

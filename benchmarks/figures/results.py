@@ -27,7 +27,7 @@ KINDS = (
     ),
     *("probe", "s3", "pensieve", "scattered", "restore", "startup", "loading"),
     *("planning", "sharding", "gpu_check", "exegpt", "exegpt_bounds"),
-    *("exegpt_measured", "cells", "roles", "invariance", "residual", "policies_grid"),
+    *("exegpt_measured", "cells", "cells_host", "roles", "invariance", "residual", "policies_grid"),
     *("adapters", "speculation", "quality"),
 )
 # Names and positions of a value in a result.

@@ -15,7 +15,7 @@ _TABLES_ONLY = (
     "policies_grid",
     *("predictor", "probe", "s3", "scattered", "restore", "startup", "loading", "planning"),
     *("sharding", "gpu_check", "exegpt_bounds", "exegpt_measured", "roles", "invariance"),
-    *("residual", "http", "structured", "adapters", "speculation", "quality"),
+    *("residual", "http", "structured", "adapters", "speculation", "quality", "cells_host"),
 )
 
 

@@ -14,6 +14,8 @@ from benchmarks.figures.results import Result
 WANTED = {"lstm": 1.25, "seq2seq": 1.6, "treelstm": 1.8}
 # Goal: our peak over that of the ideal, on identical trees.
 WANTED_OF_IDEAL = 0.7
+# Goal: nodes a second of the host on one core.
+WANTED_NODES = 100_000
 _IDEAL = "identical_graphs"
 _OURS = "jaxserve"
 _GOALS = (
@@ -51,6 +53,22 @@ def tables(result: Result, link: str) -> str:
         parts.append(f"{caption(result, what, link)}\n\n{table(header, rows)}")
         parts += list(_behind(result.data["compare"]))
     return "\n\n".join(parts)
+
+
+def host(result: Result, link: str) -> str:
+    """Return a row for each application: nodes a second of everything, and of the policy alone."""
+    header = ("application", "nodes/s", "nodes/s of the policy alone", "requests/s")
+    rows = [
+        [
+            entry["application"],
+            shown(result.spread(("points", index), "nodes_per_s"), ",.0f", link=link),
+            shown(result.spread(("points", index), "scheduled_per_s"), ",.0f"),
+            shown(result.spread(("points", index), "requests_per_s"), ",.0f"),
+        ]
+        for index, entry in result.items("points")
+    ]
+    what = f"Everything but the device, on one thread (wanted {WANTED_NODES:,} nodes/s)"
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 
 def _goals(result: Result, link: str) -> Iterator[list[str]]:

@@ -295,6 +295,24 @@ def results() -> dict[str, dict[str, Any]]:
                 for fleet, speed in (("roles", 2.0), ("whole", 1.0))
             },
         },
+        "cells_host": {
+            "repeats": 2,
+            "arguments": ARGUMENTS,
+            "points": [
+                {
+                    "application": "lstm",
+                    **summary(
+                        [
+                            {
+                                **{"nodes_per_s": 2000.0 * speed, "requests_per_s": 20.0 * speed},
+                                "scheduled_per_s": 9000.0 * speed,
+                            }
+                            for speed in (1, 2)
+                        ]
+                    ),
+                }
+            ],
+        },
         "invariance": {
             **{"repeats": 2, "num_requests": 4, "arguments": ARGUMENTS},
             "ways": {
