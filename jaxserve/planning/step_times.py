@@ -155,21 +155,22 @@ class StepTimes:
             _raise_if_foreign(other.origin, first.origin, "a table to be merged")
         return cls._from_table(first.origin, _median([times._table() for times in measured]))
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write a JSON file, which `load` reads."""
+        path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = {"origin": asdict(self.origin), **self._table()}
         path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path, *, expected: Origin | None = None) -> StepTimes:
+    def load(cls, path: str | Path, *, expected: Origin | None = None) -> StepTimes:
         """Read what `save` wrote.
 
         Raises:
           InvalidProfileError: the file has no step times, or their origin is not `expected`.
         """
         try:
-            table = json.loads(path.read_text(encoding="utf-8"))
+            table = json.loads(Path(path).read_text(encoding="utf-8"))
             origin = Origin.from_json(table.pop("origin"))
             times = cls._from_table(origin, table)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

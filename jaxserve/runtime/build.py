@@ -53,7 +53,7 @@ from jaxserve.runtime.regrouper import Regrouper
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.turn_client import ServiceTurnClient
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.presets import get_policy
+from jaxserve.scheduling.presets import get_policy_for
 from jaxserve.steps.drafting import Drafter
 from jaxserve.steps.probing import Probe
 from jaxserve.workload.recorded import TraceWriter, check_is_free
@@ -107,7 +107,7 @@ def build_parts(
     wrap_executor: WrapExecutor | None,
 ) -> Parts:
     """Build everything that a runtime consists of; `Runtime` documents arguments and errors."""
-    policy = get_policy(options.policy)
+    policy = get_policy_for(options.policy, has_groups=isinstance(mesh, DeviceGroups))
     enable_compilation_cache()
     probe = load_probe(options.probe)
     forecaster = Forecaster.of(options, policy, tokenizer)
@@ -275,7 +275,7 @@ def check_early(
     if policy.num_device_groups == 1 and has_groups:
         raise InvalidConfigError(
             f"mesh has two device groups, {mesh}, and policy={policy.name!r} plans for one; pass "
-            'policy="exegpt_waa_c", or a mesh of one group (sharding.make_mesh)'
+            'policy="exegpt" or "exegpt_waa_c", or a mesh of one group (sharding.make_mesh)'
         )
     if options.latency_bound is not None and not policy.is_planned:
         raise InvalidConfigError(

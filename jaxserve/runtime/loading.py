@@ -14,7 +14,7 @@ from jaxserve.execution.sizes import platform_defaults
 from jaxserve.execution.warmup import enable_compilation_cache, executable_store
 from jaxserve.runtime.build import check_early, check_quantised
 from jaxserve.runtime.processes import own_mesh, processes_of
-from jaxserve.scheduling.presets import get_policy
+from jaxserve.scheduling.presets import get_policy_for
 from jaxserve.steps.executable_identity import (
     Unnameable,
     key_of,
@@ -45,7 +45,7 @@ def load_for(
     """
     from jaxserve.models.registry import resolve
 
-    policy = get_policy(options.policy)
+    policy = get_policy_for(options.policy, has_groups=isinstance(mesh, DeviceGroups))
     enable_compilation_cache()
     group = processes_of(mesh)
     check_early(options, policy, mesh, group)

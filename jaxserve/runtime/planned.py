@@ -12,7 +12,7 @@ from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.plan import Plan
 from jaxserve.runtime.intake import Intake
 from jaxserve.runtime.maintenance import Maintenance
-from jaxserve.runtime.planner import Planner
+from jaxserve.runtime.planner import MAX_PAUSE_S, Planner
 from jaxserve.runtime.scored import Scored
 
 
@@ -34,7 +34,7 @@ class Planned(Scored):
         adopt: bool = True,
         adapt: bool = True,
         max_wait_s: float = 60.0,
-        max_pause_s: float = 1.0,
+        max_pause_s: float = MAX_PAUSE_S,
         policies: Sequence[str] | None = None,
     ) -> Plan:
         """Find the schedule with the most throughput under latency bounds, and serve by it.
@@ -100,7 +100,7 @@ class Planned(Scored):
             policies=policies,
         )
 
-    def regroup(self, *, encode: int, decode: int, max_pause_s: float = 1.0) -> float:
+    def regroup(self, *, encode: int, decode: int, max_pause_s: float = MAX_PAUSE_S) -> float:
         """Move devices between the group for prompts and the group for answers.
 
         Requests go on: those that run keep their tokens, and their KV is computed anew. Executables

@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 # Newest answers whose lengths are kept.
 _MAX_OBSERVED = 100_000
+# Seconds for which a move of devices may pause the engine, if the caller does not say.
+MAX_PAUSE_S = 1.0
 # Families of schedules of two device groups.
 _GROUPED = ("waa",)
 
@@ -114,8 +116,9 @@ class Planner:
         Args:
           latency_bound: see `RuntimeOptions`.
         """
-        self._maintenance.kept_step_times()
-        planner = self._planner(None)
+        if self._replicas.first.executor.num_device_groups == 1:
+            self._maintenance.kept_step_times()
+        planner = self._planner(None, max_pause_s=MAX_PAUSE_S)
         bounds = LatencyBounds(latency_s=math.inf if latency_bound is None else latency_bound)
         adaptation = Adaptation(planner, bounds, heeds_bounds=self._heeds_bounds)
         self._adapter.adopt(None, adaptation)

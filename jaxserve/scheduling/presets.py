@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.scheduling.admission.expected import Expected
 from jaxserve.scheduling.admission.max_length import MaxLength
@@ -114,3 +116,15 @@ def get_policy(policy: str | Policy) -> Policy:
             "or build a jaxserve.scheduling.policy.Policy"
         )
     return PRESETS[policy]
+
+
+def get_policy_for(policy: str | Policy, *, has_groups: bool) -> Policy:
+    """Return `get_policy(policy)`; a planned policy becomes workload-aware on two device groups.
+
+    Raises:
+      InvalidConfigError: no preset has that name.
+    """
+    found = get_policy(policy)
+    if not (has_groups and found.is_planned and found.num_device_groups == 1):
+        return found
+    return replace(PRESETS["exegpt_waa_c"], name=found.name, is_planned=True)

@@ -15,6 +15,7 @@ import pytest
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import BoundNotMetError, InfeasibleBoundError, InvalidConfigError
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
+from sharding import make_groups
 
 PROMPTS = random_prompts(70, longest=20)
 SHORT = [SamplingParams(max_tokens=2 + i % 3, ignore_eos=True) for i in range(len(PROMPTS))]
@@ -139,3 +140,20 @@ def test_a_bound_needs_a_policy_that_keeps_it():
         Runtime(tiny_llama(), latency_bound=2.0, **OPTIONS)
     with pytest.raises(InvalidConfigError, match="latency_bound=-1"):
         Runtime(tiny_llama(), policy="exegpt", latency_bound=-1, **OPTIONS)
+
+
+def test_the_preset_plans_on_two_device_groups_too():
+    """There the schedule is workload-aware; a policy that does not plan refuses the option."""
+    mesh = make_groups(encode=1, decode=1)
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
+        answers = [one.token_ids for one in rt.generate(PROMPTS, LONG)]
+    with Runtime(tiny_llama(), mesh=mesh, policy="exegpt", latency_bound=50, **OPTIONS) as rt:
+        assert rt.stats().plan is None and rt.report().policy == "exegpt"
+        assert [one.token_ids for one in rt.generate(PROMPTS, LONG)] == answers
+        _until(lambda: rt.stats().plan is not None)
+        plan = rt.stats().plan
+        assert plan is not None and plan.family == "waa" and plan.latency_bound_s == 50
+        assert [one.token_ids for one in rt.generate(PROMPTS, LONG)] == answers
+        rt.check_integrity()
+    with pytest.raises(InvalidConfigError, match="policy='exegpt'"):
+        Runtime(tiny_llama(), mesh=mesh, policy="exegpt_waa_c", latency_bound=50, **OPTIONS)
