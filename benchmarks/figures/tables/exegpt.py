@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.figures.markdown import caption, linked, shown, table
 from benchmarks.figures.results import Result
 from benchmarks.figures.style import name
+from benchmarks.figures.tables.exegpt_paper import in_words
 
 _BASELINES = ("fastertransformer", "deepspeed", "orca", "vllm")
 _FAMILIES = ("rra", "waa", "continuous")
@@ -21,6 +22,7 @@ def tables(result: Result, link: str) -> str:
         part
         for part in (
             _gains(result, link),
+            in_words(result, link),
             _kept(result),
             _search(result),
             _points("points", "figure", result, link),

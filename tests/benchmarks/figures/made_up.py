@@ -477,10 +477,10 @@ def _exegpt() -> dict[str, Any]:
         "figure_11": [
             {
                 **{"policy": "waa", "bound_s": 2.0, "changed": "mean", "by": by},
-                **{"left_alone_per_s": 8.0, "planned_per_s": per_s, "left_alone_latency_s": 1.0},
+                **{"left_alone_per_s": 8.0, "planned_per_s": per_s, "left_alone_latency_s": p99_s},
                 "left_alone_same_length_s": 1.5,
             }
-            for by, per_s in ((0.7, 9.0), (1.3, None))
+            for by, per_s, p99_s in ((0.7, 9.0, 1.0), (1.0, 8.0, 1.0), (1.15, None, 1.2))
         ],
         "table_5": [
             {

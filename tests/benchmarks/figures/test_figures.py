@@ -130,6 +130,19 @@ def test_cells_say_goals_and_losses(tmp_path):
     assert "| padding 10 | [5.0]" in text and "| 0.80 | 0.0 | 50% |" in text
 
 
+def test_what_the_paper_says_in_words_stands_beside_ours(tmp_path):
+    """Gains of single figures, and by how much latency grows if lengths change by 15 %."""
+    checkout = write_checkout(tmp_path, ("exegpt",))
+    page = next(page for page in PAGES if page.kinds and "exegpt" in page.kinds)
+    text = render(page, load(checkout / "benchmarks" / "results"), checkout)
+    link = "(../../benchmarks/results/exegpt_made_up.json)"
+    gain = f"[2.50]{link}"
+    assert f"| figure 6, largest gain | 5.4 | {gain} | {gain} | {gain} |" in text
+    tighter = "| figure 11, WAA, mean times 1.15: tighter bound, SLA"
+    assert f"{tighter} a | 13% | | [20%]{link} | |" in text
+    assert f"{tighter} b | 10% | | [0%]{link} | |" in text
+
+
 def test_nodes_of_the_host_stand_beside_the_goal(tmp_path):
     """Two runs of 2,000 and 4,000 nodes a second have the median 3,000."""
     checkout = write_checkout(tmp_path, ("cells_host",))
