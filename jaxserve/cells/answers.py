@@ -126,14 +126,14 @@ class Part:
         self.key = -1
         self.first_row = 0
         self.num_slots = graph.num_slots
-        plan = graph.plan
-        self._wanted = plan.wanted_for
-        self._num_missing = plan.num_values
+        returned = graph.plan.returned
+        self._wanted = returned.wanted_for
+        self._num_missing = returned.num_values
         self._values: dict[str, np.ndarray] = {}
         self._members: dict[str, list[np.ndarray | None]] = {
-            name: [None] * num for name, num in plan.num_members.items()
+            name: [None] * num for name, num in returned.num_members.items()
         }
-        self._steps: dict[str, list[np.ndarray]] = {name: [] for name in plan.steps}
+        self._steps: dict[str, list[np.ndarray]] = {name: [] for name in returned.steps}
 
     def start(self, key: int, first_row: int) -> None:
         self.key = key
