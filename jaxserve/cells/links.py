@@ -144,13 +144,15 @@ def tree_links(leaf_type: int, pair_type: int, pairs: np.ndarray) -> Links:
     rows = np.empty((6, num + len(pairs)), np.int64)
     rows[:] = _IN_TREE
     inner, outer, _, num_before, ahead, alone = rows
-    numbers = np.arange(num, num + len(pairs))
-    inner[pairs[:, 0]] = numbers
-    inner[pairs[:, 1]] = numbers
-    inner[:num], inner[-1], outer[:num] = NO_SUCCESSOR, NO_SUCCESSOR, num
-    (pairs >= num).sum(axis=1, out=num_before[num:])
-    above, num_inner = inner.tolist(), num_before.tolist()
-    first = [node for node in range(num, len(above)) if not num_inner[node]]
+    above, num_inner, first = [NO_SUCCESSOR] * len(inner), [0] * len(inner), []
+    for node, (left, right) in enumerate(pairs.tolist(), num):
+        above[left] = above[right] = node
+        if left >= num or right >= num:
+            num_inner[node] = (left >= num) + (right >= num)
+        else:
+            first.append(node)
+    inner[num:], outer[:num], num_before[:] = above[num:], num, num_inner
+    inner[:num] = NO_SUCCESSOR
     waves = _waves_of_a_tree(first, above, num_inner)
     entries = (
         Entry(0, leaf_type, np.arange(num), 0),
