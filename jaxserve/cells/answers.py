@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import final
 
 import numpy as np
@@ -82,7 +83,7 @@ class CellAnswer:
             reason = "length"
         completion = CellCompletion(
             request_id=self.id,
-            values=dict(values),
+            values=values,
             finish_reason=reason,
             timing=Timing(
                 arrival_s=self._arrival_s,
@@ -93,7 +94,7 @@ class CellAnswer:
             num_nodes=self._num_nodes,
             error=error,
         )
-        if not self.future.done():
+        with suppress(InvalidStateError):  # it was resolved before
             self.future.set_result(completion)
             self._notify(None)
         return completion

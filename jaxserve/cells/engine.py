@@ -157,16 +157,17 @@ class CellEngine:
         while self._waiting:
             part = self._waiting[0]
             graph = part.graph
+            num_nodes = graph.num_nodes
             if not self._has_room(part):
                 refusal = self.refusal(graph.num_slots)
                 if refusal is not None:
                     self._end(part, "error", refusal)
                     continue
                 return
-            first_row = self._lanes.take_rows(graph.num_nodes)
+            first_row = self._lanes.take_rows(num_nodes)
             refused = self._schedule(graph, first_row)
             if refused is not None:
-                self._lanes.free_rows(first_row, graph.num_nodes)
+                self._lanes.free_rows(first_row, num_nodes)
                 self._end(part, "error", refused)
                 continue
             self._waiting.popleft()
@@ -175,15 +176,15 @@ class CellEngine:
                 num_new = self._lanes.num_rows
                 self._part_of += [None] * num_new
                 self._has_not_begun = np.append(self._has_not_begun, np.zeros(num_new, np.bool_))
-            rows = slice(first_row, first_row + graph.num_nodes)
-            self._part_of[rows] = [part] * graph.num_nodes
+            rows = slice(first_row, first_row + num_nodes)
+            self._part_of[rows] = [part] * num_nodes
             self._has_not_begun[rows] = not part.answer.has_begun
             part.start(self._next_key, first_row)
             self._next_key += 1
             self._parts[part.key] = part
             kept_row = 0 if part.before is None else part.before.first_row
             self._executor.add(graph, first_row, kept_row)
-            part.answer.add_nodes(graph.num_nodes)
+            part.answer.add_nodes(num_nodes)
 
     def _has_room(self, part: Part) -> bool:
         """Return whether a part may begin.
@@ -239,10 +240,10 @@ class CellEngine:
 
     def _begin(self, tasks: Sequence[Task], now_s: float) -> list[CellAnswer]:
         """Record the tasks of a call that was submitted; return the requests that begin with it."""
-        begun = []
+        begun: list[CellAnswer] = []
         nodes = nodes_of(tasks)
-        for node in nodes[self._has_not_begun[nodes]].tolist():
-            part = self._part_of[node]
+        new = nodes[self._has_not_begun[nodes]].tolist()
+        for part in dict.fromkeys(map(self._part_of.__getitem__, new)):
             if part is not None and not part.answer.has_begun:
                 part.answer.begin(now_s)
                 begun.append(part.answer)
