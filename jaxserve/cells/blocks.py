@@ -123,7 +123,7 @@ def numbered(tree: NestedTree) -> tuple[list[int], np.ndarray]:
                 open += (None, right, left)
                 continue
             num = len(leaves)
-            leaves += part
+            leaves += (left, right)
             numbers += (num, num + 1)
         else:
             done.append(len(leaves))

@@ -74,6 +74,12 @@ class Lanes:
         handles = self._lanes[worker].handles
         return bool(handles) and handles[-1][0].is_ready()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether there are tasks in flight, and no worker's oldest ones have run."""
+        oldest = [lane.handles[0][0] for lane in self._lanes if lane.handles]
+        return bool(oldest) and not any([handle.is_ready() for handle in oldest])
+
     def push(self, worker: int, handles: list[CellHandle]) -> None:
         """Add a group of tasks."""
         for handle in handles:
