@@ -115,7 +115,8 @@ class CellEngine:
                 if has_run or may_admit:
                     break
         if not self._lanes.is_at_work:
-            self._check_progress()
+            if not may_admit:
+                self._check_progress()
         elif has_run or not (has_submitted and self._lanes.open_workers()):
             self._collect()
         ended, self._ended = self._ended, []
