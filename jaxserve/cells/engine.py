@@ -109,16 +109,18 @@ class CellEngine:
         for worker in self._lanes.open_workers():
             while self._lanes.is_open(worker) and self._submit(worker):
                 has_submitted = True
-                # A CPU may have run the tasks in the call: nothing is gained by more of them ahead.
+                # A CPU may have run the tasks in the call. If a request waits for the results,
+                # nothing is gained by more tasks ahead. What waits to start may join the next ones.
                 has_run = self._lanes.has_run(worker)
-                # What waits may join the next ones.
-                if has_run or may_admit:
+                if may_admit or (has_run and self._lanes.has_news(worker)):
                     break
         if not self._lanes.is_at_work:
             if not may_admit:
                 self._check_progress()
         elif has_run or not (has_submitted and self._lanes.open_workers()):
             self._collect()
+            while has_run and self._lanes.is_any_ready:
+                self._collect()
         ended, self._ended = self._ended, []
         return ended
 
@@ -167,7 +169,7 @@ class CellEngine:
         num_admitted = 0
         while self._waiting:
             if num_admitted == self._max_admitted:
-                if not self._lanes.is_running:
+                if not self._lanes.is_at_work or self._lanes.is_any_ready:
                     return True
                 num_admitted = 0
             part = self._waiting[0]
