@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import final
 
 import numpy as np
@@ -82,7 +83,7 @@ class CellAnswer:
             reason = "length"
         completion = CellCompletion(
             request_id=self.id,
-            values=dict(values),
+            values=values,
             finish_reason=reason,
             timing=Timing(
                 arrival_s=self._arrival_s,
@@ -93,7 +94,7 @@ class CellAnswer:
             num_nodes=self._num_nodes,
             error=error,
         )
-        if not self.future.done():
+        with suppress(InvalidStateError):  # it was resolved before
             self.future.set_result(completion)
             self._notify(None)
         return completion
@@ -126,14 +127,14 @@ class Part:
         self.key = -1
         self.first_row = 0
         self.num_slots = graph.num_slots
-        plan = graph.plan
-        self._wanted = plan.wanted_for
-        self._num_missing = plan.num_values
+        returned = graph.plan.returned
+        self._wanted = returned.wanted_for
+        self._num_missing = returned.num_values
         self._values: dict[str, np.ndarray] = {}
         self._members: dict[str, list[np.ndarray | None]] = {
-            name: [None] * num for name, num in plan.num_members.items()
+            name: [None] * num for name, num in returned.num_members.items()
         }
-        self._steps: dict[str, list[np.ndarray]] = {name: [] for name in plan.steps}
+        self._steps: dict[str, list[np.ndarray]] = {name: [] for name in returned.steps}
 
     def start(self, key: int, first_row: int) -> None:
         self.key = key

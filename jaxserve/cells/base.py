@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxserve.cells.blocks import Chain, ChainForm, Tree, checked_pairs
+from jaxserve.cells.blocks import Chain, ChainForm, Tree, TreeForm, checked_pairs
 from jaxserve.cells.nodes import Node, Output, label_of
 from jaxserve.cells.values import Constant, ValueSpec, as_constant, as_constants
 from jaxserve.core.errors import (
@@ -21,8 +21,8 @@ from jaxserve.core.errors import (
 
 # The compiled batch sizes of a cell without others.
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
-# A cell remembers how it bound the inputs of this many chains.
-_MAX_CHAINS = 256
+# A cell remembers how it bound the inputs of this many chains, and of as many trees.
+_MAX_FORMS = 256
 
 
 class BaseCell:
@@ -78,6 +78,8 @@ class BaseCell:
         self.output_index = {output: index for index, output in enumerate(self.outputs)}
         # Of arguments of `chain` without its constants: the inputs and the carry of its node.
         self._chains: dict[Hashable, ChainForm] = {}
+        # Of the leaves' cell and the outputs that pairs take.
+        self._trees: dict[Hashable, TreeForm] = {}
         # Of each input: name, spec, what 0.0 becomes, and whether an int needs no conversion.
         self._bound = [
             (name, spec, as_constant(0.0, spec), spec.shape == () and spec.dtype == np.int32)
@@ -175,7 +177,7 @@ class BaseCell:
         unknown = {name: None for name in each if name not in first}
         bound = self.bind({**unknown, **first, **inputs})
         carried = tuple(self.output_index.get(carry.get(name, ""), -1) for name in self.inputs)
-        if key is not None and len(self._chains) < _MAX_CHAINS:
+        if key is not None and len(self._chains) < _MAX_FORMS:
             form = self._chains[key] = ChainForm(
                 [
                     one if values is None else None
@@ -225,6 +227,23 @@ class BaseCell:
         first = leaf.bind({**unknown, **{name: values[0] for name, values in given.items()}})
         if lengths == {1} and not len(pairs):
             return Node(leaf, first)
+        form = self._tree_form(leaf, left, right)
+        constants = tuple([given[name] for name in leaf.inputs])
+        pairs = checked_pairs(self.name, pairs, lengths.pop())
+        return Node(self, (), block=Tree(form, constants, pairs))
+
+    def _tree_form(
+        self, leaf: BaseCell, left: Mapping[str, str], right: Mapping[str, str]
+    ) -> TreeForm:
+        """Return the form of trees with these leaves and outputs.
+
+        Raises:
+          MissingInputError, InputMismatchError
+        """
+        key = leaf.key, tuple(left.items()), tuple(right.items())
+        form = self._trees.get(key)
+        if form is not None:
+            return form
         for name, output in (*left.items(), *right.items()):
             spec = self.inputs.get(name)
             if spec is None or not spec == leaf.outputs.get(output) == self.outputs.get(output):
@@ -238,14 +257,12 @@ class BaseCell:
                 f"a tree of cell {self.name!r} was given left={dict(left)} and "
                 f"right={dict(right)}; pass each of {list(self.inputs)} in one of them"
             )
-        tree = Tree(
-            leaf,
-            tuple(given[name] for name in leaf.inputs),
-            checked_pairs(self.name, pairs, lengths.pop()),
-            tuple(side for side, _ in sides),
-            tuple(str(output) for _, output in sides),
+        form = TreeForm(
+            leaf, tuple(side for side, _ in sides), tuple(str(output) for _, output in sides)
         )
-        return Node(self, (), block=tree)
+        if len(self._trees) < _MAX_FORMS:
+            self._trees[key] = form
+        return form
 
     def _constants(self, name: str, values: Sequence[Any] | np.ndarray) -> np.ndarray:
         """Return the constants of an input of many nodes, as an array of its dtype.

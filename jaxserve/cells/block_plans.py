@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import final
 
 import numpy as np
 
 from jaxserve.cells.blocks import Chain, Tree
 from jaxserve.cells.cell_graph import chain_graph, tree_graph
-from jaxserve.cells.graph_plan import FIRST_SLOT, TRASH, WORDS, ZEROS, GraphPlan, WantedValues
+from jaxserve.cells.graph_plan import (
+    FIRST_SLOT,
+    TRASH,
+    WORDS,
+    ZEROS,
+    GraphPlan,
+    Returned,
+    Wanted,
+    WantedValues,
+)
 from jaxserve.cells.layout import Layout, TypeLayout
 
 
@@ -32,12 +42,11 @@ def plan_of_a_chain(layout: Layout, t: TypeLayout, chain: Chain, wanted: WantedV
     return GraphPlan(
         graph=chain_graph(t.index, num),
         num_nodes=num,
-        stride=layout.stride,
         codes=codes,
         types=np.full(num, t.index, np.int32),
         num_slots=num_slots,
         loops=(),
-        wanted=wanted,
+        returned=Returned(wanted, layout.stride, ()),
     )
 
 
@@ -64,49 +73,73 @@ def _ends_of_a_chain(
     return num_slots, codes
 
 
-def plan_of_a_tree(
-    layout: Layout, leaf: TypeLayout, pair: TypeLayout, tree: Tree, wanted: WantedValues
-) -> GraphPlan:
-    """Return the plan of a graph that is one tree, whose leaves have small constants alone.
+@final
+class TreesOfASize:
+    """What the plans share of graphs that are one tree each, of one form and number of leaves.
 
-    As with `plan_slots`, the outputs of a pair take the slots of its left node.
+    The leaves have small constants alone. As with `plan_slots`, the outputs of a pair take the
+    slots of its left node.
+
+    Args:
+      outputs: name and number of each output of the root that graphs return.
     """
-    num, first = tree.num_leaves, layout.first_output
-    outputs = [pair.cell.output_index[name] for name in tree.outputs]
-    slots = list(range(num))  # of each node: the leaf whose slots it takes
-    for left, _ in tree.pairs.tolist():
-        slots.append(slots[left])
-    slot = np.array(slots, np.int32)
-    # Each output that pairs take has a slot of each leaf; another one that is returned, one.
-    root = (tree.num_nodes - 1) * layout.stride
-    sizes = dict.fromkeys(outputs, num)
-    for value, _ in wanted:
-        sizes.setdefault(value - root, 1)
-    num_slots, code_of = _slots(layout, pair, sizes)
-    codes = np.full((tree.num_nodes, layout.first_word), TRASH, np.int32)
-    codes[:num, : leaf.num_inputs] = WORDS
-    taken = [code_of[output] for output in outputs]
-    codes[num:, : pair.num_inputs] = slot[tree.pairs][:, tree.sides] + np.array(taken, np.int32)
-    for output, size in sizes.items():
-        code, column = code_of[output], first + output
-        if size == 1 and output not in outputs:
-            codes[-1, column] = code
-            continue
-        of_leaf = first + tree.leaf.output_index[list(pair.cell.outputs)[output]]
-        codes[:num, of_leaf] = slot[:num] + code
-        codes[num:, column] = slot[num:] + code
-    types = np.full(tree.num_nodes, pair.index)
-    types[:num] = leaf.index
-    return GraphPlan(
-        graph=tree_graph(leaf.index, pair.index, tree.pairs),
-        num_nodes=tree.num_nodes,
-        stride=layout.stride,
-        codes=codes,
-        types=types,
-        num_slots=num_slots,
-        loops=(),
-        wanted=wanted,
-    )
+
+    def __init__(
+        self,
+        layout: Layout,
+        leaf: TypeLayout,
+        pair: TypeLayout,
+        tree: Tree,
+        outputs: Sequence[tuple[str, int]],
+    ):
+        num, first = tree.num_leaves, layout.first_output
+        self._leaf, self._pair = leaf.index, pair.index
+        self._sides = np.array(tree.sides)
+        root = (tree.num_nodes - 1) * layout.stride
+        wanted = tuple([(root + output, Wanted(name)) for name, output in outputs])
+        self._returned = Returned(wanted, layout.stride, ())
+        inputs = [pair.cell.output_index[name] for name in tree.outputs]
+        # Each output that pairs take has a slot of each leaf; another one that is returned, one.
+        sizes = dict.fromkeys(inputs, num)
+        for _, output in outputs:
+            sizes.setdefault(output, 1)
+        self._num_slots, code_of = _slots(layout, pair, sizes)
+        # The codes without those that depend on the pairs, and what is added to these.
+        self._codes = np.full((tree.num_nodes, layout.first_word), TRASH, np.int32)
+        self._codes[:num, : leaf.num_inputs] = WORDS
+        self._of_inputs = np.array([code_of[output] for output in inputs], np.int32)
+        leaves = np.arange(num)
+        for output in dict.fromkeys(inputs):
+            of_leaf = first + tree.leaf.output_index[list(pair.cell.outputs)[output]]
+            self._codes[:num, of_leaf] = leaves + code_of[output]
+        taken = sorted({*inputs})
+        self._columns = np.array([first + output for output in taken])
+        self._of_outputs = np.array([code_of[output] for output in taken], np.int32)
+        for output in sizes:
+            if output not in inputs:
+                self._codes[-1, first + output] = code_of[output]
+        self._types = np.full(tree.num_nodes, pair.index, np.int32)
+        self._types[:num] = leaf.index
+
+    def plan(self, pairs: np.ndarray) -> GraphPlan:
+        """Return the plan of the graph with these pairs, see `Tree`."""
+        num = len(pairs) + 1
+        slots = list(range(num))  # of each node: the leaf whose slots it takes
+        for left in pairs[:, 0].tolist():
+            slots.append(slots[left])
+        slot = np.array(slots, np.int32)
+        codes = self._codes.copy()
+        codes[num:, : len(self._sides)] = slot[pairs[:, self._sides]] + self._of_inputs
+        codes[num:, self._columns] = slot[num:, None] + self._of_outputs
+        return GraphPlan(
+            graph=tree_graph(self._leaf, self._pair, pairs),
+            num_nodes=len(slots),
+            codes=codes,
+            types=self._types,
+            num_slots=self._num_slots,
+            loops=(),
+            returned=self._returned,
+        )
 
 
 def _slots(

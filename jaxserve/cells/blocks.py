@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -46,23 +45,47 @@ class Chain(NamedTuple):
 
 
 @final
-@dataclass(frozen=True)
-class Tree:
-    """The nodes of `BaseCell.tree`, in the order of their numbers: leaves, and then pairs.
+class TreeForm:
+    """What trees share that differ in their pairs and in the constants of their leaves.
 
     Attributes:
       leaf: the `BaseCell` of the leaves.
-      each: for each input of a leaf, the constants of the leaves [num_leaves, ...].
-      pairs: int32 [num_leaves - 1, 2], the numbers of the left and the right node of each pair.
       sides: for each input of a pair: 0 if it is of the left node, 1 of the right one.
       outputs: for each input of a pair: the name of the output that it takes.
     """
 
-    leaf: Any
+    __slots__ = ("leaf", "sides", "outputs")
+
+    def __init__(self, leaf: Any, sides: tuple[int, ...], outputs: tuple[str, ...]):
+        self.leaf = leaf
+        self.sides = sides
+        self.outputs = outputs
+
+
+class Tree(NamedTuple):
+    """The nodes of `BaseCell.tree`, in the order of their numbers: leaves, and then pairs.
+
+    Attributes:
+      form: the same object for trees that share it.
+      each: for each input of a leaf, the constants of the leaves [num_leaves, ...].
+      pairs: int32 [num_leaves - 1, 2], the numbers of the left and the right node of each pair.
+    """
+
+    form: TreeForm
     each: tuple[np.ndarray, ...]
     pairs: np.ndarray
-    sides: tuple[int, ...]
-    outputs: tuple[str, ...]
+
+    @property
+    def leaf(self) -> Any:
+        return self.form.leaf
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        return self.form.sides
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return self.form.outputs
 
     @property
     def num_leaves(self) -> int:
@@ -80,26 +103,35 @@ def numbered(tree: NestedTree) -> tuple[list[int], np.ndarray]:
       InvalidGraphError: a part of the tree is neither a number nor a pair.
     """
     leaves: list[int] = []
-    pairs: list[tuple[int, int]] = []
+    numbers: list[int] = []  # of the left and the right node of each pair
     # Without recursion: a tree may be as deep as its sentence is long. Pair i is -1 - i here.
     done: list[int] = []
     open: list[NestedTree | None] = [tree]  # None: join the last two
+    num_pairs = 0
     while open:
         part = open.pop()
         if part is None:
             right = done.pop()
-            pairs.append((done.pop(), right))
-            done.append(-len(pairs))
+            numbers += (done.pop(), right)
         elif isinstance(part, tuple):
             if len(part) != 2:
                 raise InvalidGraphError(
                     f"a part of the tree has {len(part)} members; pass a token or a pair"
                 )
-            open += (None, part[1], part[0])
+            left, right = part
+            if isinstance(left, tuple) or isinstance(right, tuple):
+                open += (None, right, left)
+                continue
+            num = len(leaves)
+            leaves += (left, right)
+            numbers += (num, num + 1)
         else:
             done.append(len(leaves))
             leaves.append(part)
-    found = np.array(pairs, np.int32).reshape(-1, 2)
+            continue
+        num_pairs += 1
+        done.append(-num_pairs)
+    found = np.array(numbers, np.int32).reshape(-1, 2)
     return leaves, np.where(found < 0, len(leaves) - 1 - found, found)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -215,13 +215,23 @@ def cell_graph(
 
 def tree_graph(leaf_type: int, pair_type: int, pairs: np.ndarray) -> CellGraph:
     """Return the graph of a tree, with its links; see `Tree`. Its cells are of two types."""
-    num_leaves, num_pairs = len(pairs) + 1, len(pairs)
+    num_leaves = len(pairs) + 1
+    types, max_steps = _nodes_of_trees(leaf_type, pair_type, num_leaves)
     return CellGraph(
-        (leaf_type,) * num_leaves + (pair_type,) * num_pairs,
+        types,
         lambda: (*[()] * num_leaves, *map(tuple, pairs.tolist())),
-        (1,) * (num_leaves + num_pairs),
+        max_steps,
         links=tree_links(leaf_type, pair_type, pairs),
     )
+
+
+@lru_cache(maxsize=1024)
+def _nodes_of_trees(
+    leaf_type: int, pair_type: int, num_leaves: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the types of a tree's nodes, and how often each runs."""
+    types = (leaf_type,) * num_leaves + (pair_type,) * (num_leaves - 1)
+    return types, (1,) * len(types)
 
 
 def chain_graph(type: int, num_nodes: int) -> CellGraph:

@@ -104,7 +104,7 @@ class DeviceCells:
             for place, (_, _, array) in zip(places, graph.constants, strict=True):
                 for unwritten in self._unwritten:
                     unwritten[place] = array
-        for node, value in graph.plan.reads:
+        for node, value in graph.plan.returned.reads:
             self._wanted.setdefault(first_row + node, []).append(first_row * stride + value)
             self._is_wanted[first_row + node] = True
 

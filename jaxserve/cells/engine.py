@@ -17,6 +17,7 @@ from jaxserve.cells.executor import CellExecutor, CellHandle, TaskResults
 from jaxserve.cells.flat_graph import FlatGraph, flatten
 from jaxserve.cells.graph import Graph
 from jaxserve.cells.lanes import Lanes
+from jaxserve.cells.part_rows import PartRows
 from jaxserve.cells.policy import CellPolicy, Task, nodes_of
 from jaxserve.cells.recorder import CellRecorder
 from jaxserve.cells.results import CellCompletion
@@ -34,6 +35,8 @@ class CellEngine:
       max_in_flight: groups of tasks that are submitted to a worker and not collected; 2 keeps the
         device busy while the host schedules.
       max_nodes: the most nodes of a graph that a `then` returns.
+      max_admitted: how many graphs are started before the host looks whether the device has
+        nothing to do and gives it tasks; None for all that wait.
 
     Attributes:
       changed: see `DeviceWork`.
@@ -47,6 +50,7 @@ class CellEngine:
         *,
         max_in_flight: int = 2,
         max_nodes: int,
+        max_admitted: int | None = None,
     ):
         self.changed = threading.Condition()
         self.stats = CellStats()
@@ -55,12 +59,11 @@ class CellEngine:
         self._layout = executor.layout
         self._clock = clock
         self._max_nodes = max_nodes
+        self._max_admitted = max_admitted
         self._policy_name = policy.name
         self._scheduler = policy.new_scheduler(self._layout.cell_types, executor.num_workers)
         self._lanes = Lanes(executor.num_workers, max_in_flight, clock)
-        self._part_of: list[Part | None] = []  # of each row
-        # Whether each row is of a request without a submitted task.
-        self._has_not_begun = np.zeros(0, np.bool_)
+        self._rows = PartRows()
         self._free_slots = list(executor.num_slots)
         self._waiting: deque[Part] = deque()
         self._parts: dict[int, Part] = {}  # those in the scheduler
@@ -101,19 +104,23 @@ class CellEngine:
         Returns:
           The completions of requests that ended.
         """
-        self._admit()
+        may_admit = self._admit()
         has_submitted = has_run = False
         for worker in self._lanes.open_workers():
             while self._lanes.is_open(worker) and self._submit(worker):
                 has_submitted = True
-                # A CPU may have run the tasks in the call: nothing is gained by more of them ahead.
+                # A CPU may have run the tasks in the call. If a request waits for the results,
+                # nothing is gained by more tasks ahead. What waits to start may join the next ones.
                 has_run = self._lanes.has_run(worker)
-                if has_run:
+                if may_admit or (has_run and self._lanes.has_news(worker)):
                     break
         if not self._lanes.is_at_work:
-            self._check_progress()
+            if not may_admit:
+                self._check_progress()
         elif has_run or not (has_submitted and self._lanes.open_workers()):
             self._collect()
+            while has_run and self._lanes.is_any_ready:
+                self._collect()
         ended, self._ended = self._ended, []
         return ended
 
@@ -131,7 +138,7 @@ class CellEngine:
           AssertionError: they contradict each other.
         """
         self._executor.check_integrity()
-        parts = {id(part): part for part in self._part_of if part is not None}.values()
+        parts = self._rows.parts()
         for pool, num in enumerate(self._executor.num_slots):
             taken = sum(part.num_slots[pool] for part in parts)
             assert self._free_slots[pool] + taken == num, (
@@ -153,37 +160,44 @@ class CellEngine:
 
     # ---- submission ----
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
+        """Start the graphs that wait, in their order, or some of them if the device would wait.
+
+        Returns:
+          Whether more could be started now.
+        """
+        num_admitted = 0
         while self._waiting:
+            if num_admitted == self._max_admitted:
+                if not self._lanes.is_at_work or self._lanes.is_any_ready:
+                    return True
+                num_admitted = 0
             part = self._waiting[0]
             graph = part.graph
+            num_nodes = graph.num_nodes
             if not self._has_room(part):
                 refusal = self.refusal(graph.num_slots)
                 if refusal is not None:
                     self._end(part, "error", refusal)
                     continue
-                return
-            first_row = self._lanes.take_rows(graph.num_nodes)
+                return False
+            first_row = self._lanes.take_rows(num_nodes)
             refused = self._schedule(graph, first_row)
             if refused is not None:
-                self._lanes.free_rows(first_row, graph.num_nodes)
+                self._lanes.free_rows(first_row, num_nodes)
                 self._end(part, "error", refused)
                 continue
             self._waiting.popleft()
             self._take_slots(graph.num_slots, 1)
-            if self._lanes.num_rows > len(self._part_of):
-                num_new = self._lanes.num_rows
-                self._part_of += [None] * num_new
-                self._has_not_begun = np.append(self._has_not_begun, np.zeros(num_new, np.bool_))
-            rows = slice(first_row, first_row + graph.num_nodes)
-            self._part_of[rows] = [part] * graph.num_nodes
-            self._has_not_begun[rows] = not part.answer.has_begun
             part.start(self._next_key, first_row)
+            self._rows.add(part, self._lanes.num_rows)
             self._next_key += 1
             self._parts[part.key] = part
             kept_row = 0 if part.before is None else part.before.first_row
             self._executor.add(graph, first_row, kept_row)
-            part.answer.add_nodes(graph.num_nodes)
+            part.answer.add_nodes(num_nodes)
+            num_admitted += 1
+        return False
 
     def _has_room(self, part: Part) -> bool:
         """Return whether a part may begin.
@@ -239,14 +253,9 @@ class CellEngine:
 
     def _begin(self, tasks: Sequence[Task], now_s: float) -> list[CellAnswer]:
         """Record the tasks of a call that was submitted; return the requests that begin with it."""
-        begun = []
-        nodes = nodes_of(tasks)
-        for node in nodes[self._has_not_begun[nodes]].tolist():
-            part = self._part_of[node]
-            if part is not None and not part.answer.has_begun:
-                part.answer.begin(now_s)
-                begun.append(part.answer)
-                self._has_not_begun[part.first_row : part.first_row + part.graph.num_nodes] = False
+        begun = [part.answer for part in self._rows.begin(nodes_of(tasks))]
+        for answer in begun:
+            answer.begin(now_s)
         counts = self.recorder.submitted(tasks, now_s, len(self._of_request))
         self.stats.added(len(tasks), *counts)
         return begun
@@ -276,7 +285,7 @@ class CellEngine:
         self._ended_s[worker] = now_s
         self._deliver(results, now_s)
         for node in results.not_finite:
-            part = self._part_of[node]
+            part = self._rows[node]
             if part is not None:
                 self._end(part, "error", failures.not_finite(part, node, self._layout))
         finished: list[int] = []
@@ -301,11 +310,11 @@ class CellEngine:
     def _deliver(self, results: TaskResults, now_s: float) -> None:
         stride = self._layout.stride
         for value, arrays in results.steps:
-            part = self._part_of[value // stride]
+            part = self._rows[value // stride]
             if part is not None:
                 part.deliver_steps(value - part.first_row * stride, arrays, now_s)
         for value, array in results.values:
-            part = self._part_of[value // stride]
+            part = self._rows[value // stride]
             if part is not None:
                 part.deliver(value - part.first_row * stride, array, now_s)
                 if part.key in self._reading and not part.missing():
@@ -385,7 +394,5 @@ class CellEngine:
         graph, first = part.graph, part.first_row
         self._executor.remove(graph, first)
         self._take_slots(part.num_slots, -1)
-        self._part_of[first : first + graph.num_nodes] = [None] * graph.num_nodes
-        if not part.answer.has_begun:
-            self._has_not_begun[first : first + graph.num_nodes] = False
+        self._rows.remove(part)
         self._lanes.free_rows(first, graph.num_nodes)

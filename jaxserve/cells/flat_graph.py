@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from jaxserve.cells.block_plans import plan_of_a_chain, plan_of_a_tree
+from jaxserve.cells.block_plans import TreesOfASize, plan_of_a_chain
 from jaxserve.cells.blocks import Chain, Tree
 from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.graph import Graph, Then, parts_of
@@ -54,7 +54,7 @@ class FlatGraph(NamedTuple):
 
     @property
     def wanted(self) -> WantedValues:
-        return self.plan.wanted
+        return self.plan.returned.wanted
 
     @property
     def num_nodes(self) -> int:
@@ -92,28 +92,68 @@ def flatten(
             f"the graph has {graph.num_nodes} nodes, and this runtime allows {max_nodes}; pass a "
             "shorter input, or create the runtime with a higher max_nodes"
         )
-    key = _form_of(graph)
-    plan = None if key is None else layout.plans.get(key)
-    if plan is not None:
-        return FlatGraph(plan, _words_of_a_chain(graph.nodes[0], layout), (), {}, (), graph.then)
+    key, node = _form_of(graph), graph.nodes[0]
+    if key is not None and isinstance(node.block, Tree):
+        plan = layout.plans.get(key) or _plan_of_a_tree(graph, layout, key)
+        if plan is not None:
+            return FlatGraph(plan, _words_of_a_tree(node.block, layout), (), {}, (), graph.then)
+    elif key is not None:
+        plan = layout.plans.get(key)
+        if plan is not None:
+            return FlatGraph(plan, _words_of_a_chain(node, layout), (), {}, (), graph.then)
     flat = _Flattener(graph, layout, kept or {}).flat_graph()
-    if key is not None and not flat.constants and _is_small(graph.nodes[0], layout):
-        layout.plans.add(key, flat.plan, 1)
+    if isinstance(node.block, Chain) and key is not None:
+        if not flat.constants and _is_small(node, layout):
+            layout.plans.add(key, flat.plan, 1)
     return flat
 
 
 def _form_of(graph: Graph) -> Hashable | None:
-    """Return what the plan of a chain with a form depends on, if `_is_small`; None for others."""
+    """Return what the plan of a tree, or of a chain with a form, depends on; None for others.
+
+    A chain's depends on more, unless it `_is_small`.
+    """
     node = graph.nodes[0]
     block = node.block
-    if not isinstance(block, Chain) or block.form is None or len(graph.nodes) > 1 or graph.keep:
+    if block is None or block.form is None or len(graph.nodes) > 1 or graph.keep:
         return None
-    found: list[Hashable] = [block.form, block.num_nodes]
+    structure = block.pairs.tobytes() if isinstance(block, Tree) else block.num_nodes
+    found: list[Hashable] = [block.form, structure]
     for name, result in graph.outputs.items():
         if type(result) is not Output or result.node is not node:
             return None
         found += (name, result.index)
     return tuple(found)
+
+
+def _plan_of_a_tree(graph: Graph, layout: Layout, key: Hashable) -> GraphPlan | None:
+    """Return the plan of a graph that is one tree.
+
+    None if its cells are not known, or are one, or have large constants.
+    """
+    root = graph.nodes[0]
+    tree = root.block
+    assert isinstance(tree, Tree)
+    leaf, pair = layout.index_of.get(tree.leaf.key), layout.index_of.get(root.cell.key)
+    if leaf is None or pair is None or leaf == pair or None in layout.types[leaf].words:
+        return None
+    outputs = tuple([(name, result.index) for name, result in graph.outputs.items()
+                     if isinstance(result, Output)])  # fmt: skip
+    same = tree.form, tree.num_leaves, outputs
+    trees = layout.plans.get(same) or layout.plans.add(
+        same, TreesOfASize(layout, layout.types[leaf], layout.types[pair], tree, outputs), 1
+    )
+    return layout.plans.add(key, trees.plan(tree.pairs), tree.num_nodes)
+
+
+def _words_of_a_tree(tree: Tree, layout: Layout) -> np.ndarray:
+    """Return the small constants of a tree, as `_Flattener` does."""
+    found = np.zeros((tree.num_nodes, layout.max_words), np.int32)
+    t = layout.types[layout.index_of[tree.leaf.key]]
+    for words, values in zip(t.words, tree.each, strict=True):
+        if words is not None:
+            found[: tree.num_leaves, words.start : words.stop] = words_of_each(values)
+    return found
 
 
 def _is_small(chain: Node, layout: Layout) -> bool:
@@ -163,7 +203,7 @@ class _Flattener:
         if plan is not None:
             return FlatGraph(plan, self._words(), (), {}, (), graph.then)
         wanted = self._wanted()
-        plan = self._plan_of_a_chain(structure, wanted) or self._plan_of_a_tree(wanted)
+        plan = self._plan_of_a_chain(structure, wanted)
         if plan is not None:
             return FlatGraph(plan, self._words(), (), {}, (), graph.then)
         builder = PlanBuilder(layout, self._row_of, self._known)
@@ -251,21 +291,6 @@ class _Flattener:
             return None
         plan = plan_of_a_chain(self._layout, self._types[0], chain, wanted)
         return self._layout.plans.add(structure, plan, plan.num_nodes)
-
-    def _plan_of_a_tree(self, wanted: WantedValues) -> GraphPlan | None:
-        """Return the plan of a graph that is one tree with small constants; else None."""
-        tree = self._graph.nodes[0].block
-        if not isinstance(tree, Tree) or len(self._graph.nodes) > 1 or self._graph.keep:
-            return None
-        pair = self._types[0]
-        leaf = self._layout.types[self._layout.index_of[tree.leaf.key]]
-        if leaf is pair or None in leaf.words:
-            return None
-        layout = self._layout
-        key = leaf.index, pair.index, tree.pairs.tobytes(), tree.sides, tree.outputs, wanted
-        return layout.plans.get(key) or layout.plans.add(
-            key, plan_of_a_tree(layout, leaf, pair, tree, wanted), tree.num_nodes
-        )
 
     def _words(self) -> np.ndarray:
         """Return the small constants, int32 [nodes, max_words]."""

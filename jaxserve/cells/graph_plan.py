@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
-from typing import TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 
@@ -46,63 +45,59 @@ LargeConstant: TypeAlias = "tuple[int, int, np.ndarray]"
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class GraphPlan:
+class Returned:
+    """The values that graphs return, as their parts and executors ask for them.
+
+    Attributes:
+      wanted: for every value.
+      wanted_for: the same by value.
+      num_members: the lengths of lists, by name.
+      steps: the names of the outputs that have the values of all steps.
+      num_values: the number of `wanted` that are not steps.
+      reads: (node, value) of each value to read when its node has run; not those of loops.
+
+    Args:
+      stride: of the values.
+      loops: the nodes that are loops.
+    """
+
+    __slots__ = ("wanted", "wanted_for", "num_members", "steps", "num_values", "reads")
+
+    def __init__(self, wanted: WantedValues, stride: int, loops: Sequence[int]):
+        self.wanted = wanted
+        self.wanted_for: dict[int, list[Wanted]] = {}
+        self.num_members: dict[str, int] = {}
+        for value, one in wanted:
+            self.wanted_for.setdefault(value, []).append(one)
+            if one.member is not None:
+                self.num_members[one.name] = self.num_members.get(one.name, 0) + 1
+        self.steps = tuple([one.name for _, one in wanted if one.is_steps])
+        self.num_values = len(wanted) - len(self.steps)
+        values = dict.fromkeys([value for value, one in wanted if not one.is_steps])
+        pairs = [(value // stride, value) for value in values]
+        self.reads = tuple([pair for pair in pairs if pair[0] not in loops])
+
+
+class GraphPlan(NamedTuple):
     """What graphs of one structure share, whatever constants they have.
 
     Attributes:
       codes: int32 [nodes, `Layout.first_word`], what each column of a node's row is: `ZEROS`,
         `TRASH` for an output that nothing takes, `WORDS` for a small constant, and from
         `FIRST_SLOT` on the graph's own slots, pool after pool, and then kept values.
-      stride: of its values.
       types: int32 [nodes], the types as an array.
-      wanted_for: the same as `wanted`, by value.
       num_slots: of each pool, its own slots; see `plan_slots`.
       loops: the nodes that are loops.
-      wanted: for every value that the graph returns.
+      returned: the values that the graph returns.
     """
 
     graph: CellGraph
     num_nodes: int
-    stride: int
     codes: np.ndarray
     types: np.ndarray
     num_slots: tuple[int, ...]
     loops: tuple[int, ...]
-    wanted: WantedValues
-
-    @cached_property
-    def wanted_for(self) -> Mapping[int, list[Wanted]]:
-        found: dict[int, list[Wanted]] = {}
-        for value, wanted in self.wanted:
-            found.setdefault(value, []).append(wanted)
-        return found
-
-    @cached_property
-    def num_members(self) -> Mapping[str, int]:
-        """The lengths of the lists that the graph returns, by name."""
-        found: dict[str, int] = {}
-        for _, wanted in self.wanted:
-            if wanted.member is not None:
-                found[wanted.name] = found.get(wanted.name, 0) + 1
-        return found
-
-    @cached_property
-    def steps(self) -> tuple[str, ...]:
-        """The names of the outputs that have the values of all steps."""
-        return tuple(wanted.name for _, wanted in self.wanted if wanted.is_steps)
-
-    @cached_property
-    def num_values(self) -> int:
-        """The number of `wanted` that are not steps."""
-        return len(self.wanted) - len(self.steps)
-
-    @cached_property
-    def reads(self) -> tuple[tuple[int, int], ...]:
-        """(node, value) of each value to read when its node has run; not those of loops."""
-        values = dict.fromkeys([value for value, wanted in self.wanted if not wanted.is_steps])
-        pairs = [(value // self.stride, value) for value in values]
-        return tuple([pair for pair in pairs if pair[0] not in self.loops])
+    returned: Returned
 
 
 @final
@@ -190,12 +185,11 @@ class PlanBuilder:
         return GraphPlan(
             graph=graph,
             num_nodes=num_nodes,
-            stride=stride,
             codes=self._codes(slots, flags, bases, constants),
             types=np.array(self._types, np.int32),
             num_slots=tuple(num_slots),
             loops=tuple(loops),
-            wanted=wanted,
+            returned=Returned(wanted, stride, loops),
         ), constants
 
     def _codes(

@@ -140,35 +140,35 @@ def chain_links(type: int, num_nodes: int) -> Links:
 def tree_links(leaf_type: int, pair_type: int, pairs: np.ndarray) -> Links:
     """Return the links of a tree of at least two leaves; see `Tree`. Its cells are of two types."""
     num = len(pairs) + 1  # leaves
-    above, num_inner = [NO_SUCCESSOR] * (num + len(pairs)), [0] * (num + len(pairs))
-    for node, (left, right) in enumerate(pairs.tolist(), num):
-        num_inner[node] = (left >= num) + (right >= num)
-        if left >= num:
-            above[left] = node
-        if right >= num:
-            above[right] = node
-    first = [node for node in range(num, len(above)) if not num_inner[node]]
     # Each pair is a line of its own: that the pairs of a deep tree may form lines is not used.
-    rows = np.empty((6, len(above)), np.int64)
+    rows = np.empty((6, num + len(pairs)), np.int64)
     rows[:] = _IN_TREE
-    rows[0], rows[1, :num], rows[3] = above, num, num_inner
     inner, outer, _, num_before, ahead, alone = rows
+    above, num_inner, first = [NO_SUCCESSOR] * len(inner), [0] * len(inner), []
+    for node, (left, right) in enumerate(pairs.tolist(), num):
+        above[left] = above[right] = node
+        if left >= num or right >= num:
+            num_inner[node] = (left >= num) + (right >= num)
+        else:
+            first.append(node)
+    inner[num:], outer[:num], num_before[:] = above[num:], num, num_inner
+    inner[:num] = NO_SUCCESSOR
+    waves = _waves_of_a_tree(first, above, num_inner)
     entries = (
         Entry(0, leaf_type, np.arange(num), 0),
-        Entry(num, pair_type, np.array(first), num, _waves_of_a_tree(first, above, num_inner)),
+        Entry(num, pair_type, waves.nodes[: len(first)], num, waves),
     )
     return Links(inner, outer, num_before, alone, ahead, alone, {}, entries, rows)
 
 
-def _waves_of_a_tree(wave: list[int], above: list[int], num_inner: list[int]) -> Waves:
+def _waves_of_a_tree(wave: list[int], above: list[int], num_left: list[int]) -> Waves:
     """Return the waves of a tree's pairs.
 
     Args:
       wave: those that are ready.
       above: the pair that each node is in; negative for the root.
-      num_inner: pairs that each one joins.
+      num_left: pairs that each one joins and that are in no wave yet; it is changed.
     """
-    left = num_inner.copy()
     nodes: list[int] = []
     sizes: list[int] = []
     while wave:
@@ -178,8 +178,8 @@ def _waves_of_a_tree(wave: list[int], above: list[int], num_inner: list[int]) ->
         for node in wave:
             parent = above[node]
             if parent >= 0:
-                left[parent] -= 1
-                if not left[parent]:
+                num = num_left[parent] = num_left[parent] - 1
+                if not num:
                     after.append(parent)
         wave = after
     return Waves(np.array(nodes), np.repeat(np.arange(len(sizes)), sizes))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from itertools import pairwise
+from itertools import accumulate
 from typing import final
 
 import numpy as np
@@ -62,24 +62,23 @@ class _Queue:
             self._released, self._waves = [], []
         return self._ready
 
-    def waves(self, most: int) -> list[np.ndarray]:
-        """Return the nodes of the next tasks, at most `most`, and of the one that follows them.
+    def waves(self, most: int) -> tuple[np.ndarray, list[int], np.ndarray] | None:
+        """Return the nodes of the next tasks, at most `most`, the number of each, and those after.
 
-        None of them if it is not known that each has all nodes that are ready then.
+        None if it is not known that each task has all nodes that are ready then.
         """
         known = [waves for waves in self._waves if waves is not None]
         if not known or len(known) < len(self._waves) or len(self._ready):
-            return []
+            return None
         nodes, numbers = known[0]
         if len(known) > 1:
             nodes, numbers = map(np.concatenate, zip(*known, strict=True))
-            order = np.argsort(numbers, kind="stable")
-            nodes, numbers = nodes[order], numbers[order]
-        sizes = np.bincount(numbers)[: most + 1]
-        if sizes.max() > self.type.max_batch or sizes.min() < self.type.min_batch:
-            return []
-        ends = np.cumsum(sizes).tolist()
-        return [nodes[begin:end] for begin, end in pairwise([0, *ends])]
+            nodes = nodes[np.argsort(numbers, kind="stable")]
+        sizes = np.bincount(numbers)[: most + 1].tolist()
+        if max(sizes) > self.type.max_batch or min(sizes) < self.type.min_batch:
+            return None
+        end = sum(sizes[:most])
+        return nodes[:end], sizes[:most], nodes[end : end + sum(sizes[most:])]
 
     def replace(self, num: int, nodes: np.ndarray) -> None:
         """Put nodes in the place of the first ready ones.
@@ -122,7 +121,7 @@ class OneWorkerScheduler:
         # Node -> its successors (inner, outer), of those that have several.
         self._several: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
         # With each task, the first nodes of graphs whose last nodes it has, except with loops.
-        self._submitted: deque[tuple[Task, list[int]]] = deque()
+        self._submitted: deque[tuple[Task, Sequence[int]]] = deque()
         # Of each node, see `_grow`.
         self._state = np.zeros((_NUM_ROWS, 0), np.int64)
         self._grow(64)
@@ -172,26 +171,26 @@ class OneWorkerScheduler:
         if queue is None:
             return []
         tasks: list[Task] = []
-        if waves := queue.waves(self._max_tasks):
-            batches, after = waves[: self._max_tasks], waves[self._max_tasks :]
+        if (waves := queue.waves(self._max_tasks)) is not None:
+            nodes, sizes, after = waves
             # Nothing outside waits for a subgraph with waves.
-            inside = self._successors(np.concatenate(batches), self._inner, 0)
-            np.subtract.at(self._inner_left, inside, 1)
-            self._submit(queue, batches, tasks)
-            queue.replace(queue.num_ready, after[0] if after else _NO_NODES)
+            np.subtract.at(self._inner_left, self._successors(nodes, self._inner, 0), 1)
+            self._submit(queue, nodes, sizes, tasks)
+            queue.replace(queue.num_ready, after)
             return tasks
         while len(tasks) < self._max_tasks:
             ready = queue.nodes()
             nodes = ready[: queue.type.max_batch]
             if not len(nodes) or (tasks and len(nodes) < queue.type.min_batch):
                 break
+            num_ready, sizes = len(nodes), [len(nodes)]
             if queue.type.is_loop:
-                batches, after = [nodes], self._repeated(nodes)
+                after = self._repeated(nodes)
             else:
-                batches = self._batches(queue, nodes, self._max_tasks - len(tasks))
-                after = self._followers(batches[-1])
-            self._submit(queue, batches, tasks)
-            queue.replace(len(nodes), after)
+                nodes, sizes = self._batches(queue, nodes, self._max_tasks - len(tasks))
+                after = self._followers(nodes[-sizes[-1] :])
+            self._submit(queue, nodes, sizes, tasks)
+            queue.replace(num_ready, after)
         return tasks
 
     def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
@@ -210,45 +209,51 @@ class OneWorkerScheduler:
                 self._forget(key)
         return finished
 
-    def _submit(self, queue: _Queue, batches: list[np.ndarray], tasks: list[Task]) -> None:
-        """Append the tasks of batches, which are submitted now."""
-        for batch, graphs in zip(batches, self._counted(batches), strict=True):
-            task = Task(queue.index, batch.tolist(), 0, array=batch)
+    def _submit(
+        self, queue: _Queue, nodes: np.ndarray, sizes: list[int], tasks: list[Task]
+    ) -> None:
+        """Append tasks of so many of the nodes each, which are submitted now."""
+        index, numbers, begin = queue.index, nodes.tolist(), 0
+        for size, graphs in zip(sizes, self._counted(nodes, sizes), strict=True):
+            end = begin + size
+            task = Task(index, numbers[begin:end], 0, array=nodes[begin:end])
             tasks.append(task)
             self._submitted.append((task, graphs))
-        queue.num_running += len(batches)
+            begin = end
+        queue.num_running += len(sizes)
 
-    def _batches(self, queue: _Queue, nodes: np.ndarray, most: int) -> list[np.ndarray]:
-        """Return the nodes of the next tasks, at least of one, of which the first has these.
+    def _batches(self, queue: _Queue, nodes: np.ndarray, most: int) -> tuple[np.ndarray, list[int]]:
+        """Return the nodes of the next tasks, and the number of each task; the first has these.
 
         A task after the first continues the lines of the one before it (see `Links`), as long as no
         other node can join them.
         """
         has_room = queue.num_ready == len(nodes)
-        alone = self._alone[nodes] if has_room else self._ahead[nodes] + 1
+        ahead = self._ahead[nodes]
+        alone = self._alone[nodes] if has_room else ahead + 1
         num = min(most, int(alone.min()))
         if num == 1 or len(nodes) < queue.type.min_batch:
-            return [nodes]
-        ahead = self._ahead[nodes]
+            return nodes, [len(nodes)]
         num = min(num, int(ahead.max()) + 1)
         steps = np.arange(num)[:, None]
         each = nodes + steps
         if ahead.min() >= num - 1:
-            return list(each)
+            return each.ravel(), [len(nodes)] * num
         goes_on = ahead >= steps
-        batches = [batch[some] for batch, some in zip(each, goes_on, strict=True)]
+        # A later task has at most as many nodes as one before it.
         least = queue.type.min_batch
-        return [batch for number, batch in enumerate(batches) if not number or len(batch) >= least]
+        sizes = [size for size in np.count_nonzero(goes_on, axis=1).tolist() if size >= least]
+        return each[goes_on][: sum(sizes)], sizes
 
-    def _counted(self, batches: list[np.ndarray]) -> list[list[int]]:
+    def _counted(self, nodes: np.ndarray, sizes: list[int]) -> list[Sequence[int]]:
         """Count the nodes of submitted tasks; return the first nodes of graphs that end with each.
 
         Without loops, a graph ends with the task that has the last of its nodes to be submitted.
         """
-        found: list[list[int]] = [[] for _ in batches]
+        found: list[Sequence[int]] = [()] * len(sizes)
         if self._has_loops:
             return found
-        owners = self._owner[np.concatenate(batches) if len(batches) > 1 else batches[0]]
+        owners = self._owner[nodes]
         np.subtract.at(self._num_left, owners, 1)
         is_done = self._num_left[owners] == 0
         if not is_done.any():
@@ -256,10 +261,9 @@ class OneWorkerScheduler:
         places = np.arange(len(owners))
         self._place[owners] = places
         last = np.flatnonzero(is_done & (self._place[owners] == places))
-        ends = np.cumsum([len(batch) for batch in batches])
-        numbers = np.searchsorted(ends, last, side="right")
+        numbers = np.searchsorted(list(accumulate(sizes)), last, side="right")
         for number, first in zip(numbers.tolist(), owners[last].tolist(), strict=True):
-            found[number].append(first)
+            found[number] = [*found[number], first]
         return found
 
     def _completed(self, queue: _Queue, task: Task, ended: Collection[int]) -> list[int]:

@@ -74,7 +74,7 @@ class CellRecorder:
         sizes = self._sizes[first.type]
         num_nodes = [len(task.nodes) for task in tasks]
         num_padding = [
-            sizes[num + task.num_padding] - num for num, task in zip(num_nodes, tasks, strict=True)
+            sizes[len(task.nodes) + task.num_padding] - len(task.nodes) for task in tasks
         ]
         call = _Call(
             self._num_tasks, first.type, first.worker, num_nodes, num_padding, num_requests, now_s

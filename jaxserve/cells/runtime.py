@@ -44,7 +44,7 @@ from jaxserve.execution.warmup import enable_compilation_cache
 # More slots than this are of no use: the host's work on so many live values takes longer.
 _MAX_SLOTS = 1 << 16
 _OWN_IDS = "cells-"  # which are unique
-# Inputs that are unfolded before the first of them runs.
+# Inputs that are unfolded, and graphs that are started, before the first of them runs.
 _CHUNK = 64
 
 
@@ -98,11 +98,8 @@ class CellRuntime:
             is_on_cpu = all(device.platform == "cpu" for device in devices)
             has_loops = any(cell.is_loop for cell in cells)
             max_tasks_to_submit = 32 if is_on_cpu and not has_loops else 5
-        for name, value in (
-            ("max_in_flight", max_in_flight),
-            ("max_tasks_to_submit", max_tasks_to_submit),
-            ("max_nodes", max_nodes),
-        ):
+        limits = {"max_in_flight": max_in_flight, "max_nodes": max_nodes}
+        for name, value in {**limits, "max_tasks_to_submit": max_tasks_to_submit}.items():
             if value < 1:
                 raise InvalidConfigError(f"{name}={value} is not allowed; pass at least 1")
         if not devices:
@@ -127,9 +124,7 @@ class CellRuntime:
         self._num_workers = executor.num_workers
         self._clock: Clock = clock
         self._max_nodes = max_nodes
-        self._engine = CellEngine(
-            executor, policy, clock, max_in_flight=max_in_flight, max_nodes=max_nodes
-        )
+        self._engine = CellEngine(executor, policy, clock, **limits, max_admitted=_CHUNK)
         self._loop: DeviceLoop[CellAnswer] = DeviceLoop(
             CellWork(self._engine, clock), clock, name="jaxserve-cells"
         )

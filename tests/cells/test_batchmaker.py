@@ -253,7 +253,8 @@ def test_every_request_ends_once_under_random_loads(data: st.DataObject):
         max_tasks_to_submit=data.draw(st.integers(1, 4)),
         releases_at_submission=data.draw(st.booleans()),
     )
-    engine = CellEngine(executor, policy, clock, max_nodes=99)
+    max_admitted = data.draw(st.sampled_from([None, 1, 3]))
+    engine = CellEngine(executor, policy, clock, max_nodes=99, max_admitted=max_admitted)
     graphs = data.draw(st.lists(random_graphs(CELLS), min_size=1, max_size=8))
     waiting = [
         CellAnswer(f"{number}", flatten(graph, layout, max_nodes=99), 0.0)
@@ -278,6 +279,23 @@ def test_every_request_ends_once_under_random_loads(data: st.DataObject):
             assert completion.error is None
             assert completion["last"].shape == (4,)
             assert len(completion["all"]) >= 1
+
+
+@pytest.mark.parametrize(("max_admitted", "sizes"), [(None, [5]), (2, [2, 3])])
+def test_a_device_gets_tasks_before_all_graphs_have_started(max_admitted, sizes):
+    """While it runs them the others start; without a limit, all start before the first task."""
+    clock, chain = VirtualClock(), chain_cell(batch_sizes=(1, 8))
+    layout = layout_of(chain)
+    executor = SimulatedCells(layout, clock, OneSecond(), num_workers=1)
+    engine = CellEngine(executor, BatchMaker(), clock, max_nodes=9, max_admitted=max_admitted)
+    for number in range(5):
+        graph = Graph({"h": chain(x=number, h=0.0)["h"]})
+        engine.add(CellAnswer(f"{number}", flatten(graph, layout, max_nodes=9), 0.0))
+    ended = []
+    while engine.has_work:
+        ended += [completion.request_id for completion in engine.step()]
+    assert ended == ["0", "1", "2", "3", "4"]
+    assert [step.num_rows for step in engine.recorder.records.steps] == sizes
 
 
 @pytest.mark.parametrize("has_loops", [True, False])
