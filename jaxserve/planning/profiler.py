@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from tqdm import tqdm
@@ -17,7 +17,7 @@ from tqdm import tqdm
 from jaxserve.core.clock import Clock
 from jaxserve.execution.protocol import Executor
 from jaxserve.planning.origin import Origin
-from jaxserve.planning.step_bench import SHORT_TOKENS, TIMED_STEPS, Measured, Shape, StepBench
+from jaxserve.planning.step_bench import TIMED_STEPS, Measured, Shape, StepBench
 from jaxserve.planning.step_times import StepTimes
 from jaxserve.scheduling.plan import StepPlan
 
@@ -25,6 +25,8 @@ from jaxserve.scheduling.plan import StepPlan
 # machine's speed average out.
 _SHAPE_S = 0.5
 _MAX_REPEATS = 8
+# Rounds in which steps of two groups run alone and beside each other.
+_BESIDE_ROUNDS = 3
 
 
 def measure(
@@ -66,33 +68,54 @@ def measure(
 def measure_beside(executor: Executor, clock: Clock) -> tuple[float, ...]:
     """Return how many times as long a step of each device group takes beside one of the other.
 
-    The first group computes prompts, and the second one a token for each slot. See `measure`.
+    The first group computes prompts, and the second one decode loops of all slots with as many
+    iterations as take about as long: where groups take turns on something that they share, a step
+    waits for one of the other, so that the result depends on how long that one is. Each group runs
+    alone and beside the other in turn, for several rounds, whose median counts. The result is 1
+    where groups share nothing.
     """
-    benches = [StepBench(executor, clock, group) for group in range(executor.num_device_groups)]
-    plans = [benches[0].steady_step(SHORT_TOKENS), *(each.steady_step(1) for each in benches[1:])]
-    alone = [_step_s(executor, clock, [plan])[0] for plan in plans]
-    beside = _step_s(executor, clock, plans)
-    for bench in benches:
+    prompts, decodes = (StepBench(executor, clock, group) for group in (0, 1))
+
+    def step_s(*lanes: Iterator[StepPlan]) -> list[float]:
+        return _step_s(executor, clock, lanes)
+
+    prompt_s = step_s(prompts.prompt_steps())[0]
+    iteration_s = step_s(decodes.decode_loops(1))[0]
+    num_iterations = round(prompt_s / max(iteration_s, 1e-9))
+    rounds = []
+    for _ in range(_BESIDE_ROUNDS):
+        alone = [
+            step_s(prompts.prompt_steps())[0],
+            step_s(decodes.decode_loops(num_iterations))[0],
+        ]
+        beside = step_s(prompts.prompt_steps(), decodes.decode_loops(num_iterations))
+        rounds.append(np.divide(beside, alone))
+    for bench in (prompts, decodes):
         bench.reset()
-    return tuple(max(1.0, b / a) for a, b in zip(alone, beside, strict=True))
+    return tuple(np.maximum(1.0, np.median(rounds, axis=0)).tolist())
 
 
-def _step_s(executor: Executor, clock: Clock, plans: Sequence[StepPlan]) -> list[float]:
-    """Return the median seconds of each step, while all are submitted again and again."""
-    lanes = [deque(executor.submit(plan) for _ in range(2)) for plan in plans]
+def _step_s(executor: Executor, clock: Clock, plans: Sequence[Iterator[StepPlan]]) -> list[float]:
+    """Return the mean seconds from one step's end to the next one's, of each lane of steps.
+
+    All lanes run at the same time, each with two steps in flight.
+    """
+    lanes = [deque(executor.submit(next(lane)) for _ in range(2)) for lane in plans]
     ends: list[list[float]] = [[] for _ in plans]
-    while min(map(len, ends)) <= TIMED_STEPS:
+    end_s = clock.now() + _SHAPE_S
+    while clock.now() < end_s or min(map(len, ends)) < 2 + TIMED_STEPS:
         ready = [i for i, lane in enumerate(lanes) if lane[0].is_ready()]
         for i in ready:
             lanes[i].popleft().collect()
             ends[i].append(clock.now())
-            lanes[i].append(executor.submit(plans[i]))
+            lanes[i].append(executor.submit(next(plans[i])))
         if not ready:
             clock.wait()
     for lane in lanes:
         for handle in lane:
             handle.collect()
-    return [statistics.median(np.diff(each).tolist()) for each in ends]
+    # The steps that were in flight before all lanes ran are not counted.
+    return [(each[-1] - each[1]) / (len(each) - 2) for each in ends]
 
 
 def _repeated(shape: Shape, clock: Clock) -> float:

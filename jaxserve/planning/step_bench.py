@@ -201,16 +201,39 @@ class StepBench:
             ]
         )
 
-    def steady_step(self, most_tokens: int) -> StepPlan:
-        """Return a step of all slots that can be repeated, with so many tokens a row at most."""
-        num_rows = self.config.max_slots
-        most = min(
-            self.config.max_step_tokens // num_rows, self.config.max_context - self._first - 1
+    def prompt_steps(self) -> Iterator[StepPlan]:
+        """Yield steps without end that compute short prompts in all slots."""
+        config = self.config
+        num = max(1, min(SHORT_TOKENS, config.max_step_tokens // config.max_slots))
+        num = min(num, config.max_prompt_tokens)
+        encodes = config.has_encoder
+        context = min(num + (self._first or 1), config.max_context)
+        self.reset([context] * config.max_slots, encoded=[num if encodes else 0] * config.max_slots)
+        rows = tuple(Row(i, i, 0, num, 0, encodes=encodes) for i in range(config.max_slots))
+        while True:
+            yield _plan(rows=rows, group=self._group)
+
+    def decode_loops(self, num_iterations: int) -> Iterator[StepPlan]:
+        """Yield decode loops of all slots without end; contexts that are full begin again.
+
+        Args:
+          num_iterations: of a loop; fewer if the configuration or its contexts allow no more.
+        """
+        config, context = self.config, self._first + 1
+        room = config.max_context - context - 1
+        num_iterations = max(1, min(num_iterations, config.max_decode_iterations, room))
+        loop = _plan(
+            rows=tuple(Row(i, i, 0, 1, num_iterations) for i in range(config.max_slots)),
+            num_iterations=num_iterations,
+            window_size=config.slot_buckets[-1],
+            group=self._group,
         )
-        num = max(1, min(most_tokens, most))
-        self.reset([self._first + num + 1] * num_rows)
-        rows = tuple(Row(i, i, self._first, num, 0) for i in range(num_rows))
-        return _plan(rows=rows, group=self._group)
+        while True:
+            anew = self._contents([context] * config.max_slots, config.max_context)
+            self._live = set(range(config.max_slots))
+            yield replace(loop, **anew)
+            for _ in range(room // num_iterations - 1):
+                yield loop
 
     def _edits(self) -> dict[str, Callable[[], float]]:
         smallest, last = self.config.slot_buckets[0], self.config.max_slots - 1
@@ -251,24 +274,29 @@ class StepBench:
           encoded: tokens of each one's prompt that an encoder reads; by default a page of them, or
             none for a model without an encoder.
         """
+        contents = self._contents(contexts, room, encoded=encoded)
+        smallest = self.config.slot_buckets[0]
+        self._submit(_plan(**contents, num_iterations=0, window_size=smallest)).collect()
+        self._live = set(range(len(contexts)))
+
+    def _contents(
+        self, contexts: Sequence[int], room: int = 0, *, encoded: Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        """Return the edits of slots of a plan that does what `reset` says."""
         config = self.config
         encoded = [self._first] * len(contexts) if encoded is None else encoded
         num_pages = -(-max(room, *contexts, 1) // config.page_size)
         pages = 1 + np.arange(len(contexts) * num_pages) % (config.num_pages - 1)
-        plan = _plan(
-            releases=tuple(self._live),
-            admissions=tuple(
+        return {
+            "releases": tuple(self._live),
+            "admissions": tuple(
                 _admission(config, slot, *sizes)
                 for slot, sizes in enumerate(zip(contexts, encoded, strict=True))
             ),
-            page_updates=tuple(
+            "page_updates": tuple(
                 (i // num_pages, i % num_pages, page) for i, page in enumerate(pages.tolist())
             ),
-            num_iterations=0,
-            window_size=config.slot_buckets[0],
-        )
-        self._submit(plan).collect()
-        self._live = set(range(len(contexts)))
+        }
 
     def _submit(self, plan: StepPlan) -> StepHandle:
         return self._executor.submit(replace(plan, group=self._group))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jaxserve.core.clock import VirtualClock
@@ -9,6 +11,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost, StepWork
 from jaxserve.planning import GroupCosts, Origin, measure_groups
+from jaxserve.planning.profiler import measure_beside
 from jaxserve.scheduling.plan import LINK, Handover, StepPlan
 
 CONFIG = EngineConfig(page_size=4, num_pages=80, max_slots=4, max_context=64, max_step_tokens=32)
@@ -42,3 +45,19 @@ def test_groups_and_handovers_have_their_own_times(num_pages):
         found = times.costs().device_s(StepWork(plan, 0, ()))
         # A pool of few pages has one point only, whose time is that of its pages.
         assert found == pytest.approx(0.25 + 0.5 * count, rel=1e-6 if num_pages == 80 else 0.3)
+
+
+@pytest.mark.parametrize("has_encoder", [False, True])
+@pytest.mark.parametrize("beside", [(1.0, 1.0), (1.75, 2.5)])
+def test_steps_are_slowed_only_by_what_groups_share(has_encoder, beside):
+    """Groups that share nothing are not slowed; loops end and begin again in short contexts."""
+    config = replace(CONFIG, has_encoder=has_encoder, max_context=24)
+    costs = GroupCosts(
+        (FlatCost(7.0, 0.0), FlatCost(1.0, 0.0)),
+        page_bytes=1.0,
+        link_bytes_per_s=1.0,
+        beside=beside,
+    )
+    clock = VirtualClock()
+    executor = SimulatedExecutor(config, clock, cost=costs)
+    assert measure_beside(executor, clock) == pytest.approx(beside, rel=0.02)

@@ -54,8 +54,8 @@ class ContinuousSpace:
 
     - Decode steps are padded to compiled sizes. Up to such a size, more sequences serve more, and
       beyond it they take longer at once. So each size is simulated.
-    - Latencies rise with the number of sequences. Between two sizes of which only the smaller one
-      keeps the bounds, the largest number that does is found by bisection.
+    - Latencies rise with the number of sequences. So no size is simulated above the first one that
+      keeps the bounds no more. The largest number below it that does is found by bisection.
     - Where answers are preempted, since memory is short, fewer sequences may serve more. So the
       smallest size that is as good as the best is bisected downwards, too.
 
@@ -85,8 +85,10 @@ class ContinuousSpace:
         buckets = self.player.config.slot_buckets
         sizes = sorted({max(1, size - self.num_reserved) for size in buckets})
         for size in sizes:
-            score_of(size)
-        for low, high in zip(sizes, sizes[1:], strict=False):
+            if not score_of(size) and max(scores.values()) > 0:
+                break  # larger ones keep the bounds no more
+        tried = sorted(scores)
+        for low, high in zip(tried, tried[1:], strict=False):
             if score_of(low) > 0 and not score_of(high) and self._may_gain(high, scores):
                 _largest(low, high, lambda size: score_of(size) > 0)
         most = max(scores.values())
