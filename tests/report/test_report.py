@@ -14,7 +14,7 @@ from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 @pytest.fixture(scope="module")
 def runtime():
     """A runtime that has answered ten requests on four slots."""
-    with Runtime(tiny_llama(), warmup=False, **OPTIONS) as runtime:
+    with Runtime(tiny_llama(), **OPTIONS) as runtime:
         params = [SamplingParams(max_tokens=n) for n in range(3, 13)]
         runtime.generate(random_prompts(10, longest=30), params)
         yield runtime

@@ -23,7 +23,7 @@ NUM_PAGES = 20
 
 def _runtime(kv_dtype: str | None, num_pages: int = NUM_PAGES, shards: int = 1, **options):
     memory = num_pages * PAGE_BYTES[kv_dtype] // shards
-    options = {**OPTIONS, "warmup": False, **options}
+    options = {**OPTIONS, **options}
     return Runtime(tiny_llama(), kv_dtype=kv_dtype, kv_memory=memory, **options)
 
 
@@ -51,7 +51,7 @@ def test_unknown_dtypes_are_refused_first(wrong):
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_the_same_memory_holds_more_pages(kv_dtype):
     """As many pages fit with their scales, and the device holds exactly these bytes."""
-    options = {**OPTIONS, "kv_memory": 20_000, "warmup": False}
+    options = {**OPTIONS, "kv_memory": 20_000}
     seen = WrapAll()
     with Runtime(tiny_llama(), kv_dtype=kv_dtype, wrap_executor=seen, **options) as rt:
         assert rt.config.num_pages == 20_000 // PAGE_BYTES[kv_dtype]

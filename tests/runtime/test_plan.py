@@ -45,7 +45,9 @@ def test_a_plan_is_adopted_and_answers_keep_their_tokens(measured: tuple[list, P
     """The plan comes from the observed lengths; then no answer advances beside prompts."""
     answers, path = measured
     recording = WrapAll(RecordingExecutor)
-    with Runtime(tiny_llama(), wrap_executor=recording, strict=True, **OPTIONS) as rt:
+    with Runtime(
+        tiny_llama(), wrap_executor=recording, **OPTIONS | {"strict": True, "warmup": True}
+    ) as rt:
         rt.load_step_times(path)
         rt.generate(PROMPTS, PARAMS)
         plans = recording.executors[0].plans

@@ -27,7 +27,7 @@ from jaxserve.testing.executors import ExecutorWrapper
 from jaxserve.testing.tiny import random_prompts, tiny_llama
 from sharding import make_mesh
 
-OPTIONS: dict[str, Any] = tiny.OPTIONS | {"policy": "auto", "warmup": False}
+OPTIONS: dict[str, Any] = tiny.OPTIONS | {"policy": "auto"}
 PROMPTS = random_prompts(6, longest=30)
 EACH = SamplingParams(max_tokens=20)
 
