@@ -71,7 +71,6 @@ def rollout():
         tokenizer=Letters(),
         rollout_config=CONFIG,
         deterministic=True,
-        warmup=False,
         **OPTIONS,
     )
     yield engine

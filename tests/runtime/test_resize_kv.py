@@ -11,7 +11,7 @@ from jaxserve.testing import SlowExecutor
 from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
 from sharding import make_mesh
 
-OPTIONS = dict(max_slots=2, max_step_tokens=32, page_size=8)
+OPTIONS = dict(max_slots=2, max_step_tokens=32, page_size=8, warmup=False)
 PROMPTS = random_prompts(4, longest=30)
 LONG = [
     SamplingParams(max_tokens=MAX_CONTEXT - 31, temperature=i % 2, seed=i)
