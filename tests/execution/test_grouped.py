@@ -123,7 +123,7 @@ def test_pages_of_eight_bits_and_their_scales():
 def test_requests_go_on_while_weights_pages_and_others_change(wanted):
     """Cancellations, another pool, other weights and other batch sizes, without a compilation."""
     seen = WrapAll(partial(SlowExecutor, step_s=0.0))
-    options = SMALL | dict(strict=True, wrap_executor=seen, mesh=ONE_EACH)
+    options = SMALL | dict(strict=True, warmup=True, wrap_executor=seen, mesh=ONE_EACH)
     with Runtime(_model(), **options) as rt:
         (slow,) = seen.executors
         before = rt.stats().pool_bytes
