@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from jaxserve import Runtime, SamplingParams
@@ -99,6 +101,6 @@ def test_same_tokens_in_a_pool_that_is_resized():
     with _runtime("int8", num_pages=60, wrap_executor=SlowExecutor) as rt:
         pending = [rt.submit(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
         while rt.stats().num_tokens < 30:
-            pass
+            time.sleep(0.001)
         assert rt.resize_kv("10kB") == 10_000 // PAGE_BYTES["int8"] * PAGE_BYTES["int8"]
         assert _tokens(each.result(60) for each in pending) == wanted

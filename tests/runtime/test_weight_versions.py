@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -56,7 +57,7 @@ def _begun(rt: Runtime, params: SamplingParams = LONG):
     pieces = []
     pending = rt.submit(PROMPT, params, on_piece=pieces.append)
     while not pieces:
-        pass
+        time.sleep(0.001)
     return pending, pieces
 
 
