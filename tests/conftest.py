@@ -55,6 +55,8 @@ LONG = (
     "test_encoder_decoder.py",
     "test_deterministic.py",
     "test_staged.py",
+    "test_speculation.py",
+    "test_grouped.py",
 )
 
 
