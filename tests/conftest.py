@@ -54,6 +54,7 @@ LONG = (
     "test_fleet.py",
     "test_encoder_decoder.py",
     "test_deterministic.py",
+    "test_regroup.py",
     "test_staged.py",
     "test_speculation.py",
     "test_grouped.py",
