@@ -245,7 +245,9 @@ def soak_updates(num_updates: int, seed: int) -> dict[str, Any]:
     seconds: list[float] = []
     resident: list[int] = []
     live: list[int] = []
-    with Runtime(tiny_llama(0), policy="auto", strict=True, **OPTIONS) as rt:
+    with Runtime(
+        tiny_llama(0), **OPTIONS | {"policy": "auto", "strict": True, "warmup": True}
+    ) as rt:
         load = _Load(rt, sets, rng)
         trainer = _Trainer(rt, sets, rng, load)
         while len(trainer.ways) < 7:  # compiles the checks of weights and of tokens

@@ -19,9 +19,16 @@ from jaxserve.models.tokenizer import Tokenizer
 
 VOCAB_SIZE = 97
 MAX_CONTEXT = 128
-# Of a `Runtime` around a tiny model. Compiling takes most of a test's time, and runtimes with these
-# options and no others share their executables.
-OPTIONS: dict[str, Any] = {"max_slots": 4, "max_step_tokens": 64, "page_size": 8, "progress": False}
+# Of a `Runtime` around a tiny model. Compiling takes most of a test's time: only what is used is
+# compiled, and runtimes with these options and no others share their executables. A test with
+# `strict` needs a warm-up: `OPTIONS | {"strict": True, "warmup": True}`.
+OPTIONS: dict[str, Any] = {
+    "max_slots": 4,
+    "max_step_tokens": 64,
+    "page_size": 8,
+    "warmup": False,
+    "progress": False,
+}
 
 
 def tiny_llama(

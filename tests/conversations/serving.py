@@ -19,7 +19,7 @@ SAID = ("hi", "and?", "so")
 
 def runtime_with(path: str | None, **options: Any) -> Runtime:
     """Return a runtime with its conversations in a journal or only in memory."""
-    given = {**OPTIONS, "warmup": False, "conversations": path, **options}
+    given = {**OPTIONS, "conversations": path, **options}
     return Runtime(tiny_llama(), tokenizer=chat_tokenizer(), **given)
 
 

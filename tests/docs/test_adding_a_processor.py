@@ -32,14 +32,14 @@ asked = [
     replace(hot, epsilon_cutoff=1e-9),
     replace(hot, epsilon_cutoff=0.02),
 ]
-with Runtime(tiny_llama(), strict=True, **OPTIONS) as rt:
+with Runtime(tiny_llama(), **OPTIONS | {"strict": True, "warmup": True}) as rt:
     alone = [[rt.generate(p, params).token_ids for p in prompts] for params in asked]
     together = rt.generate(prompts * len(asked), [params for params in asked for _ in prompts])
     assert rt.stats().num_compilations == 0
 greedy, cut_to_one, random, uncut, cut = alone
 assert cut_to_one == greedy != random == uncut
 assert cut not in (greedy, random)
-with Runtime(tiny_llama(), strict=True, **OPTIONS) as rt:
+with Runtime(tiny_llama(), **OPTIONS | {"strict": True, "warmup": True}) as rt:
     for completion in rt.generate(prompts, replace(asked[-1], logprobs=1)):
         for token in completion.logprobs:
             assert token.logprob > math.log(0.02) or token.token_id == token.top[0][0], token

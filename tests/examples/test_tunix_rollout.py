@@ -71,7 +71,6 @@ def rollout():
         tokenizer=Letters(),
         rollout_config=CONFIG,
         deterministic=True,
-        warmup=False,
         **OPTIONS,
     )
     yield engine
@@ -127,7 +126,7 @@ def test_tunix_trains_with_it():
     before = jax.tree.map(np.asarray, nnx.state(actor))
     seen: list[Any] = []
     wrapped = WrapAll()
-    options = {"deterministic": True, "warmup": False, "wrap_executor": wrapped, **OPTIONS}
+    options = {"deterministic": True, "wrap_executor": wrapped, **OPTIONS}
 
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         seen.append(cluster.rollout.runtime.weights_version)

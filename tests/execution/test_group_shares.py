@@ -63,7 +63,7 @@ def _executors(groups: DeviceGroups, **options: Any) -> list[DeviceExecutor]:
     """Return an executor of each group, with pools of one size."""
     model = tiny_llama(num_heads=8)
     graphdef, params = nnx.split(model)
-    given = dict(policy=POLICY, warmup=False, host_memory=0)
+    given = dict(policy=POLICY, host_memory=0)
     parsed = RuntimeOptions.parse(OPTIONS | given | options)
     found = []
     for mesh in groups.both:
@@ -119,7 +119,7 @@ def _answers(executor: Any) -> list[tuple[int, ...]]:
 )
 def test_pages_pass_between_other_numbers_of_shards(groups, leads):
     """They have eight bits, and scales, and a KV head more than once; the pool preempts."""
-    options = dict(kv_dtype="int8", warmup=False)
+    options = dict(kv_dtype="int8")
     with Runtime(tiny_llama(num_heads=8), **OPTIONS, **options) as rt:
         wanted = [completion.token_ids for completion in rt.generate(PROMPTS, PARAMS)]
     with _led(_executors(groups, kv_dtype="int8"), leads) as leader:

@@ -112,7 +112,7 @@ ONE_EACH = make_groups(encode=1, decode=1)
 def test_pages_of_eight_bits_and_their_scales():
     """Their KV heads go from four shards to two, in a scanned model, as they are on one device."""
     model = _model(layer_layout="scanned")
-    options = OPTIONS | dict(kv_dtype="int8", warmup=False)
+    options = OPTIONS | dict(kv_dtype="int8")
     with Runtime(model, **options) as rt:
         wanted = _samples(rt.generate(PROMPTS, PARAMS))
     groups = make_groups(encode=4, decode=2)
@@ -123,7 +123,7 @@ def test_pages_of_eight_bits_and_their_scales():
 def test_requests_go_on_while_weights_pages_and_others_change(wanted):
     """Cancellations, another pool, other weights and other batch sizes, without a compilation."""
     seen = WrapAll(partial(SlowExecutor, step_s=0.0))
-    options = SMALL | dict(strict=True, wrap_executor=seen, mesh=ONE_EACH)
+    options = SMALL | dict(strict=True, warmup=True, wrap_executor=seen, mesh=ONE_EACH)
     with Runtime(_model(), **options) as rt:
         (slow,) = seen.executors
         before = rt.stats().pool_bytes
@@ -249,7 +249,7 @@ def test_an_encoder_decoder_model_is_handed_over(tmp_path):
     write_checkpoint("t5", tmp_path)
     prompts = t5_prompts(5)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
-    options = OPTIONS | dict(max_context=128, dtype="float32", warmup=False)
+    options = OPTIONS | dict(max_context=128, dtype="float32")
     with Runtime.from_pretrained(str(tmp_path), **options) as rt:
         wanted = _samples(rt.generate(prompts, params))
         num_layers = rt.model_config.num_layers

@@ -17,7 +17,6 @@ from tests.models.hf_checkpoints import VOCAB_SIZE, write_checkpoint
 
 NUM_LAYERS = 4
 # A warm-up of stages takes many times as long as the steps that a test needs.
-LAZY = OPTIONS | dict(warmup=False)
 WARM = OPTIONS | dict(warmup="full", strict=True)
 PLANS = {
     "two equal stages": StagePlan.of([2, 2]),
@@ -58,7 +57,7 @@ def _same(got, wanted):
 def test_stages_answer_alike(whole, plan):
     """The load is mixed, the pool is too small, and nothing compiles after a warm-up."""
     model = tiny_llama(num_layers=NUM_LAYERS)
-    warm = WARM if plan is PLANS["three unequal stages"] else LAZY
+    warm = WARM if plan is PLANS["three unequal stages"] else OPTIONS
     with Runtime(model, mesh=plan, kv_memory=_pages(plan, 22), **warm) as rt:
         got = rt.generate(PROMPTS, PARAMS)
         assert rt.stats().num_preemptions > 0
@@ -74,7 +73,7 @@ def test_stacked_layers_and_a_mesh_with_a_stage_axis(whole):
         variable[...] = jnp.stack([block[path].get_value() for block in blocks])
     for name in ("embedding", "lm_head"):
         getattr(model, name)[...] = getattr(unrolled, name)[...]
-    with Runtime(model, mesh=make_mesh(stage=2, tensor=2), **LAZY) as rt:
+    with Runtime(model, mesh=make_mesh(stage=2, tensor=2), **OPTIONS) as rt:
         _same(rt.generate(PROMPTS, PARAMS), whole)
 
 
@@ -84,7 +83,7 @@ def test_every_end_finds_its_stage(variant, tmp_path):
     write_checkpoint(variant, tmp_path)
     prompts = [p.tolist() for p in np.random.default_rng(1).integers(0, VOCAB_SIZE, (2, 20))]
     params = SamplingParams(max_tokens=6)
-    options = dict(**OPTIONS | dict(max_slots=2), dtype="float32", warmup=False, max_context=64)
+    options = dict(**OPTIONS | dict(max_slots=2), dtype="float32", max_context=64)
     with Runtime.from_pretrained(str(tmp_path), **options) as rt:
         wanted, layers = rt.generate(prompts, params), rt.model_config.num_layers
     plan = StagePlan.of([layers - 1, 1], tensor=[1, 2])
@@ -97,7 +96,7 @@ def test_a_stage_holds_its_layers_and_no_more():
     plan = PLANS["three unequal stages"]
     model = tiny_llama(num_layers=NUM_LAYERS)
     seen = WrapAll()
-    with Runtime(model, mesh=plan, wrap_executor=seen, **LAZY):
+    with Runtime(model, mesh=plan, wrap_executor=seen, **OPTIONS):
         stages = seen.executors[0].stages
         for stage, part in zip(plan.stages, stages, strict=True):
             devices = set(stage.mesh.devices.flat)
@@ -162,7 +161,7 @@ def _pages(plan, num_pages):
 def test_the_pools_of_all_stages_are_resized(whole):
     """Running requests are preempted if necessary, and have the same answers."""
     seen = WrapAll()
-    options = LAZY | dict(max_context=128, wrap_executor=seen)
+    options = OPTIONS | dict(max_context=128, wrap_executor=seen)
     model = tiny_llama(num_layers=NUM_LAYERS)
     with Runtime(model, mesh=PLANS["two equal stages"], **options) as rt:
         before = rt.stats().pool_bytes

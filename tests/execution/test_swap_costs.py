@@ -52,7 +52,7 @@ class _WithPieces(ExecutorWrapper):
 def test_idle_time_is_used_between_requests():
     """The pieces are done one after the other once nothing runs, and requests go on."""
     wrapped = WrapAll(_WithPieces)
-    with Runtime(tiny_llama(), wrap_executor=wrapped, **{**OPTIONS, "warmup": False}) as rt:
+    with Runtime(tiny_llama(), wrap_executor=wrapped, **OPTIONS) as rt:
         [executor] = wrapped.executors
         assert executor.num_left == 3
         three = SamplingParams(max_tokens=3, ignore_eos=True)

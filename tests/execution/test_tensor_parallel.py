@@ -58,7 +58,7 @@ def test_the_engine_answers_alike(alone, num_shards):
 def test_weights_and_pages_are_split():
     """A shard holds only its part of both."""
     mesh, seen = make_mesh(tensor=2), WrapAll()
-    options = OPTIONS | dict(warmup=False, wrap_executor=seen)
+    options = OPTIONS | dict(wrap_executor=seen)
     with Runtime(tiny_llama(), mesh=mesh, **options) as rt:
         cache = seen.executors[0].pages.cache
         pages = cache.k_pages[0]

@@ -360,7 +360,7 @@ def test_a_runtime_serves_a_quantised_model():
     replace_weights(models[1], _dequantised)
     answers = []
     for model in models:
-        with Runtime(model, warmup=False, **OPTIONS) as rt:
+        with Runtime(model, **OPTIONS) as rt:
             answers.append([c.token_ids for c in rt.generate(prompts, each)])
     assert answers[0] == answers[1]
 

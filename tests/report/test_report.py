@@ -7,14 +7,23 @@ import json
 import pytest
 
 from jaxserve import Runtime, SamplingParams
+from jaxserve.core.assets import cache_folder
 from jaxserve.report import Report
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 
 
 @pytest.fixture(scope="module")
-def runtime():
-    """A runtime that has answered ten requests on four slots."""
-    with Runtime(tiny_llama(), warmup=False, **OPTIONS) as runtime:
+def runtime(tmp_path_factory):
+    """A runtime that has answered ten requests on four slots.
+
+    It has no executables of an earlier start: those are not traced, and name no kernels.
+    """
+    kernels, cache = cache_folder() / "kernels", tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PALLAS_KERNELS_CACHE", str(kernels))
+        patch.setenv("JAXSERVE_CACHE", str(cache))
+        runtime = Runtime(tiny_llama(), **OPTIONS)
+    with runtime:
         params = [SamplingParams(max_tokens=n) for n in range(3, 13)]
         runtime.generate(random_prompts(10, longest=30), params)
         yield runtime

@@ -28,7 +28,6 @@ from sharding import StagePlan, make_groups, make_mesh, state_shardings
 
 RANK, NUM_TOKENS = 4, 16
 OPTIONS: dict[str, Any] = tiny.OPTIONS | {"max_adapters": 3, "max_adapter_rank": RANK}
-LAZY = OPTIONS | {"warmup": False}
 # Rows and columns of the tiny model's matrices, as PyTorch stores them: 2 KV heads of 2 queries.
 SHAPES = {
     "self_attn.q_proj": (32, 32),
@@ -92,7 +91,7 @@ def _merged(name: str | None, seed: int = 0, weights: int = 0) -> nnx.Module:
 @functools.cache
 def _wanted(name: str | None, seed: int = 0, weights: int = 0) -> tuple[tuple[int, ...], ...]:
     """Return the greedy answers of merged weights to `PROMPTS`."""
-    with Runtime(_merged(name, seed, weights), **tiny.OPTIONS | {"warmup": False}) as rt:
+    with Runtime(_merged(name, seed, weights), **tiny.OPTIONS) as rt:
         return _tokens(rt.generate(list(PROMPTS), SamplingParams(max_tokens=NUM_TOKENS)))
 
 
@@ -173,7 +172,7 @@ def test_loading_and_dropping_compiles_nothing(rt):
 )
 def test_how_a_request_is_computed_changes_nothing(options):
     """Preempted sequences, small chunks of prompts, and proposals."""
-    with Runtime(tiny_llama(), **LAZY | options) as rt:
+    with Runtime(tiny_llama(), **OPTIONS | options) as rt:
         _load_all(rt)
         for shift in range(2):
             _check(rt, _mixed(shift))
@@ -194,7 +193,7 @@ def test_scanned_layers_have_adapters():
         else:
             own = flat[path][...]
         stacked.append((path, variable.replace(own)))
-    with Runtime(model, nnx.from_flat_state(stacked), **LAZY) as rt:
+    with Runtime(model, nnx.from_flat_state(stacked), **OPTIONS) as rt:
         _load_all(rt)
         _check(rt, _mixed())
 
@@ -203,7 +202,7 @@ def test_weights_in_panels_have_adapters():
     """Weights that are laid out for the CPU, as those of checkpoints are."""
     model = tiny_llama()
     panelled = Quantiser(model, Quantisation.in_panels(None)).model(nnx.state(model, nnx.Param))
-    with Runtime(panelled, **LAZY) as rt:
+    with Runtime(panelled, **OPTIONS) as rt:
         _load_all(rt)
         _check(rt, _mixed())
         rt.update_params(nnx.state(tiny_llama(1), nnx.Param))
@@ -214,7 +213,7 @@ def test_sampled_tokens_have_the_log_probabilities_of_merged_weights(rt):
     """Of the answer and of the prompt."""
     each = dict(temperature=0.8, seed=5, logprobs=0, prompt_logprobs=0)
     got = rt.generate(PROMPTS[3], _params("all", **each))
-    with Runtime(_merged("all"), **tiny.OPTIONS | {"warmup": False}) as merged:
+    with Runtime(_merged("all"), **tiny.OPTIONS) as merged:
         wanted = merged.generate(PROMPTS[3], _params(None, **each))
     assert got.token_ids == wanted.token_ids
     for name in ("logprobs", "prompt_logprobs"):
@@ -228,7 +227,7 @@ def test_scores_are_those_of_the_adapter(rt):
     """`score` with an adapter has the log-probabilities of merged weights."""
     each = SamplingParams(temperature=1.0, adapter="usual")
     got = rt.score(PROMPTS[2], each)
-    with Runtime(_merged("usual"), **tiny.OPTIONS | {"warmup": False}) as merged:
+    with Runtime(_merged("usual"), **tiny.OPTIONS) as merged:
         wanted = merged.score(PROMPTS[2])
     np.testing.assert_allclose(got, wanted, atol=1e-4)
 
@@ -252,7 +251,7 @@ def test_pages_belong_to_one_adapter():
     """No adapter finds the pages of another, or of other contents under its name."""
     prompt = PROMPTS[0] * 3
     assert len(prompt) > 32
-    with Runtime(tiny_llama(), **LAZY | {"policy": "auto"}) as rt:
+    with Runtime(tiny_llama(), **OPTIONS | {"policy": "auto"}) as rt:
         _load_all(rt)
 
         def hits(name: str | None) -> int:
@@ -274,7 +273,7 @@ def test_pages_belong_to_one_adapter():
 
 def test_answers_from_the_prefix_cache_are_the_same():
     """Prompts that the cache has, of each adapter and of none: each comes twice, then others do."""
-    with Runtime(tiny_llama(), **LAZY | {"policy": "auto"}) as rt:
+    with Runtime(tiny_llama(), **OPTIONS | {"policy": "auto"}) as rt:
         _load_all(rt)
         for shift in range(len(NAMES)):
             _check(rt, _mixed(shift))
@@ -289,7 +288,7 @@ def test_a_disk_gives_back_pages_of_the_same_adapter_alone(tmp_path):
     disk["wrap_executor"] = FreeCopiesExecutor
     found = []
     for name, seed in (("first", 0), ("second", 0), ("first", 1)):
-        with Runtime(tiny_llama(), **LAZY | {"policy": "pensieve"} | disk) as rt:
+        with Runtime(tiny_llama(), **OPTIONS | {"policy": "pensieve"} | disk) as rt:
             rt.load_adapter(name, _arrays("all", seed), scale=SCALE)
             got = _tokens(rt.generate(list(PROMPTS), _params(name)))
             assert got == _wanted("all", seed)
@@ -302,7 +301,7 @@ def test_a_disk_gives_back_pages_of_the_same_adapter_alone(tmp_path):
 
 def test_new_weights_keep_the_adapters():
     """Whole and partial updates, and one after the weights were dropped."""
-    with Runtime(tiny_llama(), **LAZY) as rt:
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
         _load_all(rt)
         _check(rt, _mixed())
         new = nnx.state(tiny_llama(1), nnx.Param)
@@ -338,7 +337,7 @@ def test_an_unknown_adapter_fails_its_request_alone(rt):
 
 def test_an_adapter_in_use_is_not_dropped():
     """The call says how many requests have it; they end with its answer, and then it goes."""
-    with Runtime(tiny_llama(), **LAZY, wrap_executor=partial(SlowExecutor, step_s=0.02)) as rt:
+    with Runtime(tiny_llama(), **OPTIONS, wrap_executor=partial(SlowExecutor, step_s=0.02)) as rt:
         _load_all(rt)
         pending = [rt.submit(prompt, _params("all")) for prompt in PROMPTS]
         with pytest.raises(EngineBusyError, match="requests with the adapter 'all'"):
@@ -354,7 +353,7 @@ def test_an_adapter_in_use_is_not_dropped():
 
 def test_requests_that_are_refused_hold_no_adapter():
     """After a full queue and a prompt that is too long, the adapter can be dropped."""
-    with Runtime(tiny_llama(), **LAZY, max_waiting=1) as rt:
+    with Runtime(tiny_llama(), **OPTIONS, max_waiting=1) as rt:
         _load_all(rt)
         with pytest.raises(QueueFullError):
             rt.generate([PROMPTS[0]] * 9, _params("all"))
@@ -382,7 +381,7 @@ def test_wrong_calls_change_nothing(rt):
 
 def test_a_runtime_without_adapters_says_so():
     """Loading one, and a request with one."""
-    with Runtime(tiny_llama(), **tiny.OPTIONS | {"warmup": False}) as rt:
+    with Runtime(tiny_llama(), **tiny.OPTIONS) as rt:
         assert rt.adapters == ()
         with pytest.raises(InvalidConfigError, match="max_adapters"):
             rt.load_adapter("all", _arrays("all"), scale=SCALE)
@@ -407,14 +406,14 @@ def test_unsupported_runtimes_are_refused(options, message):
     if "mesh" in options:
         options = options | {"mesh": options["mesh"]()}
     with pytest.raises(InvalidConfigError, match=message):
-        Runtime(tiny_llama(), **LAZY | options)
+        Runtime(tiny_llama(), **OPTIONS | options)
 
 
 def test_models_without_adapters_are_refused():
     """An encoder-decoder model, and parameters that lie on a mesh."""
     with pytest.raises(InvalidConfigError, match="encoder-decoder"):
-        Runtime(tiny_t5(), **LAZY)
+        Runtime(tiny_t5(), **OPTIONS)
     params = nnx.state(tiny_llama(), nnx.Param)
     params = jax.device_put(params, state_shardings(params, make_mesh(tensor=2)))
     with pytest.raises(InvalidConfigError, match="a mesh"):
-        Runtime(tiny_llama(), params, **LAZY)
+        Runtime(tiny_llama(), params, **OPTIONS)

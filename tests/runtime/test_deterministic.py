@@ -100,7 +100,7 @@ def test_how_a_request_is_computed_changes_nothing(alone, options):
 )
 def test_where_a_request_is_computed_changes_nothing(alone, options):
     """Prompts and answers on separate devices, layers on separate devices, and replicas."""
-    options = options | {"mesh": options["mesh"](), "warmup": False}
+    options = options | {"mesh": options["mesh"]()}
     with Runtime(tiny_llama(), **ON | options) as rt:
         assert bits_of(rt, range(len(PROMPTS))) == alone
 
@@ -137,7 +137,7 @@ def disagreements(model: Any) -> list[str]:
 
     They are "score", "processed" and "whole" with the number of the request.
     """
-    with Runtime(model, **ON | {"warmup": False}) as rt:
+    with Runtime(model, **ON) as rt:
         done = rt.generate(PROMPTS, PARAMS, progress=False)
         sequences = [[*p, *each.token_ids] for p, each in zip(PROMPTS, done, strict=True)]
         scores = rt.score(sequences)
@@ -169,7 +169,7 @@ def test_scores_and_the_trainer_have_the_bits_that_sampling_reports():
 def test_the_trainer_has_the_bits_after_truncation_too(params):
     """`whole_processed_logprobs` has them within a training step, whose gradient is as expected."""
     prompt = PROMPTS[0]
-    with Runtime(tiny_llama(), **ON | {"warmup": False}) as rt:
+    with Runtime(tiny_llama(), **ON) as rt:
         (done,) = rt.generate([prompt], replace(params, max_tokens=20))
     reported = np.array([token.processed_logprob for token in done.logprobs], np.float32)
     answer = slice(len(prompt) - 1, len(prompt) + len(done.token_ids) - 1)
@@ -208,7 +208,7 @@ def test_parameters_that_a_trainer_cannot_follow_are_refused():
 
 def test_a_sequence_that_cannot_be_scored_is_named():
     """A sequence as long as the context is refused; one token has no scores."""
-    with Runtime(tiny_llama(), **ON | {"warmup": False}) as rt:
+    with Runtime(tiny_llama(), **ON) as rt:
         with pytest.raises(PromptTooLongError, match="128 tokens"):
             rt.score([[1, 2], [1] * 128])
         assert rt.score([5]).shape == (0,)
@@ -224,7 +224,7 @@ def test_a_sequence_that_cannot_be_scored_is_named():
 
 def test_a_sequence_that_is_cancelled_is_an_error():
     """An update or a pause with running="abort" ends the call with an error, not with scores."""
-    with Runtime(tiny_llama(), **ON | {"warmup": False}) as rt, ThreadPoolExecutor(1) as thread:
+    with Runtime(tiny_llama(), **ON) as rt, ThreadPoolExecutor(1) as thread:
         rt.pause()
         waiting = thread.submit(rt.score, [1, 2, 3])
         for _ in range(1000):
@@ -249,7 +249,7 @@ found = []
 for family in tests.FAMILIES:
     model = tests.model_of(family)
     found += [f"{family} {each}" for each in tests.disagreements(model)]
-    with Runtime(model, **tests.ON | {"warmup": False}) as rt:
+    with Runtime(model, **tests.ON) as rt:
         whole = tests.bits_of(rt, range(len(tests.PROMPTS)))
         for some in ([3], [1, 6, 8, 2], [11, 0, 5, 7, 4, 9, 10]):
             for i, bits in tests.bits_of(rt, some).items():
@@ -287,6 +287,6 @@ def test_what_cannot_be_promised_is_refused(options, message):
 
 def test_weights_in_few_bits_are_deterministic():
     """Weights in eight bits keep the bits of a request, too."""
-    with Runtime(tiny_llama(), **ON | {"quantize": "int8", "warmup": False}) as rt:
+    with Runtime(tiny_llama(), **ON | {"quantize": "int8"}) as rt:
         whole = bits_of(rt, range(len(PROMPTS)))
         assert bits_of(rt, [2, 7]) == {i: whole[i] for i in (2, 7)}

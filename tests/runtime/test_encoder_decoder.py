@@ -277,7 +277,7 @@ def test_bad_requests_are_refused_alone(t5):
 
 def test_a_model_without_an_encoder_encodes_nothing():
     """`encode` of a decoder-only model says what it is for."""
-    with Runtime(tiny_llama(), warmup=False, **TINY) as rt:
+    with Runtime(tiny_llama(), **TINY) as rt:
         with pytest.raises(UnsupportedModelError, match="no encoder"):
             rt.encode([[1, 2]])
 

@@ -20,8 +20,9 @@ def test_a_runtime_is_ready_when_its_first_steps_are_compiled():
     """Until the smallest mixed step is compiled it is not; requests wait for it, too."""
     # No other test has steps of this size, so that they are compiled here.
     options = OPTIONS | {"max_slots": 5, "max_step_tokens": 128}
-    with Runtime(tiny_llama(), **options | {"warmup": False}):
+    with Runtime(tiny_llama(), **options):
         pass  # measures the largest steps, which a constructor waits for
+    options |= {"warmup": "background"}
     with held_back("mixed_body") as compiling, Runtime(tiny_llama(), **options) as rt:
         assert compiling.has_begun.wait(60)
         assert not rt.is_ready()
@@ -34,7 +35,8 @@ def test_a_runtime_is_ready_when_its_first_steps_are_compiled():
 
 def test_first_requests_do_not_compile():
     """Once it is ready, requests of every length compile nothing, greedy or drawn."""
-    with Runtime(tiny_llama(), **OPTIONS | {"max_slots": 6, "max_step_tokens": 128}) as rt:
+    options = OPTIONS | {"max_slots": 6, "max_step_tokens": 128, "warmup": "background"}
+    with Runtime(tiny_llama(), **options) as rt:
         _wait_until_ready(rt)
         for temperature in (0.0, 1.0):
             for length in (1, 70):
@@ -45,5 +47,5 @@ def test_first_requests_do_not_compile():
 
 def test_without_a_warmup_it_is_ready_at_once():
     """Executables are then compiled at their first use, as was asked for."""
-    with Runtime(tiny_llama(), **OPTIONS | {"warmup": False}) as rt:
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
         assert rt.is_ready()

@@ -51,7 +51,7 @@ def expected():
 
 def test_pages_come_back_from_the_host_layer_by_layer(expected):
     """The pool holds half of the cached pages; nothing compiles after the start."""
-    options = FREE | {"restore": "both", "kv_memory": "40kB", "strict": True}
+    options = FREE | {"restore": "both", "kv_memory": "40kB", "strict": True, "warmup": True}
     with Runtime(tiny_llama(), **options) as rt:
         assert _talk(rt) == expected[0] == _talk(rt)
         assert rt.stats().num_pages_in > 0 and rt.config.num_incoming_pages == 16
@@ -64,7 +64,7 @@ def test_shards_of_pages_in_eight_bits_come_back_layer_by_layer():
     options, model = OPTIONS | {"kv_dtype": "int8"}, tiny_llama(layer_layout="scanned")
     with Runtime(model, **{**options, "policy": "vllm_like"}) as rt:
         expected = _talk(rt)
-    options |= FREE | {"restore": "both", "kv_memory": "8kB", "strict": True}
+    options |= FREE | {"restore": "both", "kv_memory": "8kB", "strict": True, "warmup": True}
     with Runtime(model, mesh=make_mesh(tensor=2), **options) as rt:
         assert _talk(rt) == expected == _talk(rt)
         assert rt.stats().num_pages_in > 0
@@ -97,7 +97,7 @@ def test_the_next_turn_finds_the_one_before(expected, policy):
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_another_runtime_goes_on_from_exported_pages(kv_dtype):
     """It finds the full pages of prompts that it never computed; nothing compiles."""
-    options = OPTIONS | {"policy": "auto", "kv_dtype": kv_dtype, "strict": True}
+    options = OPTIONS | {"policy": "auto", "kv_dtype": kv_dtype, "strict": True, "warmup": True}
     prompts = list(map(list, PROMPTS))
     one = SamplingParams(max_tokens=1)
     with Runtime(tiny_llama(), **options) as first, Runtime(tiny_llama(), **options) as second:
@@ -228,7 +228,7 @@ def test_a_slow_disk_delays_only_those_that_need_it(expected, tmp_path):
 def test_a_disk_without_pages_for_it_is_refused(options, reason):
     """The error says what is missing."""
     with pytest.raises(InvalidConfigError, match=reason):
-        Runtime(tiny_llama(), **{**OPTIONS, "warmup": False, **options})
+        Runtime(tiny_llama(), **{**OPTIONS, **options})
 
 
 def _answers(engine: Engine, prompts: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -245,8 +245,7 @@ def _answers(engine: Engine, prompts: Iterable[Sequence[int]]) -> list[tuple[int
 def test_stages_keep_pages_on_their_devices(expected):
     """They also hit pages around holes: rows of one sequence go through the stages in order."""
     plan, seen = StagePlan.of([1, 1], micro_batches=2), WrapAll()
-    options = {**OPTIONS, "warmup": False}
-    with Runtime(tiny_llama(), **options, mesh=plan, wrap_executor=seen) as rt:
+    with Runtime(tiny_llama(), **OPTIONS, mesh=plan, wrap_executor=seen) as rt:
         assert _talk(rt) == expected[0]
         assert rt.stats().num_prefix_hit >= sum(len(prompt) + 12 - 8 for prompt in PROMPTS)
         engine = Engine(seen.executors[0], PRESETS["pensieve"], WallClock())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from jaxserve import Runtime, SamplingParams
@@ -23,7 +25,7 @@ NUM_PAGES = 20
 
 def _runtime(kv_dtype: str | None, num_pages: int = NUM_PAGES, shards: int = 1, **options):
     memory = num_pages * PAGE_BYTES[kv_dtype] // shards
-    options = {**OPTIONS, "warmup": False, **options}
+    options = {**OPTIONS, **options}
     return Runtime(tiny_llama(), kv_dtype=kv_dtype, kv_memory=memory, **options)
 
 
@@ -51,7 +53,7 @@ def test_unknown_dtypes_are_refused_first(wrong):
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_the_same_memory_holds_more_pages(kv_dtype):
     """As many pages fit with their scales, and the device holds exactly these bytes."""
-    options = {**OPTIONS, "kv_memory": 20_000, "warmup": False}
+    options = {**OPTIONS, "kv_memory": 20_000}
     seen = WrapAll()
     with Runtime(tiny_llama(), kv_dtype=kv_dtype, wrap_executor=seen, **options) as rt:
         assert rt.config.num_pages == 20_000 // PAGE_BYTES[kv_dtype]
@@ -99,6 +101,6 @@ def test_same_tokens_in_a_pool_that_is_resized():
     with _runtime("int8", num_pages=60, wrap_executor=SlowExecutor) as rt:
         pending = [rt.submit(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
         while rt.stats().num_tokens < 30:
-            pass
+            time.sleep(0.001)
         assert rt.resize_kv("10kB") == 10_000 // PAGE_BYTES["int8"] * PAGE_BYTES["int8"]
         assert _tokens(each.result(60) for each in pending) == wanted

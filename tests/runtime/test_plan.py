@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +46,9 @@ def test_a_plan_is_adopted_and_answers_keep_their_tokens(measured: tuple[list, P
     """The plan comes from the observed lengths; then no answer advances beside prompts."""
     answers, path = measured
     recording = WrapAll(RecordingExecutor)
-    with Runtime(tiny_llama(), wrap_executor=recording, strict=True, **OPTIONS) as rt:
+    with Runtime(
+        tiny_llama(), wrap_executor=recording, **OPTIONS | {"strict": True, "warmup": True}
+    ) as rt:
         rt.load_step_times(path)
         rt.generate(PROMPTS, PARAMS)
         plans = recording.executors[0].plans
@@ -84,7 +87,7 @@ def test_running_requests_survive_plans(measured: tuple[list, Path], num_replica
         asked = list(zip(PROMPTS, PARAMS, strict=True)) * 4
         pending = [rt.submit(*each) for each in asked]
         while rt.stats().num_tokens < 20:
-            pass
+            time.sleep(0.001)
         loose = rt.plan(math.inf, lengths=[(10, 20)], policies=("rra",))
         rt.plan(math.inf, lengths=[(10, 20)], policies=("continuous",))
         num_unfinished = sum(not each.future.done() for each in pending)

@@ -26,8 +26,7 @@ PROMPTS = random_prompts(16, longest=20)
 PARAMS = [SamplingParams(max_tokens=None, forced_length=3 + 5 * (i % 7)) for i in range(16)]
 # The pool holds about two of the longest requests at the same time.
 # Without a warm-up, since executables with a probe are made for each runtime.
-LAZY = {**OPTIONS, "warmup": False}
-MEMORY = {"kv_memory": 12 * 2 * 2 * 2 * 8 * 8 * 4, **LAZY}
+MEMORY = {"kv_memory": 12 * 2 * 2 * 2 * 8 * 8 * 4, **OPTIONS}
 
 
 def made_up_probe(**config) -> LengthProbe:
@@ -128,7 +127,7 @@ def test_it_reads_what_a_forward_pass_does(layout, layer):
 def test_over_a_mesh_it_reads_the_same(expected):
     """The model is sharded over two devices."""
     mesh = make_mesh(tensor=2)
-    with Runtime(tiny_llama(), mesh=mesh, probe=made_up_probe(), **LAZY) as rt:
+    with Runtime(tiny_llama(), mesh=mesh, probe=made_up_probe(), **OPTIONS) as rt:
         done = rt.generate(PROMPTS, PARAMS)
         assert rt.stats().num_refined > len(PROMPTS)
     assert [each.token_ids for each in done] == expected

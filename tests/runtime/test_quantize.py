@@ -29,7 +29,7 @@ def _answers(rt: Runtime, prompts=PROMPTS):
 
 
 def _runtime(seed: int = 0, **options) -> Runtime:
-    return Runtime(tiny_llama(seed), **OPTIONS | {"warmup": False} | options)
+    return Runtime(tiny_llama(seed), **OPTIONS | options)
 
 
 @pytest.fixture(scope="module")

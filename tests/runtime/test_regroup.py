@@ -39,7 +39,7 @@ POLICY = replace(
     admission=OnDemand(0.0),
     iteration=WAA(encode_batch=4, decode_iterations=2),
 )
-SMALL: dict[str, Any] = OPTIONS | dict(policy=POLICY, warmup=False)
+SMALL: dict[str, Any] = OPTIONS | dict(policy=POLICY)
 PROMPTS = random_prompts(12, longest=60)
 PARAMS = [
     SamplingParams(
@@ -56,7 +56,7 @@ def _samples(completions):
 @pytest.fixture(scope="module")
 def wanted():
     """Return the answers of one device under the default policy."""
-    with Runtime(tiny_llama(num_heads=8), **OPTIONS | dict(warmup=False)) as rt:
+    with Runtime(tiny_llama(num_heads=8), **OPTIONS) as rt:
         return _samples(rt.generate(PROMPTS, PARAMS))
 
 

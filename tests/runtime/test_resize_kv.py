@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
 import pytest
 
@@ -11,7 +13,7 @@ from jaxserve.testing import SlowExecutor
 from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
 from sharding import make_mesh
 
-OPTIONS = dict(max_slots=2, max_step_tokens=32, page_size=8)
+OPTIONS = dict(max_slots=2, max_step_tokens=32, page_size=8, warmup=False)
 PROMPTS = random_prompts(4, longest=30)
 LONG = [
     SamplingParams(max_tokens=MAX_CONTEXT - 31, temperature=i % 2, seed=i)
@@ -31,7 +33,7 @@ def _tokens(completions) -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def answers():
     """The answers of a runtime whose pool is not resized."""
-    with Runtime(tiny_llama(), strict=True, **OPTIONS) as rt:
+    with Runtime(tiny_llama(), **OPTIONS | {"strict": True, "warmup": True}) as rt:
         return _tokens(rt.generate(PROMPTS, LONG))
 
 
@@ -49,7 +51,7 @@ def _begun(rt: Runtime):
     target = rt.stats().num_tokens + 180
     pending = [rt.submit(prompt, each) for prompt, each in zip(PROMPTS, LONG, strict=True)]
     while rt.stats().num_tokens < target:
-        pass
+        time.sleep(0.001)
     return pending
 
 
@@ -57,8 +59,8 @@ def _begun(rt: Runtime):
 def test_running_requests_go_on_with_the_same_tokens(answers, num_shards):
     """The pool shrinks below the pages of running requests and grows again; memory is freed."""
     mesh = None if num_shards == 1 else make_mesh(tensor=num_shards)
-    slow = {"wrap_executor": SlowExecutor, "strict": True}
-    with Runtime(tiny_llama(), mesh=mesh, **slow, **OPTIONS) as rt:
+    slow = {"wrap_executor": SlowExecutor, "strict": True, "warmup": True}
+    with Runtime(tiny_llama(), mesh=mesh, **OPTIONS | slow) as rt:
         whole, page = rt.stats().pool_bytes, _page_bytes(rt)
         compiled = rt.stats().num_compilations
         pending = _begun(rt)
@@ -80,7 +82,7 @@ def test_a_request_that_does_not_fit_fails_alone_with_the_reason():
     """A request that runs, streams or is new fails; others continue; all fit after growing."""
     long, short = (PROMPTS[0] * 60)[:60], PROMPTS[1][:3]
     few = SamplingParams(max_tokens=9)
-    with Runtime(tiny_llama(), wrap_executor=SlowExecutor, warmup=False, **OPTIONS) as rt:
+    with Runtime(tiny_llama(), wrap_executor=SlowExecutor, **OPTIONS) as rt:
         whole, page = rt.stats().pool_bytes, _page_bytes(rt)
         assert whole == MOST_PAGES * page
         wanted = rt.generate([long, short], few)

@@ -43,13 +43,14 @@ from jaxserve.testing.tiny import (
 from jaxserve.workload import recorded
 from tests.common.processes import heeding_interrupts, interrupt
 
+WARM = OPTIONS | {"strict": True, "warmup": True}
 GREEDY = SamplingParams(max_tokens=20)
 
 
 @pytest.fixture(scope="module")
 def runtime():
     """A runtime around a tiny model, with a tokenizer of letters."""
-    with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), strict=True, **OPTIONS) as runtime:
+    with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), **WARM) as runtime:
         yield runtime
 
 
@@ -115,9 +116,8 @@ def test_samples_have_their_own_forced_lengths(runtime):
 def test_a_recorded_run_replays_to_the_same_tokens(tmp_path):
     """A replay of what `record` wrote has the same tokens, however the answers had ended."""
     path = tmp_path / "run.jsonl"
-    options = OPTIONS | {"warmup": False}
     tokenizer = letter_tokenizer()
-    with Runtime(tiny_llama(), tokenizer=tokenizer, record=path, **options) as runtime:
+    with Runtime(tiny_llama(), tokenizer=tokenizer, record=path, **OPTIONS) as runtime:
         free = runtime.generate("hello", SamplingParams(max_tokens=30))
         asked = [
             SamplingParams(max_tokens=30, stop=free.text[4:6]),
@@ -134,7 +134,7 @@ def test_a_recorded_run_replays_to_the_same_tokens(tmp_path):
     assert (trace[4].priority, trace[4].finish_reasons) == (2, ("cancelled",))
     assert trace[4].deadline_s - trace[4].arrival_s == pytest.approx(9)
     items = recorded.recorded_items(path)
-    with Runtime(tiny_llama(), seed=5, **options) as runtime:
+    with Runtime(tiny_llama(), seed=5, **OPTIONS) as runtime:
         again = runtime.generate([i.prompt_token_ids for i in items], [i.params() for i in items])
     for one, two in zip(first[:4], again, strict=False):
         assert [s.token_ids for s in one.samples] == [s.token_ids for s in two.samples]
@@ -236,7 +236,7 @@ def test_arrays_and_generators_are_batches(runtime):
 
 def test_a_time_window_delays_the_batch():
     """Under `triton_window` a single request waits for the window, and later ones join it."""
-    options = OPTIONS | {"warmup": False, "policy": "triton_window"}
+    options = OPTIONS | {"policy": "triton_window"}
     with Runtime(tiny_llama(), **options) as runtime:
         pending = [runtime.submit([1, 2], GREEDY)]
         time.sleep(0.1)
@@ -313,7 +313,7 @@ def test_a_running_id_is_refused_again(runtime):
 
 def test_a_prompt_longer_than_the_pool_is_refused():
     """If the page pool is smaller than the context, it limits the prompt."""
-    options = OPTIONS | {"kv_memory": "20KB", "warmup": False}
+    options = OPTIONS | {"kv_memory": "20KB"}
     with Runtime(tiny_llama(), **options) as runtime:
         most = (runtime.config.num_pages - 1) * runtime.config.page_size
         assert most < MAX_CONTEXT
@@ -325,7 +325,7 @@ def test_a_prompt_longer_than_the_pool_is_refused():
 def test_a_dropped_runtime_frees_its_pool():
     """Without `close`, the garbage collector ends the thread and frees the pages."""
     before, seen = set(threading.enumerate()), WrapAll()
-    runtime = Runtime(tiny_llama(), warmup=False, wrap_executor=seen, **OPTIONS)
+    runtime = Runtime(tiny_llama(), wrap_executor=seen, **OPTIONS)
     (thread,) = set(threading.enumerate()) - before
     cache = jax.tree.leaves(seen.executors[0].pages.cache)
     del runtime
@@ -361,7 +361,7 @@ def test_ctrl_c_returns_what_is_finished():
             return self.inner.submit(plan)
 
     params = [SamplingParams(max_tokens=2), *[SamplingParams(max_tokens=None)] * 20]
-    options = OPTIONS | {"warmup": False, "wrap_executor": Interrupting}
+    options = OPTIONS | {"wrap_executor": Interrupting}
     with Runtime(tiny_llama(), **options) as runtime, heeding_interrupts():
         completions = runtime.generate(random_prompts(21, longest=20), params)
     assert completions[0].finish_reason == "length"
@@ -483,7 +483,7 @@ def test_poisoned_weights_fail_requests_and_not_the_runtime():
     """NaN logits give the request a typed error; the runtime continues."""
     model = tiny_llama()
     model.norm.scale[...] = model.norm.scale[...] * jnp.nan
-    with Runtime(model, warmup=False, **OPTIONS) as runtime:
+    with Runtime(model, **OPTIONS) as runtime:
         for _ in range(2):
             completions = runtime.generate([[1, 2], [3]], GREEDY)
             assert all(isinstance(c.error, NumericalError) for c in completions)
@@ -492,7 +492,7 @@ def test_poisoned_weights_fail_requests_and_not_the_runtime():
 def test_closed_runtime_refuses_and_frees():
     """Close ends running requests and frees the pool; later calls raise; a second close passes."""
     seen = WrapAll()
-    runtime = Runtime(tiny_llama(), warmup=False, wrap_executor=seen, **OPTIONS)
+    runtime = Runtime(tiny_llama(), wrap_executor=seen, **OPTIONS)
     cache = jax.tree.leaves(seen.executors[0].pages.cache)
     pending = runtime.submit([1, 2, 3], SamplingParams(max_tokens=None))
     runtime.close()
@@ -507,7 +507,7 @@ def test_failure_of_the_engine_ends_every_request():
     """If the device fails, every request and all later ones get the typed error."""
     error = OSError("the device fell off the bus")
     faulty = partial(FaultyExecutor, raises_at=0, error=error)
-    runtime = Runtime(tiny_llama(), warmup=False, wrap_executor=faulty, **OPTIONS)
+    runtime = Runtime(tiny_llama(), wrap_executor=faulty, **OPTIONS)
     completions = runtime.generate(random_prompts(3), GREEDY)
     assert all(isinstance(c.error, EngineFailedError) for c in completions)
     assert "fell off the bus" in str(completions[0].error)
@@ -531,8 +531,7 @@ def test_random_weights_for_a_config(tmp_path):
         "hidden_act": "silu",
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    options = OPTIONS | {"warmup": False}
-    with Runtime.from_pretrained(str(tmp_path), load="random", **options) as runtime:
+    with Runtime.from_pretrained(str(tmp_path), load="random", **OPTIONS) as runtime:
         assert len(runtime.generate([1, 2, 3], GREEDY).token_ids) == 20
         with pytest.raises(InvalidRequestError, match="tokenizer"):
             runtime.generate("text")
@@ -543,7 +542,7 @@ def test_parameters_are_shared_with_their_owner():
     model = tiny_llama()
     _, params = nnx.split(model)
     seen = WrapAll()
-    runtime = Runtime(model, params, warmup=False, wrap_executor=seen, **OPTIONS)
+    runtime = Runtime(model, params, wrap_executor=seen, **OPTIONS)
     own, used = (
         [array.unsafe_buffer_pointer() for array in jax.tree.leaves(tree)]
         for tree in (params, seen.executors[0].params)
@@ -575,7 +574,7 @@ def test_executors_can_be_wrapped():
         return RecordingExecutor(executor)
 
     seen = WrapAll(wrap)
-    with Runtime(tiny_llama(), wrap_executor=seen, strict=True, **OPTIONS) as rt:
+    with Runtime(tiny_llama(), wrap_executor=seen, **WARM) as rt:
         assert rt.generate([1, 2, 3], GREEDY).finish_reason == "length"
         (recording,) = seen.executors
         assert warm == [True] and len(recording.plans) == rt.stats().num_steps > 0
@@ -591,7 +590,7 @@ class _Fixed(ExecutorWrapper):
 
 def test_a_pool_that_cannot_be_resized_is_left_alone():
     """The error comes before any request is changed; requests continue."""
-    with Runtime(tiny_llama(), wrap_executor=_Fixed, warmup=False, **OPTIONS) as rt:
+    with Runtime(tiny_llama(), wrap_executor=_Fixed, **OPTIONS) as rt:
         pool = rt.config
         running = rt.submit([1, 2, 3], GREEDY)
         with pytest.raises(InvalidConfigError, match="several processes serve cannot be resized"):
@@ -617,7 +616,7 @@ def test_a_runtime_that_cannot_be_made_closes_its_executors():
     """Their page pools do not remain on the devices."""
     wrapped = WrapAll(_NotServing)
     with pytest.raises(RuntimeError, match="no costs"):
-        Runtime(tiny_llama(), wrap_executor=wrapped, **{**OPTIONS, "warmup": False})
+        Runtime(tiny_llama(), wrap_executor=wrapped, **OPTIONS)
     assert [executor.is_closed for executor in wrapped.executors] == [True]
 
 
@@ -631,7 +630,7 @@ def test_a_second_runtime_of_a_model_compiles_nothing():
         num_compiled += event in events
 
     def tokens(seed: int) -> tuple[int, ...]:
-        with Runtime(tiny_llama(seed), warmup="full", **{**OPTIONS, "max_slots": 3}) as rt:
+        with Runtime(tiny_llama(seed), **OPTIONS | {"max_slots": 3, "warmup": "full"}) as rt:
             return rt.generate([5, 6, 7], SamplingParams(max_tokens=9)).token_ids
 
     jax.monitoring.register_event_duration_secs_listener(on_event)

@@ -37,7 +37,13 @@ def plain() -> Iterator[Runtime]:
 
 @pytest.fixture(scope="module")
 def speculating() -> Iterator[Runtime]:
-    options = {**OPTIONS, "policy": "vllm_like", "kv_memory": "32KiB", "strict": True}
+    options = {
+        **OPTIONS,
+        "policy": "vllm_like",
+        "kv_memory": "32KiB",
+        "strict": True,
+        "warmup": True,
+    }
     options["speculation"] = "lookup"
     with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), **options) as runtime:
         yield runtime

@@ -19,6 +19,7 @@ from jaxserve.execution.state_limits import check_speculation
 from jaxserve.testing import OPTIONS, tiny_llama
 from sharding import StagePlan, make_groups, make_mesh
 
+WARM = OPTIONS | {"strict": True, "warmup": True}
 QUOTED = [7, 3, 9, 4, 11, 6, 2, 8]
 
 
@@ -50,7 +51,7 @@ def plain() -> Any:
 
 @pytest.fixture(scope="module")
 def speculating() -> Any:
-    with Runtime(tiny_llama(), **OPTIONS, speculation="lookup", strict=True) as runtime:
+    with Runtime(tiny_llama(), **WARM, speculation="lookup") as runtime:
         yield runtime
 
 
@@ -144,10 +145,9 @@ def test_a_draft_model_changes_no_token(plain, layout):
     for seed, is_alike in ((0, True), (7, False)):
         draft = tiny_llama(seed, num_layers=2 if is_alike else 1, layer_layout=layout)
         options: dict[str, Any] = {
-            **OPTIONS,
+            **WARM,
             "speculation": "draft",
             "draft_model": draft,
-            "strict": True,
         }
         with Runtime(tiny_llama(), **options) as runtime:
             for i in range(4):

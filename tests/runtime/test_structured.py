@@ -55,7 +55,9 @@ GRAMMARS: list[tuple[dict[str, Any], str]] = [
 @pytest.fixture(scope="module")
 def rt() -> Iterator[Runtime]:
     """Yield a runtime in which a compilation after the warm-up is an error."""
-    with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), **{**OPTIONS, "strict": True}) as rt:
+    with Runtime(
+        tiny_llama(), tokenizer=letter_tokenizer(), **{**OPTIONS, "strict": True, "warmup": True}
+    ) as rt:
         yield rt
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxserve.testing import SlowExecutor, WrapAll, tiny
 from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
 from sharding import make_mesh, state_shardings
 
-OPTIONS = tiny.OPTIONS | {"strict": True}
+OPTIONS = tiny.OPTIONS | {"strict": True, "warmup": True}
 PROMPTS = random_prompts(6, longest=30)
 LONG = SamplingParams(max_tokens=MAX_CONTEXT - 31)
 
@@ -58,7 +59,7 @@ def _begun(rt: Runtime):
     """Submit all prompts, and wait until some are in the middle of their answers."""
     pending = [rt.submit(prompt, LONG) for prompt in PROMPTS]
     while rt.stats().num_tokens < 60:
-        pass
+        time.sleep(0.001)
     return pending
 
 
@@ -133,7 +134,7 @@ def test_parameters_have_the_dtype_of_the_configuration():
     halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _params(1))
     with pytest.raises(InvalidConfigError, match=r"bfloat16.*says float32.*dtype='bfloat16'"):
         Runtime(tiny_llama(0), halves, **OPTIONS)
-    with Runtime(tiny_llama(1, jnp.bfloat16), halves, warmup=False, **OPTIONS) as rt:
+    with Runtime(tiny_llama(1, jnp.bfloat16), halves, **OPTIONS | {"warmup": False}) as rt:
         assert rt.model_config.dtype == "bfloat16"
         pages = rt.stats().pool_bytes / (rt.config.num_pages * rt.config.page_size)
         assert pages == 2 * 2 * 2 * 8 * 2  # layers, keys and values, heads, head_dim, bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +28,7 @@ from jaxserve.testing.executors import ExecutorWrapper
 from jaxserve.testing.tiny import random_prompts, tiny_llama
 from sharding import make_mesh
 
-OPTIONS: dict[str, Any] = tiny.OPTIONS | {"policy": "auto", "warmup": False}
+OPTIONS: dict[str, Any] = tiny.OPTIONS | {"policy": "auto"}
 PROMPTS = random_prompts(6, longest=30)
 EACH = SamplingParams(max_tokens=20)
 
@@ -270,7 +271,7 @@ def test_the_end_of_a_stale_sample_reaches_its_stream_at_once():
         pieces = []
         pending = rt.submit(PROMPTS[0], two, on_piece=pieces.append)
         while not pieces:
-            pass
+            time.sleep(0.001)
         assert {piece.sample_index for piece in pieces} == {0}
         rt.update_params(_params(1), running="keep", max_staleness=0)
         done = pending.result(60)

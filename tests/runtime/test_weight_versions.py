@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,12 +27,11 @@ from jaxserve.testing import SlowExecutor, tiny
 from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
 from sharding import StagePlan, make_mesh, state_shardings
 
-OPTIONS: dict[str, Any] = tiny.OPTIONS | {"policy": "auto", "strict": True}
+OPTIONS: dict[str, Any] = tiny.OPTIONS | {"policy": "auto", "strict": True, "warmup": True}
 SLOW: dict[str, Any] = OPTIONS | {
     "wrap_executor": partial(SlowExecutor, step_s=0.02),
     "max_decode_iterations": 4,
 }
-LAZY: dict[str, Any] = tiny.OPTIONS | {"warmup": False}
 PROMPT = tuple(np.random.default_rng(3).integers(0, VOCAB_SIZE, 24).tolist())
 LONG = SamplingParams(max_tokens=90)
 NUM_SETS = 4
@@ -57,7 +57,7 @@ def _begun(rt: Runtime, params: SamplingParams = LONG):
     pieces = []
     pending = rt.submit(PROMPT, params, on_piece=pieces.append)
     while not pieces:
-        pass
+        time.sleep(0.001)
     return pending, pieces
 
 
@@ -275,7 +275,7 @@ def test_nothing_waits_for_ends_during_a_pause(slow):
         with pytest.raises(TimeoutError, match=r"call rt\.resume"):
             call()
     slow.resume()
-    with Runtime(tiny_llama(0), **LAZY) as rt:
+    with Runtime(tiny_llama(0), **tiny.OPTIONS) as rt:
         rt.pause()
         pending = rt.submit(PROMPT, LONG)
     assert pending.result(0).finish_reason in ("cancelled", "error")  # if it had not begun
@@ -332,7 +332,7 @@ def test_a_part_of_the_weights_is_updated(options):
     part = nnx.from_flat_state(
         [(path, v) for path, v in nnx.to_flat_state(_params(1)) if path[:2] == ("blocks", 1)]
     )
-    with Runtime(tiny_llama(0), **LAZY | options) as rt:
+    with Runtime(tiny_llama(0), **tiny.OPTIONS | options) as rt:
         first = rt.generate(PROMPT, each).token_ids
         with pytest.raises(InvalidParamsError, match="is missing"):
             rt.update_params(part)
@@ -350,11 +350,11 @@ def test_weights_come_from_another_mesh_and_dtype():
     each = SamplingParams(max_tokens=12)
     halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _params(1))
     rounded = jax.tree.map(lambda x: x.astype(jnp.float32), halves)
-    with Runtime(tiny_llama(0), rounded, **LAZY) as rt:
+    with Runtime(tiny_llama(0), rounded, **tiny.OPTIONS) as rt:
         wanted = rt.generate(PROMPT, each).token_ids
     trained = jax.device_put(halves, state_shardings(halves, make_mesh(tensor=2)))
     for mesh in (None, make_mesh(data=2)):
-        with Runtime(tiny_llama(0), mesh=mesh, **LAZY) as rt:
+        with Runtime(tiny_llama(0), mesh=mesh, **tiny.OPTIONS) as rt:
             assert rt.update_params(trained) == 1
             done = rt.generate([PROMPT] * 4, each)
             assert {c.token_ids for c in done} == {wanted}

@@ -19,7 +19,7 @@ EACH: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0}
 
 @pytest.fixture(scope="module")
 def rt() -> Iterator[Runtime]:
-    with runtime(max_adapters=2, max_adapter_rank=2, warmup=False) as rt:
+    with runtime(max_adapters=2, max_adapter_rank=2) as rt:
         rng = np.random.default_rng(0)
         shapes = rt.adapter_shapes(2)
         arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}

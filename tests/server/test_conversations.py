@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def test_disconnected_turn_is_not_kept(rt: Runtime, url: str):
         next(iter(stream))
         stream.close()
     while rt.outlook():
-        pass
+        time.sleep(0.001)
     answered = _say(url, "left", "a")
     while answered.status_code == 409:  # the journal lets go of the turn a moment later
         answered = _say(url, "left", "a")

@@ -68,9 +68,10 @@ def test_keys_are_needed(slow: Runtime):
 def test_ready_is_false_while_it_compiles():
     """Probes get 503 until a first request would not wait; requests are accepted all the time."""
     # No other test has steps of this size, so that they are compiled here.
-    options = {"max_slots": 7, "max_step_tokens": 128}
-    with runtime(**options, warmup=False):
+    options: dict[str, Any] = {"max_slots": 7, "max_step_tokens": 128}
+    with runtime(**options):
         pass  # measures the largest steps, which a constructor waits for
+    options |= {"warmup": "background"}
     with held_back("mixed_body") as compiling, runtime(**options) as rt, server(rt) as url:
         assert compiling.has_begun.wait(60)
         probed = httpx2.get(url + "/ready")

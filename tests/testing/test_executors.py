@@ -88,13 +88,12 @@ def test_logits_that_are_not_finite_fail_the_rows_of_one_step(expected):
 def test_a_runtime_with_wrappers():
     """All wrappers work around a device; one makes the engine fail."""
     seen = WrapAll(lambda inner: RecordingExecutor(FreeCopiesExecutor(SlowExecutor(inner, 0.0))))
-    options = OPTIONS | {"warmup": False}
-    with Runtime(tiny_llama(), wrap_executor=seen, **options) as rt:
+    with Runtime(tiny_llama(), wrap_executor=seen, **OPTIONS) as rt:
         rt.generate(random_prompts(3), PARAMS)
         rt.check_integrity()
         (executor,) = seen.executors
         assert executor.swap_costs is None and executor.params is not None
         assert len(executor.plans) == rt.stats().num_steps
-    with Runtime(tiny_llama(), wrap_executor=partial(FaultyExecutor, raises_at=3), **options) as rt:
+    with Runtime(tiny_llama(), wrap_executor=partial(FaultyExecutor, raises_at=3), **OPTIONS) as rt:
         done = rt.generate(random_prompts(3), PARAMS)
         assert all(isinstance(each.error, EngineFailedError) for each in done)

@@ -20,7 +20,7 @@ LENGTHS = dict(prompt_tokens=20, output_tokens=12)
 
 def test_a_batch_is_timed_as_a_whole_and_by_the_step():
     """The batch is answered once before, so that nothing compiles while it is timed."""
-    with Runtime(tiny_llama(), warmup=False, **OPTIONS) as rt:
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
         first = measure_batch(rt, 4, MACHINE, jnp.float32, **LENGTHS)
         compiled = rt.stats().num_compilations
         again = measure_batch(rt, 4, MACHINE, jnp.float32, **LENGTHS)
@@ -35,7 +35,7 @@ def test_a_batch_is_timed_as_a_whole_and_by_the_step():
 def test_a_batch_without_memory_is_not_run():
     """The result has the memory that the batch would need."""
     page_bytes = 2 * 2 * 2 * 8 * 8 * 4
-    with Runtime(tiny_llama(), warmup=False, **OPTIONS, kv_memory=10 * page_bytes) as rt:
+    with Runtime(tiny_llama(), **OPTIONS, kv_memory=10 * page_bytes) as rt:
         found = measure_batch(rt, 4, MACHINE, jnp.float32, **LENGTHS)
         assert rt.stats().num_steps == 0
     assert set(found) == {"batch_size", "does_not_fit"}
