@@ -7,6 +7,7 @@ from typing import Any, final
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 
 from jaxserve.cells.base import BATCH_SIZES, BaseCell
 from jaxserve.cells.nodes import Node
@@ -34,7 +35,8 @@ class Cell(BaseCell):
         do not travel with the task.
 
     Raises:
-      InvalidCellError: the module does not take these inputs, or does not return these outputs.
+      InvalidCellError: the module does not take these inputs, does not return these outputs, or
+        changes its own state.
     """
 
     def __init__(
@@ -49,10 +51,10 @@ class Cell(BaseCell):
         takes_rows: bool = False,
     ):
         name = type(module).__name__ if name is None else name
-        specs = {key: ValueSpec.of(value) for key, value in inputs.items()}
+        specs = _specs_of(name, "input", inputs)
         found = _outputs_of(module, specs, name)
         if outputs is not None:
-            _check_outputs(name, {key: ValueSpec.of(v) for key, v in outputs.items()}, found)
+            _check_outputs(name, _specs_of(name, "output", outputs), found)
         key = (id(module), tuple(specs.items()))
         super().__init__(key, name, specs, found, priority=priority, batch_sizes=batch_sizes)
         self.module = module
@@ -134,13 +136,35 @@ class Repeat(BaseCell):
         self.takes_rows = cell.takes_rows
         self.until = until
 
-    def __call__(self, *, max_steps: int, **inputs: Any) -> Node:
-        """Return a node that repeats the cell at most `max_steps` times, and at least once."""
+    def __call__(self, *only: Any, max_steps: int, **inputs: Any) -> Node:
+        """Return a node that repeats the cell at most `max_steps` times, and at least once.
+
+        See `BaseCell.__call__`.
+        """
         if max_steps < 1:
             raise InvalidGraphError(
                 f"a node of cell {self.name!r} was given max_steps={max_steps}; pass at least 1"
             )
-        return Node(self, self.bind(inputs), max_steps)
+        return Node(self, self.bind(self._named(only, inputs) if only else inputs), max_steps)
+
+
+def _specs_of(cell: str, what: str, values: Mapping[str, HasShape]) -> dict[str, ValueSpec]:
+    """Return the specs of a cell's inputs or outputs.
+
+    Raises:
+      InvalidCellError: one of them is not one array.
+    """
+    found = {}
+    for name, value in values.items():
+        try:
+            found[name] = ValueSpec.of(value)
+        except AttributeError as error:
+            raise InvalidCellError(
+                f"cell {cell!r}: {what} {name!r} is a {type(value).__name__}; pass one array or "
+                "jax.ShapeDtypeStruct for each name, so give the parts of a structure names of "
+                "their own, such as h and c"
+            ) from error
+    return found
 
 
 def _batched(specs: Mapping[str, ValueSpec], size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -161,6 +185,12 @@ def _outputs_of(module: nnx.Module, inputs: Mapping[str, ValueSpec], name: str):
 
     try:
         found = jax.eval_shape(call, _batched(inputs, _PROBE_SIZE))
+    except TraceContextError as error:
+        raise InvalidCellError(
+            f"cell {name!r}: the module changes its own state ({error}); a cell only reads its "
+            "parameters, so call module.eval() for its Dropout and BatchNorm layers, and pass "
+            "states as inputs"
+        ) from error
     except Exception as error:
         raise InvalidCellError(
             f"cell {name!r}: the module fails with inputs "
@@ -171,7 +201,7 @@ def _outputs_of(module: nnx.Module, inputs: Mapping[str, ValueSpec], name: str):
         raise InvalidCellError(
             f"cell {name!r}: the module returned a {type(found).__name__}; return a dict of arrays"
         )
-    specs = {}
+    specs = _specs_of(name, "output", found)
     for key, value in found.items():
         if not value.shape or value.shape[0] != _PROBE_SIZE:
             raise InvalidCellError(
