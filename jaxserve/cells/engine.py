@@ -40,6 +40,7 @@ class CellEngine:
 
     Attributes:
       changed: see `DeviceWork`.
+      policy_name: the policy's name.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class CellEngine:
         self._clock = clock
         self._max_nodes = max_nodes
         self._max_admitted = max_admitted
-        self._policy_name = policy.name
+        self.policy_name = policy.name
         self._scheduler = policy.new_scheduler(self._layout.cell_types, executor.num_workers)
         self._lanes = Lanes(executor.num_workers, max_in_flight, clock)
         self._rows = PartRows()
@@ -106,16 +107,18 @@ class CellEngine:
         """
         may_admit = self._admit()
         has_submitted = has_run = False
-        for worker in self._lanes.open_workers():
-            while self._lanes.is_open(worker) and self._submit(worker):
-                has_submitted = True
-                # A CPU may have run the tasks in the call: nothing is gained by more of them ahead.
-                has_run = self._lanes.has_run(worker)
-                # What waits may join the next ones.
-                if has_run or may_admit:
-                    break
+        workers = self._lanes.open_workers()
+        while workers:  # each gets a group in turn
+            submitted = [worker for worker in workers if self._submit(worker)]
+            has_submitted |= bool(submitted)
+            # A CPU may have run the tasks in the call: nothing is gained by more of them ahead.
+            idle = [worker for worker in submitted if self._lanes.has_run(worker)]
+            has_run |= bool(idle)
+            # What waits may join the next ones.
+            workers = [] if may_admit else self._lanes.open_workers(set(submitted) - set(idle))
         if not self._lanes.is_at_work:
-            self._check_progress()
+            if not may_admit:
+                self._check_progress()
         elif has_run or not (has_submitted and self._lanes.open_workers()):
             self._collect()
         ended, self._ended = self._ended, []
@@ -220,7 +223,7 @@ class CellEngine:
         except JaxserveError as error:
             return error
         except Exception as error:
-            return failures.policy_failed(self._policy_name, error)
+            return failures.policy_failed(self.policy_name, error)
         return None
 
     def refusal(self, num_slots: Sequence[int]) -> TooManyNodesError | None:
@@ -258,12 +261,13 @@ class CellEngine:
         return begun
 
     def _check_progress(self) -> None:
-        """End the newest of the requests that wait for more slots and hold all others."""
+        """End the oldest request that the policy leaves, or the newest that waits for more slots."""
         if self._scheduler.has_work:
             if self._scheduler.wake_s is None:
-                raise AssertionError("nodes are left, but the policy schedules none")
+                part = next(iter(self._parts.values()))
+                self._end(part, "error", failures.not_scheduled(part, self.policy_name))
         elif self._waiting:
-            part = next(part for part in self._waiting if part.before is not None)
+            part = next((p for p in self._waiting if p.before is not None), self._waiting[0])
             self._end(part, "error", failures.no_free_slots(part))
 
     # ---- results ----

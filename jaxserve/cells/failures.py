@@ -61,6 +61,14 @@ def policy_failed(policy: str, cause: Exception) -> InvalidGraphError:
     return refused
 
 
+def not_scheduled(part: Part, policy: str) -> InvalidGraphError:
+    """Return the error for a graph of which a policy schedules no node although nothing runs."""
+    return InvalidGraphError(
+        f"request {part.answer.id}: the policy {policy!r} schedules none of the nodes that are "
+        "left, and nothing else runs; pass a graph that it schedules, or another policy"
+    )
+
+
 def then_failed(part: Part, cause: Exception) -> UnfoldError:
     """Return the error for a `then` that raised an exception."""
     failure = UnfoldError(

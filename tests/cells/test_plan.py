@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from jaxserve.cells.plan import plan_cells
 from jaxserve.cells.simulation import MeasuredCost
 from jaxserve.core.errors import InfeasibleBoundError, InvalidConfigError
-from jaxserve.planning.cells import plan_cells
 from tests.cells.examples import chain, chain_cell
 
 CELL = chain_cell(batch_sizes=(1, 4, 16))

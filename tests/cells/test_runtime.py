@@ -30,7 +30,6 @@ from jaxserve.core.errors import (
     TooManyNodesError,
     UnfoldError,
 )
-from jaxserve.report import Report
 from tests.cells import modules
 from tests.cells.modules import SIZE, distance
 
@@ -387,11 +386,11 @@ def test_the_records_make_a_report(runtime: CellRuntime):
     assert completion.num_nodes == 6
     timing = completion.timing
     assert timing.arrival_s <= timing.admitted_s <= timing.first_token_s <= timing.finished_s
-    records = runtime.records
-    report = Report(records.steps, records.requests, policy="batchmaker", num_pages=0)
+    report = runtime.report()
+    assert report.policy == "batchmaker"
     assert {"embed", "recurrent"} <= {step.kind for step in report.steps}
     assert report.figures()["num_requests"] >= 1
-    stats = runtime.stats
+    stats = runtime.stats()
     assert stats.num_calls < stats.num_tasks < stats.num_nodes
 
 
@@ -404,7 +403,7 @@ def test_several_devices():
         items = [item for item in random_items(60, 4) if isinstance(item, kinds)]
         for item, completion in zip(items, rt.generate(items), strict=True):
             check(item, completion)
-        assert {step.group for step in rt.records.steps} == {0, 1, 2}
+        assert {step.group for step in rt.report().steps} == {0, 1, 2}
         rt.check_integrity()
 
 
