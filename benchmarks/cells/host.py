@@ -203,6 +203,10 @@ class _Handle:
         self.tasks = tasks
         self._results = results
 
+    @property
+    def has_news(self) -> bool:
+        return bool(self._results.values) or any(self._results.ended)
+
     def is_ready(self) -> bool:
         return True
 

@@ -47,6 +47,10 @@ class DeviceHandle:
         for array in self._arrays if copies else ():
             array.copy_to_host_async()
 
+    @property
+    def has_news(self) -> bool:
+        return bool(self._reads) or self._layout.types[self.tasks[0].type].is_loop
+
     def is_ready(self) -> bool:
         return self._arrays[-1].is_ready()
 

@@ -40,7 +40,6 @@ class CellEngine:
 
     Attributes:
       changed: see `DeviceWork`.
-      policy_name: the policy's name.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class CellEngine:
         self._clock = clock
         self._max_nodes = max_nodes
         self._max_admitted = max_admitted
-        self.policy_name = policy.name
+        self._policy_name = policy.name
         self._scheduler = policy.new_scheduler(self._layout.cell_types, executor.num_workers)
         self._lanes = Lanes(executor.num_workers, max_in_flight, clock)
         self._rows = PartRows()
@@ -108,19 +107,21 @@ class CellEngine:
         may_admit = self._admit()
         has_submitted = has_run = False
         workers = self._lanes.open_workers()
-        while workers:  # each gets a group in turn
-            submitted = [worker for worker in workers if self._submit(worker)]
-            has_submitted |= bool(submitted)
-            # A CPU may have run the tasks in the call: nothing is gained by more of them ahead.
-            idle = [worker for worker in submitted if self._lanes.has_run(worker)]
-            has_run |= bool(idle)
-            # What waits may join the next ones.
-            workers = [] if may_admit else self._lanes.open_workers(set(submitted) - set(idle))
-        if not self._lanes.is_at_work:
-            if not may_admit:
-                self._check_progress()
-        elif has_run or not (has_submitted and self._lanes.open_workers()):
-            self._collect()
+        while workers := [worker for worker in workers if self._submit(worker)]:  # a group each
+            has_submitted = True
+            # Nothing is gained by more tasks ahead if a CPU has run these and a request waits for
+            # the results. What waits to start may join the next ones.
+            done = [worker for worker in workers if self._lanes.has_run(worker)]
+            has_run |= bool(done)
+            left = set(workers) - set(filter(self._lanes.has_news, done))
+            workers = [] if may_admit else self._lanes.open_workers(left)
+        if self._lanes.is_at_work:
+            if has_run or not (has_submitted and self._lanes.open_workers()):
+                self._collect()
+            while has_run and self._lanes.is_any_ready:
+                self._collect()
+        elif not may_admit:
+            self._check_progress()
         ended, self._ended = self._ended, []
         return ended
 
@@ -169,7 +170,7 @@ class CellEngine:
         num_admitted = 0
         while self._waiting:
             if num_admitted == self._max_admitted:
-                if not self._lanes.is_running:
+                if not self._lanes.is_at_work or self._lanes.is_any_ready:
                     return True
                 num_admitted = 0
             part = self._waiting[0]
@@ -223,7 +224,7 @@ class CellEngine:
         except JaxserveError as error:
             return error
         except Exception as error:
-            return failures.policy_failed(self.policy_name, error)
+            return failures.policy_failed(self._policy_name, error)
         return None
 
     def refusal(self, num_slots: Sequence[int]) -> TooManyNodesError | None:
@@ -261,11 +262,11 @@ class CellEngine:
         return begun
 
     def _check_progress(self) -> None:
-        """End the oldest request that the policy leaves, or the newest that waits for more slots."""
+        """End the oldest request that the policy leaves, or the newest that waits for slots."""
         if self._scheduler.has_work:
             if self._scheduler.wake_s is None:
                 part = next(iter(self._parts.values()))
-                self._end(part, "error", failures.not_scheduled(part, self.policy_name))
+                self._end(part, "error", failures.not_scheduled(part, self._policy_name))
         elif self._waiting:
             part = next((p for p in self._waiting if p.before is not None), self._waiting[0])
             self._end(part, "error", failures.no_free_slots(part))

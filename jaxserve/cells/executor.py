@@ -46,6 +46,11 @@ class CellHandle(Protocol):
     @property
     def tasks(self) -> Sequence[Task]: ...
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a request may end, or go on, with the results."""
+        ...
+
     def is_ready(self) -> bool:
         """Return whether `collect` would return without waiting."""
         ...

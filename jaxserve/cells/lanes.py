@@ -83,11 +83,15 @@ class Lanes:
         handles = self._lanes[worker].handles
         return bool(handles) and handles[-1][0].is_ready()
 
+    def has_news(self, worker: int) -> bool:
+        """Return whether a request may wait for the results of what a worker was given last."""
+        return self._lanes[worker].handles[-1][0].has_news
+
     @property
-    def is_running(self) -> bool:
-        """Whether there are tasks in flight, and no worker's oldest ones have run."""
+    def is_any_ready(self) -> bool:
+        """Whether a worker has run its oldest tasks in flight."""
         oldest = [lane.handles[0][0] for lane in self._lanes if lane.handles]
-        return bool(oldest) and not any([handle.is_ready() for handle in oldest])
+        return any([handle.is_ready() for handle in oldest])
 
     def push(self, worker: int, handles: list[CellHandle]) -> None:
         """Add a group of tasks."""

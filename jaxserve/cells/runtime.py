@@ -123,6 +123,7 @@ class CellRuntime:
             executor = wrap_executor(executor)
         clock = WallClock()
         self._layout = layout
+        self._policy_name = policy.name
         self._num_workers = executor.num_workers
         self._clock: Clock = clock
         self._max_nodes = max_nodes
@@ -234,7 +235,7 @@ class CellRuntime:
     def report(self) -> Report:
         """Return the report so far, in which a task is a step and a node is a token."""
         records = self._engine.recorder.records
-        about: Any = {"policy": self._engine.policy_name, "kernels": dispatch.choices()}
+        about: Any = {"policy": self._policy_name, "kernels": dispatch.choices()}
         return Report(records.steps, records.requests, num_pages=0, **about)
 
     def check_integrity(self) -> None:

@@ -223,6 +223,10 @@ class _Handle:
         self._clock = clock
         self._on_collect = on_collect
 
+    @property
+    def has_news(self) -> bool:
+        return True
+
     def is_ready(self) -> bool:
         return self._clock.now() >= self._ready_s
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from flax import nnx
@@ -55,6 +57,50 @@ def test_answers_are_those_of_the_modules(name):
         for given, got in zip(inputs, mixed, strict=True):
             wanted = evaluate(model.unfold(given))[state]
             np.testing.assert_allclose(got[state], wanted, rtol=1e-5, atol=1e-6)
+
+
+class Watched:
+    """An executor that notes the types of submitted tasks, and when results are collected."""
+
+    def __init__(self, inner: Any):
+        self._inner = inner
+        self.seen: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def submit(self, worker: int, tasks: Any) -> list[Any]:
+        self.seen.append(f"type {tasks[0].type}")
+        return [WatchedHandle(handle, self.seen) for handle in self._inner.submit(worker, tasks)]
+
+
+class WatchedHandle:
+    """See `Watched`."""
+
+    def __init__(self, inner: Any, seen: list[str]):
+        self._inner = inner
+        self._seen = seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def collect(self) -> Any:
+        self._seen.append("collected")
+        return self._inner.collect()
+
+
+def test_pairs_of_a_tree_run_before_the_results_of_its_leaves_are_collected():
+    """No request waits for those. A small call runs at once, so all is then collected together."""
+    model, _ = _model("tree")
+    executors: list[Watched] = []
+
+    def watch(executor: Any) -> Any:
+        executors.append(Watched(executor))
+        return executors[0]
+
+    with CellRuntime(model.cells, model.unfold, warmup=False, wrap_executor=watch) as rt:
+        rt.generate([((1, 2), 3)], progress=False)
+    assert executors[0].seen == ["type 0", "type 1", "collected", "collected"]
 
 
 def test_a_result_that_is_not_finite_ends_its_request_alone():

@@ -263,6 +263,38 @@ def test_a_tree_is_the_graph_of_its_calls(size: int):
     assert single.cell is leaf
 
 
+def test_trees_of_one_size_share_what_does_not_depend_on_their_pairs():
+    """Every pair reads what the nodes that it joins have written, and so does the graph."""
+    leaf = SimulatedCell("leaf", {"x": TOKEN}, {"h": STATE, "c": STATE})
+    names = ("lh", "lc", "rh")
+    pair = SimulatedCell("pair", dict.fromkeys(names, STATE), {"c": STATE, "h": STATE, "o": STATE})
+    sides = {"left": {"lh": "h", "lc": "c"}, "right": {"rh": "h"}}
+    layout = layout_of(leaf, pair)
+    plans = []
+    for pairs in (PAIRS, [(3, 4), (2, 5), (1, 6), (0, 7)], [(1, 0), (5, 2), (4, 3), (7, 6)]):
+        root = pair.tree(leaf, {"x": range(5)}, pairs, **sides)
+        flat = flatten(Graph({"o": root["o"], "h": root["h"]}), layout, max_nodes=9)
+        plans.append(flat.plan)
+        assert flat.words[:5, 0].tolist() == list(range(5))
+        held: dict[int, tuple[int, str]] = {}  # the value that each slot has
+        for node, codes in enumerate(flat.plan.codes.tolist()):
+            if node >= 5:
+                left, right = pairs[node - 5]
+                assert [held[code] for code in codes[:3]] == [
+                    (left, "h"),
+                    (left, "c"),
+                    (right, "h"),
+                ]
+            outputs = layout.types[flat.plan.types[node]].cell.outputs
+            for name, code in zip(outputs, codes[layout.first_output :], strict=False):
+                if code >= FIRST_SLOT:
+                    held[code] = node, name
+        for value, wanted in flat.wanted:
+            node, output = divmod(value, layout.stride)
+            assert held[flat.plan.codes[node, layout.first_output + output]] == (8, wanted.name)
+    assert plans[0].types is plans[1].types is plans[2].types
+
+
 @pytest.mark.parametrize(
     "error, given, pairs, left",
     [
