@@ -33,6 +33,8 @@ class Cell(BaseCell):
       takes_rows: whether the module also takes inputs as `pallas_kernels.RowsAt`, rows of a pool of
         states that are not gathered. On GPUs and CPUs it is then called with these, for inputs that
         do not travel with the task.
+      allows_infinite: whether outputs may be infinite, such as masked logits. By default infinity
+        ends the request as NaN does.
 
     Raises:
       InvalidCellError: the module does not take these inputs, does not return these outputs, or
@@ -49,16 +51,18 @@ class Cell(BaseCell):
         priority: int = 0,
         batch_sizes: Sequence[int] = BATCH_SIZES,
         takes_rows: bool = False,
+        allows_infinite: bool = False,
     ):
         name = type(module).__name__ if name is None else name
         specs = _specs_of(name, "input", inputs)
         found = _outputs_of(module, specs, name)
         if outputs is not None:
             _check_outputs(name, _specs_of(name, "output", outputs), found)
-        key = (id(module), tuple(specs.items()))
+        key = (id(module), tuple(specs.items()), allows_infinite)
         super().__init__(key, name, specs, found, priority=priority, batch_sizes=batch_sizes)
         self.module = module
         self.takes_rows = takes_rows
+        self.allows_infinite = allows_infinite
 
 
 @final
@@ -134,6 +138,7 @@ class Repeat(BaseCell):
         )
         self.module = cell.module
         self.takes_rows = cell.takes_rows
+        self.allows_infinite = cell.allows_infinite
         self.until = until
 
     def __call__(self, *only: Any, max_steps: int, **inputs: Any) -> Node:

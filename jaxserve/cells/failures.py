@@ -47,7 +47,8 @@ def not_finite(part: Part, node: int, layout: Layout) -> NumericalError:
     cell = layout.types[part.graph.graph.types[number]].cell
     return NumericalError(
         f"request {part.answer.id}: node {number} (cell {cell.name!r}) returned NaN or infinite "
-        "values; check the input and the cell's parameters"
+        "values; check the input and the cell's parameters, or pass allows_infinite to its Cell if "
+        "infinity is meant"
     )
 
 
