@@ -54,6 +54,10 @@ class NodeQueue:
     def num_for(self, worker: int) -> int:
         return self.num_ready
 
+    def count_running(self, num: int) -> None:
+        """Count tasks that were submitted, or with a negative number that are completed."""
+        self.num_running += num
+
     def push(self, entry: Entry, first_node: int) -> Release:
         """Add the ready nodes of a subgraph that is released now."""
         waves = entry.waves

@@ -130,7 +130,7 @@ class OneWorkerScheduler:
         if submitted is not task:
             raise AssertionError("tasks of a worker must be completed in their order")
         queue = self._queues[task.type]
-        queue.num_running -= 1
+        queue.count_running(-1)
         if self._has_loops:
             graphs = self._completed(queue, task, ended)
         finished = []
@@ -152,7 +152,7 @@ class OneWorkerScheduler:
             tasks.append(task)
             self._submitted.append((task, graphs))
             begin = end
-        queue.num_running += len(sizes)
+        queue.count_running(len(sizes))
 
     def _batches(
         self, queue: NodeQueue, nodes: np.ndarray, most: int

@@ -58,9 +58,9 @@ def test_workers_are_loaded_evenly():
     cell = chain_cell(batch_sizes=(1,))
     requests = [(2.0 * number, chain(cell, 1)) for number in range(8)]
     requests += [(20.0, chain(cell, 3)) for _ in range(16)]
-    options = {"num_workers": 8, "max_tasks_to_submit": 1}
+    policy = BatchMaker(max_tasks_to_submit=1)
     done = simulate_cells(
-        layout_of(cell), requests, BatchMaker(max_tasks_to_submit=1), OneSecond(), **options
+        layout_of(cell), requests, policy, OneSecond(), num_workers=8, max_tasks_to_submit=1
     )
     tasks = Counter(step.group for step in done.records.steps)
     assert sorted(tasks) == list(range(8)) and max(tasks.values()) <= min(tasks.values()) + 2
