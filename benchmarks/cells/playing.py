@@ -54,9 +54,9 @@ def serve(
     rt: CellRuntime, requests: Sequence[CellRequest], arrivals: Sequence[float]
 ) -> dict[str, Any]:
     """Return the figures of a run on the device, in real time; see `serve_all`."""
-    before = _numbers(rt.stats)
+    before = _numbers(rt.stats())
     served, _ = serve_all(rt, requests, arrivals)
-    return {**figures_of(served), **_counts(rt.stats, before)}
+    return {**figures_of(served), **_counts(rt.stats(), before)}
 
 
 def serve_all(

@@ -110,13 +110,18 @@ class BaseCell:
             ends_by_itself=self.ends_by_itself,
         )
 
-    def __call__(self, **inputs: Any) -> Node:
+    def __call__(self, *only: Any, **inputs: Any) -> Node:
         """Return a node with these inputs: outputs of other nodes, and constants.
+
+        A node stands for its only output, or for the one of several that has the input's name.
+
+        Args:
+          only: the input of a cell that has one, without its name.
 
         Raises:
           MissingInputError, UnknownInputError, InputMismatchError
         """
-        return Node(self, self.bind(inputs))
+        return Node(self, self.bind(self._named(only, inputs) if only else inputs))
 
     def chain(
         self,
@@ -287,6 +292,11 @@ class BaseCell:
             if name not in inputs:
                 self._refuse_names(inputs)
             value = inputs[name]
+            if type(value) is Node:
+                outputs = value.cell.outputs
+                if name not in outputs and len(outputs) > 1:
+                    self._refuse_value(name, inputs)
+                value = value[name if name in outputs else next(iter(outputs))]
             if type(value) is Output:
                 if value.spec is not spec:  # specs of one shape and dtype are one object
                     self._refuse_value(name, inputs)
@@ -297,6 +307,21 @@ class BaseCell:
                     self._refuse_value(name, inputs)
             bound.append(value)
         return tuple(bound)
+
+    def _named(self, only: tuple[Any, ...], inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs of a node, of which one was given without its name.
+
+        Raises:
+          UnknownInputError: the cell has several inputs, or more were given.
+        """
+        names = list(self.inputs)
+        if len(names) > 1 or len(only) + len(inputs) > 1:
+            label = label_of(self, (*only, *inputs.values()))
+            raise UnknownInputError(
+                f"{label} was given {len(only)} inputs without a name; its inputs are "
+                f"{', '.join(map(repr, names))}, so pass them as {names[0]}=..."
+            )
+        return {names[0]: only[0]}
 
     def _refuse_names(self, inputs: Mapping[str, Any]) -> None:
         allowed = f"its inputs are {', '.join(map(repr, self.inputs))}"
@@ -315,9 +340,8 @@ class BaseCell:
         elif isinstance(value, np.ndarray | np.generic):
             given = f"an array {ValueSpec.of(value)}"
         elif isinstance(value, Node):
-            given = (
-                f'the node {value}; pass one of its outputs, such as node["{next(iter(value))}"]'
-            )
+            outputs = ", ".join(map(repr, value.cell.outputs))
+            given = f"{value}, which has the outputs {outputs}, none of them named {name!r}"
         else:
             given = f"{value!r} of type {type(value).__name__}"
         raise InputMismatchError(

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 
 from jaxserve.cells.base import BATCH_SIZES, BaseCell
 from jaxserve.cells.nodes import Node
@@ -32,9 +33,12 @@ class Cell(BaseCell):
       takes_rows: whether the module also takes inputs as `pallas_kernels.RowsAt`, rows of a pool of
         states that are not gathered. On GPUs and CPUs it is then called with these, for inputs that
         do not travel with the task.
+      allows_infinite: whether outputs may be infinite, such as masked logits. By default infinity
+        ends the request as NaN does.
 
     Raises:
-      InvalidCellError: the module does not take these inputs, or does not return these outputs.
+      InvalidCellError: the module does not take these inputs, does not return these outputs, or
+        changes its own state.
     """
 
     def __init__(
@@ -47,16 +51,18 @@ class Cell(BaseCell):
         priority: int = 0,
         batch_sizes: Sequence[int] = BATCH_SIZES,
         takes_rows: bool = False,
+        allows_infinite: bool = False,
     ):
         name = type(module).__name__ if name is None else name
-        specs = {key: ValueSpec.of(value) for key, value in inputs.items()}
+        specs = _specs_of(name, "input", inputs)
         found = _outputs_of(module, specs, name)
         if outputs is not None:
-            _check_outputs(name, {key: ValueSpec.of(v) for key, v in outputs.items()}, found)
-        key = (id(module), tuple(specs.items()))
+            _check_outputs(name, _specs_of(name, "output", outputs), found)
+        key = (id(module), tuple(specs.items()), allows_infinite)
         super().__init__(key, name, specs, found, priority=priority, batch_sizes=batch_sizes)
         self.module = module
         self.takes_rows = takes_rows
+        self.allows_infinite = allows_infinite
 
 
 @final
@@ -132,15 +138,38 @@ class Repeat(BaseCell):
         )
         self.module = cell.module
         self.takes_rows = cell.takes_rows
+        self.allows_infinite = cell.allows_infinite
         self.until = until
 
-    def __call__(self, *, max_steps: int, **inputs: Any) -> Node:
-        """Return a node that repeats the cell at most `max_steps` times, and at least once."""
+    def __call__(self, *only: Any, max_steps: int, **inputs: Any) -> Node:
+        """Return a node that repeats the cell at most `max_steps` times, and at least once.
+
+        See `BaseCell.__call__`.
+        """
         if max_steps < 1:
             raise InvalidGraphError(
                 f"a node of cell {self.name!r} was given max_steps={max_steps}; pass at least 1"
             )
-        return Node(self, self.bind(inputs), max_steps)
+        return Node(self, self.bind(self._named(only, inputs) if only else inputs), max_steps)
+
+
+def _specs_of(cell: str, what: str, values: Mapping[str, HasShape]) -> dict[str, ValueSpec]:
+    """Return the specs of a cell's inputs or outputs.
+
+    Raises:
+      InvalidCellError: one of them is not one array.
+    """
+    found = {}
+    for name, value in values.items():
+        try:
+            found[name] = ValueSpec.of(value)
+        except AttributeError as error:
+            raise InvalidCellError(
+                f"cell {cell!r}: {what} {name!r} is a {type(value).__name__}; pass one array or "
+                "jax.ShapeDtypeStruct for each name, so give the parts of a structure names of "
+                "their own, such as h and c"
+            ) from error
+    return found
 
 
 def _batched(specs: Mapping[str, ValueSpec], size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -161,6 +190,12 @@ def _outputs_of(module: nnx.Module, inputs: Mapping[str, ValueSpec], name: str):
 
     try:
         found = jax.eval_shape(call, _batched(inputs, _PROBE_SIZE))
+    except TraceContextError as error:
+        raise InvalidCellError(
+            f"cell {name!r}: the module changes its own state ({error}); a cell only reads its "
+            "parameters, so call module.eval() for its Dropout and BatchNorm layers, and pass "
+            "states as inputs"
+        ) from error
     except Exception as error:
         raise InvalidCellError(
             f"cell {name!r}: the module fails with inputs "
@@ -171,7 +206,7 @@ def _outputs_of(module: nnx.Module, inputs: Mapping[str, ValueSpec], name: str):
         raise InvalidCellError(
             f"cell {name!r}: the module returned a {type(found).__name__}; return a dict of arrays"
         )
-    specs = {}
+    specs = _specs_of(name, "output", found)
     for key, value in found.items():
         if not value.shape or value.shape[0] != _PROBE_SIZE:
             raise InvalidCellError(

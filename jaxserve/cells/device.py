@@ -79,8 +79,9 @@ class DeviceCells:
                 for device in devices
             ]
         self._table = ValueTable(self.layout, len(devices), tuple(num_slots))
-        # Of each worker: large constants to write before its next tasks, by pool and slot.
-        self._unwritten: list[dict[tuple[int, int], np.ndarray]] = [{} for _ in devices]
+        # Large constants by pool and slot. One worker writes them before its next tasks. Of several
+        # workers, each writes those that it reads.
+        self._constants: dict[tuple[int, int], np.ndarray] = {}
         self._places: dict[int, list[tuple[int, int]]] = {}  # theirs, by the graph's first row
         self._wanted: dict[int, list[int]] = {}  # node -> values to read when it has run
         self._is_wanted = np.zeros(0, np.bool_)  # of each node, whether it has any
@@ -102,8 +103,7 @@ class DeviceCells:
             places = self._table.constant_places(graph, first_row)
             self._places[first_row] = places
             for place, (_, _, array) in zip(places, graph.constants, strict=True):
-                for unwritten in self._unwritten:
-                    unwritten[place] = array
+                self._constants[place] = array
         for node, value in graph.plan.returned.reads:
             self._wanted.setdefault(first_row + node, []).append(first_row * stride + value)
             self._is_wanted[first_row + node] = True
@@ -294,9 +294,14 @@ class DeviceCells:
         return self._programs.read(self._workers[worker].pools[pool], _padded(slots, ZERO_SLOT))
 
     def _fetch(self, worker: int, pool: int, slots: np.ndarray) -> None:
-        """Copy slots to a worker from those that have their values."""
+        """Copy slots to a worker from those that have their values, and constants from the host."""
         holders = self._table.workers_with(pool, slots, worker)
-        for other in set(holders.tolist()) - {worker}:
+        constants = slots[holders < 0]
+        if len(constants):
+            arrays = [self._constants[pool, slot] for slot in constants.tolist()]
+            self._write_all(worker, pool, constants, arrays)
+            self._table.copied(worker, pool, constants)
+        for other in set(holders.tolist()) - {worker, -1}:
             there = slots[holders == other]
             for begin in range(0, len(there), COPY_SIZES[-1]):
                 some = there[begin : begin + COPY_SIZES[-1]]
@@ -305,24 +310,28 @@ class DeviceCells:
 
     def _write_constants(self, worker: int) -> None:
         """Write the large constants of graphs that were added since the worker's last tasks."""
-        unwritten = self._unwritten[worker]
-        if not unwritten:
+        if not self._constants or len(self._workers) > 1:
             return
         of_pools: dict[int, list[tuple[int, np.ndarray]]] = {}
-        for (pool, slot), array in unwritten.items():
+        for (pool, slot), array in self._constants.items():
             of_pools.setdefault(pool, []).append((slot, array))
-        unwritten.clear()
+        self._constants.clear()
         for pool, given in of_pools.items():
-            for begin in range(0, len(given), COPY_SIZES[-1]):
-                some = given[begin : begin + COPY_SIZES[-1]]
-                arrays = [array for _, array in some]
-                arrays += [arrays[0]] * (bucket(len(some), COPY_SIZES) - len(some))
-                self._write(worker, pool, np.array([slot for slot, _ in some]), np.stack(arrays))
+            slots, arrays = zip(*given, strict=True)
+            self._write_all(worker, pool, np.array(slots), arrays)
+
+    def _write_all(
+        self, worker: int, pool: int, slots: np.ndarray, arrays: Sequence[np.ndarray]
+    ) -> None:
+        """Write arrays of the host to slots of a worker."""
+        for begin in range(0, len(slots), COPY_SIZES[-1]):
+            some = list(arrays[begin : begin + COPY_SIZES[-1]])
+            padded = some + [some[0]] * (bucket(len(some), COPY_SIZES) - len(some))
+            self._write(worker, pool, slots[begin : begin + len(some)], np.stack(padded))
 
     def _forget_constants(self, first_row: int) -> None:
         for place in self._places.pop(first_row, ()):
-            for unwritten in self._unwritten:
-                unwritten.pop(place, None)
+            self._constants.pop(place, None)
 
     def _write(self, worker: int, pool: int, slots: np.ndarray, array: Any) -> None:
         """Write the first rows of an array of a compiled size."""

@@ -106,21 +106,22 @@ class CellEngine:
         """
         may_admit = self._admit()
         has_submitted = has_run = False
-        for worker in self._lanes.open_workers():
-            while self._lanes.is_open(worker) and self._submit(worker):
-                has_submitted = True
-                # A CPU may have run the tasks in the call. If a request waits for the results,
-                # nothing is gained by more tasks ahead. What waits to start may join the next ones.
-                has_run = self._lanes.has_run(worker)
-                if may_admit or (has_run and self._lanes.has_news(worker)):
-                    break
-        if not self._lanes.is_at_work:
-            if not may_admit:
-                self._check_progress()
-        elif has_run or not (has_submitted and self._lanes.open_workers()):
-            self._collect()
+        workers = self._lanes.open_workers()
+        while workers := [worker for worker in workers if self._submit(worker)]:  # a group each
+            has_submitted = True
+            # Nothing is gained by more tasks ahead if a CPU has run these and a request waits for
+            # the results. What waits to start may join the next ones.
+            done = [worker for worker in workers if self._lanes.has_run(worker)]
+            has_run |= bool(done)
+            left = set(workers) - set(filter(self._lanes.has_news, done))
+            workers = [] if may_admit else self._lanes.open_workers(left)
+        if self._lanes.is_at_work:
+            if has_run or not (has_submitted and self._lanes.open_workers()):
+                self._collect()
             while has_run and self._lanes.is_any_ready:
                 self._collect()
+        elif not may_admit:
+            self._check_progress()
         ended, self._ended = self._ended, []
         return ended
 
@@ -261,12 +262,13 @@ class CellEngine:
         return begun
 
     def _check_progress(self) -> None:
-        """End the newest of the requests that wait for more slots and hold all others."""
+        """End the oldest request that the policy leaves, or the newest that waits for slots."""
         if self._scheduler.has_work:
             if self._scheduler.wake_s is None:
-                raise AssertionError("nodes are left, but the policy schedules none")
+                part = next(iter(self._parts.values()))
+                self._end(part, "error", failures.not_scheduled(part, self._policy_name))
         elif self._waiting:
-            part = next(part for part in self._waiting if part.before is not None)
+            part = next((p for p in self._waiting if p.before is not None), self._waiting[0])
             self._end(part, "error", failures.no_free_slots(part))
 
     # ---- results ----

@@ -25,7 +25,7 @@ class TaskResults:
     Attributes:
       ended: for each task, the nodes of loops whose step in the task ended them, or that had ended
         before.
-      not_finite: nodes with an output that is NaN or infinite.
+      not_finite: nodes with an output that is NaN, or infinite if their cell does not allow it.
       values: (value, array) of the graphs' outputs that are there now.
       steps: (value, array [steps, ...]) of the emitted outputs of loops, in the order of the steps.
     """

@@ -47,7 +47,8 @@ def not_finite(part: Part, node: int, layout: Layout) -> NumericalError:
     cell = layout.types[part.graph.graph.types[number]].cell
     return NumericalError(
         f"request {part.answer.id}: node {number} (cell {cell.name!r}) returned NaN or infinite "
-        "values; check the input and the cell's parameters"
+        "values; check the input and the cell's parameters, or pass allows_infinite to its Cell if "
+        "infinity is meant"
     )
 
 
@@ -59,6 +60,14 @@ def policy_failed(policy: str, cause: Exception) -> InvalidGraphError:
     )
     refused.__cause__ = cause
     return refused
+
+
+def not_scheduled(part: Part, policy: str) -> InvalidGraphError:
+    """Return the error for a graph of which a policy schedules no node although nothing runs."""
+    return InvalidGraphError(
+        f"request {part.answer.id}: the policy {policy!r} schedules none of the nodes that are "
+        "left, and nothing else runs; pass a graph that it schedules, or another policy"
+    )
 
 
 def then_failed(part: Part, cause: Exception) -> UnfoldError:

@@ -50,6 +50,8 @@ class GatedTasks:
             raise NotImplementedError("its module is not one gated cell")
         if t.is_loop:
             raise NotImplementedError("it is a loop")
+        if cell.allows_infinite:
+            raise NotImplementedError("its outputs may be infinite")
         if len(set(t.output_pools)) > 1 or t.num_outputs != 2:
             raise NotImplementedError("its states do not lie in one pool")
         for spec, words in zip(cell.inputs.values(), t.words, strict=True):

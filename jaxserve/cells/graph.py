@@ -26,6 +26,8 @@ Values: TypeAlias = "dict[str, np.ndarray]"
 Then: TypeAlias = "Callable[[Values], Graph | Values]"
 # The most nodes of a graph, unless a runtime is created with another limit.
 MAX_NODES = 100_000
+# The most nodes of a cycle that its error names.
+_MAX_NAMED = 8
 
 
 @final
@@ -97,8 +99,8 @@ class Graph:
 
         Raises:
           CyclicGraphError: nodes depend on each other.
-          InvalidGraphError: an index is not one of a node, or there are more or fewer inputs than
-            cells; or a subclass, as in a cell's call.
+          InvalidGraphError: a tuple is not (index of a node, name of its output), or there are more
+            or fewer inputs than cells; or a subclass, as in a cell's call.
         """
         if len(cells) != len(inputs):
             raise InvalidGraphError(
@@ -107,14 +109,14 @@ class Graph:
         if len(cells) > max_nodes:
             raise TooManyNodesError(_too_many(f"{len(cells)}", max_nodes))
         nodes: list[Node | None] = [None] * len(cells)
-        for index in _order(inputs):
+        for index in _order(cells, inputs):
             given = {name: _resolved(value, nodes) for name, value in inputs[index].items()}
             try:
                 nodes[index] = cells[index](**given)
             except (MissingInputError, UnknownInputError, InputMismatchError) as error:
                 raise type(error)(f"node {index}: {error}") from error
         for name, value in outputs.items():
-            _check_index(f"output {name!r}", value[0], len(nodes))
+            _check_reference(f"output {name!r}", value, len(nodes))
         found = {name: _resolved(value, nodes) for name, value in outputs.items()}
         return cls(found, max_nodes=max_nodes)
 
@@ -188,22 +190,32 @@ def _resolved(value: Any, nodes: Sequence[Node | None]) -> Any:
     return node[name]
 
 
-def _check_index(what: str, index: int, num_nodes: int) -> None:
-    if not 0 <= index < num_nodes:
-        raise InvalidGraphError(
-            f"{what} is of node {index}; the graph has the nodes 0 to {num_nodes - 1}"
-        )
+def _check_reference(what: str, value: Any, num_nodes: int) -> None:
+    match value:
+        case int() | np.integer() as index, str():
+            if not 0 <= index < num_nodes:
+                raise InvalidGraphError(
+                    f"{what} is of node {index}; the graph has the nodes 0 to {num_nodes - 1}"
+                )
+        case _:
+            raise InvalidGraphError(
+                f"{what} is {value!r}; pass (index of a node, name of its output)"
+            )
 
 
-def _order(inputs: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the indices of nodes, dependencies first."""
+def _order(cells: Sequence[BaseCell], inputs: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the indices of nodes, dependencies first.
+
+    Raises:
+      CyclicGraphError, InvalidGraphError
+    """
     num_left = [0] * len(inputs)
     successors: list[list[int]] = [[] for _ in inputs]
     for index, given in enumerate(inputs):
         for name, value in given.items():
             if not isinstance(value, tuple):
                 continue
-            _check_index(f"node {index}: input {name!r}", value[0], len(inputs))
+            _check_reference(f"node {index}: input {name!r}", value, len(inputs))
             num_left[index] += 1
             successors[value[0]].append(index)
     order = [index for index, num in enumerate(num_left) if num == 0]
@@ -213,9 +225,26 @@ def _order(inputs: Sequence[Mapping[str, Any]]) -> list[int]:
             if num_left[successor] == 0:
                 order.append(successor)
     if len(order) < len(inputs):
-        cycle = next(index for index, num in enumerate(num_left) if num)
+        names = [f"node {index} (cell {cells[index].name!r})" for index in _cycle(inputs, num_left)]
+        few = names if len(names) <= _MAX_NAMED else [*names[:_MAX_NAMED], "others"]
+        through = f" through {', '.join(few[1:])}" if few[1:] else ""
         raise CyclicGraphError(
-            f"node {cycle} depends on itself, directly or through other nodes; remove one of the "
-            "edges between them"
+            f"{few[0]} depends on itself{through}; remove one of the edges between them"
         )
     return order
+
+
+def _cycle(inputs: Sequence[Mapping[str, Any]], num_left: Sequence[int]) -> list[int]:
+    """Return the nodes of a cycle, each of which takes an output of the one after it.
+
+    Args:
+      num_left: of each node, the predecessors that cannot come before it.
+    """
+    # Every such node has such a predecessor, so the path comes back to a node on it.
+    path: dict[int, int] = {}  # node -> its place
+    node = next(index for index, num in enumerate(num_left) if num)
+    while node not in path:
+        path[node] = len(path)
+        references = [value[0] for value in inputs[node].values() if isinstance(value, tuple)]
+        node = next(index for index in references if num_left[index])
+    return list(path)[path[node] :]

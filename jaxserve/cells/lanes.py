@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from typing import final
 
 from jaxserve.cells.executor import CellHandle, NodeRows
@@ -61,13 +62,21 @@ class Lanes:
         """Ids of rows are below it."""
         return self._rows.num_rows
 
-    def open_workers(self) -> list[int]:
-        """Return the workers that may be given another group of tasks."""
-        lanes = enumerate(self._lanes)
-        return [worker for worker, lane in lanes if lane.num_groups < self._max_in_flight]
+    def open_workers(self, among: Collection[int] | None = None) -> list[int]:
+        """Return the workers that may be given another group of tasks, the least loaded first.
 
-    def is_open(self, worker: int) -> bool:
-        return self._lanes[worker].num_groups < self._max_in_flight
+        Those come first that have the fewest groups, and of these the ones that have been given the
+        fewest calls.
+
+        Args:
+          among: workers of which to choose; None for all.
+        """
+        found = [
+            (lane.num_groups, lane.num_submitted, worker)
+            for worker, lane in enumerate(self._lanes)
+            if lane.num_groups < self._max_in_flight and (among is None or worker in among)
+        ]
+        return [worker for *_, worker in sorted(found)]
 
     def has_run(self, worker: int) -> bool:
         """Return whether a worker has run the tasks that it was given last."""

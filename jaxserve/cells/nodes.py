@@ -114,6 +114,7 @@ def label_of(cell: Any, inputs: Any) -> str:
     """
     seen: set[int] = set()
     stack = [value.node for value in inputs if isinstance(value, Output)]
+    stack += [value for value in inputs if isinstance(value, Node)]
     number = 0
     while stack:
         node = stack.pop()

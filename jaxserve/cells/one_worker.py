@@ -15,86 +15,16 @@ import numpy as np
 
 from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.choice import choose
-from jaxserve.cells.links import NO_SUCCESSOR, Entry, Waves
+from jaxserve.cells.links import NO_SUCCESSOR, Entry
+from jaxserve.cells.node_queue import NodeQueue, Release
 from jaxserve.cells.policy import CellType, Task
 
-_NO_NODES = np.zeros(0, np.int64)
 # Rows of `OneWorkerScheduler._state`.
 _NUM_ROWS = 11
 # Of each of `Links.rows`, whether it has numbers of nodes.
 _IS_NODE = np.array([1, 1, 1, 0, 0, 0])[:, None]
 # In place of the nodes that a cancelled graph has left: it never becomes 0.
 _NEVER = -1
-
-
-@final
-class _Queue:
-    """The ready nodes of a type, ordered by the release of their subgraphs.
-
-    Attributes:
-      num_ready: the number of ready nodes.
-      num_running: submitted tasks that are not completed.
-    """
-
-    def __init__(self, type: CellType, index: int):
-        self.type = type
-        self.index = index
-        self.num_ready = 0
-        self.num_running = 0
-        self._ready = _NO_NODES
-        self._released: list[np.ndarray] = []  # after those of `_ready`
-        self._waves: list[Waves | None] = []  # of each of `_released`
-
-    def num_for(self, worker: int) -> int:
-        return self.num_ready
-
-    def push(self, entry: Entry, first_node: int) -> None:
-        """Add the ready nodes of a subgraph that is released now."""
-        self._released.append(entry.nodes + first_node)
-        waves = entry.waves
-        self._waves.append(waves and Waves(waves.nodes + first_node, waves.numbers))
-        self.num_ready += len(entry.nodes)
-
-    def nodes(self) -> np.ndarray:
-        """Return the ready nodes in their order."""
-        if self._released:
-            self._ready = np.concatenate([self._ready, *self._released])
-            self._released, self._waves = [], []
-        return self._ready
-
-    def waves(self, most: int) -> tuple[np.ndarray, list[int], np.ndarray] | None:
-        """Return the nodes of the next tasks, at most `most`, the number of each, and those after.
-
-        None if it is not known that each task has all nodes that are ready then.
-        """
-        known = [waves for waves in self._waves if waves is not None]
-        if not known or len(known) < len(self._waves) or len(self._ready):
-            return None
-        nodes, numbers = known[0]
-        if len(known) > 1:
-            nodes, numbers = map(np.concatenate, zip(*known, strict=True))
-            nodes = nodes[np.argsort(numbers, kind="stable")]
-        sizes = np.bincount(numbers)[: most + 1].tolist()
-        if max(sizes) > self.type.max_batch or min(sizes) < self.type.min_batch:
-            return None
-        end = sum(sizes[:most])
-        return nodes[:end], sizes[:most], nodes[end : end + sum(sizes[most:])]
-
-    def replace(self, num: int, nodes: np.ndarray) -> None:
-        """Put nodes in the place of the first ready ones.
-
-        Args:
-          num: how many are replaced.
-          nodes: of the same subgraphs, in their order.
-        """
-        ready = self.nodes()
-        self._ready = np.concatenate([nodes, ready[num:]]) if len(nodes) else ready[num:]
-        self.num_ready = len(self._ready)
-
-    def keep(self, is_kept: np.ndarray) -> None:
-        """Drop the ready nodes for which `is_kept`, of `nodes()`, is false."""
-        self._ready = self.nodes()[is_kept]
-        self.num_ready = len(self._ready)
 
 
 @final
@@ -109,12 +39,13 @@ class OneWorkerScheduler:
     wake_s = None
 
     def __init__(self, types: Sequence[CellType], max_tasks_to_submit: int):
-        self._queues = [_Queue(type, index) for index, type in enumerate(types)]
+        self._queues = [NodeQueue(type, index) for index, type in enumerate(types)]
         # Highest priority first; of equal ones, the first of the runtime's cells.
         self._by_priority = sorted(self._queues, key=lambda queue: -queue.type.priority)
         self._has_loops = any(type.is_loop for type in types)
         self._max_tasks = max_tasks_to_submit
-        self._runs: dict[int, tuple[int, CellGraph]] = {}  # key -> first node, graph
+        # key -> first node, graph, and its subgraphs that have been released, with their types.
+        self._runs: dict[int, tuple[int, CellGraph, list[tuple[int, Release]]]] = {}
         self._key_of: dict[int, int] = {}  # first node -> key
         # Subgraphs that are not released, by their heads: their entries, and first nodes of graphs.
         self._waiting: dict[int, tuple[Entry, int]] = {}
@@ -134,7 +65,7 @@ class OneWorkerScheduler:
         links, end = graph.links, first_node + len(graph)
         if end > self._state.shape[1]:
             self._grow(1 << (end - 1).bit_length())
-        self._runs[key] = first_node, graph
+        self._runs[key] = first_node, graph, []
         self._key_of[first_node] = key
         np.add(links.rows, first_node * _IS_NODE, out=self._of_links[:, first_node:end])
         self._num_left[first_node] = len(graph)
@@ -152,19 +83,21 @@ class OneWorkerScheduler:
                 self._outer_left[first_node + entry.head] = entry.num_before
                 self._waiting[first_node + entry.head] = entry, first_node
             else:
-                self._queues[entry.type].push(entry, first_node)
+                self._push(key, entry, first_node)
 
     def cancel(self, key: int) -> None:
-        first, graph = self._runs[key]
+        first, graph, released = self._runs[key]
         end = first + len(graph)
         self._forget(key)
         self._num_left[first] = _NEVER
         self._is_over[first:end] = 1
         for entry in graph.links.entries:
             self._waiting.pop(first + entry.head, None)
-            queue = self._queues[entry.type]
-            nodes = queue.nodes()
-            queue.keep((nodes < first) | (nodes >= end))
+        for type, release in released:
+            self._queues[type].drop(release)
+        for type in {type for type, _ in released}:
+            front = self._queues[type].front
+            self._queues[type].keep((front < first) | (front >= end))
 
     def schedule(self, worker: int, now_s: float) -> list[Task]:
         queue = choose(self._by_priority, worker)
@@ -176,11 +109,10 @@ class OneWorkerScheduler:
             # Nothing outside waits for a subgraph with waves.
             np.subtract.at(self._inner_left, self._successors(nodes, self._inner, 0), 1)
             self._submit(queue, nodes, sizes, tasks)
-            queue.replace(queue.num_ready, after)
+            queue.replace_all(after)
             return tasks
         while len(tasks) < self._max_tasks:
-            ready = queue.nodes()
-            nodes = ready[: queue.type.max_batch]
+            nodes = queue.next()
             if not len(nodes) or (tasks and len(nodes) < queue.type.min_batch):
                 break
             num_ready, sizes = len(nodes), [len(nodes)]
@@ -198,7 +130,7 @@ class OneWorkerScheduler:
         if submitted is not task:
             raise AssertionError("tasks of a worker must be completed in their order")
         queue = self._queues[task.type]
-        queue.num_running -= 1
+        queue.count_running(-1)
         if self._has_loops:
             graphs = self._completed(queue, task, ended)
         finished = []
@@ -210,7 +142,7 @@ class OneWorkerScheduler:
         return finished
 
     def _submit(
-        self, queue: _Queue, nodes: np.ndarray, sizes: list[int], tasks: list[Task]
+        self, queue: NodeQueue, nodes: np.ndarray, sizes: list[int], tasks: list[Task]
     ) -> None:
         """Append tasks of so many of the nodes each, which are submitted now."""
         index, numbers, begin = queue.index, nodes.tolist(), 0
@@ -220,9 +152,11 @@ class OneWorkerScheduler:
             tasks.append(task)
             self._submitted.append((task, graphs))
             begin = end
-        queue.num_running += len(sizes)
+        queue.count_running(len(sizes))
 
-    def _batches(self, queue: _Queue, nodes: np.ndarray, most: int) -> tuple[np.ndarray, list[int]]:
+    def _batches(
+        self, queue: NodeQueue, nodes: np.ndarray, most: int
+    ) -> tuple[np.ndarray, list[int]]:
         """Return the nodes of the next tasks, and the number of each task; the first has these.
 
         A task after the first continues the lines of the one before it (see `Links`), as long as no
@@ -266,7 +200,7 @@ class OneWorkerScheduler:
             found[number] = [*found[number], first]
         return found
 
-    def _completed(self, queue: _Queue, task: Task, ended: Collection[int]) -> list[int]:
+    def _completed(self, queue: NodeQueue, task: Task, ended: Collection[int]) -> list[int]:
         """Count the nodes of a completed task; return the first nodes of graphs that have ended.
 
         With loops, whose ends are known only now.
@@ -304,9 +238,13 @@ class OneWorkerScheduler:
         np.subtract.at(self._outer_left, heads, 1)
         for head in self._last_of_each(heads[self._outer_left[heads] == 0]).tolist():
             entry, first = self._waiting.pop(head)
-            self._queues[entry.type].push(entry, first)
+            self._push(self._key_of[first], entry, first)
 
-    def _ended(self, queue: _Queue, task: Task, ended: Collection[int]) -> np.ndarray:
+    def _push(self, key: int, entry: Entry, first: int) -> None:
+        """Release a subgraph of a graph."""
+        self._runs[key][2].append((entry.type, self._queues[entry.type].push(entry, first)))
+
+    def _ended(self, queue: NodeQueue, task: Task, ended: Collection[int]) -> np.ndarray:
         """Return the loops for which a completed step was the last one, and let no more run."""
         nodes = task.array
         self._num_running[nodes] -= 1
@@ -316,7 +254,8 @@ class OneWorkerScheduler:
         found = nodes[is_last & (self._is_over[nodes] == 0)]
         if len(found):
             self._is_over[found] = 1
-            queue.keep(self._is_over[queue.nodes()] == 0)
+            # Loops that have begun are at the front.
+            queue.keep(self._is_over[queue.front] == 0)
         return found
 
     def _successors(self, nodes: np.ndarray, links: np.ndarray, kind: int) -> np.ndarray:
@@ -346,7 +285,7 @@ class OneWorkerScheduler:
         return nodes[self._place[nodes] == places]
 
     def _forget(self, key: int) -> None:
-        first, graph = self._runs.pop(key)
+        first, graph, _ = self._runs.pop(key)
         del self._key_of[first]
         for node in graph.links.several:
             del self._several[first + node]

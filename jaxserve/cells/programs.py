@@ -131,6 +131,7 @@ class _Tasks:
         outputs = list(cell.outputs)
         self._emits = [outputs.index(name) for name in cell.emits]
         self._takes_rows = cell.takes_rows
+        self._allows_infinite = cell.allows_infinite
 
     def __call__(self, params, pools, rows, num_tasks):
         num, batch, _ = rows.shape
@@ -165,7 +166,7 @@ class _Tasks:
         module: Any = nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, params))
         outputs = module(**inputs, **rows_at)
         values = [outputs[name] for name in t.cell.outputs]
-        finite = _finite(values, task.shape[1])
+        finite = _finite(values, task.shape[1], allows_infinite=self._allows_infinite)
         slots = task[self._layout.first_output :][: t.num_outputs]
         pools = list(pools)
         if self._done is None:
@@ -249,12 +250,13 @@ def _scatter(pool: Array, slots: Int32[Array, " n"], values: list[Array]) -> Arr
     return scatter_pages(pool[None], slots, jnp.concatenate(values)[None])[0]
 
 
-def _finite(values: list[Array], batch: int) -> Array:
-    """Return for each row whether all its floating-point outputs are finite."""
+def _finite(values: list[Array], batch: int, *, allows_infinite: bool) -> Array:
+    """Return for each row whether all its floating-point outputs may be returned."""
     finite = jnp.ones(batch, jnp.bool_)
     for value in values:
         if jnp.issubdtype(value.dtype, jnp.inexact):
-            finite &= jnp.isfinite(value).reshape(batch, -1).all(axis=1)
+            is_good = ~jnp.isnan(value) if allows_infinite else jnp.isfinite(value)
+            finite &= is_good.reshape(batch, -1).all(axis=1)
     return finite
 
 

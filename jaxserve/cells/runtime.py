@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self, final
 
@@ -38,8 +39,9 @@ from jaxserve.core.errors import (
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.device_loop import DeviceLoop
 from jaxserve.engine.pending import PendingRequest, wait_for_all
-from jaxserve.engine.recorder import Records
 from jaxserve.execution.warmup import enable_compilation_cache
+from jaxserve.report import Report
+from pallas_kernels import dispatch
 
 # More slots than this are of no use: the host's work on so many live values takes longer.
 _MAX_SLOTS = 1 << 16
@@ -121,6 +123,7 @@ class CellRuntime:
             executor = wrap_executor(executor)
         clock = WallClock()
         self._layout = layout
+        self._policy_name = policy.name
         self._num_workers = executor.num_workers
         self._clock: Clock = clock
         self._max_nodes = max_nodes
@@ -225,15 +228,15 @@ class CellRuntime:
 
     # ---- the runtime itself ----
 
-    @property
-    def records(self) -> Records:
-        """The newest tasks and requests, for a `jaxserve.report.Report`."""
-        return self._engine.recorder.records
-
-    @property
     def stats(self) -> CellStats:
-        """The counters, which go on."""
-        return self._engine.stats
+        """Return a snapshot of the counters."""
+        return replace(self._engine.stats)
+
+    def report(self) -> Report:
+        """Return the report so far, in which a task is a step and a node is a token."""
+        records = self._engine.recorder.records
+        about: Any = {"policy": self._policy_name, "kernels": dispatch.choices()}
+        return Report(records.steps, records.requests, num_pages=0, **about)
 
     def check_integrity(self) -> None:
         """Check that slots and requests are consistent, between two tasks, for tests.

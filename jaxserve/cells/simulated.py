@@ -53,8 +53,8 @@ class SimulatedCell(BaseCell):
             ends_by_itself=is_loop,
         )
 
-    def __call__(self, *, max_steps: int = 1, **inputs: Any) -> Node:
-        return Node(self, self.bind(inputs), max_steps)
+    def __call__(self, *only: Any, max_steps: int = 1, **inputs: Any) -> Node:
+        return Node(self, self.bind(self._named(only, inputs) if only else inputs), max_steps)
 
 
 class TaskCost(Protocol):

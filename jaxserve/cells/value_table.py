@@ -87,12 +87,12 @@ class ValueTable:
         return pools, self._rows[rows, self._layout.first_output + outputs]
 
     def constant_places(self, graph: FlatGraph, first_row: int) -> list[tuple[int, int]]:
-        """Return (pool, slot) of the large constants of a graph, which all workers will have."""
+        """Return (pool, slot) of the large constants of a graph, which no worker has yet."""
         found = []
         for pool, code, _ in graph.constants:
             begin = len(_RESERVED) + sum(graph.num_slots[:pool])
             slot = int(self._taken[first_row][pool][code - begin])
-            self._has[pool][slot] = True
+            self._has[pool][slot] = False
             found.append((pool, slot))
         return found
 
@@ -132,9 +132,10 @@ class ValueTable:
             self._has[pool][slots, worker] = True
 
     def workers_with(self, pool: int, slots: np.ndarray, worker: int) -> np.ndarray:
-        """Return for each slot a worker that has its value: this one, or else the first."""
+        """Return for each slot a worker that has its value: this one, the first one, or -1."""
         has = self._has[pool][slots]
-        return np.where(has[:, worker], worker, has.argmax(axis=1))
+        first = np.where(has.any(axis=1), has.argmax(axis=1), -1)
+        return np.where(has[:, worker], worker, first)
 
     def copied(self, worker: int, pool: int, slots: np.ndarray) -> None:
         """Take note that a worker will have the values of slots, too."""

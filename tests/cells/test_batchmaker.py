@@ -232,7 +232,8 @@ def forked_chains(cells: tuple[SimulatedCell, ...], lengths: list[int]) -> Graph
     return Graph(outputs={"ends": outputs if merged is None else [*outputs, merged["h"]]})
 
 
-@settings(deadline=None)
+# 250 times at least 8 graphs, in each of the tests.
+@settings(deadline=None, max_examples=250)
 @given(st.data())
 def test_every_request_ends_once_under_random_loads(data: st.DataObject):
     """Nodes run once, after their dependencies, in tasks of one type and size; then all is free.
@@ -255,7 +256,7 @@ def test_every_request_ends_once_under_random_loads(data: st.DataObject):
     )
     max_admitted = data.draw(st.sampled_from([None, 1, 3]))
     engine = CellEngine(executor, policy, clock, max_nodes=99, max_admitted=max_admitted)
-    graphs = data.draw(st.lists(random_graphs(CELLS), min_size=1, max_size=8))
+    graphs = data.draw(st.lists(random_graphs(CELLS), min_size=8, max_size=10))
     waiting = [
         CellAnswer(f"{number}", flatten(graph, layout, max_nodes=99), 0.0)
         for number, graph in enumerate(graphs)
@@ -299,7 +300,7 @@ def test_a_device_gets_tasks_before_all_graphs_have_started(max_admitted, sizes)
 
 
 @pytest.mark.parametrize("has_loops", [True, False])
-@settings(deadline=None)
+@settings(deadline=None, max_examples=250)
 @given(st.data())
 def test_one_worker_has_the_same_tasks(has_loops: bool, data: st.DataObject):
     """The scheduler of one worker decides as that of several does, also under cancellations.
@@ -316,13 +317,13 @@ def test_one_worker_has_the_same_tasks(has_loops: bool, data: st.DataObject):
     ]
     random = Random(data.draw(st.integers(0, 2**16)))
     if has_loops:
-        graphs = data.draw(st.lists(random_graphs(CELLS), min_size=1, max_size=6))
+        graphs = data.draw(st.lists(random_graphs(CELLS), min_size=8, max_size=10))
     else:
         graphs = [
             random_tree(cells, random)
             if random.random() < 0.5
             else forked_chains(cells, [random.randint(1, 9) for _ in range(random.randint(1, 4))])
-            for _ in range(data.draw(st.integers(1, 9)))
+            for _ in range(data.draw(st.integers(8, 12)))
         ]
     waiting = [flatten(graph, layout, max_nodes=99).graph for graph in graphs]
     in_flight: deque[tuple[Task, Task]] = deque()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,7 +12,7 @@ from flax import nnx
 from jaxserve.cells import Cell, Repeat
 from jaxserve.core.errors import InvalidCellError, InvalidGraphError
 from tests.cells import modules
-from tests.cells.modules import STATE, TOKEN
+from tests.cells.modules import SIZE, STATE, TOKEN
 
 MODULE = modules.Embed(nnx.Rngs(0))
 
@@ -23,6 +25,16 @@ class Odd(nnx.Module):
 
     def __call__(self, x):
         return self.result(x) if callable(self.result) else self.result
+
+
+class Wrapped(nnx.Module):
+    """A module of one layer."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, x):
+        return {"y": self.layer(x)}
 
 
 def test_outputs_are_found():
@@ -39,9 +51,34 @@ def test_inputs_must_be_those_of_the_module():
         Cell(MODULE, {"word": TOKEN}, name="mine")
 
 
+def test_structures_are_refused():
+    """Each input and output is one array; the error says to name the parts."""
+    pair: Any = (STATE, STATE)
+    with pytest.raises(InvalidCellError, match="input 'x' is a tuple.*such as h and c"):
+        Cell(Odd(lambda x: {"x": x[0]}), {"x": pair})
+    with pytest.raises(InvalidCellError, match="output 'x' is a tuple"):
+        Cell(MODULE, {"token": TOKEN}, {"x": pair})
+
+
+@pytest.mark.parametrize("layer", ["dropout", "norm"])
+def test_a_module_must_not_change_its_state(layer: str):
+    """The error says so, and what to do; then the module is taken."""
+    rngs = nnx.Rngs(0)
+    layers = {"dropout": nnx.Dropout(0.5, rngs=rngs), "norm": nnx.BatchNorm(SIZE, rngs=rngs)}
+    module = Wrapped(layers[layer])
+    with pytest.raises(InvalidCellError, match=r"changes its own state.*module\.eval\(\)"):
+        Cell(module, {"x": STATE})
+    module.eval()
+    assert list(Cell(module, {"x": STATE}).outputs) == ["y"]
+
+
 @pytest.mark.parametrize(
     "result, message",
-    [(lambda x: x, "return a dict"), (lambda x: {"y": jnp.zeros(2)}, "leading batch axis")],
+    [
+        (lambda x: x, "return a dict"),
+        (lambda x: {"y": jnp.zeros(2)}, "leading batch axis"),
+        (lambda x: {"y": (x, x)}, "output 'y' is a tuple"),
+    ],
 )
 def test_results_must_be_batched_arrays(result, message):
     """A dict of arrays with a batch axis."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -101,6 +102,25 @@ def test_pairs_of_a_tree_run_before_the_results_of_its_leaves_are_collected():
     with CellRuntime(model.cells, model.unfold, warmup=False, wrap_executor=watch) as rt:
         rt.generate([((1, 2), 3)], progress=False)
     assert executors[0].seen == ["type 0", "type 1", "collected", "collected"]
+
+
+@pytest.mark.parametrize("name", ["lstm", "tree"])
+def test_eight_devices(name):
+    """Values follow the nodes that take them; the bits are those of one device."""
+    model, inputs = _model(name)
+    inputs = inputs * 16
+    several = {"devices": jax.devices()[:8], "max_tasks_to_submit": 1, "max_in_flight": 1}
+    few = [cell.resized((1, 4)) for cell in model.cells]
+    answers, groups = [], set()
+    for cells, options in ((model.cells, {}), (few, several)):
+        with CellRuntime(cells, model.unfold, progress=False, warmup=False, **options) as rt:
+            answers.append(rt.generate(inputs))
+            groups = {step.group for step in rt.report().steps}
+            rt.check_integrity()
+    assert groups == set(range(8))
+    for alone, spread in zip(*answers, strict=True):
+        for state in ("h", "c"):
+            np.testing.assert_array_equal(spread[state], alone[state])
 
 
 def test_a_result_that_is_not_finite_ends_its_request_alone():

@@ -37,6 +37,9 @@ from tests.cells.examples import (
     tree,
 )
 
+SMALL = ValueSpec((2,), np.dtype(np.float32))
+TWO = SimulatedCell("two", {"x": TOKEN}, {"a": SMALL, "b": SMALL})
+
 
 def test_a_missing_input_is_named():
     """The error names the node, the cell and the input."""
@@ -62,14 +65,44 @@ def test_an_unknown_input_or_output_is_named():
         np.zeros(4, np.float64),
         "text",
         None,
-        chain_cell()(x=1, h=0.0),
+        merge_cell()(left=0.0, right=0.0),
+        TWO(x=1),
         leaf_cell()(x=1)["h"].node.inputs,
     ],
 )
 def test_a_value_of_another_shape_or_dtype_is_refused(value):
-    """An array must fit exactly; a node is not one of its outputs."""
-    with pytest.raises(InputMismatchError, match=r"input 'h'.*float32\[4\]"):
-        chain_cell()(x=1, h=value)
+    """An array must fit exactly; a node of several outputs is not one of them."""
+    cell = SimulatedCell("scaled", {"x": TOKEN, "h": SMALL}, {"h": SMALL})
+    with pytest.raises(InputMismatchError, match=r"input 'h'.*float32\[2\]"):
+        cell(x=1, h=value)
+
+
+def test_a_node_stands_for_its_output():
+    """For its only one, or for the one with the input's name; a single input needs no name."""
+    embed, cell = leaf_cell("embed"), merge_cell()
+    loop = loop_cell()
+    names = {"left": STATE, "other": STATE}
+    several = SimulatedCell("several", {"h": STATE}, names)
+    nodes = [cell(left=embed(3), right=several(loop(embed(4), max_steps=2))["other"])]
+    first, other = loop(h=embed(x=4)["h"], max_steps=2), embed(x=3)
+    nodes.append(cell(left=other["h"], right=several(h=first["h"])["other"]))
+    layout = layout_of(embed, cell, loop, several)
+    found, called = [flatten(Graph({"h": one["h"]}), layout, max_nodes=9) for one in nodes]
+    assert found.graph is called.graph
+    _assert_equal(found, called)
+    node = several(embed(1))
+    assert cell(left=node, right=0.0).inputs[0].index == 0
+    with pytest.raises(InputMismatchError, match="'left', 'other', none of them named 'right'"):
+        cell(left=0.0, right=node)
+
+
+def test_inputs_without_a_name_are_refused_if_there_are_several():
+    """The error has the names."""
+    with pytest.raises(UnknownInputError, match="2 inputs without a name.*'left', 'right'"):
+        merge_cell()(0.0, 0.0)
+    for given in ({"x": 1}, {"y": 1}):
+        with pytest.raises(UnknownInputError, match="1 inputs without a name"):
+            leaf_cell()(3, **given)
 
 
 @pytest.mark.parametrize("value", [2**31, 1.5, np.int64(1)])
@@ -100,8 +133,26 @@ def test_a_cycle_is_found():
     """Only a list of edges can have one."""
     merge = merge_cell()
     inputs = [{"left": (1, "h"), "right": 0.0}, {"left": (0, "h"), "right": 0.0}]
-    with pytest.raises(CyclicGraphError, match="node 0"):
+    found = r"^node 0 \(cell 'merge'\) depends on itself through node 1 \(cell 'merge'\);"
+    with pytest.raises(CyclicGraphError, match=found):
         Graph.from_edges([merge, merge], inputs, {"h": (1, "h")})
+    ring = [{"left": (1, "h"), "right": 0.0}, *({"left": (1 + n % 99, "h")} for n in range(1, 100))]
+    with pytest.raises(CyclicGraphError, match=r"^node 1 .* through node 2 .*node 8 .*, others;"):
+        Graph.from_edges([merge] * 100, ring, {"h": (1, "h")})
+    with pytest.raises(CyclicGraphError, match=r"^node 1 \(cell 'merge'\) depends on itself;"):
+        Graph.from_edges([merge] * 2, [ring[0], {"left": (1, "h")}], {"h": (1, "h")})
+
+
+def test_references_of_edges_are_checked():
+    """Each has the index of a node and the name of one of its outputs."""
+    merge = merge_cell()
+    for reference in (("a", "h"), (0, 1), (0,), (0, "h", "h"), (0.0, "h")):
+        inputs = [{"left": 0.0, "right": 0.0}, {"left": reference, "right": 0.0}]
+        with pytest.raises(InvalidGraphError, match=r"node 1: input 'left' is \(.*pass \(index"):
+            Graph.from_edges([merge] * 2, inputs, {"h": (1, "h")})
+        given: Any = {"h": reference}
+        with pytest.raises(InvalidGraphError, match=r"output 'h' is \("):
+            Graph.from_edges([merge], inputs[:1], given)
     with pytest.raises(InvalidGraphError, match="node 7"):
         Graph.from_edges([merge], [{"left": (7, "h"), "right": 0.0}], {"h": (0, "h")})
     with pytest.raises(MissingInputError, match="node 0: "):

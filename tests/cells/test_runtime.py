@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jaxserve.cells import BatchMaker, CellRuntime, Graph
+from jaxserve.cells import BatchMaker, Cell, CellRuntime, Graph, Repeat
 from jaxserve.core.errors import (
     CyclicGraphError,
     DeviceMemoryError,
@@ -30,7 +32,6 @@ from jaxserve.core.errors import (
     TooManyNodesError,
     UnfoldError,
 )
-from jaxserve.report import Report
 from tests.cells import modules
 from tests.cells.modules import SIZE, distance
 
@@ -277,6 +278,34 @@ def test_bad_input_fails_alone(runtime: CellRuntime):
     runtime.check_integrity()
 
 
+class Log(nnx.Module):
+    """The logarithm, which is infinite for 0 and NaN for negative numbers."""
+
+    def __call__(self, x):
+        return {"x": jnp.log(x)}
+
+
+def test_infinite_values_may_be_allowed():
+    """For a cell that says so; NaN is an error in any case."""
+    module, number = Log(), {"x": jax.ShapeDtypeStruct((), jnp.float32)}
+    strict = Cell(module, number, name="strict", batch_sizes=(4,))
+    lax = Cell(module, number, name="lax", batch_sizes=(4,), allows_infinite=True)
+    repeated = Repeat(lax, {"x": "x"}, name="repeated")
+
+    def logs(given: tuple[Cell, float]) -> Graph:
+        cell, value = given
+        node = cell(value, max_steps=1) if cell is repeated else cell(value)
+        return Graph({"x": node["x"]})
+
+    given = [(cell, value) for cell in (strict, lax, repeated) for value in (0.0, -1.0)]
+    with CellRuntime([strict, lax, repeated], logs, warmup=False, progress=False) as rt:
+        done = rt.generate(given)
+    assert [done[2]["x"], done[4]["x"]] == [-np.inf, -np.inf]
+    for number in (0, 1, 3, 5):
+        assert isinstance(done[number].error, NumericalError)
+    assert "allows_infinite" in str(done[0].error)
+
+
 def test_a_bad_single_input_is_refused(runtime: CellRuntime):
     """It is refused at submission, with its cause."""
     with pytest.raises(MissingInputError, match="cell 'embed'"):
@@ -387,25 +416,43 @@ def test_the_records_make_a_report(runtime: CellRuntime):
     assert completion.num_nodes == 6
     timing = completion.timing
     assert timing.arrival_s <= timing.admitted_s <= timing.first_token_s <= timing.finished_s
-    records = runtime.records
-    report = Report(records.steps, records.requests, policy="batchmaker", num_pages=0)
+    report = runtime.report()
+    assert report.policy == "batchmaker"
     assert {"embed", "recurrent"} <= {step.kind for step in report.steps}
     assert report.figures()["num_requests"] >= 1
-    stats = runtime.stats
+    stats = runtime.stats()
     assert stats.num_calls < stats.num_tasks < stats.num_nodes
 
 
-def test_several_devices():
-    """Values follow the nodes that take them from device to device."""
-    options = {"devices": jax.devices()[:3], "max_tasks_to_submit": 1, "max_in_flight": 1}
-    some = [CELLS[name] for name in ("embed", "recurrent", "merge", "decode")]
-    with CellRuntime(some, unfold, slot_memory="64KiB", progress=False, **options) as rt:
-        kinds = (Sentence, Tree, Answer)
-        items = [item for item in random_items(60, 4) if isinstance(item, kinds)]
-        for item, completion in zip(items, rt.generate(items), strict=True):
-            check(item, completion)
-        assert {step.group for step in rt.records.steps} == {0, 1, 2}
+def test_eight_devices():
+    """Values follow the nodes that take them; bad and cancelled requests harm no others."""
+    options = {"devices": jax.devices()[:8], "max_tasks_to_submit": 1, "max_in_flight": 1}
+    items = random_items(120, 4)
+    items[5::20] = [Number(-1.0)] * 6
+    items[9::40] = ["then takes"] * 3
+    errors = {Number(-1.0): NumericalError, "then takes": InvalidGraphError}
+    cells, memory = list(CELLS.values()), "64KiB"
+    with CellRuntime(
+        cells, unfold, slot_memory=memory, warmup=False, progress=False, **options
+    ) as rt:
+        pending = []
+        for number, item in enumerate(items):
+            pending.append(rt.submit(item))
+            if number % 5 == 4:
+                pending[number - 2].cancel()
+        completions = [one.result(60) for one in pending]
+        assert {step.group for step in rt.report().steps} == set(range(8))
         rt.check_integrity()
+    num_right = 0
+    for item, completion in zip(items, completions, strict=True):
+        if completion.finish_reason == "cancelled":
+            continue
+        if item in errors:
+            assert type(completion.error) is errors[item]
+        else:
+            check(item, completion)
+            num_right += 1
+    assert num_right > 80
 
 
 def test_inputs_run_while_others_are_unfolded():

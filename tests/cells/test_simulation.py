@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from typing import final
+
 import pytest
 
 from jaxserve.cells import BatchMaker
+from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.layout import Layout
+from jaxserve.cells.policy import CellScheduler, CellType
 from jaxserve.cells.results import CellCompletion
 from jaxserve.cells.simulation import simulate_cells
-from jaxserve.core.errors import InvalidCellError, InvalidConfigError
+from jaxserve.core.errors import InvalidCellError, InvalidConfigError, InvalidGraphError
 from tests.cells.examples import OneSecond, chain, chain_cell, layout_of, leaf_cell
 
 
@@ -45,6 +51,76 @@ def test_an_arrival_does_not_wait_for_another_worker():
     """The second worker is idle when it arrives."""
     _, done = run([5, 1], [0.0, 0.5], num_workers=2)
     assert (done.timing.admitted_s, done.timing.finished_s) == (0.5, 1.5)
+
+
+def test_workers_are_loaded_evenly():
+    """A worker without tasks goes before one that has some."""
+    cell = chain_cell(batch_sizes=(1,))
+    requests = [(2.0 * number, chain(cell, 1)) for number in range(8)]
+    requests += [(20.0, chain(cell, 3)) for _ in range(16)]
+    policy = BatchMaker(max_tasks_to_submit=1)
+    done = simulate_cells(
+        layout_of(cell), requests, policy, OneSecond(), num_workers=8, max_tasks_to_submit=1
+    )
+    tasks = Counter(step.group for step in done.records.steps)
+    assert sorted(tasks) == list(range(8)) and max(tasks.values()) <= min(tasks.values()) + 2
+    assert done.wall_s <= 27.0
+
+
+@final
+class Picky:
+    """A policy that schedules no chain of three nodes."""
+
+    name = "picky"
+
+    def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> CellScheduler:
+        """Return its scheduler."""
+        return PickyScheduler(BatchMaker().new_scheduler(types, num_workers))
+
+
+@final
+class PickyScheduler:
+    """See `Picky`."""
+
+    wake_s = None
+
+    def __init__(self, inner: CellScheduler):
+        self._inner = inner
+        self._left: set[int] = set()
+        self.schedule, self.complete = inner.schedule, inner.complete
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are graphs."""
+        return bool(self._left) or self._inner.has_work
+
+    def add(self, key: int, graph: CellGraph, first_node: int, now_s: float) -> None:
+        """Add a graph, or leave it."""
+        if len(graph) == 3:
+            self._left.add(key)
+        else:
+            self._inner.add(key, graph, first_node, now_s)
+
+    def cancel(self, key: int) -> None:
+        """Drop a graph."""
+        if key in self._left:
+            self._left.remove(key)
+        else:
+            self._inner.cancel(key)
+
+
+def test_what_a_policy_never_schedules_ends_alone():
+    """With a typed error, when nothing else runs; what comes later is served."""
+    cell = chain_cell()
+    lengths = [1, 3, 2, 3, 5]
+    requests = [(float(number), chain(cell, num)) for number, num in enumerate(lengths)]
+    done = simulate_cells(layout_of(cell), requests, Picky(), OneSecond())
+    for length, completion in zip(lengths, done.completions, strict=True):
+        if length == 3:
+            assert isinstance(completion.error, InvalidGraphError)
+            assert "'picky' schedules none" in str(completion.error)
+        else:
+            assert completion.error is None
 
 
 def test_names_and_options_are_checked():

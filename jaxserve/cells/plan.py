@@ -69,6 +69,7 @@ def plan_cells(
     Raises:
       InfeasibleBoundError: a request takes longer than the bound even if nothing else runs.
       InvalidConfigError: there are no graphs.
+      JaxserveError: a graph of the sample cannot be served; for instance UnknownCellError.
     """
     if not graphs:
         raise InvalidConfigError("no graphs were given; pass a sample of requests")
@@ -191,4 +192,11 @@ class _Search:
             max_tasks_to_submit=settings[-1],
             **self._options,
         )
-        return [c.timing.latency_s or 0.0 for c in done.completions]
+        found = []
+        for completion in done.completions:
+            if completion.error is not None:
+                raise completion.error
+            latency_s = completion.timing.latency_s
+            assert latency_s is not None
+            found.append(latency_s)
+        return found

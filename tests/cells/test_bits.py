@@ -1,0 +1,90 @@
+"""A request has the bits that it has alone in any mix, also while others are cancelled."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve.cells import CellRuntime
+from jaxserve.cells.models import (
+    GRU,
+    LSTM,
+    CellModel,
+    Decoding,
+    Embedded,
+    Internal,
+    Leaf,
+    Predicting,
+    seq2seq_model,
+    sequence_model,
+    tree_lstm_model,
+)
+from pallas_kernels import build
+
+pytestmark = pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
+
+VOCAB, EMBED = 13, 12
+SIZES = (1, 4, 16)
+NUM_REQUESTS = 40
+
+
+def _model(kind: str) -> CellModel:
+    """Return a model; "large" ones have weights that no kernel keeps in the cache of a core."""
+    rngs = nnx.Rngs(0)
+    hidden = 264 if "large" in kind else 20
+    if "tree" in kind:
+        leaf, internal = Leaf(VOCAB, EMBED, hidden, rngs=rngs), Internal(hidden, rngs=rngs)
+        return tree_lstm_model(leaf, internal, leaf_batch_sizes=SIZES, internal_batch_sizes=SIZES)
+    step = GRU if "gru" in kind else LSTM
+    embedded = Embedded(step(EMBED, hidden, rngs=rngs), VOCAB, rngs=rngs)
+    if "loop" not in kind:
+        return sequence_model(embedded, batch_sizes=SIZES)
+    other = Embedded(step(EMBED, hidden, rngs=rngs), VOCAB, rngs=rngs)
+    decoding = Decoding(go=0, end=1, max_steps=lambda num: num + 3)
+    sizes: Any = {"encoder_batch_sizes": SIZES, "decoder_batch_sizes": SIZES}
+    return seq2seq_model(embedded, Predicting(other, rngs=rngs), decoding, **sizes)
+
+
+def _tree(random: Random, num_leaves: int) -> Any:
+    if num_leaves == 1:
+        return random.randrange(VOCAB)
+    left = random.randint(1, num_leaves - 1)
+    return _tree(random, left), _tree(random, num_leaves - left)
+
+
+@pytest.mark.parametrize(
+    "kind", ["lstm", "large lstm", "gru", "tree", "large tree", "lstm loop", "gru loop"]
+)
+def test_bits_do_not_depend_on_the_mix(kind: str):
+    """Of chains, trees and loops, by kernels for small weights and for large ones."""
+    random, model = Random(kind), _model(kind)
+    given = [
+        _tree(random, random.randint(1, 9))
+        if "tree" in kind
+        else [random.randrange(VOCAB) for _ in range(random.randint(1, 12))]
+        for _ in range(NUM_REQUESTS)
+    ]
+    num_cancelled = 0
+    with CellRuntime(model.cells, model.unfold, progress=False, warmup=False) as rt:
+        alone = [rt.generate([one])[0] for one in given]
+        for _ in range(3):
+            order = random.sample(range(NUM_REQUESTS), NUM_REQUESTS)
+            pending = {}
+            for number in order:
+                pending[number] = rt.submit(given[number])
+                if random.random() < 0.2:
+                    pending[random.choice(list(pending))].cancel()
+            for number, one in pending.items():
+                completion = one.result(60)
+                if completion.finish_reason == "cancelled":
+                    num_cancelled += 1
+                    continue
+                assert completion.error is None
+                for name, value in completion.values.items():
+                    np.testing.assert_array_equal(value, alone[number][name])
+        rt.check_integrity()
+    assert 0 < num_cancelled < NUM_REQUESTS
