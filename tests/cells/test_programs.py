@@ -21,6 +21,7 @@ from jaxserve.cells.models import (
     Leaf,
     Predicting,
     Stacked,
+    beam_search_model,
     seq2seq_model,
     sequence_model,
     tree_lstm_model,
@@ -31,7 +32,7 @@ from pallas_kernels.cross import targeting
 HIDDEN, VOCAB, BATCH = 64, 90, 8
 # A hidden size whose weights the CPU's kernel of gated cells refuses.
 LARGE = 384
-NAMES = ("stacked_lstm", "gru", "seq2seq", "tree_lstm")
+NAMES = ("stacked_lstm", "gru", "seq2seq", "beam_search", "tree_lstm")
 
 
 def _model(name: str, hidden: int = HIDDEN) -> CellModel:
@@ -46,9 +47,11 @@ def _model(name: str, hidden: int = HIDDEN) -> CellModel:
     if name == "tree_lstm":
         leaf = Leaf(VOCAB, hidden, hidden, rngs=rngs)
         return tree_lstm_model(leaf, Internal(hidden, rngs=rngs))
-    if name == "seq2seq":
+    if name in ("seq2seq", "beam_search"):
         decoding = Decoding(go=0, end=1, max_steps=lambda num: num)
-        return seq2seq_model(embedded(lstm()), Predicting(embedded(lstm()), rngs=rngs), decoding)
+        parts = embedded(lstm()), Predicting(embedded(lstm()), rngs=rngs), decoding
+        is_search = name == "beam_search"
+        return beam_search_model(*parts, num_beams=4) if is_search else seq2seq_model(*parts)
     if name == "gru":
         return sequence_model(embedded(GRU(hidden, hidden, rngs=rngs)))
     return sequence_model(embedded(Stacked([lstm(), lstm()])))
