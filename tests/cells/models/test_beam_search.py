@@ -27,7 +27,7 @@ class _Translator(torch.nn.Module):
         self.project = torch.nn.Linear(HIDDEN, VOCAB)
         with torch.no_grad():
             self.project.weight *= 8
-            self.project.bias[END] += 0.5
+            self.project.bias[END] += 3.5
 
     def search(
         self, tokens: list[int], num_beams: int, max_steps: int, end: int | None, exponent: float
@@ -81,14 +81,18 @@ def _sentences(num: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("num_beams", "exponent", "end"),
-    [(1, 0.0, END), (3, 0.0, END), (4, 1.0, END), (4, 0.6, None), (VOCAB, 1.5, GO)],
+    ("num_beams", "exponent", "end", "reasons"),
+    [
+        (3, 0.0, END, {"stop", "length"}),
+        (4, 1.0, END, {"stop", "length"}),
+        (4, 0.6, None, {"stop"}),
+        (VOCAB, 1.5, GO, {"length"}),
+    ],
 )
-def test_it_finds_the_hypotheses_of_a_plain_search(translator, num_beams, exponent, end):
+def test_it_finds_the_hypotheses_of_a_plain_search(translator, num_beams, exponent, end, reasons):
     """All hypotheses and their scores are the same, also when requests are batched."""
     sentences = _sentences(12)
     model = _model(translator, num_beams=num_beams, length_penalty=exponent, end=end)
-    reasons = set()
     with CellRuntime(model.cells, model.unfold, progress=False) as rt:
         answers = rt.generate(sentences)
     for tokens, found in zip(sentences, answers, strict=True):
@@ -101,10 +105,9 @@ def test_it_finds_the_hypotheses_of_a_plain_search(translator, num_beams, expone
         assert found["tokens"].tolist() == [
             [*one, *[end] * (num_steps - len(one))] for one in hypotheses
         ]
-        has_ended = all(one[-1] == end for one in hypotheses)
-        assert found.finish_reason == ("stop" if has_ended or end is None else "length")
-        reasons.add(has_ended)
-    assert (True in reasons) == (end is not None)
+        has_ended = end is None or all(one[-1] == end for one in hypotheses)
+        assert found.finish_reason == ("stop" if has_ended else "length")
+    assert {found.finish_reason for found in answers} == reasons
 
 
 def test_one_beam_is_the_likeliest_tokens(translator):
