@@ -47,7 +47,9 @@ def _mixing_model() -> CellModel:
 
     def unfold(tokens) -> Graph:
         given = np.linspace(-1, 1, HIDDEN, dtype=np.float32) * len(tokens)
-        chain = cell.chain({"limit": np.float32(tokens)}, carried, context=given, x=given, h=0.0)
+        chain = cell.chain(
+            {"limit": np.array(tokens, np.float32)}, carried, context=given, x=given, h=0.0
+        )
         end = loop(context=chain["h"], x=given, h=0.5, limit=len(tokens) / 2, max_steps=9)
         return Graph({"h": end["h"], "other": end["other"], "steps": end.steps("h")})
 
@@ -64,6 +66,8 @@ def _model(name: str) -> CellModel:
         return _mixing_model()
     if name == "gru":
         return sequence_model(embedded(GRU(HIDDEN, HIDDEN, rngs=rngs)), batch_sizes=SIZES)
+    if name == "lstm":  # one kernel runs its tasks
+        return sequence_model(embedded(LSTM(HIDDEN, HIDDEN, rngs=rngs)), batch_sizes=SIZES)
     if name == "stacked":
         step = Stacked([LSTM(HIDDEN, HIDDEN, rngs=rngs) for _ in range(2)])
         return sequence_model(embedded(step), batch_sizes=SIZES)
@@ -78,7 +82,7 @@ def _model(name: str) -> CellModel:
     return seq2seq_model(parts[0], decoder, decoding, **sizes)
 
 
-@pytest.mark.parametrize("name", ["gru", "stacked", "mixing", "seq2seq", "beam_search"])
+@pytest.mark.parametrize("name", ["lstm", "gru", "stacked", "mixing", "seq2seq", "beam_search"])
 def test_bits_do_not_depend_on_runs(name):
     """One task a call, which gathers and scatters, gives what many tasks a call give."""
     model = _model(name)
