@@ -13,6 +13,7 @@ from jaxtyping import Array, Int32, UInt8
 
 from jaxserve.cells.gated import FINITE, gated_tasks_of
 from jaxserve.cells.layout import TRASH_SLOT, Layout, TypeLayout
+from jaxserve.cells.runs import sources_of, stay_in_place
 from jaxserve.cells.values import ValueSpec
 from pallas_kernels import RowsAt, scatter_pages
 from pallas_kernels.dispatch import target_platform
@@ -132,6 +133,7 @@ class _Tasks:
         self._emits = [outputs.index(name) for name in cell.emits]
         self._takes_rows = cell.takes_rows
         self._allows_infinite = cell.allows_infinite
+        self._sources = sources_of(t)
 
     def __call__(self, params, pools, rows, num_tasks):
         num, batch, _ = rows.shape
@@ -141,62 +143,128 @@ class _Tasks:
             for index in self._emits
         )
         flags = jnp.zeros((num, batch), jnp.uint8)
+        if max(self._sources) >= 0 and not self._is_fused():
+            return self._runs(params, pools, rows, num_tasks, (flags, emitted))
 
         def body(k, state):
-            pools, flags, emitted = state
+            pools, results = state
             task = lax.dynamic_index_in_dim(rows, k, keepdims=False).T
-            pools, flag, values = self._task(params, pools, task)
-            flags = lax.dynamic_update_index_in_dim(flags, flag, k, 0)
-            emitted = tuple(
-                lax.dynamic_update_index_in_dim(all_steps, value, k, 0)
-                for all_steps, value in zip(emitted, values, strict=True)
-            )
-            return pools, flags, emitted
+            inputs = self._gathered(pools, task)
+            if not self._is_fused():
+                # Every slot is read before any is written, so that XLA updates the pools in place.
+                # What a kernel reads it has read before it returns the values that are written.
+                pools, inputs = lax.optimization_barrier((pools, inputs))
+            inputs |= self._rows_at(pools, task)
+            before = self._before(pools, task)
+            values, ended, flag = self._step(params, inputs, before)
+            pools = self._scattered(pools, task, values, before, ended)
+            return pools, self._with_results(results, k, flag, values)
 
-        return lax.fori_loop(0, num_tasks, body, (pools, flags, emitted))
+        pools, (flags, emitted) = lax.fori_loop(0, num_tasks, body, (pools, (flags, emitted)))
+        return pools, flags, emitted
 
-    def _task(self, params, pools, task: Int32[Array, "width batch"]):
-        t = self._type
-        inputs = self._gathered(pools, task)
-        if not (self._takes_rows and target_platform() == "cuda"):
-            # Every slot is read before any is written, so that XLA updates the pools in place. What
-            # a kernel reads it has read before it returns the values that are written.
-            pools, inputs = lax.optimization_barrier((pools, inputs))
-        rows_at = self._rows_at(pools, task)
+    def _runs(self, params, pools, rows, num_tasks, results):
+        """Run tasks, of which adjacent ones with the same slots gather and scatter once."""
+        t, batch = self._type, rows.shape[1]
+        sources = dict(zip(t.cell.inputs, self._sources, strict=True))
+        stays = stay_in_place(rows, t, self._layout, self._sources)
+
+        def run(state):
+            begin, pools, results = state
+            first = lax.dynamic_index_in_dim(rows, begin, keepdims=False).T
+            gathered = self._gathered(pools, first, all_inputs=True)
+            pools, gathered = lax.optimization_barrier((pools, gathered))
+            before = self._before(pools, first)
+            of_output = {source: gathered[name] for name, source in sources.items()}
+            values = [
+                of_output[number] if number in of_output else _zeros(batch, spec)
+                for number, spec in enumerate(t.cell.outputs.values())
+            ]
+
+            def goes_on(state):
+                k = state[0]
+                same = lax.dynamic_index_in_dim(stays, k, keepdims=False)
+                return (k == begin) | ((k < num_tasks) & same)
+
+            def step(state):
+                k, values, before, results = state
+                task = lax.dynamic_index_in_dim(rows, k, keepdims=False).T
+                inputs = {
+                    name: values[source]
+                    if source >= 0
+                    else self._or_words(name, gathered[name], task)
+                    for name, source in sources.items()
+                }
+                inputs = lax.optimization_barrier(inputs)
+                new, ended, flag = self._step(params, inputs, before)
+                results = self._with_results(results, k, flag, new)
+                if t.is_loop:  # those of the last step stay
+                    new = [_where(before, *both) for both in zip(values, new, strict=True)]
+                return k + 1, new, ended, results
+
+            state = begin, values, before, results
+            end, values, ended, results = lax.while_loop(goes_on, step, state)
+            pools = self._scattered(pools, first, values, before, ended)
+            return end, pools, results
+
+        state = jnp.int32(0), pools, results
+        _, pools, (flags, emitted) = lax.while_loop(lambda state: state[0] < num_tasks, run, state)
+        return pools, flags, emitted
+
+    def _before(self, pools, task):
+        """Return for each row whether its loop had ended; None for a cell that is no loop."""
+        if self._done is None:
+            return None
+        # Twice the slot of the flag, plus one in the first step.
+        flag_slot = task[self._layout.flag]
+        return (pools[self._done][flag_slot // 2] != 0) & (flag_slot % 2 == 0)
+
+    def _step(self, params, inputs, before) -> tuple[list[Array], Array | None, Array]:
+        """Return the outputs, for a loop whether each row has ended, and the flags."""
         module: Any = nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, params))
-        outputs = module(**inputs, **rows_at)
-        values = [outputs[name] for name in t.cell.outputs]
-        finite = _finite(values, task.shape[1], allows_infinite=self._allows_infinite)
+        outputs = module(**inputs)
+        values = [outputs[name] for name in self._type.cell.outputs]
+        finite = _finite(values, len(values[0]), allows_infinite=self._allows_infinite)
+        if before is None:
+            return values, None, finite.astype(jnp.uint8) * FINITE
+        ended = before if self._until is None else before | self._until(outputs)
+        flag = (finite | before).astype(jnp.uint8) * FINITE
+        flag += ended.astype(jnp.uint8) * ENDED + before.astype(jnp.uint8) * WAS_ENDED
+        return values, ended, flag
+
+    def _with_results(self, results, k, flag, values):
+        """Return flags and emitted outputs with those of task `k`."""
+        flags, emitted = results
+        emitted = tuple(
+            lax.dynamic_update_index_in_dim(all_steps, values[index], k, 0)
+            for all_steps, index in zip(emitted, self._emits, strict=True)
+        )
+        return lax.dynamic_update_index_in_dim(flags, flag, k, 0), emitted
+
+    def _scattered(self, pools, task: Int32[Array, "width batch"], values, before, ended):
+        """Return the pools with a task's outputs, except those of rows that had ended before."""
+        t = self._type
         slots = task[self._layout.first_output :][: t.num_outputs]
         pools = list(pools)
-        if self._done is None:
-            before = ended = jnp.zeros_like(finite)
-        else:
-            # Twice the slot of the flag, plus one in the first step.
-            flag_slot = task[self._layout.flag]
-            first, done_slot = flag_slot % 2 == 1, flag_slot // 2
-            before = (pools[self._done][done_slot] != 0) & ~first
-            ended = before if self._until is None else before | self._until(outputs)
-            finite |= before
+        if self._done is not None:
             slots = jnp.where(before, TRASH_SLOT, slots)
-            pools[self._done] = _set(
-                pools[self._done],
-                jnp.where(before, TRASH_SLOT, done_slot),
-                ended.astype(jnp.uint8),
-            )
+            done_slots = jnp.where(before, TRASH_SLOT, task[self._layout.flag] // 2)
+            pools[self._done] = _set(pools[self._done], done_slots, ended.astype(jnp.uint8))
         for pool in dict.fromkeys(t.output_pools):
             mine = [index for index, other in enumerate(t.output_pools) if other == pool]
             number = self._number[pool]
-            if self._takes_rows and target_platform() == "cuda":
+            if self._is_fused():
                 given = [values[index] for index in mine]
                 to = jnp.concatenate([slots[index] for index in mine])
                 pools[number] = _scatter(pools[number], to, given)
                 continue
             for index in mine:
                 pools[number] = _set(pools[number], slots[index], values[index])
-        bits = ((finite, FINITE), (ended, ENDED), (before, WAS_ENDED))
-        flag = sum(is_set.astype(jnp.uint8) * bit for is_set, bit in bits)
-        return tuple(pools), flag, tuple(values[index] for index in self._emits)
+        return tuple(pools)
+
+    def _is_fused(self) -> bool:
+        """Return whether the module's kernel gathers rows of pools."""
+        return self._takes_rows and target_platform() == "cuda"
 
     def _rows_at(self, pools, task) -> dict[str, RowsAt]:
         """Return the inputs that the module takes as rows of pools."""
@@ -212,23 +280,28 @@ class _Tasks:
         is_served = self._takes_rows and target_platform() in ("cuda", "cpu")
         return is_served and self._type.words[number] is None
 
-    def _gathered(self, pools, task) -> dict[str, Array]:
-        """Return the inputs that the module takes as arrays."""
+    def _gathered(self, pools, task, *, all_inputs: bool = False) -> dict[str, Array]:
+        """Return the inputs that the module takes as arrays, or all."""
         t = self._type
         found: dict[str, Array] = {}
-        for number, (name, spec) in enumerate(t.cell.inputs.items()):
-            if self._is_row(number):
+        for number, name in enumerate(t.cell.inputs):
+            if self._is_row(number) and not all_inputs:
                 continue
-            slots, words = task[number], t.words[number]
             value = pools[self._number[t.input_pools[number]]]
-            value = value.at[jnp.maximum(slots, 0)].get(mode="promise_in_bounds")
-            if words is not None:
-                begin = self._layout.first_word
-                given = task[begin + words.start : begin + words.stop]
-                is_given = (slots < 0).reshape(-1, *[1] * len(spec.shape))
-                value = jnp.where(is_given, _from_words(given.T, spec), value)
-            found[name] = value
+            value = value.at[jnp.maximum(task[number], 0)].get(mode="promise_in_bounds")
+            found[name] = self._or_words(name, value, task)
         return found
+
+    def _or_words(self, name: str, value: Array, task: Int32[Array, "width batch"]) -> Array:
+        """Return an input, in which constants that travel with the task replace rows of `value`."""
+        number = list(self._type.cell.inputs).index(name)
+        words = self._type.words[number]
+        if words is None:
+            return value
+        begin = self._layout.first_word
+        given = task[begin + words.start : begin + words.stop]
+        spec = self._type.cell.inputs[name]
+        return _where(task[number] < 0, _from_words(given.T, spec), value)
 
 
 def _read(pool: Array, slots: Int32[Array, " n"]) -> Array:
@@ -248,6 +321,15 @@ def _set(pool: Array, slots: Int32[Array, " n"], values: Array) -> Array:
 def _scatter(pool: Array, slots: Int32[Array, " n"], values: list[Array]) -> Array:
     """Set the slots of several outputs of a task, which lie in one pool, in one copy."""
     return scatter_pages(pool[None], slots, jnp.concatenate(values)[None])[0]
+
+
+def _zeros(batch: int, spec: ValueSpec) -> Array:
+    return jnp.zeros((batch, *spec.shape), spec.dtype)
+
+
+def _where(rows: Array, some: Array, others: Array) -> Array:
+    """Return the rows of `some` where `rows` is true, and else those of `others`."""
+    return jnp.where(rows.reshape(-1, *[1] * (some.ndim - 1)), some, others)
 
 
 def _finite(values: list[Array], batch: int, *, allows_infinite: bool) -> Array:

@@ -211,8 +211,26 @@ ffi::Error gated_tasks(ffi::ThreadPool pool, Matrix states, Index tokens,
   // the weight for them.
   const bool can_be_ahead = columns[kFirst] == kOfToken && columns[kSecond] >= 0;
   const int64_t known = can_be_ahead ? table.dimensions()[1] : 0;
-  static thread_local std::vector<float> x, x_ahead, sums, h, c;
+  static thread_local std::vector<float> x, x_ahead, sums, h, c, last_h;
   static thread_local std::vector<const float*> at[3];
+  // Whether the rows of a task go on from those of the task before it, in the same slots: then its
+  // states are in `last_h` and `c`, and were not written to `state`.
+  const auto goes_on = [&](int64_t task) {
+    const int64_t m = begins[task] - begins[task - 1];
+    if (kind != kLstm || task == num_tasks || begins[task + 1] - begins[task] != m) return false;
+    for (int64_t i = begins[task]; i < begins[task + 1]; ++i) {
+      const int32_t *now = live[i], *before = live[i - m];
+      const int32_t slot_h = before[columns[kNewH]], slot_c = before[columns[kNewC]];
+      if (now[columns[kNewH]] != slot_h || now[columns[kNewC]] != slot_c || slot_h == slot_c ||
+          now[columns[kOne]] != slot_c)
+        return false;
+      for (int part : {kFirst, kSecond})
+        if (columns[part] >= 0 && now[columns[part]] != slot_h) return false;
+    }
+    return true;
+  };
+  const bool only_h = (columns[kFirst] >= 0) + (columns[kSecond] >= 0) == 1;
+  bool stays = false;
   Team<Phase> team(pool, looks_up ? 1 : 1 + num_live * p.k * p.columns() / kWorthATeam, Phase{p});
   for (int64_t group = 0, next; group < num_tasks; group = next) {
     const int64_t first = begins[group];
@@ -232,9 +250,12 @@ ffi::Error gated_tasks(ffi::ThreadPool pool, Matrix states, Index tokens,
     for (int64_t task = group; task < next; ++task) {
       const int32_t* const* own = live.data() + begins[task];
       p.m = begins[task + 1] - begins[task];
+      if (stays) h.swap(last_h);
       x.resize(p.m * (p.k - p.known)), h.resize(p.m * p.hidden), c.resize(p.m * p.hidden);
       for (auto& pointers : at) pointers.resize(p.m);
-      p.x = x.data(), p.h = h.data(), p.c = c.data();
+      // The rows of the product are the states alone.
+      const bool reads_last = stays && only_h && p.k - p.known == p.hidden;
+      p.x = reads_last ? last_h.data() : x.data(), p.h = h.data(), p.c = c.data();
       p.sums = is_ahead ? sums.data() + (begins[task] - first) * kPanel : nullptr;
       float* to = x.data();
       for (int64_t i = 0; i < p.m; ++i) {
@@ -245,12 +266,14 @@ ffi::Error gated_tasks(ffi::ThreadPool pool, Matrix states, Index tokens,
           continue;
         }
         for (int part : {kFirst, kSecond}) {
-          if (columns[part] >= 0)
-            to = std::copy_n(state_of(own[i][columns[part]]), p.hidden, to);
+          if (columns[part] >= 0 && !reads_last)
+            to = std::copy_n(stays ? last_h.data() + i * p.hidden : state_of(own[i][columns[part]]),
+                             p.hidden, to);
           if (columns[part] == kOfToken && !is_ahead)
             to = std::copy_n(row_of(table, token), table.dimensions()[1], to);
         }
-        for (int j = 0; j < kNumCarried[kind]; ++j) at[j][i] = state_of(own[i][columns[kOne + j]]);
+        for (int j = 0; j < kNumCarried[kind]; ++j)
+          at[j][i] = stays ? p.c + i * p.hidden : state_of(own[i][columns[kOne + j]]);
         if (adds) at[2][i] = row_of(added, token);
       }
       p.carried[0] = at[0].data(), p.carried[1] = at[1].data();
@@ -260,10 +283,12 @@ ffi::Error gated_tasks(ffi::ThreadPool pool, Matrix states, Index tokens,
         team.work() = {p, nullptr};
         team.run(p.strips() * p.row_blocks());
       }
+      stays = goes_on(task + 1);
       for (int64_t i = 0; i < p.m; ++i) {
         const float *new_h = p.h + i * p.hidden, *new_c = p.c + i * p.hidden;
         if (!is_finite(new_h, p.hidden) || !is_finite(new_c, p.hidden))
           flags->typed_data()[(own[i] - rows.typed_data()) / width] = 0;
+        if (stays) continue;
         std::copy_n(new_h, p.hidden, state_of(own[i][columns[kNewH]]));
         std::copy_n(new_c, p.hidden, state_of(own[i][columns[kNewC]]));
       }

@@ -19,6 +19,7 @@ def test_the_examples_run(capsys):
     assert lines[0] == "(64,) stop 10 nodes"
     assert lines[1] == lines[2] == "(64,)"
     assert lines[3].startswith("tokens 0 ")
+    assert lines[-4].startswith("(4, ") and lines[-4].endswith(" (4,)")
     assert lines[-3] == "(64,)"
     assert lines[-2].startswith("(1,")
     assert lines[-1] == "(64,)"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -82,38 +80,44 @@ def test_tasks_are_cells_one_after_the_other(kind):
     np.testing.assert_array_equal(np.asarray(values)[:2], np.asarray(wanted)[reads[:2]])
 
 
-def test_a_long_call_has_the_bits_of_short_ones():
-    """Threads share its steps, and tokens are multiplied for several tasks at once."""
+@pytest.mark.parametrize("is_folded", [False, True])
+def test_a_long_call_has_the_bits_of_short_ones(is_folded):
+    """Threads share its steps, tokens are multiplied ahead, and rows stay out of their slots."""
     random = np.random.default_rng(7)
-    hidden, num = 128, 90
-    table, states = _array(random, VOCAB, hidden), _array(random, 2 * num + 2, hidden)
-    product = Product(
-        (RowsAt(table, Column(0)), RowsAt(states, Column(1))),
-        *(_array(random, 2 * hidden, 4 * hidden), _array(random, 4 * hidden)),
-    )
-    cell = GatedCell("lstm", (product,), (RowsAt(states, Column(2)),))
-    packed, reads = pack_gates(cell), np.full(1, -1, np.int32)
-    # Chains of 1 to 9 nodes: over 2^26 multiply-adds in one call, and less in each of nine.
+    hidden, num = 128, 120
+    table = _array(random, VOCAB, (4 if is_folded else 1) * hidden)
+    width = (1 if is_folded else 2) * hidden
+    weight, bias = _array(random, width, 4 * hidden), _array(random, 4 * hidden)
+
+    def cell_of(states) -> GatedCell:
+        of_token, h = RowsAt(table, Column(0)), RowsAt(states, Column(1))
+        rows, added = ((h,), of_token) if is_folded else ((of_token, h), None)
+        return GatedCell(
+            "lstm", (Product(rows, weight, bias, added),), (RowsAt(states, Column(2)),)
+        )
+
+    states = _array(random, 2 * num + 2, hidden)
+    packed, reads = pack_gates(cell_of(states)), np.full(1, -1, np.int32)
+    # Chains of 3 to 12 nodes: over 2^26 multiply-adds in one call, and less in each of twelve.
     slots = 2 + 2 * np.arange(num)
-    rows = np.full((9 * num, 8), -1, np.int32)
-    for task, own in enumerate(np.split(rows, 9)):
-        alive = slots[: num - 3 * task]
+    rows = np.full((12 * num, 8), -1, np.int32)
+    for task, own in enumerate(np.split(rows, 12)):
+        alive = slots[: num - 7 * (task // 3)]
         own[: len(alive), [1, 2, 4, 5]] = np.stack([alive, alive + 1, alive, alive + 1], axis=1)
+        if task == 7:  # two chains change places
+            own[[0, 1]] = own[[1, 0]]
         own[:, 6], own[: len(alive), 7] = random.integers(0, VOCAB, num), task
     live = rows[rows[:, 7] >= 0]
-    once, _, _ = gated_tasks(cell, COLUMNS, states, None, live, reads, packed, trash=TRASH)
-    for task in range(9):
+    once, _, _ = gated_tasks(
+        cell_of(states), COLUMNS, states, None, live, reads, packed, trash=TRASH
+    )
+    for task in range(12):
         own = live[live[:, 7] == task]
-        one = dataclasses.replace(cell, products=(_rows_of(product, states),))
-        one = dataclasses.replace(one, carried=(RowsAt(states, Column(2)),))
-        states, _, _ = gated_tasks(one, COLUMNS, states, None, own, reads, packed, trash=TRASH)
-    assert len(live) * 2 * hidden * 4 * hidden > 1 << 26
+        states, _, _ = gated_tasks(
+            cell_of(states), COLUMNS, states, None, own, reads, packed, trash=TRASH
+        )
+    assert len(live) * width * 4 * hidden > 1 << 26
     np.testing.assert_array_equal(once, states)
-
-
-def _rows_of(product: Product, states) -> Product:
-    """Return a product of the same rows of other states."""
-    return dataclasses.replace(product, rows=(product.rows[0], RowsAt(states, Column(1))))
 
 
 def test_a_lookup_has_no_product():

@@ -1,8 +1,9 @@
-"""Models of cells: LSTM, GRU, Seq2Seq, binary TreeLSTM, and letters to phonemes.
+"""Models of cells: LSTM, GRU, Seq2Seq, beam search, binary TreeLSTM, and letters to phonemes.
 
 Each is a `CellModel`, whose `cells` and `unfold` a `CellRuntime` takes.
 """
 
+from jaxserve.cells.models.beam_search import Searching, beam_search_model
 from jaxserve.cells.models.bundle import CellModel
 from jaxserve.cells.models.folding import FoldedLeaf, FoldedLSTM, folded
 from jaxserve.cells.models.g2p import G2P, load_g2p
@@ -23,8 +24,10 @@ __all__ = [
     "LSTM",
     "Leaf",
     "Predicting",
+    "Searching",
     "Stacked",
     "Tree",
+    "beam_search_model",
     "folded",
     "load_g2p",
     "seq2seq_model",

@@ -206,9 +206,15 @@ class Predicting(nnx.Module):
         self.bias = uniform(rngs, (vocab_size,), hidden_size)
 
     def __call__(self, token: Int32[Array, " batch"], **state: Batch) -> dict[str, jax.Array]:
-        found = self.embedded(token, **state)
-        logits = matmul(found["h"], self.kernel[...]) + self.bias[...]
+        found, logits = self.logits(token, **state)
         return {**found, "token": argmax(logits)[0]}
+
+    def logits(
+        self, token: Int32[Array, " batch"], **state: Batch
+    ) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Return the new states, and the logits [batch, vocab_size] of the next token."""
+        found = self.embedded(token, **state)
+        return found, matmul(found["h"], self.kernel[...]) + self.bias[...]
 
 
 def states_of(cell: GatedCell) -> dict[str, jax.Array]:

@@ -52,19 +52,14 @@ def seq2seq_model(
     Raises:
       InvalidConfigError: encoder and decoder have other states, or of other sizes.
     """
+    encode = encoder_cell(encoder, decoder, encoder_batch_sizes)
     other = decoder.embedded
-    if (encoder.state, encoder.hidden_size) != (other.state, other.hidden_size):
-        raise InvalidConfigError(
-            f"the encoder has the states {encoder.state} of {encoder.hidden_size} values, and the "
-            f"decoder {other.state} of {other.hidden_size}; pass modules with equal states"
-        )
-    encode = token_cell(encoder, name="encoder", batch_sizes=encoder_batch_sizes)
     once = Cell(decoder, token_inputs(other), name="decoder", priority=1, takes_rows=True)
     carried = {name: name for name in ("token", *other.state)}
     decode = Repeat(
         once,
         carried,
-        None if decoding.end is None else _EndsWith(decoding.end),
+        None if decoding.end is None else EndsWith(decoding.end),
         emits=["token"],
         name="decoder",
         batch_sizes=decoder_batch_sizes,
@@ -79,12 +74,28 @@ def seq2seq_model(
     return CellModel((encode, decode), unfold)
 
 
+def encoder_cell(encoder: Reader, decoder: Predicting, batch_sizes: Sequence[int]) -> Cell:
+    """Return the cell of an encoder whose last states a decoder takes.
+
+    Raises:
+      InvalidConfigError: encoder and decoder have other states, or of other sizes.
+    """
+    other = decoder.embedded
+    if (encoder.state, encoder.hidden_size) != (other.state, other.hidden_size):
+        raise InvalidConfigError(
+            f"the encoder has the states {encoder.state} of {encoder.hidden_size} values, and the "
+            f"decoder {other.state} of {other.hidden_size}; pass modules with equal states"
+        )
+    return token_cell(encoder, name="encoder", batch_sizes=batch_sizes)
+
+
 @final
 @dataclass(frozen=True)
-class _EndsWith:
-    """Whether the last token of each row is the end token; equal for equal tokens."""
+class EndsWith:
+    """Whether all last tokens of each row are the end token; equal for equal tokens."""
 
     token: int
 
     def __call__(self, outputs: Mapping[str, jax.Array]) -> jax.Array:
-        return outputs["token"] == jnp.int32(self.token)
+        is_end = outputs["token"] == jnp.int32(self.token)
+        return is_end.reshape(len(is_end), -1).all(axis=1)
