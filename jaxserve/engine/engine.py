@@ -132,10 +132,9 @@ class Engine:
         If others run or wait, and the request is expected to miss its own latency bound, they have
         failed with BoundNotMetError, or fail so in a later `step` (`scheduling.lengths.bounds`).
         """
-        has_bound = request.due_s is not None
-        pace = self.recorder.pace() if has_bound and self.has_work else None
+        pace = self.recorder.pace() if request.due_s is not None and self.has_work else None
         sequences = self.scheduler.add(request)
-        if has_bound:
+        if request.due_s is not None:
             late = expected_late(self.scheduler, request, pace, self._clock.now())
             for sequence in sequences if late is not None else ():
                 self.scheduler.end(sequence, "error", late)
