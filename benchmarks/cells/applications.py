@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.cells import Graph, SimulatedCell
 from jaxserve.cells.base import BaseCell
-from jaxserve.cells.blocks import numbered
+from jaxserve.cells.tree_shape import numbered
 from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload.sentences import target_lengths

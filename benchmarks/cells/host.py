@@ -35,7 +35,7 @@ from jaxserve.cells.executor import CellHandle, TaskResults, calls_of
 from jaxserve.cells.flat_graph import FlatGraph, flatten
 from jaxserve.cells.graph import MAX_NODES
 from jaxserve.cells.layout import NUM_RESERVED_SLOTS, Layout
-from jaxserve.cells.policy import Task
+from jaxserve.cells.policy import Task, TaskGroup
 from jaxserve.cells.value_table import ValueTable
 from jaxserve.core.clock import WallClock
 from jaxserve.workload.sentences import SentenceLengths
@@ -163,17 +163,16 @@ class HostCells:
         found: list[CellHandle] = []
         for size, some in calls_of(tasks, self.layout, _MAX_FUSED):
             rows = np.zeros((len(some), size, self.layout.width), np.int32)
-            ended: list[frozenset[int]] = []
-            values: list[int] = []
-            for number, task in enumerate(some):
-                self._table.fill(task.type, task.array, rows[number, : len(task.nodes)])
-                values += [value for node in task.nodes for value in self._values.get(node, ())]
-                ended.append(self._ended(task))
+            for number, nodes in enumerate(some.arrays()):
+                self._table.fill(some.type, nodes, rows[number, : len(nodes)])
+            own = some.array.tolist()
+            values = [value for node in own for value in self._values.get(node, ())]
+            ended = self._ended(some)
             found.append(_Handle(some, TaskResults(ended, values=self._read(values))))
         return found
 
     def read(self, worker: int, values: Sequence[int]) -> CellHandle:
-        return _Handle((), TaskResults((), values=self._read(values)))
+        return _Handle(None, TaskResults(values=self._read(values)))
 
     def check_integrity(self) -> None:
         self._table.check_integrity()
@@ -181,12 +180,13 @@ class HostCells:
     def close(self) -> None:
         """See `CellExecutor`; there is no device memory."""
 
-    def _ended(self, task: Task) -> frozenset[int]:
-        if not self.layout.types[task.type].is_loop:
-            return frozenset()
-        for node in task.nodes:
-            self._steps_left[node] -= 1
-        return frozenset(node for node in task.nodes if self._steps_left[node] <= 0)
+    def _ended(self, tasks: TaskGroup) -> list[frozenset[int]]:
+        found: list[frozenset[int]] = []
+        for task in tasks if self.layout.types[tasks.type].is_loop else ():
+            for node in task.nodes:
+                self._steps_left[node] -= 1
+            found.append(frozenset(node for node in task.nodes if self._steps_left[node] <= 0))
+        return found
 
     def _read(self, values: Sequence[int]) -> list[tuple[int, np.ndarray]]:
         return [(value, _VALUE) for value in values]
@@ -199,7 +199,7 @@ _VALUE = np.zeros(1, np.float32)
 class _Handle:
     """See `CellHandle`; it is ready at once."""
 
-    def __init__(self, tasks: Sequence[Task], results: TaskResults):
+    def __init__(self, tasks: TaskGroup | None, results: TaskResults):
         self.tasks = tasks
         self._results = results
 

@@ -8,8 +8,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxserve.cells.blocks import Chain, ChainForm, Tree, TreeForm, checked_pairs
+from jaxserve.cells.blocks import Chain, ChainForm, Tree, TreeForm
 from jaxserve.cells.nodes import Node, Output, label_of
+from jaxserve.cells.tree_shape import TreeShape, checked_pairs
 from jaxserve.cells.values import Constant, ValueSpec, as_constant, as_constants
 from jaxserve.core.errors import (
     InputMismatchError,
@@ -196,7 +197,7 @@ class BaseCell:
         self,
         leaf: BaseCell,
         each: Mapping[str, Sequence[Any] | np.ndarray],
-        pairs: Sequence[Sequence[int]] | np.ndarray,
+        pairs: Sequence[Sequence[int]] | np.ndarray | TreeShape,
         *,
         left: Mapping[str, str],
         right: Mapping[str, str],
@@ -210,7 +211,8 @@ class BaseCell:
           leaf: the cell of the leaves, which takes constants alone. Nodes of this cell join two.
           each: input of `leaf` -> its constants, one for each leaf; at least one. The leaves have
             the numbers from 0 on.
-          pairs: [leaves - 1, 2], the numbers of the left and the right node that each pair joins.
+          pairs: [leaves - 1, 2], the numbers of the left and the right node that each pair joins,
+            or the shape that `numbered` returned.
             Pairs are numbered after the leaves, in their order. A pair joins earlier nodes, and
             every node but the last one, the root, is in one pair.
           left, right: input -> the output of the left or the right node that it takes. Each input
@@ -228,14 +230,19 @@ class BaseCell:
                 f"{list(each)} of its leaves; pass as many of each input, at least one, and cells "
                 "that are not a Repeat"
             )
-        unknown = {name: None for name in each if name not in given}
-        first = leaf.bind({**unknown, **{name: values[0] for name, values in given.items()}})
-        if lengths == {1} and not len(pairs):
-            return Node(leaf, first)
-        form = self._tree_form(leaf, left, right)
+        num_leaves = lengths.pop()
+        if not (len(each) == len(given) == len(leaf.inputs)):
+            leaf.bind({name: given[name][0] if name in given else None for name in each})
         constants = tuple([given[name] for name in leaf.inputs])
-        pairs = checked_pairs(self.name, pairs, lengths.pop())
-        return Node(self, (), block=Tree(form, constants, pairs))
+        joined = pairs.pairs if isinstance(pairs, TreeShape) else pairs
+        if num_leaves == 1 and not len(joined):
+            return Node(leaf, leaf.bind({name: values[0] for name, values in given.items()}))
+        form = self._tree_form(leaf, left, right)
+        if isinstance(pairs, TreeShape) and len(joined) == num_leaves - 1:
+            shape = pairs
+        else:
+            shape = TreeShape.of(checked_pairs(self.name, joined, num_leaves))
+        return Node(self, (), block=Tree(form, constants, shape))
 
     def _tree_form(
         self, leaf: BaseCell, left: Mapping[str, str], right: Mapping[str, str]

@@ -10,7 +10,7 @@ from typing import final
 from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.choice import choose
 from jaxserve.cells.one_worker import OneWorkerScheduler
-from jaxserve.cells.policy import CellScheduler, CellType, Task
+from jaxserve.cells.policy import CellScheduler, CellType, Task, with_ended
 from jaxserve.core.errors import InvalidConfigError
 
 _FREE = -1  # the worker of a subgraph that any worker may run
@@ -212,7 +212,11 @@ class BatchMakerScheduler:
             self._update(queue, members, worker)
         return tasks
 
-    def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
+    def complete(self, tasks: Sequence[Task], ended: Sequence[Collection[int]] = ()) -> list[int]:
+        pairs = with_ended(tasks, ended)
+        return [key for task, own in pairs for key in self._complete(task, own)]
+
+    def _complete(self, task: Task, ended: Collection[int]) -> list[int]:
         submitted, members = self._submitted[task.worker].popleft()
         if submitted is not task:
             raise AssertionError("tasks of a worker must be completed in their order")

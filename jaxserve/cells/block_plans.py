@@ -21,6 +21,7 @@ from jaxserve.cells.graph_plan import (
     WantedValues,
 )
 from jaxserve.cells.layout import Layout, TypeLayout
+from jaxserve.cells.tree_shape import TreeShape
 
 
 def plan_of_a_chain(layout: Layout, t: TypeLayout, chain: Chain, wanted: WantedValues) -> GraphPlan:
@@ -121,19 +122,16 @@ class TreesOfASize:
         self._types = np.full(tree.num_nodes, pair.index, np.int32)
         self._types[:num] = leaf.index
 
-    def plan(self, pairs: np.ndarray) -> GraphPlan:
-        """Return the plan of the graph with these pairs, see `Tree`."""
+    def plan(self, shape: TreeShape) -> GraphPlan:
+        """Return the plan of the graph of a tree of this size."""
+        pairs, slot = shape.pairs, shape.leftmost  # each node takes the slots of this leaf
         num = len(pairs) + 1
-        slots = list(range(num))  # of each node: the leaf whose slots it takes
-        for left in pairs[:, 0].tolist():
-            slots.append(slots[left])
-        slot = np.array(slots, np.int32)
         codes = self._codes.copy()
         codes[num:, : len(self._sides)] = slot[pairs[:, self._sides]] + self._of_inputs
         codes[num:, self._columns] = slot[num:, None] + self._of_outputs
         return GraphPlan(
-            graph=tree_graph(self._leaf, self._pair, pairs),
-            num_nodes=len(slots),
+            graph=tree_graph(self._leaf, self._pair, shape),
+            num_nodes=len(slot),
             codes=codes,
             types=self._types,
             num_slots=self._num_slots,

@@ -9,8 +9,9 @@ from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 
-from jaxserve.cells.links import Entry, Links, chain_links, links_of, tree_links
+from jaxserve.cells.links import Entry, Links, chain_links, links_of
 from jaxserve.cells.newest import Newest
+from jaxserve.cells.tree_shape import TreeShape, tree_links
 
 _Edges: TypeAlias = "tuple[tuple[int, ...], ...]"
 # See `CellGraph`.
@@ -213,15 +214,15 @@ def cell_graph(
     return found or _structures.add(key, CellGraph(*key), len(types))
 
 
-def tree_graph(leaf_type: int, pair_type: int, pairs: np.ndarray) -> CellGraph:
-    """Return the graph of a tree, with its links; see `Tree`. Its cells are of two types."""
-    num_leaves = len(pairs) + 1
+def tree_graph(leaf_type: int, pair_type: int, shape: TreeShape) -> CellGraph:
+    """Return the graph of a tree, with its links. Its cells are of two types."""
+    num_leaves = len(shape.pairs) + 1
     types, max_steps = _nodes_of_trees(leaf_type, pair_type, num_leaves)
     return CellGraph(
         types,
-        lambda: (*[()] * num_leaves, *map(tuple, pairs.tolist())),
+        lambda: (*[()] * num_leaves, *map(tuple, shape.pairs.tolist())),
         max_steps,
-        links=tree_links(leaf_type, pair_type, pairs),
+        links=tree_links(leaf_type, pair_type, shape),
     )
 
 

@@ -22,7 +22,7 @@ from jaxserve.cells.layout import (
     Layout,
     TypeLayout,
 )
-from jaxserve.cells.policy import Task, nodes_of
+from jaxserve.cells.policy import Task, TaskGroup, groups_of
 from jaxserve.cells.programs import COPY_SIZES, FLAT_SIZES, NUM_READS, CellPrograms
 from jaxserve.cells.value_table import ValueTable
 from jaxserve.core.config import bucket
@@ -121,14 +121,18 @@ class DeviceCells:
                 self._is_wanted[first_row + value // stride] = False
 
     def submit(self, worker: int, tasks: Sequence[Task]) -> list[CellHandle]:
-        if self._programs.flat[tasks[0].type] is not None:
-            return [self._launch_flat(worker, some) for some in _flat_calls(tasks)]
-        calls = calls_of(tasks, self.layout, self._max_fused)
-        return [self._launch(worker, some, size) for size, some in calls]
+        handles: list[CellHandle] = []
+        for group in groups_of(tasks):
+            if self._programs.flat[group.type] is not None:
+                handles += [self._launch_flat(worker, some) for some in _flat_calls(group)]
+                continue
+            calls = calls_of(group, self.layout, self._max_fused)
+            handles += [self._launch(worker, some, size) for size, some in calls]
+        return handles
 
     def read(self, worker: int, values: Sequence[int]) -> CellHandle:
         reads = self._read(worker, list(values))
-        return DeviceHandle(worker, (), None, self.layout, (), reads, copies=self._copies)
+        return DeviceHandle(worker, None, None, self.layout, (), reads, copies=self._copies)
 
     def check_integrity(self) -> None:
         self._table.check_integrity()
@@ -190,15 +194,13 @@ class DeviceCells:
             self._templates[t.index, size] = found
         return found.copy()
 
-    def _launch_flat(self, worker: int, tasks: Sequence[Task]) -> CellHandle:
-        """Launch tasks of one type, of any sizes, in one call."""
-        type = tasks[0].type
+    def _launch_flat(self, worker: int, tasks: TaskGroup) -> CellHandle:
+        """Launch tasks of any sizes in one call."""
+        type, nodes, sizes = tasks.type, tasks.array, tasks.sizes
         t, table = self.layout.types[type], self._table
         self._write_constants(worker)
-        nodes = nodes_of(tasks)
         own = table.rows_of(nodes)
-        sizes = [len(task.nodes) for task in tasks]
-        numbers = np.repeat(np.arange(len(tasks)), sizes)
+        numbers = np.repeat(np.arange(len(sizes)), sizes)
         if len(self._workers) > 1:
             for some in np.split(own, np.cumsum(sizes)[:-1]):
                 for pool, slots in table.absent(worker, type, some):
@@ -240,20 +242,19 @@ class DeviceCells:
             mine.pools[number] = pool
         return flags, values
 
-    def _launch(self, worker: int, tasks: Sequence[Task], size: int) -> CellHandle:
-        type = tasks[0].type
+    def _launch(self, worker: int, tasks: TaskGroup, size: int) -> CellHandle:
+        type, nodes = tasks.type, tasks.array
         t, table = self.layout.types[type], self._table
         self._write_constants(worker)
         rows = self._rows(t, size)
         wanted: list[int] = []
-        for number, task in enumerate(tasks):
-            own = rows[number, : len(task.nodes)]
-            table.fill(type, task.array, own)
+        for number, some in enumerate(tasks.arrays()):
+            own = rows[number, : len(some)]
+            table.fill(type, some, own)
             if len(self._workers) > 1:
                 for pool, slots in table.absent(worker, type, own):
                     self._fetch(worker, pool, slots)
                 table.written(worker, type, own)
-        nodes = nodes_of(tasks)
         for node in nodes[self._is_wanted[nodes]].tolist():
             wanted += self._wanted[node]
         flags, emitted = self._call(worker, t, rows, len(tasks))
@@ -356,20 +357,21 @@ class DeviceCells:
             )
 
 
-def _flat_calls(tasks: Sequence[Task]) -> list[Sequence[Task]]:
+def _flat_calls(tasks: TaskGroup) -> list[TaskGroup]:
     """Return the tasks of each call of a `FlatTaskFunction`, in their order.
 
-    They are of one type; a task has at most as many rows as a call.
+    A task has at most as many rows as a call.
     """
-    calls: list[list[Task]] = []
-    num_rows = 0
-    for task in tasks:
-        num_rows += len(task.nodes)
-        if not calls or num_rows > FLAT_SIZES[-1]:
-            calls.append([])
-            num_rows = len(task.nodes)
-        calls[-1].append(task)
-    return [*calls]
+    if len(tasks.array) <= FLAT_SIZES[-1]:
+        return [tasks]
+    calls: list[TaskGroup] = []
+    begin = num_rows = 0
+    for number, size in enumerate(tasks.sizes):
+        num_rows += size
+        if num_rows > FLAT_SIZES[-1]:
+            calls.append(tasks[begin:number])
+            begin, num_rows = number, size
+    return [*calls, tasks[begin:]]
 
 
 def _padded(slots: np.ndarray, filler: int) -> np.ndarray:

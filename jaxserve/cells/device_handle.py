@@ -10,7 +10,7 @@ import numpy as np
 from jaxserve.cells.executor import TaskResults
 from jaxserve.cells.gated import FINITE
 from jaxserve.cells.layout import Layout
-from jaxserve.cells.policy import Task, nodes_of
+from jaxserve.cells.policy import TaskGroup
 from jaxserve.cells.programs import ENDED, WAS_ENDED
 
 
@@ -28,7 +28,7 @@ class DeviceHandle:
     def __init__(
         self,
         worker: int,
-        tasks: Sequence[Task],
+        tasks: TaskGroup | None,
         flags: Any,
         layout: Layout,
         emitted: Sequence[Any],
@@ -49,7 +49,9 @@ class DeviceHandle:
 
     @property
     def has_news(self) -> bool:
-        return bool(self._reads) or self._layout.types[self.tasks[0].type].is_loop
+        if self._reads or self.tasks is None:
+            return True
+        return self._layout.types[self.tasks.type].is_loop
 
     def is_ready(self) -> bool:
         return self._arrays[-1].is_ready()
@@ -58,37 +60,29 @@ class DeviceHandle:
         values = []
         for array, some in self._reads:
             values += zip(some, np.asarray(array), strict=False)
-        if self._flags is None:
-            return TaskResults((), values=values)
+        tasks = self.tasks
+        if tasks is None:
+            return TaskResults(values=values)
         flags = np.asarray(self._flags)
         if flags.ndim == 1:
-            ended = (frozenset(),) * len(self.tasks)
             bad = np.flatnonzero(flags & FINITE == 0)
-            if not len(bad):
-                return TaskResults(ended, values=values)
-            nodes = nodes_of(self.tasks)
-            return TaskResults(ended, nodes[bad].tolist(), values)
-        flags = flags[: len(self.tasks)]
+            return TaskResults((), tasks.array[bad].tolist() if len(bad) else (), values)
+        flags = flags[: len(tasks)]
         bad = np.argwhere(flags & FINITE == 0).tolist()
-        not_finite = [
-            self.tasks[number].nodes[row]
-            for number, row in bad
-            if row < len(self.tasks[number].nodes)
-        ]
-        if not self._layout.types[self.tasks[0].type].is_loop:
-            return TaskResults((frozenset(),) * len(self.tasks), not_finite, values)
+        not_finite = [tasks[number].nodes[row] for number, row in bad if row < tasks.sizes[number]]
+        if not self._layout.types[tasks.type].is_loop:
+            return TaskResults((), not_finite, values)
         ended = [
-            frozenset(task.array[row[: len(task.nodes)] & ENDED != 0].tolist())
-            for task, row in zip(self.tasks, flags, strict=True)
+            frozenset(nodes[row[: len(nodes)] & ENDED != 0].tolist())
+            for nodes, row in zip(tasks.arrays(), flags, strict=True)
         ]
-        return TaskResults(ended, not_finite, values, self._steps(flags))
+        return TaskResults(ended, not_finite, values, self._steps(tasks, flags))
 
-    def _steps(self, flags: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    def _steps(self, tasks: TaskGroup, flags: np.ndarray) -> list[tuple[int, np.ndarray]]:
         """Return the emitted outputs of each loop, of the steps before it had ended."""
-        t = self._layout.types[self.tasks[0].type]
-        nodes = nodes_of(self.tasks)
-        numbers = np.repeat(np.arange(len(self.tasks)), [len(task.nodes) for task in self.tasks])
-        rows = np.concatenate([np.arange(len(task.nodes)) for task in self.tasks])
+        t, nodes = self._layout.types[tasks.type], tasks.array
+        numbers = np.repeat(np.arange(len(tasks)), tasks.sizes)
+        rows = np.concatenate([np.arange(size) for size in tasks.sizes])
         steps = np.flatnonzero(flags[numbers, rows] & WAS_ENDED == 0)
         steps = steps[np.argsort(nodes[steps], kind="stable")]
         if not len(steps):

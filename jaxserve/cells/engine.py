@@ -18,7 +18,7 @@ from jaxserve.cells.flat_graph import FlatGraph, flatten
 from jaxserve.cells.graph import Graph
 from jaxserve.cells.lanes import Lanes
 from jaxserve.cells.part_rows import PartRows
-from jaxserve.cells.policy import CellPolicy, Task, nodes_of
+from jaxserve.cells.policy import CellPolicy, TaskGroup
 from jaxserve.cells.recorder import CellRecorder
 from jaxserve.cells.results import CellCompletion
 from jaxserve.cells.stats import CellStats
@@ -247,14 +247,15 @@ class CellEngine:
         submitted_s = time.perf_counter()
         self.stats.submitted(len(handles), scheduled_s - begin_s, submitted_s - scheduled_s)
         for handle in handles:
+            assert handle.tasks is not None
             begun = self._begin(handle.tasks, now_s)
             if begun:
                 self._begun[id(handle)] = begun
         return True
 
-    def _begin(self, tasks: Sequence[Task], now_s: float) -> list[CellAnswer]:
+    def _begin(self, tasks: TaskGroup, now_s: float) -> list[CellAnswer]:
         """Record the tasks of a call that was submitted; return the requests that begin with it."""
-        begun = [part.answer for part in self._rows.begin(nodes_of(tasks))]
+        begun = [part.answer for part in self._rows.begin(tasks.array)]
         for answer in begun:
             answer.begin(now_s)
         counts = self.recorder.submitted(tasks, now_s, len(self._of_request))
@@ -291,11 +292,10 @@ class CellEngine:
             if part is not None:
                 self._end(part, "error", failures.not_finite(part, node, self._layout))
         finished: list[int] = []
-        if handle.tasks:
+        if handle.tasks is not None:
             self.recorder.collected(worker, now_s)
-        for task, ended in zip(handle.tasks, results.ended, strict=True):
-            self._ended_loops |= ended
-            finished += self._scheduler.complete(task, ended)
+            self._ended_loops.update(*results.ended)
+            finished = self._scheduler.complete(handle.tasks, results.ended)
         for key in finished:
             part = self._parts.pop(key)
             missing = part.missing()

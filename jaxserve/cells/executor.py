@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.cells.flat_graph import FlatGraph
 from jaxserve.cells.layout import Layout
-from jaxserve.cells.policy import Task
+from jaxserve.cells.policy import Task, TaskGroup, groups_of
 from jaxserve.core.config import bucket
 
 # The largest size of a call whose later tasks may have half of its rows, or any number.
@@ -24,13 +24,13 @@ class TaskResults:
 
     Attributes:
       ended: for each task, the nodes of loops whose step in the task ended them, or that had ended
-        before.
+        before; empty if the tasks are no loops.
       not_finite: nodes with an output that is NaN, or infinite if their cell does not allow it.
       values: (value, array) of the graphs' outputs that are there now.
       steps: (value, array [steps, ...]) of the emitted outputs of loops, in the order of the steps.
     """
 
-    ended: Sequence[frozenset[int]]
+    ended: Sequence[frozenset[int]] = ()
     not_finite: Sequence[int] = ()
     values: Sequence[tuple[int, np.ndarray]] = ()
     steps: Sequence[tuple[int, np.ndarray]] = ()
@@ -40,11 +40,11 @@ class CellHandle(Protocol):
     """Tasks of one worker that were submitted together.
 
     Attributes:
-      tasks: in the order in which they run.
+      tasks: in the order in which they run; None for a handle without tasks.
     """
 
     @property
-    def tasks(self) -> Sequence[Task]: ...
+    def tasks(self) -> TaskGroup | None: ...
 
     @property
     def has_news(self) -> bool:
@@ -130,28 +130,28 @@ class CompilingExecutor(CellExecutor, Protocol):
         ...
 
 
-def calls_of(
-    tasks: Sequence[Task], layout: Layout, max_fused: int
-) -> list[tuple[int, Sequence[Task]]]:
+def calls_of(tasks: Sequence[Task], layout: Layout, max_fused: int) -> list[tuple[int, TaskGroup]]:
     """Return (compiled size, tasks) of each call of an executable that runs tasks in their order.
 
     A call runs consecutive tasks of one type and size, at most `max_fused`. A smaller task counts
     as of the size of the one before it if that is at most 16, or at most 64 and twice its own,
     since another call costs more than such padding.
     """
-    calls: list[tuple[int, list[Task]]] = []
-    for task in tasks:
-        cell = layout.types[task.type].cell
-        size = bucket(len(task.nodes) + task.num_padding, cell.batch_sizes)
-        if calls:
-            last_size, last = calls[-1]
-            padded = min(_MOST_PADDED, max(_ANY_PADDED, 2 * size))
-            fits = size == last_size or size < last_size <= padded
-            if fits and len(last) < max_fused and last[0].type == task.type:
-                last.append(task)
-                continue
-        calls.append((size, [task]))
-    return [(size, call) for size, call in calls]
+    calls: list[tuple[int, TaskGroup]] = []
+    for group in groups_of(tasks):
+        batch_sizes = layout.types[group.type].cell.batch_sizes
+        begin, of_call = 0, 0
+        for number, num_rows in enumerate(group.num_rows):
+            size = bucket(num_rows, batch_sizes)
+            if number > begin:
+                padded = min(_MOST_PADDED, max(_ANY_PADDED, 2 * size))
+                fits = size == of_call or size < of_call <= padded
+                if fits and number - begin < max_fused:
+                    continue
+                calls.append((of_call, group[begin:number]))
+            begin, of_call = number, size
+        calls.append((of_call, group[begin:]))
+    return calls
 
 
 @final

@@ -117,7 +117,7 @@ def _form_of(graph: Graph) -> Hashable | None:
     block = node.block
     if block is None or block.form is None or len(graph.nodes) > 1 or graph.keep:
         return None
-    structure = block.pairs.tobytes() if isinstance(block, Tree) else block.num_nodes
+    structure = block.shape.key if isinstance(block, Tree) else block.num_nodes
     found: list[Hashable] = [block.form, structure]
     for name, result in graph.outputs.items():
         if type(result) is not Output or result.node is not node:
@@ -143,7 +143,7 @@ def _plan_of_a_tree(graph: Graph, layout: Layout, key: Hashable) -> GraphPlan | 
     trees = layout.plans.get(same) or layout.plans.add(
         same, TreesOfASize(layout, layout.types[leaf], layout.types[pair], tree, outputs), 1
     )
-    return layout.plans.add(key, trees.plan(tree.pairs), tree.num_nodes)
+    return layout.plans.add(key, trees.plan(tree.shape), tree.num_nodes)
 
 
 def _words_of_a_tree(tree: Tree, layout: Layout) -> np.ndarray:

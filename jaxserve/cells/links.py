@@ -14,8 +14,6 @@ SEVERAL = 2 * NO_SUCCESSOR
 _ANY_NUMBER = 1 << 40
 # `Links.rows` of a node within a chain, except its number and those after it.
 _IN_CHAIN = np.array([[0], [NO_SUCCESSOR], [0], [1], [0], [_ANY_NUMBER]])
-# Likewise, within a tree.
-_IN_TREE = np.array([[0], [NO_SUCCESSOR], [0], [0], [0], [1]])
 
 
 class Waves(NamedTuple):
@@ -135,54 +133,6 @@ def chain_links(type: int, num_nodes: int) -> Links:
     entries = (Entry(0, type, np.zeros(1, np.int64), 0),)
     max_steps = np.ones(num_nodes, np.int64)
     return Links(inner, outer, num_inner, max_steps, ahead, alone, {}, entries, rows)
-
-
-def tree_links(leaf_type: int, pair_type: int, pairs: np.ndarray) -> Links:
-    """Return the links of a tree of at least two leaves; see `Tree`. Its cells are of two types."""
-    num = len(pairs) + 1  # leaves
-    # Each pair is a line of its own: that the pairs of a deep tree may form lines is not used.
-    rows = np.empty((6, num + len(pairs)), np.int64)
-    rows[:] = _IN_TREE
-    inner, outer, _, num_before, ahead, alone = rows
-    above, num_inner, first = [NO_SUCCESSOR] * len(inner), [0] * len(inner), []
-    for node, (left, right) in enumerate(pairs.tolist(), num):
-        above[left] = above[right] = node
-        if left >= num or right >= num:
-            num_inner[node] = (left >= num) + (right >= num)
-        else:
-            first.append(node)
-    inner[num:], outer[:num], num_before[:] = above[num:], num, num_inner
-    inner[:num] = NO_SUCCESSOR
-    waves = _waves_of_a_tree(first, above, num_inner)
-    entries = (
-        Entry(0, leaf_type, np.arange(num), 0),
-        Entry(num, pair_type, waves.nodes[: len(first)], num, waves),
-    )
-    return Links(inner, outer, num_before, alone, ahead, alone, {}, entries, rows)
-
-
-def _waves_of_a_tree(wave: list[int], above: list[int], num_left: list[int]) -> Waves:
-    """Return the waves of a tree's pairs.
-
-    Args:
-      wave: those that are ready.
-      above: the pair that each node is in; negative for the root.
-      num_left: pairs that each one joins and that are in no wave yet; it is changed.
-    """
-    nodes: list[int] = []
-    sizes: list[int] = []
-    while wave:
-        nodes += wave
-        sizes.append(len(wave))
-        after = []
-        for node in wave:
-            parent = above[node]
-            if parent >= 0:
-                num = num_left[parent] = num_left[parent] - 1
-                if not num:
-                    after.append(parent)
-        wave = after
-    return Waves(np.array(nodes), np.repeat(np.arange(len(sizes)), sizes))
 
 
 def _lines(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import final
 
 import numpy as np
@@ -17,7 +17,7 @@ from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.choice import choose
 from jaxserve.cells.links import NO_SUCCESSOR, Entry
 from jaxserve.cells.node_queue import NodeQueue, Release
-from jaxserve.cells.policy import CellType, Task
+from jaxserve.cells.policy import CellType, Task, TaskGroup, nodes_of
 
 # Rows of `OneWorkerScheduler._state`.
 _NUM_ROWS = 11
@@ -25,6 +25,24 @@ _NUM_ROWS = 11
 _IS_NODE = np.array([1, 1, 1, 0, 0, 0])[:, None]
 # In place of the nodes that a cancelled graph has left: it never becomes 0.
 _NEVER = -1
+
+
+@final
+class _Submitted:
+    """Tasks that were submitted together and have not all been completed.
+
+    Attributes:
+      ends: (number of a task, first node of a graph) of graphs whose last nodes to be submitted it
+        has, in the order of the tasks; empty with loops.
+      num_completed: tasks that have been completed, the first ones.
+    """
+
+    __slots__ = ("tasks", "ends", "num_completed")
+
+    def __init__(self, tasks: TaskGroup, ends: Sequence[tuple[int, int]]):
+        self.tasks = tasks
+        self.ends = ends
+        self.num_completed = 0
 
 
 @final
@@ -51,8 +69,7 @@ class OneWorkerScheduler:
         self._waiting: dict[int, tuple[Entry, int]] = {}
         # Node -> its successors (inner, outer), of those that have several.
         self._several: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
-        # With each task, the first nodes of graphs whose last nodes it has, except with loops.
-        self._submitted: deque[tuple[Task, Sequence[int]]] = deque()
+        self._submitted: deque[_Submitted] = deque()
         # Of each node, see `_grow`.
         self._state = np.zeros((_NUM_ROWS, 0), np.int64)
         self._grow(64)
@@ -99,40 +116,48 @@ class OneWorkerScheduler:
             front = self._queues[type].front
             self._queues[type].keep((front < first) | (front >= end))
 
-    def schedule(self, worker: int, now_s: float) -> list[Task]:
+    def schedule(self, worker: int, now_s: float) -> Sequence[Task]:
         queue = choose(self._by_priority, worker)
         if queue is None:
             return []
-        tasks: list[Task] = []
         if (waves := queue.waves(self._max_tasks)) is not None:
             nodes, sizes, after = waves
             # Nothing outside waits for a subgraph with waves.
             np.subtract.at(self._inner_left, self._successors(nodes, self._inner, 0), 1)
-            self._submit(queue, nodes, sizes, tasks)
             queue.replace_all(after)
-            return tasks
-        while len(tasks) < self._max_tasks:
+            return self._submit(queue, nodes, sizes)
+        parts: list[np.ndarray] = []
+        all_sizes: list[int] = []
+        while len(all_sizes) < self._max_tasks:
             nodes = queue.next()
-            if not len(nodes) or (tasks and len(nodes) < queue.type.min_batch):
+            if not len(nodes) or (parts and len(nodes) < queue.type.min_batch):
                 break
             num_ready, sizes = len(nodes), [len(nodes)]
             if queue.type.is_loop:
                 after = self._repeated(nodes)
             else:
-                nodes, sizes = self._batches(queue, nodes, self._max_tasks - len(tasks))
+                nodes, sizes = self._batches(queue, nodes, self._max_tasks - len(all_sizes))
                 after = self._followers(nodes[-sizes[-1] :])
-            self._submit(queue, nodes, sizes, tasks)
+            parts.append(nodes)
+            all_sizes += sizes
             queue.replace(num_ready, after)
-        return tasks
+        nodes = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return self._submit(queue, nodes, all_sizes)
 
-    def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
-        submitted, graphs = self._submitted.popleft()
-        if submitted is not task:
+    def complete(self, tasks: Sequence[Task], ended: Sequence[Collection[int]] = ()) -> list[int]:
+        submitted = self._submitted[0]
+        begin, own = submitted.num_completed, submitted.tasks
+        end = submitted.num_completed = begin + len(tasks)
+        if tasks is not own and not np.array_equal(nodes_of(tasks), own[begin:end].array):
             raise AssertionError("tasks of a worker must be completed in their order")
-        queue = self._queues[task.type]
-        queue.count_running(-1)
+        if end == len(own):
+            self._submitted.popleft()
+        queue = self._queues[own.type]
+        queue.count_running(-len(tasks))
         if self._has_loops:
-            graphs = self._completed(queue, task, ended)
+            graphs = self._completed(queue, own[begin:end], ended)
+        else:
+            graphs = [first for number, first in submitted.ends if begin <= number < end]
         finished = []
         for first in graphs:
             key = self._key_of.get(first)
@@ -141,18 +166,12 @@ class OneWorkerScheduler:
                 self._forget(key)
         return finished
 
-    def _submit(
-        self, queue: NodeQueue, nodes: np.ndarray, sizes: list[int], tasks: list[Task]
-    ) -> None:
-        """Append tasks of so many of the nodes each, which are submitted now."""
-        index, numbers, begin = queue.index, nodes.tolist(), 0
-        for size, graphs in zip(sizes, self._counted(nodes, sizes), strict=True):
-            end = begin + size
-            task = Task(index, numbers[begin:end], 0, array=nodes[begin:end])
-            tasks.append(task)
-            self._submitted.append((task, graphs))
-            begin = end
+    def _submit(self, queue: NodeQueue, nodes: np.ndarray, sizes: list[int]) -> TaskGroup:
+        """Return tasks of so many of the nodes each, which are submitted now."""
+        tasks = TaskGroup(queue.index, 0, nodes, sizes)
+        self._submitted.append(_Submitted(tasks, self._counted(nodes, sizes)))
         queue.count_running(len(sizes))
+        return tasks
 
     def _batches(
         self, queue: NodeQueue, nodes: np.ndarray, most: int
@@ -179,38 +198,46 @@ class OneWorkerScheduler:
         sizes = [size for size in np.count_nonzero(goes_on, axis=1).tolist() if size >= least]
         return each[goes_on][: sum(sizes)], sizes
 
-    def _counted(self, nodes: np.ndarray, sizes: list[int]) -> list[Sequence[int]]:
-        """Count the nodes of submitted tasks; return the first nodes of graphs that end with each.
+    def _counted(self, nodes: np.ndarray, sizes: list[int]) -> list[tuple[int, int]]:
+        """Count the nodes of submitted tasks; return the graphs that end with them.
 
         Without loops, a graph ends with the task that has the last of its nodes to be submitted.
+
+        Returns:
+          See `_Submitted.ends`.
         """
-        found: list[Sequence[int]] = [()] * len(sizes)
         if self._has_loops:
-            return found
+            return []
         owners = self._owner[nodes]
         np.subtract.at(self._num_left, owners, 1)
         is_done = self._num_left[owners] == 0
         if not is_done.any():
-            return found
+            return []
         places = np.arange(len(owners))
         self._place[owners] = places
         last = np.flatnonzero(is_done & (self._place[owners] == places))
         numbers = np.searchsorted(list(accumulate(sizes)), last, side="right")
-        for number, first in zip(numbers.tolist(), owners[last].tolist(), strict=True):
-            found[number] = [*found[number], first]
-        return found
+        return list(zip(numbers.tolist(), owners[last].tolist(), strict=True))
 
-    def _completed(self, queue: NodeQueue, task: Task, ended: Collection[int]) -> list[int]:
-        """Count the nodes of a completed task; return the first nodes of graphs that have ended.
+    def _completed(
+        self, queue: NodeQueue, tasks: TaskGroup, ended: Sequence[Collection[int]]
+    ) -> list[int]:
+        """Count the nodes of completed tasks; return the first nodes of graphs that have ended.
 
         With loops, whose ends are known only now.
         """
-        nodes = task.array
-        if queue.type.is_loop:
-            nodes = self._ended(queue, task, ended)
-            if not len(nodes):
-                return []
-            self._release(self._successors(nodes, self._outer, 1))
+        if not queue.type.is_loop:
+            return self._left_by(tasks.array)
+        found: list[int] = []
+        for nodes, own in zip(tasks.arrays(), ended or repeat(()), strict=bool(ended)):
+            over = self._ended(queue, nodes, own)
+            if len(over):
+                self._release(self._successors(over, self._outer, 1))
+                found += self._left_by(over)
+        return found
+
+    def _left_by(self, nodes: np.ndarray) -> list[int]:
+        """Count nodes that have run; return the first nodes of graphs that end with them."""
         owners = self._owner[nodes]
         np.subtract.at(self._num_left, owners, 1)
         return self._last_of_each(owners[self._num_left[owners] == 0]).tolist()
@@ -244,13 +271,12 @@ class OneWorkerScheduler:
         """Release a subgraph of a graph."""
         self._runs[key][2].append((entry.type, self._queues[entry.type].push(entry, first)))
 
-    def _ended(self, queue: NodeQueue, task: Task, ended: Collection[int]) -> np.ndarray:
+    def _ended(self, queue: NodeQueue, nodes: np.ndarray, ended: Collection[int]) -> np.ndarray:
         """Return the loops for which a completed step was the last one, and let no more run."""
-        nodes = task.array
         self._num_running[nodes] -= 1
         is_last = (self._steps_left[nodes] == 0) & (self._num_running[nodes] == 0)
         if ended:
-            is_last |= np.fromiter(map(ended.__contains__, task.nodes), np.bool_, len(nodes))
+            is_last |= np.fromiter(map(ended.__contains__, nodes.tolist()), np.bool_, len(nodes))
         found = nodes[is_last & (self._is_over[nodes] == 0)]
         if len(found):
             self._is_over[found] = 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from itertools import accumulate, groupby, repeat
+from typing import Protocol, final, overload
 
 import numpy as np
 
@@ -71,9 +72,102 @@ class Task:
         return f"Task(type={self.type}, nodes={list(self.nodes)}, worker={self.worker})"
 
 
+@final
+class TaskGroup(Sequence[Task]):
+    """Tasks of one type on one worker, one after the other. Treat it as immutable.
+
+    Its tasks are made when they are asked for: what handles all of them at once needs none.
+
+    Attributes:
+      type, worker: those of each task.
+      array: int64 [nodes], the nodes of the tasks, those of the first task first.
+      sizes: the number of nodes of each task.
+      num_rows: of each task, its nodes and its padding.
+    """
+
+    __slots__ = ("type", "worker", "array", "sizes", "num_rows", "_tasks")
+
+    def __init__(
+        self,
+        type: int,
+        worker: int,
+        array: np.ndarray,
+        sizes: Sequence[int],
+        *,
+        num_rows: Sequence[int] | None = None,
+        tasks: Sequence[Task] | None = None,
+    ):
+        self.type = type
+        self.worker = worker
+        self.array = array
+        self.sizes = sizes
+        self.num_rows = sizes if num_rows is None else num_rows
+        self._tasks = tasks
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task]) -> TaskGroup:
+        """Return at least one task of one type and worker as a group, which keeps these tasks."""
+        first, sizes = tasks[0], [len(task.nodes) for task in tasks]
+        num_rows = [len(task.nodes) + task.num_padding for task in tasks]
+        return cls(first.type, first.worker, nodes_of(tasks), sizes, num_rows=num_rows, tasks=tasks)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> TaskGroup: ...
+    def __getitem__(self, index: int | slice) -> Task | TaskGroup:
+        """Return a task, or those of a slice without gaps as a group."""
+        if isinstance(index, int):
+            return self._made()[index]
+        begin, end, step = index.indices(len(self))
+        if step != 1:
+            raise IndexError(f"a group of tasks was given a slice of step {step}; pass one of 1")
+        first = sum(self.sizes[:begin])
+        return TaskGroup(
+            self.type,
+            self.worker,
+            self.array[first : first + sum(self.sizes[begin:end])],
+            self.sizes[begin:end],
+            num_rows=self.num_rows[begin:end],
+            tasks=None if self._tasks is None else self._tasks[begin:end],
+        )
+
+    def arrays(self) -> list[np.ndarray]:
+        """Return the nodes of each task."""
+        ends = list(accumulate(self.sizes))
+        return [self.array[end - size : end] for size, end in zip(self.sizes, ends, strict=True)]
+
+    def _made(self) -> Sequence[Task]:
+        if self._tasks is None:
+            self._tasks = [
+                Task(self.type, nodes.tolist(), self.worker, num - len(nodes), array=nodes)
+                for nodes, num in zip(self.arrays(), self.num_rows, strict=True)
+            ]
+        return self._tasks
+
+
 def nodes_of(tasks: Sequence[Task]) -> np.ndarray:
     """Return the nodes of at least one task, int64 [nodes], those of the first task first."""
+    if isinstance(tasks, TaskGroup):
+        return tasks.array
     return tasks[0].array if len(tasks) == 1 else np.concatenate([one.array for one in tasks])
+
+
+def groups_of(tasks: Sequence[Task]) -> list[TaskGroup]:
+    """Return tasks of one worker in groups of consecutive ones of one type."""
+    if isinstance(tasks, TaskGroup):
+        return [tasks]
+    return [TaskGroup.of(list(some)) for _, some in groupby(tasks, lambda task: task.type)]
+
+
+def with_ended(
+    tasks: Sequence[Task], ended: Sequence[Collection[int]]
+) -> Iterable[tuple[Task, Collection[int]]]:
+    """Return each of the tasks of `CellScheduler.complete` with its nodes that have ended."""
+    return zip(tasks, ended or repeat(()), strict=bool(ended))
 
 
 class CellScheduler(Protocol):
@@ -104,7 +198,7 @@ class CellScheduler(Protocol):
         """
         ...
 
-    def schedule(self, worker: int, now_s: float) -> list[Task]:
+    def schedule(self, worker: int, now_s: float) -> Sequence[Task]:
         """Return the tasks to submit to a worker now, in this order; none if nothing should run.
 
         It is called when the worker has room for more. Nodes of a later task may depend on nodes of
@@ -112,13 +206,15 @@ class CellScheduler(Protocol):
         """
         ...
 
-    def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
-        """Take note that a task has run, and return the keys of graphs that have finished with it.
+    def complete(self, tasks: Sequence[Task], ended: Sequence[Collection[int]] = ()) -> list[int]:
+        """Take note that tasks have run, and return the keys of graphs that finished with them.
 
-        Each worker's tasks are completed in the order of their submission.
+        Each worker's tasks are completed in the order of their submission. The tasks are of one
+        type and worker, and `schedule` returned them together.
 
         Args:
-          ended: nodes of loops in the task that end with this step, or ended before it.
+          ended: for each task, its nodes of loops that end with this step, or ended before it; see
+            `with_ended`. It is empty if they are no loops.
 
         Returns:
           Keys of graphs whose nodes have all run, or that the policy held back until now; not those

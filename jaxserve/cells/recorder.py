@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, final
 
 from jaxserve.cells.layout import Layout
-from jaxserve.cells.policy import Task
+from jaxserve.cells.policy import TaskGroup
 from jaxserve.cells.results import CellCompletion
 from jaxserve.core.config import bucket
 from jaxserve.engine.recorder import MAX_RECORDS, Records, RequestRecord, StepRecord
@@ -19,14 +19,14 @@ class _Call(NamedTuple):
 
     Attributes:
       index: of the first task.
-      num_nodes, num_padding: of each task.
+      num_nodes, num_rows: of each task, its nodes, and also with its padding.
     """
 
     index: int
     type: int
     worker: int
     num_nodes: Sequence[int]
-    num_padding: Sequence[int]
+    num_rows: Sequence[int]
     num_requests: int
     submitted_s: float
 
@@ -64,24 +64,19 @@ class CellRecorder:
                 self._records.add_request(_request(self._ended.popleft()))
         return self._records
 
-    def submitted(self, tasks: Sequence[Task], now_s: float, num_requests: int) -> tuple[int, int]:
+    def submitted(self, tasks: TaskGroup, now_s: float, num_requests: int) -> tuple[int, int]:
         """Record that tasks of a call were submitted; return their nodes, and rows without one.
 
         Args:
           num_requests: requests that have not ended.
         """
-        first = tasks[0]
-        sizes = self._sizes[first.type]
-        num_nodes = [len(task.nodes) for task in tasks]
-        num_padding = [
-            sizes[len(task.nodes) + task.num_padding] - len(task.nodes) for task in tasks
-        ]
+        type, worker, num_nodes = tasks.type, tasks.worker, len(tasks.array)
         call = _Call(
-            self._num_tasks, first.type, first.worker, num_nodes, num_padding, num_requests, now_s
+            self._num_tasks, type, worker, tasks.sizes, tasks.num_rows, num_requests, now_s
         )
-        self._in_flight[first.worker].append(call)
+        self._in_flight[worker].append(call)
         self._num_tasks += len(tasks)
-        return sum(num_nodes), sum(num_padding)
+        return num_nodes, sum(map(self._sizes[type].__getitem__, tasks.num_rows)) - num_nodes
 
     def collected(self, worker: int, now_s: float) -> None:
         """Record that the oldest call of a worker was collected."""
@@ -93,6 +88,7 @@ class CellRecorder:
 
     def _steps(self, call: _Call, collected_s: float) -> list[StepRecord]:
         """Return the records of the tasks of a call."""
+        sizes = self._sizes[call.type]
         return [
             StepRecord(
                 index=call.index + number,
@@ -100,7 +96,7 @@ class CellRecorder:
                 num_rows=num,
                 num_tokens=num,
                 num_iterations=1,
-                num_padding_tokens=padding,
+                num_padding_tokens=sizes[rows] - num,
                 num_running=call.num_requests,
                 num_waiting=0,
                 pages_owned=0,
@@ -113,9 +109,7 @@ class CellRecorder:
                 collected_s=collected_s,
                 group=call.worker,
             )
-            for number, (num, padding) in enumerate(
-                zip(call.num_nodes, call.num_padding, strict=True)
-            )
+            for number, (num, rows) in enumerate(zip(call.num_nodes, call.num_rows, strict=True))
         ]
 
 

@@ -12,7 +12,7 @@ from jaxserve.cells.executor import CellHandle, TaskResults, calls_of
 from jaxserve.cells.flat_graph import FlatGraph
 from jaxserve.cells.layout import Layout
 from jaxserve.cells.nodes import Node
-from jaxserve.cells.policy import Task
+from jaxserve.cells.policy import Task, TaskGroup
 from jaxserve.cells.values import HasShape, ValueSpec
 from jaxserve.core.clock import VirtualClock
 
@@ -131,9 +131,9 @@ class SimulatedCells:
 
     def read(self, worker: int, values: Sequence[int]) -> CellHandle:
         arrays = [(value, self._array(value)) for value in values]
-        results = TaskResults((), values=arrays)
+        results = TaskResults(values=arrays)
         ready_s = max(self._free_at_s[worker], self._clock.now())
-        return _Handle((), results, ready_s, self._clock, lambda: None)
+        return _Handle(None, results, ready_s, self._clock, lambda: None)
 
     def check_integrity(self) -> None:
         """See `CellExecutor`; there are no slots."""
@@ -141,8 +141,8 @@ class SimulatedCells:
     def close(self) -> None:
         self._graphs.clear()
 
-    def _launch(self, worker: int, tasks: Sequence[Task], size: int) -> CellHandle:
-        cell = self.layout.types[tasks[0].type].cell
+    def _launch(self, worker: int, tasks: TaskGroup, size: int) -> CellHandle:
+        cell = self.layout.types[tasks.type].cell
         ended: list[frozenset[int]] = []
         values: list[int] = []
         run: list[int] = []
@@ -211,7 +211,7 @@ class SimulatedCells:
 class _Handle:
     def __init__(
         self,
-        tasks: Sequence[Task],
+        tasks: TaskGroup | None,
         results: TaskResults,
         ready_s: float,
         clock: VirtualClock,

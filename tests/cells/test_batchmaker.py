@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -36,7 +37,7 @@ def single(type: int):
     return chain_graph(type, 1)
 
 
-def nodes_of(tasks: list[Task]) -> list[list[int]]:
+def nodes_of(tasks: Sequence[Task]) -> list[list[int]]:
     """Return the nodes of tasks."""
     return [list(task.nodes) for task in tasks]
 
@@ -97,7 +98,7 @@ def test_a_new_request_joins_and_a_finished_one_leaves():
     for _ in range(3):
         (task,) = chooser.schedule(0, 0.0)
         batches.append(list(task.nodes))
-        finished.append(chooser.complete(task))
+        finished.append(chooser.complete([task]))
     assert batches == [[0, 10, 20, 30], [1, 11, 21, 31], [12, 22, 32, 40]]
     assert finished == [[], [0], [1, 2]]
 
@@ -108,7 +109,7 @@ def test_a_subgraph_is_pinned_while_its_tasks_run():
     chooser.add(0, chain_graph(0, 3), 0, 0.0)
     (first,) = chooser.schedule(0, 0.0)
     assert chooser.schedule(1, 0.0) == []
-    chooser.complete(first)
+    chooser.complete([first])
     (second,) = chooser.schedule(1, 0.0)
     assert second.worker == 1 and list(second.nodes) == [1]
     assert chooser.schedule(0, 0.0) == []
@@ -122,7 +123,7 @@ def test_a_subgraph_waits_for_what_it_depends_on():
         chooser.add(0, graph, 0, 0.0)
     (task,) = late.schedule(0, 0.0)
     assert late.schedule(0, 0.0) == []
-    late.complete(task)
+    late.complete([task])
     assert nodes_of(late.schedule(1, 0.0)) == [[2]]
     early.schedule(0, 0.0)
     assert early.schedule(1, 0.0) == []
@@ -136,9 +137,9 @@ def test_a_subgraph_after_two_workers_waits_for_both():
     chooser.add(0, graph, 0, 0.0)
     (one,), (other,) = chooser.schedule(0, 0.0), chooser.schedule(1, 0.0)
     assert chooser.schedule(0, 0.0) == chooser.schedule(1, 0.0) == []
-    chooser.complete(one)
+    chooser.complete([one])
     assert chooser.schedule(0, 0.0) == []
-    chooser.complete(other)
+    chooser.complete([other])
     assert nodes_of(chooser.schedule(0, 0.0)) == [[2]]
 
 
@@ -150,7 +151,7 @@ def test_a_cancelled_graph_leaves():
     (task,) = chooser.schedule(0, 0.0)
     chooser.cancel(0)
     assert nodes_of(chooser.schedule(0, 0.0)) == [[11]]
-    assert chooser.complete(task) == []
+    assert chooser.complete([task]) == []
     chooser.cancel(1)
     assert not chooser.has_work
     assert chooser.schedule(0, 0.0) == []
@@ -164,12 +165,12 @@ def test_a_loop_runs_until_it_ends():
     one, two = chooser.schedule(0, 0.0)
     three, four = chooser.schedule(0, 0.0)
     assert nodes_of([one, two, three, four]) == [[0]] * 4
-    assert chooser.complete(one) == []
-    assert chooser.complete(two, ended={0}) == []
+    assert chooser.complete([one]) == []
+    assert chooser.complete([two], [{0}]) == []
     (after,) = chooser.schedule(0, 0.0)
     assert list(after.nodes) == [1]
-    assert chooser.complete(three, ended={0}) == chooser.complete(four, ended={0}) == []
-    assert chooser.complete(after) == [0]
+    assert chooser.complete([three], [{0}]) == chooser.complete([four], [{0}]) == []
+    assert chooser.complete([after]) == [0]
 
 
 def test_a_loop_ends_at_its_limit():
@@ -178,7 +179,7 @@ def test_a_loop_ends_at_its_limit():
     chooser.add(0, cell_graph((0,), ((),), (3,), frozenset({0})), 0, 0.0)
     tasks = chooser.schedule(0, 0.0)
     assert len(tasks) == 3
-    assert [chooser.complete(task) for task in tasks] == [[], [], [0]]
+    assert [chooser.complete([task]) for task in tasks] == [[], [], [0]]
 
 
 def test_a_loop_stays_on_its_worker():
@@ -186,7 +187,7 @@ def test_a_loop_stays_on_its_worker():
     chooser = scheduler(CellType("loop", is_loop=True), workers=2, tasks=1)
     chooser.add(0, cell_graph((0,), ((),), (3,), frozenset({0})), 0, 0.0)
     (first,) = chooser.schedule(0, 0.0)
-    chooser.complete(first)
+    chooser.complete([first])
     assert chooser.schedule(1, 0.0) == []
     assert len(chooser.schedule(0, 0.0)) == 1
 
@@ -350,7 +351,7 @@ def test_one_worker_has_the_same_tasks(has_loops: bool, data: st.DataObject):
         if in_flight and (action > 0.3 or len(in_flight) >= 9):
             ours, wanted = in_flight.popleft()
             ended = {n for n in ours.nodes if types[ours.type].is_loop and random.random() < 0.3}
-            finished = both[0].complete(ours, ended)
-            assert finished == both[1].complete(wanted, ended)
+            finished = both[0].complete([ours], [ended])
+            assert finished == both[1].complete([wanted], [ended])
             running.difference_update(finished)
     assert not running and not both[1].has_work

@@ -10,6 +10,7 @@ from jaxserve.cells.batchmaker import BatchMaker
 from jaxserve.cells.cell_graph import CellGraph, cell_graph, chain_graph, tree_graph
 from jaxserve.cells.flat_graph import flatten
 from jaxserve.cells.policy import CellType
+from jaxserve.cells.tree_shape import TreeShape
 from tests.cells.examples import layout_of, leaf_cell, merge_cell, tree
 
 
@@ -75,7 +76,7 @@ def test_subgraphs_partition_the_graph(graph: CellGraph):
 def test_a_tree_has_the_links_of_its_edges():
     """The links that are computed from pairs are those of the partition."""
     pairs = np.array([(0, 1), (3, 2), (6, 5), (4, 7)], np.int32)
-    found = tree_graph(0, 1, pairs)
+    found = tree_graph(0, 1, TreeShape.of(pairs))
     assert found.predecessors[5:] == ((0, 1), (3, 2), (6, 5), (4, 7))
     _check_links(found)
 
@@ -100,7 +101,7 @@ def test_lines_of_a_graph():
 def test_a_graph_is_prepared_for_its_workers():
     """Several workers need the edges of each node, which a tree has not; one needs none."""
     pairs = np.array([(0, 1), (3, 2)], np.int32)
-    found, calls = tree_graph(0, 1, pairs), []
+    found, calls = tree_graph(0, 1, TreeShape.of(pairs)), []
 
     def predecessors():
         calls.append(1)

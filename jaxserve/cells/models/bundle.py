@@ -28,7 +28,7 @@ class CellModel:
     unfold: Callable[[Any], Graph]
 
 
-def checked_tokens(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
+def checked_tokens(tokens: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     """Return tokens as an int32 array [tokens].
 
     Raises:

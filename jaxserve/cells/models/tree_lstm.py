@@ -15,11 +15,11 @@ from flax import nnx
 from jaxtyping import Array, Int32
 
 from jaxserve.cells.base import BATCH_SIZES
-from jaxserve.cells.blocks import NestedTree, numbered
 from jaxserve.cells.cell import Cell
 from jaxserve.cells.graph import Graph
 from jaxserve.cells.models.bundle import CellModel, checked_tokens
 from jaxserve.cells.models.recurrent import Batch, states_of, uniform
+from jaxserve.cells.tree_shape import NestedTree, numbered
 from jaxserve.cells.values import ValueSpec
 from pallas_kernels import Product, RowsAt
 from pallas_kernels.gated_cell import GatedCell, rows_at
@@ -123,11 +123,11 @@ def tree_lstm_model(
     )
 
     def unfold(tree: Tree) -> Graph:
-        tokens, pairs = numbered(tree)
+        tokens, shape = numbered(tree)
         root = internal_cell.tree(
             leaf_cell,
             {"token": checked_tokens(tokens, leaf.vocab_size)},
-            pairs,
+            shape,
             left={"left_h": "h", "left_c": "c"},
             right={"right_h": "h", "right_c": "c"},
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
 from jaxserve.cells.cell_graph import CellGraph
-from jaxserve.cells.policy import CellType, Task
+from jaxserve.cells.policy import CellType, Task, with_ended
 from jaxserve.core.errors import InvalidConfigError
 
 
@@ -213,7 +213,11 @@ class GraphBatchScheduler:
             batch.last_type = tasks[-1].type
         return tasks
 
-    def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
+    def complete(self, tasks: Sequence[Task], ended: Sequence[Collection[int]] = ()) -> list[int]:
+        pairs = with_ended(tasks, ended)
+        return [key for task, own in pairs for key in self._complete(task, own)]
+
+    def _complete(self, task: Task, ended: Collection[int]) -> list[int]:
         batch = self._running[task.worker]
         if batch is None:
             raise AssertionError("a task was completed that belongs to no batch")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import final
 
 from jaxserve.cells.cell_graph import CellGraph
-from jaxserve.cells.policy import CellType, Task
+from jaxserve.cells.policy import CellType, Task, with_ended
 from jaxserve.core.errors import InvalidConfigError
 
 
@@ -195,7 +195,11 @@ class LazyBatchingScheduler:
         self._push(stack, list(batch.requests.values()))
         return [Task(batch.type, nodes, worker)]
 
-    def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
+    def complete(self, tasks: Sequence[Task], ended: Sequence[Collection[int]] = ()) -> list[int]:
+        pairs = with_ended(tasks, ended)
+        return [key for task, own in pairs for key in self._complete(task, own)]
+
+    def _complete(self, task: Task, ended: Collection[int]) -> list[int]:
         is_loop = self._types[task.type].is_loop
         running, stack = self._running[task.worker], self._stacks[task.worker]
         finished = []

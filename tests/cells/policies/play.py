@@ -86,7 +86,7 @@ def play(
                     assert num_steps.get(first_nodes[number] + before, 0) > 0, "too early"
             played.tasks.append((now_s, task))
             now_s += 1
-            for number in scheduler.complete(task, ended):
+            for number in scheduler.complete([task], [ended]):
                 played.ends[number] = now_s
     assert played.ends.keys() == set(range(len(arrivals))) - gone
     done = {number for number in range(len(arrivals)) if number not in gone}

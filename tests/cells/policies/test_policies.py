@@ -248,7 +248,7 @@ class Broken:
         """Return none."""
         return []
 
-    def complete(self, task: Task, ended: Collection[int] = ()) -> list[int]:
+    def complete(self, tasks: Sequence[Task], ended: Sequence[Collection[int]] = ()) -> list[int]:
         """Return none."""
         return []
 

@@ -1,0 +1,219 @@
+"""How the pairs of a binary tree join its nodes: from nested tuples, or from arrays."""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Sequence
+from typing import TypeAlias, final
+
+import numpy as np
+
+from jaxserve.cells.links import NO_SUCCESSOR, Entry, Links, Waves
+from jaxserve.cells.newest import Newest
+from jaxserve.core.errors import InvalidGraphError
+
+# A number, such as a token, or a pair of trees.
+NestedTree: TypeAlias = "int | tuple[NestedTree, NestedTree]"
+
+# `Links.rows` of a node within a tree, except its number and those after it.
+_IN_TREE = np.array([[0], [NO_SUCCESSOR], [0], [0], [0], [1]])
+# What `marshal` writes for a number, and for a tuple: a byte, and its value or length as an int32.
+_NUMBER, _TUPLE = b"i", b"("
+_RECORD = np.dtype([("kind", "u1"), ("value", "<i4")])
+
+
+@final
+class TreeShape:
+    """What trees share whose leaves alone differ. Leaves are numbered first, and then pairs.
+
+    Attributes:
+      key: equal shapes have equal keys if they are made in the same way.
+      pairs: int32 [leaves - 1, 2], the numbers of the left and the right node of each pair.
+      leftmost: int32 [nodes], the leftmost leaf below each node.
+      waves: those of the pairs.
+    """
+
+    __slots__ = ("key", "pairs", "leftmost", "waves")
+
+    def __init__(self, key: bytes, pairs: np.ndarray, leftmost: Sequence[int], waves: Waves):
+        self.key = key
+        self.pairs = pairs
+        self.leftmost = np.array(leftmost, np.int32)
+        self.waves = waves
+
+    @classmethod
+    def of(cls, pairs: np.ndarray) -> TreeShape:
+        """Return the shape of a tree; see `checked_pairs`."""
+        leftmost = list(range(len(pairs) + 1))
+        for left in pairs[:, 0].tolist():
+            leftmost.append(leftmost[left])
+        return cls(pairs.tobytes(), pairs, leftmost, _waves(pairs))
+
+
+# Those of nested tuples, by their kinds of parts.
+_shapes: Newest[bytes, TreeShape] = Newest(1 << 14)
+
+
+def numbered(tree: NestedTree) -> tuple[Sequence[int] | np.ndarray, TreeShape]:
+    """Return the numbers at a tree's leaves, and its shape, for `BaseCell.tree`.
+
+    Leaves are numbered from left to right, and a pair after both of its nodes.
+
+    Raises:
+      InvalidGraphError: a part of the tree is neither a number nor a pair.
+    """
+    leaves, kinds = _coded(tree) or _walked(tree)
+    found = _shapes.get(kinds)
+    return leaves, found or _shapes.add(kinds, _shape(kinds), len(kinds))
+
+
+def _coded(tree: NestedTree) -> tuple[np.ndarray, bytes] | None:
+    """Return the leaves of a tree, and the kinds of all parts, each before what is in it.
+
+    `marshal` goes over the parts without Python's interpreter. None if some are neither int32
+    numbers nor pairs, or the tree is deeper than `marshal` allows.
+    """
+    try:
+        data = marshal.dumps(tree, 2)
+    except ValueError:
+        return None
+    kinds = data[:: _RECORD.itemsize]
+    num_leaves = kinds.count(_NUMBER)
+    if len(data) % _RECORD.itemsize or num_leaves + kinds.count(_TUPLE) < len(kinds):
+        return None
+    records = np.frombuffer(data, _RECORD)
+    is_leaf, values = records["kind"] == _NUMBER[0], records["value"]
+    if (values[~is_leaf] != 2).any():
+        return None
+    return values[is_leaf], kinds
+
+
+def _walked(tree: NestedTree) -> tuple[list[int], bytes]:
+    """Return the same of any tree.
+
+    Raises:
+      InvalidGraphError: see `numbered`.
+    """
+    leaves: list[int] = []
+    kinds = bytearray()
+    # Without recursion: a tree may be as deep as its sentence is long.
+    open: list[NestedTree] = [tree]
+    while open:
+        part = open.pop()
+        if not isinstance(part, tuple):
+            leaves.append(part)
+            kinds += _NUMBER
+            continue
+        if len(part) != 2:
+            raise InvalidGraphError(
+                f"a part of the tree has {len(part)} members; pass a token or a pair"
+            )
+        kinds += _TUPLE
+        left, right = part
+        open += (right, left)
+    return leaves, bytes(kinds)
+
+
+def _shape(kinds: bytes) -> TreeShape:
+    """Return the shape of a tree; see `_coded`."""
+    num, pair = kinds.count(_NUMBER), _TUPLE[0]
+    leaf, node, after = 0, 0, num
+    open: list[int] = []  # of each pair that is not complete: its left node, or -1
+    numbers: list[int] = []
+    leftmost = list(range(num))
+    levels = [-1] * num
+    for kind in kinds:
+        if kind == pair:
+            open.append(-1)
+            continue
+        node = leaf
+        leaf += 1
+        while open:
+            left = open[-1]
+            if left < 0:
+                open[-1] = node
+                break
+            open.pop()
+            numbers += (left, node)
+            leftmost.append(leftmost[left])
+            level, other = levels[left], levels[node]
+            levels.append((level if level > other else other) + 1)
+            node = after
+            after += 1
+    pairs = np.array(numbers, np.int32).reshape(-1, 2)
+    # What is below a pair comes before what is below a later one, so each wave is in this order.
+    waves = np.array(levels[num:], np.int64)
+    order = np.argsort(waves, kind="stable")
+    return TreeShape(kinds, pairs, leftmost, Waves(order + num, waves[order]))
+
+
+def checked_pairs(
+    cell: str, pairs: Sequence[Sequence[int]] | np.ndarray, num_leaves: int
+) -> np.ndarray:
+    """Return the pairs of a tree as an array.
+
+    Raises:
+      InvalidGraphError: they join another number of leaves, later nodes, or a node twice.
+    """
+    found = np.array(pairs, np.int32)
+    numbers = found.ravel().tolist()
+    if (
+        found.shape != (num_leaves - 1, 2)
+        or len(set(numbers)) < len(numbers)
+        or min(numbers) < 0
+        or (found >= np.arange(num_leaves, 2 * num_leaves - 1)[:, None]).any()
+    ):
+        raise InvalidGraphError(
+            f"a tree of cell {cell!r} with {num_leaves} leaves was given pairs of shape "
+            f"{list(found.shape)}; pass {num_leaves - 1} pairs of earlier nodes that join each "
+            "node but the last one once"
+        )
+    return found
+
+
+def tree_links(leaf_type: int, pair_type: int, shape: TreeShape) -> Links:
+    """Return the links of a tree of at least two leaves. Its cells are of two types."""
+    pairs, waves = shape.pairs, shape.waves
+    num = len(pairs) + 1  # leaves
+    # Each pair is a line of its own: that the pairs of a deep tree may form lines is not used.
+    rows = np.empty((6, num + len(pairs)), np.int64)
+    rows[:] = _IN_TREE
+    inner, outer, _, num_before, ahead, alone = rows
+    inner[pairs] = np.arange(num, num + len(pairs))[:, None]
+    inner[:num] = inner[-1] = NO_SUCCESSOR
+    outer[:num] = num
+    is_pair = pairs >= num
+    num_before[num:] = is_pair[:, 0]
+    num_before[num:] += is_pair[:, 1]
+    first = waves.nodes[: waves.numbers.searchsorted(1)]
+    entries = (
+        Entry(0, leaf_type, np.arange(num), 0),
+        Entry(num, pair_type, first, num, waves),
+    )
+    return Links(inner, outer, num_before, alone, ahead, alone, {}, entries, rows)
+
+
+def _waves(pairs: np.ndarray) -> Waves:
+    """Return the waves of pairs that may be in any order in which each follows what it joins."""
+    num = len(pairs) + 1
+    above = [NO_SUCCESSOR] * (num + len(pairs))
+    num_left, wave = [0] * len(above), []  # of each pair, those that it joins and are in no wave
+    for node, (left, right) in enumerate(pairs.tolist(), num):
+        above[left] = above[right] = node
+        num_left[node] = (left >= num) + (right >= num)
+        if not num_left[node]:
+            wave.append(node)
+    nodes: list[int] = []
+    sizes: list[int] = []
+    while wave:
+        nodes += wave
+        sizes.append(len(wave))
+        after = []
+        for node in wave:
+            parent = above[node]
+            if parent >= 0:
+                num_left[parent] -= 1
+                if not num_left[parent]:
+                    after.append(parent)
+        wave = after
+    return Waves(np.array(nodes), np.repeat(np.arange(len(sizes)), sizes))
