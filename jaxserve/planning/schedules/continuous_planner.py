@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import numpy as np
 
-from jaxserve.planning.schedules.candidate import Score
+from jaxserve.planning.schedules.candidate import Score, throughput_under
 from jaxserve.planning.schedules.configuration import Layout, Policy, Schedule
-from jaxserve.planning.schedules.estimates import Estimates
+from jaxserve.planning.schedules.continuous_limits import ContinuousLimits
+from jaxserve.planning.schedules.continuous_search import SizeSearch
+from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.observed import RequestClass
 from jaxserve.planning.schedules.plan import SIMULATED
@@ -44,6 +46,10 @@ class ContinuousPlanner(SchedulePlanner):
     def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> ContinuousSpace:
         return ContinuousSpace(self.player, lengths, tuple(classes))
 
+    def _chosen(self, space: ContinuousSpace, bounds: LatencyBounds) -> Schedule | None:
+        # Simulated throughputs are never equal.
+        return space.best(throughput_under(bounds), bounds)
+
 
 @final
 @dataclass(frozen=True)
@@ -53,11 +59,14 @@ class ContinuousSpace:
     Figures come from simulations (`Player`). Their number is kept small:
 
     - Decode steps are padded to compiled sizes. Up to such a size, more sequences serve more, and
-      beyond it they take longer at once. So each size is simulated.
-    - Latencies rise with the number of sequences. So no size is simulated above the first one that
-      keeps the bounds no more. The largest number below it that does is found by bisection.
+      beyond it they take longer at once. So each size is simulated, if step times alone do not say
+      that it cannot be the best (`ContinuousLimits`).
+    - Latencies rise with the number of sequences. So no size is simulated above one that misses a
+      bound by far, or above the first one that keeps the bounds no more. The largest number below
+      it that does is found by interpolation, and by bisection where that does not end soon.
     - Where answers are preempted, since memory is short, fewer sequences may serve more. So the
       smallest size that is as good as the best is bisected downwards, too.
+    - A single sequence takes the longest to simulate, and is the last one.
 
     Slots are reserved for requests with bounds of their own, beside the limit. Each limit is
     simulated with as many sequences as the limit, and with the reserved slots in use as well; the
@@ -74,31 +83,36 @@ class ContinuousSpace:
     def estimate(self, schedule: Schedule) -> str:
         return SIMULATED
 
-    def best(self, score: Score) -> Schedule | None:
-        scores: dict[int, float] = {}
+    def best(
+        self, score: Score, bounds: LatencyBounds | None = None, *, least: int = 1
+    ) -> Schedule | None:
+        """See `ScheduleSpace`.
 
-        def score_of(size: int) -> float:
-            if size not in scores:
-                scores[size] = float(score(self.of(size)[1]))
-            return scores[size]
+        Args:
+          bounds: those of the score, to interpolate; None for others.
+          least: sequences, at least.
+        """
+        limits = ContinuousLimits(self.player.times, self.player.config, self.lengths)
+        search = SizeSearch(lambda size: self.of(size)[1], limits, score, bounds or LatencyBounds())
+        sizes = sorted({max(1, s - self.num_reserved) for s in self.player.config.slot_buckets})
+        search.ascend([size for size in sizes if size > 1])
+        search.fill(1)
+        if least == 1 and search.may_gain(1):
+            search.score_of(1)
+        self._descend(search, sizes)
+        return None if search.best is None else self.of(search.best)[0]
 
-        buckets = self.player.config.slot_buckets
-        sizes = sorted({max(1, size - self.num_reserved) for size in buckets})
-        for size in sizes:
-            if not score_of(size) and max(scores.values()) > 0:
-                break  # larger ones keep the bounds no more
-        tried = sorted(scores)
-        for low, high in zip(tried, tried[1:], strict=False):
-            if score_of(low) > 0 and not score_of(high) and self._may_gain(high, scores):
-                _largest(low, high, lambda size: score_of(size) > 0)
-        most = max(scores.values())
-        best = min(size for size in scores if scores[size] >= _AS_GOOD * most)
+    def _descend(self, search: SizeSearch, sizes: Sequence[int]) -> None:
+        """Look for fewer sequences that serve more where memory is short."""
+        scores = search.scores
+        if search.best is None:
+            return
+        best = min(size for size in scores if scores[size] >= _AS_GOOD * scores[search.best])
         below = max((size for size in sizes if size < best), default=0)
         while best - below > 1 and self._played(best).preempted_share > _PREEMPTED:
             fewer = (below + best) // 2
-            best, below = (fewer, below) if score_of(fewer) > scores[best] else (best, fewer)
-        best = max(scores, key=lambda size: scores[size])
-        return self.of(best)[0] if scores[best] > 0 else None
+            is_better = search.score_of(fewer) > scores[best]
+            best, below = (fewer, below) if is_better else (best, fewer)
 
     def nearest(self, schedule: Schedule) -> Schedule:
         most = max(1, self.player.config.max_slots - self.num_reserved)
@@ -168,16 +182,3 @@ class ContinuousSpace:
         before = 2 * config.max_decode_iterations + num_steps - 1
         played = self._play(num_running)
         return tuple(played.span_s(each.max_answer_tokens + before) for each in self.classes)
-
-    def _may_gain(self, high: int, scores: dict[int, float]) -> bool:
-        """Whether fewer sequences than `high` may serve more than the best size so far."""
-        best = max(scores, key=lambda size: scores[size])
-        return self._played(high).answers_per_s > self._played(best).answers_per_s
-
-
-def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Return the largest number below `high` for which `holds`, which it does for `low`."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low

@@ -28,7 +28,7 @@ _WARM_UP = 4.0
 _MOST_TRIED = 3
 _MOST_SEARCHES = 12
 # Share of the best score so far from which on a schedule is simulated, since its score by closed
-# form may be too low.
+# form may be too low. Once one of its kind was simulated, the closed form is corrected by that.
 _WORSE = 0.9
 # Steps by which the bounds of the closed form are widened and tightened.
 _WIDER, _TIGHTER = 1.25, 0.93
@@ -86,7 +86,7 @@ class FamiliesPlanner(SchedulePlanner):
 
     def _chosen(self, space: FamiliesSpace, bounds: LatencyBounds) -> Schedule | None:
         # Simulated throughputs are never equal.
-        best = space.best(throughput_under(bounds))
+        best = space.best(throughput_under(bounds), bounds)
         if best is not None:
             return best
         # Near the lowest feasible bound, few schedules keep it; this one is looked for otherwise.
@@ -115,15 +115,28 @@ class FamiliesSpace:
     def estimate(self, schedule: Schedule) -> str:
         return SIMULATED
 
-    def best(self, score: Score) -> Schedule | None:
+    def best(self, score: Score, bounds: LatencyBounds | None = None) -> Schedule | None:
+        """See `ScheduleSpace`.
+
+        Continuous batching of one sequence is tried only where nothing else keeps the bounds. RRA
+        with batches of one does the same in longer decode loops.
+
+        Args:
+          bounds: those of the score, by which sizes are interpolated; None for others.
+        """
         scores: dict[Schedule, float] = {}
-        limit = None if self.is_rra_alone else self.continuous.best(score)
-        if limit is not None:
-            scores[limit] = float(score(self.estimated(limit)))
+        if not self.is_rra_alone:
+            self._add(self.continuous.best(score, bounds, least=2), score, scores)
         for kind in (self.rra.best, self.rra.whole):
             self._try(kind, score, scores)
+        if not self.is_rra_alone and not any(scores.values()):
+            self._add(self.continuous.best(score, bounds), score, scores)
         best = max(scores, key=lambda each: scores[each], default=None)
         return best if best is not None and scores[best] > 0 else None
+
+    def _add(self, found: Schedule | None, score: Score, scores: dict[Schedule, float]) -> None:
+        if found is not None:
+            scores[found] = float(score(self.estimated(found)))
 
     def _try(
         self,
@@ -137,9 +150,9 @@ class FamiliesSpace:
           best: returns the best schedule by closed form, of one kind.
           scores: of the schedules that are simulated; those of this kind are added.
         """
-        share, num_tried = 1.0, 0
+        share, num_tried, faster, worse = 1.0, 0, 1.0, _WORSE
         for _ in range(_MOST_SEARCHES):
-            scaled = _scaled(score, 1 / share)
+            scaled = _scaled(score, 1 / share, faster)
             found = best(scaled)
             if found is None:
                 share *= _WIDER
@@ -147,7 +160,7 @@ class FamiliesSpace:
             found = self.rra.static(found)
             if found not in scores:
                 closed = self.rra.estimated(found)
-                if scaled(closed) < _WORSE * max(scores.values(), default=0.0):
+                if scaled(closed) < worse * max(scores.values(), default=0.0):
                     return
                 figures = self.estimated(found)
                 scores[found] = float(score(figures))
@@ -155,6 +168,7 @@ class FamiliesSpace:
                 if num_tried == _MOST_TRIED:
                     return
                 share = float(closed.latency_s / figures.latency_s)
+                faster, worse = float(figures.throughput / closed.throughput), 1.0
             elif scores[found] > 0:
                 return
             else:
@@ -190,12 +204,17 @@ class FamiliesSpace:
         return self.continuous if is_continuous else self.rra
 
 
-def _scaled(score: Score, by: float) -> Score:
-    """Return the score of figures with multiplied latencies, those that are simulated."""
+def _scaled(score: Score, by: float, faster: float) -> Score:
+    """Return the score of figures with multiplied latencies and throughput, as simulated ones."""
 
     def scaled(figures: Estimates | Best) -> np.ndarray:
         return score(
-            replace(figures, latency_s=by * figures.latency_s, token_s=by * figures.token_s)
+            replace(
+                figures,
+                latency_s=by * figures.latency_s,
+                token_s=by * figures.token_s,
+                throughput=faster * figures.throughput,
+            )
         )
 
     return scaled
