@@ -13,8 +13,8 @@ from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.played import LONGER
 from jaxserve.planning.step_times import Curve, StepTimes
 
-# The share of the answers beyond the percentile of the latency, and how many times that share a
-# simulation of few answers may leave out.
+# How many times the share of the answers beyond the percentile may be left out by a simulation of
+# few answers.
 _FEW_ANSWERS = 4
 # By how much a simulation's throughput may be above that of the mean lengths.
 _DEVIATION = 1.05
@@ -39,25 +39,32 @@ class ContinuousLimits:
     config: EngineConfig
     lengths: TaskLengths
 
-    def of(self, num_running: int) -> Best:
-        """Return the limits with at most so many sequences, each figure a scalar."""
-        is_known = not self.config.num_proposed
+    def of(self, sizes: np.ndarray) -> Best:
+        """Return the limits with at most so many sequences, [sizes] each."""
         outputs, level = self.lengths.outputs, self.lengths.level
         most = self._least_room
         mean = float(np.minimum(np.arange(outputs.max_length + 1), most) @ outputs.probabilities)
-        iteration_s = self._iteration_s(num_running, mean) if is_known else 0.0
-        prompt_s = self._prompt_s() if is_known else 0.0
         longest = min(most, outputs.percentile(max(0.0, 1 - _FEW_ANSWERS * (1 - level))))
-        answer_s = prompt_s + max(0.0, mean - 1) * iteration_s
+        prompt_s, iteration_s = 0.0, np.zeros(len(sizes))
+        if not self.config.num_proposed:
+            prompt_s = min(map(_least_s, (self.times.encode_s or self.times.prefill_s).values()))
+            iteration_s = np.array([self._iteration_s(size, mean) for size in sizes.tolist()])
+        answer_s = np.maximum(_NO_TIME_S, prompt_s + max(0.0, mean - 1) * iteration_s)
         latency_s = prompt_s + max(0, longest - 1) * iteration_s
+        token_s = iteration_s * (longest > 1)
         return Best(
-            fits=np.asarray(True),
-            throughput=np.asarray(_DEVIATION * num_running / max(_NO_TIME_S, answer_s)),
-            latency_s=np.asarray(max(_NO_TIME_S, LONGER * latency_s)),
-            first_token_s=np.asarray(max(_NO_TIME_S, LONGER * prompt_s)),
-            token_s=np.asarray(max(_NO_TIME_S, LONGER * iteration_s if longest > 1 else 0.0)),
-            own_share=np.asarray(0.0),
+            fits=np.ones(len(sizes), np.bool_),
+            throughput=_DEVIATION * sizes / answer_s,
+            latency_s=np.maximum(_NO_TIME_S, LONGER * latency_s),
+            first_token_s=np.full(len(sizes), max(_NO_TIME_S, LONGER * prompt_s)),
+            token_s=np.maximum(_NO_TIME_S, LONGER * token_s),
+            own_share=np.zeros(len(sizes)),
         )
+
+    def prompt_s(self) -> float:
+        """Return the seconds of a prompt of mean length in full steps, for a first guess."""
+        curves = self.times.encode_s or self.times.prefill_s
+        return self.lengths.inputs.mean * min(_least_s(c) / size for size, c in curves.items())
 
     @property
     def _least_room(self) -> int:
@@ -82,9 +89,6 @@ class ContinuousLimits:
         num_mixed = _MORE_MIXED * num_steps * num_running / max(1.0, mean)
         mixed_share = min(1.0, num_mixed) if certain == num_running else 1.0
         return decode_s - mixed_share * max(0.0, decode_s - mixed_s)
-
-    def _prompt_s(self) -> float:
-        return min(map(_least_s, (self.times.encode_s or self.times.prefill_s).values()))
 
 
 def _least_s(curve: Curve) -> float:

@@ -48,7 +48,7 @@ class ContinuousPlanner(SchedulePlanner):
 
     def _chosen(self, space: ContinuousSpace, bounds: LatencyBounds) -> Schedule | None:
         # Simulated throughputs are never equal.
-        return space.best(throughput_under(bounds), bounds)
+        return space.best(throughput_under(bounds))
 
 
 @final
@@ -83,31 +83,31 @@ class ContinuousSpace:
     def estimate(self, schedule: Schedule) -> str:
         return SIMULATED
 
-    def best(
-        self, score: Score, bounds: LatencyBounds | None = None, *, least: int = 1
-    ) -> Schedule | None:
+    def best(self, score: Score, *, least: int = 1) -> Schedule | None:
         """See `ScheduleSpace`.
 
         Args:
-          bounds: those of the score, to interpolate; None for others.
           least: sequences, at least.
         """
-        limits = ContinuousLimits(self.player.times, self.player.config, self.lengths)
-        search = SizeSearch(lambda size: self.of(size)[1], limits, score, bounds or LatencyBounds())
-        sizes = sorted({max(1, s - self.num_reserved) for s in self.player.config.slot_buckets})
-        search.ascend([size for size in sizes if size > 1])
-        search.fill(1)
-        if least == 1 and search.may_gain(1):
-            search.score_of(1)
-        self._descend(search, sizes)
+        config = self.player.config
+        most = max(1, config.max_slots - self.num_reserved)
+        if least > most:
+            return None
+        limits = ContinuousLimits(self.player.times, config, self.lengths)
+        sizes = range(least, most + 1)
+        search = SizeSearch(lambda size: self.of(size)[1], limits, score, sizes)
+        search.run()
+        self._descend(search)
         return None if search.best is None else self.of(search.best)[0]
 
-    def _descend(self, search: SizeSearch, sizes: Sequence[int]) -> None:
+    def _descend(self, search: SizeSearch) -> None:
         """Look for fewer sequences that serve more where memory is short."""
         scores = search.scores
         if search.best is None:
             return
         best = min(size for size in scores if scores[size] >= _AS_GOOD * scores[search.best])
+        buckets = self.player.config.slot_buckets
+        sizes = [max(1, size - self.num_reserved) for size in buckets]
         below = max((size for size in sizes if size < best), default=0)
         while best - below > 1 and self._played(best).preempted_share > _PREEMPTED:
             fewer = (below + best) // 2

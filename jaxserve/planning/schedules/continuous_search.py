@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import final
+
+import numpy as np
 
 from jaxserve.planning.schedules.candidate import Score
 from jaxserve.planning.schedules.continuous_limits import ContinuousLimits
-from jaxserve.planning.schedules.estimates import Best, Estimates, LatencyBounds
+from jaxserve.planning.schedules.estimates import Best, Estimates
 
-# Times a bound from which on a latency misses it for more sequences, too. Simulations are short, so
-# that a latency may be a little lower with more sequences.
-_FAR = 1.15
-# Interpolations between two sizes, after which what is left is halved.
-_MOST_INTERPOLATED = 2
+# By which share expected latencies may be too long. Beside sizes that were simulated they are off
+# by less.
+_SLACK = 0.01
+# By which share a score must be expected to be higher than the best for another simulation.
+_GAIN = 0.01
+# Prompts come between the tokens of others at this power of the number of sequences.
+_GROWTH = 0.75
+_LATENCIES = ("latency_s", "first_token_s", "token_s")
 
 
 @final
 class SizeSearch:
-    """The numbers of sequences that were simulated so far, and their scores.
+    """A search among numbers of sequences, which simulates those that are expected to be best.
+
+    What is expected are the limits and costs of prompts. Engine time per answer is that of the
+    limits, and that of a prompt. Latencies are those of the limits, and so much for each sequence
+    that runs, since its prompts come between the tokens of others. Both are taken from the sizes
+    that were simulated, and interpolated between them.
 
     Args:
-      simulated: returns the figures of a number of sequences.
+      simulated: returns the figures of a number of sequences, each a scalar.
       limits: figures that simulations do not beat.
-      bounds: those that the score has, by which sizes are interpolated; none for other scores.
+      sizes: numbers of sequences, increasing; at least one.
 
     Attributes:
-      scores: by number of sequences.
+      scores: by number of sequences, of those that were simulated.
     """
 
     def __init__(
@@ -34,13 +45,14 @@ class SizeSearch:
         simulated: Callable[[int], Estimates],
         limits: ContinuousLimits,
         score: Score,
-        bounds: LatencyBounds,
+        sizes: range,
     ):
         self.scores: dict[int, float] = {}
         self._simulated = simulated
-        self._limits = limits
         self._score = score
-        self._bounds = bounds
+        self._sizes = np.array(sizes)
+        self._limits = limits.of(self._sizes)
+        self._prompt_s = limits.prompt_s()
 
     @property
     def best(self) -> int | None:
@@ -53,70 +65,51 @@ class SizeSearch:
             self.scores[size] = float(self._score(self._simulated(size)))
         return self.scores[size]
 
-    def may_gain(self, size: int) -> bool:
-        """Return whether step times alone do not say that a size has no higher score."""
+    def run(self) -> None:
+        """Simulate sizes until none is expected to have a higher score."""
+        while (size := self._next()) is not None:
+            self.score_of(size)
+
+    def _next(self) -> int | None:
         most = max(self.scores.values(), default=0.0)
-        return float(self._score(self._limits.of(size))) > most
-
-    def ascend(self, sizes: Sequence[int]) -> None:
-        """Simulate sizes, smallest first, until larger ones keep the bounds no more."""
-        for size in filter(self.may_gain, sizes):
-            if self.score_of(size):
-                continue
-            if self.best is not None or self._used(self._simulated(size)) > _FAR:
-                return
-
-    def fill(self, least: int) -> None:
-        """Look for larger sizes that keep the bounds below each one that does not.
-
-        Args:
-          least: a size that is taken to keep them.
-        """
-        tried = sorted({least, *self.scores})
-        for low, high in zip(tried, tried[1:], strict=False):
-            if (low == least or self.scores[low]) and not self.scores[high]:
-                if self._may_serve_more(high):
-                    self._fill_between(low, high)
-
-    def _fill_between(self, low: int, high: int) -> None:
-        num_interpolated = 0
-        while high - low > 1:
-            middle = (low + high) // 2
-            crossing = self._crossing(low, high)
-            if crossing is not None and num_interpolated < _MOST_INTERPOLATED:
-                if crossing <= low:
-                    return
-                middle = min(crossing, high - 1)
-                num_interpolated += 1
-            if self.may_gain(middle) and self.score_of(middle):
-                low = middle
-            else:
-                high = middle
-
-    def _crossing(self, low: int, high: int) -> int | None:
-        """Return the largest size that keeps the bounds if latencies rise evenly up to `high`.
-
-        They rise from `low` on, or, where that was not simulated or has a smaller compiled size,
-        from the limit, with which no prompt comes between two tokens. Real latencies rise fast at
-        first and then slower, so no larger size is expected to keep the bounds. None where
-        latencies do not rise, or nothing is to be kept.
-        """
-        begin, end = 0, self._used(self._simulated(high))
-        used = self._used(self._limits.of(low + 1))
-        if low in self.scores and used <= self._used(self._limits.of(low)):
-            begin, used = low, self._used(self._simulated(low))
-        if not used < 1 < end:
+        may_gain = (self._score(self._limits) > most) & ~np.isin(self._sizes, list(self.scores))
+        if not may_gain.any():
             return None
-        return begin + int((1 - used) / (end - used) * (high - begin))
+        expected = self._expected()
+        scores = np.where(may_gain, self._score(expected), 0.0)
+        first = int(np.argmax(scores))
+        if scores[first] > most * (1 + _GAIN):
+            return int(self._sizes[first])
+        if self.scores:
+            return None
+        # A first guess is not enough to simulate none.
+        return int(self._sizes[np.argmin(np.where(may_gain, expected.latency_s, np.inf))])
 
-    def _used(self, figures: Estimates | Best) -> float:
-        """Return which multiple of a bound is needed, of the bound that is missed most."""
-        shares = [float(getattr(figures, name)) / s for name, s in self._bounds.finite().items()]
-        return max([*shares, float(figures.own_share)])
+    def _expected(self) -> Best:
+        """Return what the sizes are expected to do, [sizes] each, with latencies in favour."""
+        sizes, limits = self._sizes, self._limits
+        known = sorted(self.scores)
+        figures = [self._simulated(size) for size in known]
 
-    def _may_serve_more(self, high: int) -> bool:
-        """Return whether fewer sequences than `high` may serve more than the best so far."""
-        if self.best is None:
-            return True
-        most, best = self._simulated(high).throughput, self._simulated(self.best).throughput
-        return bool(most > best)
+        def beside(values: np.ndarray) -> list[tuple[Estimates, float]]:
+            return list(zip(figures, values[np.searchsorted(sizes, known)], strict=True))
+
+        def between(values: list[float], otherwise: float) -> np.ndarray:
+            return np.interp(sizes, known, values) if known else np.full(len(sizes), otherwise)
+
+        periods_s = [float(1 / f.throughput - p) for f, p in beside(1 / limits.throughput)]
+        longer = {}
+        for name in _LATENCIES:
+            least, times = getattr(limits, name), sizes**_GROWTH
+            each_s = [float(getattr(f, name) - s) for f, s in beside(least)]
+            each_s = [s / n**_GROWTH for s, n in zip(each_s, known, strict=True)]
+            longer[name] = (1 - _SLACK) * np.maximum(least, least + between(each_s, 0.0) * times)
+        shares = [float(f.own_share / s) for f, s in beside(longer["token_s"])]
+        own_share = (1 - _SLACK) * between(shares, 0.0) * longer["token_s"]
+        periods_s = 1 / limits.throughput + between(periods_s, self._prompt_s)
+        return replace(
+            limits,
+            throughput=1 / np.maximum(periods_s, 1e-12),
+            own_share=own_share,
+            **longer,
+        )

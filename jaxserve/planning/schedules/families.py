@@ -86,7 +86,7 @@ class FamiliesPlanner(SchedulePlanner):
 
     def _chosen(self, space: FamiliesSpace, bounds: LatencyBounds) -> Schedule | None:
         # Simulated throughputs are never equal.
-        best = space.best(throughput_under(bounds), bounds)
+        best = space.best(throughput_under(bounds))
         if best is not None:
             return best
         # Near the lowest feasible bound, few schedules keep it; this one is looked for otherwise.
@@ -115,22 +115,19 @@ class FamiliesSpace:
     def estimate(self, schedule: Schedule) -> str:
         return SIMULATED
 
-    def best(self, score: Score, bounds: LatencyBounds | None = None) -> Schedule | None:
+    def best(self, score: Score) -> Schedule | None:
         """See `ScheduleSpace`.
 
         Continuous batching of one sequence is tried only where nothing else keeps the bounds. RRA
         with batches of one does the same in longer decode loops.
-
-        Args:
-          bounds: those of the score, by which sizes are interpolated; None for others.
         """
         scores: dict[Schedule, float] = {}
         if not self.is_rra_alone:
-            self._add(self.continuous.best(score, bounds, least=2), score, scores)
+            self._add(self.continuous.best(score, least=2), score, scores)
         for kind in (self.rra.best, self.rra.whole):
             self._try(kind, score, scores)
         if not self.is_rra_alone and not any(scores.values()):
-            self._add(self.continuous.best(score, bounds), score, scores)
+            self._add(self.continuous.best(score), score, scores)
         best = max(scores, key=lambda each: scores[each], default=None)
         return best if best is not None and scores[best] > 0 else None
 
