@@ -52,8 +52,9 @@ class ContinuousLimits:
         answer_s = np.maximum(_NO_TIME_S, prompt_s + max(0.0, mean - 1) * iteration_s)
         latency_s = prompt_s + max(0, longest - 1) * iteration_s
         token_s = iteration_s * (longest > 1)
+        room = (self.config.num_pages - 1) * self.config.page_size
         return Best(
-            fits=np.ones(len(sizes), np.bool_),
+            fits=np.full(len(sizes), self.lengths.inputs.mean + outputs.mean <= room),
             throughput=_DEVIATION * sizes / answer_s,
             latency_s=np.maximum(_NO_TIME_S, LONGER * latency_s),
             first_token_s=np.full(len(sizes), max(_NO_TIME_S, LONGER * prompt_s)),

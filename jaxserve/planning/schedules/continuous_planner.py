@@ -58,15 +58,12 @@ class ContinuousSpace:
 
     Figures come from simulations (`Player`). Their number is kept small:
 
-    - Decode steps are padded to compiled sizes. Up to such a size, more sequences serve more, and
-      beyond it they take longer at once. So each size is simulated, if step times alone do not say
-      that it cannot be the best (`ContinuousLimits`).
-    - Latencies rise with the number of sequences. So no size is simulated above one that misses a
-      bound by far, or above the first one that keeps the bounds no more. The largest number below
-      it that does is found by interpolation, and by bisection where that does not end soon.
+    - Sizes that cannot be the best by step times alone are left out (`ContinuousLimits`).
+    - Of the others, those are simulated that are expected to be the best, by the limits and the
+      costs of prompts in the simulations so far (`SizeSearch`).
     - Where answers are preempted, since memory is short, fewer sequences may serve more. So the
-      smallest size that is as good as the best is bisected downwards, too.
-    - A single sequence takes the longest to simulate, and is the last one.
+      smaller compiled sizes are simulated, too, and the smallest size that is as good as the best
+      is bisected downwards.
 
     Slots are reserved for requests with bounds of their own, beside the limit. Each limit is
     simulated with as many sequences as the limit, and with the reserved slots in use as well; the
@@ -97,17 +94,20 @@ class ContinuousSpace:
         sizes = range(least, most + 1)
         search = SizeSearch(lambda size: self.of(size)[1], limits, score, sizes)
         search.run()
-        self._descend(search)
+        self._descend(search, least)
         return None if search.best is None else self.of(search.best)[0]
 
-    def _descend(self, search: SizeSearch) -> None:
+    def _descend(self, search: SizeSearch, least: int) -> None:
         """Look for fewer sequences that serve more where memory is short."""
         scores = search.scores
-        if search.best is None:
+        if search.best is None or self._played(search.best).preempted_share <= _PREEMPTED:
             return
-        best = min(size for size in scores if scores[size] >= _AS_GOOD * scores[search.best])
         buckets = self.player.config.slot_buckets
         sizes = [max(1, size - self.num_reserved) for size in buckets]
+        for size in sizes:
+            if least <= size < search.best:
+                search.score_of(size)
+        best = min(size for size in scores if scores[size] >= _AS_GOOD * scores[search.best])
         below = max((size for size in sizes if size < best), default=0)
         while best - below > 1 and self._played(best).preempted_share > _PREEMPTED:
             fewer = (below + best) // 2
