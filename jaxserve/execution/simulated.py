@@ -339,11 +339,7 @@ class SimulatedExecutor:
             result.tokens[index, :count] = token
             result.num_tokens[index] = count
         counts = result.num_tokens
-        most = int(counts.max(initial=0))
-        if most and int(counts.min()) == most:
-            total = int(lengths.sum())
-            return [total + i * len(counts) for i in range(most)]
-        return [int(np.sum((lengths + i)[counts > i])) for i in range(most)]
+        return [int(np.sum((lengths + i)[counts > i])) for i in range(int(counts.max(initial=0)))]
 
     def _write(self, slot: _Slot, start: int, count: int) -> None:
         """Write the hashes of `count` tokens from position `start` on."""
