@@ -28,7 +28,7 @@ _WARM_UP = 4.0
 _MOST_TRIED = 3
 _MOST_SEARCHES = 12
 # Share of the best score so far from which on a schedule is simulated, since its score by closed
-# form may be too low. Once one of its kind was simulated, the closed form is corrected by that.
+# form may be too low.
 _WORSE = 0.9
 # Steps by which the bounds of the closed form are widened and tightened.
 _WIDER, _TIGHTER = 1.25, 0.93
@@ -147,9 +147,9 @@ class FamiliesSpace:
           best: returns the best schedule by closed form, of one kind.
           scores: of the schedules that are simulated; those of this kind are added.
         """
-        share, num_tried, faster, worse = 1.0, 0, 1.0, _WORSE
+        share, num_tried = 1.0, 0
         for _ in range(_MOST_SEARCHES):
-            scaled = _scaled(score, 1 / share, faster)
+            scaled = _scaled(score, 1 / share)
             found = best(scaled)
             if found is None:
                 share *= _WIDER
@@ -157,7 +157,7 @@ class FamiliesSpace:
             found = self.rra.static(found)
             if found not in scores:
                 closed = self.rra.estimated(found)
-                if scaled(closed) < worse * max(scores.values(), default=0.0):
+                if scaled(closed) < _WORSE * max(scores.values(), default=0.0):
                     return
                 figures = self.estimated(found)
                 scores[found] = float(score(figures))
@@ -165,7 +165,6 @@ class FamiliesSpace:
                 if num_tried == _MOST_TRIED:
                     return
                 share = float(closed.latency_s / figures.latency_s)
-                faster, worse = float(figures.throughput / closed.throughput), 1.0
             elif scores[found] > 0:
                 return
             else:
@@ -201,17 +200,12 @@ class FamiliesSpace:
         return self.continuous if is_continuous else self.rra
 
 
-def _scaled(score: Score, by: float, faster: float) -> Score:
-    """Return the score of figures with multiplied latencies and throughput, as simulated ones."""
+def _scaled(score: Score, by: float) -> Score:
+    """Return the score of figures with multiplied latencies, those that are simulated."""
 
     def scaled(figures: Estimates | Best) -> np.ndarray:
         return score(
-            replace(
-                figures,
-                latency_s=by * figures.latency_s,
-                token_s=by * figures.token_s,
-                throughput=faster * figures.throughput,
-            )
+            replace(figures, latency_s=by * figures.latency_s, token_s=by * figures.token_s)
         )
 
     return scaled
