@@ -11,11 +11,14 @@ if TYPE_CHECKING:
 
     from sharding import DeviceGroups, StagePlan
 
-_STAGES = re.compile(r"\d+(x\d+)?(,\d+(x\d+)?)*")
+_STAGE = r"([1-9]\d*\*)?\d+(x\d+)?"
+_STAGES = re.compile(f"{_STAGE}(,{_STAGE})*")
 
 
 def stage_plan(text: str, tensor_parallel: int, devices: Sequence[Any] | None = None) -> StagePlan:
-    """Parse e.g. "20x2,10x1"; a stage without a number of devices has `tensor_parallel`.
+    """Parse e.g. "20x2,2*10x1", where the second and third stage have 10 layers and a device each.
+
+    A stage without a number of devices has `tensor_parallel`.
 
     Raises:
       ValueError: the text is not understood, or there are too few devices.
@@ -24,7 +27,7 @@ def stage_plan(text: str, tensor_parallel: int, devices: Sequence[Any] | None = 
 
     if not _STAGES.fullmatch(text):
         raise ValueError(f"stages={text!r} is not understood; pass e.g. 20x2,10x1 or 15,15")
-    stages = [stage.split("x") for stage in text.split(",")]
+    stages = [stage.split("x") for stage in _each_stage(text)]
     return StagePlan.of(
         [int(layers) for layers, *_ in stages],
         tensor=[int(shards[0]) if shards else tensor_parallel for _, *shards in stages],
@@ -60,7 +63,13 @@ def device_groups(text: str) -> DeviceGroups:
 def _num_devices(text: str) -> int:
     if text.isdecimal():
         return int(text)
-    return sum(int(stage.partition("x")[2] or 1) for stage in text.split(","))
+    return sum(int(stage.partition("x")[2] or 1) for stage in _each_stage(text))
+
+
+def _each_stage(text: str) -> list[str]:
+    """Return the text of each stage, without the numbers of equal ones."""
+    counted = [part.rpartition("*") for part in text.split(",")]
+    return [stage for count, _, stage in counted for _ in range(int(count or 1))]
 
 
 def _group(text: str, devices: Sequence[Any]) -> Mesh | StagePlan:

@@ -176,7 +176,7 @@ Stages = Annotated[
     str | None,
     _runtime(
         "--stages",
-        text="Cut the model into stages of LAYERSxDEVICES, e.g. 20x2,10x1 or just 20,10.",
+        text="Cut the model into stages of LAYERSxDEVICES, e.g. 20x2,2*10x1 or just 20,10.",
     ),
 ]
 Groups = Annotated[

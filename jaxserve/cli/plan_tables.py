@@ -114,14 +114,14 @@ def _encode_batch(outcome: Outcome) -> str:
 
 
 def stages_of(schedule: Schedule) -> str:
-    """Return the stages as LAYERSxDEVICES; WAA's encode group comes first, then ">"."""
+    """Return the stages as `--stages` takes them; WAA's groups as `--groups` does."""
     encode = [s for s in schedule.stages if s.num_encode_layers and not s.num_decode_layers]
     decode = [s for s in schedule.stages if s.num_decode_layers]
     groups = [
         _counted([f"{s.num_encode_layers}x{s.num_devices}" for s in encode]),
         _counted([f"{s.num_decode_layers}x{s.num_devices}" for s in decode]),
     ]
-    return " > ".join(group for group in groups if group)
+    return "/".join(group for group in groups if group)
 
 
 def seconds(value: float) -> str:

@@ -134,7 +134,8 @@ class SimulatedExecutor:
             prefilled, decoded = 0, self._decode_at_once(plan, result)
         else:
             prefilled, decoded = self._iterate(plan, result)
-        result = replace(result, remaining=self._read_remaining(plan))
+        if self._reading is not None and plan.rows:
+            result = replace(result, remaining=self._read_remaining(plan, self._reading))
         return self._handle(StepWork(plan, prefilled, tuple(decoded)), result)
 
     def _hand_over(self, plan: StepPlan) -> SimulatedHandle:
@@ -163,13 +164,11 @@ class SimulatedExecutor:
         """See `HostMemory`."""
         return f"simulated {self.config.page_size}".encode()
 
-    def _read_remaining(self, plan: StepPlan) -> np.ndarray | None:
+    def _read_remaining(self, plan: StepPlan, reading: Reading) -> np.ndarray:
         """Return the probe's readings at the position from which each row's newest token comes."""
-        if self._reading is None or not plan.rows:
-            return None
         slots = [self._slots[row.slot] for row in plan.rows]
         return np.stack(
-            [self._reading(s.request, s.sample_index, max(0, s.num_outputs - 1)) for s in slots]
+            [reading(s.request, s.sample_index, max(0, s.num_outputs - 1)) for s in slots]
         )
 
     def resize(self, num_pages: int, moves: Moves) -> None:

@@ -130,6 +130,10 @@ def test_groups_may_have_stages():
     assert groups.encode.size == 2
     assert [stage.num_shards for stage in groups.decode.stages] == [1, 2]
     assert [len(devices) for devices in groups.devices] == [2, 3]
+    counted = device_groups("2*20x1/40x2")
+    assert isinstance(counted.encode, StagePlan)
+    assert [stage.num_shards for stage in counted.encode.stages] == [1, 1]
+    assert [len(devices) for devices in counted.devices] == [2, 2]
 
 
 def test_generate_answers_in_order(model, tmp_path):

@@ -44,7 +44,7 @@ def test_a_simulated_cluster_is_planned_at_once(tmp_path):
     done = run(*asked, "--picture", str(picture))
     assert done.exit_code == 0, done.stderr
     said = " ".join(done.stdout.split())
-    for text in ("OPT-13B on 4 A40", "task S", "WAA-C", "2*20x1 > 40x2", "chosen for bound 5 s"):
+    for text in ("OPT-13B on 4 A40", "task S", "WAA-C", "2*20x1/40x2", "chosen for bound 5 s"):
         assert text in said, text
     assert "chosen for no bound" in said and "misses the bound" in said and "B_E + 1" in said
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import numpy as np
 
-from jaxserve.planning.schedules.candidate import Score
+from jaxserve.planning.schedules.candidate import Score, throughput_under
 from jaxserve.planning.schedules.configuration import Layout, Policy, Schedule
-from jaxserve.planning.schedules.estimates import Estimates
+from jaxserve.planning.schedules.continuous_limits import ContinuousLimits
+from jaxserve.planning.schedules.continuous_search import SizeSearch
+from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.observed import RequestClass
 from jaxserve.planning.schedules.plan import SIMULATED
@@ -44,6 +46,10 @@ class ContinuousPlanner(SchedulePlanner):
     def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> ContinuousSpace:
         return ContinuousSpace(self.player, lengths, tuple(classes))
 
+    def _chosen(self, space: ContinuousSpace, bounds: LatencyBounds) -> Schedule | None:
+        # Simulated throughputs are never equal.
+        return space.best(throughput_under(bounds))
+
 
 @final
 @dataclass(frozen=True)
@@ -52,12 +58,12 @@ class ContinuousSpace:
 
     Figures come from simulations (`Player`). Their number is kept small:
 
-    - Decode steps are padded to compiled sizes. Up to such a size, more sequences serve more, and
-      beyond it they take longer at once. So each size is simulated.
-    - Latencies rise with the number of sequences. So no size is simulated above the first one that
-      keeps the bounds no more. The largest number below it that does is found by bisection.
+    - Sizes that cannot be the best by step times alone are left out (`ContinuousLimits`).
+    - Of the others, those are simulated that are expected to be the best, by the limits and the
+      costs of prompts in the simulations so far (`SizeSearch`).
     - Where answers are preempted, since memory is short, fewer sequences may serve more. So the
-      smallest size that is as good as the best is bisected downwards, too.
+      smaller compiled sizes are simulated, too, and the smallest size that is as good as the best
+      is bisected downwards.
 
     Slots are reserved for requests with bounds of their own, beside the limit. Each limit is
     simulated with as many sequences as the limit, and with the reserved slots in use as well; the
@@ -74,31 +80,39 @@ class ContinuousSpace:
     def estimate(self, schedule: Schedule) -> str:
         return SIMULATED
 
-    def best(self, score: Score) -> Schedule | None:
-        scores: dict[int, float] = {}
+    def best(self, score: Score, *, least: int = 1) -> Schedule | None:
+        """See `ScheduleSpace`.
 
-        def score_of(size: int) -> float:
-            if size not in scores:
-                scores[size] = float(score(self.of(size)[1]))
-            return scores[size]
+        Args:
+          least: sequences, at least.
+        """
+        config = self.player.config
+        most = max(1, config.max_slots - self.num_reserved)
+        if least > most:
+            return None
+        limits = ContinuousLimits(self.player.times, config, self.lengths)
+        sizes = range(least, most + 1)
+        search = SizeSearch(lambda size: self.of(size)[1], limits, score, sizes)
+        search.run()
+        self._descend(search, least)
+        return None if search.best is None else self.of(search.best)[0]
 
+    def _descend(self, search: SizeSearch, least: int) -> None:
+        """Look for fewer sequences that serve more where memory is short."""
+        scores = search.scores
+        if search.best is None or self._played(search.best).preempted_share <= _PREEMPTED:
+            return
         buckets = self.player.config.slot_buckets
-        sizes = sorted({max(1, size - self.num_reserved) for size in buckets})
+        sizes = [max(1, size - self.num_reserved) for size in buckets]
         for size in sizes:
-            if not score_of(size) and max(scores.values()) > 0:
-                break  # larger ones keep the bounds no more
-        tried = sorted(scores)
-        for low, high in zip(tried, tried[1:], strict=False):
-            if score_of(low) > 0 and not score_of(high) and self._may_gain(high, scores):
-                _largest(low, high, lambda size: score_of(size) > 0)
-        most = max(scores.values())
-        best = min(size for size in scores if scores[size] >= _AS_GOOD * most)
+            if least <= size < search.best:
+                search.score_of(size)
+        best = min(size for size in scores if scores[size] >= _AS_GOOD * scores[search.best])
         below = max((size for size in sizes if size < best), default=0)
         while best - below > 1 and self._played(best).preempted_share > _PREEMPTED:
             fewer = (below + best) // 2
-            best, below = (fewer, below) if score_of(fewer) > scores[best] else (best, fewer)
-        best = max(scores, key=lambda size: scores[size])
-        return self.of(best)[0] if scores[best] > 0 else None
+            is_better = search.score_of(fewer) > scores[best]
+            best, below = (fewer, below) if is_better else (best, fewer)
 
     def nearest(self, schedule: Schedule) -> Schedule:
         most = max(1, self.player.config.max_slots - self.num_reserved)
@@ -168,16 +182,3 @@ class ContinuousSpace:
         before = 2 * config.max_decode_iterations + num_steps - 1
         played = self._play(num_running)
         return tuple(played.span_s(each.max_answer_tokens + before) for each in self.classes)
-
-    def _may_gain(self, high: int, scores: dict[int, float]) -> bool:
-        """Whether fewer sequences than `high` may serve more than the best size so far."""
-        best = max(scores, key=lambda size: scores[size])
-        return self._played(high).answers_per_s > self._played(best).answers_per_s
-
-
-def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Return the largest number below `high` for which `holds`, which it does for `low`."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low

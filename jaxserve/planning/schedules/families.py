@@ -116,14 +116,24 @@ class FamiliesSpace:
         return SIMULATED
 
     def best(self, score: Score) -> Schedule | None:
+        """See `ScheduleSpace`.
+
+        Continuous batching of one sequence is tried only where nothing else keeps the bounds. RRA
+        with batches of one does the same in longer decode loops.
+        """
         scores: dict[Schedule, float] = {}
-        limit = None if self.is_rra_alone else self.continuous.best(score)
-        if limit is not None:
-            scores[limit] = float(score(self.estimated(limit)))
+        if not self.is_rra_alone:
+            self._add(self.continuous.best(score, least=2), score, scores)
         for kind in (self.rra.best, self.rra.whole):
             self._try(kind, score, scores)
+        if not self.is_rra_alone and not any(scores.values()):
+            self._add(self.continuous.best(score), score, scores)
         best = max(scores, key=lambda each: scores[each], default=None)
         return best if best is not None and scores[best] > 0 else None
+
+    def _add(self, found: Schedule | None, score: Score, scores: dict[Schedule, float]) -> None:
+        if found is not None:
+            scores[found] = float(score(self.estimated(found)))
 
     def _try(
         self,

@@ -38,7 +38,7 @@ _WITHIN = 0.95
 _FIRST_WITHIN = 0.99
 # Latencies over the simulated ones. Steps beside callers, and on a machine with other work, take
 # longer than they were measured to; p99 on two cores was 7 % over its simulation (median).
-_LONGER = 1.05
+LONGER = 1.05
 # Simulations that are remembered.
 _MOST_KEPT = 512
 
@@ -84,7 +84,7 @@ class Played:
         starts = np.flatnonzero(reached < len(gained))
         if not len(starts):
             return num_tokens * self.token_s
-        return _LONGER * _quantile(at_s[reached[starts]] - at_s[starts], _FIRST_WITHIN)
+        return LONGER * _quantile(at_s[reached[starts]] - at_s[starts], _FIRST_WITHIN)
 
     def or_worse(self, other: Played) -> Played:
         """Return the worse figure of each of two simulations; the spans are those of `other`."""
@@ -300,9 +300,9 @@ class _Trace:
         )
         return Played(
             answers_per_s=self._num_delivered / elapsed_s / mean_tokens,
-            latency_s=_LONGER * latency_s,
-            first_token_s=_LONGER * _quantile(firsts_s, _FIRST_WITHIN),
-            token_s=_LONGER * _quantile(decoding_s, _WITHIN) / max(1, self._num_tokens),
+            latency_s=LONGER * latency_s,
+            first_token_s=LONGER * _quantile(firsts_s, _FIRST_WITHIN),
+            token_s=LONGER * _quantile(decoding_s, _WITHIN) / max(1, self._num_tokens),
             mean_running=mean_running,
             preempted_share=len(self._preempted) / max(1, len(self._spans)),
             advances=np.array([self._gained_s, self._gained], np.float64),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, final
 
 import numpy as np
@@ -17,6 +17,7 @@ from jaxserve.planning.schedules.measured_cost import measured_deployment
 from jaxserve.planning.schedules.observed import RequestClass
 from jaxserve.planning.schedules.plan import CLOSED_FORM
 from jaxserve.planning.schedules.planner import SchedulePlanner
+from jaxserve.planning.schedules.remembered import RememberedTimeline
 from jaxserve.planning.schedules.rra import RRATimeline
 from jaxserve.planning.schedules.search import maximise
 from jaxserve.planning.schedules.timeline import Deployment
@@ -85,12 +86,16 @@ class RRASpace:
 
     timeline: RRATimeline
     longest_prompt: int
+    _known: RememberedTimeline = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_known", RememberedTimeline(self.timeline))
 
     def estimate(self, schedule: Schedule) -> str:
         return CLOSED_FORM
 
     def best(self, score: Score) -> Schedule | None:
-        found = maximise([self.timeline], score).found
+        found = maximise([self._known], score).found
         return None if found is None else self.timeline.schedule(found.point)
 
     def whole(self, score: Score) -> Schedule | None:
@@ -99,14 +104,14 @@ class RRASpace:
         shape = len(timeline.layouts), timeline.max_encode_batch
         layout, batch = np.unravel_index(np.arange(np.prod(shape)), shape)
         points = Points(layout, batch + 1, np.full(len(layout), timeline.max_control))
-        found = Candidate().improved(timeline, points, score).found
+        found = Candidate().improved(self._known, points, score).found
         return None if found is None else timeline.schedule(found.point)
 
     def nearest(self, schedule: Schedule) -> Schedule:
         return self.timeline.schedule(self._point(schedule))
 
     def estimated(self, schedule: Schedule) -> Estimates:
-        return self.timeline.estimate(self._point(schedule))[0]
+        return self._known.estimate(self._point(schedule))[0]
 
     def own_latencies_s(self, schedule: Schedule) -> list[float]:
         point = self._point(schedule)
