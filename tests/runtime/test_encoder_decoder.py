@@ -19,6 +19,7 @@ from jaxserve.core.errors import (
     UnsupportedModelError,
 )
 from jaxserve.models.store import load_model
+from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import OPTIONS as TINY
 from jaxserve.testing import tiny_llama
 from sharding import make_groups, make_mesh
@@ -43,6 +44,8 @@ OPTIONS = dict(
 WARM = OPTIONS | dict(warmup=True, strict=True)
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = random_prompts(7)
+# Presets that need two groups of devices.
+ON_GROUPS = ("exegpt_waa_c", "exegpt_waa_m")
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -98,10 +101,7 @@ def _tokens(answers) -> list[list[int]]:
     return [list(answer.token_ids) for answer in answers]
 
 
-@pytest.mark.parametrize(
-    "policy",
-    ["orca", "vllm_like", "fastertransformer", "concurrent_instances", "pensieve", "exegpt_rra"],
-)
+@pytest.mark.parametrize("policy", sorted(PRESETS.keys() - {"exegpt", *ON_GROUPS}))
 def test_every_policy_gives_the_same_answers(t5, policy):
     """Prompts of which one alone may fill a step are scheduled whole, and nothing is compiled."""
     folder, wanted = t5
