@@ -242,7 +242,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for value in (SKEWNESSES if name == "skewness" else factors)
     ]
     return {
-        "benchmark": "exegpt drift",
+        "benchmark": "exegpt_drift",
         "arguments": arguments_of(options),
         "bound_s": None if math.isinf(setting.bounds.latency_s) else setting.bounds.latency_s,
         "drifts": [

@@ -54,7 +54,7 @@ PAGES = (
         ("policies", "policies_grid", "online", "flover", "simulate", "s3"),
     ),
     Page("docs/results/conversations.md", ("conversations", "pensieve", "scattered", "restore")),
-    Page("docs/results/exegpt.md", ("exegpt", "exegpt_bounds", "exegpt_measured")),
+    Page("docs/results/exegpt.md", ("exegpt", "exegpt_bounds", "exegpt_measured", "exegpt_drift")),
     Page("docs/results/cells.md", ("cells", "cells_host")),
     Page("docs/results/lengths.md", ("predictor", "probe")),
     Page("docs/results/rollouts.md", ("invariance", "residual", "adapters", "speculation")),

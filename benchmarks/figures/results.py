@@ -27,8 +27,8 @@ KINDS = (
     ),
     *("probe", "s3", "pensieve", "scattered", "restore", "startup", "loading"),
     *("planning", "sharding", "gpu_check", "exegpt", "exegpt_bounds"),
-    *("exegpt_measured", "cells", "cells_host", "roles", "invariance", "residual", "policies_grid"),
-    *("adapters", "speculation", "quality"),
+    *("exegpt_measured", "exegpt_drift", "cells", "cells_host", "roles", "invariance", "residual"),
+    *("policies_grid", "adapters", "speculation", "quality"),
 )
 # Names and positions of a value in a result.
 Keys = Sequence[str | int]

@@ -14,8 +14,9 @@ from benchmarks.figures.results import Result
 _TABLES_ONLY = (
     "policies_grid",
     *("predictor", "probe", "s3", "scattered", "restore", "startup", "loading", "planning"),
-    *("sharding", "gpu_check", "exegpt_bounds", "exegpt_measured", "roles", "invariance"),
-    *("residual", "http", "structured", "adapters", "speculation", "quality", "cells_host"),
+    *("sharding", "gpu_check", "exegpt_bounds", "exegpt_measured", "exegpt_drift"),
+    *("roles", "invariance", "residual", "http", "structured", "adapters", "speculation"),
+    *("quality", "cells_host"),
 )
 
 

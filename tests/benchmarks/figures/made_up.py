@@ -410,7 +410,7 @@ def results() -> dict[str, dict[str, Any]]:
         },
     }
     made |= {"exegpt": _exegpt(), "exegpt_bounds": _exegpt_bounds(), "cells": _cells()}
-    made |= {"exegpt_measured": _exegpt_measured()}
+    made |= {"exegpt_measured": _exegpt_measured(), "exegpt_drift": _exegpt_drift()}
     return {kind: {"benchmark": kind, **data, **HERE} for kind, data in made.items()}
 
 
@@ -556,6 +556,21 @@ def _exegpt_measured() -> dict[str, Any]:
         "policies": [{"policy": "auto", "tokens_agree": True}],
         "errors": dict.fromkeys(names, {"median": 0.11, "most": 0.2}),
         **{"num_within_5%": 1, "num_within_10%": 1, "all_tokens_agree": True},
+    }
+
+
+def _exegpt_drift() -> dict[str, Any]:
+    """Return one change, after which the schedule that was left alone misses its bound."""
+
+    def engine(speed: float, share: float) -> dict[str, Any]:
+        figures = {"answers_per_s": speed, "share_in_bound": share, "p99_s": 2.0}
+        return {"from_drift": figures, "settled": {**figures, "answers_per_s": speed + 1}}
+
+    adapted = {**engine(4.5, 0.975), "adopted": [{"encode_batch": 3}, {"encode_batch": 2}]}
+    row = {"changed": "mean", "to": 1.3, "left_alone": engine(5.0, 0.9), "adapted": adapted}
+    return {
+        **{"arguments": {**ARGUMENTS, "after": 200, "seed": 0}, "bound_s": 11.02},
+        "drifts": [{**row, "planned_anew": engine(6.0, 0.99)}],
     }
 
 

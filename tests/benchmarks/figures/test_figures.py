@@ -143,6 +143,17 @@ def test_what_the_paper_says_in_words_stands_beside_ours(tmp_path):
     assert f"{tighter} b | 10% | | [0%]{link} | |" in text
 
 
+def test_schedules_of_drifting_lengths_stand_side_by_side(tmp_path):
+    """Each engine has its answers a second and the share of them that keeps the bound."""
+    checkout = write_checkout(tmp_path, ("exegpt_drift",))
+    page = next(page for page in PAGES if page.kinds and "exegpt_drift" in page.kinds)
+    text = render(page, load(checkout / "benchmarks" / "results"), checkout)
+    link = "(../../benchmarks/results/exegpt_drift_made_up.json)"
+    shown = f"[5.00]{link} | 90.0% | [4.50]{link} | 97.5% | [5.50]{link} | 97.5% | [7.00]{link} |"
+    assert f"| mean | 1.3 | {shown} 99.0% | 2 |" in text
+    assert "the bound of 11.0 s" in text and "(200 answers)" in text
+
+
 def test_nodes_of_the_host_stand_beside_the_goal(tmp_path):
     """Two runs of 2,000 and 4,000 nodes a second have the median 3,000."""
     checkout = write_checkout(tmp_path, ("cells_host",))
