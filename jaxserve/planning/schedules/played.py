@@ -111,10 +111,12 @@ class Player:
     Attributes:
       times: the engine's step times.
       num_played: simulations so far.
+      num_steps: steps in them, which take most of a plan's time.
     """
 
     def __init__(self, times: StepTimes, policy: Policy, config: Callable[[], EngineConfig]):
         self.num_played = 0
+        self.num_steps = 0
         self.times = times
         self._policy = replace(policy, retention=Stateless())
         self._config = config
@@ -184,6 +186,7 @@ class Player:
             while engine.scheduler.num_waiting < config.max_slots:
                 engine.add(builder.build_item(requests.next(), clock.now()))
             news = engine.step()
+            self.num_steps += 1
             trace.add(news, clock.now(), len(engine.scheduler.running))
             if trace.num_ended >= warm_up * num_running:
                 trace.begin(clock.now())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -93,11 +92,13 @@ def lowest_s() -> float:
 
 
 @pytest.mark.parametrize("share", [1.1, 1.5, 3.0, math.inf])
-def test_an_engine_is_planned_within_a_second(lowest_s: float, share: float):
-    """32 slots and nothing simulated before: a second of CPU time, from a tight bound to none."""
+def test_an_engine_is_planned_by_few_simulated_steps(lowest_s: float, share: float):
+    """32 slots and nothing simulated before: few steps, from a tight bound to none.
+
+    A plan takes a second at most on a machine that simulates 2,500 steps in one.
+    """
     bounds = LatencyBounds(latency_s=share * lowest_s)
-    planner = planner_of(Player(like_a_small_model(), PRESETS["auto"], lambda: CONFIG))
-    began_s = time.process_time()
-    plan = planner.plan(EVEN, bounds, num_lengths=300)
-    assert time.process_time() - began_s < 1.0
+    player = Player(like_a_small_model(), PRESETS["auto"], lambda: CONFIG)
+    plan = planner_of(player).plan(EVEN, bounds, num_lengths=300)
+    assert 0 < player.num_steps < 2500
     assert plan.keeps_bounds
