@@ -178,7 +178,9 @@ def test_weights_that_cannot_be_put_back_end_every_request(monkeypatch):
         with pytest.raises(EngineFailedError, match=said):
             rt.regroup(encode=2, decode=1, max_pause_s=60)
         ended = [each.result(10) for each in pending]
-        assert ended and all(isinstance(each.error, EngineFailedError) for each in ended)
+        # Short answers may have ended before the move.
+        failed = [each for each in ended if each.error is not None]
+        assert failed and all(isinstance(each.error, EngineFailedError) for each in failed)
         for call in (
             partial(rt.submit, PROMPTS[0]),
             partial(rt.regroup, encode=2, decode=1),
