@@ -20,6 +20,7 @@ from jaxserve.core.errors import InvalidConfigError, MissingExtraError
 
 _SERVER = "Server"
 _KEY_VARIABLE = "JAXSERVE_API_KEY"
+_CLASS_HEADER = "x-latency-class"
 
 
 def _server(name: str, text: str) -> Any:
@@ -72,6 +73,14 @@ def serve(
     drain_timeout: Annotated[
         float, _server("--drain-timeout", "Seconds for open answers after SIGTERM; 0 for no limit.")
     ] = 0.0,
+    latency_class: Annotated[
+        list[str] | None,
+        _server(
+            "--latency-class",
+            "NAME=latency:2,first_token:0.5,token:0.05: bounds in seconds of requests with the "
+            f"header {_CLASS_HEADER}: NAME. Repeat it for more.",
+        ),
+    ] = None,
     metrics_prefix: Annotated[
         str, _server("--metrics-prefix", 'First part of metrics\' names; "vllm" is usual too.')
     ] = "jaxserve",
@@ -120,6 +129,7 @@ def serve(
             body_timeout_s=body_timeout,
             request_timeout_s=request_timeout or None,
             drain_timeout_s=drain_timeout or None,
+            latency_classes=server.parse_latency_classes(latency_class or ()),
             metrics_prefix=metrics_prefix,
             log_requests=log_requests,
             log_prompts=log_prompts,

@@ -14,7 +14,8 @@ A message says what was given, what is allowed, and what to do.
     │   │   └── GrammarTooComplexError     it needs more time or memory than is allowed
     │   ├── AnswerTooShortError        its grammar ends its answer before min_tokens
     │   ├── GrammarsBusyError          too many other grammars are being compiled
-    │   ├── BoundNotMetError           its answer is expected to take longer than its own bound
+    │   ├── BoundNotMetError           it is expected to take longer than a bound of its own
+    │   ├── UnheededBoundError         it has a bound of its own, and the policy heeds none
     │   ├── UnfoldError                the user's function raised for this input
     │   └── InvalidGraphError          a graph of cells that cannot be computed as given
     │       ├── EmptyGraphError
@@ -144,28 +145,58 @@ class GrammarsBusyError(InvalidRequestError):
 
 
 class BoundNotMetError(InvalidRequestError):
-    """A request whose answer is expected to end after its own latency bound.
+    """A request that is expected to miss a latency bound of its own.
 
     Attributes:
-      bound_s: its `SamplingParams.latency_bound`.
-      expected_s: seconds from its submission to its end, as expected at its submission.
+      name: the bound's name in `SamplingParams`.
+      bound_s: the bound.
+      expected_s: what is expected in its place: seconds from the submission to the end or to the
+        first token, or seconds per token.
+      num_tokens: output tokens that are expected of it.
+      wait_s: seconds in the queue, of those from the submission.
     """
 
     def __init__(
-        self, request_id: str, bound_s: float, expected_s: float, num_tokens: float, wait_s: float
+        self,
+        request_id: str,
+        bound_s: float,
+        expected_s: float,
+        num_tokens: float,
+        wait_s: float,
+        name: str = "latency_bound",
     ):
         self.request_id, self.num_tokens, self.wait_s = request_id, num_tokens, wait_s
+        self.name = name
         self.bound_s = bound_s
         self.expected_s = expected_s
-        super().__init__(
-            f"request {request_id}: latency_bound={bound_s:.4g} s, and {num_tokens:.0f} tokens are "
-            f"expected to take {expected_s:.4g} s, of which {wait_s:.4g} s in the queue. Pass a "
-            "longer latency_bound or a lower max_tokens, or submit it when less is running"
+        super().__init__(f"request {request_id}: {name}={bound_s:.4g} s, and {self._expected}")
+
+    @property
+    def _expected(self) -> str:
+        took = f"{self.expected_s:.4g} s"
+        if self.name == "token_bound":
+            return (
+                f"a token is expected to take {took}. Pass a longer token_bound, or run fewer "
+                "sequences at once (max_slots)"
+            )
+        queue = f"of which {self.wait_s:.4g} s in the queue"
+        if self.name == "first_token_bound":
+            return (
+                f"its first token is expected to take {took}, {queue}. Pass a longer "
+                "first_token_bound or a shorter prompt, or submit it when less is running"
+            )
+        return (
+            f"{self.num_tokens:.0f} tokens are expected to take {took}, {queue}. Pass a longer "
+            "latency_bound or a lower max_tokens, or submit it when less is running"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = (self.request_id, self.bound_s, self.expected_s, self.num_tokens, self.wait_s)
-        return type(self), given
+        return type(self), (*given, self.name)
+
+
+class UnheededBoundError(InvalidRequestError):
+    """A request with a latency bound of its own, under a policy that heeds none."""
 
 
 class UnfoldError(InvalidRequestError):

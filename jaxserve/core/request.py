@@ -56,6 +56,7 @@ class Request:
       num_padding: those at their end that nothing sees.
       grammar: what `params.constraint` was compiled to, for the engine; None without one.
       awaits_tokens: whether each of its tokens must be read before the next one is chosen.
+      has_bounds: whether `params` bound any latency of it.
     """
 
     id: str
@@ -73,10 +74,12 @@ class Request:
     num_padding: int = 0
     grammar: object = field(default=None, compare=False, repr=False)
     awaits_tokens: bool = field(init=False, compare=False, repr=False)
+    has_bounds: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         # Read for every running sequence in every step.
         object.__setattr__(self, "awaits_tokens", self.params.is_constrained)
+        object.__setattr__(self, "has_bounds", bool(self.params.bounds))
 
     @cached_property
     def prompt_array(self) -> np.ndarray:
@@ -97,9 +100,16 @@ class Request:
 
     @property
     def due_s(self) -> float | None:
-        """The time on the engine's clock at which `params.latency_bound` ends; None without one."""
-        bound_s = self.params.latency_bound
-        return None if bound_s is None else self.arrival_s + bound_s
+        """The time on the engine's clock at which it is due; None without a bound.
+
+        It is the earliest of these: the bound of its first token, that of its end, and the end of
+        an answer of `max_tokens` whose tokens each take their bound.
+        """
+        params = self.params
+        bounds = [params.first_token_bound, params.latency_bound]
+        if params.token_bound is not None and params.max_tokens is not None:
+            bounds.append(params.token_bound * params.max_tokens)
+        return min((self.arrival_s + s for s in bounds if s is not None), default=None)
 
     def end_length(self, max_length: int, sample_index: int) -> int:
         """Return the number of prompt and output tokens at which a sample ends at the latest.

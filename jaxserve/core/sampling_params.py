@@ -15,6 +15,8 @@ MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 128
 MAX_LOGPROBS = 20
 _INT32_MAX = 2**31 - 1
+# Fields that bound latencies, in seconds.
+BOUND_NAMES = ("latency_bound", "first_token_bound", "token_bound")
 
 
 @final
@@ -51,9 +53,12 @@ class SamplingParams:
         output earlier: one number for all samples, or one per sample. It is hidden from policies.
       skip_special_tokens: omit special tokens from `text`.
       latency_bound: seconds from the submission to the end of the answer, time in the queue
-        included; None for no bound. Policies "auto" and "exegpt" put requests with a bound first.
-        One that is expected to miss its bound is refused with `BoundNotMetError`, at its submission
-        or while it waits (`docs/latency_bounds.md`).
+        included; None for no bound.
+      first_token_bound: the same to the first token.
+      token_bound: mean seconds per token after the first. Policy "auto" and those of ExeGPT put
+        requests with a bound first; others refuse them with `UnheededBoundError`. One that is
+        expected to miss a bound is refused with `BoundNotMetError`, at its submission or while it
+        waits (`docs/latency_bounds.md`).
       adapter: name of a loaded adapter (`Runtime.load_adapter`); None for the weights without one.
       json_schema: the answer is JSON that validates: a mapping, or its JSON text, which it becomes.
       json_object: the answer is any JSON object.
@@ -86,6 +91,8 @@ class SamplingParams:
     forced_length: int | tuple[int, ...] | None = None
     skip_special_tokens: bool = True
     latency_bound: float | None = None
+    first_token_bound: float | None = None
+    token_bound: float | None = None
     adapter: str | None = None
     json_schema: Mapping[str, Any] | str | None = None
     json_object: bool = False
@@ -119,6 +126,12 @@ class SamplingParams:
             choice=self.choice,
             json_object=self.json_object,
         )
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """The latency bounds that are given, in seconds, by the names of their fields."""
+        given = {name: getattr(self, name) for name in BOUND_NAMES}
+        return {name: bound_s for name, bound_s in given.items() if bound_s is not None}
 
     @property
     def is_constrained(self) -> bool:
@@ -162,8 +175,8 @@ class SamplingParams:
         _real("min_p", self.min_p, 0.0, 1.0, open_high=True)
         _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         _real("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        if self.latency_bound is not None:
-            _real("latency_bound", self.latency_bound, 0.0, 1e9, open_low=True)
+        for name, bound_s in self.bounds.items():
+            _real(name, bound_s, 0.0, 1e9, open_low=True)
         _real("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         if self.adapter is not None and (not isinstance(self.adapter, str) or not self.adapter):
             raise InvalidSamplingParamsError(

@@ -150,10 +150,10 @@ class Answer:
         self._num_delivered[i] += len(new)
         self._emit(sequence, new, self._new_estimate(sequence, scheduler))
 
-    def settle(self, keep: Callable[[Completion], None]) -> bool:
+    def settle(self, keep: Callable[[Request, Completion], None]) -> bool:
         """Resolve the future if every sample has ended, and return whether every sample has.
 
-        `keep` is called with the completion before the future is resolved.
+        `keep` is called with the request and its completion before the future is resolved.
         """
         if any(sequence.phase is not Phase.FINISHED for sequence in self.sequences):
             return False
@@ -161,7 +161,7 @@ class Answer:
             self._emit(sequence, [])
         if not self.future.done():
             completion = self._completion()
-            keep(completion)
+            keep(self.request, completion)
             self.future.set_result(completion)
         return True
 

@@ -129,12 +129,12 @@ class Engine:
     def add(self, request: Request) -> list[Sequence]:
         """Add a validated request to the waiting pool, and return its sequences.
 
-        If others run or wait, and the request is expected to miss its own latency bound, they have
+        If others run or wait, and the request is expected to miss a bound of its own, they have
         failed with BoundNotMetError, or fail so in a later `step` (`scheduling.lengths.bounds`).
         """
-        pace = self.recorder.pace() if request.due_s is not None and self.has_work else None
+        pace = self.recorder.pace() if request.has_bounds and self.has_work else None
         sequences = self.scheduler.add(request)
-        if request.due_s is not None:
+        if request.has_bounds:
             late = expected_late(self.scheduler, request, pace, self._clock.now())
             for sequence in sequences if late is not None else ():
                 self.scheduler.end(sequence, "error", late)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import TypeAlias, final
 
 from jaxserve.core.clock import Clock
@@ -13,7 +12,7 @@ from jaxserve.core.request import Completion, Request
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.device_loop import DeviceLoop, Running
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.request_log import RequestLog
+from jaxserve.engine.request_log import RequestLog, record_end
 from jaxserve.execution.device_errors import is_out_of_memory
 from jaxserve.scheduling.collect import Progress
 from jaxserve.scheduling.sequence import Phase
@@ -149,12 +148,12 @@ class _EngineWork:
             answer.restart()
 
     def _settle(self, answer: Answer) -> None:
-        if answer.settle(partial(self._keep, answer.request)):
+        if answer.settle(self._keep):
             for sequence in answer.sequences:
                 del self._by_sequence[sequence.key]
             del self._answers[answer.request.id]
 
     def _keep(self, request: Request, completion: Completion) -> None:
-        self._engine.recorder.request_ended(completion)
+        record_end(self._engine.stats, self._engine.recorder, request, completion)
         for log in self._logs:
             log.append(request, completion)

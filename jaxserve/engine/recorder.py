@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import final
 
+from jaxserve.core.bound_outcomes import Outcome
 from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.core.request import Completion, Timing
 from jaxserve.scheduling.pace import Pace
@@ -68,7 +70,8 @@ class StepRecord:
 class RequestRecord:
     """One request that has ended; `num_output_tokens` is the sum over its samples.
 
-    `conversation_id` is None if the request was not a turn of a conversation.
+    `conversation_id` is None if the request was not a turn of a conversation. `bounds` has the name
+    of each of its own latency bounds, and what became of it.
     """
 
     request_id: str
@@ -77,6 +80,7 @@ class RequestRecord:
     finish_reason: str
     timing: Timing
     conversation_id: str | None = None
+    bounds: tuple[tuple[str, Outcome], ...] = ()
 
 
 @final
@@ -216,7 +220,8 @@ class Recorder:
         self._collected_s = now_s
         return seconds
 
-    def request_ended(self, completion: Completion) -> None:
+    def request_ended(self, completion: Completion, bounds: Mapping[str, Outcome]) -> None:
+        """Record a request; `bounds` says what became of those of its own."""
         record = RequestRecord(
             request_id=completion.request_id,
             num_prompt_tokens=len(completion.prompt_token_ids),
@@ -224,6 +229,7 @@ class Recorder:
             finish_reason=completion.finish_reason,
             timing=completion.timing,
             conversation_id=completion.conversation_id,
+            bounds=tuple(bounds.items()),
         )
         self._records.add_request(record)
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
+from jaxserve.core.bound_outcomes import Outcome
 from jaxserve.core.clock import Clock
+from jaxserve.core.sampling_params import BOUND_NAMES
 from jaxserve.execution.protocol import StepHandle
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
@@ -47,6 +49,8 @@ class EngineStats:
         that became output.
       num_accepted_by_place: of the latter, those at each place of a draft; empty in a runtime that
         does not speculate.
+      num_bounds_kept, num_bounds_missed, num_bounds_refused: latency bounds of single requests, by
+        what became of them, in the order of `BOUND_NAMES`.
       max_pages_owned: maximum number of pages in use at the same time.
       busy_s: seconds during which there was work.
       host_gap_s: seconds of `busy_s` during which the device may have been idle.
@@ -83,6 +87,9 @@ class EngineStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_by_place: tuple[int, ...] = ()
+    num_bounds_kept: tuple[int, ...] = (0,) * len(BOUND_NAMES)
+    num_bounds_missed: tuple[int, ...] = (0,) * len(BOUND_NAMES)
+    num_bounds_refused: tuple[int, ...] = (0,) * len(BOUND_NAMES)
     max_pages_owned: int = 0
     busy_s: float = 0.0
     host_gap_s: float = 0.0
@@ -106,6 +113,13 @@ class EngineStats:
     def after_plan(self, seconds: float) -> None:
         """Add the seconds that the scheduler took for a plan."""
         self.planning_s += seconds
+
+    def after_end(self, bounds: Mapping[str, Outcome]) -> None:
+        """Count what became of the latency bounds of a request that has ended."""
+        for name, outcome in bounds.items():
+            counts = list(getattr(self, f"num_bounds_{outcome}"))
+            counts[BOUND_NAMES.index(name)] += 1
+            setattr(self, f"num_bounds_{outcome}", tuple(counts))
 
     def before_submit(self, newest: StepHandle | None) -> None:
         self.start_busy_period()

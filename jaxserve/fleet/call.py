@@ -54,7 +54,7 @@ def pays(call: Call, num_cached: int, page_size: int) -> bool:
       num_cached: leading pages that a replica has which answers.
     """
     params = call.params
-    if params.prompt_logprobs is not None or params.latency_bound is not None:
+    if params.prompt_logprobs is not None or params.bounds:
         return False
     return call.num_prompt_tokens > page_size and 2 * num_cached < max(1, len(call.pages))
 

@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeAlias, final
 
 from tqdm import tqdm
@@ -17,6 +18,7 @@ from jaxserve.core.request import Completion, EncoderPrompts, Request
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.recorder import RequestRecord, StepRecord
+from jaxserve.engine.request_log import record_end
 from jaxserve.engine.requests import RequestBuilder
 from jaxserve.engine.stats import EngineStats
 from jaxserve.execution.simulated import SimulatedExecutor
@@ -109,7 +111,7 @@ def simulate(
                 continue
             ended: list[Ended] = []
             if any(news.sequence.finish_reason for news in engine.step()):
-                ended = clients.take_answers(engine.recorder.request_ended)
+                ended = clients.take_answers(partial(record_end, engine.stats, engine.recorder))
                 bar.update(len(ended))
                 bar.total = len(clients.answers)
             if pilot is not None:
@@ -195,7 +197,7 @@ class _Clients:
             has_news = True
         return has_news
 
-    def take_answers(self, keep: Callable[[Completion], None]) -> list[Ended]:
+    def take_answers(self, keep: Callable[[Request, Completion], None]) -> list[Ended]:
         """Settle finished answers, add their follow-ups, and return them."""
         ended: list[Ended] = []
         settled = [index for index, answer in self._unsettled.items() if answer.settle(keep)]

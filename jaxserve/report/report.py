@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from jaxserve.core.bound_outcomes import OUTCOMES
 from jaxserve.core.metrics import spread
 from jaxserve.engine.recorder import RequestRecord, StepRecord
 from jaxserve.report.totals import over_replicas
@@ -95,8 +96,16 @@ class Report:
                 [t.time_to_first_token_s for t in timings if t.time_to_first_token_s is not None]
             ),
             "latency_s": spread([t.latency_s for t in timings if t.latency_s is not None]),
+            "latency_bounds": self._bounds(),
             "kernels": self._served_by(),
         }
+
+    def _bounds(self) -> dict[str, dict[str, int]]:
+        """Return how many bounds of single requests were kept, missed and refused, by name."""
+        counts: dict[str, dict[str, int]] = {}
+        for name, outcome in (each for request in self.requests for each in request.bounds):
+            counts.setdefault(name, dict.fromkeys(OUTCOMES, 0))[outcome] += 1
+        return counts
 
     def _served_by(self) -> dict[str, str]:
         """Return the implementations of each operation, for all shapes together."""

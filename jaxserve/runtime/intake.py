@@ -22,6 +22,7 @@ from jaxserve.runtime.awaited_prediction import AwaitedPrediction
 from jaxserve.runtime.forecaster import Forecaster
 from jaxserve.runtime.pending import Batch, Pending
 from jaxserve.runtime.replicas import Replicas
+from jaxserve.scheduling.presets import check_heeded
 from jaxserve.workload import WorkloadItem
 
 
@@ -71,7 +72,7 @@ class Intake:
             **others,
         )
         with ExitStack() as if_refused:
-            pending = self._hand_over([self._adapted(request, if_refused)], on_piece)
+            pending = self._hand_over([self._accepted(request, if_refused)], on_piece)
             if_refused.pop_all()
         return pending[0]
 
@@ -80,7 +81,7 @@ class Intake:
         now = self._clock.now()
         with ExitStack() as if_refused:
             built = [self._requests.build_item(item, now) for item in items]
-            pending = self._hand_over([self._adapted(each, if_refused) for each in built])
+            pending = self._hand_over([self._accepted(each, if_refused) for each in built])
             if_refused.pop_all()
         return pending
 
@@ -102,7 +103,7 @@ class Intake:
                 now = self._clock.now()
                 try:
                     built = self._requests.build(prompt, params, now)
-                    requests.append(self._adapted(built, if_refused))
+                    requests.append(self._accepted(built, if_refused))
                 except (InvalidRequestError, MissingExtraError) as error:
                     timing = Timing(arrival_s=now, finished_s=now)
                     refused[index] = Pending.ended(failed_completion("refused", (), error, timing))
@@ -134,12 +135,17 @@ class Intake:
             found += replica.loop.ask(partial(replica.executor.encode, some))
         return found[0] if single else found
 
-    def _adapted(self, request: Request, if_refused: ExitStack) -> Request:
+    def _accepted(self, request: Request, if_refused: ExitStack) -> Request:
         """Return a request with its adapter, which stays loaded until the request has ended.
 
         Args:
           if_refused: gets what is to be done if the request is not handed over.
+
+        Raises:
+          UnheededBoundError: it has a latency bound, and the policy heeds none.
+          UnknownAdapterError: no adapter has that name.
         """
+        check_heeded(request, self._replicas.first.engine.scheduler.policy)
         if request.params.adapter is None:
             return request
         slot = self._adapters.acquire(request.params.adapter)

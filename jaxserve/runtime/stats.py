@@ -63,6 +63,9 @@ class RuntimeStats:
     num_draft_tokens: int
     num_accepted_tokens: int
     num_accepted_by_place: tuple[int, ...]
+    num_bounds_kept: tuple[int, ...]
+    num_bounds_missed: tuple[int, ...]
+    num_bounds_refused: tuple[int, ...]
     num_compilations: int
     busy_s: float
     host_gap_s: float

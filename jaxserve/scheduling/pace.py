@@ -20,3 +20,8 @@ class Pace:
     iteration_s: float
     decode_s: float
     prefill_s: float
+
+    @property
+    def fastest_s(self) -> float:
+        """Seconds of an iteration where no prompt is computed beside the answers."""
+        return min(self.iteration_s, self.decode_s)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.errors import InvalidConfigError, UnheededBoundError
+from jaxserve.core.request import Request
 from jaxserve.scheduling.admission.expected import Expected
 from jaxserve.scheduling.admission.max_length import MaxLength
 from jaxserve.scheduling.admission.on_demand import OnDemand
@@ -67,11 +68,12 @@ PRESETS: dict[str, Policy] = {
         # ExeGPT with round-robin allocation. Its runner extends FasterTransformer (section 3) and
         # has no paging (section 7.3), so it reserves the longest possible answer; and what is never
         # preempted keeps the latency that was planned. Without a planner's sizes, these fill 32
-        # slots with answers of 128 tokens: B_D = B_E * ceil(128 / N_D).
+        # slots with answers of 128 tokens: B_D = B_E * ceil(128 / N_D). The paper's order is first
+        # come, first served, as this one is while no request has a bound of its own.
         Policy(
             "exegpt_rra",
             MaxLength(),
-            FCFS(),
+            DueFirst(),
             RRA(encode_batch=4, decode_iterations=16),
             Stateless(),
             families=("rra",),
@@ -79,7 +81,7 @@ PRESETS: dict[str, Policy] = {
         # ExeGPT with workload-aware allocation. WAA-C and WAA-M share out the devices by computing
         # time or by memory, which is the planner's matter; they schedule alike.
         *(
-            Policy(name, MaxLength(), FCFS(), WAA(encode_batch=4), Stateless())
+            Policy(name, MaxLength(), DueFirst(), WAA(encode_batch=4), Stateless())
             for name in ("exegpt_waa_c", "exegpt_waa_m")
         ),
         # Ours.
@@ -128,3 +130,19 @@ def get_policy_for(policy: str | Policy, *, has_groups: bool) -> Policy:
     if not (has_groups and found.is_planned and found.num_device_groups == 1):
         return found
     return replace(PRESETS["exegpt_waa_c"], name=found.name, is_planned=True)
+
+
+def check_heeded(request: Request, policy: Policy) -> None:
+    """Refuse a request with latency bounds of its own where the policy does not heed them.
+
+    Raises:
+      UnheededBoundError: the message names the policies that do.
+    """
+    if not request.has_bounds or policy.order.heeds_bounds:
+        return
+    bounds = ", ".join(f"{name}={bound_s:.4g}" for name, bound_s in request.params.bounds.items())
+    heeding = ", ".join(name for name, each in PRESETS.items() if each.order.heeds_bounds)
+    raise UnheededBoundError(
+        f"request {request.id}: {bounds} s, and policy {policy.name!r} heeds no bounds of single "
+        f"requests; leave them out, or serve with one of these policies: {heeding}"
+    )

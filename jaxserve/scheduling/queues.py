@@ -106,7 +106,7 @@ class Queues:
         if not self.waiting.has_bounded:
             return None
         return self._first_that(
-            lambda each: each.request.due_s is None or self._kv.awaits_disk(each)
+            lambda each: not each.request.has_bounds or self._kv.awaits_disk(each)
         )
 
     def fetch_next(self) -> None:
@@ -119,7 +119,7 @@ class Queues:
         return self.waiting.first_that(self._fits, awaits, self._kv.num_available)
 
     def _is_held_back(self, sequence: Sequence) -> bool:
-        is_bulk = sequence.request.due_s is None and self._policy.order.heeds_bounds
+        is_bulk = not sequence.request.has_bounds and self._policy.order.heeds_bounds
         pace = self._pace() if is_bulk and self.bounded and self._slack is None else None
         if pace is not None:
             bounded = tuple(self.bounded.values())
@@ -171,7 +171,7 @@ class Queues:
         if sequence.times.admitted_s is None:
             sequence.times.admitted_s = self._now()
         bisect.insort(self.running, sequence, key=self.keys.of)
-        if sequence.request.due_s is not None:
+        if sequence.request.has_bounds:
             self.bounded[sequence.key] = sequence
         return entries
 

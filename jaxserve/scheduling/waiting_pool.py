@@ -198,7 +198,7 @@ class WaitingPool:
         place = self._keys.of(sequence), sequence.key
         least_pages = _UNKNOWN if sequence.num_in_flight else self._least_pages(sequence)
         entry = self._entries[sequence.key] = _Entry(place, sequence, least_pages, num_passed)
-        if sequence.request.due_s is not None:
+        if sequence.request.has_bounds:
             self._bounded.add(sequence.key)
         return entry
 

@@ -9,7 +9,8 @@ It needs the extra `serve`. `jaxserve serve` starts it; `running` serves in a th
             ...
 """
 
+from jaxserve.server.latency_class import parse_latency_classes
 from jaxserve.server.options import ServerOptions, is_loopback
 from jaxserve.server.run import listen, running, serve
 
-__all__ = ["ServerOptions", "is_loopback", "listen", "running", "serve"]
+__all__ = ["ServerOptions", "is_loopback", "listen", "parse_latency_classes", "running", "serve"]

@@ -55,6 +55,7 @@ STATUSES: Mapping[type[JaxserveError], Kind] = {
     errors.TurnTimeoutError: Kind(504, "timeout_error", "request_timeout"),
     errors.TurnCancelledError: Kind(503, _SERVER, "cancelled", True),
     errors.InfeasibleBoundError: Kind(503, _SERVER, "infeasible_bound"),
+    errors.UnheededBoundError: Kind(400, _INVALID, "unheeded_bound"),
     errors.BoundNotMetError: Kind(503, _SERVER, "bound_not_met", True),
     errors.RuntimeClosedError: Kind(503, _SERVER, "shutting_down", True),
     errors.ReplicaDiedError: Kind(503, _SERVER, "replica_died", True),

@@ -14,8 +14,9 @@ from prometheus_client import (
     generate_latest,
 )
 
+from jaxserve.core.bound_outcomes import OUTCOMES, bound_outcomes
 from jaxserve.core.request import Completion, Sample
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sampling_params import BOUND_NAMES, SamplingParams
 from jaxserve.runtime import RuntimeStats
 from jaxserve.scheduling.lengths.estimate import LengthEstimate
 from jaxserve.server.engine_metrics import LABELS, EngineCollector
@@ -101,8 +102,17 @@ class Metrics:
             "promised_miss_rate",
         )
         self._outgrown = {rate: outgrown(rate) for rate in _MISS_RATES}
-        bounds = by("latency_bounds", "Ended requests with a latency bound of their own.", "kept")
-        self._bounds = {kept: bounds(str(kept).lower()) for kept in (True, False)}
+        bounds = Counter(
+            f"{prefix}:latency_bounds",
+            "Latency bounds of requests, by what became of them.",
+            (*LABELS, "bound", "outcome"),
+            registry=self._registry,
+        )
+        self._bounds = {
+            (name, outcome): bounds.labels(*values, name.removesuffix("_bound"), outcome)
+            for name in BOUND_NAMES
+            for outcome in OUTCOMES
+        }
 
     def exposition(self) -> bytes:
         """Return all metrics in the text format. It may wait for the service."""
@@ -125,6 +135,8 @@ class Metrics:
     def ended(self, completion: Completion, params: SamplingParams) -> None:
         """Count a request that has ended."""
         self._ends[completion.finish_reason].inc()
+        for each in bound_outcomes(params, completion).items():
+            self._bounds[each].inc()
         if completion.error is not None:
             return
         num_prompt = len(completion.prompt_token_ids)
@@ -136,7 +148,7 @@ class Metrics:
         self._n.observe(params.n)
         if params.max_tokens is not None:
             self._max_tokens.observe(params.max_tokens)
-        self._observe_times(completion, params.latency_bound)
+        self._observe_times(completion)
 
     def predicted(self, estimate: LengthEstimate | None, sample: Sample) -> None:
         """Compare the first estimate of a sample's length, if there is one, with its length.
@@ -152,7 +164,7 @@ class Metrics:
             if num_tokens > estimate.quantile(miss_rate, estimate.at):
                 counter.inc()
 
-    def _observe_times(self, completion: Completion, latency_bound_s: float | None) -> None:
+    def _observe_times(self, completion: Completion) -> None:
         times = completion.timing
         if None in (times.admitted_s, times.first_token_s, times.finished_s):
             return
@@ -166,9 +178,6 @@ class Metrics:
         self._prefill_s.observe(times.first_token_s - times.admitted_s)
         self._decode_s.observe(decode_s)
         self._inference_s.observe(times.finished_s - times.admitted_s)
-        if latency_bound_s is not None and completion.finish_reason in ("stop", "length"):
-            is_kept = times.finished_s - times.arrival_s <= latency_bound_s
-            self._bounds[is_kept].inc()
         most = max(len(sample.token_ids) for sample in completion.samples)
         if most > 1:
             self._each_s.observe(decode_s / (most - 1))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import final
 
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.server.latency_class import check_bounds
 
 
 @final
@@ -31,6 +33,8 @@ class ServerOptions:
       request_timeout_s: seconds after which an answer that has not ended is cancelled; None for no
         limit.
       drain_timeout_s: seconds that running requests have after SIGTERM; None for no limit.
+      latency_classes: bounds of requests by the name of a class, which the header `x-latency-class`
+        chooses; the bounds of each by their names in `SamplingParams`.
       metrics_prefix: first part of the names in `/metrics`, e.g. "vllm" for existing dashboards.
       log_requests: write a line of JSON for each request to stdout.
       log_prompts: write bodies of requests to that line too.
@@ -50,6 +54,7 @@ class ServerOptions:
     keep_alive_s: float = 30.0
     request_timeout_s: float | None = 3600.0
     drain_timeout_s: float | None = None
+    latency_classes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     metrics_prefix: str = "jaxserve"
     log_requests: bool = True
     log_prompts: bool = False
@@ -80,6 +85,8 @@ class ServerOptions:
                 raise InvalidConfigError(
                     f"{name}={seconds} is not allowed; pass a finite number above 0"
                 )
+        for name, bounds in self.latency_classes.items():
+            check_bounds(name, bounds)
         if any(not key or not key.isascii() or not key.isprintable() for key in self.api_keys):
             raise InvalidConfigError("an API key is empty or not printable ASCII; replace it")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sampling_params import BOUND_NAMES, SamplingParams
 from jaxserve.server.errors import invalid
 from jaxserve.server.schema.base import Asking, Choosing
 from jaxserve.server.schema.chat import ChatRequest
@@ -16,7 +16,8 @@ from jaxserve.server.tools import Tools
 _SAME = (
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "seed", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("skip_special_tokens", "prompt_logprobs", "latency_bound"),
+    *("skip_special_tokens", "prompt_logprobs"),
+    *BOUND_NAMES,
 )
 # The default of OpenAI's completions.
 _COMPLETION_TOKENS = 16

@@ -128,7 +128,7 @@ def test_a_request_with_a_bound_of_its_own(cache: Path, monkeypatch: pytest.Monk
         assert [one.token_ids for one in rt.generate(PROMPTS, bounded)] == before
         plan = rt.plan()
         [(each, expected_s)] = plan.classes
-        assert each.latency_bound_s == 100.0 and expected_s < 100
+        assert each.bounds.latency_s == 100.0 and expected_s["latency_bound"] < 100
         mixed = [each if i % 2 else LONG[i] for i, each in enumerate(bounded)]
         assert [one.token_ids for one in rt.generate(PROMPTS, mixed)] == before
         rt.check_integrity()

@@ -73,7 +73,7 @@ def test_the_longest_is_first_and_bounds_are_last():
     remaining = dict(zip(running, lengths.expected_tokens(running), strict=True))
     assert len(set(remaining.values())) > 8
     ranked = LongestRemaining().ranked(running, lengths)
-    wanted = sorted(running, key=lambda each: (each.request.due_s is not None, -remaining[each]))
+    wanted = sorted(running, key=lambda each: (each.request.has_bounds, -remaining[each]))
     assert list(ranked) == wanted
 
 
@@ -81,8 +81,8 @@ def test_without_estimates_the_last_in_order_is_first():
     """Bounded sequences still stay as long as there are others."""
     engine, running = _running(num_bounded=3, predicted=False)
     ranked = list(LongestRemaining().ranked(running, engine.scheduler.lengths))
-    bounded = [each for each in running if each.request.due_s is not None]
-    unbounded = [each for each in running if each.request.due_s is None]
+    bounded = [each for each in running if each.request.has_bounds]
+    unbounded = [each for each in running if not each.request.has_bounds]
     assert ranked == [*reversed(unbounded), *reversed(bounded)] and len(bounded) == 3
 
 

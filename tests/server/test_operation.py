@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import re
@@ -9,6 +10,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -304,15 +306,45 @@ def test_metrics(slow: Runtime):
     assert sum(found[f"vllm:kv_pages{sorted(['device', state])}"] for state in states) > 0
 
 
-def test_kept_bounds_are_counted(slow: Runtime):
-    """An answer counts as within its latency bound or as late; one without a bound does not."""
+def test_bounds_are_counted(slow: Runtime):
+    """Each bound counts as kept, missed, or refused; a request without one does not count.
+
+    On an idle engine no time per token is refused, and one that cannot be kept is missed.
+    """
     with server(slow) as url:
-        for bound in ({}, {"latency_bound": 1000}):
-            body = {"prompt": "a", "max_tokens": 2, **bound}
+        for bounds in (
+            {},
+            {"latency_bound": 1000, "token_bound": 1e-6},
+            {"first_token_bound": 1000},
+        ):
+            body = {"prompt": "a", "max_tokens": 2, **bounds}
             assert post(url, "/v1/completions", body).status_code == 200
+        with ThreadPoolExecutor() as pool:
+            running = pool.submit(post, url, "/v1/completions", LONG)
+            _wait(lambda: metrics(url)["jaxserve:num_requests_running"] == 1)
+            body = {"prompt": "a", "max_tokens": 2, "token_bound": 1e-6}
+            assert post(url, "/v1/completions", body).status_code == 503
+            running.result()
         found = metrics(url)
-    assert found["jaxserve:latency_bounds_total['true']"] == 1
-    assert found["jaxserve:latency_bounds_total['false']"] == 0
+    counted = {
+        tuple(sorted(ast.literal_eval(name.removeprefix("jaxserve:latency_bounds_total")))): value
+        for name, value in found.items()
+        if name.startswith("jaxserve:latency_bounds_total") and value
+    }
+    assert counted == {
+        ("kept", "latency"): 1,
+        ("missed", "token"): 1,
+        ("first_token", "kept"): 1,
+        ("refused", "token"): 1,
+    }
+    stats = slow.stats()
+    assert stats.num_bounds_kept == (1, 1, 0) and stats.num_bounds_missed == (0, 0, 1)
+    assert stats.num_bounds_refused == (0, 0, 1)
+    assert slow.report().figures()["latency_bounds"]["token_bound"] == {
+        "kept": 0,
+        "missed": 1,
+        "refused": 1,
+    }
 
 
 def test_dashboard_reads_metrics_that_exist(slow: Runtime):

@@ -15,7 +15,7 @@ from jaxserve.core.errors import DeviceMemoryError
 from jaxserve.planning.schedules.drift import Lifetimes, drift, kaplan_meier, share_beyond
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
-from jaxserve.planning.schedules.observed import AnswerLength, classes_of
+from jaxserve.planning.schedules.observed import AnswerLength, classes_of, tightest
 from jaxserve.planning.schedules.plan import Plan
 from jaxserve.planning.schedules.planner import SchedulePlanner
 
@@ -89,8 +89,8 @@ class Adaptation:
         self._known = list(answers[-_MOST:])
         self._since: list[AnswerLength] = []
         self._num_untested = 0
-        # The tightest bound of a single answer in the last search.
-        self._tightest_s = _tightest_s(self._known)
+        # The tightest bounds of single answers in the last search.
+        self._tightest = _tightest([], self._known)
 
     def observe(self, answers: Iterable[AnswerLength]) -> bool:
         """Take in ended answers; return whether `revised` should be called."""
@@ -111,7 +111,7 @@ class Adaptation:
         if sum(answer.has_ended for answer in (*known, *newest)) < LEAST_ANSWERS:
             return None
         changed = _changed(known, newest)
-        has_tighter = self._heeds_bounds and _tightest_s(newest) < self._tightest_s
+        has_tighter = self._heeds_bounds and _tightest([self._tightest], newest) != self._tightest
         is_due = self.plan is None or len(newest) >= len(known) or has_tighter
         if changed is None and not is_due:
             return None
@@ -120,7 +120,7 @@ class Adaptation:
             return None
         task = task_of(lengths)
         self.num_searches += 1
-        self._tightest_s = _tightest_s(lengths)
+        self._tightest = _tightest([], lengths)
         try:
             plan = self._planner.nearest(
                 task,
@@ -218,10 +218,9 @@ def _is_known(answers: Sequence[AnswerLength]) -> bool:
     return not others or share_beyond(_lifetimes(others)[1]) <= _MOST_UNKNOWN
 
 
-def _tightest_s(answers: Sequence[AnswerLength]) -> float:
-    """Return the tightest bound of a single ended answer; infinity if none has one."""
-    own = [a.latency_bound_s for a in answers if a.has_ended and a.latency_bound_s is not None]
-    return min(own, default=np.inf)
+def _tightest(known: Sequence[LatencyBounds], answers: Sequence[AnswerLength]) -> LatencyBounds:
+    """Return the tightest bounds of single ended answers, and of those known before."""
+    return tightest([LatencyBounds(), *known, *(a.bounds for a in answers if a.has_ended)])
 
 
 def task_of(answers: Sequence[AnswerLength]) -> TaskLengths:

@@ -14,7 +14,7 @@ from jaxserve.planning.schedules.continuous_limits import ContinuousLimits
 from jaxserve.planning.schedules.continuous_search import SizeSearch
 from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import TaskLengths
-from jaxserve.planning.schedules.observed import RequestClass
+from jaxserve.planning.schedules.observed import RequestClass, spans_of
 from jaxserve.planning.schedules.plan import SIMULATED
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Played, Player
@@ -140,7 +140,8 @@ class ContinuousSpace:
         inputs, outputs = self.lengths.inputs, self.lengths.outputs
         length = inputs.mean + outputs.less_one().mean_position
         own_s = self._own_latencies_s(max_running)
-        shares = [s / each.latency_bound_s for s, each in zip(own_s, self.classes, strict=True)]
+        spans = spans_of(self.classes)
+        shares = [s / each.bound_s for s, each in zip(own_s, spans, strict=True)]
         return schedule, Estimates(
             fits=np.asarray(inputs.mean + outputs.mean <= self.player.room),
             throughput=np.asarray(played.answers_per_s),
@@ -170,7 +171,7 @@ class ContinuousSpace:
         return self.player.play(shape, self.lengths, num_running)
 
     def _own_latencies_s(self, max_running: int) -> tuple[float, ...]:
-        """Return the seconds of long answers of each class, with all reserved slots in use.
+        """Return the seconds of the spans of all classes, with all reserved slots in use.
 
         A request waits for two steps in flight. Then its prompt is computed beside one token of
         each other answer, in as many steps as a long prompt needs. The last of them has its first
@@ -181,4 +182,7 @@ class ContinuousSpace:
         num_steps = -(-prompt // max(1, config.max_step_tokens - num_running))
         before = 2 * config.max_decode_iterations + num_steps - 1
         played = self._play(num_running)
-        return tuple(played.span_s(each.max_answer_tokens + before) for each in self.classes)
+        return tuple(
+            played.span_s(each.num_tokens + each.is_whole * before)
+            for each in spans_of(self.classes)
+        )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 from typing import final
 
 from jaxserve.core.request import Completion, Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.scheduling.lengths.estimate import LengthEstimate
 from jaxserve.scheduling.scheduler import Scheduler
 
@@ -18,21 +20,80 @@ _MOST_CLASSES = 4
 _SPREAD = 2.0
 
 
+# The field of `LatencyBounds` of each bound in `SamplingParams`.
+_FIELDS = {
+    "latency_bound": "latency_s",
+    "first_token_bound": "first_token_s",
+    "token_bound": "token_s",
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class OwnSpan:
+    """A bound of a class, as output tokens that its requests are to get within some seconds.
+
+    Attributes:
+      name: the bound's name in `SamplingParams`.
+      num_tokens: those tokens.
+      is_whole: they count from the submission, so that the steps in flight and those of the prompt
+        come before them; if not, from the first token.
+      bound_s: the seconds.
+      per: tokens that the bound itself is on, to which seconds are divided for reports.
+    """
+
+    name: str
+    num_tokens: int
+    is_whole: bool
+    bound_s: float
+    per: int = 1
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class RequestClass:
-    """Requests with one `SamplingParams.latency_bound`, as they were observed.
+    """Requests with the same latency bounds of their own, as they were observed.
 
     Attributes:
-      latency_bound_s: seconds from the submission to the end.
+      bounds: from the submission to the end and to the first token, and per token after it.
       max_answer_tokens: the length, in output tokens, that nearly all of its answers keep to.
-      num_running: how many run at a time at most, by Little's law: each runs for the bound at
-        longest, and they arrive independently.
+      num_running: how many run at a time at most, by Little's law: they arrive independently, and
+        each runs for its bound at longest, or for as long as any of them was seen to run.
+      min_answer_tokens: the length that nearly all of its answers reach. Of short answers the mean
+        seconds per token vary most.
     """
 
-    latency_bound_s: float
+    bounds: LatencyBounds
     max_answer_tokens: int
     num_running: int
+    min_answer_tokens: int = 2
+
+    @property
+    def spans(self) -> tuple[OwnSpan, ...]:
+        """What its bounds ask for."""
+        later = max(1, self.min_answer_tokens - 1)
+        wanted = {
+            "latency_bound": (self.max_answer_tokens, True, 1),
+            "first_token_bound": (1, True, 1),
+            "token_bound": (later, False, later),
+        }
+        finite = self.bounds.finite()
+        return tuple(
+            OwnSpan(
+                name=name,
+                num_tokens=num_tokens,
+                is_whole=is_whole,
+                bound_s=per * finite[_FIELDS[name]],
+                per=per,
+            )
+            for name, (num_tokens, is_whole, per) in wanted.items()
+            if _FIELDS[name] in finite
+        )
+
+
+def spans_of(classes: Sequence[RequestClass]) -> list[OwnSpan]:
+    """Return the spans of all classes, one class after another."""
+    return [span for each in classes for span in each.spans]
 
 
 @final
@@ -45,7 +106,8 @@ class AnswerLength:
         known.
       num_prompt, num_output: tokens; of an answer that goes on, those so far.
       estimate: what is predicted of one that goes on, if anything is.
-      latency_bound_s: its own bound (`SamplingParams.latency_bound`), if it has one.
+      bounds: its own latency bounds (`SamplingParams.bounds`).
+      ran_s: seconds from its admission to its end, if both are known.
     """
 
     admitted_s: float
@@ -53,7 +115,13 @@ class AnswerLength:
     num_output: int
     has_ended: bool = True
     estimate: LengthEstimate | None = None
-    latency_bound_s: float | None = None
+    bounds: LatencyBounds = LatencyBounds()
+    ran_s: float | None = None
+
+
+def own_bounds(params: SamplingParams) -> LatencyBounds:
+    """Return a request's own latency bounds."""
+    return LatencyBounds(**{_FIELDS[name]: bound_s for name, bound_s in params.bounds.items()})
 
 
 def unfinished(scheduler: Scheduler) -> list[AnswerLength]:
@@ -65,7 +133,7 @@ def unfinished(scheduler: Scheduler) -> list[AnswerLength]:
             num_output=len(sequence.output),
             has_ended=False,
             estimate=scheduler.lengths.estimate(sequence),
-            latency_bound_s=sequence.request.params.latency_bound,
+            bounds=own_bounds(sequence.request.params),
         )
         for sequence in (*scheduler.running, *scheduler.waiting)
         if sequence.times.admitted_s is not None
@@ -74,7 +142,7 @@ def unfinished(scheduler: Scheduler) -> list[AnswerLength]:
 
 def answer_lengths(request: Request, completion: Completion) -> list[AnswerLength]:
     """Return the lengths of a completion's samples that ended by themselves or at their limit."""
-    admitted_s = completion.timing.admitted_s
+    admitted_s, ended_s = completion.timing.admitted_s, completion.timing.finished_s
     if admitted_s is None:
         return []
     return [
@@ -82,7 +150,8 @@ def answer_lengths(request: Request, completion: Completion) -> list[AnswerLengt
             admitted_s=admitted_s,
             num_prompt=len(completion.prompt_token_ids),
             num_output=len(sample.token_ids),
-            latency_bound_s=request.params.latency_bound,
+            bounds=own_bounds(request.params),
+            ran_s=None if ended_s is None else ended_s - admitted_s,
         )
         for sample in completion.samples
         if sample.finish_reason in ("stop", "length") and sample.token_ids
@@ -90,40 +159,51 @@ def answer_lengths(request: Request, completion: Completion) -> list[AnswerLengt
 
 
 def classes_of(answers: Sequence[AnswerLength], num_slots: int) -> tuple[RequestClass, ...]:
-    """Return the classes of the ended answers with a bound, the tightest bound first.
+    """Return the classes of the ended answers with bounds, the tightest first.
 
     Args:
       num_slots: slots of the engine, of which classes may reserve half; each reserves at least one.
     """
-    own = [
-        (answer.latency_bound_s, answer)
-        for answer in answers
-        if answer.has_ended and answer.latency_bound_s is not None
-    ]
-    bounds = sorted({bound_s for bound_s, _ in own})
-    groups = min(len(bounds), _MOST_CLASSES)
+    own = [answer for answer in answers if answer.has_ended and answer.bounds != LatencyBounds()]
+    kinds = sorted({answer.bounds for answer in own}, key=astuple)
+    num_classes = min(len(kinds), _MOST_CLASSES)
     classes = []
-    for index in range(groups):
-        begin, end = (len(bounds) * i // groups for i in (index, index + 1))
-        ours = [answer for bound_s, answer in own if bounds[begin] <= bound_s <= bounds[end - 1]]
+    for index in range(num_classes):
+        begin, end = (len(kinds) * i // num_classes for i in (index, index + 1))
+        merged = kinds[begin:end]
+        ours = [answer for answer in own if answer.bounds in merged]
         lengths = sorted(answer.num_output for answer in ours)
         level = 0.99 + math.sqrt(0.99 * 0.01 / len(lengths))
-        longest = lengths[min(len(lengths) - 1, math.ceil(level * len(lengths)) - 1)]
+        last = min(len(lengths) - 1, math.ceil(level * len(lengths)) - 1)
+        most = max(1, num_slots // (2 * num_classes))
         classes.append(
             RequestClass(
-                latency_bound_s=bounds[begin],
-                max_answer_tokens=longest,
-                num_running=_num_running(ours, bounds[end - 1], max(1, num_slots // (2 * groups))),
+                bounds=tightest(merged),
+                max_answer_tokens=lengths[last],
+                min_answer_tokens=lengths[len(lengths) - 1 - last],
+                num_running=_num_running(ours, max(each.latency_s for each in merged), most),
             )
         )
     return tuple(classes)
 
 
-def _num_running(answers: Sequence[AnswerLength], bound_s: float, most: int) -> int:
-    """Return the sequences of a class that run at a time; `most` where times are not known."""
+def tightest(bounds: Iterable[LatencyBounds]) -> LatencyBounds:
+    """Return the tightest bound of each kind."""
+    by_kind = zip(*(astuple(each) for each in bounds), strict=True)
+    return LatencyBounds(**dict(zip(_FIELDS.values(), map(min, by_kind), strict=True)))
+
+
+def _num_running(answers: Sequence[AnswerLength], longest_s: float, most: int) -> int:
+    """Return the sequences of a class that run at a time; `most` where times are not known.
+
+    Args:
+      longest_s: the longest bound on a whole answer of the class; infinity if one has none.
+    """
+    if longest_s == math.inf:
+        longest_s = max((a.ran_s for a in answers if a.ran_s is not None), default=math.inf)
     times = [answer.admitted_s for answer in answers if math.isfinite(answer.admitted_s)]
     span_s = max(times) - min(times) if len(times) > 1 else 0.0
-    if not span_s:
+    if not span_s or longest_s == math.inf:
         return most
-    mean = (len(times) - 1) / span_s * bound_s
+    mean = (len(times) - 1) / span_s * longest_s
     return min(most, math.ceil(mean + _SPREAD * math.sqrt(mean)))

@@ -96,8 +96,8 @@ class Plan:
       max_answer_tokens: the 99th-percentile length, in output tokens.
       num_lengths: answers from whose lengths the plan was computed.
       search_s: seconds that the search took.
-      classes: requests with bounds of their own, and the seconds that their long answers are
-        expected to take from their submission; they do not wait for an encode phase.
+      classes: requests with bounds of their own, and what is expected of them in seconds, by the
+        name of the bound in `SamplingParams`; they do not wait for an encode phase.
       fits: whether the schedule is expected to fit in memory. The figures of one that does not are
         as if it did.
       estimate: where the figures are from: `CLOSED_FORM` or `SIMULATED`.
@@ -118,7 +118,7 @@ class Plan:
     max_answer_tokens: int
     num_lengths: int
     search_s: float
-    classes: tuple[tuple[RequestClass, float], ...] = ()
+    classes: tuple[tuple[RequestClass, dict[str, float]], ...] = ()
     fits: bool = True
     estimate: str = CLOSED_FORM
     lowest: dict[str, float] = field(default_factory=dict)
@@ -139,7 +139,11 @@ class Plan:
     def worst_share(self) -> float:
         """The largest quotient of a latency and its bound; 0 without bounds."""
         shares = [getattr(self, name) / s for name, s in self.bounds.finite().items()]
-        shares += [latency_s / each.latency_bound_s for each, latency_s in self.classes]
+        shares += [
+            expected_s[span.name] * span.per / span.bound_s
+            for each, expected_s in self.classes
+            for span in each.spans
+        ]
         return max(shares, default=0.0)
 
     @property
@@ -189,8 +193,8 @@ class Plan:
             "keeps_bounds": self.keeps_bounds,
             "lowest": self.lowest,
             "classes": [
-                {"latency_bound_s": each.latency_bound_s, "latency_s": latency_s}
-                for each, latency_s in self.classes
+                {"bounds": each.bounds.finite(), "expected": expected_s}
+                for each, expected_s in self.classes
             ],
             "latency_s": self.latency_s,
             "first_token_s": self.first_token_s,

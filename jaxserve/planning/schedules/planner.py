@@ -46,7 +46,7 @@ class ScheduleSpace(Protocol):
         ...
 
     def own_latencies_s(self, schedule: Schedule) -> Sequence[float]:
-        """Return the seconds of long answers of each class of requests with a bound of its own."""
+        """Return the seconds that the spans of all classes take (`observed.spans_of`)."""
         ...
 
 
@@ -166,25 +166,20 @@ class SchedulePlanner(abc.ABC):
         classes: Sequence[RequestClass],
     ) -> InfeasibleBoundError | DeviceMemoryError:
         """Return the error that says which bounds would be feasible, each for itself."""
-        lowest = {}
+        lowest, asked = {}, bounds.finite()
         for name in bounds.finite():
             found = space.best(shortest(name))
             if found is None:
                 return _too_long(lengths)
             lowest[name] = float(getattr(space.estimated(found), name))
-        own = []
         for each in classes:
             alone = self.space(lengths, [each])
             found = alone.best(nearest_to(LatencyBounds()))
             if found is None:
                 return _too_long(lengths)
-            own += alone.own_latencies_s(found)
-        if not (lowest or own):
-            return _too_long(lengths)
-        return InfeasibleBoundError(
-            bounds.finite() | _by_name(classes, [each.latency_bound_s for each in classes]),
-            lowest | _by_name(classes, own),
-        )
+            asked |= _by_name(each, [span.bound_s for span in each.spans])
+            lowest |= _by_name(each, alone.own_latencies_s(found))
+        return InfeasibleBoundError(asked, lowest) if lowest else _too_long(lengths)
 
 
 def chosen(space: ScheduleSpace, bounds: LatencyBounds) -> Schedule | None:
@@ -210,7 +205,7 @@ def _plan(
 ) -> Plan:
     estimates = space.estimated(schedule)
     rate = float(estimates.throughput)
-    own = map(float, space.own_latencies_s(schedule))
+    own = iter(space.own_latencies_s(schedule))
     return Plan(
         schedule=schedule,
         bounds=bounds,
@@ -222,15 +217,21 @@ def _plan(
         max_answer_tokens=lengths.outputs.percentile(lengths.level),
         num_lengths=num_lengths,
         search_s=time.perf_counter() - began_s,
-        classes=tuple(zip(classes, own, strict=True)),
+        classes=tuple(
+            (each, {span.name: float(next(own)) / span.per for span in each.spans})
+            for each in classes
+        ),
         fits=bool(estimates.fits),
         estimate=space.estimate(schedule),
     )
 
 
-def _by_name(classes: Sequence[RequestClass], seconds: Iterable[float]) -> dict[str, float]:
-    pairs = zip(classes, seconds, strict=True)
-    return {f"latency_bound={each.latency_bound_s:.4g}": float(s) for each, s in pairs}
+def _by_name(own: RequestClass, seconds: Iterable[float]) -> dict[str, float]:
+    """Return the seconds of each span of a class in terms of its bound, by the bound's name."""
+    return {
+        f"{span.name}={span.bound_s / span.per:.4g}": float(s) / span.per
+        for span, s in zip(own.spans, seconds, strict=True)
+    }
 
 
 def _too_long(lengths: TaskLengths) -> DeviceMemoryError:

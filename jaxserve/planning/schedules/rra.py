@@ -27,7 +27,7 @@ class RRATimeline:
 
     Args:
       layouts: the layouts to consider; by default all that the cluster allows.
-      classes: requests with bounds of their own, as (output tokens, seconds) of their long answers.
+      classes: bounds of requests with bounds of their own, as (output tokens, seconds) each.
     """
 
     def __init__(
@@ -75,14 +75,19 @@ class RRATimeline:
             decode_batch=batch * phases.first_batch[num_decodes],
             memory_bytes=memory,
             own_share=self._own_share(
-                len(points), lambda longest: self._latency_s(parts, num_decodes, longest)
+                lambda longest: self._latency_s(parts, num_decodes, longest),
+                self._own_prompts_s(pipeline, batch, parts),
             ),
         )
 
     def own_latencies_s(self, points: Points) -> list[np.ndarray]:
-        """Return the seconds of long answers of each of `classes`."""
-        parts = self._parts(points)
-        return [self._latency_s(parts, points.control, longest) for longest, _ in self._classes]
+        """Return the seconds that the tokens of each of `classes` take."""
+        parts, pipeline = self._parts(points), self._pipelines[points.layout]
+        prompts_s = self._own_prompts_s(pipeline, points.encode_batch, parts)
+        return [
+            prompts_s + self._latency_s(parts, points.control, longest)
+            for longest, _ in self._classes
+        ]
 
     def boxes(self) -> Boxes:
         layouts = np.arange(len(self.layouts))
@@ -131,7 +136,8 @@ class RRATimeline:
             first_token_s=self._first_token_s(pipeline, batch, parts),
             token_s=(latency_s - encode_s) / max(1, self._longest),
             own_share=self._own_share(
-                len(boxes), lambda longest: self._least_latency_s(parts, most, longest)
+                lambda longest: self._least_latency_s(parts, most, longest),
+                self._own_prompts_s(pipeline, batch, parts),
             ),
         )
 
@@ -189,14 +195,31 @@ class RRATimeline:
         latency_s = parts.encode_s + slow * longest * parts.iteration_s
         return latency_s + num_earlier * parts.between_s + self._slack_s(parts, num_earlier)
 
-    def _own_share(self, num: int, latency_s: Callable[[int], np.ndarray]) -> np.ndarray:
-        """Return `Estimates.own_share` of `num` configurations.
+    def _own_share(
+        self, latency_s: Callable[[int], np.ndarray], prompts_s: np.ndarray
+    ) -> np.ndarray:
+        """Return `Estimates.own_share` of configurations.
 
         Args:
           latency_s: returns the seconds of answers of so many iterations.
+          prompts_s: seconds of prompts besides.
         """
-        shares = [latency_s(longest) / bound_s for longest, bound_s in self._classes]
-        return np.max(shares, axis=0) if shares else np.zeros(num)
+        shares = [(prompts_s + latency_s(num)) / bound_s for num, bound_s in self._classes]
+        return np.max(shares, axis=0, initial=0.0) if shares else np.zeros(len(prompts_s))
+
+    def _own_prompts_s(
+        self, pipeline: Pipeline, batch: np.ndarray, parts: RoundParts
+    ) -> np.ndarray:
+        """Return the seconds of prompts in a span of `classes` that `_latency_s` does not have.
+
+        A span may be short, so one encode phase in it has long prompts, and not those of the mean.
+        And a prompt of the class is computed beside it, by itself: its own, or another one.
+        """
+        if not self._classes:
+            return np.zeros(len(batch))
+        expected_s = parts.encode_s + self._slack_s(parts, 0)
+        longer_s = np.maximum(self._longest_encode_s(pipeline, batch), expected_s) - expected_s
+        return longer_s + self._longest_encode_s(pipeline, np.ones(len(batch)))
 
     def _first_token_s(
         self, pipeline: Pipeline, batch: np.ndarray, parts: RoundParts

@@ -14,7 +14,7 @@ from jaxserve.planning.schedules.configuration import Layout, Points, Schedule
 from jaxserve.planning.schedules.estimates import Estimates
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_cost import measured_deployment
-from jaxserve.planning.schedules.observed import RequestClass
+from jaxserve.planning.schedules.observed import RequestClass, spans_of
 from jaxserve.planning.schedules.plan import CLOSED_FORM
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.remembered import RememberedTimeline
@@ -72,9 +72,10 @@ class RRAPlanner(SchedulePlanner):
 
     def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> RRASpace:
         # Steps in flight come before its prompt, and its own step beside the running answers.
-        bounds_s = tuple(each.latency_bound_s for each in classes)
-        longest = [each.max_answer_tokens + self.num_awaited + 1 for each in classes]
-        own = tuple(zip(longest, bounds_s, strict=True))
+        own = tuple(
+            (span.num_tokens + 1 + span.is_whole * self.num_awaited, span.bound_s)
+            for span in spans_of(classes)
+        )
         timeline = RRATimeline(self.deploy(lengths), lengths, self.layouts, own)
         return RRASpace(timeline, lengths.inputs.max_length)
 

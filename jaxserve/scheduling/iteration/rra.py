@@ -129,7 +129,7 @@ class RRA:
                 num_bulk = _num_bulk(step)
             elif num_bulk < most:
                 sequence = workload.next_of(step, state.batch)
-                num_bulk += sequence is not None and sequence.request.due_s is None
+                num_bulk += sequence is not None and not sequence.request.has_bounds
             if sequence is None:
                 return
             step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
@@ -172,7 +172,7 @@ class RRA:
 
 def _num_bulk(step: StepBuilder) -> int:
     """Return how many running sequences have no latency bound of their own."""
-    return sum(each.request.due_s is None for each in step.running)
+    return sum(not each.request.has_bounds for each in step.running)
 
 
 def _begin(state: Round) -> None:

@@ -80,7 +80,7 @@ class Unified:
         most = max(1, step.config.max_slots - self.reserved_slots)
         if self.max_running is not None:
             most = min(most, self.max_running)
-        return sum(each.request.due_s is None for each in step.running) >= most
+        return sum(not each.request.has_bounds for each in step.running) >= most
 
     def _add_chunk(self, step: StepBuilder, sequence: Sequence, budget: int) -> int:
         count = min(sequence.num_uncomputed, budget)

@@ -2,20 +2,24 @@
 
 A request with a bound is in one of three cases.
 
-- At its submission it is refused, if it is expected to end after its bound, and others run or wait.
-  On an idle engine it begins at once, and the pace may be that of long ago. Expected is that those
-  before it in the policy's order go first, and that it begins when enough of the others have ended
-  or make way (`expected_late`).
+- At its submission it is refused, if it is expected to miss a bound, and others run or wait. On an
+  idle engine it begins at once, and the pace may be that of long ago. Expected is that those before
+  it in the policy's order go first, and that it begins when enough of the others have ended or make
+  way (`expected_late`).
 - Else it is deferred where there is no room for it: it waits until other sequences have ended. It
   is refused then as soon as it would be late even if it began at once (`too_late`).
 - Once it has begun it is not refused any more.
 
 Sequences without a bound wait while the computation of their prompts would make a running one with
 a bound late (`lengths.slack`).
+
+A bound is on the seconds to the first token, on those to the end, or on those per token after the
+first. Tokens are expected to take the time of an iteration without prompts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -23,7 +27,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import BoundNotMetError
 from jaxserve.core.request import Request
 from jaxserve.scheduling.lengths.outlook import outlooks
-from jaxserve.scheduling.lengths.slack import alone_s
+from jaxserve.scheduling.lengths.slack import alone_s, prompt_s
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.sequence import Sequence
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
 def expected_late(
     scheduler: Scheduler, request: Request, pace: Pace | None, now_s: float
 ) -> BoundNotMetError | None:
-    """Return the error of a submitted request that is expected to miss its bound; None otherwise.
+    """Return the error of a submitted request that is expected to miss a bound; None otherwise.
 
     Its outlook tells when it begins, after those before it in the policy's order, and when it ends:
     with the mean of its predicted length, or with its `max_tokens` where nothing was predicted.
@@ -44,16 +48,20 @@ def expected_late(
     Args:
       pace: None before any step was timed; then nothing is refused.
     """
-    if pace is None or request.due_s is None or request.params.latency_bound is None:
+    if pace is None or not request.has_bounds:
         return None
-    away = _making_way(scheduler, request)
+    own = [each for each in scheduler.waiting if each.request.id == request.id]
+    away = _making_way(scheduler, own)
     outlook = outlooks(scheduler, pace.iteration_s, without=away).get(request.id)
-    if outlook is None or outlook.ends_in_s is None or outlook.begins_in_s is None:
+    if not own or outlook is None or outlook.ends_in_s is None or outlook.begins_in_s is None:
         return None
-    passed_s = now_s - request.arrival_s
-    return _late(
-        request, outlook.num_tokens, passed_s + outlook.begins_in_s, passed_s + outlook.ends_in_s
-    )
+    wait_s = now_s - request.arrival_s + outlook.begins_in_s
+    expected_s = {
+        "latency_bound": now_s - request.arrival_s + outlook.ends_in_s,
+        "first_token_bound": wait_s + prompt_s(own[0], scheduler.config, pace),
+        "token_bound": pace.fastest_s,
+    }
+    return _late(request, outlook.num_tokens, wait_s, expected_s)
 
 
 def too_late(
@@ -63,41 +71,51 @@ def too_late(
     pace: Pace | None,
     now_s: float,
 ) -> BoundNotMetError | None:
-    """Return the error of a request that would miss its bound if it began now; None otherwise.
+    """Return the error of a request that would miss a bound if it began now; None otherwise.
 
     Args:
       samples: its sequences, all of which wait, and none of which has begun.
-      pace: None if it is not known; then a request is too late when its bound has passed.
+      pace: None if it is not known; then a request is too late when a bound has passed.
     """
     request = samples[0].request
-    if request.due_s is None:
+    if not request.has_bounds:
         return None
     passed_s = now_s - request.arrival_s
     tokens = lengths.expected_tokens(samples)
-    needed_s = 0.0
+    expected_s = {"latency_bound": passed_s, "first_token_bound": passed_s, "token_bound": 0.0}
     if pace is not None:
-        needed_s = max(alone_s(*each, config, pace) for each in zip(samples, tokens, strict=True))
-    return _late(request, sum(tokens), passed_s, passed_s + needed_s)
+        needed = (alone_s(*each, config, pace) for each in zip(samples, tokens, strict=True))
+        expected_s["latency_bound"] += max(needed)
+        expected_s["first_token_bound"] += prompt_s(samples[0], config, pace)
+        expected_s["token_bound"] = pace.fastest_s
+    return _late(request, sum(tokens), passed_s, expected_s)
 
 
-def _making_way(scheduler: Scheduler, request: Request) -> set[Sequence]:
-    """Return the running sequences that are preempted for a request, if that gives it room."""
-    if not scheduler.policy.iteration.makes_way:
+def _making_way(scheduler: Scheduler, own: Seq[Sequence]) -> set[Sequence]:
+    """Return the running sequences that are preempted for a request, if that gives it room.
+
+    Args:
+      own: its sequences.
+    """
+    if not scheduler.policy.iteration.makes_way or not own:
         return set()
     keys = scheduler.order_keys
-    own = [each for each in scheduler.waiting if each.request.id == request.id]
-    if not own:
-        return set()
     place = min(keys.of(each) for each in own)
     return {
-        each for each in scheduler.running if each.request.due_s is None and keys.of(each) > place
+        each for each in scheduler.running if not each.request.has_bounds and keys.of(each) > place
     }
 
 
 def _late(
-    request: Request, num_tokens: float, wait_s: float, expected_s: float
+    request: Request, num_tokens: float, wait_s: float, expected_s: Mapping[str, float]
 ) -> BoundNotMetError | None:
-    bound_s = request.params.latency_bound
-    if bound_s is None or expected_s <= bound_s:
-        return None
-    return BoundNotMetError(request.id, bound_s, expected_s, num_tokens / request.params.n, wait_s)
+    """Return the error of the first bound that is expected to be missed.
+
+    Args:
+      expected_s: what is expected in place of each bound, by name.
+    """
+    for name, bound_s in request.params.bounds.items():
+        if expected_s[name] > bound_s:
+            num_each = num_tokens / request.params.n
+            return BoundNotMetError(request.id, bound_s, expected_s[name], num_each, wait_s, name)
+    return None

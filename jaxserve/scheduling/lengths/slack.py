@@ -1,7 +1,8 @@
-"""The time that running answers with a latency bound have left."""
+"""The time that running sequences with latency bounds of their own have left."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import final
 
@@ -36,12 +37,11 @@ class Slack:
         self._keys = keys
         self._config = config
         self._prompt_s = max(0.0, pace.prefill_s - pace.decode_s)
-        # Of each sequence: its place, the seconds that it has left, and those that it needs.
+        # Of each bound: its sequence, the seconds that it leaves, and those that are needed.
         self._left: list[tuple[Sequence, float, float]] = []
         for sequence, tokens in zip(bounded, lengths.expected_tokens(bounded), strict=True):
-            if sequence.request.due_s is not None:
-                needed_s = alone_s(sequence, tokens, config, pace)
-                self._left.append((sequence, sequence.request.due_s - now_s, needed_s))
+            for due_s, needed_s in _needs(sequence, tokens, config, pace):
+                self._left.append((sequence, due_s - now_s, needed_s))
 
     def is_too_small_for(self, sequence: Sequence) -> bool:
         """Return whether a sequence has to wait so that those before it in order are in time.
@@ -60,8 +60,29 @@ class Slack:
         return False
 
 
+def _needs(
+    sequence: Sequence, tokens: float, config: EngineConfig, pace: Pace
+) -> Iterator[tuple[float, float]]:
+    """Yield when each bound ends, and the seconds that are needed until then."""
+    request, first_s = sequence.request, sequence.times.first_token_s
+    params = request.params
+    if params.first_token_bound is not None and first_s is None and sequence.num_uncomputed:
+        yield request.arrival_s + params.first_token_bound, prompt_s(sequence, config, pace)
+    whole_s = alone_s(sequence, tokens, config, pace)
+    if params.latency_bound is not None:
+        yield request.arrival_s + params.latency_bound, whole_s
+    if params.token_bound is not None and first_s is not None:
+        num_tokens = len(sequence.output) + tokens - 1  # after the first
+        yield first_s + num_tokens * params.token_bound, whole_s
+
+
+def prompt_s(sequence: Sequence, config: EngineConfig, pace: Pace) -> float:
+    """Return the seconds of the steps that compute what is left of a sequence's prompt."""
+    return -(-sequence.num_uncomputed // config.max_step_tokens) * pace.prefill_s
+
+
 def alone_s(sequence: Sequence, tokens: float, config: EngineConfig, pace: Pace) -> float:
     """Return the seconds of a sequence from now on if it runs, and no prompt but its own does."""
-    iteration_s = min(pace.iteration_s, pace.decode_s)
+    iteration_s = pace.fastest_s
     tokens += sequence.num_planned_outputs - len(sequence.output)  # those in flight
     return (sequence.num_uncomputed / config.max_step_tokens + tokens) * iteration_s

@@ -12,11 +12,12 @@ from jaxserve.scheduling.sequence import Sequence
 @final
 @dataclass(frozen=True)
 class DueFirst:
-    """Order by the time at which an answer is due: the earliest deadline first.
+    """Order by the time at which a request is due: the earliest deadline first.
 
-    A request without a bound (`SamplingParams.latency_bound`) is due `ageing_s` seconds after its
-    arrival, as is one with a longer bound. So it is overtaken only by requests that arrive less
-    than `ageing_s` after it. Where no request has a bound, this is first come, first served.
+    With bounds of its own that is `Request.due_s`. A request without one is due `ageing_s` seconds
+    after its arrival, as is one with a longer bound. So it is overtaken only by requests that
+    arrive less than `ageing_s` after it. Where no request has a bound, this is first come, first
+    served.
     """
 
     heeds_bounds: ClassVar[bool] = True

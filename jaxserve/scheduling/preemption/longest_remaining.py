@@ -24,8 +24,8 @@ class LongestRemaining:
     keeps_state: bool = True
 
     def ranked(self, candidates: Seq[Sequence], lengths: LengthTracker) -> Seq[Sequence]:
-        unbounded = [each for each in candidates if each.request.due_s is None]
-        bounded = [each for each in candidates if each.request.due_s is not None]
+        unbounded = [each for each in candidates if not each.request.has_bounds]
+        bounded = [each for each in candidates if each.request.has_bounds]
         return [*_longest_first(unbounded, lengths), *_longest_first(bounded, lengths)]
 
 

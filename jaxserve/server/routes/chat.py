@@ -25,7 +25,15 @@ from jaxserve.server.exchange import Exchange, Group, Job
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.lengths import LengthComments
 from jaxserve.server.relay import Relay
-from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
+from jaxserve.server.routes.common import (
+    ANSWERING,
+    Here,
+    InClass,
+    documented,
+    need_tokenizer,
+    new_id,
+    now_s,
+)
 from jaxserve.server.schema.base import FinishReason, Usage
 from jaxserve.server.schema.chat import (
     AnswerMessage,
@@ -49,13 +57,13 @@ router = APIRouter()
     responses=documented(*ANSWERING, stream=True),
     tags=["answers"],
 )
-async def chat(body: ChatRequest, http: Request, backend: Here) -> Response:
+async def chat(body: ChatRequest, http: Request, backend: Here, own: InClass) -> Response:
     """Answer a chat."""
     adapter = backend.adapter_of(body.model)
     note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
     tokenizer = need_tokenizer(backend.ready_service())
     tools = Tools(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer)
-    params = replace(params_of.of_chat(body, tools), adapter=adapter)
+    params = own.apply(replace(params_of.of_chat(body, tools), adapter=adapter))
     answer = _Chat(body, params, tools, adapter or backend.options.model_name, tokenizer)
     if body.conversation_id is not None:
         return await _turn(body, body.conversation_id, answer, http, backend)

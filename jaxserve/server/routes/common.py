@@ -6,13 +6,15 @@ import time
 import uuid
 from typing import Annotated, Any
 
-from fastapi import Depends
+from fastapi import Depends, Header
 from starlette.requests import Request
 
 from jaxserve.core.errors import InvalidRequestError
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
 from jaxserve.server.backend import Backend
+from jaxserve.server.errors import invalid
+from jaxserve.server.latency_class import HEADER, LatencyClass
 from jaxserve.server.schema.base import ErrorReply
 
 _MEANINGS = {
@@ -47,6 +49,32 @@ async def _backend(http: Request) -> Backend:  # on the event loop; other functi
 
 
 Here = Annotated[Backend, Depends(_backend)]
+
+
+async def _latency_class(
+    backend: Here,
+    name: Annotated[
+        str | None,
+        Header(
+            alias=HEADER,
+            description="A class of latency bounds that the server was started with.",
+        ),
+    ] = None,
+) -> LatencyClass:
+    if name is None:
+        return LatencyClass({})
+    classes = backend.options.latency_classes
+    if name not in classes:
+        known = f"this server has {', '.join(sorted(classes))}" if classes else "it has none"
+        raise invalid(
+            f"{HEADER}: {name} is not a latency class of this server; {known}. Pass one of these, "
+            "or leave the header out",
+            HEADER,
+        )
+    return LatencyClass(classes[name])
+
+
+InClass = Annotated[LatencyClass, Depends(_latency_class)]
 
 
 def new_id(prefix: str) -> str:

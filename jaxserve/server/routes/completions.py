@@ -22,7 +22,15 @@ from jaxserve.server.events import EventStream, Replies, json_response
 from jaxserve.server.exchange import Exchange, Job
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.lengths import LengthComments
-from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
+from jaxserve.server.routes.common import (
+    ANSWERING,
+    Here,
+    InClass,
+    documented,
+    need_tokenizer,
+    new_id,
+    now_s,
+)
 from jaxserve.server.schema.base import FinishReason, Usage
 from jaxserve.server.schema.completions import (
     CompletionChoice,
@@ -40,14 +48,14 @@ router = APIRouter()
     responses=documented(*ANSWERING, stream=True),
     tags=["answers"],
 )
-async def complete(body: CompletionRequest, http: Request, backend: Here) -> Response:
+async def complete(body: CompletionRequest, http: Request, backend: Here, own: InClass) -> Response:
     """Continue one or several prompts."""
     adapter = backend.adapter_of(body.model)
     note(notes_here(), user=body.user)
     tokenizer = need_tokenizer(backend.ready_service())
     reply_id = new_id("cmpl")
     exchange = Exchange(backend, reply_id)
-    params = replace(params_of.of_completion(body), adapter=adapter)
+    params = own.apply(replace(params_of.of_completion(body), adapter=adapter))
     model = adapter or backend.options.model_name
     answer = _Answer(reply_id, body, params, exchange, model, tokenizer)
     if body.stream:

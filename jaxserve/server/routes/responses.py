@@ -27,7 +27,15 @@ from jaxserve.server.lengths import LengthComments
 from jaxserve.server.params import constraint_of
 from jaxserve.server.relay import Relay
 from jaxserve.server.response_items import OutputItems
-from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
+from jaxserve.server.routes.common import (
+    ANSWERING,
+    Here,
+    InClass,
+    documented,
+    need_tokenizer,
+    new_id,
+    now_s,
+)
 from jaxserve.server.schema.base import Reply
 from jaxserve.server.schema.chat import (
     AssistantMessage,
@@ -60,7 +68,7 @@ router = APIRouter()
     responses=documented(*ANSWERING, stream=True),
     tags=["answers"],
 )
-async def respond(body: ResponseRequest, http: Request, backend: Here) -> Response:
+async def respond(body: ResponseRequest, http: Request, backend: Here, own: InClass) -> Response:
     """Answer a chat, in the form of OpenAI's newer API."""
     adapter = backend.adapter_of(body.model)
     note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
@@ -69,7 +77,7 @@ async def respond(body: ResponseRequest, http: Request, backend: Here) -> Respon
     choice = body.tool_choice
     choice = choice.as_tool() if isinstance(choice, NamedResponseTool) else choice
     tools = Tools(given, choice, body.parallel_tool_calls, tokenizer)
-    params = replace(_params(body, tools), adapter=adapter)
+    params = own.apply(replace(_params(body, tools), adapter=adapter))
     answer = _Answer(body, params, tools, adapter or backend.options.model_name, tokenizer)
     if answer.conversation_id is not None:
         turn = TurnExchange(backend, answer.conversation_id, answer.messages, answer.params, tools)

@@ -22,6 +22,7 @@ from jaxserve.server.routes.common import (
     ANSWERING,
     READING,
     Here,
+    InClass,
     documented,
     need_tokenizer,
     new_id,
@@ -96,12 +97,12 @@ async def detokenize(body: DetokenizeRequest, backend: Here) -> Response:
     responses=documented(*ANSWERING, stream=True),
     tags=["answers"],
 )
-async def generate(body: GenerateRequest, http: Request, backend: Here) -> Response:
+async def generate(body: GenerateRequest, http: Request, backend: Here, own: InClass) -> Response:
     """Continue token ids with token ids, for instance for the rollouts of a trainer."""
     adapter = backend.adapter_of(body.model)
     reply_id, model = new_id("gen"), adapter or backend.options.model_name
     exchange = Exchange(backend, reply_id)
-    params = replace(params_of.of_generate(body), adapter=adapter)
+    params = own.apply(replace(params_of.of_generate(body), adapter=adapter))
     job = Job(body.token_ids, params, body.priority or 0)
     if body.stream:
         await unless_gone(http.receive, exchange.begin(lambda _: [job]))

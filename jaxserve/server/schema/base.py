@@ -142,6 +142,12 @@ class Choosing(Strict):
     latency_bound: float | None = Field(
         None, gt=0, le=1e9, description="Seconds from the submission to the end of the answer."
     )
+    first_token_bound: float | None = Field(
+        None, gt=0, le=1e9, description="Seconds from the submission to the first token."
+    )
+    token_bound: float | None = Field(
+        None, gt=0, le=1e9, description="Mean seconds per token after the first."
+    )
 
 
 class Asking(Choosing):

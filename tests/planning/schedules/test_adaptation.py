@@ -145,7 +145,9 @@ def test_a_tighter_bound_is_searched_for_once():
     planner, known = WAAPlanner(times=times, config=lambda: CONFIG), _answers(300, 120, seed=0)
     plan = planner.plan(task_of(known), LatencyBounds(), num_lengths=len(known))
     adaptation = Adaptation(planner, LatencyBounds(), plan=plan, answers=known)
-    bounded = [replace(each, latency_bound_s=50.0) for each in _answers(250, 120, 1, 1000)]
+    bounded = [
+        replace(each, bounds=LatencyBounds(latency_s=50.0)) for each in _answers(250, 120, 1, 1000)
+    ]
     for answer in bounded:
         if adaptation.observe([answer]):
             adaptation.revised([])
@@ -155,10 +157,14 @@ def test_a_tighter_bound_is_searched_for_once():
 def test_bounds_that_the_order_does_not_heed_are_left_out():
     """No class, so no reserved slot, and no search for a tighter bound."""
     adaptation = Adaptation(PLANNER, LatencyBounds(), heeds_bounds=False)
-    answers = [replace(each, latency_bound_s=50.0) for each in _answers(96, 120, seed=0)]
+    answers = [
+        replace(each, bounds=LatencyBounds(latency_s=50.0)) for each in _answers(96, 120, seed=0)
+    ]
     assert _after(adaptation, answers[:64]) == 64
     assert adaptation.plan is not None and not adaptation.plan.reserved_slots
-    _after(adaptation, [replace(each, latency_bound_s=9.0) for each in answers[64:]])
+    _after(
+        adaptation, [replace(each, bounds=LatencyBounds(latency_s=9.0)) for each in answers[64:]]
+    )
     assert adaptation.num_searches == 1
 
 

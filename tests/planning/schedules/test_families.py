@@ -199,13 +199,13 @@ def test_requests_with_bounds_of_their_own_get_the_better_family():
     The plan is at least as good as each family alone.
     """
     planner, lengths = PLANNERS["uniform"]
-    each = RequestClass(latency_bound_s=1e-6, max_answer_tokens=30, num_running=2)
+    each = RequestClass(bounds=LatencyBounds(latency_s=1e-6), max_answer_tokens=30, num_running=2)
     with pytest.raises(InfeasibleBoundError) as refused:
         planner.plan(lengths, LatencyBounds(), num_lengths=300, classes=[each])
     [lowest_s] = refused.value.lowest.values()
     families = set()
     for share in (1.0001, 1.2, 1.5, 2.0, 3.0, 9.0):
-        tight = [replace(each, latency_bound_s=share * lowest_s)]
+        tight = [replace(each, bounds=LatencyBounds(latency_s=share * lowest_s))]
         plan = planner.plan(lengths, LatencyBounds(), num_lengths=300, classes=tight)
         assert plan.keeps_bounds and plan.reserved_slots == 2
         assert plan.iteration().reserved_slots == 2
@@ -224,7 +224,7 @@ def test_requests_with_bounds_of_their_own_get_the_better_family():
 def test_reserved_slots_are_beside_the_limit():
     """Limit and reserve fit into the slots, and a bound that no limit keeps is found missed."""
     planner, lengths = PLANNERS["uniform"]
-    each = RequestClass(latency_bound_s=1e3, max_answer_tokens=30, num_running=4)
+    each = RequestClass(bounds=LatencyBounds(latency_s=1e3), max_answer_tokens=30, num_running=4)
     space = planner.continuous.space(lengths, [each])
     best = space.best(throughput_under(LatencyBounds()))
     assert best is not None and 1 <= best.max_running <= SMALL.max_slots - 4
@@ -232,7 +232,9 @@ def test_reserved_slots_are_beside_the_limit():
     assert space.nearest(free.schedule).max_running <= SMALL.max_slots - 4
     own = [space.own_latencies_s(space.of(size)[0])[0] for size in (1, 4, 8)]
     assert own == sorted(own) and own[0] > 0
-    tight = planner.continuous.space(lengths, [replace(each, latency_bound_s=0.9 * own[0])])
+    tight = planner.continuous.space(
+        lengths, [replace(each, bounds=LatencyBounds(latency_s=0.9 * own[0]))]
+    )
     assert tight.best(throughput_under(LatencyBounds())) is None
 
 

@@ -50,7 +50,7 @@ class _Watch:
         self.num_over = 0
 
     def after_step(self, engine: Engine, ended: Sequence[Ended], now_s: float) -> None:
-        bulk = [s for s in engine.scheduler.running if s.request.due_s is None]
+        bulk = [s for s in engine.scheduler.running if not s.request.has_bounds]
         shape = engine.scheduler.policy.iteration
         if isinstance(shape, Unified) and shape.max_running is not None:
             # More than the limit only go on from before it was adopted.
