@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from tests.common import shapes
 # XLA read these when they are imported.
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NPROC"):
     os.environ.setdefault(name, "1")
+# Each module is compiled once, and not by every process that a test starts.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Executables are kept between runs and shared by parallel workers. JAX reads this at its import.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla")

@@ -18,7 +18,12 @@ from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.families import FAMILIES, planner_of
 from jaxserve.planning.schedules.lengths import lengths_of
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
-from jaxserve.planning.schedules.observed import AnswerLength, answer_lengths, classes_of
+from jaxserve.planning.schedules.observed import (
+    AnswerLength,
+    RequestClass,
+    answer_lengths,
+    classes_of,
+)
 from jaxserve.planning.schedules.plan import Plan
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Player
@@ -153,7 +158,9 @@ class Planner:
                 AnswerLength(admitted_s=-math.inf, num_prompt=prompt, num_output=output)
                 for prompt, output in lengths
             ]
-        classes = classes_of(used, planner.max_slots) if self._heeds_bounds else ()
+        classes: tuple[RequestClass, ...] = ()
+        if self._heeds_bounds and planner.plans_classes:
+            classes = classes_of(used, planner.max_slots)
         while True:
             plan = planner.plan(task, bounds, num_lengths=len(used), classes=classes)
             if not adopt:
