@@ -81,8 +81,7 @@ class Run:
                         engine.scheduler.end(sequence, "cancelled")
             engine.step()
             for answer in list(open_answers):
-                request = answer.request
-                if answer.settle(lambda done, r=request: trace.append(r, done) if trace else None):
+                if answer.settle(lambda r, done: trace.append(r, done) if trace else None):
                     open_answers.remove(answer)
                     self.answers.append(answer)
             wakes = [] if engine.idle_until_s is None else [engine.idle_until_s]

@@ -16,6 +16,7 @@ from jaxserve.core.errors import (
     InfeasibleBoundError,
     InvalidConfigError,
     RuntimeClosedError,
+    UnheededBoundError,
 )
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.testing import RecordingExecutor, SlowExecutor, WrapAll
@@ -162,11 +163,13 @@ def test_without_answers_or_a_bound_there_is_no_plan(measured: tuple[list, Path]
 def test_slots_are_reserved_where_the_order_heeds_bounds(
     measured: tuple[list, Path], policy: str, num_classes: int
 ):
-    """Under first come, first served no request could take a reserved slot before others."""
+    """Under first come, first served a request with a bound of its own is refused, alone."""
     bounded = [replace(params, latency_bound=100.0) for params in PARAMS]
     with Runtime(tiny_llama(), policy=policy, **OPTIONS) as rt:
         rt.load_step_times(measured[1])
-        rt.generate(PROMPTS, bounded)
+        for each in rt.generate(PROMPTS, bounded):
+            assert isinstance(each.error, UnheededBoundError) == (not num_classes)
+        rt.generate(PROMPTS, PARAMS)
         plan = rt.plan(adopt=False)
         assert len(plan.classes) == num_classes and bool(plan.reserved_slots) == bool(num_classes)
 
