@@ -28,7 +28,6 @@ from jaxserve.server.relay import Relay
 from jaxserve.server.routes.common import ANSWERING, Here, documented, need_tokenizer, new_id, now_s
 from jaxserve.server.schema.base import FinishReason, Usage
 from jaxserve.server.schema.chat import (
-    AnswerMessage,
     ChatChoice,
     ChatChunk,
     ChatReply,
@@ -37,7 +36,7 @@ from jaxserve.server.schema.chat import (
     Delta,
     as_template_message,
 )
-from jaxserve.server.tools import Tools, separated
+from jaxserve.server.tools import Tools, deltas, whole
 from jaxserve.server.turn import TurnExchange
 
 router = APIRouter()
@@ -129,14 +128,9 @@ class _Chat:
 
     def _whole(self, index: int, sample: Sample) -> ChatChoice:
         answered = self.answered[index]
-        content, calls = separated(answered.push(sample.text, is_last=True))
-        message = AnswerMessage(
-            content=content if content or not calls else None,
-            tool_calls=[call.whole() for call in calls] or None,
-        )
         return ChatChoice(
             index=index,
-            message=message,
+            message=whole(answered.push(sample.text, is_last=True)),
             logprobs=None
             if sample.logprobs is None
             else scores.of_chat(sample.logprobs, self.tokenizer),
@@ -153,7 +147,7 @@ class _Chat:
         """Yield the chunks of a streamed answer."""
         options = self.body.stream_options
         num_tokens, lengths = 0, LengthComments(self.params.max_tokens)
-        has_begun = False
+        begun: set[int] = set()
         async with aclosing(groups):
             async for group in groups:
                 if not group:
@@ -161,30 +155,37 @@ class _Chat:
                     continue
                 for comment in lengths.of((piece.sample_index, piece) for _, piece in group):
                     yield comment
-                for i in () if has_begun else range(self.params.n):
-                    first = Delta(role="assistant", content="")
-                    yield self._chunk(
-                        [ChunkChoice(index=i, delta=first)],
-                        prompt_token_ids=prompt if self.body.return_token_ids else None,
-                    )
-                has_begun = True
                 for _, piece in group:
                     num_tokens += len(piece.token_ids)
-                    yield self._chunk([self._choice(piece)])
+                    choices = self._choices(piece)
+                    if choices and piece.sample_index not in begun:
+                        begun.add(piece.sample_index)
+                        yield self._chunk(
+                            [_first(choices[0])],
+                            prompt_token_ids=prompt if self.body.return_token_ids else None,
+                        )
+                    for choice in choices:
+                        yield self._chunk([choice])
         if options is not None and options.include_usage:
             yield self._chunk([], usage=Usage.of(num_prompt_tokens(), num_tokens))
 
-    def _choice(self, piece: Piece) -> ChunkChoice:
+    def _choices(self, piece: Piece) -> list[ChunkChoice]:
+        """Return what a piece adds, a choice for each chunk; none if all of it is held back."""
         reason, answered = piece.finish_reason, self.answered[piece.sample_index]
-        content, calls = separated(answered.push(piece.text, is_last=reason is not None))
-        is_silent = not content and bool(reason or calls or self.tools.is_given)
-        return ChunkChoice(
-            index=piece.sample_index,
-            delta=Delta(content=None if is_silent else content, tool_calls=calls or None),
-            logprobs=scores.of_chat(piece.logprobs, self.tokenizer) if piece.logprobs else None,
-            finish_reason=cast(FinishReason, reason and answered.finish_reason(reason)),
-            token_ids=list(piece.token_ids) if self.body.return_token_ids else None,
-        )
+        parts = answered.push(piece.text, is_last=reason is not None)
+        added = [ChunkChoice(index=piece.sample_index, delta=delta) for delta in deltas(parts)]
+        with_ids = bool(self.body.return_token_ids)
+        if not added and (reason or piece.logprobs or with_ids or not self.tools.is_given):
+            empty = Delta(content=None if reason or self.tools.is_given else "")
+            added = [ChunkChoice(index=piece.sample_index, delta=empty)]
+        if added:
+            first, last = added[0], added[-1]
+            first.logprobs = (
+                scores.of_chat(piece.logprobs, self.tokenizer) if piece.logprobs else None
+            )
+            first.token_ids = list(piece.token_ids) if with_ids else None
+            last.finish_reason = cast(FinishReason, reason and answered.finish_reason(reason))
+        return added
 
     def _chunk(
         self,
@@ -200,3 +201,9 @@ class _Chat:
             usage=usage,
             prompt_token_ids=prompt_token_ids,
         )
+
+
+def _first(choice: ChunkChoice) -> ChunkChoice:
+    """Return the chunk before a sample's first one; content is null where a call begins it."""
+    content = None if choice.delta.tool_calls else ""
+    return ChunkChoice(index=choice.index, delta=Delta(role="assistant", content=content))

@@ -38,9 +38,11 @@ from jaxserve.server.schema.chat import (
 )
 from jaxserve.server.schema.responses import (
     GivenCall,
+    GivenOutputText,
     Incomplete,
     InputItem,
     InputMessage,
+    InputText,
     OutputItem,
     ResponseEvent,
     ResponseReply,
@@ -65,10 +67,7 @@ async def respond(body: ResponseRequest, http: Request, backend: Here) -> Respon
     adapter = backend.adapter_of(body.model)
     note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
     tokenizer = need_tokenizer(backend.ready_service())
-    given = None if body.tools is None else [tool.as_tool() for tool in body.tools]
-    choice = body.tool_choice
-    choice = choice.as_tool() if isinstance(choice, NamedResponseTool) else choice
-    tools = Tools(given, choice, body.parallel_tool_calls, tokenizer)
+    tools = _tools(body, tokenizer)
     params = replace(_params(body, tools), adapter=adapter)
     answer = _Answer(body, params, tools, adapter or backend.options.model_name, tokenizer)
     if answer.conversation_id is not None:
@@ -86,6 +85,16 @@ async def respond(body: ResponseRequest, http: Request, backend: Here) -> Respon
     await unless_gone(http.receive, exchange.begin(answer.jobs))
     num_prompt = len(exchange.jobs[0].prompt)
     return _stream(answer.events(exchange.pieces(), lambda: num_prompt), exchange.close)
+
+
+def _tools(body: ResponseRequest, tokenizer: Tokenizer) -> Tools:
+    """Return what the request says of tools; OpenAI's agents say how to call none, too."""
+    choice = body.tool_choice
+    if not body.tools and choice in (None, "auto", "none"):
+        return Tools(None, None, None, tokenizer)
+    choice = choice.as_tool() if isinstance(choice, NamedResponseTool) else choice
+    given = [tool.as_tool() for tool in body.tools] if body.tools else None
+    return Tools(given, choice, body.parallel_tool_calls, tokenizer)
 
 
 def _params(body: ResponseRequest, tools: Tools) -> SamplingParams:
@@ -123,17 +132,16 @@ def _messages(items: Sequence[InputItem]) -> list[dict[str, Any]]:
                 calls = []
         elif isinstance(item, InputMessage):
             role = "system" if item.role == "developer" else item.role
-            found.append({"role": role, "content": _text(item)})
+            found.append({"role": role, "content": _text(item.content)})
         else:
-            message = ToolMessage(role="tool", content=item.output, tool_call_id=item.call_id)
+            content = _text(item.output)
+            message = ToolMessage(role="tool", content=content, tool_call_id=item.call_id)
             found.append(as_template_message(message))
     return found
 
 
-def _text(message: InputMessage) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    return "".join(part.text for part in message.content)
+def _text(content: str | Sequence[InputText | GivenOutputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 @final
