@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast, final
 
@@ -20,7 +19,14 @@ from jaxserve.server import params as params_of
 from jaxserve.server import scores
 from jaxserve.server.disconnects import unless_gone
 from jaxserve.server.errors import invalid
-from jaxserve.server.events import EventStream, Replies, json_response
+from jaxserve.server.events import (
+    ChoiceEvent,
+    EventStream,
+    comments,
+    compact,
+    event_of,
+    json_response,
+)
 from jaxserve.server.exchange import Exchange, Group, Job
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.lengths import LengthComments
@@ -33,6 +39,7 @@ from jaxserve.server.schema.chat import (
     ChatReply,
     ChatRequest,
     ChunkChoice,
+    CountedChatChunk,
     Delta,
     as_template_message,
 )
@@ -60,10 +67,8 @@ async def chat(body: ChatRequest, http: Request, backend: Here) -> Response:
         return await _turn(body, body.conversation_id, answer, http, backend)
     exchange = Exchange(backend, answer.id)
     if body.stream:
-        await unless_gone(http.receive, exchange.begin(answer.jobs))
-        prompt = exchange.jobs[0].prompt
-        replies = answer.chunks(exchange.pieces(), lambda: len(prompt), prompt)
-        return EventStream(replies, exchange.close)
+        events = _Chunks(answer, lambda: exchange.jobs[0].prompt)
+        return EventStream(exchange.stream(answer.jobs), events, exchange.close)
     (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
     return json_response(answer.reply(completion))
 
@@ -80,9 +85,8 @@ async def _turn(
     if not body.stream:
         return json_response(answer.reply(await unless_gone(http.receive, exchange.completion())))
     relay = Relay(exchange.pieces())
-    await unless_gone(http.receive, relay.until_begun())
-    replies = answer.chunks(relay.groups(), lambda: exchange.num_prompt_tokens)
-    return EventStream(replies, relay.close)
+    events = _Chunks(answer, None, lambda: exchange.num_prompt_tokens)
+    return EventStream(relay.groups(), events, relay.close)
 
 
 @final
@@ -138,72 +142,112 @@ class _Chat:
             token_ids=list(sample.token_ids) if self.body.return_token_ids else None,
         )
 
-    async def chunks(
+
+@final
+class _Chunks:
+    """The events of a streamed chat: chunks.
+
+    Args:
+      prompt: returns the prompt's tokens, once a piece has come; None where they are not known.
+      num_prompt_tokens: returns the number of them at the end, where they are not known.
+    """
+
+    def __init__(
         self,
-        groups: AsyncGenerator[Group],
-        num_prompt_tokens: Callable[[], int],
-        prompt: list[int] | None = None,
-    ) -> Replies:
-        """Yield the chunks of a streamed answer."""
-        options = self.body.stream_options
-        num_tokens, lengths = 0, LengthComments(self.params.max_tokens)
-        begun: set[int] = set()
-        async with aclosing(groups):
-            async for group in groups:
-                if not group:
-                    yield "waiting"
-                    continue
-                for comment in lengths.of((piece.sample_index, piece) for _, piece in group):
-                    yield comment
-                for _, piece in group:
-                    num_tokens += len(piece.token_ids)
-                    choices = self._choices(piece)
-                    if choices and piece.sample_index not in begun:
-                        begun.add(piece.sample_index)
-                        yield self._chunk(
-                            [_first(choices[0])],
-                            prompt_token_ids=prompt if self.body.return_token_ids else None,
-                        )
-                    for choice in choices:
-                        yield self._chunk([choice])
-        if options is not None and options.include_usage:
-            yield self._chunk([], usage=Usage.of(num_prompt_tokens(), num_tokens))
+        answer: _Chat,
+        prompt: Callable[[], list[int]] | None,
+        num_prompt_tokens: Callable[[], int] = lambda: 0,
+    ):
+        self._answer = answer
+        self._prompt = prompt
+        self._num_prompt_tokens = num_prompt_tokens
+        options = answer.body.stream_options
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._with_ids = bool(answer.body.return_token_ids)
+        self._lengths = LengthComments(answer.params.max_tokens)
+        self._begun: set[int] = set()
+        self._num_tokens = 0
+        self._event = ChoiceEvent(self._chunk())
+
+    def begin(self) -> bytes:
+        """Return nothing: a choice's first event comes with its first piece."""
+        return b""
+
+    def of(self, group: Group) -> bytes:
+        """Return the chunks of pieces."""
+        told = self._lengths.of((piece.sample_index, piece) for _, piece in group)
+        return comments(told) + b"".join(self._of(piece) for _, piece in group)
+
+    def end(self) -> bytes:
+        """Return the chunk of the usage, if it was asked for."""
+        if not self._with_usage:
+            return b""
+        num_prompt = len(self._prompt()) if self._prompt else self._num_prompt_tokens()
+        return event_of(self._chunk(usage=Usage.of(num_prompt, self._num_tokens)))
+
+    def _of(self, piece: Piece) -> bytes:
+        self._num_tokens += len(piece.token_ids)
+        index, is_first = piece.sample_index, piece.sample_index not in self._begun
+        is_call = False
+        is_plain = not (self._answer.tools.is_given or self._with_ids or piece.logprobs)
+        if is_plain and (piece.text or not piece.finish_reason):
+            choices = [_plain(piece)]
+        else:
+            found = self._choices(piece)
+            choices = [choice.model_dump_json() for choice in found]
+            is_call = bool(found and found[0].delta.tool_calls)
+        events = [self._event.of(choice) for choice in choices]
+        if is_first and events:
+            self._begun.add(index)
+            events.insert(0, self._first_event(_role(index, is_call=is_call)))
+        return b"".join(events)
+
+    def _first_event(self, choice: str) -> bytes:
+        if not (self._with_ids and self._prompt):
+            return self._event.of(choice)
+        return ChoiceEvent(self._chunk(prompt_token_ids=self._prompt())).of(choice)
 
     def _choices(self, piece: Piece) -> list[ChunkChoice]:
         """Return what a piece adds, a choice for each chunk; none if all of it is held back."""
-        reason, answered = piece.finish_reason, self.answered[piece.sample_index]
+        answer, reason = self._answer, piece.finish_reason
+        answered, has_tools = answer.answered[piece.sample_index], answer.tools.is_given
         parts = answered.push(piece.text, is_last=reason is not None)
         added = [ChunkChoice(index=piece.sample_index, delta=delta) for delta in deltas(parts)]
-        with_ids = bool(self.body.return_token_ids)
-        if not added and (reason or piece.logprobs or with_ids or not self.tools.is_given):
-            empty = Delta(content=None if reason or self.tools.is_given else "")
+        if not added and (reason or piece.logprobs or self._with_ids or not has_tools):
+            empty = Delta(content=None if reason or has_tools else "")
             added = [ChunkChoice(index=piece.sample_index, delta=empty)]
         if added:
             first, last = added[0], added[-1]
-            first.logprobs = (
-                scores.of_chat(piece.logprobs, self.tokenizer) if piece.logprobs else None
-            )
-            first.token_ids = list(piece.token_ids) if with_ids else None
+            if piece.logprobs:
+                first.logprobs = scores.of_chat(piece.logprobs, answer.tokenizer)
+            first.token_ids = list(piece.token_ids) if self._with_ids else None
             last.finish_reason = cast(FinishReason, reason and answered.finish_reason(reason))
         return added
 
     def _chunk(
-        self,
-        choices: list[ChunkChoice],
-        usage: Usage | None = None,
-        prompt_token_ids: list[int] | None = None,
+        self, usage: Usage | None = None, prompt_token_ids: list[int] | None = None
     ) -> ChatChunk:
-        return ChatChunk(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=choices,
+        answer = self._answer
+        return (CountedChatChunk if self._with_usage else ChatChunk)(
+            id=answer.id,
+            created=answer.created,
+            model=answer.model,
+            choices=[],
             usage=usage,
             prompt_token_ids=prompt_token_ids,
         )
 
 
-def _first(choice: ChunkChoice) -> ChunkChoice:
-    """Return the chunk before a sample's first one; content is null where a call begins it."""
-    content = None if choice.delta.tool_calls else ""
-    return ChunkChoice(index=choice.index, delta=Delta(role="assistant", content=content))
+def _plain(piece: Piece) -> str:
+    """Return the JSON of a `ChunkChoice` that has text only."""
+    return _bare(piece.sample_index, f'"content":{compact(piece.text)}', piece.finish_reason)
+
+
+def _bare(index: int, delta: str, finish_reason: str | None = None) -> str:
+    reason = "null" if finish_reason is None else compact(finish_reason)
+    return f'{{"index":{index},"delta":{{{delta}}},"logprobs":null,"finish_reason":{reason}}}'
+
+
+def _role(index: int, *, is_call: bool) -> str:
+    """Return the choice before a sample's first one; it has no content where a call begins it."""
+    return _bare(index, '"role":"assistant"' if is_call else '"role":"assistant","content":""')

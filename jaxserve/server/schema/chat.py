@@ -234,6 +234,12 @@ class ChatChunk(Reply):
     prompt_token_ids: list[int] | None = optional()
 
 
+class CountedChatChunk(ChatChunk):
+    """One event of an answer with usage, which is null in all but the last one."""
+
+    usage: Usage | None = None
+
+
 def as_template_message(message: Any) -> dict[str, Any]:
     """Return a message as chat templates read it: one text, and the role "system"."""
     given = message.model_dump(exclude_none=True, exclude={"annotations"})

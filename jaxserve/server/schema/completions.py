@@ -71,3 +71,9 @@ class CompletionReply(Reply):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = optional()
+
+
+class CountedCompletionChunk(CompletionReply):
+    """One event of an answer with usage, which is null in all but the last one."""
+
+    usage: Usage | None = None
