@@ -112,14 +112,21 @@ def _has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 def whole(parts: Sequence[str | AddedCall]) -> AnswerMessage:
     """Return the message that all parts of an answer make."""
-    content, calls = "".join(part for part in parts if isinstance(part, str)), []
-    for part in parts:
-        if isinstance(part, str):
-            continue
-        if part.id is not None:
-            function = AnsweredFunction(name=part.function.name or "", arguments="")
-            calls.append(AnsweredCall(id=part.id, function=function))
-        calls[-1].function.arguments += part.function.arguments
+    content = "".join(part for part in parts if isinstance(part, str))
+    added = [part for part in parts if isinstance(part, AddedCall)]
+    arguments: dict[int, str] = {}
+    for part in added:
+        arguments[part.index] = arguments.get(part.index, "") + part.function.arguments
+    calls = [
+        AnsweredCall(
+            id=part.id,
+            function=AnsweredFunction(
+                name=part.function.name or "", arguments=arguments[part.index]
+            ),
+        )
+        for part in added
+        if part.id is not None
+    ]
     return AnswerMessage(
         content=content if content or not calls else None, tool_calls=calls or None
     )
@@ -170,8 +177,9 @@ class Answered:
     def _add_arguments(self, added: list[str | AddedCall], arguments: str) -> None:
         last = added[-1] if added else None
         if isinstance(last, AddedCall) and last.id is None:
-            last.function.arguments += arguments
-        elif arguments:
+            arguments = last.function.arguments + arguments
+            added.pop()
+        if arguments:
             function = AddedFunction(arguments=arguments)
             added.append(AddedCall(index=self.num_calls - 1, function=function))
 

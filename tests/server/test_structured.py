@@ -415,13 +415,15 @@ def test_deltas_are_accumulated_as_openai_documents(ai: openai.OpenAI, before: s
     for sample in range(2):
         choices = [c.choices[0] for c in chunks if c.choices[0].index == sample]
         calls: dict[int, Any] = {}
+        arguments: dict[int, str] = {}
         for choice in choices:
             for call in choice.delta.tool_calls or ():
                 if call.index not in calls:
                     assert (call.type, call.function.name) == ("function", name)
                     calls[call.index] = call
-                calls[call.index].function.arguments += call.function.arguments
-        given = [json.loads(calls[i].function.arguments) for i in range(2)]
+                    arguments[call.index] = call.function.arguments
+                arguments[call.index] += call.function.arguments
+        given = [json.loads(arguments[i]) for i in range(2)]
         assert given == [{"place": "Oslo"}] * 2 and calls[0].id != calls[1].id
         first, *others = [choice.delta for choice in choices]
         assert (first.role, first.content) == ("assistant", "" if before.strip() else None)

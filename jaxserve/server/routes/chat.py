@@ -211,18 +211,23 @@ class _Chunks:
         """Return what a piece adds, a choice for each chunk; none if all of it is held back."""
         answer, reason = self._answer, piece.finish_reason
         answered, has_tools = answer.answered[piece.sample_index], answer.tools.is_given
-        parts = answered.push(piece.text, is_last=reason is not None)
-        added = [ChunkChoice(index=piece.sample_index, delta=delta) for delta in deltas(parts)]
-        if not added and (reason or piece.logprobs or self._with_ids or not has_tools):
-            empty = Delta(content=None if reason or has_tools else "")
-            added = [ChunkChoice(index=piece.sample_index, delta=empty)]
-        if added:
-            first, last = added[0], added[-1]
-            if piece.logprobs:
-                first.logprobs = scores.of_chat(piece.logprobs, answer.tokenizer)
-            first.token_ids = list(piece.token_ids) if self._with_ids else None
-            last.finish_reason = cast(FinishReason, reason and answered.finish_reason(reason))
-        return added
+        found = deltas(answered.push(piece.text, is_last=reason is not None))
+        if not found and (reason or piece.logprobs or self._with_ids or not has_tools):
+            found = [Delta(content=None if reason or has_tools else "")]
+        ended = cast(FinishReason, reason and answered.finish_reason(reason))
+        scored = scores.of_chat(piece.logprobs, answer.tokenizer) if piece.logprobs else None
+        token_ids = list(piece.token_ids) if self._with_ids else None
+        last = len(found) - 1
+        return [
+            ChunkChoice(
+                index=piece.sample_index,
+                delta=delta,
+                logprobs=None if i else scored,
+                finish_reason=ended if i == last else None,
+                token_ids=None if i else token_ids,
+            )
+            for i, delta in enumerate(found)
+        ]
 
     def _chunk(
         self, usage: Usage | None = None, prompt_token_ids: list[int] | None = None
