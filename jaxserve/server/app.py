@@ -7,7 +7,7 @@ that check the requests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -123,8 +123,7 @@ async def _answer_bad_body(http: Request, error: Exception) -> Response:
     # A page of another site can send other types without the browser's asking this server.
     if "json" not in http.headers.get("content-type", ""):
         return _response(invalid("the body is not JSON; send 'content-type: application/json'"))
-    # Where a value may have several types, the deepest error is of the type that was meant.
-    first = max(error.errors(), key=lambda each: len(each["loc"]))
+    first = max(error.errors(), key=_nearness)
     if first["type"] == "json_invalid":
         at = first["loc"][-1]
         return _response(
@@ -133,16 +132,27 @@ async def _answer_bad_body(http: Request, error: Exception) -> Response:
     is_in_body = first["loc"][0] == "body"
     where = _path(first["loc"][1:], error.body) if is_in_body else map(str, first["loc"][1:])
     field = ".".join(where)
-    if first["type"] == "extra_forbidden":
+    if first["type"] in ("extra_forbidden", "none_required"):
         return _response(
             invalid(f"the field {field} is not supported by this server; leave it out", field)
         )
+    if error.body is None and not field:
+        return _response(invalid("the body is empty; send a JSON object"))
     if first["type"] == "literal_error":
         expected = first["ctx"]["expected"]
         return _response(invalid(f"{field} has to be {expected} on this server", field))
     given = first["input"]
     shown = f", and it is {given!r:.40}" if isinstance(given, int | float) else ""
     return _response(invalid(f"{field or 'the body'}: {first['msg']}{shown}", field or None))
+
+
+def _nearness(error: Mapping[str, Any]) -> tuple[int, bool, bool]:
+    """Return how near an error is to what was meant, where a value may have several types.
+
+    The deepest is, and of those one about the value or what it is called, not about its type.
+    """
+    kind = error["type"]
+    return len(error["loc"]), not kind.endswith("_type"), kind == "literal_error"
 
 
 def _path(where: Sequence[int | str], body: Any) -> list[str]:
@@ -165,6 +175,8 @@ async def _answer_http_error(http: Request, error: Exception) -> Response:
     if error.status_code == 404:
         said = f"there is no {path} on this server; those of OpenAI's API begin with /v1, and "
         said += "/openapi.json lists all"
+    elif error.status_code == 400:  # FastAPI could not read the body
+        said = "the body is not JSON in UTF-8; check its encoding and how deep it is nested"
     elif error.status_code == 405:
         allowed = Headers(error.headers).get("allow", "another method")
         said = f"{path} does not take {http.method}; send {allowed}"

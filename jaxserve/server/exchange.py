@@ -28,6 +28,7 @@ from jaxserve.server.tracing import trace_here
 # Pieces that came together, each with the index of its prompt.
 Group = list[tuple[int, Piece]]
 
+_FAILED = ("error", "cancelled")
 # Seconds for which a stream waits before it sends its status: an error before then has its own.
 STATUS_S = 5.0
 # Seconds without a piece after which a stream sends a comment, so that proxies keep it open.
@@ -74,6 +75,7 @@ class Exchange:
         self._expiry: asyncio.TimerHandle | None = None
         self._next_ping: asyncio.TimerHandle | None = None
         self._has_expired = False
+        self._is_silent = False
         self._is_closed = False
 
     async def answer(self, make_jobs: Callable[[Service], Sequence[Job]]) -> list[Completion]:
@@ -85,15 +87,6 @@ class Exchange:
         """
         await self.start(make_jobs)
         return await self.completions()
-
-    async def begin(self, make_jobs: Callable[[Service], Sequence[Job]]) -> None:
-        """Make the prompts, submit them, and wait for the first piece, or for some seconds.
-
-        Raises:
-          JaxserveError: as in `answer`, of a request without a piece.
-        """
-        await self.start(make_jobs)
-        await self.until_begun()
 
     async def start(self, make_jobs: Callable[[Service], Sequence[Job]]) -> None:
         """Make the prompts and submit them, on another thread, since tokenizing takes time.
@@ -173,41 +166,31 @@ class Exchange:
                 lambda future, i=i: mailbox.post(partial(self._finish, i, future))
             )
 
-    async def until_begun(self, timeout_s: float = STATUS_S) -> None:
-        """Wait for the first piece, or for some seconds.
-
-        Raises:
-          JaxserveError: a request failed without a piece.
-        """
-        enough = asyncio.get_running_loop().call_later(timeout_s, self._news.set)
-        try:
-            await self._news.wait()
-            self._check_time()
-            if not self._open and not any(piece.token_ids for _, piece in self._pieces):
-                self._results()
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            enough.cancel()
-
-    async def pieces(self) -> AsyncGenerator[Group]:
-        """Yield the pieces that have come, each with the index of its prompt, until the end.
+    async def stream(self, make_jobs: Callable[[Service], Sequence[Job]]) -> AsyncGenerator[Group]:
+        """Make the prompts, submit them, and yield the pieces that have come, until the end.
 
         A client that reads slowly gets fewer, larger groups. A group without pieces says that none
-        has come for `PING_S` seconds.
+        has come for `STATUS_S` seconds at the beginning, or for `PING_S` later on.
 
         Raises:
-          JaxserveError: a request failed or took too long; raised after its pieces.
+          JaxserveError: as in `answer`; of a request that has pieces, after these.
         """
-        self._ping()
         try:
+            await self.start(make_jobs)
+            self._next_ping = asyncio.get_running_loop().call_later(STATUS_S, self._ping)
+            has_begun = False
             while True:
                 await self._news.wait()
                 self._news.clear()
                 taken, self._pieces = self._pieces, []
-                if taken or self._open:
+                if not has_begun:
+                    self._check_time()
+                    if not self._open and not any(piece.token_ids for _, piece in taken):
+                        self._results()
+                    has_begun = True
+                if taken or (self._is_silent and self._open):
                     yield merged(taken)
+                self._is_silent = False
                 self._check_time()
                 if not self._open and not self._pieces:
                     break
@@ -248,7 +231,7 @@ class Exchange:
     # ---- on the event loop, from the mailbox ----
 
     def _take(self, index: int, piece: Piece) -> None:
-        if self._is_closed:
+        if self._is_closed or piece.finish_reason in _FAILED:  # `_finish` has the error
             return
         if piece.token_ids and index in self._open:
             self._backend.has_token(self._open[index])
@@ -283,6 +266,7 @@ class Exchange:
         self._news.set()
 
     def _ping(self) -> None:
+        self._is_silent = True
         self._news.set()
         if not self._is_closed:
             self._next_ping = asyncio.get_running_loop().call_later(PING_S, self._ping)
@@ -305,10 +289,11 @@ class Exchange:
 
 def merged(pieces: Sequence[tuple[int, Piece]]) -> Group:
     """Return one piece for each sample; ends that are errors are raised, not shown."""
+    pieces = [each for each in pieces if each[1].finish_reason not in _FAILED]
+    if len(pieces) < 2:
+        return pieces
     found: dict[tuple[int, int], Piece] = {}
     for index, piece in pieces:
-        if piece.finish_reason in ("error", "cancelled"):
-            continue
         key = (index, piece.sample_index)
         found[key] = _joined(found[key], piece) if key in found else piece
     return [(index, piece) for (index, _), piece in found.items()]

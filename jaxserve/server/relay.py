@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import final
 
 from jaxserve.server.exchange import PING_S, STATUS_S, Group, merged
@@ -16,46 +16,36 @@ class Relay:
 
     Args:
       groups: read to its end, or closed by `close`.
-      ping_s: seconds without a piece after which a group without pieces is yielded.
+      status_s, ping_s: seconds without a piece, at the beginning and later on, after which a group
+        without pieces is yielded.
     """
 
-    def __init__(self, groups: AsyncGenerator[Group], ping_s: float = PING_S):
+    def __init__(
+        self, groups: AsyncGenerator[Group], status_s: float = STATUS_S, ping_s: float = PING_S
+    ):
         self._ping_s = ping_s
+        self._is_silent = False
+        self._next_ping = asyncio.get_running_loop().call_later(status_s, self._ping)
         self._pieces: Group = []
         self._news = asyncio.Event()
         self._error: Exception | None = None
         self._is_over = False
         self._task = asyncio.ensure_future(self._read(groups))
 
-    async def until_begun(self, timeout_s: float = STATUS_S) -> None:
-        """Wait for the first piece, or for some seconds.
-
-        Raises:
-          JaxserveError: the turn failed before its first piece.
-        """
-        try:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), timeout_s)
-            if self._error is not None and not self._pieces:
-                raise self._error
-        except BaseException:
-            self.close()
-            raise
-
     async def groups(self) -> AsyncGenerator[Group]:
-        """Yield the pieces that have come, until the end; see `Exchange.pieces`.
+        """Yield the pieces that have come, until the end; see `Exchange.stream`.
 
         Raises:
           JaxserveError: the turn failed; raised after its pieces.
         """
         try:
             while True:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), self._ping_s)
+                await self._news.wait()
                 self._news.clear()
                 taken, self._pieces = self._pieces, []
-                if taken or not self._is_over:
+                if taken or (self._is_silent and not self._is_over):
                     yield merged(taken)
+                self._is_silent = False
                 if self._is_over and not self._pieces:
                     break
             if self._error is not None:
@@ -65,7 +55,13 @@ class Relay:
 
     def close(self) -> None:
         """Cancel the turn if it has not ended. Call it when the client has gone."""
+        self._next_ping.cancel()
         self._task.cancel()
+
+    def _ping(self) -> None:
+        self._is_silent = True
+        self._news.set()
+        self._next_ping = asyncio.get_running_loop().call_later(self._ping_s, self._ping)
 
     async def _read(self, groups: AsyncGenerator[Group]) -> None:
         try:

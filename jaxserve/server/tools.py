@@ -12,7 +12,14 @@ from jaxserve.models.call_reader import Call, CallReader
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.models.tool_calls import format_of
 from jaxserve.server.errors import invalid
-from jaxserve.server.schema.chat import AddedCall, AddedFunction
+from jaxserve.server.schema.chat import (
+    AddedCall,
+    AddedFunction,
+    AnsweredCall,
+    AnsweredFunction,
+    AnswerMessage,
+    Delta,
+)
 from jaxserve.server.schema.structured import NamedTool, Tool, ToolChoice
 
 
@@ -103,10 +110,33 @@ def _has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
 
 
-def separated(parts: Sequence[str | AddedCall]) -> tuple[str, list[AddedCall]]:
-    """Return the content and the calls of parts."""
+def whole(parts: Sequence[str | AddedCall]) -> AnswerMessage:
+    """Return the message that all parts of an answer make."""
     content = "".join(part for part in parts if isinstance(part, str))
-    return content, [part for part in parts if isinstance(part, AddedCall)]
+    added = [part for part in parts if isinstance(part, AddedCall)]
+    arguments: dict[int, str] = {}
+    for part in added:
+        arguments[part.index] = arguments.get(part.index, "") + part.function.arguments
+    calls = [
+        AnsweredCall(
+            id=part.id,
+            function=AnsweredFunction(
+                name=part.function.name or "", arguments=arguments[part.index]
+            ),
+        )
+        for part in added
+        if part.id is not None
+    ]
+    return AnswerMessage(
+        content=content if content or not calls else None, tool_calls=calls or None
+    )
+
+
+def deltas(parts: Sequence[str | AddedCall]) -> list[Delta]:
+    """Return what parts add to a message, content first, with one part of a call in each."""
+    content = "".join(part for part in parts if isinstance(part, str))
+    calls = [Delta(tool_calls=[part]) for part in parts if isinstance(part, AddedCall)]
+    return [Delta(content=content), *calls] if content else calls
 
 
 @final
@@ -120,7 +150,11 @@ class Answered:
     _num_dropped: int = 0
 
     def push(self, text: str, *, is_last: bool) -> list[str | AddedCall]:
-        """Return what a piece of text adds, in its order: content, calls and arguments."""
+        """Return what a piece of text adds, in its order: content, calls and arguments.
+
+        A call begins without arguments, which follow, as at OpenAI: its documented clients keep
+        the first part of a call and then add its arguments to themselves.
+        """
         if self._reader is None:
             return [text] if text else []
         found = self._reader.push(text)
@@ -134,22 +168,27 @@ class Answered:
                 if self._max_calls is not None and self.num_calls >= self._max_calls:
                     self._num_dropped += 1
                 else:
-                    added.append(self._added(part))
+                    added.append(self._added(part.name))
+                    self._add_arguments(added, part.arguments)
             elif not self._num_dropped:
-                last = added[-1] if added else None
-                if isinstance(last, AddedCall):
-                    added[-1] = last.extended(part.text)
-                else:
-                    more = AddedFunction(arguments=part.text)
-                    added.append(AddedCall(index=self.num_calls - 1, function=more))
+                self._add_arguments(added, part.text)
         return added
+
+    def _add_arguments(self, added: list[str | AddedCall], arguments: str) -> None:
+        last = added[-1] if added else None
+        if isinstance(last, AddedCall) and last.id is None:
+            arguments = last.function.arguments + arguments
+            added.pop()
+        if arguments:
+            function = AddedFunction(arguments=arguments)
+            added.append(AddedCall(index=self.num_calls - 1, function=function))
 
     def finish_reason(self, reason: str) -> str:
         """Return why the sample ended: "tool_calls" in place of "stop" after a call."""
         return "tool_calls" if self.num_calls and reason == "stop" else reason
 
-    def _added(self, call: Call) -> AddedCall:
+    def _added(self, name: str) -> AddedCall:
         index, self.num_calls = self.num_calls, self.num_calls + 1
-        function = AddedFunction(name=call.name, arguments=call.arguments)
+        function = AddedFunction(name=name, arguments="")
         id = f"call_{uuid.uuid4().hex[:24]}"
         return AddedCall(index=index, id=id, type="function", function=function)

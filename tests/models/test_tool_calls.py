@@ -32,7 +32,7 @@ TEXTS: list[tuple[ToolFormat, str, list[str | Call]]] = [
         HERMES,
         'So: <tool_call>\n{"name": "add", "arguments": {"x": 1, "y": "<b>"}}\n</tool_call>\n'
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-        ["So: ", A, B],
+        ["So:", A, B],
     ),
     (HERMES, "<tool_call>oops</tool_call> x", ["<tool_call>oops</tool_call> x"]),
     (HERMES, '<tool_call>{"name": "no', ['<tool_call>{"name": "no']),
@@ -75,11 +75,18 @@ TEXTS: list[tuple[ToolFormat, str, list[str | Call]]] = [
     (LLAMA3, '<|python_tag|>{"name": "now", "parameters": {}}', [B]),
     (LLAMA3, 'It is {"name": "now"}', ['It is {"name": "now"}']),
     (LLAMA3, '{"city": "Rome"} is JSON', ['{"city": "Rome"} is JSON']),
-    (HERMES, f"So:\n<tool_call>{NOW}</tool_call>\n\nThen", ["So:\n", B, "\n\nThen"]),
+    (HERMES, f"So:\n<tool_call>{NOW}</tool_call>\n\nThen", ["So:", B, "\n\nThen"]),
     (HERMES, f"\n \n<tool_call>{NOW}</tool_call>\n <tool_call>{NOW}</tool_call>\n", [B, B]),
     (LIST, "\n text ", ["\n text "]),
     (LIST, " \n", [" \n"]),
-    (LIST, f"<tool_call>oops</tool_call>\n<tool_call>[{NOW}]</tool_call>", [OOPS + "\n", B]),
+    (LIST, f"\n {OOPS}", [f"\n {OOPS}"]),
+    (LIST, f"So: \n{OOPS} \n", [f"So: \n{OOPS} \n"]),
+    (HERMES, f"So \n <tool_call>{NOW}</tool_call>\nThen \n", ["So", B, "\nThen \n"]),
+    (HERMES, f"So \n < <tool_call>{NOW}</tool_call> ", ["So \n <", B]),
+    (HERMES, "So \n<tool_call>{", ["So \n<tool_call>{"]),
+    (MISTRAL, f"So \n[TOOL_CALLS]\n[{NOW}]", ["So", B]),
+    (LLAMA3, '\n {"city": 1} \n', ['\n {"city": 1} \n']),
+    (LIST, f"<tool_call>oops</tool_call>\n<tool_call>[{NOW}]</tool_call>", [OOPS, B]),
     (MISTRAL, f"\n[TOOL_CALLS] [{NOW}] \nso", [B, " \nso"]),
     (MISTRAL, '[TOOL_CALLS] [{"a": oops}] [', ['[TOOL_CALLS] [{"a": oops}] [']),
     (LLAMA3, '\n{"name": "now", "parameters": {}} so', [B, " so"]),
@@ -203,29 +210,45 @@ def test_arguments_are_streamed_however_the_text_is_cut(form, text, wanted):
         assert _joined(found + reader.finish()) == wanted, cut
 
 
-def test_a_long_text_is_read_in_time_proportional_to_its_length():
-    """Neither white space before a call nor the characters of its arguments cost the whole text."""
-    space = " " * 300_000
-    begun_s = time.perf_counter()
-    reader = CallReader(LIST, ("now",))
-    assert reader.push(f"<tool_call>{space}") == []
-    text = f"<tool_call>{space}[{space}{NOW[:-2]}{space}}}}}]</tool_call>"
-    reader = CallReader(LIST, ("now",))
-    assert _joined(reader.push(text)) == [Call("now", f"{{{space}}}")]
-    assert time.perf_counter() - begun_s < 5
+def _cpu_s(form: ToolFormat, text: str) -> float:
+    """Return the processor's time to read a text in pieces of four characters."""
+    reader = CallReader(form, ("now",))
+    begun_s = time.process_time()
+    for i in range(0, len(text), 4):
+        reader.push(text[i : i + 4])
+    reader.finish()
+    return time.process_time() - begun_s
+
+
+def _long(kind: str, form: ToolFormat, count: int) -> str:
+    """Return a text that is held back for long."""
+    if kind == "white space in a call":
+        return f"{form.begin}{' ' * 7 * count}"
+    if kind == "white space behind text":
+        return f"So{' ' * 7 * count}"
+    if kind == "white space behind arguments":
+        return f'{form.begin}{{"name": "now", "{form.arguments}": {{}}{" " * 7 * count}'
+    if kind == "braces in a name":
+        return f'{form.begin}{{"name": "{"{" * 7 * count}'
+    body = f'{{"name": "other", "{form.arguments}": {{"a": [{"[{}], " * count}1]}}}}'
+    return form.begin + (f"[{body}]" if form.is_list else body) + form.end
 
 
 @pytest.mark.parametrize("form", [HERMES, LIST, MISTRAL, LLAMA3])
-def test_a_call_that_is_held_back_is_read_once(form):
-    """Where its name is not known, pieces cost no more at its end than at its beginning."""
-    many = "[{}], " * 20_000
-    body = f'{{"name": "other", "{form.arguments}": {{"a": [{many}1]}}}}'
-    text = form.begin + (f"[{body}]" if form.is_list else body) + form.end
-    reader = CallReader(form, ("now",))
-    begun_s = time.perf_counter()
-    found = [part for i in range(0, len(text), 4) for part in reader.push(text[i : i + 4])]
-    assert [type(part) for part in found + reader.finish()] == [Call]
-    assert time.perf_counter() - begun_s < 5
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a call whose name is not known",
+        "white space in a call",
+        "white space behind text",
+        "white space behind arguments",
+        "braces in a name",
+    ],
+)
+def test_what_is_held_back_is_read_once(form, kind):
+    """Eight times the text takes about eight times as long, not 64 times."""
+    short = max(0.01, min(_cpu_s(form, _long(kind, form, 5_000)) for _ in range(3)))
+    assert min(_cpu_s(form, _long(kind, form, 40_000)) for _ in range(2)) < 24 * short
 
 
 def test_arguments_come_before_the_call_ends():

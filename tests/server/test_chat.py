@@ -188,6 +188,17 @@ def test_messages_of_all_roles_and_parts(ai: openai.OpenAI, rt: Runtime):
     assert _greedy(ai, messages=said).choices[0].message.content == expected.text
 
 
+def test_a_dumped_answer_can_be_sent_back(ai: openai.OpenAI):
+    """The official client's answer goes back as its dump, with all fields that it knows."""
+    asked: Any = {"model": NAME, "max_completion_tokens": 4, "temperature": 0}
+    answer = ai.chat.completions.create(messages=CHAT, **asked).choices[0].message
+    plain = {"role": "assistant", "content": answer.content}
+    for dumped in (answer.model_dump(), {**answer.model_dump(), "annotations": []}):
+        again = ai.chat.completions.create(messages=[*CHAT, dumped, *CHAT], **asked)
+        same = ai.chat.completions.create(messages=[*CHAT, plain, *CHAT], **asked)
+        assert again.choices[0].message.content == same.choices[0].message.content
+
+
 def test_async_client(url: str):
     """The asynchronous client gets the same answers, many at a time, streamed or not."""
 

@@ -42,6 +42,9 @@ def url() -> Iterator[str]:
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens=9"),
         ({"stream": True, "prompt_logprobs": 1}, "cannot be streamed"),
         ({"audio": {"voice": "x", "format": "mp3"}}, "audio is not supported"),
+        ({"service_tier": "flex"}, "service_tier is not supported"),
+        ({"other": None}, "other is not supported"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "to be False"),
         ({"store": True}, "store has to be False"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"messages": []}, "messages"),
@@ -92,6 +95,55 @@ def test_malformed_bodies_are_400(url: str, body: bytes):
     answer = post(url, "/v1/chat/completions", body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/chat/completions", b"", "the body is empty; send a JSON object"),
+        ("/v1/chat/completions", b'{"messages": "\xff"}', "not JSON in UTF-8"),
+        ("/v1/completions", b'{"prompt": [1, -1]}', "prompt.1: Input should be greater"),
+        ("/v1/completions", b'{"prompt": []}', "prompt: List should have at least 1 item"),
+        ("/v1/completions", b'{"prompt": "a", "best_of": 2}', "best_of is not supported"),
+        ("/v1/completions", b'{"prompt": "a", "suffix": "b"}', "suffix is not supported"),
+        ("/v1/responses", b'{"input": []}', "input: List should have at least 1 item"),
+        (
+            "/v1/responses",
+            b'{"input": "a", "tools": [{"type": "web_search"}]}',
+            "tools.0.type has to be 'function'",
+        ),
+        (
+            "/v1/responses",
+            b'{"input": [{"type": "function_call_output", "call_id": "1", "output": 1}]}',
+            "input.0.output: Input should be a valid string",
+        ),
+        ("/v1/responses", b'{"input": [{"type": "other"}]}', "input.0: Input tag 'other'"),
+        ("/v1/responses", b'{"input": [1]}', "input.0: Input should be a valid dictionary"),
+    ],
+)
+def test_errors_are_of_what_was_meant(url: str, path: str, body: bytes, said: str):
+    """Where a value may have several types, the message is about the one that was given."""
+    answer = post(url, path, body)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "service_tier": None, "functions": None, "audio": None},
+        ),
+        ("/v1/completions", {"prompt": "a", "best_of": None, "suffix": None}),
+        ("/v1/responses", {"input": "a", "previous_response_id": None, "reasoning": None}),
+    ],
+)
+def test_null_asks_for_nothing(url: str, path: str, body: dict[str, Any]):
+    """Clients that write all fields of OpenAI's API, unset ones as null, are answered."""
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    answer = post(url, path, {**body, limit: 2})
+    assert answer.status_code == 200, answer.text
 
 
 def test_lone_surrogates_are_400(url: str):

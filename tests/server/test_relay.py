@@ -28,9 +28,7 @@ def test_a_turn_that_waits_has_its_status_and_comments():
             yield [(0, _piece("a"))]
             yield [(0, _piece("b"))]
 
-        relay = Relay(turn(), ping_s=0.01)
-        await relay.until_begun(0.01)
-        found = []
+        relay, found = Relay(turn(), status_s=0.01, ping_s=0.01), []
         async for group in relay.groups():
             found.append(group)
             if len(found) == 2:
@@ -55,7 +53,6 @@ def test_errors_of_turns_come_after_their_pieces(has_begun: bool):
     async def read() -> list[Group]:
         relay, found = Relay(turn()), []
         with pytest.raises(TurnCancelledError):
-            await relay.until_begun()
             async for group in relay.groups():
                 found += group
         return found
@@ -77,7 +74,7 @@ def test_a_client_that_leaves_ends_the_turn():
                 has_ended.set()
 
         relay = Relay(turn())
-        await relay.until_begun(0.01)
+        await asyncio.sleep(0.01)
         relay.close()
         await asyncio.wait_for(has_ended.wait(), 5)
         return True

@@ -109,6 +109,23 @@ def test_conversation(rt: Runtime, ai: openai.OpenAI):
         assert answer.conversation.id == "mine"
 
 
+def test_agents_say_how_to_call_no_tools(ai: openai.OpenAI):
+    """An empty list of tools, with how to call them, is as none; results may have parts."""
+    no_tools: Any = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+    options: Any = {"stream_options": {"include_obfuscation": False}}
+    *_, last = _respond(ai, max_output_tokens=2, stream=True, extra_body=options, **no_tools)
+    assert last.type == "response.incomplete"
+    call: Any = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    result: Any = {"type": "function_call_output", "call_id": "1"}
+    parts: Any = [{"type": "input_text", "text": each} for each in ("one", " two")]
+    whole, cut = (
+        _respond(ai, input=[call, {**result, "output": output}], max_output_tokens=2, temperature=0)
+        for output in ("one two", parts)
+    )
+    assert whole.output_text == cut.output_text
+    assert whole.usage.input_tokens == cut.usage.input_tokens
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -36,7 +36,10 @@ def test_schema_is_published(url: str):
     chat = schema["components"]["schemas"]["ChatRequest"]
     assert chat["additionalProperties"] is False
     assert {"temperature", "top_k", "max_completion_tokens", "stop"} <= set(chat["properties"])
-    assert "422" not in schema["paths"]["/v1/completions"]["post"]["responses"]
+    answers = schema["paths"]["/v1/completions"]["post"]["responses"]
+    assert "422" not in answers
+    event = answers["200"]["content"]["text/event-stream"]["itemSchema"]
+    assert event["properties"].keys() == {"event", "data"}
 
 
 @SCHEMA.parametrize()

@@ -382,7 +382,7 @@ def test_calls_are_found_without_a_grammar_of_theirs(ai: openai.OpenAI):
     written = 'Look: <tool_call>[{"name": "time", "arguments": {"place": "Oslo"}}]</tool_call>'
     fields = {"guided_choice": [written]}
     answer = _ask(ai, tools=TOOLS, extra_body=fields).choices[0]
-    assert (answer.message.content, answer.finish_reason) == ("Look: ", "tool_calls")
+    assert (answer.message.content, answer.finish_reason) == ("Look:", "tool_calls")
     assert answer.message.tool_calls[0].function.name == "time"
 
 
@@ -396,7 +396,41 @@ def test_one_call_where_several_are_not_allowed(ai: openai.OpenAI):
         assert len(answer.message.tool_calls) == num_calls
         assert answer.finish_reason == "tool_calls"
         chunks = [chunk.choices[0].delta for chunk in _ask(ai, **asked, stream=True)]
-        assert sum(len(delta.tool_calls or ()) for delta in chunks) == num_calls
+        calls = [call for delta in chunks for call in delta.tool_calls or ()]
+        assert sum(call.id is not None for call in calls) == num_calls
+
+
+@pytest.mark.parametrize(
+    ("before", "name"), [("", "time"), ("Look: \n", "time"), ("\n ", "other"), ("Look:\n", "other")]
+)
+def test_deltas_are_accumulated_as_openai_documents(ai: openai.OpenAI, before: str, name: str):
+    """Clients that keep a call's first part, and then add its arguments, have the calls.
+
+    The white space before a call is in no delta, no delta is empty, and content is null where a
+    call begins the answer.
+    """
+    one = f'{{"name": "{name}", "arguments": {{"place": "Oslo"}}}}'
+    fields = {"guided_choice": [f"{before}<tool_call>[{one}, {one}]</tool_call>"]}
+    chunks = list(_ask(ai, tools=TOOLS, extra_body=fields, stream=True, n=2))
+    for sample in range(2):
+        choices = [c.choices[0] for c in chunks if c.choices[0].index == sample]
+        calls: dict[int, Any] = {}
+        arguments: dict[int, str] = {}
+        for choice in choices:
+            for call in choice.delta.tool_calls or ():
+                if call.index not in calls:
+                    assert (call.type, call.function.name) == ("function", name)
+                    calls[call.index] = call
+                    arguments[call.index] = call.function.arguments
+                arguments[call.index] += call.function.arguments
+        given = [json.loads(arguments[i]) for i in range(2)]
+        assert given == [{"place": "Oslo"}] * 2 and calls[0].id != calls[1].id
+        first, *others = [choice.delta for choice in choices]
+        assert (first.role, first.content) == ("assistant", "" if before.strip() else None)
+        content = "".join(delta.content or "" for delta in others)
+        assert content == before.strip()
+        assert all(each.content or each.tool_calls for each in others[:-1])
+        assert choices[-1].finish_reason == "tool_calls"
 
 
 def test_metrics_count_grammars(ai: openai.OpenAI):

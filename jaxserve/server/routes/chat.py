@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast, final
 
@@ -20,7 +19,14 @@ from jaxserve.server import params as params_of
 from jaxserve.server import scores
 from jaxserve.server.disconnects import unless_gone
 from jaxserve.server.errors import invalid
-from jaxserve.server.events import EventStream, Replies, json_response
+from jaxserve.server.events import (
+    ChoiceEvent,
+    EventStream,
+    comments,
+    compact,
+    event_of,
+    json_response,
+)
 from jaxserve.server.exchange import Exchange, Group, Job
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.lengths import LengthComments
@@ -36,16 +42,16 @@ from jaxserve.server.routes.common import (
 )
 from jaxserve.server.schema.base import FinishReason, Usage
 from jaxserve.server.schema.chat import (
-    AnswerMessage,
     ChatChoice,
     ChatChunk,
     ChatReply,
     ChatRequest,
     ChunkChoice,
+    CountedChatChunk,
     Delta,
     as_template_message,
 )
-from jaxserve.server.tools import Tools, separated
+from jaxserve.server.tools import Tools, deltas, whole
 from jaxserve.server.turn import TurnExchange
 
 router = APIRouter()
@@ -69,10 +75,8 @@ async def chat(body: ChatRequest, http: Request, backend: Here, own: InClass) ->
         return await _turn(body, body.conversation_id, answer, http, backend)
     exchange = Exchange(backend, answer.id)
     if body.stream:
-        await unless_gone(http.receive, exchange.begin(answer.jobs))
-        prompt = exchange.jobs[0].prompt
-        replies = answer.chunks(exchange.pieces(), lambda: len(prompt), prompt)
-        return EventStream(replies, exchange.close)
+        events = _Chunks(answer, lambda: exchange.jobs[0].prompt)
+        return EventStream(exchange.stream(answer.jobs), events, exchange.close)
     (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
     return json_response(answer.reply(completion))
 
@@ -89,9 +93,8 @@ async def _turn(
     if not body.stream:
         return json_response(answer.reply(await unless_gone(http.receive, exchange.completion())))
     relay = Relay(exchange.pieces())
-    await unless_gone(http.receive, relay.until_begun())
-    replies = answer.chunks(relay.groups(), lambda: exchange.num_prompt_tokens)
-    return EventStream(replies, relay.close)
+    events = _Chunks(answer, None, lambda: exchange.num_prompt_tokens)
+    return EventStream(relay.groups(), events, relay.close)
 
 
 @final
@@ -137,14 +140,9 @@ class _Chat:
 
     def _whole(self, index: int, sample: Sample) -> ChatChoice:
         answered = self.answered[index]
-        content, calls = separated(answered.push(sample.text, is_last=True))
-        message = AnswerMessage(
-            content=content if content or not calls else None,
-            tool_calls=[call.whole() for call in calls] or None,
-        )
         return ChatChoice(
             index=index,
-            message=message,
+            message=whole(answered.push(sample.text, is_last=True)),
             logprobs=None
             if sample.logprobs is None
             else scores.of_chat(sample.logprobs, self.tokenizer),
@@ -152,59 +150,117 @@ class _Chat:
             token_ids=list(sample.token_ids) if self.body.return_token_ids else None,
         )
 
-    async def chunks(
-        self,
-        groups: AsyncGenerator[Group],
-        num_prompt_tokens: Callable[[], int],
-        prompt: list[int] | None = None,
-    ) -> Replies:
-        """Yield the chunks of a streamed answer."""
-        options = self.body.stream_options
-        num_tokens, lengths = 0, LengthComments(self.params.max_tokens)
-        has_begun = False
-        async with aclosing(groups):
-            async for group in groups:
-                if not group:
-                    yield "waiting"
-                    continue
-                for comment in lengths.of((piece.sample_index, piece) for _, piece in group):
-                    yield comment
-                for i in () if has_begun else range(self.params.n):
-                    first = Delta(role="assistant", content="")
-                    yield self._chunk(
-                        [ChunkChoice(index=i, delta=first)],
-                        prompt_token_ids=prompt if self.body.return_token_ids else None,
-                    )
-                has_begun = True
-                for _, piece in group:
-                    num_tokens += len(piece.token_ids)
-                    yield self._chunk([self._choice(piece)])
-        if options is not None and options.include_usage:
-            yield self._chunk([], usage=Usage.of(num_prompt_tokens(), num_tokens))
 
-    def _choice(self, piece: Piece) -> ChunkChoice:
-        reason, answered = piece.finish_reason, self.answered[piece.sample_index]
-        content, calls = separated(answered.push(piece.text, is_last=reason is not None))
-        is_silent = not content and bool(reason or calls or self.tools.is_given)
-        return ChunkChoice(
-            index=piece.sample_index,
-            delta=Delta(content=None if is_silent else content, tool_calls=calls or None),
-            logprobs=scores.of_chat(piece.logprobs, self.tokenizer) if piece.logprobs else None,
-            finish_reason=cast(FinishReason, reason and answered.finish_reason(reason)),
-            token_ids=list(piece.token_ids) if self.body.return_token_ids else None,
-        )
+@final
+class _Chunks:
+    """The events of a streamed chat: chunks.
+
+    Args:
+      prompt: returns the prompt's tokens, once a piece has come; None where they are not known.
+      num_prompt_tokens: returns the number of them at the end, where they are not known.
+    """
+
+    def __init__(
+        self,
+        answer: _Chat,
+        prompt: Callable[[], list[int]] | None,
+        num_prompt_tokens: Callable[[], int] = lambda: 0,
+    ):
+        self._answer = answer
+        self._prompt = prompt
+        self._num_prompt_tokens = num_prompt_tokens
+        options = answer.body.stream_options
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._with_ids = bool(answer.body.return_token_ids)
+        self._lengths = LengthComments(answer.params.max_tokens)
+        self._begun: set[int] = set()
+        self._num_tokens = 0
+        self._event = ChoiceEvent(self._chunk())
+
+    def begin(self) -> bytes:
+        """Return nothing: a choice's first event comes with its first piece."""
+        return b""
+
+    def of(self, group: Group) -> bytes:
+        """Return the chunks of pieces."""
+        told = self._lengths.of((piece.sample_index, piece) for _, piece in group)
+        return comments(told) + b"".join(self._of(piece) for _, piece in group)
+
+    def end(self) -> bytes:
+        """Return the chunk of the usage, if it was asked for."""
+        if not self._with_usage:
+            return b""
+        num_prompt = len(self._prompt()) if self._prompt else self._num_prompt_tokens()
+        return event_of(self._chunk(usage=Usage.of(num_prompt, self._num_tokens)))
+
+    def _of(self, piece: Piece) -> bytes:
+        self._num_tokens += len(piece.token_ids)
+        index, is_first = piece.sample_index, piece.sample_index not in self._begun
+        is_call = False
+        is_plain = not (self._answer.tools.is_given or self._with_ids or piece.logprobs)
+        if is_plain and (piece.text or not piece.finish_reason):
+            choices = [_plain(piece)]
+        else:
+            found = self._choices(piece)
+            choices = [choice.model_dump_json() for choice in found]
+            is_call = bool(found and found[0].delta.tool_calls)
+        events = [self._event.of(choice) for choice in choices]
+        if is_first and events:
+            self._begun.add(index)
+            events.insert(0, self._first_event(_role(index, is_call=is_call)))
+        return b"".join(events)
+
+    def _first_event(self, choice: str) -> bytes:
+        if not (self._with_ids and self._prompt):
+            return self._event.of(choice)
+        return ChoiceEvent(self._chunk(prompt_token_ids=self._prompt())).of(choice)
+
+    def _choices(self, piece: Piece) -> list[ChunkChoice]:
+        """Return what a piece adds, a choice for each chunk; none if all of it is held back."""
+        answer, reason = self._answer, piece.finish_reason
+        answered, has_tools = answer.answered[piece.sample_index], answer.tools.is_given
+        found = deltas(answered.push(piece.text, is_last=reason is not None))
+        if not found and (reason or piece.logprobs or self._with_ids or not has_tools):
+            found = [Delta(content=None if reason or has_tools else "")]
+        ended = cast(FinishReason, reason and answered.finish_reason(reason))
+        scored = scores.of_chat(piece.logprobs, answer.tokenizer) if piece.logprobs else None
+        token_ids = list(piece.token_ids) if self._with_ids else None
+        last = len(found) - 1
+        return [
+            ChunkChoice(
+                index=piece.sample_index,
+                delta=delta,
+                logprobs=None if i else scored,
+                finish_reason=ended if i == last else None,
+                token_ids=None if i else token_ids,
+            )
+            for i, delta in enumerate(found)
+        ]
 
     def _chunk(
-        self,
-        choices: list[ChunkChoice],
-        usage: Usage | None = None,
-        prompt_token_ids: list[int] | None = None,
+        self, usage: Usage | None = None, prompt_token_ids: list[int] | None = None
     ) -> ChatChunk:
-        return ChatChunk(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=choices,
+        answer = self._answer
+        return (CountedChatChunk if self._with_usage else ChatChunk)(
+            id=answer.id,
+            created=answer.created,
+            model=answer.model,
+            choices=[],
             usage=usage,
             prompt_token_ids=prompt_token_ids,
         )
+
+
+def _plain(piece: Piece) -> str:
+    """Return the JSON of a `ChunkChoice` that has text only."""
+    return _bare(piece.sample_index, f'"content":{compact(piece.text)}', piece.finish_reason)
+
+
+def _bare(index: int, delta: str, finish_reason: str | None = None) -> str:
+    reason = "null" if finish_reason is None else compact(finish_reason)
+    return f'{{"index":{index},"delta":{{{delta}}},"logprobs":null,"finish_reason":{reason}}}'
+
+
+def _role(index: int, *, is_call: bool) -> str:
+    """Return the choice before a sample's first one; it has no content where a call begins it."""
+    return _bare(index, '"role":"assistant"' if is_call else '"role":"assistant","content":""')

@@ -29,6 +29,12 @@ _MEANINGS = {
     503: "The server is loading or shutting down.",
     504: "The answer was not complete in time.",
 }
+# An event of a stream, as FastAPI describes its own ones.
+_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 READING = (400, 401, 404, 408, 413, 503)
 ANSWERING = (400, 401, 404, 408, 409, 413, 429, 500, 503, 504)
 
@@ -39,7 +45,7 @@ def documented(*statuses: int, stream: bool = False) -> dict[int | str, dict[str
         status: {"model": ErrorReply, "description": _MEANINGS[status]} for status in statuses
     }
     if stream:
-        events = {"text/event-stream": {"schema": {"type": "string"}}}
+        events = {"text/event-stream": {"itemSchema": _EVENT}}
         found[200] = {"content": events, "description": "JSON, or events with `stream`."}
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, cast, final
 
@@ -18,8 +17,15 @@ from jaxserve.runtime import Service
 from jaxserve.server import params as params_of
 from jaxserve.server import scores
 from jaxserve.server.disconnects import unless_gone
-from jaxserve.server.events import EventStream, Replies, json_response
-from jaxserve.server.exchange import Exchange, Job
+from jaxserve.server.events import (
+    ChoiceEvent,
+    EventStream,
+    comments,
+    compact,
+    event_of,
+    json_response,
+)
+from jaxserve.server.exchange import Exchange, Group, Job
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.lengths import LengthComments
 from jaxserve.server.routes.common import (
@@ -37,6 +43,7 @@ from jaxserve.server.schema.completions import (
     CompletionLogprobs,
     CompletionReply,
     CompletionRequest,
+    CountedCompletionChunk,
 )
 
 router = APIRouter()
@@ -59,8 +66,7 @@ async def complete(body: CompletionRequest, http: Request, backend: Here, own: I
     model = adapter or backend.options.model_name
     answer = _Answer(reply_id, body, params, exchange, model, tokenizer)
     if body.stream:
-        await unless_gone(http.receive, exchange.begin(answer.jobs))
-        return EventStream(answer.chunks(), exchange.close)
+        return EventStream(exchange.stream(answer.jobs), _Chunks(answer), exchange.close)
     return json_response(
         answer.reply(await unless_gone(http.receive, exchange.answer(answer.jobs)))
     )
@@ -80,8 +86,6 @@ class _Answer:
 
     def __post_init__(self) -> None:
         self.created = now_s()
-        # Characters of each choice so far.
-        self.num_shown: dict[int, int] = {}
 
     def jobs(self, _: Service) -> list[Job]:
         """Return the prompts."""
@@ -100,11 +104,17 @@ class _Answer:
         ]
         num_prompt = sum(len(completion.prompt_token_ids) for completion in completions)
         num_output = sum(len(s.token_ids) for c in completions for s in c.samples)
-        return self._reply(choices, Usage.of(num_prompt, num_output))
+        return CompletionReply(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=Usage.of(num_prompt, num_output),
+        )
 
     def _choice(self, index: int, completion: Completion, sample: Sample) -> CompletionChoice:
         prompt = completion.prompt_token_ids
-        shown = self._prompt_text(prompt)
+        shown = self.prompt_text(prompt)
         with_ids = bool(self.body.return_token_ids)
         return CompletionChoice(
             index=index,
@@ -119,7 +129,7 @@ class _Answer:
             predicted_tokens=completion.predicted_tokens,
         )
 
-    def _prompt_text(self, prompt: tuple[int, ...] | list[int]) -> str:
+    def prompt_text(self, prompt: tuple[int, ...] | list[int]) -> str:
         return self.tokenizer.decode(prompt) if self.body.echo else ""
 
     def _logprobs(
@@ -136,53 +146,79 @@ class _Answer:
             found, token_ids, self.tokenizer, with_top=bool(self.body.logprobs), offset=offset
         )
 
-    async def chunks(self) -> Replies:
-        """Yield the events of a streamed answer."""
-        options, n = self.body.stream_options, self.params.n
-        num_tokens, lengths = 0, LengthComments(self.params.max_tokens)
-        async with aclosing(self.exchange.pieces()) as groups:
-            if self.body.echo:
-                for p, job in enumerate(self.exchange.jobs):
-                    for index in range(p * n, (p + 1) * n):
-                        text = self._prompt_text(job.prompt)
-                        self.num_shown[index] = len(text)
-                        choice = CompletionChoice(index=index, text=text, finish_reason=None)
-                        yield self._reply([choice])
-            async for group in groups:
-                if not group:
-                    yield "waiting"
-                indexed = [(p * n + piece.sample_index, piece) for p, piece in group]
-                for comment in lengths.of(indexed):
-                    yield comment
-                for index, piece in indexed:
-                    num_tokens += len(piece.token_ids)
-                    yield self._reply([self._added(index, piece)])
-        if options is not None and options.include_usage:
-            num_prompt = sum(len(job.prompt) for job in self.exchange.jobs)
-            yield self._reply([], Usage.of(num_prompt, num_tokens))
 
-    def _added(self, index: int, piece: Piece) -> CompletionChoice:
-        offset = self.num_shown.get(index, 0)
-        self.num_shown[index] = offset + len(piece.text)
-        return CompletionChoice(
+@final
+class _Chunks:
+    """The events of streamed completions: chunks."""
+
+    def __init__(self, answer: _Answer):
+        self._answer = answer
+        options = answer.body.stream_options
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._with_ids = bool(answer.body.return_token_ids)
+        self._lengths = LengthComments(answer.params.max_tokens)
+        self._num_tokens = 0
+        self._num_shown: dict[int, int] = {}  # characters of each choice
+        self._event = ChoiceEvent(self._chunk())
+
+    def begin(self) -> bytes:
+        """Return the texts of the prompts, if the choices begin with them."""
+        answer, events = self._answer, []
+        if not answer.body.echo:
+            return b""
+        n = answer.params.n
+        for p, job in enumerate(answer.exchange.jobs):
+            text = answer.prompt_text(job.prompt)
+            for index in range(p * n, (p + 1) * n):
+                self._num_shown[index] = len(text)
+                events.append(self._event.of(_plain(index, text, None)))
+        return b"".join(events)
+
+    def of(self, group: Group) -> bytes:
+        """Return the chunks of pieces."""
+        n = self._answer.params.n
+        indexed = [(p * n + piece.sample_index, piece) for p, piece in group]
+        told = comments(self._lengths.of(indexed))
+        return told + b"".join(self._of(index, piece) for index, piece in indexed)
+
+    def end(self) -> bytes:
+        """Return the chunk of the usage, if it was asked for."""
+        if not self._with_usage:
+            return b""
+        num_prompt = sum(len(job.prompt) for job in self._answer.exchange.jobs)
+        return event_of(self._chunk(Usage.of(num_prompt, self._num_tokens)))
+
+    def _of(self, index: int, piece: Piece) -> bytes:
+        self._num_tokens += len(piece.token_ids)
+        offset = self._num_shown.get(index, 0)
+        self._num_shown[index] = offset + len(piece.text)
+        if not (piece.logprobs or self._with_ids):
+            return self._event.of(_plain(index, piece.text, piece.finish_reason))
+        choice = CompletionChoice(
             index=index,
             text=piece.text,
             logprobs=scores.of_completion(
                 piece.logprobs,
                 piece.token_ids,
-                self.tokenizer,
-                with_top=bool(self.body.logprobs),
+                self._answer.tokenizer,
+                with_top=bool(self._answer.body.logprobs),
                 offset=offset,
             )
             if piece.logprobs
             else None,
             finish_reason=cast(FinishReason, piece.finish_reason),
-            token_ids=list(piece.token_ids) if self.body.return_token_ids else None,
+            token_ids=list(piece.token_ids) if self._with_ids else None,
+        )
+        return self._event.of(choice.model_dump_json())
+
+    def _chunk(self, usage: Usage | None = None) -> CompletionReply:
+        answer = self._answer
+        return (CountedCompletionChunk if self._with_usage else CompletionReply)(
+            id=answer.id, created=answer.created, model=answer.model, choices=[], usage=usage
         )
 
-    def _reply(
-        self, choices: list[CompletionChoice], usage: Usage | None = None
-    ) -> CompletionReply:
-        return CompletionReply(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
-        )
+
+def _plain(index: int, text: str, finish_reason: str | None) -> str:
+    """Return the JSON of a `CompletionChoice` that has text only."""
+    reason = "null" if finish_reason is None else compact(finish_reason)
+    return f'{{"index":{index},"text":{compact(text)},"logprobs":null,"finish_reason":{reason}}}'

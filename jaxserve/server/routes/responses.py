@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, final
+from typing import Any, Literal, final
 
 from fastapi import APIRouter
 from fastapi.sse import format_sse_event
@@ -15,12 +14,13 @@ from starlette.responses import Response
 
 from jaxserve.core.request import Completion, TokenLogprob
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import Piece
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
 from jaxserve.server import scores
 from jaxserve.server.disconnects import unless_gone
 from jaxserve.server.errors import invalid
-from jaxserve.server.events import EventStream, Replies, json_response
+from jaxserve.server.events import EventStream, comments, compact, event_of, json_response
 from jaxserve.server.exchange import Exchange, Group, Job
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.lengths import LengthComments
@@ -36,7 +36,6 @@ from jaxserve.server.routes.common import (
     new_id,
     now_s,
 )
-from jaxserve.server.schema.base import Reply
 from jaxserve.server.schema.chat import (
     AssistantMessage,
     CalledFunction,
@@ -46,9 +45,11 @@ from jaxserve.server.schema.chat import (
 )
 from jaxserve.server.schema.responses import (
     GivenCall,
+    GivenOutputText,
     Incomplete,
     InputItem,
     InputMessage,
+    InputText,
     OutputItem,
     ResponseEvent,
     ResponseReply,
@@ -73,10 +74,7 @@ async def respond(body: ResponseRequest, http: Request, backend: Here, own: InCl
     adapter = backend.adapter_of(body.model)
     note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
     tokenizer = need_tokenizer(backend.ready_service())
-    given = None if body.tools is None else [tool.as_tool() for tool in body.tools]
-    choice = body.tool_choice
-    choice = choice.as_tool() if isinstance(choice, NamedResponseTool) else choice
-    tools = Tools(given, choice, body.parallel_tool_calls, tokenizer)
+    tools = _tools(body, tokenizer)
     params = own.apply(replace(_params(body, tools), adapter=adapter))
     answer = _Answer(body, params, tools, adapter or backend.options.model_name, tokenizer)
     if answer.conversation_id is not None:
@@ -84,16 +82,24 @@ async def respond(body: ResponseRequest, http: Request, backend: Here, own: InCl
         if not body.stream:
             return json_response(answer.reply(await unless_gone(http.receive, turn.completion())))
         relay = Relay(turn.pieces())
-        await unless_gone(http.receive, relay.until_begun())
-        replies = answer.events(relay.groups(), lambda: turn.num_prompt_tokens)
-        return _stream(replies, relay.close)
+        events = _Events(answer, lambda: turn.num_prompt_tokens)
+        return _stream(relay.groups(), events, relay.close)
     exchange = Exchange(backend, answer.id)
     if not body.stream:
         (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
         return json_response(answer.reply(completion))
-    await unless_gone(http.receive, exchange.begin(answer.jobs))
-    num_prompt = len(exchange.jobs[0].prompt)
-    return _stream(answer.events(exchange.pieces(), lambda: num_prompt), exchange.close)
+    events = _Events(answer, lambda: len(exchange.jobs[0].prompt))
+    return _stream(exchange.stream(answer.jobs), events, exchange.close)
+
+
+def _tools(body: ResponseRequest, tokenizer: Tokenizer) -> Tools:
+    """Return what the request says of tools; OpenAI's agents say how to call none, too."""
+    choice = body.tool_choice
+    if not body.tools and choice in (None, "auto", "none"):
+        return Tools(None, None, None, tokenizer)
+    choice = choice.as_tool() if isinstance(choice, NamedResponseTool) else choice
+    given = [tool.as_tool() for tool in body.tools] if body.tools else None
+    return Tools(given, choice, body.parallel_tool_calls, tokenizer)
 
 
 def _params(body: ResponseRequest, tools: Tools) -> SamplingParams:
@@ -109,12 +115,10 @@ def _params(body: ResponseRequest, tools: Tools) -> SamplingParams:
     )
 
 
-def _stream(replies: Replies, close: Callable[[], None]) -> EventStream:
-    def to_event(reply: Reply) -> bytes:
-        event = cast(ResponseEvent, reply)
-        return format_sse_event(event=event.type, data_str=event.model_dump_json())
-
-    return EventStream(replies, close, to_event, last=b"", error_event="error")
+def _stream(
+    groups: AsyncGenerator[Group], events: _Events, close: Callable[[], None]
+) -> EventStream:
+    return EventStream(groups, events, close, last=b"", error_event="error")
 
 
 def _messages(items: Sequence[InputItem]) -> list[dict[str, Any]]:
@@ -131,17 +135,16 @@ def _messages(items: Sequence[InputItem]) -> list[dict[str, Any]]:
                 calls = []
         elif isinstance(item, InputMessage):
             role = "system" if item.role == "developer" else item.role
-            found.append({"role": role, "content": _text(item)})
+            found.append({"role": role, "content": _text(item.content)})
         else:
-            message = ToolMessage(role="tool", content=item.output, tool_call_id=item.call_id)
+            content = _text(item.output)
+            message = ToolMessage(role="tool", content=content, tool_call_id=item.call_id)
             found.append(as_template_message(message))
     return found
 
 
-def _text(message: InputMessage) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    return "".join(part.text for part in message.content)
+def _text(content: str | Sequence[InputText | GivenOutputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 @final
@@ -162,7 +165,7 @@ class _Answer:
         self.conversation_id = given if given is None or isinstance(given, str) else given.id
         self._numbers = itertools.count()
         self._answered = self.tools.reader(is_streamed=bool(self.body.stream))
-        self._output = OutputItems(self._event)
+        self._output = OutputItems(self.event)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -179,34 +182,12 @@ class _Answer:
 
     def reply(self, completion: Completion) -> ResponseReply:
         """Return the whole answer."""
-        list(self._added(completion.text, completion.logprobs, completion.finish_reason))
+        list(self.added(completion.text, completion.logprobs, completion.finish_reason))
         num_prompt, num_output = len(completion.prompt_token_ids), len(completion.token_ids)
-        reply = self._ended(completion.finish_reason, num_prompt, num_output)
+        reply = self.ended(completion.finish_reason, num_prompt, num_output)
         return reply.model_copy(update={"predicted_tokens": completion.predicted_tokens})
 
-    async def events(
-        self, groups: AsyncGenerator[Group], num_prompt_tokens: Callable[[], int]
-    ) -> Replies:
-        """Yield the events of a streamed answer."""
-        reason, num_tokens = None, 0
-        lengths = LengthComments(self.params.max_tokens)
-        async with aclosing(groups):
-            for kind in ("response.created", "response.in_progress"):
-                yield self._event(kind, response=self._reply("in_progress"))
-            async for group in groups:
-                if not group:
-                    yield "waiting"
-                for comment in lengths.of((0, piece) for _, piece in group):
-                    yield comment
-                for _, piece in group:
-                    reason = piece.finish_reason or reason
-                    num_tokens += len(piece.token_ids)
-                    for event in self._added(piece.text, piece.logprobs, piece.finish_reason):
-                        yield event
-        reply = self._ended(reason, num_prompt_tokens(), num_tokens)
-        yield self._event(f"response.{reply.status}", response=reply)
-
-    def _added(
+    def added(
         self, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
     ) -> Iterator[ResponseEvent]:
         """Add a piece to the output, and yield its events; the last one closes the output."""
@@ -230,18 +211,18 @@ class _Answer:
             return {"type": "text"}
         return text.format.model_dump(by_alias=True, exclude_none=True)
 
-    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
+    def event(self, kind: str, **fields: Any) -> ResponseEvent:
         return ResponseEvent(type=kind, sequence_number=next(self._numbers), **fields)
 
-    def _ended(self, finish_reason: str | None, num_prompt: int, num_output: int) -> ResponseReply:
+    def ended(self, finish_reason: str | None, num_prompt: int, num_output: int) -> ResponseReply:
         usage = ResponseUsage(
             input_tokens=num_prompt,
             output_tokens=num_output,
             total_tokens=num_prompt + num_output,
         )
-        return self._reply(_status(finish_reason), self._output.items, usage)
+        return self.so_far(_status(finish_reason), self._output.items, usage)
 
-    def _reply(
+    def so_far(
         self,
         status: Any,
         output: list[OutputItem] | None = None,
@@ -269,6 +250,58 @@ class _Answer:
             metadata=body.metadata or {},
             conversation=None if self.conversation_id is None else {"id": self.conversation_id},
         )
+
+
+@final
+class _Events:
+    """The events of a streamed response.
+
+    Args:
+      num_prompt_tokens: returns the number of the prompt's tokens at the end.
+    """
+
+    def __init__(self, answer: _Answer, num_prompt_tokens: Callable[[], int]):
+        self._answer = answer
+        self._num_prompt_tokens = num_prompt_tokens
+        self._lengths = LengthComments(answer.params.max_tokens)
+        self._reason: str | None = None
+        self._num_tokens = 0
+
+    def begin(self) -> bytes:
+        """Return the events of a response that begins."""
+        answer = self._answer
+        return b"".join(
+            _data(answer.event(kind, response=answer.so_far("in_progress")))
+            for kind in ("response.created", "response.in_progress")
+        )
+
+    def of(self, group: Group) -> bytes:
+        """Return the events of pieces."""
+        told = comments(self._lengths.of((0, piece) for _, piece in group))
+        return told + b"".join(_data(event) for _, piece in group for event in self._of(piece))
+
+    def end(self) -> bytes:
+        """Return the event of the whole response."""
+        reply = self._answer.ended(self._reason, self._num_prompt_tokens(), self._num_tokens)
+        return _data(self._answer.event(f"response.{reply.status}", response=reply))
+
+    def _of(self, piece: Piece) -> Iterator[ResponseEvent]:
+        self._reason = piece.finish_reason or self._reason
+        self._num_tokens += len(piece.token_ids)
+        return self._answer.added(piece.text, piece.logprobs, piece.finish_reason)
+
+
+def _data(event: ResponseEvent) -> bytes:
+    if event.delta is None or event.logprobs:
+        return event_of(event, event.type)
+    content = "" if event.content_index is None else f'"content_index":{event.content_index},'
+    scored = "" if event.logprobs is None else ',"logprobs":[]'
+    data = (
+        f'{{"type":"{event.type}","sequence_number":{event.sequence_number},'
+        f'"output_index":{event.output_index},{content}"item_id":"{event.item_id}",'
+        f'"delta":{compact(event.delta)}{scored}}}'
+    )
+    return format_sse_event(event=event.type, data_str=data)
 
 
 def _status(finish_reason: str | None) -> Literal["completed", "incomplete"]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, cast, final
 
 from anyio import to_thread
 from fastapi import APIRouter
@@ -12,11 +11,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.core.request import Completion, TokenLogprob
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import Piece
 from jaxserve.server import params as params_of
 from jaxserve.server.disconnects import unless_gone
 from jaxserve.server.errors import invalid
-from jaxserve.server.events import EventStream, Replies, json_response
-from jaxserve.server.exchange import Exchange, Job
+from jaxserve.server.events import (
+    ChoiceEvent,
+    EventStream,
+    comments,
+    compact,
+    event_of,
+    json_response,
+)
+from jaxserve.server.exchange import Exchange, Group, Job
 from jaxserve.server.lengths import LengthComments
 from jaxserve.server.routes.common import (
     ANSWERING,
@@ -105,8 +113,8 @@ async def generate(body: GenerateRequest, http: Request, backend: Here, own: InC
     params = own.apply(replace(params_of.of_generate(body), adapter=adapter))
     job = Job(body.token_ids, params, body.priority or 0)
     if body.stream:
-        await unless_gone(http.receive, exchange.begin(lambda _: [job]))
-        return EventStream(_chunks(exchange, reply_id, model), exchange.close)
+        events = _Chunks(exchange, reply_id, model, params)
+        return EventStream(exchange.stream(lambda _: [job]), events, exchange.close)
     (completion,) = await unless_gone(http.receive, exchange.answer(lambda _: [job]))
     return json_response(_reply(completion, reply_id, model))
 
@@ -130,22 +138,45 @@ def _reply(completion: Completion, reply_id: str, model: str) -> GenerateReply:
     )
 
 
-async def _chunks(exchange: Exchange, reply_id: str, model: str) -> Replies:
-    num_tokens, lengths = 0, LengthComments(exchange.jobs[0].params.max_tokens)
-    async with aclosing(exchange.pieces()) as groups:
-        async for group in groups:
-            if not group:
-                yield "waiting"
-            for comment in lengths.of((piece.sample_index, piece) for _, piece in group):
-                yield comment
-            for _, piece in group:
-                num_tokens += len(piece.token_ids)
-                choice = _choice(
-                    piece.sample_index, piece.token_ids, piece.logprobs, piece.finish_reason
-                )
-                yield GenerateReply(request_id=reply_id, model=model, choices=[choice])
-    usage = Usage.of(len(exchange.jobs[0].prompt), num_tokens)
-    yield GenerateReply(request_id=reply_id, model=model, choices=[], usage=usage)
+@final
+class _Chunks:
+    """The events of streamed tokens."""
+
+    def __init__(self, exchange: Exchange, reply_id: str, model: str, params: SamplingParams):
+        self._exchange = exchange
+        self._reply = GenerateReply(request_id=reply_id, model=model, choices=[])
+        self._event = ChoiceEvent(self._reply)
+        self._lengths = LengthComments(params.max_tokens)
+        self._num_tokens = 0
+
+    def begin(self) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def of(self, group: Group) -> bytes:
+        """Return the chunks of pieces."""
+        told = self._lengths.of((piece.sample_index, piece) for _, piece in group)
+        return comments(told) + b"".join(self._of(piece) for _, piece in group)
+
+    def end(self) -> bytes:
+        """Return the chunk of the usage."""
+        usage = Usage.of(len(self._exchange.jobs[0].prompt), self._num_tokens)
+        return event_of(self._reply.model_copy(update={"usage": usage}))
+
+    def _of(self, piece: Piece) -> bytes:
+        self._num_tokens += len(piece.token_ids)
+        logprobs = piece.logprobs
+        if logprobs and any(score.top for score in logprobs):
+            choice = _choice(piece.sample_index, piece.token_ids, logprobs, piece.finish_reason)
+            return self._event.of(choice.model_dump_json())
+        scored = ""
+        if logprobs is not None:
+            scored = f'"logprobs":{compact([finite(score.logprob) for score in logprobs])},'
+        reason = "null" if piece.finish_reason is None else compact(piece.finish_reason)
+        return self._event.of(
+            f'{{"index":{piece.sample_index},"token_ids":[{",".join(map(str, piece.token_ids))}],'
+            f'{scored}"finish_reason":{reason}}}'
+        )
 
 
 def _choice(

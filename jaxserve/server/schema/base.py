@@ -50,6 +50,11 @@ def optional(description: str | None = None) -> Any:
     return Field(None, description=description, exclude_if=lambda value: value is None)
 
 
+def unused() -> Any:
+    """Return the field for what this server does not do: null, with which a client asks nothing."""
+    return Field(None, description="Not supported; null is the same as leaving it out.")
+
+
 class Strict(BaseModel):
     """The body of a request: an unknown field, or a value of another type, is an error."""
 
@@ -81,6 +86,7 @@ class StreamOptions(Strict):
     include_usage: bool | None = Field(
         None, description="Send a last chunk with the numbers of tokens."
     )
+    include_obfuscation: Literal[False] | None = Field(None, description="Nothing is padded.")
 
 
 class Usage(Reply):

@@ -22,6 +22,7 @@ from jaxserve.server.schema.base import (
     checked_json,
     optional,
     predicted,
+    unused,
 )
 from jaxserve.server.schema.structured import ResponseFormat, Tool, ToolChoice
 
@@ -75,6 +76,10 @@ class AssistantMessage(Strict):
     name: str | None = None
     refusal: None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    # Fields that an answer has where OpenAI's client writes all of them.
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = unused()
+    function_call: None = unused()
 
 
 class ToolMessage(Strict):
@@ -83,6 +88,7 @@ class ToolMessage(Strict):
     role: Literal["tool"]
     content: Content
     tool_call_id: str
+    name: str | None = None
 
 
 Message = Annotated[
@@ -113,6 +119,17 @@ class ChatRequest(Asking):
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     store: Literal[False] | None = Field(None, description="Answers are not stored.")
     safety_identifier: str | None = Field(None, description="Written to the access log.")
+    audio: None = unused()
+    function_call: None = unused()
+    functions: None = unused()
+    metadata: None = unused()
+    prediction: None = unused()
+    prompt_cache_key: None = unused()
+    prompt_cache_retention: None = unused()
+    reasoning_effort: None = unused()
+    service_tier: None = unused()
+    verbosity: None = unused()
+    web_search_options: None = unused()
 
 
 class Logprobs(Reply):
@@ -138,7 +155,7 @@ class AnsweredCall(Reply):
 
 
 class AddedFunction(Reply):
-    """What a chunk adds to a call: its name at its beginning, and arguments."""
+    """What a chunk adds to a call: its name at its beginning, or arguments."""
 
     name: str | None = optional()
     arguments: str
@@ -151,19 +168,6 @@ class AddedCall(Reply):
     id: str | None = optional()
     type: Literal["function"] | None = optional()
     function: AddedFunction
-
-    def extended(self, arguments: str) -> AddedCall:
-        """Return the chunk with more of the arguments."""
-        function = AddedFunction(
-            name=self.function.name, arguments=self.function.arguments + arguments
-        )
-        return AddedCall(index=self.index, id=self.id, type=self.type, function=function)
-
-    def whole(self) -> AnsweredCall:
-        """Return the call, if this is all of it."""
-        assert self.id is not None and self.function.name is not None, "the rest of a call"
-        named = AnsweredFunction(name=self.function.name, arguments=self.function.arguments)
-        return AnsweredCall(id=self.id, function=named)
 
 
 class AnswerMessage(Reply):
@@ -230,9 +234,15 @@ class ChatChunk(Reply):
     prompt_token_ids: list[int] | None = optional()
 
 
+class CountedChatChunk(ChatChunk):
+    """One event of an answer with usage, which is null in all but the last one."""
+
+    usage: Usage | None = None
+
+
 def as_template_message(message: Any) -> dict[str, Any]:
     """Return a message as chat templates read it: one text, and the role "system"."""
-    given = message.model_dump(exclude_none=True)
+    given = message.model_dump(exclude_none=True, exclude={"annotations"})
     role = "system" if message.role == "developer" else message.role
     content = message.content
     if not isinstance(content, str):

@@ -17,6 +17,7 @@ from jaxserve.server.schema.base import (
     Usage,
     optional,
     predicted,
+    unused,
 )
 
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
@@ -35,6 +36,8 @@ class CompletionRequest(Asking):
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT32, description="16 by default.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = Field(None, description="Put the prompt before each completion.")
+    best_of: None = unused()
+    suffix: None = unused()
 
 
 class CompletionLogprobs(Reply):
@@ -68,3 +71,9 @@ class CompletionReply(Reply):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = optional()
+
+
+class CountedCompletionChunk(CompletionReply):
+    """One event of an answer with usage, which is null in all but the last one."""
+
+    usage: Usage | None = None

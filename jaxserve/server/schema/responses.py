@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from jaxserve.core.sampling_params import MAX_LOGPROBS
 from jaxserve.server.schema.base import (
@@ -15,6 +15,7 @@ from jaxserve.server.schema.base import (
     Strict,
     optional,
     predicted,
+    unused,
 )
 from jaxserve.server.schema.structured import ResponseTool, ResponseToolChoice, TextFormat
 
@@ -62,18 +63,35 @@ class CallOutput(Strict):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str
+    output: str | Annotated[list[InputText], Field(min_length=1)]
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
 
-InputItem = InputMessage | GivenCall | CallOutput
+def _item_type(item: Any) -> Any:
+    """Return the type of an item, which a message may leave out."""
+    given = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return given or "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[GivenCall, Tag("function_call")]
+    | Annotated[CallOutput, Tag("function_call_output")],
+    Discriminator(_item_type),
+]
 
 
 class TextOptions(Strict):
     """Options of the text."""
 
     format: TextFormat | None = None
+
+
+class ResponseStreamOptions(Strict):
+    """Options of a streamed response."""
+
+    include_obfuscation: Literal[False] | None = Field(None, description="Nothing is padded.")
 
 
 class ConversationParam(Strict):
@@ -97,16 +115,24 @@ class ResponseRequest(Strict):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: list[Literal["message.output_text.logprobs"]] | None = None
     stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
     store: Literal[False] | None = Field(None, description="Responses are not stored.")
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[ResponseTool], Field(min_length=1, max_length=128)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: ResponseToolChoice | None = Field(None, description='"auto" by default.')
     parallel_tool_calls: bool | None = Field(None, description="Whether an answer may call twice.")
     metadata: dict[str, str] | None = Field(None, description="Returned with the response.")
     user: str | None = None
     safety_identifier: str | None = None
+    max_tool_calls: None = unused()
+    previous_response_id: None = unused()
+    prompt: None = unused()
+    prompt_cache_key: None = unused()
+    prompt_cache_retention: None = unused()
+    reasoning: None = unused()
+    service_tier: None = unused()
 
 
 class OutputText(Reply):
