@@ -20,7 +20,6 @@ from jaxserve.core.errors import InvalidConfigError, MissingExtraError
 
 _SERVER = "Server"
 _KEY_VARIABLE = "JAXSERVE_API_KEY"
-_CLASS_HEADER = "x-latency-class"
 
 
 def _server(name: str, text: str) -> Any:
@@ -78,7 +77,7 @@ def serve(
         _server(
             "--latency-class",
             "NAME=latency:2,first_token:0.5,token:0.05: bounds in seconds of requests with the "
-            f"header {_CLASS_HEADER}: NAME. Repeat it for more.",
+            "header x-latency-class: NAME. Repeat it for more.",
         ),
     ] = None,
     metrics_prefix: Annotated[
@@ -157,7 +156,7 @@ def serve(
                 open_service,
                 listener=listener,
                 traces=None if otlp_traces_endpoint is None else _traces(otlp_traces_endpoint),
-                on_ready=lambda: _ready(address),
+                on_ready=lambda: announce_ready(address),
                 on_drain=lambda num_open: typer.echo(
                     f"draining: {num_open} open requests go on, new ones are refused; a second "
                     "signal ends at once",
@@ -169,7 +168,7 @@ def serve(
             os._exit(0)  # an exit of Python's own would wait for what still runs
 
 
-def _ready(address: str) -> None:
+def announce_ready(address: str) -> None:
     """Say that the server is ready, and spare the garbage collector what is loaded by now.
 
     It lives as long as the process, and a full collection that searches it stops all threads for

@@ -64,12 +64,16 @@ A message says what was given, what is allowed, and what to do.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 class JaxserveError(Exception):
-    """The base of the errors that jaxserve raises on purpose."""
+    """The base of the errors that jaxserve raises on purpose. Pickling keeps attributes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self),), {**vars(self), "args": self.args}
 
 
 class InvalidRequestError(JaxserveError, ValueError):
@@ -99,7 +103,6 @@ class ConversationTooLongError(PromptTooLongError):
     def __init__(
         self, id: str, num_history_tokens: int, num_new_tokens: int, max_prompt_tokens: int
     ):
-        self.id = id
         self.num_history_tokens = num_history_tokens
         self.num_new_tokens = num_new_tokens
         self.max_prompt_tokens = max_prompt_tokens
@@ -110,10 +113,6 @@ class ConversationTooLongError(PromptTooLongError):
             f"which leaves {room} for a turn. Send less, continue from an earlier turn "
             "(fork(num_turns)), begin a new conversation, or raise max_context or kv_memory"
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        counts = (self.num_history_tokens, self.num_new_tokens, self.max_prompt_tokens)
-        return type(self), (self.id, *counts)
 
 
 class TokenOutOfRangeError(InvalidRequestError):
@@ -152,47 +151,24 @@ class BoundNotMetError(InvalidRequestError):
       bound_s: the bound.
       expected_s: what is expected in its place: seconds from the submission to the end or to the
         first token, or seconds per token.
-      num_tokens: output tokens that are expected of it.
       wait_s: seconds in the queue, of those from the submission.
     """
 
     def __init__(
-        self,
-        request_id: str,
-        bound_s: float,
-        expected_s: float,
-        num_tokens: float,
-        wait_s: float,
-        name: str = "latency_bound",
+        self, id: str, name: str, bound_s: float, expected_s: float, tokens: float, wait_s: float
     ):
-        self.request_id, self.num_tokens, self.wait_s = request_id, num_tokens, wait_s
-        self.name = name
-        self.bound_s = bound_s
-        self.expected_s = expected_s
-        super().__init__(f"request {request_id}: {name}={bound_s:.4g} s, and {self._expected}")
-
-    @property
-    def _expected(self) -> str:
-        took = f"{self.expected_s:.4g} s"
-        if self.name == "token_bound":
-            return (
-                f"a token is expected to take {took}. Pass a longer token_bound, or run fewer "
-                "sequences at once (max_slots)"
-            )
-        queue = f"of which {self.wait_s:.4g} s in the queue"
-        if self.name == "first_token_bound":
-            return (
-                f"its first token is expected to take {took}, {queue}. Pass a longer "
-                "first_token_bound or a shorter prompt, or submit it when less is running"
-            )
-        return (
-            f"{self.num_tokens:.0f} tokens are expected to take {took}, {queue}. Pass a longer "
-            "latency_bound or a lower max_tokens, or submit it when less is running"
+        self.name, self.bound_s, self.expected_s, self.wait_s = name, bound_s, expected_s, wait_s
+        of, remedy = {
+            "latency_bound": (f"{tokens:.0f} tokens are", "a lower max_tokens"),
+            "first_token_bound": ("its first token is", "a shorter prompt"),
+            "token_bound": ("a token is", "fewer slots (max_slots)"),
+        }[name]
+        queue = "" if name == "token_bound" else f", of which {wait_s:.4g} s in the queue"
+        super().__init__(
+            f"request {id}: {name}={bound_s:.4g} s, and {of} expected to take "
+            f"{expected_s:.4g} s{queue}. Pass a longer {name} or {remedy}, or submit it when less "
+            "is running"
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        given = (self.request_id, self.bound_s, self.expected_s, self.num_tokens, self.wait_s)
-        return type(self), (*given, self.name)
 
 
 class UnheededBoundError(InvalidRequestError):
@@ -259,16 +235,11 @@ class CheckpointError(ModelError):
     """
 
     def __init__(self, where: str, problems: Sequence[str], remedy: str):
-        self.where = where
         self.problems = tuple(problems)
-        self.remedy = remedy
         listed = "\n".join(f"  - {problem}" for problem in self.problems)
         super().__init__(
             f"checkpoint {where} has {len(self.problems)} problem(s):\n{listed}\n{remedy}"
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.where, self.problems, self.remedy)
 
 
 class DownloadError(JaxserveError):
@@ -317,9 +288,6 @@ class InfeasibleBoundError(JaxserveError, ValueError):
             f"{reached}. Pass longer bounds, more devices, or shorter outputs"
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.bounds, self.lowest)
-
 
 class QueueFullError(JaxserveError):
     """A call whose requests would be more than may wait (`RuntimeOptions.max_waiting`).
@@ -348,10 +316,6 @@ class MissingExtraError(JaxserveError, ImportError):
             f"{purpose} needs the package {package!r}, which is not installed; "
             f"install it with: pip install 'jaxserve[{extra}]'"
         )
-        self.package, self.extra, self.purpose = package, extra, purpose
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.package, self.extra, self.purpose)
 
 
 class CompilationAfterWarmupError(JaxserveError):

@@ -252,7 +252,7 @@ def test_what_becomes_of_a_bound_by_hand():
     assert bound_outcomes(SamplingParams(), _completion()) == {}
     assert bound_outcomes(every, _completion(reason="cancelled")) == {}
     assert bound_outcomes(every, _completion(NumericalError("NaN"), "error")) == {}
-    refused = BoundNotMetError("a", 2.0, 3.0, 5.0, 0.0, "token_bound")
+    refused = BoundNotMetError("a", "token_bound", 2.0, 3.0, 5.0, 0.0)
     assert bound_outcomes(every, _completion(refused, "error")) == {"token_bound": "refused"}
 
 

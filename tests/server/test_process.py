@@ -214,6 +214,6 @@ def test_bad_options(arguments: tuple[str, ...], said: str):
 def test_a_ready_server_spares_the_collector(capfd: pytest.CaptureFixture[str]):
     """What is loaded when the server is ready is not searched by later garbage collections."""
     loaded: list[Any] = [[]]
-    serving._ready("http://localhost:1")
+    serving.announce_ready("http://localhost:1")
     assert not any(each is loaded for each in gc.get_objects())
     assert "ready on http://localhost:1" in capfd.readouterr().err

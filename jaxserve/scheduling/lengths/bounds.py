@@ -117,5 +117,5 @@ def _late(
     for name, bound_s in request.params.bounds.items():
         if expected_s[name] > bound_s:
             num_each = num_tokens / request.params.n
-            return BoundNotMetError(request.id, bound_s, expected_s[name], num_each, wait_s, name)
+            return BoundNotMetError(request.id, name, bound_s, expected_s[name], num_each, wait_s)
     return None
