@@ -73,7 +73,8 @@ class JaxserveError(Exception):
     """The base of the errors that jaxserve raises on purpose. Pickling keeps attributes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return copyreg.__newobj__, (type(self),), {**vars(self), "args": self.args}
+        state = {**vars(self), "args": self.args}
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
 
 class InvalidRequestError(JaxserveError, ValueError):

@@ -191,7 +191,7 @@ def test_a_slow_reader_does_not_prolong_the_drain():
             served.close()
             took_s = time.monotonic() - begun_s
             assert b'"completion_tokens":40' in b"".join(iter(lambda: asking.recv(65536), b""))
-    assert 2.0 < took_s < 4.5  # 5 s with a limit of its own
+    assert 2.0 < took_s < 3.2
 
 
 def test_pieces_of_a_sample_are_joined():

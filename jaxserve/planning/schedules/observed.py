@@ -18,8 +18,6 @@ _MOST_CLASSES = 4
 # Standard deviations by which the sequences of a class may exceed their expected number, before
 # they preempt others.
 _SPREAD = 2.0
-
-
 # The field of `LatencyBounds` of each bound in `SamplingParams`.
 _FIELDS = {
     "latency_bound": "latency_s",

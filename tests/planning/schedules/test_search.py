@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -199,8 +200,8 @@ def test_bounds_are_above_zero(bound: dict[str, float]):
 
 
 @pytest.mark.parametrize("task", ["S", "C2"])
-def test_the_largest_model_is_planned_from_few_points(task: str):
-    """GPT-3 341B on 48 A40, four bounds: under 1 % of the points each."""
+def test_the_largest_model_is_planned_within_a_second(task: str):
+    """GPT-3 341B on 48 A40, four bounds: under 1 % of the points, a second of CPU time each."""
     model, name, num_devices = DEPLOYMENTS[-1]
     cluster = CLUSTERS[name].of(num_devices)
     cost = RooflineLayerCost(MODELS[model], cluster)
@@ -208,6 +209,8 @@ def test_the_largest_model_is_planned_from_few_points(task: str):
     lengths = TaskLengths.of_task(TASKS[task])
     fastest_s = 1 / maximise(timelines_of(deployment, lengths), shortest("latency_s")).score
     for share in (1.05, 1.5, 4.0, math.inf):
+        began_s = time.process_time()
         choice = search(deployment, lengths, LatencyBounds(latency_s=share * fastest_s))
+        assert time.process_time() - began_s < 1.0
         assert choice.num_evaluated < 0.01 * choice.num_points
         assert choice.estimates.latency_s <= share * fastest_s
