@@ -20,7 +20,6 @@ from jaxserve.planning.schedules.lengths import lengths_of
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import (
     AnswerLength,
-    RequestClass,
     answer_lengths,
     classes_of,
 )
@@ -158,9 +157,7 @@ class Planner:
                 AnswerLength(admitted_s=-math.inf, num_prompt=prompt, num_output=output)
                 for prompt, output in lengths
             ]
-        classes: tuple[RequestClass, ...] = ()
-        if self._heeds_bounds and planner.plans_classes:
-            classes = classes_of(used, planner.max_slots)
+        classes = classes_of(used, planner.max_slots) if self._heeds_bounds else ()
         while True:
             plan = planner.plan(task, bounds, num_lengths=len(used), classes=classes)
             if not adopt:

@@ -26,6 +26,7 @@ from jaxserve.planning import simulate
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.order.due_first import DueFirst
 from jaxserve.scheduling.order.fcfs import FCFS
 from jaxserve.scheduling.policy import Policy
@@ -192,13 +193,15 @@ def test_reserved_slots_are_checked():
     with pytest.raises(InvalidConfigError, match="reserved_slots=-1"):
         RRA(encode_batch=1, decode_iterations=1, reserved_slots=-1)
     with pytest.raises(InvalidConfigError, match="reserved_slots=-1"):
+        WAA(encode_batch=1, reserved_slots=-1)
+    with pytest.raises(InvalidConfigError, match="reserved_slots=-1"):
         Unified(reserved_slots=-1)
     items = [_item(3) for _ in range(3)]
     run = simulate(items, _continuous(reserved_slots=9), CONFIG, SECOND, progress=False)
     assert max(step.num_running for step in run.steps) == 1
 
 
-@pytest.mark.parametrize("name", ["exegpt_rra", "auto", "vllm_like"])
+@pytest.mark.parametrize("name", ["exegpt_rra", "exegpt_waa_c", "auto", "vllm_like"])
 def test_bounds_change_no_token(name: str):
     """Random traces in which every other request has a bound, with small and large reserves."""
     num_preemptions = 0
@@ -208,6 +211,9 @@ def test_bounds_change_no_token(name: str):
         policy = replace(PRESETS[name], order=DueFirst(ageing_s=rng.choice([3.0, 1e7])))
         if name == "exegpt_rra":
             shape = RRA(encode_batch=2, decode_iterations=5, reserved_slots=rng.randint(0, 9))
+            policy = replace(policy, iteration=shape)
+        if name == "exegpt_waa_c":
+            shape = WAA(encode_batch=2, decode_iterations=2, reserved_slots=rng.randint(0, 9))
             policy = replace(policy, iteration=shape)
         if name == "vllm_like":
             shape = Unified(max_running=rng.randint(1, 6), reserved_slots=rng.randint(0, 9))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 import numpy as np
 
@@ -34,8 +34,6 @@ class ContinuousPlanner(SchedulePlanner):
     Attributes:
       player: simulates the engine.
     """
-
-    plans_classes: ClassVar[bool] = True
 
     player: Player
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, final
+from typing import final
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.planning.group_times import GroupTimes
@@ -65,8 +65,6 @@ class DividedPlanner(SchedulePlanner):
       num_moves: returns how many moves there were.
       max_pause_s: the longest pause that a move may be expected to take.
     """
-
-    plans_classes: ClassVar[bool] = False
 
     options: Callable[[], Sequence[DivisionOption]]
     config: Callable[[], EngineConfig]
@@ -231,5 +229,6 @@ class DividedSpace:
         assert schedule.division is not None
         return self.spaces[schedule.division].estimated(schedule)
 
-    def own_latencies_s(self, schedule: Schedule) -> tuple[float, ...]:
-        return ()
+    def own_latencies_s(self, schedule: Schedule) -> Sequence[float]:
+        assert schedule.division is not None
+        return self.spaces[schedule.division].own_latencies_s(schedule)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, final
+from typing import final
 
 import numpy as np
 
@@ -66,8 +66,6 @@ class FamiliesPlanner(SchedulePlanner):
     Attributes:
       is_rra_alone: whether continuous batching is not chosen.
     """
-
-    plans_classes: ClassVar[bool] = True
 
     rra: RRAPlanner
     continuous: ContinuousPlanner

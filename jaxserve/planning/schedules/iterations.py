@@ -15,7 +15,7 @@ def iteration_of(schedule: Schedule, *, reserved_slots: int = 0) -> RRA | WAA | 
     """Return the iteration shape that carries out a schedule.
 
     Args:
-      reserved_slots: slots that only requests with bounds of their own may take; WAA has none.
+      reserved_slots: slots that only requests with bounds of their own may take.
     """
     if schedule.layout.policy is Policy.CONTINUOUS:
         return Unified(
@@ -30,7 +30,6 @@ def iteration_of(schedule: Schedule, *, reserved_slots: int = 0) -> RRA | WAA | 
         # Without a decode iteration no batch is kept up.
         "decode_batch": schedule.decode_batch or None,
         "threshold": THRESHOLD,
+        "reserved_slots": reserved_slots,
     }
-    if schedule.layout.policy is not Policy.RRA:
-        return WAA(**sizes)
-    return RRA(**sizes, reserved_slots=reserved_slots)
+    return RRA(**sizes) if schedule.layout.policy is Policy.RRA else WAA(**sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from jaxserve.planning.schedules.costs import Phase
 from jaxserve.planning.schedules.estimates import Estimates
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_cost import THRESHOLD, MeasuredCost, num_tokens_held
-from jaxserve.planning.schedules.observed import RequestClass
+from jaxserve.planning.schedules.observed import OwnSpan, RequestClass, spans_of
 from jaxserve.planning.schedules.plan import CLOSED_FORM
 from jaxserve.planning.schedules.planner import SchedulePlanner
 
@@ -42,12 +42,14 @@ class WAAPlanner(SchedulePlanner):
     behind another encode step in flight; two decode steps; and its iterations, in whole steps.
     Both groups are taken to compute all the time, each beside the other.
 
+    Slots are reserved for requests with bounds of their own, beside those that run on average.
+    Latencies have them in use, and throughput has not. Such a request goes into the next encode
+    batch, behind the encode steps in flight, however many these are on average.
+
     Attributes:
       times: measured step times of both groups.
       config: returns the present configuration, whose slots and page pool limit the schedule.
     """
-
-    plans_classes: ClassVar[bool] = False
 
     times: GroupTimes
     config: Callable[[], EngineConfig]
@@ -57,7 +59,7 @@ class WAAPlanner(SchedulePlanner):
         return self.config().max_slots
 
     def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> _Grid:
-        return _Grid.of(self.times, self.config(), lengths)
+        return _Grid.of(self.times, self.config(), lengths, spans_of(classes), _reserved(classes))
 
 
 @final
@@ -69,6 +71,7 @@ class _Grid:
       encode_batch, num_iterations: B_E and N.
       num_running: sequences that run after an encode batch, on average. Fewer, by up to a batch,
         decode; and more, by the threshold.
+      own_s: seconds that each span of the classes takes, [spans, schedules].
     """
 
     lengths: TaskLengths
@@ -76,16 +79,24 @@ class _Grid:
     num_iterations: np.ndarray
     num_running: np.ndarray
     estimates: Estimates
+    own_s: np.ndarray
 
     @classmethod
-    def of(cls, times: GroupTimes, config: EngineConfig, lengths: TaskLengths) -> _Grid:
+    def of(
+        cls,
+        times: GroupTimes,
+        config: EngineConfig,
+        lengths: TaskLengths,
+        spans: Sequence[OwnSpan],
+        num_reserved: int,
+    ) -> _Grid:
         iterations = lengths.outputs.less_one()
         mean_iterations = max(iterations.mean, 1e-9)
         longest = iterations.percentile(lengths.level)
         steps = _powers_of_two(config.max_decode_iterations)
         batch = np.arange(1, config.max_slots + 1, dtype=np.float64)[:, None, None]
         step = np.array(steps, np.float64)[None, :, None]
-        most = max(1, int(config.max_slots / (1 + THRESHOLD)))
+        most = max(1, int((config.max_slots - num_reserved) / (1 + THRESHOLD)))
         level = np.arange(1, most + 1, dtype=np.float64)[None, None, :]
         host_s = _host_s(times)
 
@@ -95,7 +106,8 @@ class _Grid:
         iteration_s = times.beside[1] * _iteration_s(times, lengths, steps, config.max_slots)
         step_s = np.maximum(np.array(steps)[:, None] * iteration_s, host_s)
         low, high = level * (1 - THRESHOLD), level * (1 + THRESHOLD)
-        longest_s, mean_s, running = _between(step_s, low, high)
+        _, mean_s, running = _between(step_s, low, high)
+        longest_s, _, _ = _between(step_s, low, high + num_reserved)
         # Answers are cut into whole steps; on average half of the last one is idle.
         num_steps = mean_iterations / step + (step - 1) / (2 * step)
 
@@ -114,12 +126,23 @@ class _Grid:
         handed_s = link_s + busy * encode_s
         latency_s = first_s + handed_s + (_STEPS_BEFORE + np.ceil(longest / step)) * longest_s
         length = lengths.inputs.mean + iterations.mean_position
-        fits = (level * length <= num_tokens_held(config)) & (batch <= level)
+        fits = ((level + num_reserved) * length <= num_tokens_held(config)) & (batch <= level)
         shape = np.broadcast_shapes(rate.shape, latency_s.shape)
 
         def flat(values: np.ndarray) -> np.ndarray:
             return np.broadcast_to(values, shape).reshape(-1)
 
+        # A prompt may be long, and every step that may be in flight before it is.
+        long_s = encode_s[:1] * lengths.inputs.percentile(lengths.level) / lengths.inputs.mean
+        own_first_s = (1 + THRESHOLD) * encode_s * (1 + _STEPS_BEFORE) + long_s
+
+        def own_s(span: OwnSpan) -> np.ndarray:
+            num_later = span.num_tokens - span.is_whole
+            later_s = link_s + encode_s + (_STEPS_BEFORE + np.ceil(num_later / step)) * longest_s
+            return own_first_s * span.is_whole + (later_s if num_later else 0.0)
+
+        own = np.array([flat(own_s(span)) for span in spans]).reshape(len(spans), math.prod(shape))
+        bounds_s = np.array([span.bound_s for span in spans]).reshape(-1, 1)
         return cls(
             lengths=lengths,
             encode_batch=flat(batch),
@@ -135,8 +158,9 @@ class _Grid:
                 encode_s=flat(encode_s),
                 decode_batch=flat(running),
                 memory_bytes=flat(level * length),
-                own_share=np.zeros(math.prod(shape)),
+                own_share=np.max(own / bounds_s, axis=0, initial=0.0),
             ),
+            own_s=own,
         )
 
     def estimate(self, schedule: Schedule) -> str:
@@ -154,7 +178,8 @@ class _Grid:
         return self.estimates[self._index(schedule)]
 
     def own_latencies_s(self, schedule: Schedule) -> tuple[float, ...]:
-        return ()
+        index = self._index(schedule)
+        return tuple(float(each[index]) for each in self.own_s)
 
     def _index(self, schedule: Schedule) -> int:
         """Return the index of a schedule's B_E and N, with the number of sequences that it has."""
@@ -175,6 +200,11 @@ class _Grid:
             num_micro_batches=1,
             stages=(),
         )
+
+
+def _reserved(classes: Sequence[RequestClass]) -> int:
+    """Return the slots that are for requests with bounds of their own."""
+    return sum(each.num_running for each in classes)
 
 
 def _powers_of_two(most: int) -> list[int]:

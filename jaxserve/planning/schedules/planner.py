@@ -6,7 +6,7 @@ import abc
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError
 from jaxserve.planning.schedules.candidate import (
@@ -51,14 +51,7 @@ class ScheduleSpace(Protocol):
 
 
 class SchedulePlanner(abc.ABC):
-    """A planner of one engine's schedules, for any lengths.
-
-    Attributes:
-      plans_classes: whether schedules have a place for requests with bounds of their own. If not,
-        plans leave these out.
-    """
-
-    plans_classes: ClassVar[bool]
+    """A planner of one engine's schedules, for any lengths."""
 
     @property
     @abc.abstractmethod
@@ -96,7 +89,6 @@ class SchedulePlanner(abc.ABC):
           DeviceMemoryError: one answer of these lengths is expected to need more than the memory.
         """
         began_s = time.perf_counter()
-        classes = self._planned(classes)
         space = self.space(lengths, classes)
         best = self._chosen(space, bounds)
         if best is None:
@@ -121,7 +113,6 @@ class SchedulePlanner(abc.ABC):
         try:
             return self.plan(lengths, bounds, num_lengths=num_lengths, classes=classes)
         except InfeasibleBoundError as error:
-            classes = self._planned(classes)
             space = self.space(lengths, classes)
             nearest = self._nearest(space, bounds)
             assert nearest is not None, "some schedule fits, or `plan` says that none does"
@@ -138,13 +129,9 @@ class SchedulePlanner(abc.ABC):
     ) -> Plan:
         """Return what a plan's schedule is expected to do with other lengths and classes."""
         began_s = time.perf_counter()
-        classes = self._planned(classes)
         space = self.space(lengths, classes)
         schedule = space.nearest(plan.schedule)
         return _plan(space, schedule, lengths, plan.bounds, num_lengths, began_s, classes)
-
-    def _planned(self, classes: Sequence[RequestClass]) -> tuple[RequestClass, ...]:
-        return tuple(classes) if self.plans_classes else ()
 
     def _chosen(self, space: Any, bounds: LatencyBounds) -> Schedule | None:
         """Return the schedule with the highest throughput under bounds; None if none keeps them."""

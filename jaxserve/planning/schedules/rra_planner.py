@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, final
+from typing import final
 
 import numpy as np
 
@@ -38,8 +38,6 @@ class RRAPlanner(SchedulePlanner):
         prompt is computed: those of the steps in flight.
       num_slots: see `max_slots`.
     """
-
-    plans_classes: ClassVar[bool] = True
 
     deploy: Callable[[TaskLengths], Deployment]
     layouts: tuple[Layout, ...] | None = None

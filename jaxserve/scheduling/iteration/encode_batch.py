@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import final
 
@@ -152,3 +153,34 @@ class Workload:
             return self.encode_tokens
         mean = batch.mean_tokens.value
         return None if mean is None else mean * self.encode_batch
+
+
+def admissions(
+    step: StepBuilder, batch: EncodeBatch, workload: Workload, reserved_slots: int
+) -> Iterator[Sequence]:
+    """Admit sequences into an encode batch, one by one, as long as the step takes tokens.
+
+    Those with a bound come first, whatever the workload. Others are preempted where they find no
+    slot or memory.
+
+    Args:
+      reserved_slots: slots that only sequences with a bound may take; one is always for others.
+    """
+    most = max(1, step.config.max_slots - reserved_slots)
+    num_others = _num_without_bounds(step)
+    while step.num_tokens_left:
+        sequence = step.make_way()
+        if sequence is not None:
+            batch.add(tokens_to_encode(sequence))
+            sequence = step.admit()
+            num_others = _num_without_bounds(step)
+        elif num_others < most:
+            sequence = workload.next_of(step, batch)
+            num_others += sequence is not None and not sequence.request.has_bounds
+        if sequence is None:
+            return
+        yield sequence
+
+
+def _num_without_bounds(step: StepBuilder) -> int:
+    return sum(not each.request.has_bounds for each in step.running)

@@ -10,7 +10,7 @@ from jaxserve.scheduling.iteration.encode_batch import (
     EncodeBatch,
     Ratio,
     Workload,
-    tokens_to_encode,
+    admissions,
 )
 from jaxserve.scheduling.policy import StepBuilder
 from jaxserve.scheduling.sequence import Phase, Sequence
@@ -119,19 +119,7 @@ class RRA:
                 return
             step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
         workload = self._workload(state)
-        most = max(1, step.config.max_slots - self.reserved_slots)
-        num_bulk = _num_bulk(step)
-        while step.num_tokens_left:
-            sequence = step.make_way()
-            if sequence is not None:
-                state.batch.add(tokens_to_encode(sequence))
-                sequence = step.admit()
-                num_bulk = _num_bulk(step)
-            elif num_bulk < most:
-                sequence = workload.next_of(step, state.batch)
-                num_bulk += sequence is not None and not sequence.request.has_bounds
-            if sequence is None:
-                return
+        for sequence in admissions(step, state.batch, workload, self.reserved_slots):
             step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
 
     def _encode_urgent(self, step: StepBuilder, state: Round) -> bool:
@@ -168,11 +156,6 @@ class RRA:
         if self.decode_batch is not None or not share:
             return planned
         return replace(planned, decode_batch=self.encode_batch / share)
-
-
-def _num_bulk(step: StepBuilder) -> int:
-    """Return how many running sequences have no latency bound of their own."""
-    return sum(not each.request.has_bounds for each in step.running)
 
 
 def _begin(state: Round) -> None:

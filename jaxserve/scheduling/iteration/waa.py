@@ -11,6 +11,9 @@ How a sequence passes through the groups:
    there with the tokens that it has by then.
 5. A sequence that is preempted begins again at 1.
 
+A sequence with a latency bound of its own goes first in the next encode batch, and others are
+preempted where it finds no slot or memory.
+
 Each group, and the link, has its own steps in flight, so none waits for another. Micro-batches of
 the decode group are its executor's: it cuts a step into parts that pass through its stages at once.
 """
@@ -21,7 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.scheduling.iteration.encode_batch import EncodeBatch, Workload
+from jaxserve.scheduling.iteration.encode_batch import EncodeBatch, Workload, admissions
 from jaxserve.scheduling.plan import LINK
 from jaxserve.scheduling.policy import StepBuilder
 
@@ -45,22 +48,25 @@ class WAA:
       threshold: see `Workload`.
       decode_iterations: iterations of a decode step, which a sequence that was handed over may have
         to wait for. 1 in the paper; more take less of the host's time.
+      reserved_slots: slots that only sequences with a latency bound of their own may take.
     """
 
     num_device_groups: ClassVar[int] = NUM_GROUPS
-    makes_way = False
+    makes_way = True
 
     encode_batch: int
     encode_tokens: float | None = None
     decode_batch: float | None = None
     threshold: float = 0.1
     decode_iterations: int = 1
+    reserved_slots: int = 0
 
     def __post_init__(self) -> None:
-        if self.decode_iterations < 1:
-            raise InvalidConfigError(
-                f"decode_iterations={self.decode_iterations} is not allowed; pass at least 1"
-            )
+        for name, least in (("decode_iterations", 1), ("reserved_slots", 0)):
+            if getattr(self, name) < least:
+                raise InvalidConfigError(
+                    f"{name}={getattr(self, name)} is not allowed; pass at least {least}"
+                )
         self._workload()
 
     def new_state(self) -> EncodeBatch:
@@ -97,8 +103,7 @@ class WAA:
             if step.num_tokens_left == 0:
                 return
             step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
-        workload = self._workload()
-        while step.num_tokens_left and (sequence := workload.next_of(step, batch)):
+        for sequence in admissions(step, batch, self._workload(), self.reserved_slots):
             step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
 
     def _workload(self) -> Workload:

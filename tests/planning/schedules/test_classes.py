@@ -12,7 +12,7 @@ import pytest
 from jaxserve.core.errors import BoundNotMetError, InfeasibleBoundError
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.planning import simulate
+from jaxserve.planning import GroupTimes, simulate
 from jaxserve.planning.schedules import (
     LatencyBounds,
     Plan,
@@ -25,6 +25,7 @@ from jaxserve.planning.schedules.adaptation import Adaptation
 from jaxserve.planning.schedules.candidate import throughput_under
 from jaxserve.planning.schedules.continuous_planner import ContinuousPlanner
 from jaxserve.planning.schedules.families import planner_of
+from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import (
     AnswerLength,
     RequestClass,
@@ -45,10 +46,14 @@ from tests.planning.schedules.step_times import CONFIG, like_a_small_model
 
 PLANNER = RRAPlanner.measured(like_a_small_model(), lambda: CONFIG)
 PLAYER = Player(like_a_small_model(), PRESETS["auto"], lambda: CONFIG)
+GROUPS = GroupTimes(
+    groups=(like_a_small_model(), like_a_small_model()), handover_s=1e-3, page_s=2e-4
+)
 PLANNERS = {
     "rra": PLANNER,
     "continuous": ContinuousPlanner(PLAYER),
     "both": planner_of(PLAYER),
+    "waa": WAAPlanner(times=GROUPS, config=lambda: CONFIG),
 }
 NUM_BULK = 400
 
@@ -111,9 +116,8 @@ class _Traffic:
             for at, p, o in self.tight
         ]
         policy = Policy("classes", OnDemand(), DueFirst(), plan.iteration(), Stateless())
-        run = simulate(
-            [*bulk, *tight], policy, CONFIG, like_a_small_model(), pilot=pilot, progress=False
-        )
+        costs = GROUPS.costs() if plan.family == "waa" else like_a_small_model()
+        run = simulate([*bulk, *tight], policy, CONFIG, costs, pilot=pilot, progress=False)
         served = [c for c in run.completions[NUM_BULK:] if c.error is None]
         refused = [c for c in run.completions[NUM_BULK:] if c.error is not None]
         assert all(isinstance(c.error, BoundNotMetError) for c in refused)
@@ -143,6 +147,8 @@ def _taken_s(completion: Completion, kind: str) -> float:
         (1, 2.5, 0.5, 0.8, "continuous"),
         (2, 4.0, 2.0, 0.6, "continuous"),
         (3, 3.0, 0.3, 0.75, "both"),
+        (1, 2.5, 0.5, 0.8, "waa"),
+        (2, 3.0, 2.0, 0.6, "waa"),
     ],
 )
 def test_the_tight_bound_holds_and_bulk_goes_on(
@@ -165,7 +171,7 @@ def test_the_tight_bound_holds_and_bulk_goes_on(
 
 
 @pytest.mark.parametrize("kind", ["first_token_bound", "token_bound"])
-@pytest.mark.parametrize("family", ["rra", "continuous", "both"])
+@pytest.mark.parametrize("family", PLANNERS)
 def test_bounds_of_every_kind_hold_beside_bulk(kind: str, family: str):
     """At 1.3 times the lowest bound: 98 % in time, few are refused, and bulk keeps a third.
 
