@@ -127,7 +127,7 @@ class Recorder:
         self._replica = replica
         self._records = Records()
         self._in_flight: dict[int, StepRecord] = {}
-        self._collected_s = 0.0  # the newest
+        self._collected_s: dict[int, float] = {}  # device group -> the newest
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
@@ -152,15 +152,15 @@ class Recorder:
         (`warmup="background"`) do not change the median. After a slow spell, however long, it is
         that of the spell until half of the newest 8 steps of a kind are fast again.
         """
-        before_s = 0.0
+        before_s: dict[int, float] = {}  # of each device group
         # (seconds of an iteration, iterations) of each step, by its kind.
         found: dict[str, list[tuple[float, int]]] = {"mixed": [], "decode loop": []}
         for step in self._records.newest_steps(_NUM_RECENT):
             assert step.collected_s is not None
             if step.num_iterations:
-                busy_s = step.collected_s - max(step.submitted_s, before_s)
+                busy_s = step.collected_s - max(step.submitted_s, before_s.get(step.group, 0.0))
                 found[step.kind].append((busy_s / step.num_iterations, step.num_iterations))
-            before_s = step.collected_s
+            before_s[step.group] = step.collected_s
         mixed, loops = _recovered(found["mixed"]), _recovered(found["decode loop"])
         iteration_s = _median([*mixed, *loops])
         if iteration_s is None:
@@ -211,14 +211,14 @@ class Recorder:
         """Record that the step of the plan with this index was collected.
 
         Returns:
-          The seconds that the device took for it, at most: since it was submitted, or since the
-          step collected before it.
+          The seconds that the devices took for it, at most: since it was submitted, or since the
+          step of their group that was collected before it.
         """
         step = replace(self._in_flight.pop(index), collected_s=now_s)
         self._records.add_step(step)
-        seconds = now_s - max(step.submitted_s, self._collected_s)
-        self._collected_s = now_s
-        return seconds
+        before_s = self._collected_s.get(step.group, 0.0)
+        self._collected_s[step.group] = now_s
+        return now_s - max(step.submitted_s, before_s)
 
     def request_ended(self, completion: Completion, bounds: Mapping[str, Outcome]) -> None:
         """Record a request; `bounds` says what became of those of its own."""

@@ -79,8 +79,7 @@ def build_executor(
         stages=stages,
         num_processes=1 if group is None else group.num_processes,
     )
-    num_groups = 1 if processes is None else len(processes)
-    check_speculation(model_config, options, stages=stages, num_device_groups=num_groups)
+    check_speculation(model_config, options)
     check_deterministic(model_config, options, graphdef, params, stages)
     if probe is not None:
         check_probe(probe, model_config)
@@ -208,8 +207,11 @@ def _build_stages(
     if size.num_pages < optimistic:
         programs = programs_for(size.num_pages)
     built = [
-        DeviceStage(program, params, pool.new(program.config.num_pages, program.shelf))
-        for program, params, pool in zip(programs, own, pools, strict=True)
+        DeviceStage(
+            *(program, params, pool.new(program.config.num_pages, program.shelf)),
+            samples=i == len(parts) - 1,
+        )
+        for i, (program, params, pool) in enumerate(zip(programs, own, pools, strict=True))
     ]
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     executor = StagedExecutor(

@@ -14,7 +14,7 @@ from jaxserve.execution.build import build_executor
 from jaxserve.execution.grouped import GroupedExecutor, LinkedExecutor
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import ModelExecutor
-from jaxserve.execution.state_limits import check_slot_states, check_speculation
+from jaxserve.execution.state_limits import check_slot_states
 from jaxserve.execution.warmup import warm_up
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.steps.probing import Probe
@@ -46,7 +46,6 @@ def build_groups(
       DeviceMemoryError, InvalidConfigError: see `build_executor`.
     """
     check_slot_states(model_config, options, num_device_groups=len(places))
-    check_speculation(model_config, options, num_device_groups=len(places))
     own = replace(options, warmup=False, host_memory=0)
     with ExitStack() as if_one_fails:
         built: list[tuple[ModelExecutor, PoolSize]] = []

@@ -304,7 +304,7 @@ class DeviceExecutor:
         sampling = [i for i in computed if plan.rows[i].samples]
         if not sampling:
             return DeviceHandle(plan, needs, row_hidden, (), np.empty(0, np.int32), prompt_parts)
-        choose = verified if any(plan.rows[i].proposed for i in sampling) else sampled
+        choose = verified if plan.has_proposals else sampled
         self._slots.state, outputs = choose(
             *(self._programs, self._params, self._slots.state, plan, sampling),
             *((row_hidden, tapped), needs.variant),

@@ -34,18 +34,26 @@ class DeviceSlots:
 
     Args:
       shelf: where executables are kept; by default nowhere.
+      looks_up: whether proposals are looked up in these slots, if the runtime speculates.
     """
 
     def __init__(
-        self, config: EngineConfig, place: jax.sharding.Sharding, shelf: Shelf | None = None
+        self,
+        config: EngineConfig,
+        place: jax.sharding.Sharding,
+        shelf: Shelf | None = None,
+        *,
+        looks_up: bool = True,
     ):
         step = partial((shelf or unkept(place)).function, out_shardings=place)
         # A jitted function creates the state, since `device_put` onto a mesh over several processes
         # would compare the host's values across processes.
-        self._new = step("empty_slots", partial(edits.empty_slots, config), config)
+        empty = partial(edits.empty_slots, config, looks_up=looks_up)
+        self._new = step("empty_slots", empty, config, looks_up)
         self.state: SlotState = self._new()
         self._needs = [SamplingNeeds()] * config.max_slots
         self._config = config
+        self._looks_up = looks_up and config.num_proposed > 0
         self._place = place
         edit = partial(step, packs=True, donate_argnums=0)
         self._edit_slots = edit("edit", edits.edit)
@@ -65,7 +73,7 @@ class DeviceSlots:
         for new in plan.admissions:
             self._needs[new.slot] = SamplingNeeds.of(new.request.params)
         releases = plan.releases
-        if self._config.num_proposed:
+        if self._looks_up:
             for slot in releases:
                 self.state = self._remember(self.state, np.asarray(slot, np.int32))
             if plan.forgets_answers:
@@ -119,7 +127,7 @@ class DeviceSlots:
             "edits of slots": partial(self._edit_slots.prepare, state, nothing),
             "moves of slots": partial(self._move_slots.prepare, state, *moves),
         }
-        if self._config.num_proposed:
+        if self._looks_up:
             slot = np.asarray(0, np.int32)
             prepare["ended answers"] = partial(self._remember.prepare, state, slot)
             prepare["forgotten answers"] = partial(self._forget_answers.prepare, state)

@@ -16,25 +16,27 @@ from jaxserve.execution.page_copies import DevicePages
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import Row, StepPlan
-from jaxserve.steps.batches import MixedBatch
+from jaxserve.steps.batches import ChoosingRows, DecodeWindow, MixedBatch
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.packing import pack_window
 from jaxserve.steps.programs import Programs
+from jaxserve.steps.proposals import Draft
 from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.stages import Chosen, Proposed
 from jaxserve.steps.step_function import abstract
 
 
 @final
 @dataclass
 class _Sampled:
-    """Sampled tokens that are in transit to a stage.
+    """Sampled tokens that are in transit to a stage; see `stages.append`.
 
     `index` int32 [R] holds slots; entries of `max_slots` are skipped.
     """
 
     index: np.ndarray
-    token: jax.Array
-    finite: jax.Array
+    chosen: Chosen
+    num_proposed: np.ndarray
 
 
 @final
@@ -45,12 +47,17 @@ class DeviceStage:
     sequences have ended, a few integers per token. The tokens that the last stage samples are sent
     to the other stages. These append them only when they next compute the slot, so that work that
     was submitted earlier does not wait for the tokens.
+
+    Args:
+      samples: whether this is the last stage, which samples, and looks up what may follow.
     """
 
-    def __init__(self, programs: Programs, params: Any, cache: KVCache):
+    def __init__(self, programs: Programs, params: Any, cache: KVCache, *, samples: bool):
         self.programs = programs
         self.params = params
-        self.slots = DeviceSlots(programs.config, programs.place.whole, programs.shelf)
+        self.slots = DeviceSlots(
+            programs.config, programs.place.whole, programs.shelf, looks_up=samples
+        )
         self.pages = DevicePages(cache, programs.place.pages, shelf=programs.shelf)
         self._incoming: deque[_Sampled] = deque()
 
@@ -64,7 +71,7 @@ class DeviceStage:
 
     def edit(self, plan: StepPlan) -> None:
         """Apply the plan's edits to the slots. Call it before the plan's rows."""
-        if plan.extensions:  # they follow tokens that may still be in transit
+        if plan.extensions or plan.has_proposals:  # they follow tokens that may be in transit
             self.catch_up()
         skip = self.programs.config.max_slots
         target = np.arange(skip + 1, dtype=np.int32)
@@ -103,21 +110,31 @@ class DeviceStage:
                 *(self.params, self.pages.cache, self.slots.state, batch, self._moved(encoded))
             )
 
-    def decode(self, rows: Sequence[Row], window: range, inputs: jax.Array | None) -> jax.Array:
+    def decode(
+        self,
+        rows: Sequence[Row],
+        window: range,
+        inputs: jax.Array | None,
+        iteration: int = 0,
+        proposed: Proposed | None = None,
+    ) -> jax.Array:
         """Return this stage's output for the newest tokens of a window's slots, [R, E].
 
         Args:
-          rows: the slots of the window that take part, and their present positions.
+          rows: the slots of the window that take part, and their positions before the loop.
+          iteration: number of iterations of the loop before this one.
+          proposed: what the last stage proposes; then the output has R + proposals rows.
         """
         self._take_in(np.array([row.slot for row in rows], np.int32))
+        num_proposed = 0
+        if proposed is not None:
+            num_proposed = proposed.tokens.shape[1]
+            proposed = jax.device_put(proposed, self.programs.place.whole)
         with self.programs.place.in_force():
-            self.pages.cache, hidden = self.programs.stage_decode(
-                self.params,
-                self.pages.cache,
-                self.slots.state,
-                pack_window(window, rows),
-                self.programs.plan_decode(rows, window),
-                self._moved(inputs),
+            self.pages.cache, hidden = self.programs.stage.decode(
+                *(self.params, self.pages.cache, self.slots.state, pack_window(window, rows)),
+                self.programs.plan_decode(rows, window, iteration, num_proposed),
+                *(self._moved(inputs), proposed),
             )
         return hidden
 
@@ -128,31 +145,73 @@ class DeviceStage:
         outputs: Outputs,
         variant: Variant,
         masks: Any = None,
-    ) -> tuple[Outputs, jax.Array, jax.Array]:
-        """Sample with `steps.stage_head`. Call it on the last stage only.
+    ) -> tuple[Outputs, Chosen]:
+        """Sample with `stages.head`. Call it, and the three below, on the last stage only.
 
         Args:
           masks: see `steps.packing.pack_masks`.
-
-        Returns:
-          The outputs, the tokens, and whether the logits of each token were finite.
         """
         with self.programs.place.in_force():
-            self.slots.state, outputs, token, finite = self.programs.stage_head(
+            self.slots.state, outputs, chosen = self.programs.stage.head(
                 *(self.params, self.slots.state, hidden, index, outputs),
                 *(() if masks is None else (masks,)),
                 variant=variant,
             )
-        return outputs, token, finite
+        return outputs, chosen
 
-    def send(self, index: np.ndarray, token: jax.Array, finite: jax.Array) -> None:
-        """Send this stage, not the last one, the tokens sampled for the slots at `index`."""
-        token, finite = jax.device_put((token, finite), self.programs.place.whole)
-        self._incoming.append(_Sampled(index, token, finite))
-
-    def no_outputs(self, num_rows: int, most: int, variant: Variant) -> Outputs:
+    def verify(
+        self, hidden: jax.Array, rows: ChoosingRows, masks: Any, variant: Variant
+    ) -> tuple[Outputs, Chosen]:
+        """Choose tokens with `stages.verify`."""
         with self.programs.place.in_force():
-            return self.programs.no_outputs(num_rows, most, variant)
+            self.slots.state, outputs, chosen = self.programs.stage.verify(
+                *(self.params, self.slots.state, hidden, rows, masks), variant=variant
+            )
+        return outputs, chosen
+
+    def propose(
+        self, window: DecodeWindow, outputs: Outputs, num_proposed: int
+    ) -> tuple[Draft, Proposed]:
+        """Propose with `stages.propose`, before the first iteration of a loop."""
+        with self.programs.place.in_force():
+            return self.programs.stage.propose(
+                self.slots.state, window, outputs, num_proposed=num_proposed
+            )
+
+    def choose(
+        self,
+        window: DecodeWindow,
+        hidden: jax.Array,
+        outputs: Outputs,
+        proposals: tuple[Draft, Proposed],
+        variant: Variant,
+    ) -> tuple[Outputs, Chosen, tuple[Draft, Proposed]]:
+        """Choose the tokens of an iteration with `stages.choose_proposed`, and propose others."""
+        with self.programs.place.in_force():
+            self.slots.state, outputs, chosen, *more = self.programs.stage.choose(
+                *(self.params, self.slots.state, window, hidden, outputs, *proposals),
+                variant=variant,
+            )
+        draft, proposed = more
+        return outputs, chosen, (draft, proposed)
+
+    def send(
+        self, index: np.ndarray, chosen: Chosen, num_proposed: np.ndarray | None = None
+    ) -> None:
+        """Send this stage, not the last one, the tokens chosen for the slots at `index`.
+
+        Args:
+          num_proposed: see `stages.append`; None for none.
+        """
+        chosen = jax.device_put(chosen, self.programs.place.whole)
+        num = np.zeros(len(index), np.int32) if num_proposed is None else num_proposed
+        self._incoming.append(_Sampled(index, chosen, num))
+
+    def no_outputs(
+        self, num_rows: int, most: int, variant: Variant, num_proposed: int = 0
+    ) -> Outputs:
+        with self.programs.place.in_force():
+            return self.programs.no_outputs(num_rows, most, variant, num_proposed=num_proposed)
 
     def catch_up(self) -> None:
         """Append all tokens that are in transit."""
@@ -190,8 +249,8 @@ class DeviceStage:
 
     def _append(self, sampled: _Sampled) -> None:
         with self.programs.place.in_force():
-            self.slots.state = self.programs.stage_append(
-                self.slots.state, sampled.index, sampled.token, sampled.finite
+            self.slots.state = self.programs.stage.append(
+                self.slots.state, sampled.index, sampled.chosen, sampled.num_proposed
             )
 
     def _moved(self, inputs: jax.Array | None) -> jax.Array | None:

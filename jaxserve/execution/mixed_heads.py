@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxserve.core.config import bucket
 from jaxserve.scheduling.plan import StepPlan
+from jaxserve.steps.batches import ChoosingRows
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.packing import (
     head_sizes,
@@ -58,13 +59,31 @@ def verified(
     variant: Variant,
 ) -> tuple[SlotState, Outputs]:
     """`sampled` where some of the rows have proposals, and so may choose several tokens."""
-    order = [i for i in sampling for _ in in_places(plan.rows[i])]
-    num_rows = bucket(len(order), head_sizes(programs.config, variant, has_masks=True))
-    masks = pack_masks(plan, order, num_rows)
-    if masks is None:
-        masks = no_masks(num_rows, programs.model_config.vocab_size)
-    choosing = pack_choosing(programs.config, [plan.rows[i] for i in sampling], num_rows)
+    choosing, masks = verifying_arguments(programs, plan, sampling, variant, has_masks=True)
     return programs.verifying_head(
         *(params, slots, found[0], choosing, found[1], programs.probe_params, masks),
         variant=variant,
     )
+
+
+def verifying_arguments(
+    programs: Programs,
+    plan: StepPlan,
+    sampling: Sequence[int],
+    variant: Variant,
+    *,
+    has_masks: bool,
+) -> tuple[ChoosingRows, Any]:
+    """Return the rows of a head that verifies, and its masks; waits until these are computed.
+
+    Args:
+      sampling: see `sampled`.
+      has_masks: whether the head has the sizes of steps with masks, see `head_sizes`.
+    """
+    config = programs.config
+    order = [i for i in sampling for _ in in_places(plan.rows[i])]
+    num_rows = bucket(len(order), head_sizes(config, variant, has_masks=has_masks))
+    masks = pack_masks(plan, order, num_rows)
+    if masks is None:
+        masks = no_masks(num_rows, programs.model_config.vocab_size)
+    return pack_choosing(config, [plan.rows[i] for i in sampling], num_rows), masks

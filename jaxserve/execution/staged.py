@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from math import gcd
 from typing import Any, final
 
 import jax
@@ -18,21 +17,25 @@ from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.encoding import encode_prompts
 from jaxserve.execution.handle import DeviceHandle, PromptPart
 from jaxserve.execution.micro_batches import Pass, micro_batches
+from jaxserve.execution.mixed_heads import verifying_arguments
 from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.protocol import GroupRole
+from jaxserve.execution.staged_loops import WindowPass, micro_batch_size, run_loop
 from jaxserve.execution.weights import check_same, fitted
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
 from jaxserve.models.parts import ModelPart
 from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import Row, StepPlan
+from jaxserve.steps.batches import ChoosingRows
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.packing import (
-    decode_window,
+    in_places,
+    loop_sizes,
     no_masks,
+    pack_choosing,
     pack_masks,
     pack_rows,
-    pack_window,
     sampling_first,
     sampling_slots,
 )
@@ -103,7 +106,9 @@ class StagedExecutor:
             for stage in self._stages:
                 stage.edit(plan)
             needs = self._stages[-1].slots.needs(plan.rows)
-            return self._decode(plan, needs) if plan.is_decode_loop else self._mixed(plan, needs)
+            if plan.is_decode_loop:
+                return run_loop(self._stages, plan, needs, self._micro_batches, self._tell)
+            return self._mixed(plan, needs)
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """See `ModelExecutor`."""
@@ -198,14 +203,14 @@ class StagedExecutor:
 
     def _mixed(self, plan: StepPlan, needs: SamplingNeeds) -> DeviceHandle:
         # If a row returns prompt log-probabilities, the step is one batch, so that their spans are
-        # those of the step.
-        wants_prompts = any(row.wants_prompt_logprobs for row in plan.rows)
+        # those of the step; and if one has proposals, since a micro-batch may not end among them.
+        is_one = plan.has_proposals or any(row.wants_prompt_logprobs for row in plan.rows)
         prompts = [row for row in plan.rows if row.encodes]
         marker: Any = self._encode(pack_rows(self.config, prompts)[0]) if prompts else None
         if prompts and len(prompts) == len(plan.rows):
             return DeviceHandle(plan, needs, marker, (), np.empty(0, np.int32))
         batches = [[(i, row) for i, row in enumerate(plan.rows) if not row.encodes]]
-        if not wants_prompts:
+        if not is_one:
             smallest = self.config.token_buckets[0]
             batches = list(micro_batches(batches[0], self._micro_batches, smallest))
         outputs: list[Outputs] = []
@@ -214,23 +219,21 @@ class StagedExecutor:
         num_outputs = 0
         for batch in batches:
             batch = [batch[i] for i in sampling_first([row for _, row in batch])]
-            rows = [row for _, row in batch]
-            packed, starts = pack_rows(self.config, rows)
-            samples = any(row.samples for row in rows)
-            self._tell((row.slot for row in rows), len(packed.token_row), samples)
+            parts = [(i, part) for i, row in batch for part in in_places(row)]
+            packed, starts = pack_rows(self.config, [row for _, row in parts])
+            sampling = [i for i, row in batch if row.samples]
+            slots = frozenset(row.slot for _, row in batch)
+            self._tell(Pass(slots, len(packed.token_row), samples=bool(sampling)))
             hidden = None
             for stage in self._stages:
                 hidden, marker = stage.mixed(packed, hidden)
-            if wants_prompts:
-                prompt_part = self._prompt_part(batch, starts, packed, hidden)
-            if samples:
-                index = sampling_slots(self.config, rows, needs.variant)
-                none = self._stages[-1].no_outputs(len(index), 1, needs.variant)
-                sampling = [i for i, row in batch if row.samples]
-                masks = pack_masks(plan, sampling, len(index))
-                outputs.append(self._sample(marker, index, none, needs.variant, masks))
+            if any(row.wants_prompt_logprobs for row in plan.rows):
+                prompt_part = self._prompt_part(parts, starts, packed, hidden)
+            if sampling:
+                choose = self._verify if plan.has_proposals else self._sample_rows
+                outputs.append(choose(plan, sampling, marker, needs.variant))
                 output_rows[sampling] = num_outputs + np.arange(len(sampling))
-                num_outputs += len(index)
+                num_outputs += len(outputs[-1].num_tokens)
         marker = outputs[-1].tokens if outputs else marker
         return DeviceHandle(plan, needs, marker, outputs, output_rows, prompt_part)
 
@@ -241,38 +244,31 @@ class StagedExecutor:
             stage.write_encoded(batch, encoded)
         return encoded
 
-    def _decode(self, plan: StepPlan, needs: SamplingNeeds) -> DeviceHandle:
-        whole, _ = decode_window(self.config, plan, needs.variant)
-        size = self._micro_batch_size(len(whole))
-        live = sorted({(row.slot - whole.start) // size for row in plan.rows})
-        windows = [whole[batch * size : (batch + 1) * size] for batch in live]
-        last, most = self._stages[-1], self.config.max_decode_iterations
-        outputs = [last.no_outputs(size, most, needs.variant) for _ in windows]
-        for iteration in range(plan.num_iterations):
-            for batch, window in enumerate(windows):
-                rows = [
-                    replace(row, start=row.start + iteration)
-                    for row in plan.rows
-                    if row.slot in window
-                ]
-                self._tell(window, size, samples=True)
-                hidden = None
-                for stage in self._stages:
-                    hidden = stage.decode(rows, window, hidden)
-                index = np.where(pack_window(window, rows).most, window, self.config.max_slots)
-                index = index.astype(np.int32)
-                outputs[batch] = self._sample(hidden, index, outputs[batch], needs.variant)
-        place = {
-            slot: batch * size + i
-            for batch, window in enumerate(windows)
-            for i, slot in enumerate(window)
-        }
-        output_rows = np.array([place[row.slot] for row in plan.rows], np.int32)
-        return DeviceHandle(plan, needs, outputs[-1].tokens, outputs, output_rows)
+    def _sample_rows(
+        self, plan: StepPlan, sampling: Sequence[int], row_hidden: Any, variant: Variant
+    ) -> Outputs:
+        """Sample the next token of the plan's rows `sampling`, which come first in the batch."""
+        rows = [plan.rows[i] for i in sampling]
+        index = sampling_slots(self.config, rows, variant)
+        none = self._stages[-1].no_outputs(len(index), 1, variant)
+        masks = pack_masks(plan, sampling, len(index))
+        return self._sample(row_hidden, index, none, variant, masks)
 
-    def _micro_batch_size(self, num_slots: int) -> int:
-        """Return the number of slots of a micro-batch of a window with `num_slots` slots."""
-        return num_slots // gcd(num_slots, self._micro_batches)
+    def _verify(
+        self, plan: StepPlan, sampling: Sequence[int], row_hidden: Any, variant: Variant
+    ) -> Outputs:
+        """`_sample_rows` where some of the rows have proposals, and so may get several tokens."""
+        last = self._stages[-1].programs
+        rows, masks = verifying_arguments(last, plan, sampling, variant, has_masks=False)
+        return self._choose_verified(row_hidden, rows, masks, variant)
+
+    def _choose_verified(
+        self, row_hidden: Any, rows: ChoosingRows, masks: Any, variant: Variant
+    ) -> Outputs:
+        outputs, chosen = self._stages[-1].verify(row_hidden, rows, masks, variant)
+        for stage in self._stages[:-1]:
+            stage.send(np.asarray(rows.slot), chosen, np.asarray(rows.num_proposed))
+        return outputs
 
     def _sample(
         self,
@@ -283,14 +279,14 @@ class StagedExecutor:
         masks: Any = None,
     ) -> Outputs:
         """Sample on the last stage and send the tokens to the others."""
-        outputs, token, finite = self._stages[-1].sample(hidden, index, outputs, variant, masks)
+        outputs, chosen = self._stages[-1].sample(hidden, index, outputs, variant, masks)
         for stage in self._stages[:-1]:
-            stage.send(index, token, finite)
+            stage.send(index, chosen)
         return outputs
 
-    def _tell(self, slots: Iterable[int], num_rows: int, samples: bool) -> None:
+    def _tell(self, new: Pass) -> None:
         if self._on_pass is not None:
-            self._on_pass(Pass(frozenset(slots), num_rows, samples))
+            self._on_pass(new)
 
     def _prompt_part(
         self, batch: Sequence[tuple[int, Row]], starts: Sequence[int], packed: Any, hidden: Any
@@ -325,10 +321,13 @@ class StagedExecutor:
             for num in reversed(variant.sizes(config.head_buckets)):
                 step = partial(self._warm_head, variant, num)
                 steps.append((f"{name} sampling, {num} rows", step))
-            sizes = {self._micro_batch_size(num) for num in variant.sizes(config.slot_buckets)}
-            for num in sorted(sizes, reverse=True):
-                step = partial(self._warm_decode, variant, num)
-                steps.append((f"{name} decoding, {num} slots", step))
+            for speculates in (False, True) if config.num_proposed else (False,):
+                loop = "speculating loop" if speculates else "decoding"
+                windows = loop_sizes(config, variant, speculates=speculates)
+                sizes = {micro_batch_size(num, self._micro_batches) for num in windows}
+                for num in sorted(sizes, reverse=True):
+                    step = partial(self._warm_decode, variant, num, speculates)
+                    steps.append((f"{name} {loop}, {num} slots", step))
         return [(name, self._idly(step)) for name, step in steps]
 
     def use_idle_time(self) -> bool:
@@ -379,20 +378,23 @@ class StagedExecutor:
 
     def _warm_head(self, variant: Variant, num_rows: int) -> None:
         hidden = self._warm_mixed(self.config.token_buckets[0])
-        self._warm_sampling(hidden, variant, num_rows, 1)
+        self._warm_sampling(hidden, variant, num_rows)
         if self._takes_masks:
             vocab_size = self._stages[-1].programs.model_config.vocab_size
-            self._warm_sampling(hidden, variant, num_rows, 1, no_masks(num_rows, vocab_size))
+            masks = no_masks(num_rows, vocab_size)
+            self._warm_sampling(hidden, variant, num_rows, masks)
+            if self.config.num_proposed:
+                nobody = pack_choosing(self.config, (), num_rows)
+                self._choose_verified(hidden, nobody, masks, variant)
 
-    def _warm_decode(self, variant: Variant, num_rows: int) -> None:
-        hidden = None
-        for stage in self._stages:
-            hidden = stage.decode((), range(num_rows), hidden)
-        self._warm_sampling(hidden, variant, num_rows, self.config.max_decode_iterations)
+    def _warm_decode(self, variant: Variant, num_rows: int, speculates: bool) -> None:
+        window, last = range(num_rows), self._stages[-1]
+        idle = WindowPass.of(last, window, (), variant, speculates=speculates)
+        idle.iterate(self._stages, 0, variant)
 
     def _warm_sampling(
-        self, hidden: Any, variant: Variant, num_rows: int, most: int, masks: Any = None
+        self, hidden: Any, variant: Variant, num_rows: int, masks: Any = None
     ) -> None:
         index = np.full(num_rows, self.config.max_slots, np.int32)
-        none = self._stages[-1].no_outputs(num_rows, most, variant)
+        none = self._stages[-1].no_outputs(num_rows, 1, variant)
         self._sample(hidden, index, none, variant, masks)

@@ -66,28 +66,14 @@ def check_slot_states(
             )
 
 
-def check_speculation(
-    model_config: Any,
-    options: RuntimeOptions,
-    *,
-    stages: StagePlan | None = None,
-    num_device_groups: int = 1,
-) -> None:
-    """Check that a model can speculate where it is placed, if the options ask for it.
+def check_speculation(model_config: Any, options: RuntimeOptions) -> None:
+    """Check that a model can speculate, if the options ask for it.
 
     Raises:
       InvalidConfigError: naming what is given, what is allowed, and what to do.
     """
-    hindrances = {
-        "a model with recurrent layers, whose states cannot go back": (
-            model_config.num_recurrent_layers > 0
-        ),
-        "a model cut into stages": stages is not None,
-        f"{num_device_groups} device groups": num_device_groups > 1,
-    }
-    for name, is_given in hindrances.items():
-        if is_given and options.speculation is not None:
-            raise InvalidConfigError(
-                f"speculation={options.speculation!r} is not supported for {name}; omit it, or "
-                "serve a decoder with attention alone on one device or a tensor-parallel mesh"
-            )
+    if options.speculation is not None and model_config.num_recurrent_layers:
+        raise InvalidConfigError(
+            f"speculation={options.speculation!r} is not supported for a model with recurrent "
+            "layers, whose states cannot go back; omit it, or serve a decoder with attention alone"
+        )

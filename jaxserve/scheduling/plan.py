@@ -200,6 +200,11 @@ class StepPlan:
         return self.window_size > 0
 
     @property
+    def has_proposals(self) -> bool:
+        """Whether the host proposes tokens in rows of a mixed step."""
+        return any(row.proposed for row in self.rows)
+
+    @property
     def num_pages_handed_over(self) -> int:
         return sum(len(handover.pages) for handover in self.handovers)
 

@@ -57,17 +57,19 @@ class Speculation:
         self._pace: OrderedDict[int, float] = OrderedDict()
         self._num_drafts = self._num_proposed = 0
         self.num_accepted_by_place = (0,) * most
-        self._forgets_answers = False
+        # Times that answers were to be forgotten, and device group -> those that its plans know.
+        self._num_forgotten, self._num_told = 0, dict[int, int]()
         # Sequence key -> tokens that it had, and what the host proposes behind them.
         self._suggested: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def forget_answers(self) -> None:
         """Have no later proposal be of an answer that has ended before."""
-        self._forgets_answers = True
+        self._num_forgotten += 1
 
-    def take_forgetting(self) -> bool:
-        """Return, once after `forget_answers`, that the next plan forgets them."""
-        forgets, self._forgets_answers = self._forgets_answers, False
+    def take_forgetting(self, group: int) -> bool:
+        """Return, once after `forget_answers`, that a device group's next plan forgets them."""
+        forgets = self._num_told.get(group, 0) < self._num_forgotten
+        self._num_told[group] = self._num_forgotten
         return forgets
 
     def counters(self) -> dict[str, float]:

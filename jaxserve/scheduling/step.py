@@ -331,7 +331,7 @@ class Step:
             num_iterations=self._num_iterations,
             num_proposed=self._speculating.num_proposed,
             verify_cost=self._speculating.verify_cost,
-            forgets_answers=self._speculation.take_forgetting(),
+            forgets_answers=self._speculation.take_forgetting(group),
             window_start=window_start,
             window_size=window_size,
             group=group,

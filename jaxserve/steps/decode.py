@@ -1,4 +1,4 @@
-"""Decoding on the device: a loop over a whole model, or one iteration of a stage.
+"""Decoding on the device: a loop over a whole model.
 
 A loop may speculate: an iteration computes the newest token of each row and some that are proposed
 to follow it (`steps.proposals`), and chooses the next token behind each of them. As long as that is
@@ -20,14 +20,12 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.batch import KVCache
 from jaxserve.models.decoder import Tap
-from jaxserve.scheduling.plan import ProposalCount
 from jaxserve.steps import proposals
-from jaxserve.steps import slots as slot_edits
 from jaxserve.steps.batches import DecodeWindow, Params, tap, tapped
+from jaxserve.steps.choosing import choose, looked_up, room, with_lesson
 from jaxserve.steps.decode_blocks import Block, WindowRows, attention_of, block_of, rows_of
 from jaxserve.steps.drafting import DraftInputs, DraftStructure, FollowedModel, serving_model
-from jaxserve.steps.encoding import counted_from
-from jaxserve.steps.outputs import Outputs, count, no_outputs, record, with_reading
+from jaxserve.steps.outputs import Outputs, no_outputs, with_reading
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.proposals import Answers, Draft, Lookup
 from jaxserve.steps.sampling.sampler import sample
@@ -61,35 +59,27 @@ def decode_loop(
         static. Each iteration computes as many, or none.
     """
     model = serving_model(graphdef, params, drafting, draft_inputs)
-    most = window.most
-    num_rows = most.shape[0]
+    num_rows = window.most.shape[0]
     rows = rows_of(slots, window)
-
-    def room(done: Bool[Array, " slots"], outputs: Outputs) -> Int32[Array, " rows"]:
-        return jnp.where(rows.live(done), jnp.maximum(most - outputs.num_tokens, 0), 0)
 
     def propose(slots: SlotState, outputs: Outputs) -> Draft | None:
         if not num_proposed:
             return None
-        assert slots.lookup is not None and slots.answers is not None, "slots without lookup"
-        if drafting is not None:
-            left = room(slots.done, outputs)
-            return proposals.expect(
-                *(slots.lookup.rates, rows.index, left, window.verify_cost), num_proposed
-            )
-        return proposals.propose(
-            *(slots.lookup, slots.answers, slots.tokens, rows.index, rows.part(slots.length)),
-            *(room(slots.done, outputs), window.verify_cost, num_proposed),
-        )
+        left = room(rows, slots.done, outputs)
+        if drafting is None:
+            return looked_up(slots, rows, left, num_proposed)
+        assert slots.lookup is not None, "slots without rates"
+        rates = slots.lookup.rates
+        return proposals.expect(rates, rows.index, left, window.verify_cost, num_proposed)
 
     def goes_on(carry: _Carry) -> Bool[Array, ""]:
         is_left = carry.iteration < window.num_iterations
-        return is_left & (room(carry.done, carry.outputs) > 0).any()
+        return is_left & (room(rows, carry.done, carry.outputs) > 0).any()
 
     def iterate(carry: _Carry, *, is_wide: bool) -> _Carry:
         before = carry.slots(slots)
         draft = carry.draft
-        live = room(before.done, carry.outputs) > 0
+        live = room(rows, before.done, carry.outputs) > 0
         proposed = jnp.where(live, draft.num, 0) if is_wide and draft is not None else None
         cache = carry.cache
         if drafting is not None and proposed is not None and draft is not None:
@@ -98,70 +88,24 @@ def decode_loop(
             )
             draft = replace(draft, tokens=drafted)
         block = block_of(live, proposed, num_proposed)
-        hidden, cache, read = _decode_once(
+        hidden, cache, read = decode_once(
             *(model, before, rows, block, cache, None, attention_plans[is_wide], config),
             tap(probe, jnp.arange(block.row.shape[0])),
-            None if proposed is None else draft,
+            None if proposed is None or draft is None else draft.tokens,
         )
-        logits = model.logits(hidden)
+        choice = choose(
+            *(model.logits(hidden), rows, block, before, carry.outputs, live, draft, proposed),
+            looks_up=drafting is None,
+            variant=variant,
+            config=config,
+        )
+        now, outputs = choice.slots, choice.outputs
+        if read is not None and proposed is not None:
+            num_new = rows.part(now.length) - rows.part(before.length)
+            read = read[block.start + jnp.maximum(num_new, 1) - 1]
         if draft is not None:
-            computed = jnp.zeros(num_rows, jnp.int32) if proposed is None else proposed
-            compared = computed
-            if drafting is None:  # one that was looked up can be compared without computing it
-                compared = jnp.maximum(computed, jnp.minimum(draft.available, 1))
-
-        def choose(state: _Choice) -> _Choice:
-            place, now, outputs = state.place, state.slots, state.outputs
-            at = jnp.minimum(block.start + place, logits.shape[0] - 1)
-            sampled = sample(
-                *(logits if proposed is None else logits[at], rows.sampling, now.tokens),
-                rows.part(now.length),
-                slot=rows.index,
-                variant=variant,
-                first=counted_from(rows.encoded, config.page_size),
-            )
-            now = slot_edits.append(now, rows.index, state.goes_on, sampled.token, sampled.finite)
-            outputs = record(outputs, state.goes_on, sampled)
-            if draft is None:
-                return _Choice(place, now, outputs, live, state.hits, state.misses)
-            tried = state.goes_on & (place < compared)
-            hits = tried & (sampled.token == draft.tokens[:, place])
-            accepted = hits & (place < computed)
-            if proposed is not None:
-                outputs = count(outputs, len(ProposalCount) + place, accepted)
-            return _Choice(
-                *(place + 1, now, outputs, accepted & rows.live(now.done)),
-                state.hits + hits.astype(jnp.int32),
-                state.misses + (tried & ~hits).astype(jnp.int32),
-            )
-
-        nothing = jnp.zeros(num_rows, jnp.int32)
-        chosen = _Choice(jnp.int32(0), before, carry.outputs, live, nothing, nothing)
-        if proposed is None:
-            chosen = choose(chosen)
-        else:
-            chosen = lax.while_loop(lambda state: state.goes_on.any(), choose, chosen)
-            if read is not None:
-                num_new = rows.part(chosen.slots.length) - rows.part(before.length)
-                read = read[block.start + jnp.maximum(num_new, 1) - 1]
-        now, outputs = chosen.slots, chosen.outputs
-        if draft is not None and now.lookup is not None and now.answers is not None:
-            outputs = count(outputs, ProposalCount.ITERATIONS, live)
-            if proposed is not None:
-                outputs = count(outputs, ProposalCount.WIDE, live)
-                outputs = count(outputs, ProposalCount.DRAFTS, proposed > 0)
-                outputs = count(outputs, ProposalCount.PROPOSED, proposed)
-            rates, total = proposals.learn(
-                *(now.lookup.rates, now.answers.rates, rows.index, draft.source),
-                *(chosen.hits, chosen.misses),
-            )
-            if drafting is not None and proposed is None:
-                rates = proposals.forgive(rates, rows.index)
-            now = replace(
-                now,
-                lookup=replace(now.lookup, rates=rates),
-                answers=replace(now.answers, rates=total),
-            )
+            forgives = drafting is not None and proposed is None
+            now, outputs = with_lesson(choice, rows, live, draft, proposed, forgives=forgives)
         return _Carry(
             *(carry.iteration + 1, cache, now.tokens, now.length, now.done, now.lookup),
             *(now.answers, outputs, read, propose(now, outputs)),
@@ -227,91 +171,29 @@ class _Carry(NamedTuple):
         )
 
 
-class _Choice(NamedTuple):
-    """The tokens of an iteration, as far as they have been chosen.
-
-    Attributes:
-      place: behind the newest token of each row.
-      goes_on: rows in which the token at this place counts.
-      hits, misses: proposals that were the token chosen, and those that were not.
-    """
-
-    place: Int32[Array, ""]
-    slots: SlotState
-    outputs: Outputs
-    goes_on: Bool[Array, " rows"]
-    hits: Int32[Array, " rows"]
-    misses: Int32[Array, " rows"]
-
-
-def stage_decode(
-    params: Params,
-    cache: KVCache,
-    slots: SlotState,
-    window: DecodeWindow,
-    attention_plan: Plan | None,
-    inputs: Float[Array, "rows embed"] | None,
-    *,
-    graphdef: nnx.GraphDef,
-    config: EngineConfig,
-) -> tuple[KVCache, Float[Array, "rows hidden"]]:
-    """Compute a stage's part of one decode iteration.
-
-    Args:
-      inputs: what the stage before this one returned; None for the first stage.
-
-    Returns:
-      The cache, and the residual stream; of the last stage, hidden states.
-    """
-    model = nnx.merge(graphdef, params)
-    rows = rows_of(slots, window)
-    block = block_of(rows.live(slots.done), None, 0)
-    hidden, cache, _ = _decode_once(
-        model, slots, rows, block, cache, inputs, attention_plan, config, None
-    )
-    return cache, hidden
-
-
-def stage_append(
-    slots: SlotState,
-    index: Int32[Array, " rows"],
-    token: Int32[Array, " rows"],
-    finite: Bool[Array, " rows"],
-) -> SlotState:
-    """Do to the slots what `stage_head` did, on a stage that did not sample."""
-    num_slots = slots.done.shape[0]
-    live = (index < num_slots) & ~slots.done[jnp.minimum(index, num_slots - 1)]
-    return slot_edits.append(slots, index, live, token, finite)
-
-
-def _decode_once(
+def decode_once(
     model: Any,
     slots: SlotState,
     window: WindowRows,
     block: Block,
     cache: KVCache,
-    inputs: Float[Array, "rows embed"] | None,
+    inputs: Float[Array, "tokens embed"] | None,
     attention_plan: Plan | None,
     config: EngineConfig,
     where: Tap | None,
-    draft: Draft | None = None,
+    proposed: Int32[Array, "rows num"] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], KVCache, Float32[Array, "tokens embed"] | None]:
     """Compute each slot's newest token, and what is proposed behind it.
 
     Args:
-      draft: what is proposed; None for a block without proposals.
+      inputs: what the stage before this one returned; None for a whole model or a first stage.
+      proposed: what is proposed behind the newest tokens; None for a block without proposals.
 
     Returns:
       Hidden states, the cache, and what is tapped.
     """
     inputs, attention = attention_of(
-        slots,
-        window,
-        block,
-        inputs,
-        attention_plan,
-        config,
-        None if draft is None else draft.tokens,
+        *(slots, window, block, inputs, attention_plan, config, proposed)
     )
     return tapped(model, inputs, attention, cache, where)
 

@@ -91,11 +91,11 @@ def attention_of(
     slots: SlotState,
     window: WindowRows,
     block: Block,
-    inputs: Float[Array, "rows embed"] | None,
+    inputs: Float[Array, "tokens embed"] | None,
     attention_plan: Plan | None,
     config: EngineConfig,
     proposed: Int32[Array, "rows num"] | None,
-) -> tuple[Int32[Array, " tokens"] | Float[Array, "rows embed"], AttentionBatch]:
+) -> tuple[Int32[Array, " tokens"] | Float[Array, "tokens embed"], AttentionBatch]:
     """Return what a model computes for a block, and its attention batch.
 
     Args:

@@ -71,7 +71,7 @@ def stage_head(
 ) -> tuple[SlotState, Outputs, Int32[Array, " rows"], Bool[Array, " rows"]]:
     """Sample the next token of the rows, append it to their slots and record it.
 
-    Also returns the tokens and which are finite, for `stage_append`.
+    Also returns the tokens and which are finite, for `stages.append`.
 
     Args:
       hidden: of the rows, and of others after them.

@@ -33,6 +33,7 @@ from jaxserve.steps.preparation import prepared_together
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.slots import empty_slots
+from jaxserve.steps.stage_programs import StagePrograms
 from jaxserve.steps.step_function import StepFunction, shelf_of
 from pallas_kernels.paged_attention import Plan
 
@@ -52,6 +53,7 @@ class Programs:
     Attributes:
       probe_params: the probe's parameters, in place; None without a probe.
       refinement: how its readings change a prediction.
+      stage: what a stage computes, if this is one.
     """
 
     def __init__(
@@ -113,36 +115,18 @@ class Programs:
         self.prompt_logprobs = StepFunction(
             "prompt_logprobs", bind(mixed.score_prompts), shelf, packs=True, out_shardings=whole
         )
-        self.stage_decode = StepFunction(
-            "stage_decode",
-            bind(decode.stage_decode),
-            shelf,
-            packs=True,
-            donate_argnames="cache",
-            out_shardings=(pages, whole),
-        )
-        self.stage_head = StepFunction(
-            "stage_head",
-            bind(heads.stage_head),
-            shelf,
-            donate_argnames=("slots", "outputs"),
-            static_argnames="variant",
-            out_shardings=whole,
-        )
-        self.stage_append = StepFunction(
-            "stage_append",
-            decode.stage_append,
-            shelf,
-            num_fixed=0,
-            donate_argnames="slots",
-            out_shardings=whole,
-        )
+        self.stage = StagePrograms(graphdef, config, place, shelf)
         self.prompts_of = jax.jit(encoding.prompts_of, out_shardings=whole)
         self.encode = jax.jit(partial(encoding.encode, graphdef=graphdef), out_shardings=whole)
         self.write_encoded = jax.jit(
             bind(encoding.write_encoded), donate_argnames="cache", out_shardings=pages
         )
-        self.no_outputs = jax.jit(no_outputs, static_argnums=(0, 1, 2), out_shardings=whole)
+        self.no_outputs = jax.jit(
+            no_outputs,
+            static_argnums=(0, 1, 2),
+            static_argnames="num_proposed",
+            out_shardings=whole,
+        )
 
     @classmethod
     def shared(
@@ -169,12 +153,17 @@ class Programs:
         return None if self._planner is None else self._planner.mixed(batch)
 
     def plan_decode(
-        self, rows: Sequence[Row], window: range, num_iterations: int = 1
+        self, rows: Sequence[Row], window: range, iteration: int = 0, num_proposed: int = 0
     ) -> Plan | None:
-        """The plan of attention in iterations over the slots of a window, for `stage_decode`."""
+        """The plan of attention in an iteration over the slots of a window, for `stage.decode`.
+
+        Args:
+          iteration: its number in the loop.
+          num_proposed: proposals that each iteration of the loop computes.
+        """
         if self._planner is None:
             return None
-        return self._planner.decode(rows, window, num_iterations)
+        return self._planner.decode(rows, window, 1 + iteration, num_proposed)
 
     def plan_loop(
         self,
@@ -279,7 +268,7 @@ class Programs:
           samples: whether this is the last stage, which has a head.
         """
         batch, window = self._arguments()
-        cache, slots = self._placed(cache)
+        cache, slots = self._placed(cache, looks_up=samples)
         dtype = jnp.dtype(self.model_config.dtype)
 
         def whole(x: Any) -> jax.ShapeDtypeStruct:
@@ -298,10 +287,11 @@ class Programs:
         steps = [
             body,
             *(step.compile() for step in lowered),
-            self.stage_decode.prepare(
+            self.stage.decode.prepare(
                 *(params, cache, slots, window),
                 self.plan_decode((), range(rows)),
                 inputs(rows),
+                None,
             ),
         ]
         if samples:
@@ -309,7 +299,7 @@ class Programs:
             index: Any = np.zeros(rows, np.int32)
             outputs = jax.eval_shape(lambda: no_outputs(rows, 1, Variant.FULL))
             steps.append(
-                self.stage_head.prepare(
+                self.stage.head.prepare(
                     *(params, slots, whole(row_hidden), index, jax.tree.map(whole, outputs)),
                     variant=Variant.FULL,
                 )
@@ -329,9 +319,9 @@ class Programs:
             steps.append(self.encode.lower(params, prompts))
         return steps
 
-    def _placed(self, cache: KVCache) -> tuple[Any, Any]:
+    def _placed(self, cache: KVCache, *, looks_up: bool = True) -> tuple[Any, Any]:
         """Return abstract cache and slots with their shardings."""
-        slots = jax.eval_shape(lambda: empty_slots(self.config))
+        slots = jax.eval_shape(lambda: empty_slots(self.config, looks_up=looks_up))
 
         def at(place: jax.sharding.Sharding, tree: Any) -> Any:
             return jax.tree.map(

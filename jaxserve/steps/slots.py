@@ -60,9 +60,13 @@ class SlotState:
     answers: Answers | None = None
 
 
-def empty_slots(config: EngineConfig) -> SlotState:
-    """Return slots that are all inert."""
-    num = config.max_slots
+def empty_slots(config: EngineConfig, *, looks_up: bool = True) -> SlotState:
+    """Return slots that are all inert.
+
+    Args:
+      looks_up: whether proposals are looked up in them, if the runtime speculates.
+    """
+    num, looks_up = config.max_slots, looks_up and config.num_proposed > 0
     # With a draft model nothing is looked up.
     num_indexed = 1 if config.drafts else config.max_context
 
@@ -78,8 +82,8 @@ def empty_slots(config: EngineConfig) -> SlotState:
         sampling=empty_sampling(num),
         encoded=full(1, jnp.int32) if config.has_encoder else None,
         adapter=full(-1, jnp.int32) if config.max_adapters else None,
-        lookup=Lookup.empty(num, num_indexed) if config.num_proposed else None,
-        answers=Answers.empty(config.max_context) if config.num_proposed else None,
+        lookup=Lookup.empty(num, num_indexed) if looks_up else None,
+        answers=Answers.empty(config.max_context) if looks_up else None,
     )
 
 

@@ -15,6 +15,7 @@ from jaxserve.engine.grammars import Grammars
 from jaxserve.engine.lookup import HostLookup
 from jaxserve.engine.matcher import Matcher
 from jaxserve.testing import OPTIONS, letter_tokenizer, tiny_llama
+from sharding import StagePlan
 
 # What the answers are of, and text that their prompts repeat.
 GRAMMARS: list[tuple[dict[str, Any], str, str]] = [
@@ -35,16 +36,18 @@ def plain() -> Iterator[Runtime]:
         yield runtime
 
 
-@pytest.fixture(scope="module")
-def speculating() -> Iterator[Runtime]:
-    options = {
+@pytest.fixture(scope="module", params=["whole", "stages"])
+def speculating(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    options: dict[str, Any] = {
         **OPTIONS,
         "policy": "vllm_like",
         "kv_memory": "32KiB",
         "strict": True,
         "warmup": True,
+        "speculation": "lookup",
     }
-    options["speculation"] = "lookup"
+    if request.param == "stages":  # each of which has half of the layers
+        options |= {"mesh": StagePlan.of([1, 1], micro_batches=2), "kv_memory": "16KiB"}
     with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), **options) as runtime:
         yield runtime
 

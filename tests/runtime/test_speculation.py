@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,8 +18,8 @@ from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.state_limits import check_speculation
-from jaxserve.testing import OPTIONS, tiny_llama
-from sharding import StagePlan, make_groups, make_mesh
+from jaxserve.testing import OPTIONS, WrapAll, tiny_llama
+from sharding import DeviceGroups, StagePlan, make_groups, make_mesh
 
 WARM = OPTIONS | {"strict": True, "warmup": True}
 QUOTED = [7, 3, 9, 4, 11, 6, 2, 8]
@@ -120,16 +122,57 @@ def test_tensor_parallel_runtimes_speculate_too(plain):
     assert [each.token_ids for each in given] == [each.token_ids for each in wanted]
 
 
-@pytest.mark.parametrize(
-    ("where", "name"),
-    [
-        ({"mesh": StagePlan.of([1, 1])}, "stages"),
-        ({"mesh": make_groups(encode=1, decode=1), "policy": "exegpt_waa_c"}, "2 device groups"),
-    ],
-)
-def test_what_cannot_speculate_refuses_it(where, name):
-    with pytest.raises(InvalidConfigError, match=name):
-        Runtime(tiny_llama(), **where, **OPTIONS, speculation="lookup")
+PLACES: dict[str, Callable[[], dict[str, Any]]] = {
+    "stages": lambda: {"mesh": StagePlan.of([1, 1])},
+    "stages and micro-batches": lambda: {
+        "mesh": StagePlan.of([1, 1], tensor=[1, 2], micro_batches=2)
+    },
+    "groups": lambda: {"mesh": make_groups(), "policy": "exegpt_waa_c"},
+    "groups of stages": lambda: {
+        "mesh": DeviceGroups(StagePlan.of([2]), StagePlan.of([1, 1], devices=jax.devices()[1:])),
+        "policy": "exegpt_waa_c",
+    },
+}
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_stages_and_device_groups_speculate_too(plain, where):
+    """Any parameters, several rounds, and a pool that preempts; a warm-up compiles everything."""
+    options = WARM if where == "stages and micro-batches" else OPTIONS
+    options = options | {"kv_memory": "48KiB", "speculation": "lookup"} | PLACES[where]()
+    with Runtime(tiny_llama(), **options) as runtime:
+        for seed in range(3):
+            rng = random.Random(seed)
+            prompts = _prompts()
+            params = [_params(rng) for _ in prompts]
+            wanted, given = plain.generate(prompts, params), runtime.generate(prompts, params)
+            for one, other in zip(wanted, given, strict=True):
+                assert other.token_ids == one.token_ids
+                assert other.finish_reason == one.finish_reason
+            if not seed:  # answers before are proposed no more
+                runtime.forget_kept_pages()
+        stats = runtime.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_accepted_tokens == sum(stats.num_accepted_by_place)
+
+
+def test_every_stage_knows_what_the_last_one_chose():
+    """After loops that speculate, the slots of all stages have the same tokens and ends."""
+    seen, plan = WrapAll(), StagePlan.of([1, 1], micro_batches=2)
+    options = {**OPTIONS, "mesh": plan, "wrap_executor": seen, "speculation": "lookup"}
+    with Runtime(tiny_llama(), **options) as runtime:
+        rng = random.Random(5)
+        prompts = _prompts()
+        runtime.generate(prompts, [_params(rng) for _ in prompts])
+        assert runtime.stats().num_accepted_tokens > 0
+        first, last = seen.executors[0].stages
+        first.catch_up()
+        slots, others = last.slots.state, first.slots.state
+        np.testing.assert_array_equal(others.length, slots.length)
+        np.testing.assert_array_equal(others.done, slots.done)
+        for slot, length in enumerate(np.asarray(slots.length)):
+            np.testing.assert_array_equal(others.tokens[slot, :length], slots.tokens[slot, :length])
+        assert others.lookup is None and slots.lookup is not None
 
 
 def test_models_with_recurrent_layers_refuse_it():

@@ -15,7 +15,7 @@ from jaxserve.testing import Trace
 
 POLICIES = (
     *("vllm_like", "orca", "auto", "s3", "fastertransformer", "concurrent_instances"),
-    *("pensieve", "exegpt_rra", "flover"),
+    *("pensieve", "exegpt_rra", "exegpt_waa_c", "flover"),
 )
 
 
@@ -137,6 +137,14 @@ def test_a_sequence_gets_pages_for_what_it_lately_delivered():
     for _ in range(9):
         loops.ran(plain=0, wide=1, seconds=0.08, accepted=4)
     assert most_tokens(sequence, 1) == 5
+
+
+def test_every_device_group_forgets_answers_once():
+    speculation = Speculation(4)
+    assert not speculation.take_forgetting(0)
+    speculation.forget_answers()
+    told = [speculation.take_forgetting(group) for group in (0, 0, 1, 1, 0)]
+    assert told == [True, False, True, False, False]
 
 
 def test_counters_tell_what_was_computed_and_kept():
