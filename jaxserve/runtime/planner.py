@@ -157,7 +157,8 @@ class Planner:
                 AnswerLength(admitted_s=-math.inf, num_prompt=prompt, num_output=output)
                 for prompt, output in lengths
             ]
-        classes = classes_of(used, planner.max_slots) if self._heeds_bounds else ()
+        has_classes = self._heeds_bounds and any(a.bounds != LatencyBounds() for a in used)
+        classes = classes_of(used, planner.max_slots) if has_classes else ()
         while True:
             plan = planner.plan(task, bounds, num_lengths=len(used), classes=classes)
             if not adopt:
