@@ -48,8 +48,8 @@ class EngineConfig:
       slot_buckets: compiled sizes of the decode window; empty for default sizes.
       head_buckets: compiled sizes of the sampling head of a mixed step; empty for default sizes.
       masked_head_buckets: sizes of the head of such a step, beside `head_buckets`.
-      num_proposed: most tokens that a decode loop proposes in an iteration, of all rows together; 0
-        for a runtime that does not speculate.
+      num_proposed: most tokens that a decode loop proposes in an iteration, of all rows together
+        (with stages, of a micro-batch); 0 for a runtime that does not speculate.
       drafts: proposals come from a draft model, as many for each row; else they are looked up.
       attention: implementation of paged attention, or several separated by commas; None for the
         platform's choice.

@@ -74,7 +74,8 @@ class RuntimeOptions:
         none. "lookup": from the request itself, what followed its newest tokens where they stood
         before. Tokens stay the same, drawn ones too. docs/speculation.md says when it pays.
       num_speculative_tokens: tokens that are proposed at most in an iteration, of all sequences
-        together. With more than twice as many sequences, none are proposed.
+        together; with stages, of those of each micro-batch. With more than twice as many sequences,
+        none are proposed.
       draft_model: the model that proposes tokens with `speculation="draft"`: a decoder, or the
         name, folder or GGUF file of one. It must have the tokenizer of the model that is served.
       page_size: tokens per page.

@@ -31,12 +31,14 @@ from jaxserve.steps.step_function import abstract
 class _Sampled:
     """Sampled tokens that are in transit to a stage; see `stages.append`.
 
-    `index` int32 [R] holds slots; entries of `max_slots` are skipped.
+    Attributes:
+      index: int32 [R], slots; entries of `max_slots` are skipped.
+      num_proposed: int32 [R] or None.
     """
 
     index: np.ndarray
     chosen: Chosen
-    num_proposed: np.ndarray
+    num_proposed: np.ndarray | None
 
 
 @final
@@ -82,6 +84,7 @@ class DeviceStage:
             target[origin] = to
         for sampled in self._incoming:
             sampled.index = target[sampled.index]
+        self._incoming = deque(each for each in self._incoming if (each.index < skip).any())
         with self.programs.place.in_force():
             self.slots.apply(plan)
 
@@ -170,12 +173,12 @@ class DeviceStage:
         return outputs, chosen
 
     def propose(
-        self, window: DecodeWindow, outputs: Outputs, num_proposed: int
+        self, window: DecodeWindow, num_tokens: jax.Array, num_proposed: int
     ) -> tuple[Draft, Proposed]:
         """Propose with `stages.propose`, before the first iteration of a loop."""
         with self.programs.place.in_force():
             return self.programs.stage.propose(
-                self.slots.state, window, outputs, num_proposed=num_proposed
+                self.slots.state, window, num_tokens, num_proposed=num_proposed
             )
 
     def choose(
@@ -204,8 +207,7 @@ class DeviceStage:
           num_proposed: see `stages.append`; None for none.
         """
         chosen = jax.device_put(chosen, self.programs.place.whole)
-        num = np.zeros(len(index), np.int32) if num_proposed is None else num_proposed
-        self._incoming.append(_Sampled(index, chosen, num))
+        self._incoming.append(_Sampled(index, chosen, num_proposed))
 
     def no_outputs(
         self, num_rows: int, most: int, variant: Variant, num_proposed: int = 0

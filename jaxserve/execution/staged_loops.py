@@ -63,7 +63,7 @@ class WindowPass:
         outputs = last.no_outputs(len(window), most, variant, num_proposed)
         packed = pack_window(window, rows)
         index = np.where(packed.most, window, config.max_slots).astype(np.int32)
-        proposals = last.propose(packed, outputs, num_proposed) if num_proposed else None
+        proposals = last.propose(packed, outputs.num_tokens, num_proposed) if num_proposed else None
         return cls(window, rows, index, packed, outputs, proposals)
 
     def iterate(self, stages: Sequence[DeviceStage], iteration: int, variant: Variant) -> None:

@@ -166,7 +166,7 @@ class StepPlan:
         what rows before it write.
       num_iterations: 1 for a mixed step; N for a decode loop (each row one token, sampling).
       num_proposed: tokens that an iteration of a decode loop may compute speculatively, of all rows
-        together; 0 for a loop that does not speculate.
+        together; with stages, of those of each micro-batch. 0 for a loop that does not speculate.
       verify_cost: time of an iteration that does so, in units of one that does not; as measured.
       window_start, window_size: the slots that a decode loop runs over; size 0 for a mixed step.
       handovers: KV that goes from group to group. A plan has either handovers or rows, and reads
@@ -215,7 +215,10 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed at most: prefilled ones, decoded ones, and those proposed."""
+        """Tokens computed at most: prefilled ones, decoded ones, and those proposed.
+
+        With stages, those proposed are of one micro-batch.
+        """
         tokens = sum(row.num_tokens for row in self.rows)
         return self.num_iterations * (tokens + self.num_proposed)
 

@@ -39,9 +39,15 @@ class Choice(NamedTuple):
     misses: Int32[Array, " rows"]
 
 
-def room(rows: WindowRows, done: Bool[Array, " slots"], outputs: Outputs) -> Int32[Array, " rows"]:
-    """Return how many tokens each row of a loop may still get; 0 for one that takes no part."""
-    return jnp.where(rows.live(done), jnp.maximum(rows.window.most - outputs.num_tokens, 0), 0)
+def room(
+    rows: WindowRows, done: Bool[Array, " slots"], num_tokens: Int32[Array, " rows"]
+) -> Int32[Array, " rows"]:
+    """Return how many tokens each row of a loop may still get; 0 for one that takes no part.
+
+    Args:
+      num_tokens: that it has got.
+    """
+    return jnp.where(rows.live(done), jnp.maximum(rows.window.most - num_tokens, 0), 0)
 
 
 def choose(

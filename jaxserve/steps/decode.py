@@ -65,7 +65,7 @@ def decode_loop(
     def propose(slots: SlotState, outputs: Outputs) -> Draft | None:
         if not num_proposed:
             return None
-        left = room(rows, slots.done, outputs)
+        left = room(rows, slots.done, outputs.num_tokens)
         if drafting is None:
             return looked_up(slots, rows, left, num_proposed)
         assert slots.lookup is not None, "slots without rates"
@@ -74,12 +74,12 @@ def decode_loop(
 
     def goes_on(carry: _Carry) -> Bool[Array, ""]:
         is_left = carry.iteration < window.num_iterations
-        return is_left & (room(rows, carry.done, carry.outputs) > 0).any()
+        return is_left & (room(rows, carry.done, carry.outputs.num_tokens) > 0).any()
 
     def iterate(carry: _Carry, *, is_wide: bool) -> _Carry:
         before = carry.slots(slots)
         draft = carry.draft
-        live = room(rows, before.done, carry.outputs) > 0
+        live = room(rows, before.done, carry.outputs.num_tokens) > 0
         proposed = jnp.where(live, draft.num, 0) if is_wide and draft is not None else None
         cache = carry.cache
         if drafting is not None and proposed is not None and draft is not None:

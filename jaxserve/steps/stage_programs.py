@@ -15,7 +15,9 @@ from jaxserve.steps.step_function import Shelf, StepFunction
 
 @final
 class StagePrograms:
-    """The jitted functions of `steps.stages`, for one stage; all but the last have three of them.
+    """The jitted functions of `steps.stages`, for one stage.
+
+    All but the last use `decode` and `append` alone.
 
     Args:
       graphdef: see `Programs`.
@@ -42,13 +44,15 @@ class StagePrograms:
             donate_argnames="slots",
             out_shardings=whole,
         )
-        head = partial(StepFunction, shelf=shelf, static_argnames="variant", out_shardings=whole)
+        of_the_last = partial(
+            StepFunction, shelf=shelf, static_argnames="variant", out_shardings=whole
+        )
         changed = ("slots", "outputs")
-        self.head = head("stage_head", bind(stages.head), donate_argnames=changed)
-        self.choose = head(
+        self.head = of_the_last("stage_head", bind(stages.head), donate_argnames=changed)
+        self.choose = of_the_last(
             "stage_choose", bind(stages.choose_proposed), packs=True, donate_argnames=changed
         )
-        self.verify = head("stage_verify", bind(stages.verify), donate_argnames="slots")
+        self.verify = of_the_last("stage_verify", bind(stages.verify), donate_argnames="slots")
         self.propose = StepFunction(
             "stage_propose",
             stages.propose,

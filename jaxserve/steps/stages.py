@@ -12,12 +12,10 @@ from typing import final
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.batch import KVCache
-from jaxserve.steps import slots as slot_edits
 from jaxserve.steps.batches import ChoosingRows, DecodeWindow, Params
 from jaxserve.steps.choosing import choose, looked_up, room, with_lesson
 from jaxserve.steps.decode import decode_once
@@ -39,13 +37,13 @@ class Chosen:
     """The tokens that the last stage has appended to slots.
 
     Attributes:
-      num: tokens of each row, with one that is not finite.
-      finite: whether a row's last token is.
+      num: number of tokens of each row.
+      ended: rows whose slots have ended.
     """
 
     tokens: Int32[Array, "rows most"]
     num: Int32[Array, " rows"]
-    finite: Bool[Array, " rows"]
+    ended: Bool[Array, " rows"]
 
 
 @final
@@ -111,13 +109,15 @@ def head(
     config: EngineConfig,
 ) -> tuple[SlotState, Outputs, Chosen]:
     """Sample the next token of each row on the last stage; see `heads.stage_head`."""
-    slots, outputs, token, finite = stage_head(
+    now, outputs, token, finite = stage_head(
         *(params, slots, hidden, index, outputs, step_arrays),
         variant=variant,
         graphdef=graphdef,
         config=config,
     )
-    return slots, outputs, Chosen(token[:, None], jnp.ones_like(token), finite)
+    slot = jnp.minimum(index, slots.done.shape[0] - 1)
+    num = (finite & ~slots.done[slot]).astype(jnp.int32)
+    return now, outputs, Chosen(token[:, None], num, now.done[slot])
 
 
 def verify(
@@ -139,23 +139,27 @@ def verify(
         config=config,
         probe=None,
     )
-    num = outputs.num_tokens + (~outputs.finite).astype(jnp.int32)
-    return slots, outputs, Chosen(outputs.tokens, num, outputs.finite)
+    ended = slots.done[jnp.minimum(rows.slot, slots.done.shape[0] - 1)]
+    return slots, outputs, Chosen(outputs.tokens, outputs.num_tokens, ended)
 
 
 def propose(
-    slots: SlotState, window: DecodeWindow, outputs: Outputs, *, num_proposed: int
+    slots: SlotState,
+    window: DecodeWindow,
+    num_tokens: Int32[Array, " rows"],
+    *,
+    num_proposed: int,
 ) -> tuple[Draft, Proposed]:
     """Return what the last stage proposes for the next iteration of a loop, and its rows.
 
     All of it is computed, since no device decides for the others whether that pays.
 
     Args:
-      outputs: of the loop so far.
+      num_tokens: that each row has got in the loop so far.
       num_proposed: of all rows together; static.
     """
     rows = rows_of(slots, window)
-    left = room(rows, slots.done, outputs)
+    left = room(rows, slots.done, num_tokens)
     draft = looked_up(slots, rows, left, num_proposed)
     live = left > 0
     return draft, Proposed(live, draft.tokens, jnp.where(live, draft.num, 0))
@@ -192,36 +196,35 @@ def choose_proposed(
     now, after = with_lesson(choice, rows, proposed.live, draft, proposed.num)
     place = outputs.num_tokens[:, None] + jnp.arange(1 + num_proposed)
     tokens = jnp.take_along_axis(after.tokens, jnp.minimum(place, after.tokens.shape[1] - 1), 1)
-    fails = proposed.live & ~after.finite
-    num = after.num_tokens - outputs.num_tokens + fails.astype(jnp.int32)
-    more = propose(now, window, after, num_proposed=num_proposed)
-    return now, after, Chosen(tokens, num, ~fails), *more
+    more = propose(now, window, after.num_tokens, num_proposed=num_proposed)
+    chosen = Chosen(tokens, after.num_tokens - outputs.num_tokens, rows.part(now.done))
+    return now, after, chosen, *more
 
 
 def append(
     slots: SlotState,
     index: Int32[Array, " rows"],
     chosen: Chosen,
-    num_proposed: Int32[Array, " rows"],
+    num_proposed: Int32[Array, " rows"] | None = None,
 ) -> SlotState:
     """Do to the slots what the last stage did, on a stage that did not sample.
 
     Args:
       index: slots of the rows; the number of slots to skip one.
-      num_proposed: newest tokens of each slot that the host has proposed, and that those chosen
-        replace.
+      num_proposed: newest tokens of each row's slot that the host has proposed, and that those
+        chosen replace; None without any.
     """
     num_slots = slots.done.shape[0]
-    slots = replace(slots, length=slots.length.at[index].add(-num_proposed, mode="drop"))
-
-    def append_one(place: Int32[Array, ""], slots: SlotState) -> SlotState:
-        live = (index < num_slots) & (place < chosen.num)
-        live &= ~slots.done[jnp.minimum(index, num_slots - 1)]
-        finite = chosen.finite | (place + 1 < chosen.num)
-        token = lax.dynamic_index_in_dim(chosen.tokens, place, axis=1, keepdims=False)
-        return slot_edits.append(slots, index, live, token, finite)
-
-    most = chosen.tokens.shape[1]
-    if most == 1:
-        return append_one(jnp.int32(0), slots)
-    return lax.fori_loop(0, most, append_one, slots)
+    length = slots.length[jnp.minimum(index, num_slots - 1)]
+    if num_proposed is not None:
+        length -= num_proposed
+    place = jnp.arange(chosen.tokens.shape[1])
+    slot = jnp.where(place < chosen.num[:, None], index[:, None], num_slots)
+    position = length[:, None] + place
+    ended = jnp.where(chosen.ended, index, num_slots)
+    return replace(
+        slots,
+        tokens=slots.tokens.at[slot, position].set(chosen.tokens, mode="drop"),
+        length=slots.length.at[index].set(length + chosen.num, mode="drop"),
+        done=slots.done.at[ended].set(True, mode="drop"),
+    )

@@ -129,7 +129,7 @@ PLACES: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "groups": lambda: {"mesh": make_groups(), "policy": "exegpt_waa_c"},
     "groups of stages": lambda: {
-        "mesh": DeviceGroups(StagePlan.of([2]), StagePlan.of([1, 1], devices=jax.devices()[1:])),
+        "mesh": DeviceGroups(StagePlan.of([1, 1]), StagePlan.of([1, 1], devices=jax.devices()[2:])),
         "policy": "exegpt_waa_c",
     },
 }
@@ -138,7 +138,7 @@ PLACES: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("where", PLACES)
 def test_stages_and_device_groups_speculate_too(plain, where):
     """Any parameters, several rounds, and a pool that preempts; a warm-up compiles everything."""
-    options = WARM if where == "stages and micro-batches" else OPTIONS
+    options = WARM if where in ("stages and micro-batches", "groups of stages") else OPTIONS
     options = options | {"kv_memory": "48KiB", "speculation": "lookup"} | PLACES[where]()
     with Runtime(tiny_llama(), **options) as runtime:
         for seed in range(3):

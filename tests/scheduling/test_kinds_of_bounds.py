@@ -161,6 +161,22 @@ def test_prompts_wait_while_they_would_slow_the_tokens_of_a_bounded_answer():
         assert wall_s <= 1.1 * free_wall_s
 
 
+def test_prompts_do_not_wait_for_answers_of_another_device_group():
+    """On two groups they slow none of them, so that a bounded answer holds up no first token."""
+    cost = FlatCost(per_iteration_s=1.0, per_token_s=0.125)
+    config = replace(CONFIG, max_slots=8, slot_buckets=(), head_buckets=())
+    bulk = [_item(4, at, 60) for at in np.linspace(22, 100, 30).tolist()]
+
+    def first_tokens(**bounds: Any) -> list[float | None]:
+        items = [_item(45), _item(40, 20.0, **bounds), *bulk]
+        run = simulate(items, PRESETS["exegpt_waa_c"], config, cost, progress=False)
+        return [each.timing.time_to_first_token_s for each in run.completions]
+
+    free = first_tokens()
+    for bound_s in (1.9, 2.2, 2.5, 3.0):
+        assert first_tokens(token_bound=bound_s) == free
+
+
 @pytest.mark.parametrize("policy", ["auto", "exegpt", "exegpt_rra"])
 def test_first_tokens_come_in_time_beside_bulk(policy: str):
     """Bulk fills the slots all the time: bounded first tokens come in time, and bulk ends, too.
@@ -191,7 +207,7 @@ def test_first_tokens_come_in_time_beside_bulk(policy: str):
     assert np.mean(np.array(free) <= bound_s) < 0.4
 
 
-@pytest.mark.parametrize("policy", ["auto", "exegpt_rra"])
+@pytest.mark.parametrize("policy", ["auto", "exegpt_rra", "exegpt_waa_c"])
 @pytest.mark.parametrize("seed", range(8))
 def test_every_request_ends_once_under_random_bounds(policy: str, seed: int):
     """Whole, or refused for one of its own bounds; one without bounds always whole.

@@ -21,7 +21,7 @@ from jaxserve.planning.schedules.observed import OwnSpan, RequestClass, spans_of
 from jaxserve.planning.schedules.plan import CLOSED_FORM
 from jaxserve.planning.schedules.planner import SchedulePlanner
 
-# Steps of the decode group, of two in flight, that a sequence waits for before it is in one: at
+# Steps of a group, or handovers, of two in flight, that a sequence waits for before its own: at
 # most, and on average.
 _STEPS_BEFORE = 2
 _MEAN_STEPS_BEFORE = 1.5
@@ -43,8 +43,9 @@ class WAAPlanner(SchedulePlanner):
     Both groups are taken to compute all the time, each beside the other.
 
     Slots are reserved for requests with bounds of their own, beside those that run on average.
-    Latencies have them in use, and throughput has not. Such a request goes into the next encode
-    batch, behind the encode steps in flight, however many these are on average.
+    Latencies have them in use, as far as memory holds them, and throughput has not. Such a request
+    goes into the next encode batch, behind the encode steps in flight, however many these are on
+    average.
 
     Attributes:
       times: measured step times of both groups.
@@ -107,7 +108,11 @@ class _Grid:
         step_s = np.maximum(np.array(steps)[:, None] * iteration_s, host_s)
         low, high = level * (1 - THRESHOLD), level * (1 + THRESHOLD)
         _, mean_s, running = _between(step_s, low, high)
-        longest_s, _, _ = _between(step_s, low, high + num_reserved)
+        length = lengths.inputs.mean + iterations.mean_position
+        held = num_tokens_held(config)
+        # More would preempt others.
+        most_running = np.maximum(high, np.minimum(high + num_reserved, held / length))
+        longest_s, _, _ = _between(step_s, low, most_running)
         # Answers are cut into whole steps; on average half of the last one is idle.
         num_steps = mean_iterations / step + (step - 1) / (2 * step)
 
@@ -125,8 +130,7 @@ class _Grid:
         first_s = (1 + THRESHOLD) * encode_s * (1 + busy)
         handed_s = link_s + busy * encode_s
         latency_s = first_s + handed_s + (_STEPS_BEFORE + np.ceil(longest / step)) * longest_s
-        length = lengths.inputs.mean + iterations.mean_position
-        fits = ((level + num_reserved) * length <= num_tokens_held(config)) & (batch <= level)
+        fits = (level * length <= held) & (batch <= level)
         shape = np.broadcast_shapes(rate.shape, latency_s.shape)
 
         def flat(values: np.ndarray) -> np.ndarray:
@@ -138,7 +142,8 @@ class _Grid:
 
         def own_s(span: OwnSpan) -> np.ndarray:
             num_later = span.num_tokens - span.is_whole
-            later_s = link_s + encode_s + (_STEPS_BEFORE + np.ceil(num_later / step)) * longest_s
+            handed_s = (1 + _STEPS_BEFORE) * link_s + _STEPS_BEFORE * encode_s
+            later_s = handed_s + (_STEPS_BEFORE + np.ceil(num_later / step)) * longest_s
             return own_first_s * span.is_whole + (later_s if num_later else 0.0)
 
         own = np.array([flat(own_s(span)) for span in spans]).reshape(len(spans), math.prod(shape))

@@ -51,6 +51,8 @@ class Slack:
         """
         num_steps = -(-sequence.num_uncomputed // self._config.max_step_tokens)
         for each, left_s, alone in self._left:
+            if each.kv.group != sequence.kv.group:  # prompts are computed elsewhere
+                continue
             if self._keys.of(each) < self._keys.of(sequence):
                 # Its steps in flight may compute prompts, too.
                 num_mixed = num_steps + each.num_in_flight

@@ -228,6 +228,22 @@ def test_an_infeasible_class_is_named():
     assert kept.keeps_bounds and kept.figures()["classes"]
 
 
+def test_slots_that_memory_cannot_fill_are_reserved_all_the_same():
+    """On two groups, half of the slots with a pool for six sequences: they make way when needed."""
+    lengths = lengths_of([(50, 60)] * 64)
+    pages = 6 * -(-80 // CONFIG.page_size)
+    planner = WAAPlanner(times=GROUPS, config=lambda: replace(CONFIG, num_pages=pages))
+    each = RequestClass(
+        bounds=LatencyBounds(latency_s=1e3),
+        max_answer_tokens=30,
+        num_running=CONFIG.max_slots // 2,
+    )
+    plain = planner.plan(lengths, LatencyBounds(), num_lengths=64)
+    plan = planner.plan(lengths, LatencyBounds(), num_lengths=64, classes=[each])
+    assert plan.reserved_slots == CONFIG.max_slots // 2
+    assert plan.answers_per_s == pytest.approx(plain.answers_per_s)
+
+
 def test_a_schedule_between_the_best_of_each_bound_is_found():
     """A first token in time, and a class: the best of all schedules that keep both is found.
 
