@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.steps.stages import Chosen
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import DeviceGroups, Stage, StagePlan, make_groups, make_mesh
@@ -262,3 +264,14 @@ def test_an_encoder_decoder_model_is_handed_over(tmp_path):
         assert [each.shape for each in rt.encode(prompts)] == [
             (len(prompt), rt.model_config.hidden_size) for prompt in prompts
         ]
+
+
+def test_tokens_that_nobody_reads_are_dropped():
+    """Those of an encode group's stages, whose sequences are handed over after one token each."""
+    first, second = jax.devices()[:2], jax.devices()[2:4]
+    mesh = DeviceGroups(StagePlan.of([1, 1], devices=first), StagePlan.of([1, 1], devices=second))
+    with Runtime(tiny_llama(), mesh=mesh, policy="exegpt_waa_c", **OPTIONS) as rt:
+        for _ in range(2):
+            rt.generate([[i, 5, 7] for i in range(48)], SamplingParams(max_tokens=3))
+        gc.collect()
+        assert sum(type(each) is Chosen for each in gc.get_objects()) < 12
