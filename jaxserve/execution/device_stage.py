@@ -17,12 +17,13 @@ from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.steps.batches import ChoosingRows, DecodeWindow, MixedBatch
+from jaxserve.steps.heads import Chosen
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.packing import pack_window
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.proposals import Draft
 from jaxserve.steps.sampling.variants import Variant
-from jaxserve.steps.stages import Chosen, Proposed
+from jaxserve.steps.stages import Proposed
 from jaxserve.steps.step_function import abstract
 
 
@@ -149,7 +150,7 @@ class DeviceStage:
         variant: Variant,
         masks: Any = None,
     ) -> tuple[Outputs, Chosen]:
-        """Sample with `stages.head`. Call it, and the three below, on the last stage only.
+        """Sample with `heads.stage_head`. Call it, and the three below, on the last stage only.
 
         Args:
           masks: see `steps.packing.pack_masks`.

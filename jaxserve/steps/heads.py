@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,22 @@ from jaxserve.steps.sampling.processors.processor import Processor
 from jaxserve.steps.sampling.sampler import StepArrays, sample
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.slots import SlotState
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Chosen:
+    """The tokens that the last stage has appended to slots.
+
+    Attributes:
+      num: number of tokens of each row.
+      ended: rows whose slots have ended.
+    """
+
+    tokens: Int32[Array, "rows most"]
+    num: Int32[Array, " rows"]
+    ended: Bool[Array, " rows"]
 
 
 def mixed_head(
@@ -42,7 +60,7 @@ def mixed_head(
     Args:
       index: slots of these rows; the number of slots to skip one.
     """
-    slots, outputs, _, _ = stage_head(
+    slots, outputs, _ = stage_head(
         *(params, slots, row_hidden, index),
         no_outputs(index.shape[0], 1, variant),
         step_arrays,
@@ -68,10 +86,10 @@ def stage_head(
     graphdef: nnx.GraphDef,
     config: EngineConfig,
     processors: Sequence[Processor] = PROCESSORS,
-) -> tuple[SlotState, Outputs, Int32[Array, " rows"], Bool[Array, " rows"]]:
+) -> tuple[SlotState, Outputs, Chosen]:
     """Sample the next token of the rows, append it to their slots and record it.
 
-    Also returns the tokens and which are finite, for `stages.append`.
+    Also returns what was appended, for `stages.append`.
 
     Args:
       hidden: of the rows, and of others after them.
@@ -95,4 +113,6 @@ def stage_head(
         else counted_from(slots.encoded[slot], config.page_size),
     )
     slots = slot_edits.append(slots, index, live, sampled.token, sampled.finite)
-    return slots, record(outputs, live, sampled), sampled.token, sampled.finite
+    num = (live & sampled.finite).astype(jnp.int32)
+    chosen = Chosen(sampled.token[:, None], num, slots.done[slot])
+    return slots, record(outputs, live, sampled), chosen

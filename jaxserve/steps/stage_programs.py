@@ -9,13 +9,14 @@ from flax import nnx
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.steps import stages
+from jaxserve.steps.heads import stage_head
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.step_function import Shelf, StepFunction
 
 
 @final
 class StagePrograms:
-    """The jitted functions of `steps.stages`, for one stage.
+    """The jitted functions of `steps.stages`, and `heads.stage_head`, for one stage.
 
     All but the last use `decode` and `append` alone.
 
@@ -48,7 +49,7 @@ class StagePrograms:
             StepFunction, shelf=shelf, static_argnames="variant", out_shardings=whole
         )
         changed = ("slots", "outputs")
-        self.head = of_the_last("stage_head", bind(stages.head), donate_argnames=changed)
+        self.head = of_the_last("stage_head", bind(stage_head), donate_argnames=changed)
         self.choose = of_the_last(
             "stage_choose", bind(stages.choose_proposed), packs=True, donate_argnames=changed
         )

@@ -20,7 +20,7 @@ from jaxserve.steps.batches import ChoosingRows, DecodeWindow, Params
 from jaxserve.steps.choosing import choose, looked_up, room, with_lesson
 from jaxserve.steps.decode import decode_once
 from jaxserve.steps.decode_blocks import block_of, rows_of
-from jaxserve.steps.heads import stage_head
+from jaxserve.steps.heads import Chosen
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.proposals import Draft
 from jaxserve.steps.sampling.sampler import StepArrays
@@ -28,22 +28,6 @@ from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.slots import SlotState
 from jaxserve.steps.verification import verifying_head
 from pallas_kernels.paged_attention import Plan
-
-
-@final
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Chosen:
-    """The tokens that the last stage has appended to slots.
-
-    Attributes:
-      num: number of tokens of each row.
-      ended: rows whose slots have ended.
-    """
-
-    tokens: Int32[Array, "rows most"]
-    num: Int32[Array, " rows"]
-    ended: Bool[Array, " rows"]
 
 
 @final
@@ -94,30 +78,6 @@ def decode(
         *(model, slots, rows, block, cache, inputs, attention_plan, config, None, tokens)
     )
     return cache, hidden
-
-
-def head(
-    params: Params,
-    slots: SlotState,
-    hidden: Float[Array, "num hidden"],
-    index: Int32[Array, " rows"],
-    outputs: Outputs,
-    step_arrays: StepArrays | None = None,
-    *,
-    variant: Variant,
-    graphdef: nnx.GraphDef,
-    config: EngineConfig,
-) -> tuple[SlotState, Outputs, Chosen]:
-    """Sample the next token of each row on the last stage; see `heads.stage_head`."""
-    now, outputs, token, finite = stage_head(
-        *(params, slots, hidden, index, outputs, step_arrays),
-        variant=variant,
-        graphdef=graphdef,
-        config=config,
-    )
-    slot = jnp.minimum(index, slots.done.shape[0] - 1)
-    num = (finite & ~slots.done[slot]).astype(jnp.int32)
-    return now, outputs, Chosen(token[:, None], num, now.done[slot])
 
 
 def verify(

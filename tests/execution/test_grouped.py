@@ -20,7 +20,7 @@ from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.steps.stages import Chosen
+from jaxserve.steps.heads import Chosen
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import DeviceGroups, Stage, StagePlan, make_groups, make_mesh
