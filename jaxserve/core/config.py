@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, replace
+from typing import Self, final
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RESTORES
@@ -148,6 +148,10 @@ class EngineConfig:
             return self.num_proposed // num_rows * num_rows
         num_in_tiles = self.num_proposed - (num_rows + self.num_proposed) % _TILE
         return num_in_tiles if num_in_tiles > 0 else self.num_proposed
+
+    def of_encode_group(self) -> Self:
+        """Return the sizes of a device group for prompts alone, which never speculates."""
+        return replace(self, num_proposed=0, drafts=False)
 
     @property
     def max_pages_per_sequence(self) -> int:

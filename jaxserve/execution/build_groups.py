@@ -49,10 +49,12 @@ def build_groups(
     own = replace(options, warmup=False, host_memory=0)
     with ExitStack() as if_one_fails:
         built: list[tuple[ModelExecutor, PoolSize]] = []
-        for params, stages in places:
+        # Answers are computed by the decode group, which alone speculates.
+        for (params, stages), speculation in zip(places, (None, own.speculation), strict=True):
+            group_options = replace(own, speculation=speculation)
             built.append(
                 build_executor(
-                    *(graphdef, params, model_config, layer_layout, own, stages),
+                    *(graphdef, params, model_config, layer_layout, group_options, stages),
                     probe=probe,
                     takes_masks=takes_masks,
                 )

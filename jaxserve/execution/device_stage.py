@@ -34,7 +34,8 @@ class _Sampled:
 
     Attributes:
       index: int32 [R], slots; entries of `max_slots` are skipped.
-      num_proposed: int32 [R] or None.
+      num_proposed: int32 [R], newest tokens of each slot that the chosen ones replace; None for
+        none.
     """
 
     index: np.ndarray

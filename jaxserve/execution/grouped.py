@@ -47,14 +47,15 @@ class GroupedExecutor:
     preempted or ended sequences (`Policy`).
 
     Args:
-      groups: executors of the encode group and of the decode group, with equal configurations and
-        without host pages; closed with this one.
+      groups: executors of the encode group and of the decode group, with pages and slots of
+        the same sizes and without host pages; closed with this one.
       strict: raise on any compilation of a copy after the warm-up.
     """
 
     def __init__(self, groups: Sequence[LinkedExecutor], *, strict: bool = False):
         encode, decode = self._groups = tuple(groups)
-        assert encode.config == decode.config, "the groups have pages and slots of other sizes"
+        own = decode.config.of_encode_group()
+        assert encode.config == own, "the groups have pages and slots of other sizes"
         self.swap_costs: SwapCosts | None = None
         self.host_memory: HostMemory | None = None
         self.group: GroupRole | None = None
@@ -76,8 +77,8 @@ class GroupedExecutor:
 
     @property
     def config(self) -> EngineConfig:
-        """See `Executor`; that of each group."""
-        return self._groups[0].config
+        """See `Executor`; that of the decode group, see `EngineConfig.of_encode_group`."""
+        return self._groups[1].config
 
     @property
     def refinement(self) -> Refinement | None:

@@ -87,13 +87,12 @@ class GroupMaker:
           params: the present parameters, of which only shapes and dtypes are read.
           num_pages: pages of each group's pool.
         """
-        config = engine_config(self.model_config, self.options, num_pages=num_pages)
         return [
             self._programs(mesh, config).step_bytes(
                 _shapes(params, state_shardings(params, mesh)),
                 self._cache_plan(_place(mesh)).abstract(num_pages),
             )
-            for mesh in meshes_of(groups)
+            for mesh, config in zip(meshes_of(groups), self._configs(num_pages), strict=True)
         ]
 
     def page_bytes(self, mesh: Mesh) -> int:
@@ -129,9 +128,11 @@ class GroupMaker:
           params: the present parameters, of which only shapes and dtypes are read.
           num_pages: pages of each group's pool.
         """
-        config = engine_config(self.model_config, self.options, num_pages=num_pages)
         prepared = PreparedGroups(
-            [self._prepared(mesh, params, config) for mesh in meshes_of(groups)]
+            [
+                self._prepared(mesh, params, config)
+                for mesh, config in zip(meshes_of(groups), self._configs(num_pages), strict=True)
+            ]
         )
         if self.options.warmup:
             try:
@@ -161,6 +162,11 @@ class GroupMaker:
         """Return a cache of zeros for an executor of this mesh."""
         shelf = self._programs(mesh, config).shelf
         return self._cache_plan(_place(mesh)).new(config.num_pages, shelf)
+
+    def _configs(self, num_pages: int) -> tuple[EngineConfig, EngineConfig]:
+        """Return the configurations of the encode group and of the decode group."""
+        decode = engine_config(self.model_config, self.options, num_pages=num_pages)
+        return decode.of_encode_group(), decode
 
     def _programs(self, mesh: Mesh, config: EngineConfig) -> Programs:
         place = _place(mesh)
@@ -263,7 +269,7 @@ def exchange(
         traceback.clear_frames(error.__traceback__)  # they may hold arrays
         try:
             prepared.empty()
-            _put_back(groups, weights, maker, executor.config)
+            _put_back(groups, weights, maker)
         except BaseException as second:
             raise EngineFailedError(
                 f"devices could not move to another group ({type(error).__name__}: {error}), and "
@@ -275,17 +281,12 @@ def exchange(
     executor.exchange(prepared.executors, prepared.links)
 
 
-def _put_back(
-    groups: Sequence[DeviceExecutor],
-    weights: MovingWeights,
-    maker: GroupMaker,
-    config: EngineConfig,
-) -> None:
+def _put_back(groups: Sequence[DeviceExecutor], weights: MovingWeights, maker: GroupMaker) -> None:
     """Place weights where they were, and make empty caches."""
     weights.put_back(check=lambda: None)
     for group, params in zip(groups, weights.params, strict=True):
         group.update_params(params)
-        cache = maker.empty_cache(_mesh_of(group.pages.place), config)
+        cache = maker.empty_cache(_mesh_of(group.pages.place), group.config)
         group.pages.replace(jax.block_until_ready(cache))
 
 

@@ -384,8 +384,8 @@ class StagedExecutor:
             masks = no_masks(num_rows, vocab_size)
             self._warm_sampling(hidden, variant, num_rows, masks)
             if self.config.num_proposed:
-                nobody = pack_choosing(self.config, (), num_rows)
-                self._choose_verified(hidden, nobody, masks, variant)
+                no_rows = pack_choosing(self.config, (), num_rows)
+                self._choose_verified(hidden, no_rows, masks, variant)
 
     def _warm_decode(self, variant: Variant, num_rows: int, speculates: bool) -> None:
         window, last = range(num_rows), self._stages[-1]

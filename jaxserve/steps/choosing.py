@@ -1,4 +1,4 @@
-"""The tokens that an iteration of decoding chooses, and what they show of proposals."""
+"""The tokens that an iteration of decoding chooses, and the rates of proposals after it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def choose(
     return lax.while_loop(lambda state: state.goes_on.any(), choose_one, first)
 
 
-def with_lesson(
+def with_rates(
     choice: Choice,
     rows: WindowRows,
     live: Bool[Array, " rows"],
@@ -119,10 +119,12 @@ def with_lesson(
     *,
     forgives: bool = False,
 ) -> tuple[SlotState, Outputs]:
-    """Return slots and outputs after an iteration, with what it showed of proposals.
+    """Return the slots after an iteration, with new rates of proposals, and the outputs, counted.
 
     Args:
-      forgives: whether nothing was shown, so that rates approach those of an unknown draft model.
+      live, proposed: see `choose`.
+      forgives: whether no proposal was compared, so that rates approach those of an unknown draft
+        model (`proposals.forgive`).
     """
     now, outputs = choice.slots, choice.outputs
     assert now.lookup is not None and now.answers is not None, "slots without lookup"

@@ -22,7 +22,7 @@ from jaxserve.models.batch import KVCache
 from jaxserve.models.decoder import Tap
 from jaxserve.steps import proposals
 from jaxserve.steps.batches import DecodeWindow, Params, tap, tapped
-from jaxserve.steps.choosing import choose, looked_up, room, with_lesson
+from jaxserve.steps.choosing import choose, looked_up, room, with_rates
 from jaxserve.steps.decode_blocks import Block, WindowRows, attention_of, block_of, rows_of
 from jaxserve.steps.drafting import DraftInputs, DraftStructure, FollowedModel, serving_model
 from jaxserve.steps.outputs import Outputs, no_outputs, with_reading
@@ -105,7 +105,7 @@ def decode_loop(
             read = read[block.start + jnp.maximum(num_new, 1) - 1]
         if draft is not None:
             forgives = drafting is not None and proposed is None
-            now, outputs = with_lesson(choice, rows, live, draft, proposed, forgives=forgives)
+            now, outputs = with_rates(choice, rows, live, draft, proposed, forgives=forgives)
         return _Carry(
             *(carry.iteration + 1, cache, now.tokens, now.length, now.done, now.lookup),
             *(now.answers, outputs, read, propose(now, outputs)),

@@ -1,7 +1,7 @@
-"""What a stage of a model computes, and what it tells the others.
+"""The steps of one stage of a model, and what the last stage sends to the others.
 
-The last stage samples, and looks up what may follow. The others learn of both with the next work
-that they get, so that they never wait for the host.
+The last stage samples tokens and looks up proposals. Both are sent to the other stages from device
+to device, so that no stage waits for the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.batch import KVCache
 from jaxserve.steps.batches import ChoosingRows, DecodeWindow, Params
-from jaxserve.steps.choosing import choose, looked_up, room, with_lesson
+from jaxserve.steps.choosing import choose, looked_up, room, with_rates
 from jaxserve.steps.decode import decode_once
 from jaxserve.steps.decode_blocks import block_of, rows_of
 from jaxserve.steps.heads import Chosen
@@ -153,7 +153,7 @@ def choose_proposed(
         variant=variant,
         config=config,
     )
-    now, after = with_lesson(choice, rows, proposed.live, draft, proposed.num)
+    now, after = with_rates(choice, rows, proposed.live, draft, proposed.num)
     place = outputs.num_tokens[:, None] + jnp.arange(1 + num_proposed)
     tokens = jnp.take_along_axis(after.tokens, jnp.minimum(place, after.tokens.shape[1] - 1), 1)
     more = propose(now, window, after.num_tokens, num_proposed=num_proposed)

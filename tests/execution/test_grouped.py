@@ -266,7 +266,7 @@ def test_an_encoder_decoder_model_is_handed_over(tmp_path):
         ]
 
 
-def test_tokens_that_nobody_reads_are_dropped():
+def test_tokens_in_transit_to_released_slots_are_dropped():
     """Those of an encode group's stages, whose sequences are handed over after one token each."""
     first, second = jax.devices()[:2], jax.devices()[2:4]
     mesh = DeviceGroups(StagePlan.of([1, 1], devices=first), StagePlan.of([1, 1], devices=second))

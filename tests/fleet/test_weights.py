@@ -134,10 +134,12 @@ def test_a_later_process_starts_with_the_newest_weights():
             _update("c", "xw"),
         ):
             dispatcher.update_params(update)
+        world.starts_wait = True
         world.replicas[0].kill()
         with pytest.raises(ReplicaDiedError, match="version 6"):  # which notices the death
             dispatcher.update_params(_update("late"))
         assert not world.replicas[1].weights
+        world.starts_wait = False
         _until(lambda: _all_serve(dispatcher))
         assert world.replicas[1].weights == [("whole", 2), ("b", 4), ("c", 5)]
         assert _versions(dispatcher) == [5]

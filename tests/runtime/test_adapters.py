@@ -324,13 +324,13 @@ def test_new_weights_keep_the_adapters():
 
 def test_an_unknown_adapter_fails_its_request_alone(rt):
     """In a batch, the others have their answers; alone it is raised at once."""
-    done = rt.generate(list(PROMPTS[:2]), [_params("nobody"), _params("all")])
+    done = rt.generate(list(PROMPTS[:2]), [_params("absent"), _params("all")])
     assert isinstance(done[0].error, UnknownAdapterError) and done[1].error is None
     assert done[1].token_ids == _wanted("all")[1]
     with pytest.raises(UnknownAdapterError, match="loaded are: .*'usual'"):
-        rt.submit(PROMPTS[0], _params("nobody"))
+        rt.submit(PROMPTS[0], _params("absent"))
     with pytest.raises(UnknownAdapterError):
-        rt.drop_adapter("nobody")
+        rt.drop_adapter("absent")
     with pytest.raises(InvalidSamplingParamsError, match="adapter=''"):
         _params("")
 

@@ -13,11 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.state_limits import check_speculation
+from jaxserve.models.families.llama import Llama
+from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import OPTIONS, WrapAll, tiny_llama
 from sharding import DeviceGroups, StagePlan, make_groups, make_mesh
 
@@ -57,6 +61,20 @@ def speculating() -> Any:
         yield runtime
 
 
+def _check_same(given: Any, wanted: Any) -> None:
+    """Check tokens, ends and log-probabilities."""
+    for one, other in zip(wanted, given, strict=True):
+        assert other.token_ids == one.token_ids
+        assert other.finish_reason == one.finish_reason
+        if one.logprobs is not None:
+            np.testing.assert_allclose(
+                [each.logprob for each in other.logprobs],
+                [each.logprob for each in one.logprobs],
+                rtol=1e-4,
+                atol=1e-5,
+            )
+
+
 def test_tokens_and_logprobs_are_those_without_speculation(plain, speculating):
     """Greedy and drawn, with penalties and log-probabilities; nothing compiles meanwhile."""
     for seed in range(12):
@@ -66,17 +84,7 @@ def test_tokens_and_logprobs_are_those_without_speculation(plain, speculating):
         rng = random.Random(seed)
         prompts = _prompts()
         params = [_params(rng) for _ in prompts]
-        wanted, given = plain.generate(prompts, params), speculating.generate(prompts, params)
-        for one, other in zip(wanted, given, strict=True):
-            assert other.token_ids == one.token_ids
-            assert other.finish_reason == one.finish_reason
-            if one.logprobs is not None:
-                np.testing.assert_allclose(
-                    [each.logprob for each in other.logprobs],
-                    [each.logprob for each in one.logprobs],
-                    rtol=1e-4,
-                    atol=1e-5,
-                )
+        _check_same(speculating.generate(prompts, params), plain.generate(prompts, params))
     stats = speculating.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert plain.stats().num_draft_tokens == 0
@@ -122,15 +130,24 @@ def test_tensor_parallel_runtimes_speculate_too(plain):
     assert [each.token_ids for each in given] == [each.token_ids for each in wanted]
 
 
+WAA_ON_DEMAND = replace(PRESETS["exegpt_waa_c"], admission=OnDemand())
+# Each with a pool of about 18 pages, of a half of the layers on a stage.
 PLACES: dict[str, Callable[[], dict[str, Any]]] = {
-    "stages": lambda: {"mesh": StagePlan.of([1, 1])},
-    "stages and micro-batches": lambda: {
-        "mesh": StagePlan.of([1, 1], tensor=[1, 2], micro_batches=2)
+    "stages": lambda: {
+        "mesh": StagePlan.of([1, 1]),
+        "policy": "vllm_like",
+        "kv_memory": "18KiB",
     },
-    "groups": lambda: {"mesh": make_groups(), "policy": "exegpt_waa_c"},
+    "stages and micro-batches": lambda: {
+        "mesh": StagePlan.of([1, 1], tensor=[1, 2], micro_batches=2),
+        "policy": "vllm_like",
+        "kv_memory": "18KiB",
+    },
+    "groups": lambda: {"mesh": make_groups(), "policy": WAA_ON_DEMAND, "kv_memory": "36KiB"},
     "groups of stages": lambda: {
         "mesh": DeviceGroups(StagePlan.of([1, 1]), StagePlan.of([1, 1], devices=jax.devices()[2:])),
-        "policy": "exegpt_waa_c",
+        "policy": WAA_ON_DEMAND,
+        "kv_memory": "18KiB",
     },
 }
 
@@ -139,21 +156,36 @@ PLACES: dict[str, Callable[[], dict[str, Any]]] = {
 def test_stages_and_device_groups_speculate_too(plain, where):
     """Any parameters, several rounds, and a pool that preempts; a warm-up compiles everything."""
     options = WARM if where in ("stages and micro-batches", "groups of stages") else OPTIONS
-    options = options | {"kv_memory": "48KiB", "speculation": "lookup"} | PLACES[where]()
+    options = options | {"speculation": "lookup"} | PLACES[where]()
     with Runtime(tiny_llama(), **options) as runtime:
         for seed in range(3):
             rng = random.Random(seed)
             prompts = _prompts()
             params = [_params(rng) for _ in prompts]
-            wanted, given = plain.generate(prompts, params), runtime.generate(prompts, params)
-            for one, other in zip(wanted, given, strict=True):
-                assert other.token_ids == one.token_ids
-                assert other.finish_reason == one.finish_reason
+            _check_same(runtime.generate(prompts, params), plain.generate(prompts, params))
             if not seed:  # answers before are proposed no more
                 runtime.forget_kept_pages()
         stats = runtime.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert stats.num_accepted_tokens == sum(stats.num_accepted_by_place)
+    assert stats.num_preemptions > 0
+
+
+def test_the_decode_group_alone_speculates_also_after_devices_have_moved(plain):
+    seen, where = WrapAll(), {"mesh": make_groups(encode=2, decode=1), "policy": "exegpt_waa_c"}
+    options = {**OPTIONS, **where, "wrap_executor": seen, "speculation": "lookup"}
+    with Runtime(tiny_llama(), **options) as runtime:
+        for seed in range(2):
+            rng = random.Random(seed)
+            prompts = _prompts()
+            params = [_params(rng) for _ in prompts]
+            num_before = runtime.stats().num_accepted_tokens
+            _check_same(runtime.generate(prompts, params), plain.generate(prompts, params))
+            assert runtime.stats().num_accepted_tokens > num_before
+            groups = seen.executors[0].groups
+            assert [group.config.num_proposed for group in groups] == [0, 8]
+            if not seed:
+                runtime.regroup(encode=1, decode=2, max_pause_s=60)
 
 
 def test_every_stage_knows_what_the_last_one_chose():
@@ -228,8 +260,7 @@ def test_a_draft_model_knows_pages_that_came_back():
 
 
 def test_a_draft_model_that_does_not_fit_is_refused():
-    other = tiny_llama()
-    other.config = replace(other.config, vocab_size=50)
+    other = Llama(replace(tiny_llama().config, vocab_size=50), rngs=nnx.Rngs(0))
     cases: list[tuple[dict[str, Any], str]] = [
         ({"speculation": "draft"}, "draft_model=None"),
         ({"draft_model": tiny_llama()}, "speculation=None"),
