@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -24,7 +24,7 @@ from jaxserve.planning.schedules.rra_planner import RRAPlanner, RRASpace
 FAMILIES = ("rra", "continuous")
 # RRA fills its batch over several rounds.
 _WARM_UP = 4.0
-# RRA schedules of a kind that are simulated in a search, and searches for them by closed form.
+# RRA schedules that are simulated in a search, and searches for them by closed form.
 _MOST_TRIED = 3
 _MOST_SEARCHES = 12
 # Share of the best score so far from which on a schedule is simulated, since its score by closed
@@ -32,6 +32,10 @@ _MOST_SEARCHES = 12
 _WORSE = 0.9
 # Steps by which the bounds of the closed form are widened and tightened.
 _WIDER, _TIGHTER = 1.25, 0.93
+# Simulated batches that run until all of their answers have ended. The closed form of their latency
+# is up to so much too long.
+_MOST_BATCHES = 5
+_TOO_LONG = 1.25
 
 
 def planner_of(
@@ -102,8 +106,8 @@ class FamiliesSpace:
     run or slots limit them, in either direction. So the best RRA schedule by closed form is
     simulated. Its throughput is that of the simulation, and its latency what 99 % of the simulated
     answers take at most. Then the search is repeated with bounds that are wider or tighter by as
-    much as the closed form was off. The same is done with schedules whose phases last until all
-    answers have ended, as static batches do.
+    much as the closed form was off. Schedules whose phases last until all answers have ended, as
+    those of static batches do, have their batch alone to be chosen: that is bisected.
     """
 
     rra: RRASpace
@@ -122,8 +126,8 @@ class FamiliesSpace:
         scores: dict[Schedule, float] = {}
         if not self.is_rra_alone:
             self._add(self.continuous.best(score, least=2), score, scores)
-        for kind in (self.rra.best, self.rra.whole):
-            self._try(kind, score, scores)
+        self._try_rounds(score, scores)
+        self._try_whole(score, scores)
         if not self.is_rra_alone and not any(scores.values()):
             self._add(self.continuous.best(score), score, scores)
         best = max(scores, key=lambda each: scores[each], default=None)
@@ -133,22 +137,16 @@ class FamiliesSpace:
         if found is not None:
             scores[found] = float(score(self.estimated(found)))
 
-    def _try(
-        self,
-        best: Callable[[Score], Schedule | None],
-        score: Score,
-        scores: dict[Schedule, float],
-    ) -> None:
+    def _try_rounds(self, score: Score, scores: dict[Schedule, float]) -> None:
         """Simulate RRA schedules whose score by closed form is the highest under several bounds.
 
         Args:
-          best: returns the best schedule by closed form, of one kind.
           scores: of the schedules that are simulated; those of this kind are added.
         """
         share, num_tried = 1.0, 0
         for _ in range(_MOST_SEARCHES):
             scaled = _scaled(score, 1 / share)
-            found = best(scaled)
+            found = self.rra.best(scaled)
             if found is None:
                 share *= _WIDER
                 continue
@@ -167,6 +165,48 @@ class FamiliesSpace:
                 return
             else:
                 share *= _TIGHTER
+
+    def _try_whole(self, score: Score, scores: dict[Schedule, float]) -> None:
+        """Simulate batches that run until all have ended: the largest that keeps the bounds.
+
+        The closed form says where to begin. A larger batch serves more, and has longer latencies.
+
+        Args:
+          scores: see `_try_rounds`.
+        """
+        first = self._first_whole(score)
+        if first is None:
+            return
+        kept, missed = 0, self.rra.whole_timeline.max_encode_batch + 1
+        batch, step, most = first.encode_batch, 1, missed
+        num_tried = len(scores) + _MOST_BATCHES
+        while missed - kept > 1 and len(scores) < num_tried:
+            schedule = self.rra.static(self.rra.nearest(replace(first, encode_batch=batch)))
+            possible = _scaled(score, 1 / _TOO_LONG)(self.rra.estimated(schedule))
+            if possible >= _WORSE * max(scores.values(), default=0.0) and possible > 0:
+                if schedule not in scores:
+                    self._add(schedule, score, scores)
+                is_kept = scores[schedule] > 0
+            else:
+                is_kept = possible > 0
+            kept, missed = (batch, missed) if is_kept else (kept, batch)
+            if missed == most:
+                batch = min(most - 1, kept + step)
+            elif not kept:
+                batch = max(1, missed - step)
+            else:
+                batch = (kept + missed) // 2
+            step *= 2
+
+    def _first_whole(self, score: Score) -> Schedule | None:
+        """Return the best of these batches by closed form, under wider bounds if need be."""
+        share = 1.0
+        for _ in range(_MOST_SEARCHES):
+            found = self.rra.whole(_scaled(score, 1 / share))
+            if found is not None:
+                return found
+            share *= _WIDER
+        return None
 
     def nearest(self, schedule: Schedule) -> Schedule:
         nearest = self._of(schedule).nearest(schedule)

@@ -23,6 +23,9 @@ from jaxserve.planning.schedules.search import maximise
 from jaxserve.planning.schedules.timeline import Deployment
 from jaxserve.planning.step_times import StepTimes
 
+# What sums of shares may be off by.
+_ROUNDED = 1 + 1e-9
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -74,21 +77,36 @@ class RRAPlanner(SchedulePlanner):
             (span.num_tokens + 1 + span.is_whole * self.num_awaited, span.bound_s)
             for span in spans_of(classes)
         )
-        timeline = RRATimeline(self.deploy(lengths), lengths, self.layouts, own)
-        return RRASpace(timeline, lengths.inputs.max_length)
+        limited = self.deploy(lengths)
+        # A batch that runs until all have ended has no more sequences than it began with.
+        most = max(limited.max_sequences, self.num_slots * _ROUNDED)
+        filled = replace(limited, max_sequences=most)
+        timeline, whole = (
+            RRATimeline(each, lengths, self.layouts, own) for each in (limited, filled)
+        )
+        return RRASpace(timeline, whole, lengths.inputs.max_length)
 
 
 @final
 @dataclass(frozen=True)
 class RRASpace:
-    """The schedules of a timeline."""
+    """The RRA schedules of one engine for requests of given lengths.
+
+    Attributes:
+      timeline: of all schedules.
+      whole_timeline: of those whose decode phases last until all answers have ended. They may fill
+        the slots; others leave some free, because their batches differ from the average.
+    """
 
     timeline: RRATimeline
+    whole_timeline: RRATimeline
     longest_prompt: int
     _known: RememberedTimeline = field(init=False, repr=False, compare=False)
+    _known_whole: RememberedTimeline = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_known", RememberedTimeline(self.timeline))
+        object.__setattr__(self, "_known_whole", RememberedTimeline(self.whole_timeline))
 
     def estimate(self, schedule: Schedule) -> str:
         return CLOSED_FORM
@@ -99,18 +117,20 @@ class RRASpace:
 
     def whole(self, score: Score) -> Schedule | None:
         """Return the best schedule whose decode phases last until all answers have ended."""
-        timeline = self.timeline
+        timeline = self.whole_timeline
         shape = len(timeline.layouts), timeline.max_encode_batch
         layout, batch = np.unravel_index(np.arange(np.prod(shape)), shape)
         points = Points(layout, batch + 1, np.full(len(layout), timeline.max_control))
-        found = Candidate().improved(self._known, points, score).found
+        found = Candidate().improved(self._known_whole, points, score).found
         return None if found is None else timeline.schedule(found.point)
 
     def nearest(self, schedule: Schedule) -> Schedule:
         return self.timeline.schedule(self._point(schedule))
 
     def estimated(self, schedule: Schedule) -> Estimates:
-        return self._known.estimate(self._point(schedule))[0]
+        is_whole = schedule.num_decodes >= self.timeline.max_control
+        known = self._known_whole if is_whole else self._known
+        return known.estimate(self._point(schedule))[0]
 
     def own_latencies_s(self, schedule: Schedule) -> list[float]:
         point = self._point(schedule)
