@@ -13,8 +13,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -140,6 +139,8 @@ def _medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 class _Session:
     """The runs of whole rounds: every policy, batch size and plan once in each.
 
+    Every runtime stays open, with a page pool of its own.
+
     Attributes:
       runs: each with task, policy, batch, the number of its round, and the figures of the run;
         those of a plan with `bound_s` and the plan, and `failed` if no schedule keeps it.
@@ -151,7 +152,8 @@ class _Session:
     batches: tuple[int, ...]
     runs: list[dict[str, Any]] = field(default_factory=list)
     num_rounds: int = 0
-    _times: dict[int, StepTimes] = field(default_factory=dict)
+    _open: dict[tuple[str, int], Runtime] = field(default_factory=dict)
+    _times: dict[int, StepTimes] = field(default_factory=dict)  # of a task, by slots
     _began_s: float = field(default_factory=time.perf_counter)
 
     def has_time(self) -> bool:
@@ -163,50 +165,62 @@ class _Session:
         return spent_s * (1 + 1 / self.num_rounds) <= budget_s
 
     def play_round(self, runtimes: Runtimes) -> None:
-        """Play every task against each policy with each batch size, then against its plans."""
-        for policy in (STATIC, *self.options.policies.split(",")):
-            for batch in self.batches:
-                self._play_policy(runtimes, policy, batch)
-        self._play_plans(runtimes)
+        """Play task by task: static batches, plans, and the other policies, in every other round
+        the other way round.
+
+        So what is compared runs within minutes, and with step times of these minutes.
+        """
+        policies = [STATIC, PLANNED, *self.options.policies.split(",")]
+        if self.num_rounds % 2:
+            policies.reverse()
+        for task in self.tasks:
+            self._times.clear()
+            for policy in policies:
+                if policy == PLANNED:
+                    self._play_plans(runtimes, task)
+                    continue
+                for batch in self.batches:
+                    preset = get_policy(policy)
+                    rt = self._runtime(runtimes, preset, batch)
+                    self._play(rt, preset, self._asked(rt, task), self._named(task, policy, batch))
         self.num_rounds += 1
 
-    def _play_policy(self, runtimes: Runtimes, policy: str, batch: int) -> None:
-        preset = get_policy(policy)
-        with closing(runtimes.open(preset, max_slots=batch)) as rt:
-            for task, asked in self._asked(rt):
-                named = self._named(task, policy, batch)
-                self._play(rt, preset, asked, named)
+    def _runtime(self, runtimes: Runtimes, preset: Policy, batch: int) -> Runtime:
+        """Return the runtime of a policy and batch size, which stays open."""
+        known = preset.name, batch
+        if known not in self._open:
+            self._open[known] = runtimes.open(preset, max_slots=batch)
+        return self._open[known]
 
     def _named(self, task: str, policy: str, batch: int) -> dict[str, Any]:
         return {"task": task, "policy": policy, "batch": batch, "number": self.num_rounds}
 
-    def _play_plans(self, runtimes: Runtimes) -> None:
-        batch, preset = max(self.batches), get_policy("vllm_like")
-        with closing(runtimes.open(preset, max_slots=batch)) as rt:
-            rt.measure_step_times()
-            for task, asked in self._asked(rt):
-                known = self._known(rt, task)
-                for bound_s in self.bounds(task):
-                    named = self._named(task, PLANNED, batch)
-                    named |= {"bound_s": None if math.isinf(bound_s) else bound_s}
-                    try:
-                        plan = rt.plan(bound_s, lengths=known)
-                    except InfeasibleBoundError as error:
-                        lowest_s = error.lowest["latency_s"]
-                        self.runs.append(named | {"failed": str(error), "lowest_s": lowest_s})
-                        continue
-                    adopted = replace(preset, iteration=plan.iteration())
-                    named |= {
-                        "family": plan.family,
-                        "max_running": plan.schedule.max_running,
-                        "estimate": plan.estimate,
-                        "encode_batch": plan.schedule.encode_batch,
-                        "num_decodes": plan.schedule.num_decodes,
-                        "planned_per_s": plan.answers_per_s,
-                        "planned_latency_s": plan.latency_s,
-                    }
-                    longest = plan.max_answer_tokens
-                    self._play(rt, adopted, asked, named, bound_s=bound_s, longest=longest)
+    def _play_plans(self, runtimes: Runtimes, task: str) -> None:
+        batch, preset = max(self.batches), replace(get_policy("vllm_like"), name=PLANNED)
+        rt = self._runtime(runtimes, preset, batch)
+        self._times[batch] = rt.measure_step_times()
+        asked, known = self._asked(rt, task), self._known(rt, task)
+        for bound_s in self.bounds(task):
+            named = self._named(task, PLANNED, batch)
+            named |= {"bound_s": None if math.isinf(bound_s) else bound_s}
+            try:
+                plan = rt.plan(bound_s, lengths=known)
+            except InfeasibleBoundError as error:
+                lowest_s = error.lowest["latency_s"]
+                self.runs.append(named | {"failed": str(error), "lowest_s": lowest_s})
+                continue
+            adopted = replace(preset, iteration=plan.iteration())
+            named |= {
+                "family": plan.family,
+                "max_running": plan.schedule.max_running,
+                "estimate": plan.estimate,
+                "encode_batch": plan.schedule.encode_batch,
+                "num_decodes": plan.schedule.num_decodes,
+                "planned_per_s": plan.answers_per_s,
+                "planned_latency_s": plan.latency_s,
+            }
+            longest = plan.max_answer_tokens
+            self._play(rt, adopted, asked, named, bound_s=bound_s, longest=longest)
 
     def bounds(self, task: str) -> list[float]:
         """Return a task's bounds, from the first run of each static batch."""
@@ -303,16 +317,15 @@ class _Session:
         )
 
     def _times_of(self, rt: Runtime) -> StepTimes:
-        """Return the step times of a runtime's configuration, measured once for each."""
+        """Return the step times of a runtime's configuration, measured once for each task."""
         slots = rt.config.max_slots
         if slots not in self._times:
             self._times[slots] = rt.measure_step_times(rounds=1)
         return self._times[slots]
 
-    def _asked(self, rt: Runtime) -> Iterator[tuple[str, list[WorkloadItem]]]:
-        """Yield each task with its requests, whose lengths are forced and hidden."""
-        for task in self.tasks:
-            yield task, items(self._options_for(task, self.options.seed), rt)
+    def _asked(self, rt: Runtime, task: str) -> list[WorkloadItem]:
+        """Return the requests of a task, whose lengths are forced and hidden."""
+        return items(self._options_for(task, self.options.seed), rt)
 
     def _known(self, rt: Runtime, task: str) -> list[tuple[int, int]]:
         """Return lengths of other requests of a task, by which it is planned."""
