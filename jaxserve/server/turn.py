@@ -10,10 +10,10 @@ from typing import Any, final
 from anyio import to_thread
 
 from jaxserve.conversations import Conversation
-from jaxserve.core.errors import JaxserveError
+from jaxserve.core.errors import JaxserveError, TurnCancelledError
 from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.engine.answers import Piece
+from jaxserve.engine.answers import Piece, failed_completion
 from jaxserve.scheduling.lengths.estimate import LengthEstimate
 from jaxserve.server.backend import Backend, OpenRequest
 from jaxserve.server.exchange import Group
@@ -48,6 +48,7 @@ class TurnExchange:
         self._trace = trace_here()
         self._trace.asked(params, conversation_id)
         self._conversation: Conversation | None = None
+        self._begun_s = time.monotonic()
         self._first_s: float | None = None
         self._last_s: float | None = None
         self._estimate: LengthEstimate | None = None
@@ -79,6 +80,9 @@ class TurnExchange:
                 on_piece=lambda piece: mailbox.post(partial(self._take, open_, piece)),
             )
             self._ended(open_, completion)
+        except JaxserveError as error:
+            self._failed(error)
+            raise
         finally:
             self._close(open_)
         return completion
@@ -90,7 +94,7 @@ class TurnExchange:
           JaxserveError: see `Conversation.send`.
         """
         conversation, open_ = await self._open()
-        begun_s, tokens = time.monotonic(), []
+        tokens: list[int] = []
         try:
             pieces = conversation.astream(
                 self._said,
@@ -104,9 +108,10 @@ class TurnExchange:
                     self._take(open_, piece)
                     tokens += piece.token_ids
                     if piece.finish_reason is not None:
-                        self._ended(open_, self._as_completion(tokens, piece, begun_s))
+                        self._ended(open_, self._as_completion(tokens, piece))
                     yield [(0, piece)]
             except JaxserveError as error:
+                self._failed(error)
                 self._backend.fail_if_over(error)
                 raise
             finally:
@@ -139,7 +144,7 @@ class TurnExchange:
         self._last_s = now_s
         self._estimate = self._estimate or piece.estimate
 
-    def _as_completion(self, tokens: Sequence[int], last: Piece, begun_s: float) -> Completion:
+    def _as_completion(self, tokens: Sequence[int], last: Piece) -> Completion:
         """Return what metrics count of a streamed turn; its times are those of the server."""
         assert last.finish_reason is not None
         return Completion(
@@ -147,9 +152,9 @@ class TurnExchange:
             prompt_token_ids=(0,) * self.num_prompt_tokens,
             samples=(Sample(text="", token_ids=tuple(tokens), finish_reason=last.finish_reason),),
             timing=Timing(
-                arrival_s=begun_s,
-                admitted_s=begun_s,
-                first_token_s=self._first_s or begun_s,
+                arrival_s=self._begun_s,
+                admitted_s=self._begun_s,
+                first_token_s=self._first_s or self._begun_s,
                 finished_s=time.monotonic(),
             ),
         )
@@ -165,6 +170,14 @@ class TurnExchange:
             prompt_tokens=len(completion.prompt_token_ids),
             completion_tokens=len(completion.token_ids),
         )
+        self._has_ended = True
+
+    def _failed(self, error: JaxserveError) -> None:
+        """Count a turn that was refused or failed, as other such requests."""
+        if isinstance(error, TurnCancelledError):  # which `_close` counts
+            return
+        timing = Timing(arrival_s=self._begun_s)
+        self._backend.metrics.ended(failed_completion("", (), error, timing), self._params)
         self._has_ended = True
 
     def _close(self, open_: OpenRequest) -> None:

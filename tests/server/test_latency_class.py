@@ -56,6 +56,23 @@ def test_an_unknown_class_is_refused(url: str, path: str):
     assert refused.json()["error"]["param"] == "x-latency-class"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_turns_that_are_refused_are_counted(url: str, stream: bool):
+    """A turn that a bound refuses counts as an error and a refusal, and not as cancelled."""
+    body = {**BODIES["/v1/chat/completions"], "conversation_id": f"counted {stream}"}
+    assert post(url, "/v1/chat/completions", body).status_code == 200  # the engine knows its steps
+    before = metrics(url)
+    refused = post(url, "/v1/chat/completions", {**body, "latency_bound": 1e-6, "stream": stream})
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "bound_not_met"
+    after = metrics(url)
+    for name, more in (
+        (f"jaxserve:latency_bounds_total{['latency', 'refused']}", 1),
+        (f"jaxserve:request_success_total{['error']}", 1),
+        (f"jaxserve:request_success_total{['abort']}", 0),
+    ):
+        assert after[name] == before[name] + more, name
+
+
 def test_the_schema_has_the_header(url: str):
     found = httpx2.get(url + "/openapi.json").json()["paths"]
     for path in BODIES:

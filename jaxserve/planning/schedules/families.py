@@ -32,8 +32,8 @@ _MOST_SEARCHES = 12
 _WORSE = 0.9
 # Steps by which the bounds of the closed form are widened and tightened.
 _WIDER, _TIGHTER = 1.25, 0.93
-# Simulated batches that run until all of their answers have ended. The closed form of their latency
-# is up to so much too long.
+# Batches that run until all of their answers have ended, and are simulated in a search. The closed
+# form of their latency is up to so much too long.
 _MOST_BATCHES = 5
 _TOO_LONG = 1.25
 
@@ -183,12 +183,11 @@ class FamiliesSpace:
         while missed - kept > 1 and len(scores) < num_tried:
             schedule = self.rra.static(self.rra.nearest(replace(first, encode_batch=batch)))
             possible = _scaled(score, 1 / _TOO_LONG)(self.rra.estimated(schedule))
-            if possible >= _WORSE * max(scores.values(), default=0.0) and possible > 0:
+            is_kept = possible > 0
+            if is_kept and possible >= _WORSE * max(scores.values(), default=0.0):
                 if schedule not in scores:
                     self._add(schedule, score, scores)
                 is_kept = scores[schedule] > 0
-            else:
-                is_kept = possible > 0
             kept, missed = (batch, missed) if is_kept else (kept, batch)
             if missed == most:
                 batch = min(most - 1, kept + step)
