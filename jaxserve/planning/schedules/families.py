@@ -34,7 +34,7 @@ _WORSE = 0.9
 _WIDER, _TIGHTER = 1.25, 0.93
 # Batches that run until all of their answers have ended, and are simulated in a search. The closed
 # form of their latency is up to so much too long.
-_MOST_BATCHES = 5
+_MOST_BATCHES = 6
 _TOO_LONG = 1.25
 
 
@@ -169,7 +169,9 @@ class FamiliesSpace:
     def _try_whole(self, score: Score, scores: dict[Schedule, float]) -> None:
         """Simulate batches that run until all have ended: the largest that keeps the bounds.
 
-        The closed form says where to begin. A larger batch serves more, and has longer latencies.
+        The closed form says where to begin. A larger batch serves more, and mostly has longer
+        latencies; so where the first one misses a bound, one that is larger is tried before smaller
+        ones.
 
         Args:
           scores: see `_try_rounds`.
@@ -177,8 +179,9 @@ class FamiliesSpace:
         first = self._first_whole(score)
         if first is None:
             return
-        kept, missed = 0, self.rra.whole_timeline.max_encode_batch + 1
-        batch, step, most = first.encode_batch, 1, missed
+        most = self.rra.whole_timeline.max_encode_batch + 1
+        kept, missed, has_looked_up = 0, most, False
+        batch, step = first.encode_batch, 1
         num_tried = len(scores) + _MOST_BATCHES
         while missed - kept > 1 and len(scores) < num_tried:
             schedule = self.rra.static(self.rra.nearest(replace(first, encode_batch=batch)))
@@ -188,9 +191,15 @@ class FamiliesSpace:
                 if schedule not in scores:
                     self._add(schedule, score, scores)
                 is_kept = scores[schedule] > 0
-            kept, missed = (batch, missed) if is_kept else (kept, batch)
+            if is_kept:
+                kept, missed = batch, missed if batch < missed else most
+            else:
+                missed = min(missed, batch)
             if missed == most:
                 batch = min(most - 1, kept + step)
+            elif not kept and not has_looked_up:
+                batch, has_looked_up = min(most - 1, missed + 1), True
+                continue
             elif not kept:
                 batch = max(1, missed - step)
             else:
