@@ -63,7 +63,7 @@ def wanted():
 def _runtime(**options: Any) -> Runtime:
     settings = SMALL | dict(mesh=make_groups(encode=1, decode=2)) | options
     rt = Runtime(tiny_llama(num_heads=8), **settings)
-    gc.collect()  # the model, whose arrays would count as somebody else's
+    gc.collect()  # the model, whose arrays would count as another's
     return rt
 
 
