@@ -37,8 +37,9 @@ _MOST_STEPS = 20_000
 _WITHIN = 0.95
 _FIRST_WITHIN = 0.99
 # Latencies over the simulated ones. Steps beside callers, and on a machine with other work, take
-# longer than they were measured to; p99 on two cores was 7 % over its simulation (median).
-LONGER = 1.05
+# longer than they were measured to: of 144 runs of other schedules on two cores, a fifth had a p99
+# over 1.13 times the simulated one, and half of them over 1.05 times (`benchmarks.exegpt.bounds`).
+LONGER = 1.13
 # Simulations that are remembered.
 _MOST_KEPT = 512
 
@@ -49,7 +50,7 @@ class Played:
     """What a schedule did in a simulation with a queue that never empties.
 
     The latencies of tokens are those of a shape that computes prompts beside answers, as `Unified`
-    does. All latencies are a twentieth longer than in the simulation.
+    does. All latencies are longer than in the simulation, by `LONGER`.
 
     Attributes:
       answers_per_s: throughput.

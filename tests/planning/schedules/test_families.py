@@ -23,7 +23,7 @@ from jaxserve.planning.schedules.frontier import frontier_of, neighbours_of
 from jaxserve.planning.schedules.observed import AnswerLength, RequestClass
 from jaxserve.planning.schedules.pilot import AdaptingPilot
 from jaxserve.planning.schedules.plan import CLOSED_FORM, SIMULATED
-from jaxserve.planning.schedules.played import Player
+from jaxserve.planning.schedules.played import LONGER, Player
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.presets import PRESETS
@@ -141,7 +141,9 @@ def _tokens_per_s(pairs: list[tuple[int, int]], timings: list[Timing]) -> float:
 
 @pytest.mark.parametrize("size", SMALL.slot_buckets)
 def test_no_static_batch_keeps_a_bound_that_plans_do_not(size: int):
-    """Under a tenth more than its p99, a plan is found, and serves at least 0.95 times as much."""
+    """Under a twentieth more than its p99 and the margin of plans, one is found that serves at least
+    0.95 times as much.
+    """
     planner, lengths = PLANNERS["uniform"]
     buckets = tuple(each for each in SMALL.slot_buckets if each <= size)
     config = replace(SMALL, max_slots=size, slot_buckets=buckets, head_buckets=())
@@ -149,7 +151,7 @@ def test_no_static_batch_keeps_a_bound_that_plans_do_not(size: int):
     times = like_a_small_model(config)
     run = simulate(items, PRESETS["fastertransformer"], config, times, progress=False)
     spent = [(c.timing.finished_s or 0.0) - (c.timing.admitted_s or 0.0) for c in run.completions]
-    bounds = LatencyBounds(latency_s=1.1 * float(np.quantile(spent, 0.99)))
+    bounds = LatencyBounds(latency_s=1.05 * LONGER * float(np.quantile(spent, 0.99)))
     plan = planner.plan(lengths, bounds, num_lengths=300)
     assert plan.keeps_bounds and plan.answers_per_s >= 0.95 * len(items) / run.wall_s
 
