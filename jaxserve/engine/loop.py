@@ -131,7 +131,8 @@ class _EngineWork:
     def _deliver(self, all_news: Iterable[Progress]) -> None:
         scheduler = self._engine.scheduler
         touched: dict[str, Answer] = {}
-        for news in all_news:
+        # First tokens go first: a user waits for each, and may not notice a later one's delay.
+        for news in sorted(all_news, key=lambda each: len(each.sequence.output) > each.num_new):
             answer = self._by_sequence[news.sequence.key]
             answer.deliver(news.sequence, scheduler)
             touched[answer.request.id] = answer

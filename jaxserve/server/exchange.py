@@ -52,14 +52,17 @@ class Exchange:
     Args:
       reply_id: of the answer; the service knows the request of the first prompt by it too, and
         those of others by it and their number.
+      at_once: make the prompts on the event loop, since they are made in less time than another
+        thread takes to begin (see `routes.common.is_short`).
 
     Attributes:
       jobs: the prompts, in the order of the request; known after `start`.
     """
 
-    def __init__(self, backend: Backend, reply_id: str):
+    def __init__(self, backend: Backend, reply_id: str, *, at_once: bool = False):
         self._backend = backend
         self._reply_id = reply_id
+        self._at_once = at_once
         self._service = backend.ready_service()
         self._timeout_s = backend.options.request_timeout_s
         self.jobs: Sequence[Job] = ()
@@ -89,7 +92,7 @@ class Exchange:
         return await self.completions()
 
     async def start(self, make_jobs: Callable[[Service], Sequence[Job]]) -> None:
-        """Make the prompts and submit them, on another thread, since tokenizing takes time.
+        """Make the prompts and submit them, on another thread where tokenizing takes time.
 
         Raises:
           JaxserveError: a prompt cannot be served, or the server has no room for it.
@@ -102,7 +105,10 @@ class Exchange:
         # Counted from here on, so that a server that drains waits for it.
         self._open = {0: backend.begin()}
         try:
-            await to_thread.run_sync(self._begin, make_jobs)
+            if self._at_once:
+                self._begin(make_jobs)
+            else:
+                await to_thread.run_sync(self._begin, make_jobs)
             if len(self.jobs) > 1:
                 await backend.check_room(len(self.jobs) - 1)
                 self._open.update({i: backend.begin() for i in range(1, len(self.jobs))})

@@ -36,6 +36,7 @@ from jaxserve.server.routes.common import (
     Here,
     InClass,
     documented,
+    is_short,
     need_tokenizer,
     new_id,
     now_s,
@@ -73,7 +74,7 @@ async def chat(body: ChatRequest, http: Request, backend: Here, own: InClass) ->
     answer = _Chat(body, params, tools, adapter or backend.options.model_name, tokenizer)
     if body.conversation_id is not None:
         return await _turn(body, body.conversation_id, answer, http, backend)
-    exchange = Exchange(backend, answer.id)
+    exchange = Exchange(backend, answer.id, at_once=is_short(http, backend, answer.params))
     if body.stream:
         events = _Chunks(answer, lambda: exchange.jobs[0].prompt)
         return EventStream(exchange.stream(answer.jobs), events, exchange.close)

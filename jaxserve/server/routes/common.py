@@ -10,6 +10,7 @@ from fastapi import Depends, Header
 from starlette.requests import Request
 
 from jaxserve.core.errors import InvalidRequestError
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
 from jaxserve.server.backend import Backend
@@ -35,6 +36,8 @@ _EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
+# Bytes of a body whose prompt is tokenized in about a millisecond.
+_SHORT_BYTES = 4096
 READING = (400, 401, 404, 408, 413, 503)
 ANSWERING = (400, 401, 404, 408, 409, 413, 429, 500, 503, 504)
 
@@ -104,3 +107,15 @@ def need_tokenizer(service: Service) -> Tokenizer:
             "this model is served without a tokenizer; send token ids to /inference/v1/generate"
         )
     return service.tokenizer
+
+
+def is_short(http: Request, backend: Backend, params: SamplingParams) -> bool:
+    """Return whether a prompt is made and submitted in about a millisecond.
+
+    Where threads compete for few cores, another one takes longer to begin. Grammars are compiled,
+    and predictions waited for, whatever the prompt.
+    """
+    num_bytes = http.headers.get("content-length", "")
+    if params.is_constrained or backend.ready_service().options.predictor is not None:
+        return False
+    return num_bytes.isdecimal() and int(num_bytes) <= _SHORT_BYTES

@@ -33,6 +33,7 @@ from jaxserve.server.routes.common import (
     Here,
     InClass,
     documented,
+    is_short,
     need_tokenizer,
     new_id,
     now_s,
@@ -61,8 +62,8 @@ async def complete(body: CompletionRequest, http: Request, backend: Here, own: I
     note(notes_here(), user=body.user)
     tokenizer = need_tokenizer(backend.ready_service())
     reply_id = new_id("cmpl")
-    exchange = Exchange(backend, reply_id)
     params = own.apply(replace(params_of.of_completion(body), adapter=adapter))
+    exchange = Exchange(backend, reply_id, at_once=is_short(http, backend, params))
     model = adapter or backend.options.model_name
     answer = _Answer(reply_id, body, params, exchange, model, tokenizer)
     if body.stream:

@@ -32,6 +32,7 @@ from jaxserve.server.routes.common import (
     Here,
     InClass,
     documented,
+    is_short,
     need_tokenizer,
     new_id,
     now_s,
@@ -84,7 +85,7 @@ async def respond(body: ResponseRequest, http: Request, backend: Here, own: InCl
         relay = Relay(turn.pieces())
         events = _Events(answer, lambda: turn.num_prompt_tokens)
         return _stream(relay.groups(), events, relay.close)
-    exchange = Exchange(backend, answer.id)
+    exchange = Exchange(backend, answer.id, at_once=is_short(http, backend, answer.params))
     if not body.stream:
         (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
         return json_response(answer.reply(completion))

@@ -32,6 +32,7 @@ from jaxserve.server.routes.common import (
     Here,
     InClass,
     documented,
+    is_short,
     need_tokenizer,
     new_id,
 )
@@ -109,8 +110,8 @@ async def generate(body: GenerateRequest, http: Request, backend: Here, own: InC
     """Continue token ids with token ids, for instance for the rollouts of a trainer."""
     adapter = backend.adapter_of(body.model)
     reply_id, model = new_id("gen"), adapter or backend.options.model_name
-    exchange = Exchange(backend, reply_id)
     params = own.apply(replace(params_of.of_generate(body), adapter=adapter))
+    exchange = Exchange(backend, reply_id, at_once=is_short(http, backend, params))
     job = Job(body.token_ids, params, body.priority or 0)
     if body.stream:
         events = _Chunks(exchange, reply_id, model, params)
