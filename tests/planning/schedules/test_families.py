@@ -141,8 +141,9 @@ def _tokens_per_s(pairs: list[tuple[int, int]], timings: list[Timing]) -> float:
 
 @pytest.mark.parametrize("size", SMALL.slot_buckets)
 def test_no_static_batch_keeps_a_bound_that_plans_do_not(size: int):
-    """Under a twentieth more than its p99 and the margin of plans, one is found that serves at least
-    0.95 times as much.
+    """Under its p99 with the margin of plans, and a twentieth more, a plan is found.
+
+    It serves at least 0.95 times as much.
     """
     planner, lengths = PLANNERS["uniform"]
     buckets = tuple(each for each in SMALL.slot_buckets if each <= size)
