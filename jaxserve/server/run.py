@@ -52,6 +52,9 @@ _READY_POLL_S = 0.05
 _NUM_OTHER_FILES = 512
 # Bytes of the head of a request.
 _MAX_HEAD_BYTES = 64 << 10
+# Seconds after which a thread gives up the interpreter to one that waits for it, by default 5 ms:
+# the event loop would wait for so long while the engine's thread plans a step.
+_SWITCH_S = 0.0005
 
 
 @final
@@ -247,7 +250,7 @@ def serve(
     server = _server(options, traces, on_drain)
     listener = listener or listen(options)
     loading = _Loading(server, open_service, on_ready)
-    with _signals_end(server):
+    with _signals_end(server), _quick_turns():
         try:
             loading.start()
             server.run(sockets=[listener])
@@ -266,6 +269,17 @@ def _signals_end(server: _Server) -> Iterator[None]:
     finally:
         for sig, handler in before.items():
             signal.signal(sig, handler)
+
+
+@contextmanager
+def _quick_turns() -> Iterator[None]:
+    """Have threads take turns sooner within the block."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(before_s, _SWITCH_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before_s)
 
 
 @contextmanager
@@ -297,7 +311,8 @@ def running(
     try:
         _publish(server, service, outlook)
         host = f"[{options.host}]" if ":" in options.host else options.host
-        yield f"http://{host}:{listener.getsockname()[1]}"
+        with _quick_turns():
+            yield f"http://{host}:{listener.getsockname()[1]}"
     finally:
         server.end()
         thread.join()

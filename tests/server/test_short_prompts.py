@@ -1,7 +1,8 @@
-"""On which thread the server makes prompts and submits them."""
+"""On which thread the server makes prompts and submits them, and how threads take turns."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, cast
@@ -12,7 +13,7 @@ from jaxserve.runtime import Service
 from jaxserve.runtime.pending import Pending
 from jaxserve.server import ServerOptions, running
 from tests.predictor.tiny import tiny_predictor
-from tests.server.serving import CHAT, NAME, post, runtime
+from tests.server.serving import CHAT, NAME, post, runtime, server
 
 ON_LOOP = "jaxserve-server"
 
@@ -72,3 +73,16 @@ def test_what_takes_time_has_a_thread(served, body):
     url, watched, _ = served
     assert post(url, "/v1/completions", body).is_success
     assert watched.threads[-1] != ON_LOOP
+
+
+def test_threads_take_turns_sooner_while_a_server_runs():
+    """The event loop waits half a millisecond for the interpreter; afterwards it is as before."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(0.004)
+    try:
+        with runtime() as rt:
+            with server(rt):
+                assert sys.getswitchinterval() == pytest.approx(0.0005)
+            assert sys.getswitchinterval() == pytest.approx(0.004)
+    finally:
+        sys.setswitchinterval(before_s)
