@@ -21,7 +21,7 @@ from jaxserve.core.errors import (
 from jaxserve.models.store import load_model
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import OPTIONS as TINY
-from jaxserve.testing import tiny_llama
+from jaxserve.testing import FreeCopiesExecutor, tiny_llama
 from sharding import make_groups, make_mesh
 from tests.models.t5_checkpoints import (
     VARIANTS,
@@ -187,6 +187,7 @@ def test_a_disk_tier_keeps_prompts_for_the_next_runtime(t5, tmp_path):
     """Another runtime of the same weights finds encoded prompts on the disk."""
     folder, wanted = t5
     disk = dict(disk_memory="4MB", disk_folder=str(tmp_path), host_memory="1MB")
+    disk["wrap_executor"] = FreeCopiesExecutor
     for is_second in (False, True):
         with Runtime.from_pretrained(folder, **disk, **OPTIONS) as rt:
             assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
