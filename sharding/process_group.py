@@ -94,6 +94,13 @@ class ProcessGroup:
     def is_leader(self) -> bool:
         return self.process_id == LEADER
 
+    @property
+    def address(self) -> str:
+        """The IP address at which the others reach this process."""
+        addresses = map(_own_address, self._connections.values())
+        # The leader may have followers on its own host and on others.
+        return max(addresses, key=lambda address: not address.startswith("127."))
+
     # ---- messages ----
 
     def broadcast(self, content: Any) -> None:
@@ -299,6 +306,11 @@ def stdout_on_stderr() -> Iterator[None]:
 
 def _died(name: str) -> str:
     return f"{name} has died, or its host cannot be reached"
+
+
+def _own_address(connection: Connection) -> str:
+    with socket.socket(fileno=os.dup(connection.fileno())) as sock:
+        return sock.getsockname()[0]
 
 
 def _notice_silence(connection: Connection) -> None:

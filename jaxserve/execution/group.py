@@ -21,14 +21,9 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError, ProcessGroupError, RuntimeClosedError
+from jaxserve.execution.couriers import Courier, Processes, make_courier
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.group_shares import (
-    FollowersShare,
-    GroupShare,
-    InOrder,
-    LeadersShare,
-    Processes,
-)
+from jaxserve.execution.group_shares import FollowersShare, GroupShare, InOrder, LeadersShare
 from jaxserve.execution.protocol import StepHandle
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
@@ -319,18 +314,22 @@ def in_group(
     processes: Processes | None = None,
     *,
     strict: bool = False,
+    couriers: Callable[..., Courier] = make_courier,
 ) -> GroupExecutor:
     """Return `executor` in this process's role: leading in process 0, following in the others.
 
     Args:
       processes: those of the encode group and those of the decode group; None for one group.
       strict: raise on any compilation of a copy between groups after the warm-up.
+      couriers: makes this process's part in handovers, of the first three arguments.
     """
-    if group.is_leader:
-        leads = processes and LeadersShare(executor, group, processes, strict=strict)
-        return LeadingExecutor(executor, group, leads)
-    follows = processes and FollowersShare(executor, group, processes, strict=strict)
-    return FollowingExecutor(executor, group, follows)
+    share: Any = None
+    if processes is not None:
+        courier = couriers(executor, group, processes)
+        kind = LeadersShare if group.is_leader else FollowersShare
+        share = kind(executor, group, processes, courier, strict=strict)
+    role = LeadingExecutor if group.is_leader else FollowingExecutor
+    return role(executor, group, share)
 
 
 def check_alike(group: ProcessGroup, settings: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 Every process gets every plan, in one order, and carries out those of the group whose devices it
 owns. The leader knows of the others' plans from what a process of the other group reports. KV goes
-from group to group through host memory and the leader: it alone decides when pages have arrived,
-and which of them are still wanted.
+from group to group as a `Courier` has it; the leader alone decides when pages have arrived, and
+which of them are still wanted.
 """
 
 from __future__ import annotations
@@ -12,34 +12,21 @@ import abc
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
-import jax
 import numpy as np
 
 from jaxserve.execution.compilations import CompilationCounter
+from jaxserve.execution.couriers import Arrived, Awaited, Courier, Outcome, Processes
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.handle import DeviceHandle
-from jaxserve.execution.page_port import PagePort, PagesOnHost, TakenPages
 from jaxserve.execution.protocol import StepHandle
 from jaxserve.scheduling.plan import StepPlan, StepResult, nothing_computed
 from sharding import ProcessGroup
 
 _log = logging.getLogger(__name__)
-
-# The processes of the encode group, and those of the decode group; no process is in both.
-Processes = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-@final
-@dataclass(frozen=True)
-class Arrived:
-    """A message of the leader: write these pages before the next plan."""
-
-    pages: tuple[PagesOnHost, ...]
 
 
 @final
@@ -57,12 +44,11 @@ class Report:
 
     Attributes:
       number: of plans before it.
-      content: the result of a step; or the pages that the plan hands over, or a str, the reason for
-        which they are lost.
+      content: the result of a step, or the outcome of a handover.
     """
 
     number: int
-    content: StepResult | tuple[PagesOnHost, ...] | str
+    content: StepResult | Outcome
 
 
 class GroupShare(abc.ABC):
@@ -71,22 +57,29 @@ class GroupShare(abc.ABC):
     Args:
       executor: of the devices of this process's device group.
       processes: of the encode group, and of the decode group.
+      courier: this process's part in handovers.
       strict: raise on any compilation of a copy after the warm-up.
     """
 
     def __init__(
-        self, executor: DeviceExecutor, group: ProcessGroup, processes: Processes, *, strict: bool
+        self,
+        executor: DeviceExecutor,
+        group: ProcessGroup,
+        processes: Processes,
+        courier: Courier,
+        *,
+        strict: bool,
     ):
         self._executor = executor
         self._group = group
         self._own_index = 0 if group.process_id in processes[0] else 1
         self._compilations = CompilationCounter(strict=strict)
-        self._port = PagePort(executor.pages)
+        self._courier = courier
         self._num_plans = 0
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
         """Return what is to be warmed up in addition to the executor's own steps."""
-        return [("handover", self._port.warm_up)]
+        return [("handover", self._courier.warm_up)]
 
     def finish_warmup(self) -> None:
         """Treat every later compilation as a stall, and in strict mode as an error."""
@@ -106,11 +99,9 @@ class GroupShare(abc.ABC):
         self._num_plans += 1
         return self._num_plans - 1
 
-    def _take(self, plan: StepPlan) -> list[TakenPages]:
-        """Start to copy the pages that a plan hands over from this process's group, each once."""
-        pages = dict.fromkeys(page for each in plan.handovers for page in each.pages)
+    def _begin(self, plan: StepPlan, number: int) -> Awaited | None:
         with self._compilations.watch(plan):
-            return self._port.take(list(pages))
+            return self._courier.begin(plan, number)
 
 
 @final
@@ -118,9 +109,15 @@ class LeadersShare(GroupShare):
     """The leader's share: the plans of its own group, and what others report of theirs."""
 
     def __init__(
-        self, executor: DeviceExecutor, group: ProcessGroup, processes: Processes, *, strict: bool
+        self,
+        executor: DeviceExecutor,
+        group: ProcessGroup,
+        processes: Processes,
+        courier: Courier,
+        *,
+        strict: bool,
     ):
-        super().__init__(executor, group, processes, strict=strict)
+        super().__init__(executor, group, processes, courier, strict=strict)
         self._followers = [[each for each in ids if each != group.process_id] for ids in processes]
         self._reports = _Reports(group, processes[1 - self._own_index][0])
         self._pending: list[_HandoverHandle] = []
@@ -146,45 +143,44 @@ class LeadersShare(GroupShare):
         self._compilations.close()
 
     def _hand_over(self, plan: StepPlan, number: int) -> StepHandle:
-        target = _target(plan)
-        pages = (
-            _FarHandle(self._reports, number)
-            if target == self._own_index
-            else _OwnPages(self._take(plan))
-        )
-        handle = _HandoverHandle(plan, target, pages, self._receive)
+        target = plan.handovers[0].target
+        awaited = self._begin(plan, number) or _FarHandle(self._reports, number)
+        handle = _HandoverHandle(plan, number, target, awaited, self._receive)
         self._pending.append(handle)
         return handle
 
-    def _receive(self, handle: _HandoverHandle, pages: Sequence[PagesOnHost]) -> None:
+    def _receive(self, handle: _HandoverHandle, outcome: Outcome) -> None:
         """Have pages written to the target's cache, for all of the target's later steps."""
         self._pending.remove(handle)
-        if not pages:
-            return
-        wanted = tuple(each.without(handle.dropped) for each in pages)
-        self._group.send(Arrived(wanted), self._followers[handle.target])
+        arrived = Arrived(handle.number, outcome, frozenset(handle.dropped))
+        self._group.send(arrived, self._followers[handle.target])
         if handle.target == self._own_index:
             with self._compilations.watch(handle.plan):
-                for each in wanted:
-                    self._port.put(each)
+                self._courier.write(arrived)
 
 
 @final
 class FollowersShare(GroupShare):
     """A follower's share: the plans of its own group, whose results one of its processes reports.
 
-    A thread waits for results, and for pages, in the order of the plans.
+    A thread waits for results in the order of the plans; another one, which does not wait for
+    steps, for pages.
     """
 
     def __init__(
-        self, executor: DeviceExecutor, group: ProcessGroup, processes: Processes, *, strict: bool
+        self,
+        executor: DeviceExecutor,
+        group: ProcessGroup,
+        processes: Processes,
+        courier: Courier,
+        *,
+        strict: bool,
     ):
-        super().__init__(executor, group, processes, strict=strict)
+        super().__init__(executor, group, processes, courier, strict=strict)
         # The leader, which is the first process of its group, reads that group's results itself.
         self._reports = group.process_id == processes[self._own_index][0]
-        self._waits: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        # A daemon, since it may wait for a process that has died when this one ends.
-        threading.Thread(target=self._read_all, name="jaxserve-reports", daemon=True).start()
+        self._results = _Waits("jaxserve-reports")
+        self._pages = _Waits("jaxserve-pages")
 
     def carry_out(self, order: Any) -> None:
         """Do this process's part of a plan, or write pages that have arrived.
@@ -195,30 +191,30 @@ class FollowersShare(GroupShare):
         if isinstance(order, StepFailed):
             raise order.error
         if isinstance(order, Arrived):
-            for each in order.pages:
-                self._port.put(each)
+            self._courier.write(order)
             return
         plan: StepPlan = order
         number = self._number()
         if plan.handovers:
-            if _target(plan) != self._own_index:
-                self._read(number, partial(_read, self._take(plan)))
+            awaited = self._begin(plan, number)
+            if awaited is not None:
+                self._read(self._pages, number, awaited.collect)
         elif plan.group == self._own_index:
-            self._read(number, self._executor.submit(plan).collect)
+            self._read(self._results, number, self._executor.submit(plan).collect)
 
     def settle(self) -> None:
         """Wait until the results of all plans have been read."""
-        has_read = threading.Event()
-        self._waits.put(has_read.set)
-        has_read.wait()
+        for waits in (self._results, self._pages):
+            waits.settle()
 
     def close(self) -> None:
         """See `GroupShare`."""
-        self._waits.put(None)
+        for waits in (self._results, self._pages):
+            waits.close()
         self._compilations.close()
 
-    def _read(self, number: int, content: Callable[[], Any]) -> None:
-        """Have the thread wait for something, and report it."""
+    def _read(self, waits: _Waits, number: int, content: Callable[[], Any]) -> None:
+        """Have a thread wait for something, and report it."""
 
         def read() -> None:
             try:
@@ -228,11 +224,35 @@ class FollowersShare(GroupShare):
             except BaseException as error:  # `carry_out` raises it
                 self._group.remind(StepFailed(error))
 
-        self._waits.put(read)
+        waits.put(read)
 
-    def _read_all(self) -> None:
-        while (wait := self._waits.get()) is not None:
-            wait()
+
+@final
+class _Waits:
+    """A thread that makes calls in their order."""
+
+    def __init__(self, name: str):
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        # A daemon, since it may wait for a process that has died when this one ends.
+        threading.Thread(target=self._make_all, name=name, daemon=True).start()
+
+    def put(self, call: Callable[[], object]) -> None:
+        """Have the thread make a call after those before it."""
+        self._calls.put(call)
+
+    def settle(self) -> None:
+        """Wait until all calls have been made."""
+        is_done = threading.Event()
+        self._calls.put(is_done.set)
+        is_done.wait()
+
+    def close(self) -> None:
+        """End the thread after its calls."""
+        self._calls.put(None)
+
+    def _make_all(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
 
 
 @final
@@ -309,76 +329,47 @@ class _FarHandle:
 
 
 @final
-class _OwnPages:
-    """Pages that this process has taken from its own group, as `_FarHandle` has the others'."""
-
-    def __init__(self, taken: Sequence[TakenPages]):
-        self._taken = taken
-
-    def is_ready(self) -> bool:
-        return all(each.is_ready() for each in self._taken)
-
-    def collect(self) -> tuple[PagesOnHost, ...] | str:
-        return _read(self._taken)
-
-
-@final
 class _HandoverHandle:
     """Pages that go from one group to the other.
 
-    `collect` sends them on when they are in this process's memory. Where they are lost, it leaves
-    the target's cache as it is, and reports the loss.
+    `collect` has them written when they have arrived. Where they are lost, it leaves the target's
+    cache as it is, and reports the loss.
 
     Attributes:
+      number: of plans before this one.
       target: the group that gets them.
       dropped: pages that are not to be written any more.
 
     Args:
-      receive: called once, with the pages; with none where they are lost.
+      awaited: what the outcome comes from.
+      receive: called once, with the outcome.
     """
 
     def __init__(
         self,
         plan: StepPlan,
+        number: int,
         target: int,
-        pages: _FarHandle | _OwnPages,
-        receive: Callable[[_HandoverHandle, Sequence[PagesOnHost]], None],
+        awaited: Awaited,
+        receive: Callable[[_HandoverHandle, Outcome], None],
     ):
         self.plan = plan
+        self.number = number
         self.target = target
         self.dropped: set[int] = set()
-        self._pages = pages
+        self._awaited = awaited
         self._receive = receive
 
     def is_ready(self) -> bool:
         """See `StepHandle`."""
-        return self._pages.is_ready()
+        return self._awaited.is_ready()
 
     def collect(self) -> StepResult:
         """See `StepHandle`."""
-        pages = self._pages.collect()
-        if isinstance(pages, str):
-            num_lost = len(self.plan.handovers)
-            _log.warning("the KV of %d sequences was lost: %s", num_lost, pages)
-            self._receive(self, ())
-            return nothing_computed(np.zeros(num_lost, np.bool_))
-        self._receive(self, pages)
-        return nothing_computed()
-
-
-def _target(plan: StepPlan) -> int:
-    """Return the group that gets the pages of a plan."""
-    targets = {each.target for each in plan.handovers}
-    if len(targets) > 1:
-        raise NotImplementedError(
-            "a plan that hands KV over in both directions, between groups in several processes"
-        )
-    return targets.pop()
-
-
-def _read(taken: Sequence[TakenPages]) -> tuple[PagesOnHost, ...] | str:
-    """Wait for pages; return them, or the reason for which they are lost."""
-    try:
-        return tuple(each.read() for each in taken)
-    except jax.errors.JaxRuntimeError as error:
-        return str(error)
+        outcome = self._awaited.collect()
+        self._receive(self, outcome)
+        if not isinstance(outcome, str):
+            return nothing_computed()
+        num_lost = len(self.plan.handovers)
+        _log.warning("the KV of %d sequences was lost: %s", num_lost, outcome)
+        return nothing_computed(np.zeros(num_lost, np.bool_))

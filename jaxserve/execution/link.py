@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from math import gcd
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages, gathered, scattered
+from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
+from jaxserve.execution.page_parts import (
+    Arrays,
+    copy_of_part,
+    gather_parts,
+    joined_shape,
+    own_parts,
+    scatter_pieces,
+)
 from jaxserve.memory.page_pool import NULL_PAGE
-from jaxserve.models.batch import KVCache
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.step_function import StepFunction, abstract, unkept
-
-# The arrays of one piece: keys, values and, where there are scales, those of each, for the layers
-# of the piece: [layers, PAGES_A_CALL, kv_heads, ...].
-_Arrays = tuple[jax.Array, ...]
 
 
 @final
@@ -35,7 +36,7 @@ class Parcel:
     """
 
     pages: list[int | None]
-    pieces: tuple[tuple[_Arrays, ...], ...]
+    pieces: tuple[tuple[Arrays, ...], ...]
 
     def drop(self, pages: Collection[int]) -> None:
         """Leave these pages of the target as they are."""
@@ -70,7 +71,7 @@ class Link:
         self._take = [
             StepFunction(
                 "taken",
-                partial(_taken, pieces=tuple((p.layers, self._split(p)) for p in pieces)),
+                partial(gather_parts, pieces=tuple((p.layers, self._split(p)) for p in pieces)),
                 unkept(pool.place),
                 num_fixed=0,
                 out_shardings=[self._gathered_to(p) for p in pieces],
@@ -79,7 +80,7 @@ class Link:
         ]
         self._put = [
             StepFunction(
-                *("put", _put, unkept(pool.place)),
+                *("put", scatter_pieces, unkept(pool.place)),
                 num_fixed=0,
                 donate_argnums=0,
                 out_shardings=pool.place,
@@ -111,19 +112,19 @@ class Link:
     def prepare(self) -> None:
         """Compile every copy without making it. The caches may have shapes only."""
         ids = np.zeros(PAGES_A_CALL, np.int32)
-        arriving: list[list[_Arrays]] = [[] for _ in self._target]
+        arriving: list[list[Arrays]] = [[] for _ in self._target]
         for pool, take, pieces in zip(self._source, self._take, self._pieces, strict=True):
             taken = take.prepare(abstract(pool.cache), ids).out_info
             for piece, arrays in zip(pieces, taken, strict=True):
                 place = self._target[piece.target].place
-                arriving[piece.target].append(tuple(_joined(parts, place) for parts in arrays))
+                arriving[piece.target].append(tuple(_arriving(parts, place) for parts in arrays))
         for pool, put, pieces in zip(self._target, self._put, arriving, strict=True):
             put.prepare(abstract(pool.cache), ids, tuple(pieces))
 
     def _send(self, pages: Sequence[int]) -> Parcel:
         ids = np.full(PAGES_A_CALL, NULL_PAGE, np.int32)
         ids[: len(pages)] = pages
-        arrived: list[list[_Arrays]] = [[] for _ in self._target]
+        arrived: list[list[Arrays]] = [[] for _ in self._target]
         for pool, take, pieces in zip(self._source, self._take, self._pieces, strict=True):
             with Placement.like(pool.place).in_force():
                 taken = take(pool.cache, ids)
@@ -151,7 +152,7 @@ class Link:
         place = Placement.like(self._source[piece.source].place)
         return place.pages if self._is_alike(piece) else place.whole
 
-    def _moved(self, piece: _Piece, arrays: Sequence[Sequence[jax.Array]]) -> _Arrays:
+    def _moved(self, piece: _Piece, arrays: Sequence[Sequence[jax.Array]]) -> Arrays:
         """Return what the source has gathered on the target's devices.
 
         Each device of the target gets only its own heads, directly from a device of the source.
@@ -200,75 +201,16 @@ def _num_heads(pool: DevicePages) -> int:
     return pool.cache.k_pages[0].shape[2]
 
 
-def _fields(cache: KVCache) -> list[tuple[jax.Array, ...]]:
-    return [getattr(cache, field.name) for field in fields(cache)]
-
-
-def _taken(
-    cache: KVCache,
-    ids: jax.Array,  # int32 [PAGES_A_CALL]
-    *,
-    pieces: Sequence[tuple[range, tuple[int, int]]],
-) -> list[list[list[jax.Array]]]:
-    """Return, for each piece and kind of array, the parts of the pages.
-
-    Args:
-      pieces: layers, KV heads of the target's cache, and the parts to cut them into.
-    """
-    pages = gathered(cache, ids)
-    joined = [jnp.concatenate(leaves) for leaves in _fields(pages) if leaves]
-    return [
-        [
-            jnp.split(_with_heads(leaf[layers.start : layers.stop], num_heads), num_parts, axis=2)
-            for leaf in joined
-        ]
-        for layers, (num_heads, num_parts) in pieces
-    ]
-
-
-def _with_heads(pages: jax.Array, num_heads: int) -> jax.Array:
-    """Return pages [layers, pages, heads, ...] with fewer or more copies of each KV head."""
-    common = gcd(pages.shape[2], num_heads)
-    return jnp.repeat(pages[:, :, :: pages.shape[2] // common], num_heads // common, axis=2)
-
-
 def _sharded(parts: Sequence[jax.Array], place: jax.sharding.Sharding) -> jax.Array:
     """Return an array whose shards on axis 2 are `parts`, each with a copy on every source."""
-    layers, pages, heads, *rest = parts[0].shape
-    shape = (layers, pages, heads * len(parts), *rest)
-    shards, devices = [], []
-    for device, index in place.addressable_devices_indices_map(shape).items():
-        assert index is not None
-        part = (index[2].start or 0) // heads
-        copies = parts[part].addressable_shards
-        shards.append(copies[part % len(copies)].data)
-        devices.append(device)
-    moved = jax.device_put(shards, devices)
+    mine = list(own_parts(place, len(parts)))
+    shards = [copy_of_part(parts[index], index) for _, index in mine]
+    moved = jax.device_put(shards, [device for device, _ in mine])
+    shape = joined_shape(parts[0], len(parts))
     return jax.make_array_from_single_device_arrays(shape, place, moved)
 
 
-def _joined(parts: Sequence[Any], place: jax.sharding.Sharding) -> Any:
+def _arriving(parts: Sequence[Any], place: jax.sharding.Sharding) -> Any:
     """Return the shape of what has arrived of these parts, which are cut by KV head."""
-    layers, pages, heads, *rest = parts[0].shape
-    shape = (layers, pages, heads * len(parts), *rest)
+    shape = joined_shape(parts[0], len(parts))
     return jax.ShapeDtypeStruct(shape, parts[0].dtype, sharding=place)
-
-
-def _put(
-    cache: KVCache,
-    ids: jax.Array,  # int32 [PAGES_A_CALL]
-    pieces: Sequence[_Arrays],
-) -> KVCache:
-    """Return `cache` with the pages written that the pieces make up."""
-    joined = iter([jnp.concatenate(leaves) for leaves in zip(*pieces, strict=True)])
-    values = []
-    for leaves in _fields(cache):
-        whole = next(joined) if leaves else None
-        starts = np.cumsum([0, *(leaf.shape[0] for leaf in leaves)])
-        values.append(
-            tuple(
-                whole[first:last]  # pyright: ignore[reportOptionalSubscript]
-                for first, last in zip(starts, starts[1:], strict=False)
-            )
-        )
-    return scattered(cache, ids, KVCache(*values))

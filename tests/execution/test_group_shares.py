@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Client, Listener
-from typing import Any
+from typing import Any, final
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import transfer
 from jax.sharding import Mesh
 
 from jaxserve import Runtime, SamplingParams
@@ -23,9 +25,11 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.build import build_executor
+from jaxserve.execution.couriers import Courier, HostCourier, make_courier
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.group import GroupExecutor, in_group
-from jaxserve.execution.group_shares import Report
+from jaxserve.execution.group import GroupExecutor, LeadingExecutor, in_group
+from jaxserve.execution.group_shares import LeadersShare, Report
+from jaxserve.execution.page_port import PagePort, cut_of
 from jaxserve.execution.weights import sharded
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
@@ -77,16 +81,20 @@ def _executors(groups: DeviceGroups, **options: Any) -> list[DeviceExecutor]:
 
 
 @contextmanager
-def _led(executors: Sequence[DeviceExecutor], leads: int) -> Iterator[GroupExecutor]:
+def _led(
+    executors: Sequence[DeviceExecutor], leads: int, couriers: Callable[..., Courier] = make_courier
+) -> Iterator[GroupExecutor]:
     """Yield the leader's executor, of one of two groups, while a thread follows with the other.
 
     Args:
       leads: index of the group whose devices are the leader's.
+      couriers: see `in_group`.
     """
     processes = ((leads,), (1 - leads,))
-    first, second = _connected()
-    leader = in_group(executors[leads], first, processes)
-    follower = in_group(executors[1 - leads], second, processes)
+    own = executors[leads], executors[1 - leads]
+    with ThreadPoolExecutor() as pool:  # they agree on how pages pass
+        role = partial(in_group, processes=processes, couriers=couriers)
+        leader, follower = pool.map(role, own, _connected())
     thread = threading.Thread(target=follower.follow)
     thread.start()
     try:
@@ -112,25 +120,55 @@ def _answers(executor: Any) -> list[tuple[int, ...]]:
     return [tuple(sequence.output) for sequence in sequences]
 
 
+def _no_server(*_: Any) -> Any:
+    raise jax.errors.JaxRuntimeError("no port is free")
+
+
+@final
+class _Unreachable:
+    """A server at an address that no other process reaches."""
+
+    def __init__(self, *args: Any):
+        self._server = transfer.start_transfer_server(*args)
+
+    def address(self) -> str:
+        return "127.0.0.1:9"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+
+WAYS = pytest.mark.parametrize(
+    "couriers",
+    [make_courier, partial(make_courier, serve=_no_server)],
+    ids=["by transfer", "through the host"],
+)
+
+
 @pytest.mark.parametrize(
     ("groups", "leads"),
     [(make_groups(encode=4, decode=2), 0), (make_groups(encode=1, decode=4), 1)],
     ids=["the leader computes prompts", "the leader computes answers"],
 )
-def test_pages_pass_between_other_numbers_of_shards(groups, leads):
+@WAYS
+def test_pages_pass_between_other_numbers_of_shards(groups, leads, couriers, caplog):
     """They have eight bits, and scales, and a KV head more than once; the pool preempts."""
     options = dict(kv_dtype="int8")
     with Runtime(tiny_llama(num_heads=8), **OPTIONS, **options) as rt:
         wanted = [completion.token_ids for completion in rt.generate(PROMPTS, PARAMS)]
-    with _led(_executors(groups, kv_dtype="int8"), leads) as leader:
+    executors = _executors(groups, kv_dtype="int8")
+    with _led(executors, leads, couriers) as leader:
         assert _answers(leader) == wanted
+    assert ("no port is free" in caplog.text) == (couriers is not make_courier)
 
 
 def test_pages_that_the_other_group_has_lost(caplog):
     """The leader raises nothing and writes nothing, so that the sequences are computed anew."""
     _, decode = _executors(make_groups(encode=1, decode=1))
     first, second = _connected()
-    leader = in_group(decode, first, ((1,), (0,)))
+    courier = HostCourier(1, PagePort(decode.pages, cut_of(decode.pages)))
+    share = LeadersShare(decode, first, ((1,), (0,)), courier, strict=False)
+    leader = LeadingExecutor(decode, first, share)
     plan = StepPlan(index=0, handovers=(Handover(0, 0, 1, (1,)),), group=LINK)
     handle = leader.submit(plan)
     assert second.receive() == plan and not handle.is_ready()
@@ -141,11 +179,12 @@ def test_pages_that_the_other_group_has_lost(caplog):
     leader.close()
 
 
-def test_pages_that_another_sequence_has_meanwhile_are_not_written():
+@WAYS
+def test_pages_that_another_sequence_has_meanwhile_are_not_written(couriers):
     """A page of the target that is in a later plan's page table keeps its contents."""
     executors = _executors(make_groups(encode=1, decode=1))
     source, target = (each.pages for each in executors)
-    with _led(executors, leads=0) as leader:
+    with _led(executors, 0, couriers) as leader:
         source.replace(jax.tree.map(lambda leaf: leaf + 1, source.cache))
         plan = StepPlan(index=0, handovers=(Handover(0, 0, 1, (1, 2)),), group=LINK)
         handle = leader.submit(plan)
@@ -154,6 +193,40 @@ def test_pages_that_another_sequence_has_meanwhile_are_not_written():
         leader.submit(StepPlan(index=2, group=1)).collect()  # the follower has written them now
         keys = np.asarray(target.cache.k_pages[0])
     assert [keys[0, page].max() for page in (1, 2, 3)] == [1, 0, 0]
+
+
+def test_processes_that_cannot_reach_each_other_go_through_the_host(caplog):
+    """They find out before the first handover."""
+    executors = _executors(make_groups(encode=1, decode=1))
+    makers = partial(make_courier, serve=_Unreachable, patience_s=0.1)
+    with _led(executors, 0, makers) as leader:
+        plan = StepPlan(index=0, handovers=(Handover(0, 0, 1, (1,)),), group=LINK)
+        assert leader.submit(plan).collect().arrived is None
+    assert "process 0 got nothing within 0.1 s" in caplog.text
+
+
+def test_pages_whose_transfer_fails_are_lost(caplog):
+    """The target keeps its contents, and later pages arrive."""
+    executors = _executors(make_groups(encode=1, decode=1))
+    source, target = (each.pages for each in executors)
+    ones = jax.tree.map(lambda leaf: leaf + 1, source.cache)
+    with _led(executors, leads=0) as leader:
+        source.replace(jax.tree.map(_broken, source.cache))
+        plan = StepPlan(index=0, handovers=(Handover(0, 0, 1, (1,)),), group=LINK)
+        arrived = leader.submit(plan).collect().arrived
+        source.replace(ones)
+        plan = StepPlan(index=1, handovers=(Handover(0, 0, 1, (2,)),), group=LINK)
+        assert leader.submit(plan).collect().arrived is None
+        leader.submit(StepPlan(index=2, group=1)).collect()  # the follower has written it now
+        keys = np.asarray(target.cache.k_pages[0])
+    assert arrived is not None and not arrived.any()
+    assert "KV of 1 sequences was lost" in caplog.text and "off the bus" in caplog.text
+    assert [keys[0, page].max() for page in (1, 2)] == [0, 1]
+
+
+def _broken(leaf: jax.Array) -> jax.Array:
+    shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return transfer.make_error_array(shape, "the device fell off the bus")
 
 
 def test_a_follower_may_leave_while_the_leader_still_closes():

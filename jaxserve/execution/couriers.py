@@ -1,0 +1,358 @@
+"""How KV pages pass between two device groups that belong to different processes.
+
+`TransferCourier` has JAX's own transfer: every device of the target group pulls its part of the
+pages from a process of the source group, while both groups compute. Where processes cannot reach
+each other that way, `HostCourier` sends the pages through host memory and the leader.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import jax
+import numpy as np
+from jax.experimental import transfer
+
+from jaxserve.execution.device import DeviceExecutor
+from jaxserve.execution.page_copies import PAGES_A_CALL
+from jaxserve.execution.page_parts import own_parts
+from jaxserve.execution.page_port import Cut, PagePort, TakenPages, cut_of
+from jaxserve.scheduling.plan import StepPlan
+from sharding import ProcessGroup
+
+_log = logging.getLogger(__name__)
+
+# The processes of the encode group, and those of the decode group; no process is in both.
+Processes = tuple[tuple[int, ...], tuple[int, ...]]
+
+# Pages, and the arrays of each part of them, in host memory.
+_PagesOnHost = tuple[tuple[int, ...], list[list[np.ndarray]]]
+
+# What came of a handover: pages on their way through the leader, or none, as the target's devices
+# have them; a str is the reason for which they are lost.
+Outcome = tuple[_PagesOnHost, ...] | str
+
+# What processes pull from each other at the start.
+_TRIAL = np.arange(16, dtype=np.int32)
+_POLL_S = 0.01
+
+
+@final
+@dataclass(frozen=True)
+class Arrived:
+    """A message of the leader: write the pages of a handover before the next plan.
+
+    Attributes:
+      number: of plans before the handover.
+      outcome: of the handover.
+      dropped: pages that are not to be written any more.
+    """
+
+    number: int
+    outcome: Outcome
+    dropped: frozenset[int]
+
+
+class Awaited(Protocol):
+    """What a process waits for in a handover."""
+
+    def is_ready(self) -> bool:
+        """Return whether `collect` would not wait."""
+        ...
+
+    def collect(self) -> Outcome:
+        """Wait; return what came of the handover."""
+        ...
+
+
+class Courier(abc.ABC):
+    """The part of one process in handovers.
+
+    Every process gets the same handovers in the same order, and makes the same calls.
+
+    Args:
+      own_index: the group of this process's devices.
+      port: the way into and out of its cache.
+    """
+
+    def __init__(self, own_index: int, port: PagePort):
+        self._own_index = own_index
+        self._port = port
+
+    def warm_up(self) -> None:
+        """Make every copy once; no page changes."""
+        self._port.warm_up()
+
+    def begin(self, plan: StepPlan, number: int) -> Awaited | None:
+        """Begin with a handover; return what this process is to wait for, if anything.
+
+        The first process of one of the groups is the one whose outcome counts.
+        """
+        source, target = _way(plan)
+        pages = list(dict.fromkeys(page for each in plan.handovers for page in each.pages))
+        if self._own_index == source:
+            return self._give(self._port.take(pages), number, pages)
+        assert self._own_index == target
+        return self._get(number, pages)
+
+    @abc.abstractmethod
+    def _give(
+        self, taken: list[TakenPages], number: int, pages: Sequence[int]
+    ) -> Awaited | None: ...
+
+    @abc.abstractmethod
+    def _get(self, number: int, pages: Sequence[int]) -> Awaited | None: ...
+
+    @abc.abstractmethod
+    def write(self, arrived: Arrived) -> None:
+        """Write pages to the cache of this process's group, for all of its later steps."""
+
+
+@final
+class HostCourier(Courier):
+    """Pages go through host memory and the leader."""
+
+    def _give(self, taken: list[TakenPages], number: int, pages: Sequence[int]) -> Awaited:
+        return _ToHost(taken)
+
+    def _get(self, number: int, pages: Sequence[int]) -> None:
+        return None
+
+    def write(self, arrived: Arrived) -> None:
+        """See `Courier`."""
+        if isinstance(arrived.outcome, str):
+            return
+        for pages, parts in arrived.outcome:
+            devices = self._port.devices
+            on_devices = [jax.device_put(parts[index], device) for device, index in devices]
+            self._port.put(pages, on_devices, arrived.dropped)
+
+
+@final
+@dataclass(frozen=True)
+class _Peer:
+    """What a process tells the others at the start.
+
+    Attributes:
+      address: of its transfer server; None where it has none.
+      key: which transfers have keys above, a random number.
+      cut: of its group's cache.
+      parts: the index of the part that each of its devices has.
+    """
+
+    address: str | None
+    key: int
+    cut: Cut
+    parts: tuple[int, ...]
+
+
+@final
+class TransferCourier(Courier):
+    """Devices of the target pull pages from a process of the source, with JAX's own transfer.
+
+    Args:
+      server: of this process.
+      peers: what every process of the job has told, by its id.
+      process_id: of this process.
+    """
+
+    def __init__(
+        self,
+        own_index: int,
+        port: PagePort,
+        server: transfer.TransferServer,
+        peers: Sequence[_Peer],
+        process_id: int,
+        processes: Processes,
+    ):
+        super().__init__(own_index, port)
+        self._server = server
+        address = peers[processes[1 - own_index][0]].address
+        assert address is not None
+        self._connection = server.connect(address)
+        self._gives = process_id == processes[own_index][0]
+        # The number of a device's transfer within a call: those of one process after another.
+        self._num_before = {
+            each: sum(len(peers[other].parts) for other in group[: group.index(each)])
+            for group in processes
+            for each in group
+        }
+        self._process_id = process_id
+        self._others = {each: peers[each].parts for each in processes[1 - own_index]}
+        self._stride = sum(len(peer.parts) for peer in peers)
+        self._first_key = self._next_key = peers[0].key
+        # Parts that devices pull, by the number of the handover: its pages, and one entry a call.
+        self._pulled: dict[int, tuple[Sequence[int], list[list[list[jax.Array]]]]] = {}
+
+    def try_out(self, patience_s: float) -> str:
+        """Pull an array from the other group; return the reason if that fails. All call it."""
+        if self._gives:
+            for each in self._others:
+                self._server.await_pull(self._first_key - 1 - each, [jax.device_put(_TRIAL)])
+        device = self._port.devices[0][0]
+        place = jax.sharding.SingleDeviceSharding(device)
+        shape = jax.ShapeDtypeStruct(_TRIAL.shape, _TRIAL.dtype, sharding=place)
+        (pulled,) = self._connection.pull(self._first_key - 1 - self._process_id, [shape])
+        until_s = time.monotonic() + patience_s
+        while not pulled.is_ready():
+            if time.monotonic() > until_s:
+                return f"process {self._process_id} got nothing within {patience_s:g} s"
+            time.sleep(_POLL_S)
+        try:
+            got = np.asarray(pulled)
+        except jax.errors.JaxRuntimeError as error:
+            return f"process {self._process_id}: {error}"
+        return "" if np.array_equal(got, _TRIAL) else f"process {self._process_id} got {got}"
+
+    def _give(self, taken: list[TakenPages], number: int, pages: Sequence[int]) -> None:
+        for call in taken:
+            first = self._key()
+            if not self._gives:
+                continue
+            for process_id, parts in self._others.items():
+                for i, part in enumerate(parts, self._num_before[process_id]):
+                    self._server.await_pull(first + i, call.part(part))
+
+    def _get(self, number: int, pages: Sequence[int]) -> Awaited:
+        calls = []
+        for _ in range(0, len(pages), PAGES_A_CALL):
+            first = self._key() + self._num_before[self._process_id]
+            calls.append(
+                [
+                    self._connection.pull(first + i, self._shapes_on(device))
+                    for i, (device, _) in enumerate(self._port.devices)
+                ]
+            )
+        self._pulled[number] = pages, calls
+        return _Pulled(calls)
+
+    def write(self, arrived: Arrived) -> None:
+        """See `Courier`."""
+        pages, calls = self._pulled.pop(arrived.number)
+        if isinstance(arrived.outcome, str):
+            return
+        for call, parts in enumerate(calls):
+            start = call * PAGES_A_CALL
+            self._port.put(pages[start : start + PAGES_A_CALL], parts, arrived.dropped)
+
+    def _key(self) -> int:
+        """Return the key of the first transfer of the next call."""
+        self._next_key += self._stride
+        return self._next_key - self._stride
+
+    def _shapes_on(self, device: Any) -> list[jax.ShapeDtypeStruct]:
+        place = jax.sharding.SingleDeviceSharding(device)
+        return [shape.update(sharding=place) for shape in self._port.shapes()]
+
+
+def make_courier(
+    executor: DeviceExecutor,
+    group: ProcessGroup,
+    processes: Processes,
+    *,
+    serve: Callable[..., transfer.TransferServer] = transfer.start_transfer_server,
+    patience_s: float = 10.0,
+) -> Courier:
+    """Return the part of this process in handovers. All processes of a job call it at once.
+
+    Where not every process can pull from the other group, pages go through host memory, and the
+    leader logs a warning with the reason.
+
+    Args:
+      serve: starts a server of arrays.
+      patience_s: how long processes try to reach each other.
+    """
+    own_index = 0 if group.process_id in processes[0] else 1
+    pool = executor.pages
+    cut = cut_of(pool)
+    server, reason = _server(group, executor, serve)
+    peers: list[_Peer] = group.all_gather(
+        _Peer(
+            address=None if server is None else server.address(),
+            # Whoever reaches a server could pull what it offers, if keys could be guessed.
+            key=secrets.randbits(61),
+            cut=cut,
+            parts=tuple(index for _, index in own_parts(pool.place, cut.num_parts)),
+        )
+    )
+    port = PagePort(pool, peers[processes[1 - own_index][0]].cut)
+    courier = None
+    if server is not None and all(peer.address is not None for peer in peers):
+        courier = TransferCourier(own_index, port, server, peers, group.process_id, processes)
+        reason = courier.try_out(patience_s)
+    reasons = group.all_gather(reason)
+    if courier is not None and not any(reasons):
+        return courier
+    if group.is_leader:
+        _log.warning(
+            "KV passes through the host and process 0 from one device group to the other, as JAX "
+            "cannot transfer arrays between these processes: %s",
+            next(filter(None, reasons)),
+        )
+    return HostCourier(own_index, port)
+
+
+def _server(
+    group: ProcessGroup,
+    executor: DeviceExecutor,
+    serve: Callable[..., transfer.TransferServer],
+) -> tuple[transfer.TransferServer | None, str]:
+    """Return a server of arrays of this process, or None and the reason for that."""
+    address = f"{group.address}:0"
+    try:
+        return serve(executor.device.client, address, [address]), ""
+    except jax.errors.JaxRuntimeError as error:
+        return None, f"no server at {address} ({error})"
+
+
+def _way(plan: StepPlan) -> tuple[int, int]:
+    """Return the group that gives the pages of a plan, and the one that gets them."""
+    ways = {(each.source, each.target) for each in plan.handovers}
+    if len(ways) > 1:
+        raise NotImplementedError(
+            "a plan that hands KV over in both directions, between groups in several processes"
+        )
+    return ways.pop()
+
+
+@final
+class _ToHost:
+    """Pages on their way to this process's memory."""
+
+    def __init__(self, taken: Sequence[TakenPages]):
+        self._taken = taken
+        for each in taken:
+            each.start_to_host()
+
+    def is_ready(self) -> bool:
+        return all(each.is_ready() for each in self._taken)
+
+    def collect(self) -> Outcome:
+        try:
+            return tuple((each.pages, each.on_host()) for each in self._taken)
+        except jax.errors.JaxRuntimeError as error:
+            return str(error)
+
+
+@final
+class _Pulled:
+    """Parts of pages on their way to this process's devices."""
+
+    def __init__(self, calls: Sequence[Sequence[Sequence[jax.Array]]]):
+        self._leaves: list[Any] = jax.tree.leaves(calls)
+
+    def is_ready(self) -> bool:
+        return all(leaf.is_ready() for leaf in self._leaves)
+
+    def collect(self) -> Outcome:
+        try:
+            jax.block_until_ready(self._leaves)
+        except jax.errors.JaxRuntimeError as error:
+            return str(error)
+        return ()
