@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
@@ -34,11 +36,27 @@ class Choice:
 
 # An ordered set: choice -> None.
 _choices: dict[Choice, None] = {}
+# In each thread, the lists of the blocks of `noted` that it is in.
+_noting = threading.local()
 
 
 def choices() -> tuple[Choice, ...]:
     """Return the distinct choices of this process, oldest first."""
     return tuple(_choices)
+
+
+@contextmanager
+def noted() -> Iterator[list[Choice]]:
+    """A block that adds the choices made inside it, by its own thread, to the list that it yields.
+
+    A function that JAX has traced before makes none.
+    """
+    lists: list[list[Choice]] = _noting.__dict__.setdefault("lists", [])
+    lists.append([])
+    try:
+        yield lists[-1]
+    finally:
+        lists.pop()
 
 
 def call(
@@ -122,14 +140,23 @@ def is_partitioned() -> bool:
 
 
 def record(operation: str, name: str, reason: str, **arguments: Any) -> None:
-    """Record a choice, and log it the first time."""
+    """Record a choice made now, and log it the first time."""
     shapes = ", ".join(
         f"{argument} {value.dtype.name}{list(value.shape)}"
         for argument, value in arguments.items()
         if isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray))
     )
     platform = target_platform()
-    choice = Choice(operation, name, platform, reason, shapes)
+    add(Choice(operation, name, platform, reason, shapes))
+
+
+def add(choice: Choice) -> None:
+    """Record a choice, perhaps of an earlier process, and log it the first time."""
+    for each in _noting.__dict__.get("lists", ()):
+        each.append(choice)
     if choice not in _choices:
         _choices[choice] = None
-        _logger.info("%s: %s on %s (%s), %s", operation, name, platform, reason, shapes)
+        _logger.info(
+            *("%s: %s on %s (%s), %s", choice.operation, choice.implementation),
+            *(choice.platform, choice.reason, choice.shapes),
+        )

@@ -16,6 +16,7 @@ from jaxserve.execution.page_copies import DevicePages
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
 from jaxserve.scheduling.plan import Row, StepPlan
+from jaxserve.steps.abstract import abstract
 from jaxserve.steps.batches import ChoosingRows, DecodeWindow, MixedBatch
 from jaxserve.steps.heads import Chosen
 from jaxserve.steps.outputs import Outputs
@@ -24,7 +25,6 @@ from jaxserve.steps.programs import Programs
 from jaxserve.steps.proposals import Draft
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.stages import Proposed
-from jaxserve.steps.step_function import abstract
 
 
 @final

@@ -21,8 +21,9 @@ from jaxserve.execution.page_parts import (
     scatter_pieces,
 )
 from jaxserve.memory.page_pool import NULL_PAGE
+from jaxserve.steps.abstract import abstract
 from jaxserve.steps.placement import Placement
-from jaxserve.steps.step_function import StepFunction, abstract, unkept
+from jaxserve.steps.step_function import StepFunction, unkept
 
 
 @final

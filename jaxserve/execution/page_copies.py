@@ -19,8 +19,9 @@ from jaxserve.memory.relocation import Moves, page_sources
 from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
 from jaxserve.scheduling.plan import PageCopies
+from jaxserve.steps.abstract import abstract
 from jaxserve.steps.placement import staging_place
-from jaxserve.steps.step_function import Shelf, abstract, unkept
+from jaxserve.steps.step_function import Shelf, unkept
 from pallas_kernels import gather_pages, scatter_pages
 from sharding.shards import TENSOR, over_tensor
 

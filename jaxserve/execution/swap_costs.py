@@ -13,7 +13,8 @@ import jax
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.config import DecoderConfig
 from jaxserve.scheduling.kv.costs import SwapCosts
-from jaxserve.steps.step_function import Shelf, abstract
+from jaxserve.steps.abstract import abstract
+from jaxserve.steps.step_function import Shelf
 
 # Repetitions of each timing.
 _TIMINGS = 3

@@ -27,7 +27,7 @@ from jaxserve.planning.schedules.configuration import Division
 from jaxserve.planning.schedules.divided import DivisionOption
 from jaxserve.runtime.maintenance import Maintenance
 from jaxserve.runtime.replicas import Replicas
-from jaxserve.steps.step_function import abstract
+from jaxserve.steps.abstract import abstract
 from sharding import DeviceGroups, make_groups
 
 _log = logging.getLogger(__name__)

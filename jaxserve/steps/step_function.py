@@ -7,16 +7,18 @@ any thread: it loads it from the store, where that has it, and else traces and c
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any, final
 
 import jax
-import numpy as np
 
+from jaxserve.steps.abstract import abstract, shape_of, signature_of, size_of
 from jaxserve.steps.executable_identity import (
     Unnameable,
     describe_devices,
@@ -30,6 +32,7 @@ from jaxserve.steps.executable_store import ExecutableStore
 from jaxserve.steps.jax_cache import without_jax_cache
 from jaxserve.steps.one_buffer import packed, unpacked
 from jaxserve.steps.placement import Placement
+from pallas_kernels import dispatch
 from pallas_kernels.cpu_targets import target_names
 
 _log = logging.getLogger(__name__)
@@ -72,6 +75,8 @@ class Shelf:
         self.devices = devices_of(place)
         self._functions: dict[Any, StepFunction] = {}
         self._names: dict[int, str] = {}  # of executables, by their ids
+        # An ordered set: what was chosen for these programs so far -> None.
+        self._chosen: dict[dispatch.Choice, None] = {}
         self._store = store
         self._below = below
         self._above = above
@@ -112,9 +117,31 @@ class Shelf:
             return None
 
     def load(self, key: str | None) -> jax.stages.Compiled | None:
-        """Return the executable that an earlier start made for a key; None without one."""
-        name = self.read(key)
-        return None if self._store is None or name is None else self._load(name.decode())
+        """Return the executable that an earlier start made for a key; None without one.
+
+        The kernels that the earlier start had chosen by then are recorded as if chosen now. JAX
+        traces what programs have in common once, so that each program's own cannot be told.
+        """
+        kept = self.read(key)
+        if self._store is None or kept is None:
+            return None
+        name, _, chosen = kept.decode().partition("\n")
+        executable = self._load(name)
+        if executable is not None:
+            for each in json.loads(chosen):
+                choice = dispatch.Choice(**each)
+                self._chosen[choice] = None
+                dispatch.add(choice)
+        return executable
+
+    def lower(
+        self, jitted: Any, arguments: tuple[Any, ...], static: dict[str, Any]
+    ) -> jax.stages.Lowered:
+        """Return the program of a jitted function for these shapes."""
+        with self.in_force(), dispatch.noted() as chosen:
+            lowered = jitted.lower(*arguments, **static)
+        self._chosen.update(dict.fromkeys(chosen))
+        return lowered
 
     def compile(
         self, lowered: jax.stages.Lowered, key: str | None, leaves: Sequence[Any]
@@ -138,7 +165,8 @@ class Shelf:
             self._names[id(executable)] = name
         # Without a kernel that did not compile now, a program has XLA's operations in its place.
         if not self._kernels or target_names() == self._kernels:
-            self._store.write(key, name.encode())
+            choices = json.dumps([asdict(choice) for choice in tuple(self._chosen)])
+            self._store.write(key, f"{name}\n{choices}".encode())
         return executable
 
     def read(self, key: str | None) -> bytes | None:
@@ -152,7 +180,7 @@ class Shelf:
 
     def number(self, name: str, leaves: Sequence[Any], measure: Callable[[], int]) -> int:
         """Return a number that an earlier process measured for these arrays, or measure it."""
-        key = self.key(name, [_shape(leaf) for leaf in leaves])
+        key = self.key(name, [shape_of(leaf) for leaf in leaves])
         kept = self.read(key)
         if kept is not None:
             return int(kept)
@@ -244,7 +272,7 @@ class StepFunction:
 
     def __call__(self, *arguments: Any, **static: Any) -> Any:
         arguments = self._passed(arguments)
-        sizes = tuple(map(_size, arguments[self._num_fixed :]))
+        sizes = tuple(map(size_of, arguments[self._num_fixed :]))
         known = (sizes, *static.values())
         if known in self._refused:
             return self._jitted(*arguments, **static)
@@ -282,7 +310,7 @@ class StepFunction:
 
     def is_prepared(self, *arguments: Any, **static: Any) -> bool:
         """Return whether the executable exists in this process or is being made."""
-        return _signature(self._passed(arguments), static) in self._prepared
+        return signature_of(self._passed(arguments), static) in self._prepared
 
     def _passed(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(map(packed, arguments)) if self._packs else arguments
@@ -290,7 +318,7 @@ class StepFunction:
     def _prepare(
         self, arguments: tuple[Any, ...], static: dict[str, Any], *, stalls: bool
     ) -> jax.stages.Compiled:
-        signature = _signature(arguments, static)
+        signature = signature_of(arguments, static)
         with self._lock:
             future = self._prepared.get(signature)
             is_ours = future is None
@@ -319,15 +347,16 @@ class StepFunction:
         self, arguments: tuple[Any, ...], static: dict[str, Any], *, stalls: bool
     ) -> jax.stages.Compiled:
         shelf = self._shelf
-        abstract = jax.tree.map(_abstract, arguments)
-        leaves, structure = jax.tree.flatten(abstract)
-        leaves = [*map(_shape, leaves), self._compiler_options]
+        shapes = abstract(arguments)
+        leaves, structure = jax.tree.flatten(shapes)
+        leaves = [*map(shape_of, leaves), self._compiler_options]
         key = shelf.key(self._name, self._sizes, static, structure, leaves)
         begin_s = time.perf_counter()
         executable = shelf.load(key)
         if executable is None:
+            lowered = shelf.lower(self._jitted, shapes, static)
             with shelf.in_force():
-                executable = shelf.compile(self._jitted.lower(*abstract, **static), key, leaves)
+                executable = shelf.compile(lowered, key, leaves)
             event = COMPILED_EVENT
         else:
             event = LOADED_EVENT
@@ -349,46 +378,5 @@ def _unpacking(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return unpacking
 
 
-def abstract(tree: Any) -> Any:
-    """Return the shapes, dtypes and shardings of a pytree's arrays, for `prepare`."""
-    return jax.tree.map(_abstract, tree)
-
-
 def _record_stall() -> None:
     jax.monitoring.record_event_duration_secs(STALL_EVENT, 0.0)
-
-
-def _abstract(leaf: Any) -> Any:
-    """Return the shape of an array on devices; arrays of the host are placed by each call."""
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    return jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
-    )
-
-
-def _shape(leaf: Any) -> Any:
-    """Return the shape of an array on devices or of the host, for a key."""
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return _abstract(leaf)
-
-
-def _size(argument: Any) -> tuple[int, ...] | None:
-    """Return the shape of the first array of an argument."""
-    if argument is None:
-        return None
-    if isinstance(argument, (np.ndarray, np.generic, jax.Array)):
-        return argument.shape
-    leaves = jax.tree.leaves(argument)
-    return leaves[0].shape if leaves else None
-
-
-def _signature(arguments: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    leaves, structure = jax.tree.flatten(arguments)
-    return structure, tuple(map(_leaf_signature, leaves)), *static.values()
-
-
-def _leaf_signature(leaf: Any) -> Any:
-    placed = isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
-    return leaf.shape, leaf.dtype, leaf.sharding.memory_kind if placed and leaf.sharding else None

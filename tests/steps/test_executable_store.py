@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 from jaxserve.core.assets import cache_folder
+from jaxserve.steps.abstract import abstract
 from jaxserve.steps.executable_identity import Unnameable, key_of
 from jaxserve.steps.executable_store import ExecutableStore
 from jaxserve.steps.placement import Placement
-from jaxserve.steps.step_function import Shelf, StepFunction, abstract, shelf_of
+from jaxserve.steps.step_function import Shelf, StepFunction, shelf_of
 from pallas_kernels.cpu_targets import target_names
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -33,6 +34,7 @@ import jax
 logging.basicConfig(level=logging.WARNING)
 from jaxserve import Runtime, SamplingParams
 from jaxserve.testing import tiny_llama
+from pallas_kernels import dispatch
 names = []
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, _, **about: names.append(about.get("fun_name", ""))
@@ -42,7 +44,8 @@ options = dict(max_slots=2, max_step_tokens=8, max_context=32, page_size=4, kv_m
 with Runtime(tiny_llama(), warmup="full", host_memory=0, progress=False, **options) as runtime:
     six = SamplingParams(max_tokens=6, ignore_eos=True)
     done = runtime.generate([1, 2, 3], six, progress=False)
-print(json.dumps({"tokens": done.samples[0].token_ids, "traced": names}))
+kernels = sorted(f"{c.operation}: {c.implementation}, {c.shapes}" for c in dispatch.choices())
+print(json.dumps({"tokens": done.samples[0].token_ids, "traced": names, "kernels": kernels}))
 """
 
 
@@ -288,7 +291,10 @@ def test_things_without_a_stable_name_are_refused():
 
 
 def test_a_second_process_traces_no_step(tmp_path):
-    """It gets the tokens of the first, which started at the same time as a third on one cache."""
+    """It gets the tokens of the first, which started at the same time as a third on one cache.
+
+    It knows the kernels that serve it, too.
+    """
     environment = {
         **os.environ,
         "JAXSERVE_CACHE": str(tmp_path),
@@ -303,16 +309,17 @@ def test_a_second_process_traces_no_step(tmp_path):
         text=True,
     )
 
-    def result(process: subprocess.Popen[str]) -> tuple[list[int], list[str], str]:
+    def result(process: subprocess.Popen[str]) -> tuple[dict[str, list], str]:
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
-        found = json.loads(out.splitlines()[-1])
-        return found["tokens"], found["traced"], err
+        return json.loads(out.splitlines()[-1]), err
 
     both = [begin(), begin()]
-    (tokens, traced, _), (others, _, _) = map(result, both)
-    again, traced_again, err = result(begin())
-    assert tokens == others == again
+    (first, _), (other, _) = map(result, both)
+    second, err = result(begin())
+    assert first["tokens"] == other["tokens"] == second["tokens"]
+    assert first["kernels"] == second["kernels"] and first["kernels"]
+    traced, traced_again = first["traced"], second["traced"]
     assert any("decode_loop" in name for name in traced)
     assert not any("decode_loop" in name or "mixed" in name for name in traced_again)
     assert "compiled again" not in err
