@@ -205,6 +205,13 @@ class StepBuilder(Protocol):
         """Whether `waiting` has any."""
         ...
 
+    def expected_arrivals(self) -> tuple[float, float] | None:
+        """Return requests a second that are expected, and seconds of a decode iteration.
+
+        None where no request comes while others are at work, or no step was timed.
+        """
+        ...
+
     @property
     def num_tokens_left(self) -> int:
         """Tokens that still fit in this step."""

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import final
 
+from jaxserve.scheduling.arrivals import Arrivals
 from jaxserve.scheduling.kv.costs import preempt_all_s
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.lengths.slack import Slack
@@ -37,6 +38,7 @@ class Queues:
       bounded: those of them with a latency bound of their own.
       slots: of each device group's batch. All together have `max_slots` live ones at most.
       num_preemptions: sequences that went back to the waiting pool.
+      arrivals: how often requests come; the scheduler notes them.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Queues:
             for _ in range(policy.num_device_groups)
         )
         self.num_preemptions = 0
+        self.arrivals = Arrivals()
         self._policy = policy
         self._kv = kv
         self._lengths = lengths
@@ -77,6 +80,12 @@ class Queues:
         """Return how many tokens are reserved for a sequence when it is admitted."""
         wanted = self._policy.admission.reserve_tokens(sequence, self._lengths)
         return min(max(wanted, sequence.planned_length + 1), sequence.max_length)
+
+    def expected_arrivals(self) -> tuple[float, float] | None:
+        """See `StepBuilder`."""
+        rate = self.arrivals.rate(self._now())
+        pace = self._pace() if rate else None
+        return None if pace is None else (rate, pace.decode_s)
 
     def begin_step(self) -> None:
         """Note that another step is being planned, at another time."""

@@ -136,6 +136,7 @@ class Scheduler:
         A request that was checked against a larger pool, and does not fit this one, has failed
         then.
         """
+        self._queues.arrivals.note(self._clock.now(), is_busy=self.has_work)
         limit = max_length(request, self.config)
         samples: list[Sequence] = []
         for index in range(request.params.n):

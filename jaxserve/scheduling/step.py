@@ -116,6 +116,9 @@ class Step:
     def num_tokens_left(self) -> int:
         return 0 if self._is_full else max(0, self.config.max_step_tokens - self._rows.num_tokens)
 
+    def expected_arrivals(self) -> tuple[float, float] | None:
+        return self._queues.expected_arrivals()
+
     def expected_ends(self, num_iterations: int) -> Seq[float] | None:
         forecast = self._lengths.forecast(self.decoding)
         if forecast is None:
