@@ -5,10 +5,13 @@ from __future__ import annotations
 from benchmarks.figures.markdown import caption, shown, table
 from benchmarks.figures.results import Result
 
+# Ways to the model that are our own; a peer is compared with the last of them that was measured.
+_OURS = ("in process", "socket", "http", "completions")
+
 
 def http(result: Result, link: str) -> str:
     """Return the ways to the model for each number of connections, and what HTTP costs."""
-    rows = []
+    rows, behind = [], []
     for i, point in result.items("points"):
         costs = [("points", i, name) for name in ("costs", "costs_beside_socket")]
         outside = result.spread(costs[0], "outside_engine_s")
@@ -31,6 +34,7 @@ def http(result: Result, link: str) -> str:
                     later = result.spread(each, "first_token_later_s")
                     row.append(shown(later.over(1e-3), ".1f", " ms"))
             rows.append(row)
+        behind += _where_behind(result, i)
     arguments = result.get("arguments")
     what = (
         f"{arguments['workload']} requests to {arguments['model']}, each on its connection: tokens "
@@ -44,7 +48,36 @@ def http(result: Result, link: str) -> str:
     for base in ("in process", "over sockets"):
         header += [f"of the throughput {base}", f"first token later than {base}, median"]
     failed = [f"{name} failed: {reason}" for name, reason in result.items("failed")]
-    return "\n\n".join([caption(result, what, link), table(header, rows), *failed])
+    return "\n\n".join([caption(result, what, link), table(header, rows), *behind, *failed])
+
+
+def _where_behind(result: Result, i: int) -> list[str]:
+    """Return a sentence for each peer that is ahead of us in something at a point."""
+    ways = [way for way, _ in result.items("points", i, "ways")]
+    own = [way for way in _OURS if way in ways][-1]
+    sentences = []
+    for peer in ways:
+        found = []
+        if peer not in _OURS:
+            theirs, ours = (("points", i, "ways", way) for way in (peer, own))
+            rates = [result.spread(at, "at_once", "tokens_per_s") for at in (theirs, ours)]
+            if rates[0].median > rates[1].median:
+                found.append("tokens/s: {:.0f} to {:.0f}".format(*(r.median for r in rates)))
+            for kind, name in (("first_token_s", "first token"), ("token_s", "a token")):
+                for level, of in (("p50", "median"), ("p99", "99th percentile")):
+                    times = [
+                        result.optional_spread(at, "poisson", kind, level) for at in (theirs, ours)
+                    ]
+                    late = [1e3 * each.median for each in times if each is not None]
+                    if len(late) == 2 and late[0] < late[1]:
+                        found.append("{}, {}: {:.0f} to {:.0f} ms".format(name, of, *late))
+        if found:
+            connections = result.get("points", i)["connections"]
+            sentences.append(
+                f"jaxserve ({own}) is behind {peer} at {connections:,} connections in "
+                f"{'; '.join(found)}."
+            )
+    return sentences
 
 
 def structured(result: Result, link: str) -> str:

@@ -98,12 +98,19 @@ def test_readme_has_one_table_and_one_picture(tmp_path):
 
 
 def test_http_says_at_what_rate_requests_arrive(tmp_path):
-    """The rate is ours for all ways, and beside each is how much that is of its own."""
+    """The rate is ours for all ways, and beside each is how much that is of its own.
+
+    Where a peer is ahead, the page says so.
+    """
     checkout = write_checkout(tmp_path, ("http",))
     page = next(page for page in PAGES if page.kinds and "http" in page.kinds)
     text = render(page, load(checkout / "benchmarks" / "results"), checkout)
     assert "half of the requests a second that jaxserve answers in process" in text
     assert len(re.findall(r"^\| 4 \| .* 70% \|", text, re.MULTILINE)) == 3
+    behind = (
+        "jaxserve (http) is behind a peer at 4 connections in first token, median: 100 to 200 ms."
+    )
+    assert behind in text
 
 
 def test_speculation_and_adapters_say_what_they_cost(tmp_path):
