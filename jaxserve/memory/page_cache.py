@@ -113,6 +113,11 @@ class PageCache:
         """Whether it is on the device and no sequence owns it."""
         return page.device_page is not None and self.pool.is_cached(page.device_page)
 
+    def has_rested(self, branch: Branch) -> None:
+        """Take note that no sequence continues a conversation any more."""
+        for ranking in (self._victims, self._to_copy):
+            ranking.has_rested(branch)
+
     def num_evicted_of(self, keys: Iterable[bytes]) -> int:
         """Return how many of these were here once, and were evicted not long ago."""
         return sum(map(self._evicted.__contains__, keys))
@@ -140,13 +145,11 @@ class PageCache:
 
     def set_key(self, page: CachedPage, key: bytes) -> None:
         """The tokens of a page are known; it is evicted where another is the same."""
-        if not page.is_resident:
-            return
-        if key in self._by_key:
+        if page.is_resident and key in self._by_key:
             self.evict(page)
-            return
-        page.key = key
-        self._put_under(key, page)
+        elif page.is_resident:
+            page.key = key
+            self._put_under(key, page)
 
     def restore(self, page: CachedPage, device_page: int) -> None:
         """Have the next plan copy a page from the host to an owned page of the device."""
@@ -176,9 +179,7 @@ class PageCache:
     def copy_to_host(self, key: bytes) -> bool:
         """Have the next plan copy a page to the host, unless it is there; False where it cannot."""
         page = self._by_key.get(key)
-        if page is None:
-            return False
-        return page.host_page is not None or self._copy_out(page)
+        return page is not None and (page.host_page is not None or self._copy_out(page))
 
     # ---- what goes ----
 

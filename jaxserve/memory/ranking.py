@@ -12,6 +12,8 @@ from jaxserve.memory.cached_page import Branch, CachedPage, Line
 
 # Entries that count no more, at least, before they are removed from the order.
 _MANY_OLD = 64
+# Conversations that came to rest, the newest ones, that are ranked before all others are.
+_NUM_RESTED = 64
 # What has one place in the order: a conversation, or a page that several conversations share.
 _Unit: TypeAlias = Branch | CachedPage
 # (rank, number, page, its uses, its unit, the uses of that)
@@ -28,7 +30,8 @@ class Ranking:
 
     Values change by time alone, too. So each call ranks one conversation anew, in turns, and no
     call but the first looks at all of a large pool. What was used since it was ranked is passed
-    over until its next turn.
+    over until its next turn. Where nothing ranked is left, conversations that have come to rest
+    are ranked first, and all others only if that brings nothing.
 
     Args:
       branches: every conversation with pages; those without any are removed.
@@ -56,10 +59,19 @@ class Ranking:
         self._num_entries = 0
         # Those whose turn is next.
         self._turns: deque[_Unit] = deque()
+        self._rested: deque[Branch] = deque(maxlen=_NUM_RESTED)
+
+    def has_rested(self, branch: Branch) -> None:
+        """Take note that the pages of a conversation may go from now on."""
+        self._rested.append(branch)
 
     def lowest(self) -> CachedPage | None:
         """Return the page of the lowest value that may go, or None; it is not ranked any more."""
         page = self._next()
+        if page is None and self._rested:
+            while self._rested:
+                self._rank_unit(self._rested.popleft(), skips=True)
+            page = self._next()
         if page is None:
             self._rank_all(skips=True)
             page = self._next()
@@ -77,6 +89,7 @@ class Ranking:
 
     def _rank_all(self, *, skips: bool) -> None:
         self._turns.clear()
+        self._rested.clear()
         self._rank_next(skips=skips)
         while self._turns:
             self._rank_next(skips=skips)
@@ -84,14 +97,17 @@ class Ranking:
     def _rank_next(self, *, skips: bool) -> None:
         if not self._turns:
             self._turns.extend(self._branches)
-        unit = self._turns.popleft() if self._turns else None
+        if self._turns:
+            self._rank_unit(self._turns.popleft(), skips=skips)
+
+    def _rank_unit(self, unit: _Unit, *, skips: bool) -> None:
         if isinstance(unit, CachedPage):
             if self._may_go(unit):
                 self._push(unit, unit)
-        elif unit is not None and unit.is_empty:
+        elif unit.is_empty:
             self._branches.pop(unit, None)
             self._newest.pop(unit, None)
-        elif unit is not None and not (skips and self._is_spared(unit)):
+        elif not (skips and self._is_spared(unit)):
             self._push_first_of(unit, 0)
             self._turns.extend(unit.shared_pages())
 

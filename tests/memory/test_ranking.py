@@ -73,6 +73,20 @@ def test_pages_of_a_running_conversation_are_not_looked_at_while_others_may_go()
     assert pool.take() == first
 
 
+def test_a_conversation_that_comes_to_rest_is_found_at_once():
+    """However many others run, whose pages may not go yet."""
+    pool = _Pool(2_000, 2_000)
+    for branch in pool.branches:
+        branch.run()
+    for page in pool.pages[:500]:
+        (branch,) = page.branches
+        branch.rest(1.0)
+        pool.ranking.has_rested(branch)
+        pool.num_looks = pool.num_ranked = 0
+        assert pool.take() == page.index
+        assert pool.num_looks <= 5 and pool.num_ranked <= 3
+
+
 def test_what_several_conversations_share_has_a_place_of_its_own():
     """It need not be worth more than what is before it, nor less than what follows."""
     pool = _Pool(10, 1)

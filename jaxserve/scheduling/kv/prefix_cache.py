@@ -269,6 +269,7 @@ class PrefixCacheManager:
         assert kv.branch is not None
         returns = returns or sequence.request.conversation_id is not None
         kv.branch.rest(self._now(), returns=returns)
+        self._cache.has_rested(kv.branch)
         kv.num_cached = 0
 
     def _add_all(self, sequence: Sequence) -> None:
