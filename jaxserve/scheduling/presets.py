@@ -86,7 +86,7 @@ PRESETS: dict[str, Policy] = {
         ),
         # Ours.
         Policy(
-            *("auto", Expected(), DueFirst(), Unified()),
+            *("auto", Expected(), DueFirst(), Unified(heeds_arrivals=True)),
             *(Tiered(learns_reuse=True), LongestRemaining()),
         ),
         # As auto, until lengths and step times are known; then a runtime plans a schedule for its
@@ -95,7 +95,7 @@ PRESETS: dict[str, Policy] = {
             "exegpt",
             Expected(),
             DueFirst(),
-            Unified(),
+            Unified(heeds_arrivals=True),
             Tiered(learns_reuse=True),
             LongestRemaining(),
             is_planned=True,

@@ -15,17 +15,20 @@ _START_S = 0.001
 _LOOPS_BEFORE = 1.5
 
 
-def decode_iterations(step: StepBuilder) -> int:
+def decode_iterations(step: StepBuilder, *, heeds_arrivals: bool = False) -> int:
     """Return all that the device was compiled for, or fewer while sequences wait or come.
 
     A loop of N iterations costs its start, and leaves the place of an answer that ends in it unused
     for N / 2 iterations on average. With one end every L tokens of a row, both together are least
     at N = sqrt(2 * start * L). Where nothing is known of lengths, N is a quarter of the most. The
     loop is cut at the first length limit anyway.
+
+    Args:
+      heeds_arrivals: return fewer while others come, too, see `_before_arrivals`.
     """
     most = step.config.max_decode_iterations
     if not step.has_waiting:
-        return min(most, _before_arrivals(step))
+        return _before_arrivals(step) if heeds_arrivals else most
     ends = step.expected_ends(most)
     if ends is None:
         return max(1, most // 4)

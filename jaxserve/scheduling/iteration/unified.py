@@ -27,6 +27,7 @@ class Unified:
       reserved_slots: slots that only sequences with a latency bound of their own may take; one slot
         is always for others. With reserved slots, a sequence with a bound that finds no slot or
         memory has others preempted.
+      heeds_arrivals: make decode loops shorter while requests come one by one.
     """
 
     num_device_groups: ClassVar[int] = 1
@@ -34,6 +35,7 @@ class Unified:
     chunk_tokens: int = 0
     max_running: int | None = None
     reserved_slots: int = 0
+    heeds_arrivals: bool = False
 
     def __post_init__(self) -> None:
         if self.max_running is not None and self.max_running < 1:
@@ -57,7 +59,8 @@ class Unified:
         self._make_way(step)
         # Only looked for where it matters: that may cost a forecast of all that run.
         if not step.prefilling and not step.first_admissible(only_bounded=self._is_at_limit(step)):
-            step.add_decode_loop(decode_iterations(step))
+            num = decode_iterations(step, heeds_arrivals=self.heeds_arrivals)
+            step.add_decode_loop(num)
             return
         step.add_decoding()
         budget = min(step.num_tokens_left, self.chunk_tokens or step.num_tokens_left)
