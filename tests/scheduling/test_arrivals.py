@@ -50,16 +50,19 @@ def test_a_loop_costs_those_that_run_and_those_that_come_the_least(
     rate, iteration_s, num_running, wanted
 ):
     """sqrt(B s / (1.5 r)) / t iterations, worked out by hand, of 8 at most."""
-    step: Any = SimpleNamespace(
+    step = _step(num_running, (rate, iteration_s))
+    assert decode_iterations(step, heeds_arrivals=True) == wanted
+    assert decode_iterations(step) == 8
+    assert decode_iterations(_step(num_running, None), heeds_arrivals=True) == 8
+
+
+def _step(num_running: int, arrivals: tuple[float, float] | None) -> Any:
+    return SimpleNamespace(
         config=SimpleNamespace(max_decode_iterations=8),
         has_waiting=False,
         decoding=[None] * num_running,
-        expected_arrivals=lambda: (rate, iteration_s),
+        expected_arrivals=lambda: arrivals,
     )
-    assert decode_iterations(step, heeds_arrivals=True) == wanted
-    assert decode_iterations(step) == 8
-    step.expected_arrivals = lambda: None
-    assert decode_iterations(step, heeds_arrivals=True) == 8
 
 
 @pytest.mark.parametrize(("policy", "shortest"), [("auto", 1), ("vllm_like", 8)])
