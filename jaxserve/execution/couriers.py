@@ -275,7 +275,7 @@ def make_courier(
     peers: list[_Peer] = group.all_gather(
         _Peer(
             address=None if server is None else server.address(),
-            # Whoever reaches a server could pull what it offers, if keys could be guessed.
+            # Any program that reaches a server could pull what it offers, if it guessed the key.
             key=secrets.randbits(61),
             cut=cut,
             parts=tuple(index for _, index in own_parts(pool.place, cut.num_parts)),

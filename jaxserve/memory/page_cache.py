@@ -114,9 +114,11 @@ class PageCache:
         return page.device_page is not None and self.pool.is_cached(page.device_page)
 
     def has_rested(self, branch: Branch) -> None:
-        """Take note that no sequence continues a conversation any more."""
-        for ranking in (self._victims, self._to_copy):
-            ranking.has_rested(branch)
+        """Take note that no sequence continues a conversation any more.
+
+        Its pages may be copied ahead. Which are evicted first is not for the newest to decide.
+        """
+        self._to_copy.has_rested(branch)
 
     def num_evicted_of(self, keys: Iterable[bytes]) -> int:
         """Return how many of these were here once, and were evicted not long ago."""

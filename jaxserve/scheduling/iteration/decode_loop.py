@@ -8,8 +8,8 @@ from jaxserve.scheduling.policy import StepBuilder
 
 # What it costs to begin a loop, as a share of one iteration.
 _START_COST = 0.02
-# The same in seconds, where nobody waits: between the 2 ms that were measured where the device is
-# the host's two cores, and nearly none where the next loop is submitted while the device works.
+# The same in seconds, where no sequence waits: less than the 2 ms that were measured on a host with
+# two cores that are the device, too, and more than on a device that works while the host plans.
 _START_S = 0.001
 # A request that comes waits for half of a loop, and for one that was submitted behind it.
 _LOOPS_BEFORE = 1.5
