@@ -114,10 +114,7 @@ class PageCache:
         return page.device_page is not None and self.pool.is_cached(page.device_page)
 
     def has_rested(self, branch: Branch) -> None:
-        """Take note that no sequence continues a conversation any more.
-
-        Its pages may be copied ahead. Which are evicted first is not for the newest to decide.
-        """
+        """Take note that no sequence continues a conversation: its pages may be copied ahead."""
         self._to_copy.has_rested(branch)
 
     def num_evicted_of(self, keys: Iterable[bytes]) -> int:
