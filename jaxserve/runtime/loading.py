@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal
 
@@ -122,4 +123,10 @@ def _begin_to_load(
                 store.load_expected([jax.devices()[0]])
 
     if is_cpu or is_expected:
-        start_thread("jaxserve-first", run)
+        thread = start_thread("jaxserve-first", run)
+
+        @atexit.register
+        def end() -> None:
+            """Have the thread end: one that is in XLA while the interpreter ends would crash."""
+            store.end_start()
+            thread.join()
