@@ -40,9 +40,15 @@ from jaxserve.planning.schedules import (
     Points,
     Policy,
     RRATimeline,
+    TaskLengths,
     WAATimeline,
 )
 from jaxserve.planning.schedules.misses import misses_of
+
+# Quantile of the lengths for which a bound is planned, and the baselines are held to it. Of a
+# hundred answers that keep a bound one may miss it: half because it is longer, the other half
+# because draws and phases are not all as expected.
+_PLANNED_LEVEL = 0.995
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -64,14 +70,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     points, sevenths, cases = [], [], []
     wanted = [*scenarios(models), *figure_7(models)]
     for scenario in tqdm(dict.fromkeys(wanted), desc="exegpt", leave=False, delay=2):
-        contest = Contest(scenario.deployment(), scenario.lengths())
+        lengths = replace(scenario.lengths(), level=_PLANNED_LEVEL)
+        contest = Contest(scenario.deployment(), lengths)
         for bound_s in contest.static.bounds():
             point = scenario.named() | contest.point(bound_s, num_seeds=options.seeds)
             if scenario.figure:
                 points.append(point)
                 cases.append((contest.timelines, LatencyBounds(latency_s=bound_s)))
             if scenario.is_of_figure_7:
-                sevenths.append(point | _checked(scenario, contest, bound_s, options.seeds))
+                checked = _checked(scenario, lengths, contest, bound_s) if options.seeds else {}
+                sevenths.append(point | {"checked": checked})
     return {
         "benchmark": "exegpt",
         "arguments": arguments_of(options),
@@ -89,7 +97,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "mean_gain_exegpt_over": {
             name: _mean_gain(points, "exegpt_per_s", over=name) for name in BASELINES
         },
-        "played": _played([*points, *sevenths]),
+        "played": _played([*points, *(point for point in sevenths if not point["figure"])]),
         "search": {
             "most_s": max((p["search_s"] for p in points if "search_s" in p), default=0.0),
             "most_evaluated_share": {
@@ -103,16 +111,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _checked(
-    scenario: Scenario, contest: Contest, bound_s: float, num_seeds: int
+    scenario: Scenario, lengths: TaskLengths, contest: Contest, bound_s: float
 ) -> dict[str, Any]:
     """Return what ORCA's and vLLM's best batches did when they were played."""
-    if not num_seeds:
-        return {"checked": {}}
-    parts = scenario.deployment(), scenario.lengths()
+    parts = scenario.deployment(), lengths
     return {
-        "checked": {
-            name: compared(name, contest.served[name], bound_s, *parts) for name in ("orca", "vllm")
-        }
+        name: compared(name, contest.served[name], bound_s, *parts) for name in ("orca", "vllm")
     }
 
 
@@ -147,20 +151,21 @@ def _mean_gain(
 
 def _played(points: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the shares of answers that kept their bounds, over all played schedules."""
-    runs = [(point, run) for point in points for run in point.get("played", ())]
+    runs = [run for point in points for run in point.get("played", ())]
     if not runs:
         return None
-    bounded = [run for _, run in runs]
-    shares = [run["within"] for run in bounded]
-    errors = [run["per_s"] / point["per_s"] - 1 for point, run in runs]
+    shares = [run["within"] for run in runs]
+    errors = [run["per_s"] / run["expected_per_s"] - 1 for run in runs]
+    policies = [run["policy"] for run in runs]
     return {
-        "num_runs": len(bounded),
-        "num_answers": sum(run["num_answers"] for run in bounded),
+        "num_runs": len(runs),
+        "num_runs_of": {policy: policies.count(policy) for policy in sorted(set(policies))},
+        "num_answers": sum(run["num_answers"] for run in runs),
         "within": {"mean": float(np.mean(shares)), "least": min(shares)},
-        "longer_share": float(np.mean([run["longer_share"] for run in bounded])),
+        "longer_share": float(np.mean([run["longer_share"] for run in runs])),
         "missed_by_others": {
-            "mean": float(np.mean([run["missed_by_others"] for run in bounded])),
-            "most": max(run["missed_by_others"] for run in bounded),
+            "mean": float(np.mean([run["missed_by_others"] for run in runs])),
+            "most": max(run["missed_by_others"] for run in runs),
         },
         "throughput_error": {"least": min(errors), "most": max(errors)},
     }
@@ -171,6 +176,7 @@ def _algorithm_1(cases: list[Any]) -> dict[str, Any]:
     return {
         "num_cases": misses.num_cases,
         "missed_share": misses.missed_share,
+        "beyond_tolerance_share": misses.beyond_share,
         "num_not_found": misses.num_not_found,
         "worst_share": misses.worst_share,
         "num_evaluated": misses.num_evaluated,
@@ -244,7 +250,7 @@ def _cells(point: dict[str, Any]) -> list[str]:
     cells = [name, point["task"], _shown(point["bound_s"], "inf"), *systems]
     if "policy" not in point:
         return [*cells, "NS", "", f"{point['lowest_s']:.1f}", "none"]
-    within = [run["within"] for run in point["played"]]
+    within = [run["within"] for run in point["played"] if run["policy"] == point["policy"]]
     return [
         *cells,
         _shown(point["per_s"]),

@@ -18,6 +18,7 @@ from jaxserve.planning.schedules import (
     WAATimeline,
 )
 from jaxserve.planning.schedules.candidate import throughput_under
+from jaxserve.planning.schedules.lengths import cautious_level
 from jaxserve.planning.schedules.search import maximise
 
 # (mean, deviation, maximum) of inputs and outputs, in tokens: log-normal stand-ins. Articles and
@@ -47,14 +48,16 @@ def figure_10() -> list[dict[str, Any]]:
     """Return FasterTransformer and the faster of RRA and WAA, by model, data set and bound.
 
     The bounds are the bottom 30 % of FasterTransformer's latencies, and none. A schedule is chosen
-    by sampled lengths; its figures are those for the whole distribution.
+    by sampled lengths, with a cautious level; its figures are those for the whole distribution. One
+    that misses the bound with that counts for nothing in the gain.
     """
     rows = []
     for name, moments in DATA_SETS.items():
         inputs, outputs = (long_tailed(*each) for each in moments)
         lengths = TaskLengths(inputs, outputs)
         rng = np.random.default_rng(_SEED)
-        known = TaskLengths(_sampled(inputs, rng), _sampled(outputs, rng))
+        samples = _sampled(inputs, rng), _sampled(outputs, rng)
+        known = TaskLengths(*samples, level=cautious_level(_NUM_PLANNED))
         for model in _MODELS:
             rows += _rows(name, Scenario(*model, task=name), lengths, known)
     return rows
@@ -92,6 +95,10 @@ def _rows(
             figures = found and served[policy].estimate(found.point)
             row[f"{policy}_per_s"] = figures and float(figures.throughput[0])
             row[f"{policy}_latency_s"] = figures and float(figures.latency_s[0])
-        best = max(row["rra_per_s"] or 0.0, row["waa_per_s"] or 0.0)
-        rows.append(row | {"gain": best / row["static_per_s"]})
+        kept = [
+            row[f"{policy}_per_s"]
+            for policy in planned
+            if row[f"{policy}_per_s"] and row[f"{policy}_latency_s"] <= bound_s
+        ]
+        rows.append(row | {"gain": max(kept, default=0.0) / row["static_per_s"]})
     return rows

@@ -11,8 +11,8 @@ from jaxserve.planning.schedules import (
     DEPLOYMENTS,
     MODELS,
     Deployment,
-    RooflineLayerCost,
     TaskLengths,
+    roofline_deployment,
 )
 from jaxserve.workload.tasks import TASKS
 
@@ -26,9 +26,6 @@ _TASKS = {
     "GPT3-175B": _LARGE,
     "GPT3-341B": _LARGE,
 }
-# What an answer may take longer than on average: the scheduler keeps encode phases within a tenth
-# of their mean (`Workload.threshold`), and decode iterations of RRA are within 2.4 % (table 7).
-ENCODE_MARGIN, DECODE_MARGIN = 0.1, 0.024
 # Throughput over FasterTransformer: figure 6 (section 7.3), figure 8 (7.4), all scenarios.
 PAPER_MEAN_GAINS = {"small": 2.0, "large": 3.2, "all": 2.9}
 # Table 6, OPT 13B and task S: bound in seconds -> policy, B_E, N_D, degree, latency, throughput.
@@ -99,14 +96,8 @@ class Scenario:
         }
 
     def deployment(self) -> Deployment:
-        cluster, model = CLUSTERS[self.cluster].of(self.num_devices), MODELS[self.model]
-        return Deployment(
-            model=model,
-            cluster=cluster,
-            cost=RooflineLayerCost(model, cluster),
-            encode_margin=ENCODE_MARGIN,
-            decode_margin=DECODE_MARGIN,
-        )
+        cluster = CLUSTERS[self.cluster].of(self.num_devices)
+        return roofline_deployment(MODELS[self.model], cluster)
 
     def lengths(self) -> TaskLengths:
         return TaskLengths.of_task(TASKS[self.task])

@@ -304,7 +304,7 @@ def _on_cluster(
     families: tuple[str, ...] | None,
 ) -> tuple[ScheduleSearch, str]:
     """Return the schedules of a model on a simulated cluster."""
-    from jaxserve.planning.schedules import CLUSTERS, MODELS, Deployment, RooflineLayerCost
+    from jaxserve.planning.schedules import CLUSTERS, MODELS, roofline_deployment
     from jaxserve.planning.schedules.frontier import ClusterSearch
     from jaxserve.planning.schedules.search import CLUSTER_FAMILIES
 
@@ -319,8 +319,7 @@ def _on_cluster(
     shape, cluster = MODELS[model], CLUSTERS[name]
     if num_devices is not None:
         cluster = cluster.of(num_devices)
-    cost = RooflineLayerCost(shape, cluster)
-    deployment = Deployment(model=shape, cluster=cluster, cost=cost)
+    deployment = roofline_deployment(shape, cluster)
     schedules = ClusterSearch(deployment, lengths, families or CLUSTER_FAMILIES)
     return schedules, f"{cluster.num_devices} {name} (rooflines)"
 

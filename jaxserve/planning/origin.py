@@ -29,7 +29,7 @@ class Origin:
       model: the fields of the model's configuration by name, and dtypes and bytes of its weights.
       device: platform, kind and count of devices, processor and cores of the host.
       config: the sizes that the executables were compiled for.
-      versions: software versions, for information; they are not compared.
+      versions: of the software that compiles the steps.
     """
 
     model: dict[str, Any]
@@ -63,7 +63,7 @@ class Origin:
                 "host_cores": len(os.sched_getaffinity(0)),
             },
             config=config,
-            versions={name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
+            versions={name: metadata.version(name) for name in ("jax", "jaxlib", "jaxserve")},
         )
 
     def on(self, num_devices: int) -> Origin:
@@ -80,7 +80,7 @@ class Origin:
         return cls(**{**read, "config": EngineConfig(**config)})
 
     def differences(self, other: Origin) -> list[str]:
-        """Describe the fields of model, device and compiled sizes in which `other` differs."""
+        """Describe the fields of model, device, compiled sizes and versions that differ."""
         own, others = self._compared(), other._compared()
         return [
             f"{name} is {others.get(name)!r}, not {own.get(name)!r}"
@@ -97,4 +97,5 @@ class Origin:
         model = {f"model.{name}": value for name, value in self.model.items()}
         device = {f"device.{name}": value for name, value in self.device.items()}
         sizes = {name: getattr(self.config, name) for name in _COMPILED}
-        return json.loads(json.dumps({**model, **device, **sizes}))
+        versions = {f"version.{name}": value for name, value in self.versions.items()}
+        return json.loads(json.dumps({**model, **device, **sizes, **versions}))

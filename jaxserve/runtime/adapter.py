@@ -185,6 +185,6 @@ class Adapter:
                 adaptation.keep(self._carry_out(plan))
             except RegroupError as error:
                 _log.warning("the plan stays: %s", error)
-                adaptation.keep(before)
+                adaptation.refuse(before)
             else:
                 _log.info("adopted %s", plan.summary())

@@ -324,17 +324,16 @@ class Maintenance:
         return times
 
     def step_times(self, max_wait_s: float | None = None) -> StepTimes:
-        """Return the step times that were measured or loaded last; measure them if there are none.
+        """Return the step times that were measured or loaded last, else `kept_step_times`."""
+        return self._times or self.kept_step_times(2, max_wait_s)
 
-        See `Runtime.measure_step_times`.
-        """
-        return self._times or self.measure_step_times(2, max_wait_s)
-
-    def kept_step_times(self) -> StepTimes:
+    def kept_step_times(self, rounds: int, max_wait_s: float | None = None) -> StepTimes:
         """Return step times of the cache folder; measure and keep them there if it has none.
 
-        One round is measured, which is the shortest that has every shape. If the file cannot be
-        written, a warning says so, and the next start measures again.
+        If the file cannot be written, a warning says so, and the next start measures again.
+
+        Args:
+          rounds, max_wait_s: of a measurement, see `Runtime.measure_step_times`.
 
         Raises:
           RuntimeClosedError, EngineFailedError
@@ -344,7 +343,7 @@ class Maintenance:
         if kept is not None:
             return kept
         _log.info("measuring step times once for this model, device and configuration")
-        times = self.measure_step_times(rounds=1)
+        times = self.measure_step_times(rounds, max_wait_s)
         try:
             _log.info("step times are kept in %s", keep_step_times(folder, times))
         except OSError as error:

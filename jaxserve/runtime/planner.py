@@ -121,7 +121,7 @@ class Planner:
           latency_bound: see `RuntimeOptions`.
         """
         if self._replicas.first.executor.num_device_groups == 1:
-            self._maintenance.kept_step_times()
+            self._maintenance.kept_step_times(rounds=1)  # the shortest that has every shape
         planner = self._planner(None, max_pause_s=MAX_PAUSE_S)
         bounds = LatencyBounds(latency_s=math.inf if latency_bound is None else latency_bound)
         adaptation = Adaptation(planner, bounds, heeds_bounds=self._heeds_bounds)

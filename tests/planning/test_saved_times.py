@@ -25,13 +25,15 @@ def test_step_times_are_found_by_their_origin(tmp_path: Path):
     assert find_step_times(tmp_path, third) is None
 
 
-def test_another_pool_or_version_is_no_other_origin(tmp_path: Path):
-    """Step times hold for any size of the page pool, and for other versions of the software."""
+def test_another_pool_is_no_other_origin_and_another_version_is(tmp_path: Path):
+    """Step times hold for any size of the page pool, not for what another JAX compiles."""
     times = made_up()
     keep_step_times(tmp_path, times)
-    config = replace(times.origin.config, num_pages=77)
-    same = replace(times.origin, config=config, versions={"jax": "1"})
+    same = replace(times.origin, config=replace(times.origin.config, num_pages=77))
     assert find_step_times(tmp_path, same) is not None
+    other = replace(same, versions={"jax": "1"})
+    assert find_step_times(tmp_path, other) is None
+    assert times.origin.differences(other) == ["version.jax is '1', not '0'"]
 
 
 def _found(folder: Path, times: StepTimes) -> StepTimes:

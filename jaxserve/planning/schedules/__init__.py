@@ -18,7 +18,7 @@ from jaxserve.planning.schedules.measured_cost import MeasuredCost, measured_dep
 from jaxserve.planning.schedules.models import MODELS, LayerShape, TransformerShape
 from jaxserve.planning.schedules.monotone import monotone_search
 from jaxserve.planning.schedules.plan import Plan
-from jaxserve.planning.schedules.roofline_cost import RooflineLayerCost
+from jaxserve.planning.schedules.roofline_cost import RooflineLayerCost, roofline_deployment
 from jaxserve.planning.schedules.rra import RRATimeline
 from jaxserve.planning.schedules.rra_planner import RRAPlanner
 from jaxserve.planning.schedules.search import Choice, search, timelines_of
@@ -55,6 +55,7 @@ __all__ = [
     "lengths_of",
     "measured_deployment",
     "monotone_search",
+    "roofline_deployment",
     "search",
     "timelines_of",
 ]

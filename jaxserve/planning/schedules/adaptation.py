@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import final
@@ -14,7 +13,11 @@ import numpy as np
 from jaxserve.core.errors import DeviceMemoryError
 from jaxserve.planning.schedules.drift import Lifetimes, drift, kaplan_meier, share_beyond
 from jaxserve.planning.schedules.estimates import LatencyBounds
-from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
+from jaxserve.planning.schedules.lengths import (
+    LengthDistribution,
+    TaskLengths,
+    cautious_level,
+)
 from jaxserve.planning.schedules.observed import AnswerLength, classes_of, tightest
 from jaxserve.planning.schedules.plan import Plan
 from jaxserve.planning.schedules.planner import SchedulePlanner
@@ -89,6 +92,7 @@ class Adaptation:
         self._known = list(answers[-_MOST:])
         self._since: list[AnswerLength] = []
         self._num_untested = 0
+        self._is_refused = False
         # The tightest bounds of single answers in the last search.
         self._tightest = _tightest([], self._known)
 
@@ -113,6 +117,7 @@ class Adaptation:
         changed = _changed(known, newest)
         has_tighter = self._heeds_bounds and _tightest([self._tightest], newest) != self._tightest
         is_due = self.plan is None or len(newest) >= len(known) or has_tighter
+        is_due |= self._is_refused and len(newest) >= LEAST_ANSWERS
         if changed is None and not is_due:
             return None
         lengths = _newest([*known, *newest], _MOST) if changed is None else changed
@@ -133,14 +138,22 @@ class Adaptation:
         except DeviceMemoryError as error:
             _log.warning("the schedule stays, because the newest lengths have no plan: %s", error)
             return None
-        self._known, self._since = lengths, []
+        self._known, self._since, self._is_refused = lengths, [], False
         if changed is not None:
             self._begins_s = max(self._begins_s, np.nextafter(lengths[0].admitted_s, -np.inf))
         return self._adopted(plan, task)
 
     def keep(self, plan: Plan | None) -> None:
-        """Go on with this plan, for instance because the one that was found cannot be adopted."""
+        """Go on with this plan, which is in force."""
         self.plan = plan
+
+    def refuse(self, before: Plan | None) -> None:
+        """Go on with the plan before, because the one that was found could not be carried out.
+
+        The search runs again after as many answers as a plan needs.
+        """
+        self.plan = before
+        self._is_refused = True
 
     def _split(
         self, running: Sequence[AnswerLength]
@@ -237,17 +250,7 @@ def task_of(answers: Sequence[AnswerLength]) -> TaskLengths:
         total[: len(probabilities)] += len(others) * probabilities
     for each in expected:
         total[: len(each)] += each
-    return TaskLengths(prompts, LengthDistribution(total), level=_level(len(answers)))
-
-
-def _level(num: int) -> float:
-    """Return the quantile of `num` lengths that reaches the 99th percentile of all lengths.
-
-    The share of lengths below that percentile has a standard deviation of sqrt(0.99 0.01 / num),
-    which is added: so few answers make a cautious plan, and as many as are remembered nearly the
-    plan for their distribution.
-    """
-    return min(1.0, 0.99 + math.sqrt(0.99 * 0.01 / num))
+    return TaskLengths(prompts, LengthDistribution(total), level=cautious_level(len(answers)))
 
 
 def _expected(answer: AnswerLength) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -140,6 +141,16 @@ def lengths_of(lengths: Sequence[tuple[int, int]]) -> TaskLengths:
     return TaskLengths(
         LengthDistribution.of_samples(inputs), LengthDistribution.of_samples(outputs)
     )
+
+
+def cautious_level(num: int) -> float:
+    """Return the quantile of `num` lengths that reaches the 99th percentile of all lengths.
+
+    The share of lengths below that percentile has a standard deviation of sqrt(0.99 0.01 / num),
+    which is added: so few answers make a cautious plan, and as many as are remembered nearly the
+    plan for their distribution.
+    """
+    return min(1.0, 0.99 + math.sqrt(0.99 * 0.01 / num))
 
 
 def paper_ending(iterations: LengthDistribution, num_decodes: int) -> np.ndarray:

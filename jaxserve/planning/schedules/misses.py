@@ -24,6 +24,7 @@ class Misses:
     Attributes:
       num_cases: bounds that some schedule keeps.
       num_missed: cases in which Algorithm 1 finds a lower throughput, or none.
+      num_beyond: of those, cases in which it is lower by more than the tolerance.
       num_not_found: of those, cases in which it finds no schedule.
       worst_share: lowest throughput found, as a share of the best.
       num_evaluated, num_evaluated_by_bounds: timelines that Algorithm 1 and `search.maximise`
@@ -32,6 +33,7 @@ class Misses:
 
     num_cases: int
     num_missed: int
+    num_beyond: int
     num_not_found: int
     worst_share: float
     num_evaluated: int
@@ -40,6 +42,10 @@ class Misses:
     @property
     def missed_share(self) -> float:
         return self.num_missed / self.num_cases if self.num_cases else 0.0
+
+    @property
+    def beyond_share(self) -> float:
+        return self.num_beyond / self.num_cases if self.num_cases else 0.0
 
 
 def misses_of(
@@ -63,6 +69,7 @@ def misses_of(
     return Misses(
         num_cases=len(shares),
         num_missed=sum(share < _MISS for share in shares),
+        num_beyond=sum(share < 1.0 - tolerance for share in shares),
         num_not_found=shares.count(0.0),
         worst_share=min(shares, default=1.0),
         num_evaluated=num_evaluated,

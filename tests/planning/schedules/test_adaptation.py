@@ -89,6 +89,20 @@ def test_other_lengths_change_the_schedule_soon(longest: int):
     assert adaptation.plan.max_answer_tokens == pytest.approx(longest, rel=0.1)
 
 
+def test_after_a_refused_plan_the_search_runs_again_soon():
+    """The plan before serves, and the next search comes after 64 to 96 answers, once."""
+    known = _answers(300, 120, seed=0)
+    adaptation = _adaptation(known, 4.0)
+    before = adaptation.plan
+    assert _after(adaptation, _answers(400, 60, seed=1, begin_s=1000)) is not None
+    num_before = adaptation.num_searches
+    adaptation.refuse(before)
+    assert adaptation.plan is before
+    changed = _after(adaptation, _answers(96, 60, seed=2, begin_s=3000))
+    assert changed is not None and 64 <= changed <= 96
+    assert adaptation.plan is not before and adaptation.num_searches == num_before + 1
+
+
 def test_a_bound_that_becomes_infeasible_is_said_once(caplog: pytest.LogCaptureFixture):
     """The nearest schedule serves; a warning says so, and another when the bound is kept again."""
     adaptation = _adaptation(_answers(300, 40, seed=0), 1.0)

@@ -129,7 +129,8 @@ def test_algorithm_1_alone_misses_schedules_and_the_report_counts_them():
     report = misses_of(cases)
     assert 0 < report.num_missed < report.num_cases <= 60
     assert 0.0 <= report.worst_share < 1.0
-    assert report.num_not_found <= report.num_missed
+    assert report.num_not_found <= report.num_beyond <= report.num_missed
+    assert misses_of(cases, tolerance=1.0).num_beyond == 0
     wide = misses_of(cases, tolerance=0.5)
     assert wide.num_missed < report.num_missed and wide.num_evaluated > report.num_evaluated
     for timelines, bounds in cases[:20]:
