@@ -99,6 +99,7 @@ def measure(
         max_slots=max_slots,
         max_context=max_context,
         max_step_tokens=_LONG_STEP_TOKENS if is_long else max(512, max_slots),
+        restore="prefetch",  # as on every platform (`execution.sizes`)
     )
     clock = VirtualClock()
     executor: Any = TimedExecutor(_executor_type()(config, clock, reads_context=False))

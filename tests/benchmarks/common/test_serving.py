@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.common.policies import missing_baselines, parse_policies
@@ -39,6 +41,15 @@ def test_runs_do_not_leak_into_each_other(runtime):
     assert 1 <= short["engine"]["max_pages_owned"] <= 3 < long["engine"]["max_pages_owned"]
     assert 0 < short["engine"]["busy_s"] <= short["wall_s"] + 0.1
     assert short["engine"]["num_pages"] == long["engine"]["num_pages"]
+
+
+def test_latencies_count_from_each_arrival(runtime):
+    """Of requests that arrive a second apart, neither waits for a second, though the run does."""
+    items = [replace(item, arrival_s=float(i)) for i, item in enumerate(_items(2, 4))]
+    figures, _ = measure(runtime, items, label="apart")
+    assert figures["wall_s"] > 1.0
+    for name in ("time_to_first_token_s", "latency_s"):
+        assert 0.0 < figures[name]["p50"] <= figures[name]["p99"] < 0.5
 
 
 def test_failed_requests_end_the_measurement(runtime):
