@@ -39,6 +39,8 @@ def url() -> Iterator[str]:
         ({"logit_bias": {"x": 1}}, "not a token id"),
         ({"logit_bias": {"97": 1}}, "outside the vocabulary"),
         ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a"] * 65}, "stop: List should have at most 64 items"),
+        ({"stop": ["a" * 257]}, "stop.0: String should have at most 256 characters"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens=9"),
         ({"stream": True, "prompt_logprobs": 1}, "cannot be streamed"),
         ({"audio": {"voice": "x", "format": "mp3"}}, "audio is not supported"),
