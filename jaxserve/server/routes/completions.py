@@ -160,6 +160,7 @@ class _Chunks:
         self._lengths = LengthComments(answer.params.max_tokens)
         self._num_tokens = 0
         self._num_shown: dict[int, int] = {}  # characters of each choice
+        self._begun: set[int] = set()
         self._event = ChoiceEvent(self._chunk())
 
     def begin(self) -> bytes:
@@ -209,8 +210,16 @@ class _Chunks:
             else None,
             finish_reason=cast(FinishReason, piece.finish_reason),
             token_ids=list(piece.token_ids) if self._with_ids else None,
+            prompt_token_ids=self._prompt(index) if self._with_ids else None,
         )
+        self._begun.add(index)
         return self._event.of(choice.model_dump_json())
+
+    def _prompt(self, index: int) -> list[int] | None:
+        """Return the prompt of a choice for its first chunk with tokens; None for later ones."""
+        if index in self._begun:
+            return None
+        return self._answer.exchange.jobs[index // self._answer.params.n].prompt
 
     def _chunk(self, usage: Usage | None = None) -> CompletionReply:
         answer = self._answer
