@@ -164,10 +164,12 @@ class _Chunks:
         self._event = ChoiceEvent(self._chunk())
 
     def begin(self) -> bytes:
-        """Return the texts of the prompts, if the choices begin with them."""
+        """Return nothing: prompts may not be known yet."""
+        return b""
+
+    def _echo(self) -> bytes:
+        """Return the texts of the prompts, with which the choices begin."""
         answer, events = self._answer, []
-        if not answer.body.echo:
-            return b""
         n = answer.params.n
         for p, job in enumerate(answer.exchange.jobs):
             text = answer.prompt_text(job.prompt)
@@ -181,6 +183,8 @@ class _Chunks:
         n = self._answer.params.n
         indexed = [(p * n + piece.sample_index, piece) for p, piece in group]
         told = comments(self._lengths.of(indexed))
+        if self._answer.body.echo and not self._num_shown:
+            told += self._echo()
         return told + b"".join(self._of(index, piece) for index, piece in indexed)
 
     def end(self) -> bytes:
