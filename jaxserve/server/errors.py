@@ -155,6 +155,11 @@ def kind_of(error: JaxserveError) -> Kind:
     return next(STATUSES[base] for base in type(error).__mro__ if base in STATUSES)
 
 
+def is_refusal(error: Exception) -> bool:
+    """Return whether an error says that a request cannot be served as given, or as often."""
+    return isinstance(error, JaxserveError) and kind_of(error).status < 500
+
+
 def body_of(error: JaxserveError) -> dict[str, Any]:
     """Return the body of an error's answer."""
     kind = kind_of(error)

@@ -122,6 +122,9 @@ class Exchange:
                 await backend.check_room(len(self.jobs) - 1)
                 self._open.update({i: backend.begin() for i in range(1, len(self.jobs))})
                 await to_thread.run_sync(self._submit)
+        except Exception as error:
+            self._end(error)
+            raise
         except BaseException:
             self.close()
             raise
@@ -248,6 +251,10 @@ class Exchange:
 
     def close(self) -> None:
         """Cancel the requests that have not ended. Call it when the client has gone."""
+        self._end()
+
+    def _end(self, error: Exception | None = None) -> None:
+        """Cancel the requests that have not ended, because of an error or of the client."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -259,7 +266,10 @@ class Exchange:
                 pending.cancel()
         while self._open:
             self._backend.end(self._open.popitem()[1])
-            self._backend.metrics.aborted()
+            if error is None:
+                self._backend.metrics.aborted()
+            else:
+                self._backend.metrics.failed(error)
 
     def _has_started(self, starting: asyncio.Task[None]) -> None:
         if not starting.cancelled():

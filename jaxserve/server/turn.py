@@ -131,6 +131,10 @@ class TurnExchange:
         try:
             conversation = await to_thread.run_sync(service.conversation, self._id)
             self._instruct(conversation)
+        except JaxserveError as error:
+            self._failed(error)
+            self._close(open_)
+            raise
         except BaseException:
             self._close(open_)
             raise
@@ -197,10 +201,10 @@ class TurnExchange:
         self._has_ended = True
 
     def _failed(self, error: JaxserveError) -> None:
-        """Count a turn that was refused or failed, as other such requests."""
+        """Count a turn that has failed; one that was refused is not counted, as other requests."""
         if isinstance(error, TurnCancelledError):  # which `_close` counts
             return
-        timing = Timing(arrival_s=self._begun_s)
+        timing = Timing(arrival_s=self._begun_s, first_token_s=self._first_s)
         self._backend.metrics.ended(failed_completion("", (), error, timing), self._params)
         self._has_ended = True
 

@@ -13,7 +13,7 @@ from jaxserve.core import errors
 from jaxserve.scheduling.order.priority import Priority
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.server.errors import STATUSES, kind_of
-from tests.server.serving import CHAT, NAME, client, post, runtime, server
+from tests.server.serving import CHAT, NAME, client, metrics, post, runtime, server
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,21 @@ def test_bad_requests_say_what_is_wrong(url: str, fields: dict[str, Any], said: 
         )
     assert said in str(caught.value)
     assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("conversation", [{}, {"conversation_id": "refused"}])
+def test_refused_requests_are_not_counted(url: str, conversation: dict[str, Any], stream: bool):
+    """They are no ends of requests in the metrics, neither aborts nor errors, and none is open."""
+    long = [{"role": "user", "content": "x" * 200}]
+    body = {"messages": long, "max_tokens": 2, "stream": stream, **conversation}
+    names = [f"jaxserve:request_success_total{[end]}" for end in ("abort", "error", "stop")]
+    before = metrics(url)
+    refused = post(url, "/v1/chat/completions", body)
+    assert (refused.status_code, "the prompt has" in refused.text) == (400, True)
+    after = metrics(url)
+    assert [after[name] for name in names] == [before[name] for name in names]
+    assert after["jaxserve:num_requests_waiting"] == 0
 
 
 def test_unknown_model_and_path(url: str):
