@@ -116,7 +116,7 @@ class Metrics:
         }
 
     def exposition(self) -> bytes:
-        """Return all metrics in the text format. It may wait for the service."""
+        """Return all metrics in the text format. It may take time to ask the service."""
         return generate_latest(self._registry)
 
     def set_open(self, num_waiting: int, num_running: int) -> None:
