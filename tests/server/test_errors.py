@@ -12,7 +12,7 @@ import pytest
 from jaxserve.core import errors
 from jaxserve.scheduling.order.priority import Priority
 from jaxserve.scheduling.presets import get_policy
-from jaxserve.server.errors import STATUSES, kind_of
+from jaxserve.server.errors import STATUSES, headers_of, kind_of
 from tests.server.serving import CHAT, NAME, client, metrics, post, runtime, server
 
 
@@ -252,6 +252,13 @@ def test_every_error_has_a_status():
             is_request = issubclass(kind, errors.InvalidRequestError) and not depends_on_load
             is_setting = issubclass(kind, errors.InvalidConfigError)
             assert (found.status == 400) == (is_request or is_setting), name
+
+
+@pytest.mark.parametrize("kind", [errors.GrammarsBusyError, errors.QueueFullError])
+def test_429_says_when_to_come_again(kind: type[errors.JaxserveError]):
+    """A client that is one of too many is told to wait a second, where no estimate is known."""
+    found = headers_of(kind("too many"))
+    assert (found["retry-after"], found["x-should-retry"]) == ("1", "true")
 
 
 def test_latency_bound(url: str):
