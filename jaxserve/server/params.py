@@ -22,6 +22,8 @@ _SAME = (
 )
 # Fields of vLLM that say what the answer has to match.
 _VLLM = ("structured_outputs", "guided_json", "guided_regex", "guided_grammar", "guided_choice")
+# Of the sampler. OpenAI's API has 64-bit seeds, negative ones too.
+_NUM_SEEDS = 2**32
 # The default of OpenAI's completions.
 _COMPLETION_TOKENS = 16
 
@@ -113,6 +115,8 @@ def _check_one_constraint(body: ChatRequest, constraint: Mapping[str, Any]) -> N
 def _params(body: Choosing, **others: Any) -> SamplingParams:
     given = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     given.setdefault("temperature", 1.0)
+    if body.seed is not None:
+        given["seed"] = body.seed % _NUM_SEEDS
     if body.top_k is not None:
         given["top_k"] = max(0, body.top_k)
     if body.stop is not None:

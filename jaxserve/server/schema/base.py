@@ -15,7 +15,6 @@ from jaxserve.core.sampling_params import (
     MAX_STOPS,
 )
 
-MAX_UINT32 = 2**32 - 1
 MAX_INT32 = 2**31 - 1
 # Of objects and lists inside each other, where any are allowed. Pydantic writes 255 at most.
 MAX_DEPTH = 128
@@ -145,7 +144,12 @@ class Choosing(Strict):
         description="Token id -> number added to its logit.",
         json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}},
     )
-    seed: int | None = Field(None, ge=0, le=MAX_UINT32)
+    seed: int | None = Field(
+        None,
+        ge=-(2**63),
+        le=2**63 - 1,
+        description="The sampler takes it modulo 2**32, so seeds from -2**31 to 2**31-1 differ.",
+    )
     stop: (
         Annotated[str, Field(max_length=MAX_STOP_CHARS)]
         | Annotated[list[StopText], Field(max_length=MAX_STOPS)]
