@@ -146,7 +146,7 @@ def test_sampling_fields_reach_the_runtime(rt: Runtime, ai: openai.OpenAI, asked
 
 
 def test_seeds_have_64_bits(rt: Runtime, ai: openai.OpenAI):
-    """The sampler takes them modulo 2**32, so that small negative ones have answers of their own."""
+    """The sampler takes them modulo 2**32, so small negative ones have answers of their own."""
 
     def answer(seed: int) -> str | None:
         asked = _greedy(ai, temperature=1.5, seed=seed, top_p=1.0)
