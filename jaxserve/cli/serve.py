@@ -148,7 +148,7 @@ def serve(
         if not processes.join():
             open_service()  # it follows the leader, and then exits
         listener = server.listen(options)
-        address = f"http://{host}:{listener.getsockname()[1]}"
+        address = server.url_of(host, listener.getsockname()[1])
         typer.echo(f"listening on {address}; loading {model}", err=True)
         with _signals_exit():
             is_closed = server.serve(

@@ -14,6 +14,9 @@ from jaxserve.core.errors import InvalidSamplingParamsError
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 128
 MAX_LOGPROBS = 20
+# The host searches each new token's text for all stop strings, on the engine's thread.
+MAX_STOPS = 64
+MAX_STOP_CHARS = 256
 _INT32_MAX = 2**31 - 1
 # Fields that bound latencies, in seconds.
 BOUND_NAMES = ("latency_bound", "first_token_bound", "token_bound")
@@ -41,7 +44,8 @@ class SamplingParams:
       logit_bias: token id -> number added to its logit; at most 128 ids.
       seed: the random stream depends on it and on the position only, never on the batch.
       n: number of independent samples of the prompt; they share the prompt's pages.
-      stop: strings that end the output and are not part of it.
+      stop: strings that end the output and are not part of it; at most 64, each of at most 256
+        characters.
       stop_token_ids: tokens that end the output, in addition to the model's end tokens; at most 16
         with those.
       ignore_eos: continue past the model's end token, which may then be in the output, as in vLLM.
@@ -189,6 +193,12 @@ class SamplingParams:
             raise InvalidSamplingParamsError(
                 f"stop={self.stop!r} is not allowed; pass non-empty strings only"
             )
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARS:
+            raise InvalidSamplingParamsError(
+                f"a string of stop has {longest} characters, and at most {MAX_STOP_CHARS} are "
+                "allowed; shorten it"
+            )
         for token_id, bias in (self.logit_bias or {}).items():
             _whole("a logit_bias token id", token_id, 0, inf)
             _real(f"logit_bias[{token_id}]", bias, -1e9, 1e9)
@@ -214,6 +224,11 @@ class SamplingParams:
             raise InvalidSamplingParamsError(
                 f"n={self.n} with temperature=0 would give {self.n} identical samples; "
                 "set a temperature above 0, or n=1"
+            )
+        if len(self.stop) > MAX_STOPS:
+            raise InvalidSamplingParamsError(
+                f"{len(self.stop)} strings of stop were given, and at most {MAX_STOPS} are "
+                "allowed; keep the most important ones"
             )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidSamplingParamsError(

@@ -153,15 +153,9 @@ class Dispatcher:
             if not self._is_closed:
                 asyncio.run_coroutine_threadsafe(self._cancel(request_id), self._loop)
 
-    def stats(self) -> RuntimeStats:
-        """Return the total counters of the processes that serve; wait while none serves.
-
-        Raises:
-          RuntimeClosedError
-          ReplicaDiedError: no replica will serve again.
-          InvalidRequestError: this is the dispatcher's thread.
-        """
-        return self._result(self._stats)
+    def stats(self, *, wait: bool = True) -> RuntimeStats:
+        """Return the total counters of the processes that serve; see `Fleet.stats`."""
+        return self._result(lambda: self._stats(wait=wait))
 
     @property
     def weights_version(self) -> int:
@@ -340,8 +334,10 @@ class Dispatcher:
                 self._router.remember(index, pages)
         return completion
 
-    async def _stats(self) -> RuntimeStats:
+    async def _stats(self, *, wait: bool) -> RuntimeStats:
         while True:
+            if not wait and not self._seats.serving(answers=True):
+                raise ReplicaDiedError("no replica serves now; try again later")
             serving = [*await self._serving(), *self._seats.serving(answers=False)]
             found = await asyncio.gather(*(self._stats_of(i) for i in serving))
             parts = [part for part in found if part is not None]

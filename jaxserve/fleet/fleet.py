@@ -330,17 +330,20 @@ class Fleet(TrainedFleet):
         """Return whether a replica that answers serves, which it does when it has compiled."""
         return self._dispatcher.is_serving
 
-    def stats(self) -> RuntimeStats:
+    def stats(self, *, wait: bool = True) -> RuntimeStats:
         """Return the total counters of the processes that serve now; see `RuntimeStats`.
 
-        The counters of processes that have died are not included. It waits while no replica serves.
+        The counters of processes that have died are not included.
+
+        Args:
+          wait: wait while no replica serves; False raises an error then.
 
         Raises:
           RuntimeClosedError
-          ReplicaDiedError: no replica will serve again.
+          ReplicaDiedError: no replica will serve again, or `wait` is False and none serves now.
           InvalidRequestError: this is the fleet's thread.
         """
-        return self._dispatcher.stats()
+        return self._dispatcher.stats(wait=wait)
 
     def close(self) -> None:
         """Cancel every request that has not ended, and end every replica's process."""

@@ -299,8 +299,8 @@ class Runtime(Planned):
         """Return whether a first request would wait for no compilation; see `Service.is_ready`."""
         return all([replica.executor.is_ready() for replica in self._replicas.all])
 
-    def stats(self) -> RuntimeStats:
-        """Return a snapshot of the counters."""
+    def stats(self, *, wait: bool = True) -> RuntimeStats:
+        """Return a snapshot of the counters, which there are at any time; see `Service.stats`."""
         return RuntimeStats.of(
             self._replicas,
             self._planner,

@@ -183,8 +183,16 @@ class Service(Protocol):
         """
         ...
 
-    def stats(self) -> RuntimeStats:
-        """Return a snapshot of the counters."""
+    def stats(self, *, wait: bool = True) -> RuntimeStats:
+        """Return a snapshot of the counters.
+
+        Args:
+          wait: wait while there are none, which a `Fleet` has only while a replica serves; False
+            raises an error then.
+
+        Raises:
+          ReplicaDiedError: there are none.
+        """
         ...
 
     def close(self) -> None:

@@ -191,12 +191,12 @@ class Backend:
             self._is_idle.set()
 
     def _stats(self) -> RuntimeStats | None:
-        """Return the service's counters; None while there are none."""
+        """Return the service's counters; None while there are none. It does not wait for them."""
         if self._service is None:
             return None
         try:
-            return self._service.stats()
-        except JaxserveError:  # it is closed, or has failed
+            return self._service.stats(wait=False)
+        except JaxserveError:  # it is closed, has failed, or no replica serves now
             return None
 
     async def _retry_after_s(self) -> float:

@@ -31,6 +31,8 @@ class Kind:
     may_retry: bool = False
 
 
+# Seconds after which a client may ask again that was one of too many, where no estimate is known.
+_RETRY_S = 1.0
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 
@@ -155,6 +157,11 @@ def kind_of(error: JaxserveError) -> Kind:
     return next(STATUSES[base] for base in type(error).__mro__ if base in STATUSES)
 
 
+def is_refusal(error: Exception) -> bool:
+    """Return whether an error says that a request cannot be served as given, or as often."""
+    return isinstance(error, JaxserveError) and kind_of(error).status < 500
+
+
 def body_of(error: JaxserveError) -> dict[str, Any]:
     """Return the body of an error's answer."""
     kind = kind_of(error)
@@ -179,8 +186,11 @@ def headers_of(error: JaxserveError) -> dict[str, str]:
     headers = {}
     if kind.status >= 500 or kind.status in (408, 409, 429):
         headers["x-should-retry"] = "true" if kind.may_retry else "false"
-    if isinstance(error, RefusedError) and error.retry_after_s is not None:
-        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    retry_after_s = error.retry_after_s if isinstance(error, RefusedError) else None
+    if retry_after_s is None and kind.status == 429:
+        retry_after_s = _RETRY_S
+    if retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(retry_after_s))
     if kind.status == 401:
         headers["www-authenticate"] = "Bearer"
     return headers

@@ -17,6 +17,7 @@ from jaxserve.server.disconnects import ClientGoneError, unless_gone
 from jaxserve.server.errors import body_of
 from jaxserve.server.exchange import Group
 from jaxserve.server.schema.base import Reply
+from jaxserve.server.tracing import trace_here
 
 _log = logging.getLogger(__name__)
 
@@ -162,4 +163,6 @@ class EventStream(EventSourceResponse):
         await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
     def _failure(self, error: JaxserveError) -> bytes:
+        """Return the event of an error that the status does not say; its span does."""
+        trace_here().failed(error)
         return format_sse_event(event=self._error_event, data_str=json.dumps(body_of(error)))

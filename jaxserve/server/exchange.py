@@ -54,15 +54,24 @@ class Exchange:
         those of others by it and their number.
       at_once: make the prompts on the event loop, since they are made in less time than another
         thread takes to begin (see `routes.common.is_short`).
+      status_s: seconds without a piece after which a stream sends its status.
 
     Attributes:
       jobs: the prompts, in the order of the request; known after `start`.
     """
 
-    def __init__(self, backend: Backend, reply_id: str, *, at_once: bool = False):
+    def __init__(
+        self,
+        backend: Backend,
+        reply_id: str,
+        *,
+        at_once: bool = False,
+        status_s: float = STATUS_S,
+    ):
         self._backend = backend
         self._reply_id = reply_id
         self._at_once = at_once
+        self._status_s = status_s
         self._service = backend.ready_service()
         self._timeout_s = backend.options.request_timeout_s
         self.jobs: Sequence[Job] = ()
@@ -113,6 +122,9 @@ class Exchange:
                 await backend.check_room(len(self.jobs) - 1)
                 self._open.update({i: backend.begin() for i in range(1, len(self.jobs))})
                 await to_thread.run_sync(self._submit)
+        except Exception as error:
+            self._end(error)
+            raise
         except BaseException:
             self.close()
             raise
@@ -176,14 +188,32 @@ class Exchange:
         """Make the prompts, submit them, and yield the pieces that have come, until the end.
 
         A client that reads slowly gets fewer, larger groups. A group without pieces says that none
-        has come for `STATUS_S` seconds at the beginning, or for `PING_S` later on.
+        has come for `status_s` seconds at the beginning, or for `PING_S` later on. The time in
+        which prompts are made and submitted, where a grammar may be compiled, counts too.
 
         Raises:
           JaxserveError: as in `answer`; of a request that has pieces, after these.
         """
         try:
-            await self.start(make_jobs)
-            self._next_ping = asyncio.get_running_loop().call_later(STATUS_S, self._ping)
+            loop = asyncio.get_running_loop()
+            self._next_ping = loop.call_later(self._status_s, self._ping)
+            if self._at_once:
+                await self.start(make_jobs)
+            else:
+                starting = asyncio.ensure_future(self.start(make_jobs))
+                starting.add_done_callback(self._has_started)
+                try:
+                    while not starting.done():
+                        await self._news.wait()
+                        self._news.clear()
+                        self._check_time()
+                        if self._is_silent and not starting.done():
+                            yield []
+                        self._is_silent = False
+                    await starting
+                finally:
+                    starting.cancel()
+                self._news.set()  # pieces may have come meanwhile
             has_begun = False
             while True:
                 await self._news.wait()
@@ -193,7 +223,7 @@ class Exchange:
                     self._check_time()
                     if not self._open and not any(piece.token_ids for _, piece in taken):
                         self._results()
-                    has_begun = True
+                    has_begun = bool(taken)
                 if taken or (self._is_silent and self._open):
                     yield merged(taken)
                 self._is_silent = False
@@ -221,6 +251,10 @@ class Exchange:
 
     def close(self) -> None:
         """Cancel the requests that have not ended. Call it when the client has gone."""
+        self._end()
+
+    def _end(self, error: Exception | None = None) -> None:
+        """Cancel the requests that have not ended, because of an error or of the client."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -232,7 +266,15 @@ class Exchange:
                 pending.cancel()
         while self._open:
             self._backend.end(self._open.popitem()[1])
-            self._backend.metrics.aborted()
+            if error is None:
+                self._backend.metrics.aborted()
+            else:
+                self._backend.metrics.failed(error)
+
+    def _has_started(self, starting: asyncio.Task[None]) -> None:
+        if not starting.cancelled():
+            starting.exception()  # it is retrieved, also where the client has left
+        self._news.set()
 
     # ---- on the event loop, from the mailbox ----
 

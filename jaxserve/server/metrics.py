@@ -20,6 +20,7 @@ from jaxserve.core.sampling_params import BOUND_NAMES, SamplingParams
 from jaxserve.runtime import RuntimeStats
 from jaxserve.scheduling.lengths.estimate import LengthEstimate
 from jaxserve.server.engine_metrics import LABELS, EngineCollector
+from jaxserve.server.errors import is_refusal
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -115,7 +116,7 @@ class Metrics:
         }
 
     def exposition(self) -> bytes:
-        """Return all metrics in the text format. It may wait for the service."""
+        """Return all metrics in the text format. It may take time to ask the service."""
         return generate_latest(self._registry)
 
     def set_open(self, num_waiting: int, num_running: int) -> None:
@@ -132,9 +133,17 @@ class Metrics:
         """Count a request that was cancelled."""
         self._ends["cancelled"].inc()
 
+    def failed(self, error: Exception) -> None:
+        """Count a request that an error has ended before its first token; not a refused one."""
+        if not is_refusal(error):
+            self._ends["error"].inc()
+
     def ended(self, completion: Completion, params: SamplingParams) -> None:
         """Count a request that has ended."""
-        self._ends[completion.finish_reason].inc()
+        if completion.error is not None and completion.timing.first_token_s is None:
+            self.failed(completion.error)
+        else:
+            self._ends[completion.finish_reason].inc()
         for each in bound_outcomes(params, completion).items():
             self._bounds[each].inc()
         if completion.error is not None:

@@ -97,3 +97,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL of a server on this address; an address of IPv6 has brackets there."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.core.sampling_params import BOUND_NAMES, SamplingParams
@@ -19,6 +20,10 @@ _SAME = (
     *("skip_special_tokens", "prompt_logprobs"),
     *BOUND_NAMES,
 )
+# Fields of vLLM that say what the answer has to match.
+_VLLM = ("structured_outputs", "guided_json", "guided_regex", "guided_grammar", "guided_choice")
+# Of the sampler. OpenAI's API has 64-bit seeds, negative ones too.
+_NUM_SEEDS = 2**32
 # The default of OpenAI's completions.
 _COMPLETION_TOKENS = 16
 
@@ -45,6 +50,13 @@ def of_chat(body: ChatRequest, tools: Tools) -> SamplingParams:
     most = given[1] if given[0] is None else given[0]
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     constraint = constraint_of(body.response_format, tools, "response_format")
+    _check_one_constraint(body, constraint)
+    if tools.is_given and body.skip_special_tokens:
+        raise invalid(
+            "skip_special_tokens=true and tools exclude each other, since calls may be marked by "
+            "special tokens; leave skip_special_tokens out",
+            "skip_special_tokens",
+        )
     return _params(body, max_tokens=most, n=body.n or 1, logprobs=logprobs, **constraint)
 
 
@@ -88,9 +100,23 @@ def _check_no_prompt_logprobs(body: Choosing) -> None:
         raise invalid("prompt_logprobs cannot be streamed; pass stream=false", "prompt_logprobs")
 
 
+def _check_one_constraint(body: ChatRequest, constraint: Mapping[str, Any]) -> None:
+    """Check that a chat has no field of vLLM beside a constraint of its format or tools."""
+    own = next((name for name in _VLLM if getattr(body, name) is not None), None)
+    given = constraint.keys() - {"skip_special_tokens"}
+    if own is None or not given:
+        return
+    other = "response_format" if of_format(body.response_format) else "tool_choice"
+    raise invalid(
+        f"{own} and {other} both say what the answer has to match; leave one of them out", own
+    )
+
+
 def _params(body: Choosing, **others: Any) -> SamplingParams:
     given = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     given.setdefault("temperature", 1.0)
+    if body.seed is not None:
+        given["seed"] = body.seed % _NUM_SEEDS
     if body.top_k is not None:
         given["top_k"] = max(0, body.top_k)
     if body.stop is not None:

@@ -19,7 +19,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.runtime import Service
 from jaxserve.server.app import make_app
 from jaxserve.server.backend import Backend, OutlookOf
-from jaxserve.server.options import ServerOptions
+from jaxserve.server.options import ServerOptions, url_of
 from jaxserve.server.protocol import TimedProtocol
 
 if TYPE_CHECKING:
@@ -310,9 +310,8 @@ def running(
     thread.start()
     try:
         _publish(server, service, outlook)
-        host = f"[{options.host}]" if ":" in options.host else options.host
         with _quick_turns():
-            yield f"http://{host}:{listener.getsockname()[1]}"
+            yield url_of(options.host, listener.getsockname()[1])
     finally:
         server.end()
         thread.join()

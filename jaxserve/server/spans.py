@@ -52,8 +52,7 @@ class Tracing:
         fixed = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "jaxserve",
-            "gen_ai.request.model": self._model,
-            "gen_ai.response.model": self._model,
+            **_models(self._model),
             "http.request.method": scope["method"],
             "url.path": scope["path"],
         }
@@ -76,6 +75,9 @@ class Tracing:
             finally:
                 current.reset(token)
                 span.set_attributes(trace.attributes)
+                if trace.model is not None:
+                    span.update_name(f"{operation} {trace.model}")
+                    span.set_attributes(_models(trace.model))
                 error = trace.error or (str(status) if status >= 400 else None)
                 if status:
                     span.set_attribute("http.response.status_code", status)
@@ -83,3 +85,7 @@ class Tracing:
                     span.set_attribute("error.type", error)
                 if trace.error is not None or status >= 500:
                     span.set_status(StatusCode.ERROR)
+
+
+def _models(name: str) -> dict[str, str]:
+    return {"gen_ai.request.model": name, "gen_ai.response.model": name}

@@ -5,8 +5,10 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Any, final
 
+from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.server.errors import RefusedError
 
 
 @final
@@ -14,17 +16,21 @@ class Trace:
     """The attributes of one request's span, as they become known.
 
     Attributes:
-      error: name of the type of the error that ended a request; None without one.
+      error: name of the type of the error that ended a request, or the code of one that the server
+        made itself; None without one.
+      model: name of the adapter that answers; None for the served model itself.
     """
 
     def __init__(self) -> None:
         self.attributes: dict[str, Any] = {}
         self.error: str | None = None
+        self.model: str | None = None
         self._num_input = self._num_output = 0
         self._reasons: list[str] = []
 
     def asked(self, params: SamplingParams, conversation_id: str | None = None) -> None:
-        """Add how the answer is sampled."""
+        """Add how the answer is sampled, and by what."""
+        self.model = params.adapter
         given = {
             "request.max_tokens": params.max_tokens,
             "request.temperature": params.temperature,
@@ -38,6 +44,11 @@ class Trace:
             "conversation.id": conversation_id,
         }
         self._set(given)
+
+    def failed(self, error: JaxserveError) -> None:
+        """Add the error that ends an answer whose status has been sent."""
+        code = error.kind.code if isinstance(error, RefusedError) else None
+        self.error = self.error or code or type(error).__name__
 
     def ended(self, completion: Completion) -> None:
         """Add what a prompt's answer has come to."""

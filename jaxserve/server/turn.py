@@ -16,6 +16,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, failed_completion
 from jaxserve.scheduling.lengths.estimate import LengthEstimate
 from jaxserve.server.backend import Backend, OpenRequest
+from jaxserve.server.errors import invalid
 from jaxserve.server.exchange import Group
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.tools import Tools
@@ -29,6 +30,7 @@ class TurnExchange:
     Args:
       said: the new messages; the service has the others.
       tools: those of the request.
+      instructions: the system message that the conversation begins with; None for what it has.
     """
 
     def __init__(
@@ -38,10 +40,13 @@ class TurnExchange:
         said: Sequence[Mapping[str, Any]],
         params: SamplingParams,
         tools: Tools,
+        *,
+        instructions: str | None = None,
     ):
         self._backend = backend
         self._id = conversation_id
         self._said = tools.as_said(said)
+        self._instructions = instructions
         self._render = tools.prompt if tools.is_given else None
         self._params = params
         self._notes = notes_here()
@@ -125,11 +130,34 @@ class TurnExchange:
         open_ = self._backend.begin()
         try:
             conversation = await to_thread.run_sync(service.conversation, self._id)
+            self._instruct(conversation)
+        except JaxserveError as error:
+            self._failed(error)
+            self._close(open_)
+            raise
         except BaseException:
             self._close(open_)
             raise
         self._conversation = conversation
         return conversation, open_
+
+    def _instruct(self, conversation: Conversation) -> None:
+        """Begin a new conversation with the instructions; an older one has them already.
+
+        Raises:
+          RefusedError: it has others, or none.
+        """
+        if self._instructions is None:
+            return
+        first, history = {"role": "system", "content": self._instructions}, conversation.history
+        if not history:
+            self._said = [first, *self._said]
+        elif history[0] != first:
+            raise invalid(
+                f"the conversation {self._id!r} began with other instructions, or without; send "
+                "those that it began with, leave instructions out, or begin another conversation",
+                "instructions",
+            )
 
     def _take(self, open_: OpenRequest, piece: Piece) -> None:
         """Count tokens that have come, and keep the first estimate of the answer's length."""
@@ -173,10 +201,10 @@ class TurnExchange:
         self._has_ended = True
 
     def _failed(self, error: JaxserveError) -> None:
-        """Count a turn that was refused or failed, as other such requests."""
+        """Count a turn that has failed; one that was refused is not counted, as other requests."""
         if isinstance(error, TurnCancelledError):  # which `_close` counts
             return
-        timing = Timing(arrival_s=self._begun_s)
+        timing = Timing(arrival_s=self._begun_s, first_token_s=self._first_s)
         self._backend.metrics.ended(failed_completion("", (), error, timing), self._params)
         self._has_ended = True
 

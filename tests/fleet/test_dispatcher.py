@@ -371,6 +371,8 @@ def test_stats_are_those_of_the_processes_that_serve():
         with ThreadPoolExecutor() as threads:
             waiting = threads.submit(dispatcher.stats)
             _until(lambda: all(state.num_deaths for state in dispatcher.replicas))
+            with pytest.raises(ReplicaDiedError, match="no replica serves now"):
+                dispatcher.stats(wait=False)
             assert not waiting.done()
             world.starts_wait = False
             assert waiting.result(WAIT_S).num_tokens >= EACH_COUNTER
@@ -384,6 +386,19 @@ def test_stats_are_those_of_the_processes_that_serve():
                 waiting.result(WAIT_S)
     with pytest.raises(RuntimeClosedError):
         dispatcher.stats()
+
+
+def test_stats_that_do_not_wait_notice_a_death():
+    """Where they find that the last replica has died, they raise and do not wait for another."""
+    world = World()
+    with _serving(1, world) as dispatcher:
+        assert dispatcher.stats(wait=False).num_tokens == EACH_COUNTER
+        world.starts_wait = True
+        world.replicas[0].kill()
+        with pytest.raises(ReplicaDiedError, match="no replica serves now"):
+            dispatcher.stats(wait=False)
+        world.starts_wait = False
+        assert dispatcher.stats().num_tokens == EACH_COUNTER
 
 
 def test_ids_are_unique_over_all_replicas():

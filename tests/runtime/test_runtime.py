@@ -425,6 +425,8 @@ BAD_PARAMS = {
     "min over max": {"min_tokens": 9, "max_tokens": 4},
     "greedy samples": {"n": 2},
     "many stops": {"stop_token_ids": tuple(range(17))},
+    "many stop strings": {"stop": ("x",) * 65},
+    "long stop string": {"stop": ("x", "y" * 257)},
     "empty stop": {"stop": ""},
     "true for a number": {"top_k": True},
     "text for a number": {"top_p": "0.5"},

@@ -145,6 +145,29 @@ def test_sampling_fields_reach_the_runtime(rt: Runtime, ai: openai.OpenAI, asked
     )
 
 
+def test_seeds_have_64_bits(rt: Runtime, ai: openai.OpenAI):
+    """The sampler takes them modulo 2**32, so small negative ones have answers of their own."""
+
+    def answer(seed: int) -> str | None:
+        asked = _greedy(ai, temperature=1.5, seed=seed, top_p=1.0)
+        return asked.choices[0].message.content
+
+    for seed in (-1, -(2**63), 2**63 - 1, 2**32 + 5):
+        params = SamplingParams(max_tokens=12, temperature=1.5, seed=seed % 2**32)
+        assert answer(seed) == rt.generate(CHAT, params).text
+    assert answer(-1) != answer(1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tier_is_the_only_one(url: str, stream: bool):
+    """An answer names its tier where the request does, as at OpenAI."""
+    body = {"messages": CHAT, "max_tokens": 2, "stream": stream}
+    for given, told in (("auto", "default"), ("default", "default"), (None, None)):
+        answer = post(url, "/v1/chat/completions", {**body, "service_tier": given})
+        parts = events(answer.text) if stream else [answer.json()]
+        assert [part.get("service_tier") for part in parts] == [told] * len(parts)
+
+
 def test_token_ids_are_returned_when_asked_for(rt: Runtime, url: str):
     """`return_token_ids` adds the ids of prompt and answer, streamed or not."""
     expected = rt.generate(CHAT, SamplingParams(max_tokens=6))

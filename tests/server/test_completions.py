@@ -81,6 +81,24 @@ def test_echo_puts_the_prompt_first(rt: Runtime, ai: openai.OpenAI):
     assert "".join(piece.choices[0].text for piece in pieces) == choice.text
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_token_ids_of_prompts_and_choices(url: str, echo: bool):
+    """`return_token_ids` gives the ids of both, streamed once for each choice, and echoed too."""
+    asked = {"prompt": ["abc", "xy"], "max_tokens": 6, "n": 2, "seed": 5, "echo": echo}
+    body = {**asked, "return_token_ids": True}
+    choices = post(url, "/v1/completions", body).json()["choices"]
+    tokenizer = letter_tokenizer()
+    prompts = [tokenizer.encode(each) for each in ("abc", "abc", "xy", "xy")]
+    assert [choice["prompt_token_ids"] for choice in choices] == prompts
+    chunks = events(post(url, "/v1/completions", {**body, "stream": True}).text)
+    for choice in choices:
+        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        shown = [c["prompt_token_ids"] for c in mine if "prompt_token_ids" in c]
+        assert shown == [choice["prompt_token_ids"]]
+        assert [i for c in mine for i in c.get("token_ids", ())] == choice["token_ids"]
+        assert "".join(c["text"] for c in mine) == choice["text"]
+
+
 def test_streamed_logprobs(ai: openai.OpenAI):
     """The log-probabilities of the chunks, joined, are those of the whole answer."""
     whole = _complete(ai, "abc", max_tokens=9, logprobs=2).choices[0].logprobs

@@ -12,8 +12,8 @@ import pytest
 from jaxserve.core import errors
 from jaxserve.scheduling.order.priority import Priority
 from jaxserve.scheduling.presets import get_policy
-from jaxserve.server.errors import STATUSES, kind_of
-from tests.server.serving import CHAT, NAME, client, post, runtime, server
+from jaxserve.server.errors import STATUSES, headers_of, kind_of
+from tests.server.serving import CHAT, NAME, client, metrics, post, runtime, server
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +39,13 @@ def url() -> Iterator[str]:
         ({"logit_bias": {"x": 1}}, "not a token id"),
         ({"logit_bias": {"97": 1}}, "outside the vocabulary"),
         ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a"] * 65}, "stop: List should have at most 64 items"),
+        ({"stop": ["a" * 257]}, "stop.0: String should have at most 256 characters"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens=9"),
         ({"stream": True, "prompt_logprobs": 1}, "cannot be streamed"),
         ({"audio": {"voice": "x", "format": "mp3"}}, "audio is not supported"),
-        ({"service_tier": "flex"}, "service_tier is not supported"),
+        ({"service_tier": "flex"}, "service_tier has to be 'auto' or 'default'"),
+        ({"seed": 2**63}, "seed: Input should be less than or equal to 9223372036854775807"),
         ({"other": None}, "other is not supported"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "to be False"),
         ({"store": True}, "store has to be False"),
@@ -65,6 +68,21 @@ def test_bad_requests_say_what_is_wrong(url: str, fields: dict[str, Any], said: 
         )
     assert said in str(caught.value)
     assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("conversation", [{}, {"conversation_id": "refused"}])
+def test_refused_requests_are_not_counted(url: str, conversation: dict[str, Any], stream: bool):
+    """They are no ends of requests in the metrics, neither aborts nor errors, and none is open."""
+    long = [{"role": "user", "content": "x" * 200}]
+    body = {"messages": long, "max_tokens": 2, "stream": stream, **conversation}
+    names = [f"jaxserve:request_success_total{[end]}" for end in ("abort", "error", "stop")]
+    before = metrics(url)
+    refused = post(url, "/v1/chat/completions", body)
+    assert (refused.status_code, "the prompt has" in refused.text) == (400, True)
+    after = metrics(url)
+    assert [after[name] for name in names] == [before[name] for name in names]
+    assert after["jaxserve:num_requests_waiting"] == 0
 
 
 def test_unknown_model_and_path(url: str):
@@ -235,6 +253,13 @@ def test_every_error_has_a_status():
             is_request = issubclass(kind, errors.InvalidRequestError) and not depends_on_load
             is_setting = issubclass(kind, errors.InvalidConfigError)
             assert (found.status == 400) == (is_request or is_setting), name
+
+
+@pytest.mark.parametrize("kind", [errors.GrammarsBusyError, errors.QueueFullError])
+def test_429_says_when_to_come_again(kind: type[errors.JaxserveError]):
+    """A client that is one of too many is told to wait a second, where no estimate is known."""
+    found = headers_of(kind("too many"))
+    assert (found["retry-after"], found["x-should-retry"]) == ("1", "true")
 
 
 def test_latency_bound(url: str):

@@ -13,9 +13,9 @@ import openai
 import pytest
 
 from jaxserve import Runtime, SamplingParams
-from jaxserve.core.errors import EngineFailedError
+from jaxserve.core.errors import EngineFailedError, ReplicaDiedError
 from jaxserve.engine.answers import Piece
-from jaxserve.runtime import Service
+from jaxserve.runtime import RuntimeStats, Service
 from jaxserve.runtime.pending import Pending
 from jaxserve.server import ServerOptions
 from jaxserve.server.backend import Backend
@@ -128,6 +128,23 @@ def test_fleet_goes_on_after_a_failed_request():
         return backend.phase
 
     assert asyncio.run(phase_after_failure(Recovering())) == "ready"
+
+
+def test_metrics_do_not_wait_for_a_replica():
+    """While no replica of a fleet serves, metrics have the numbers of the server alone."""
+
+    class Restarting:
+        def stats(self, *, wait: bool = True) -> RuntimeStats:
+            assert not wait
+            raise ReplicaDiedError("no replica serves now")
+
+    async def metrics_of(service: Any) -> str:
+        backend = Backend(ServerOptions(model_name=NAME))
+        backend.serve(service, 128)
+        return backend.metrics.exposition().decode()
+
+    told = asyncio.run(metrics_of(Restarting()))
+    assert "num_requests_waiting" in told and "engine_steps" not in told
 
 
 def test_disconnect_while_prompts_are_submitted(rt: Runtime):

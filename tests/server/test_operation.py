@@ -21,7 +21,7 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.server import ServerOptions, is_loopback
+from jaxserve.server import ServerOptions, is_loopback, url_of
 from tests.common.compiling import held_back
 from tests.server.serving import (
     CHAT,
@@ -112,6 +112,12 @@ def test_loopback():
     """Addresses that only this machine reaches are known."""
     assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost")] == [True] * 3
     assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "host")] == [False] * 4
+
+
+def test_urls_of_addresses():
+    """An address of IPv6 has brackets in a URL."""
+    assert url_of("127.0.0.1", 80) == "http://127.0.0.1:80"
+    assert url_of("::1", 8000) == "http://[::1]:8000"
 
 
 def test_other_hosts_are_refused(slow: Runtime):

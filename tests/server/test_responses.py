@@ -109,6 +109,32 @@ def test_conversation(rt: Runtime, ai: openai.OpenAI):
         assert answer.conversation.id == "mine"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_instructions_of_a_conversation_are_kept_once(rt: Runtime, ai: openai.OpenAI, stream: bool):
+    """They begin it; later turns may send the same or none, and others are a bad request."""
+    id = f"instructed {stream}"
+
+    def say(text: str, instructions: str | None) -> str:
+        asked: Any = {"conversation": id, "instructions": instructions, "max_output_tokens": 4}
+        if not stream:
+            return _respond(ai, input=text, **asked).output_text
+        *_, last = _respond(ai, input=text, stream=True, **asked)
+        return last.response.output_text
+
+    chat = rt.conversation(f"expected {stream}", messages=SAID[:1])
+    for text, instructions in (("a", "short"), ("b", "short"), ("c", None), ("d", "short")):
+        assert say(text, instructions) == chat.send(text, SamplingParams(max_tokens=4)).text
+    assert rt.conversation(id).history == chat.history
+    with pytest.raises(openai.BadRequestError, match="other instructions") as caught:
+        say("e", "long")
+    assert caught.value.param == "instructions"
+    assert rt.conversation(id).history == chat.history
+    bare: Any = {"conversation": f"bare {stream}", "max_output_tokens": 4}
+    _respond(ai, instructions=None, **bare)
+    with pytest.raises(openai.BadRequestError, match="or without"):
+        _respond(ai, **bare)
+
+
 def test_agents_say_how_to_call_no_tools(ai: openai.OpenAI):
     """An empty list of tools, with how to call them, is as none; results may have parts."""
     no_tools: Any = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}

@@ -14,7 +14,10 @@ import httpx2
 import pytest
 
 from jaxserve import Runtime
+from jaxserve.execution.protocol import StepHandle
+from jaxserve.scheduling.plan import StepPlan
 from jaxserve.server import ServerOptions, listen
+from jaxserve.testing import OPTIONS, ExecutorWrapper, letter_tokenizer, tiny_llama
 from tests.server.serving import NAME, connect, post, request_of, runtime, server
 
 BODY: dict[str, Any] = {"prompt": "a", "max_tokens": 100, "stream": True}
@@ -47,6 +50,49 @@ def _num_open(url: str) -> float:
     return sum(
         float(line.split()[-1]) for line in lines if line.startswith("jaxserve:num_requests_")
     )
+
+
+class _Held(ExecutorWrapper):
+    """Holds back the steps of an answer after the first few, until it is told to go on."""
+
+    NUM_FREE = 6
+
+    def __init__(self, inner: Any):
+        super().__init__(inner)
+        self.num_submitted = 0
+        self.go_on = threading.Event()
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        self.num_submitted += 1
+        if self.num_submitted > self.NUM_FREE:
+            assert self.go_on.wait(60)
+        return self.inner.submit(plan)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_step_follows_a_client_that_has_left(stream: bool):
+    """When the server has noticed it, the step that was planned already is the last one."""
+    made: list[_Held] = []
+
+    def hold(inner: Any) -> _Held:
+        made.append(_Held(inner))
+        return made[-1]
+
+    options: dict[str, Any] = {**OPTIONS, "max_decode_iterations": 1}
+    with (
+        Runtime(tiny_llama(), tokenizer=letter_tokenizer(), wrap_executor=hold, **options) as rt,
+        server(rt) as url,
+    ):
+        (held,) = made
+        assert held.num_submitted == 0
+        with connect(url) as leaving:
+            leaving.sendall(request_of("/v1/completions", {**BODY, "stream": stream}))
+            _until(lambda: held.num_submitted > held.NUM_FREE)
+            assert _num_open(url) == 1
+        _until(lambda: not _num_open(url))  # the server has noticed that it left
+        held.go_on.set()
+        _until(lambda: not rt.outlook())
+        assert held.num_submitted == held.NUM_FREE + 1  # of 100 that the answer takes
 
 
 @pytest.mark.parametrize("is_reset", [False, True])

@@ -36,8 +36,13 @@ def test_schema_is_published(url: str):
     chat = schema["components"]["schemas"]["ChatRequest"]
     assert chat["additionalProperties"] is False
     assert {"temperature", "top_k", "max_completion_tokens", "stop"} <= set(chat["properties"])
+    text, texts, _ = chat["properties"]["stop"]["anyOf"]
+    assert text["maxLength"] == texts["items"]["maxLength"] == 256 and texts["maxItems"] == 64
     answers = schema["paths"]["/v1/completions"]["post"]["responses"]
-    assert "422" not in answers
+    assert "422" not in answers and "501" in answers
+    for path, methods in schema["paths"].items():
+        for method, told in methods.items():
+            assert "421" in told["responses"], (method, path)  # other hosts are refused everywhere
     event = answers["200"]["content"]["text/event-stream"]["itemSchema"]
     assert event["properties"].keys() == {"event", "data"}
 

@@ -170,6 +170,28 @@ def test_fields_of_vllm(ai: openai.OpenAI, fields: dict[str, Any], pattern: str)
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
         ({"response_format": {"type": "json_object"}, "tools": TOOLS}, "exclude each other"),
+        (
+            {
+                "guided_json": SCHEMA,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {"type": "integer"}},
+                },
+            },
+            "guided_json and response_format both",
+        ),
+        (
+            {
+                "structured_outputs": {"json": SCHEMA},
+                "response_format": {"type": "json_object"},
+            },
+            "structured_outputs and response_format both",
+        ),
+        (
+            {"guided_grammar": 'start: "a"', "tools": TOOLS, "tool_choice": "required"},
+            "guided_grammar and tool_choice both",
+        ),
+        ({"skip_special_tokens": True, "tools": TOOLS}, "skip_special_tokens=true and tools"),
         ({"tool_choice": "required"}, "needs tools"),
         ({"parallel_tool_calls": True}, "needs tools"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
-from jaxserve import Runtime
+from jaxserve import Runtime, SamplingParams
 from tests.server.serving import CHAT, NAME, post, runtime, server
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
@@ -37,13 +39,19 @@ def rt() -> Iterator[Runtime]:
         yield rt
 
 
-@pytest.fixture
-def served(rt: Runtime) -> Iterator[tuple[str, InMemorySpanExporter]]:
+@contextmanager
+def _traced(rt: Runtime, **options: Any) -> Iterator[tuple[str, InMemorySpanExporter]]:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    with server(rt, traces=provider) as url:
+    with server(rt, traces=provider, **options) as url:
         yield url, exporter
     provider.shutdown()
+
+
+@pytest.fixture
+def served(rt: Runtime) -> Iterator[tuple[str, InMemorySpanExporter]]:
+    with _traced(rt) as found:
+        yield found
 
 
 def _span(exporter: InMemorySpanExporter) -> Any:
@@ -109,3 +117,37 @@ def test_refused_requests_have_their_status(served: Any):
     span = _span(exporter)
     assert span.attributes["error.type"] == "400"
     assert span.attributes["http.response.status_code"] == 400
+
+
+@pytest.mark.parametrize("conversation", [{}, {"conversation_id": "adapted"}])
+def test_a_span_names_the_adapter(conversation: dict[str, Any]):
+    """The model of a span, and its name, are those of the adapter that a request names."""
+    with runtime(max_adapters=1, max_adapter_rank=1) as rt, _traced(rt) as (url, exporter):
+        arrays = {name: np.zeros(shape, np.float32) for name, shape in rt.adapter_shapes(1).items()}
+        rt.load_adapter("poems", arrays, scale=1.0)
+        body = {**BODIES["/v1/chat/completions"], "model": "poems", **conversation}
+        assert post(url, "/v1/chat/completions", body).status_code == 200
+        span = _span(exporter)
+    assert span.name == "chat poems"
+    assert span.attributes["gen_ai.request.model"] == "poems"
+    assert span.attributes["gen_ai.response.model"] == "poems"
+
+
+@pytest.mark.parametrize(
+    ("conversation", "error"),
+    [({}, "request_timeout"), ({"conversation_id": "late"}, "TurnTimeoutError")],
+)
+def test_a_stream_that_times_out_is_an_error(conversation: dict[str, Any], error: str):
+    """Its span says so, although its status was sent before."""
+    with (
+        runtime(step_s=0.05, max_decode_iterations=1) as rt,
+        _traced(rt, request_timeout_s=1.5) as (url, exporter),
+    ):
+        rt.generate(CHAT, SamplingParams(max_tokens=3, temperature=1.0))  # compiles the steps
+        body = {"messages": CHAT, "max_tokens": 100, "stream": True, **conversation}
+        told = post(url, "/v1/chat/completions", body)
+        assert told.status_code == 200 and "request_timeout" in told.text
+        span = _span(exporter)
+    assert span.attributes["http.response.status_code"] == 200
+    assert span.attributes["error.type"] == error
+    assert span.status.status_code is StatusCode.ERROR

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast, final
+from typing import Literal, cast, final
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -116,6 +116,11 @@ class _Chat:
             self.tools.reader(is_streamed=bool(self.body.stream)) for _ in range(self.params.n)
         ]
 
+    @property
+    def service_tier(self) -> Literal["default"] | None:
+        """The tier of the answer, where the request names one."""
+        return None if self.body.service_tier is None else "default"
+
     def jobs(self, _: Service) -> list[Job]:
         """Return the one prompt."""
         messages = [as_template_message(message) for message in self.body.messages]
@@ -136,6 +141,7 @@ class _Chat:
             else scores.of_prompt(completion.prompt_logprobs, self.tokenizer),
             prompt_token_ids=list(prompt) if self.body.return_token_ids else None,
             conversation_id=self.body.conversation_id,
+            service_tier=self.service_tier,
             predicted_tokens=completion.predicted_tokens,
         )
 
@@ -248,6 +254,7 @@ class _Chunks:
             model=answer.model,
             choices=[],
             usage=usage,
+            service_tier=answer.service_tier,
             prompt_token_ids=prompt_token_ids,
         )
 

@@ -25,8 +25,10 @@ _MEANINGS = {
     408: "The body did not arrive in time.",
     409: "The conversation is being answered, or belongs to another model.",
     413: "The body is larger than the server allows.",
+    421: "The server is for its own machine, and the Host header names another one.",
     429: "The queue is full.",
     500: "The server failed.",
+    501: "The server lacks an optional package that the request needs.",
     503: "The server is loading or shutting down.",
     504: "The answer was not complete in time.",
 }
@@ -38,14 +40,17 @@ _EVENT = {
 }
 # Bytes of a body whose prompt is tokenized in about a millisecond.
 _SHORT_BYTES = 4096
+# A server on a loopback address refuses other hosts on every path.
+_EVERYWHERE = (421,)
 READING = (400, 401, 404, 408, 413, 503)
-ANSWERING = (400, 401, 404, 408, 409, 413, 429, 500, 503, 504)
+ANSWERING = (400, 401, 404, 408, 409, 413, 429, 500, 501, 503, 504)
 
 
 def documented(*statuses: int, stream: bool = False) -> dict[int | str, dict[str, Any]]:
-    """Return the documentation of an endpoint's errors, and of its events."""
+    """Return the documentation of an endpoint's errors, with that of all, and of its events."""
     found: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorReply, "description": _MEANINGS[status]} for status in statuses
+        status: {"model": ErrorReply, "description": _MEANINGS[status]}
+        for status in (*statuses, *_EVERYWHERE)
     }
     if stream:
         events = {"text/event-stream": {"itemSchema": _EVENT}}

@@ -160,13 +160,16 @@ class _Chunks:
         self._lengths = LengthComments(answer.params.max_tokens)
         self._num_tokens = 0
         self._num_shown: dict[int, int] = {}  # characters of each choice
+        self._begun: set[int] = set()
         self._event = ChoiceEvent(self._chunk())
 
     def begin(self) -> bytes:
-        """Return the texts of the prompts, if the choices begin with them."""
+        """Return nothing: prompts may not be known yet."""
+        return b""
+
+    def _echo(self) -> bytes:
+        """Return the texts of the prompts, with which the choices begin."""
         answer, events = self._answer, []
-        if not answer.body.echo:
-            return b""
         n = answer.params.n
         for p, job in enumerate(answer.exchange.jobs):
             text = answer.prompt_text(job.prompt)
@@ -180,6 +183,8 @@ class _Chunks:
         n = self._answer.params.n
         indexed = [(p * n + piece.sample_index, piece) for p, piece in group]
         told = comments(self._lengths.of(indexed))
+        if self._answer.body.echo and not self._num_shown:
+            told += self._echo()
         return told + b"".join(self._of(index, piece) for index, piece in indexed)
 
     def end(self) -> bytes:
@@ -209,8 +214,16 @@ class _Chunks:
             else None,
             finish_reason=cast(FinishReason, piece.finish_reason),
             token_ids=list(piece.token_ids) if self._with_ids else None,
+            prompt_token_ids=self._prompt(index) if self._with_ids else None,
         )
+        self._begun.add(index)
         return self._event.of(choice.model_dump_json())
+
+    def _prompt(self, index: int) -> list[int] | None:
+        """Return the prompt of a choice for its first chunk with tokens; None for later ones."""
+        if index in self._begun:
+            return None
+        return self._answer.exchange.jobs[index // self._answer.params.n].prompt
 
     def _chunk(self, usage: Usage | None = None) -> CompletionReply:
         answer = self._answer

@@ -62,7 +62,7 @@ async def ready(backend: Here) -> Response:
     return json_response(StateReply(status=backend.status))
 
 
-@router.get("/version", response_model=VersionReply, tags=["operation"])
+@router.get("/version", response_model=VersionReply, responses=documented(), tags=["operation"])
 async def version() -> Response:
     """Return the version of jaxserve."""
     return json_response(VersionReply(version=__version__))
@@ -71,7 +71,10 @@ async def version() -> Response:
 @router.get(
     "/metrics",
     response_class=PlainTextResponse,
-    responses={200: {"description": "Metrics in the text format of Prometheus."}},
+    responses={
+        200: {"description": "Metrics in the text format of Prometheus."},
+        **documented(),
+    },
     tags=["operation"],
 )
 async def metrics(backend: Here) -> Response:

@@ -79,7 +79,14 @@ async def respond(body: ResponseRequest, http: Request, backend: Here, own: InCl
     params = own.apply(replace(_params(body, tools), adapter=adapter))
     answer = _Answer(body, params, tools, adapter or backend.options.model_name, tokenizer)
     if answer.conversation_id is not None:
-        turn = TurnExchange(backend, answer.conversation_id, answer.messages, answer.params, tools)
+        turn = TurnExchange(
+            backend,
+            answer.conversation_id,
+            answer.said,
+            answer.params,
+            tools,
+            instructions=body.instructions or None,
+        )
         if not body.stream:
             return json_response(answer.reply(await unless_gone(http.receive, turn.completion())))
         relay = Relay(turn.pieces())
@@ -169,17 +176,18 @@ class _Answer:
         self._output = OutputItems(self.event)
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The messages as chat templates read them."""
-        body = self.body
-        start = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        if isinstance(body.input, str):
-            return [*start, {"role": "user", "content": body.input}]
-        return [*start, *_messages(body.input)]
+    def said(self) -> list[dict[str, Any]]:
+        """The input as chat templates read it, without the instructions."""
+        given = self.body.input
+        if isinstance(given, str):
+            return [{"role": "user", "content": given}]
+        return _messages(given)
 
     def jobs(self, _: Service) -> list[Job]:
         """Return the one prompt."""
-        return [Job(self.tools.prompt(self.messages), self.params)]
+        said = self.body.instructions
+        start = [{"role": "system", "content": said}] if said else []
+        return [Job(self.tools.prompt([*start, *self.said]), self.params)]
 
     def reply(self, completion: Completion) -> ResponseReply:
         """Return the whole answer."""

@@ -7,13 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from jaxserve.core.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from jaxserve.core.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+)
 
-MAX_UINT32 = 2**32 - 1
 MAX_INT32 = 2**31 - 1
 # Of objects and lists inside each other, where any are allowed. Pydantic writes 255 at most.
 MAX_DEPTH = 128
 
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 # Without control characters, which paths of requests cannot have.
 ConversationId = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f]+$")]
@@ -138,8 +144,17 @@ class Choosing(Strict):
         description="Token id -> number added to its logit.",
         json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}},
     )
-    seed: int | None = Field(None, ge=0, le=MAX_UINT32)
-    stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
+    seed: int | None = Field(
+        None,
+        ge=-(2**63),
+        le=2**63 - 1,
+        description="The sampler takes it modulo 2**32, so seeds from -2**31 to 2**31-1 differ.",
+    )
+    stop: (
+        Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+        | Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+        | None
+    ) = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
@@ -171,7 +186,9 @@ class Asking(Choosing):
         description="Higher goes first; 0 unless the policy has a priority order.",
     )
     return_token_ids: bool | None = Field(
-        None, description="Add the token ids of the prompt and of each choice to the answer."
+        None,
+        description="Add the token ids of the prompt and of each choice to the answer; in a stream "
+        "those of the prompt come once, at the beginning.",
     )
 
 

@@ -117,6 +117,9 @@ class ChatRequest(Asking):
         "new ones only, and the server keeps the history.",
     )
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    service_tier: Literal["auto", "default"] | None = Field(
+        None, description="Both are the only tier that there is, which the answer then names."
+    )
     store: Literal[False] | None = Field(None, description="Answers are not stored.")
     safety_identifier: str | None = Field(None, description="Written to the access log.")
     audio: None = unused()
@@ -127,7 +130,6 @@ class ChatRequest(Asking):
     prompt_cache_key: None = unused()
     prompt_cache_retention: None = unused()
     reasoning_effort: None = unused()
-    service_tier: None = unused()
     verbosity: None = unused()
     web_search_options: None = unused()
 
@@ -201,6 +203,7 @@ class ChatReply(Reply):
     prompt_logprobs: PromptLogprobs | None = optional()
     prompt_token_ids: list[int] | None = optional()
     conversation_id: str | None = optional()
+    service_tier: Literal["default"] | None = optional()
     predicted_tokens: int | None = predicted()
 
 
@@ -231,6 +234,7 @@ class ChatChunk(Reply):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | None = optional()
+    service_tier: Literal["default"] | None = optional()
     prompt_token_ids: list[int] | None = optional()
 
 
