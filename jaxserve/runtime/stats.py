@@ -35,6 +35,8 @@ class RuntimeStats:
       num_pages_reserved, num_pages_cached: pages that are reserved and not allocated yet, and pages
         with contents that no sequence owns, over all replicas.
       num_host_pages, num_host_pages_used: pages of the host, and those of them with contents.
+      num_disk_pages: pages on the disk, those of former runs too.
+      num_pages_to_disk, num_pages_from_disk: pages written to the disk and read back.
     """
 
     num_steps: int
@@ -79,6 +81,9 @@ class RuntimeStats:
     num_pages_cached: int
     num_host_pages: int
     num_host_pages_used: int
+    num_disk_pages: int
+    num_pages_to_disk: int
+    num_pages_from_disk: int
     num_pages: int
     max_pages_owned: int
     page_size: int
@@ -115,6 +120,9 @@ class RuntimeStats:
             num_pages_cached=sum(usage.num_cached for usage in usages),
             num_host_pages=sum(usage.num_host for usage in usages),
             num_host_pages_used=sum(usage.num_host - usage.num_host_free for usage in usages),
+            num_disk_pages=sum(usage.disk.num_pages for usage in usages),
+            num_pages_to_disk=sum(usage.disk.num_written for usage in usages),
+            num_pages_from_disk=sum(usage.disk.num_read for usage in usages),
             num_compilations=sum(r.executor.num_compilations for r in replicas.all),
             predicting_s=predicting_s,
             num_pages=first.executor.config.num_pages,

@@ -97,11 +97,13 @@ class EngineCollector(Collector):
         yield self._by(
             CounterMetricFamily,
             "kv_moved_bytes",
-            "Bytes of pages copied between device and host.",
+            "Bytes of pages copied between device, host and disk.",
             "direction",
             {
                 "to_host": stats.num_pages_out * page_bytes,
                 "to_device": stats.num_pages_in * page_bytes,
+                "to_disk": stats.num_pages_to_disk * page_bytes,
+                "from_disk": stats.num_pages_from_disk * page_bytes,
             },
         )
 
@@ -139,6 +141,7 @@ class EngineCollector(Collector):
             ("device", "free"): free - (stats.num_pages_reserved - evictable),
             ("host", "used"): stats.num_host_pages_used,
             ("host", "free"): stats.num_host_pages - stats.num_host_pages_used,
+            ("disk", "used"): stats.num_disk_pages,
         }
         for labels, count in counts.items():
             family.add_metric((*self._values, *labels), count)

@@ -29,8 +29,8 @@ def test_speculation_has_the_names_of_vllm():
 
 
 def test_pages_by_tier():
-    """Pages of the device are owned, reserved, cached or free; those of the host used or free."""
-    found = _exposed(num_pages_usable=20, num_pages_owned=4, num_host_pages=7)
+    """Pages of the device are owned, reserved, cached or free, of the host used or free."""
+    found = _exposed(num_pages_usable=20, num_pages_owned=4, num_host_pages=7, num_disk_pages=5)
     for tier, state, count in (
         ("device", "owned", 4),
         ("device", "reserved", 3),
@@ -38,8 +38,20 @@ def test_pages_by_tier():
         ("device", "free", 10),
         ("host", "used", 3),
         ("host", "free", 4),
+        ("disk", "used", 5),
     ):
         assert f'jaxserve:kv_pages{{..,state="{state}",tier="{tier}"}} {count}.0' in found
+
+
+def test_moved_bytes_by_direction():
+    """Copies between device and host, and files of the disk, in bytes of pages."""
+    found = _exposed(
+        pool_bytes=300, num_pages=3, num_pages_out=1, num_pages_in=2,
+        num_pages_to_disk=4, num_pages_from_disk=5,
+    )  # fmt: skip
+    name = "jaxserve:kv_moved_bytes_total"
+    for direction, count in (("to_host", 1), ("to_device", 2), ("to_disk", 4), ("from_disk", 5)):
+        assert f'{name}{{direction="{direction}",..}} {100.0 * count}' in found
 
 
 def test_the_schedule_in_force_and_its_bounds():

@@ -85,6 +85,7 @@ def test_chat_in_a_browser(url: str, tab: Any):
     expecting(tab, "#running").to_have_text("0")
     expecting(tab, "#device").to_have_text(re.compile("^0 owned, 0 reserved, [0-9]+ cached, "))
     expecting(tab, "#host").to_have_text(re.compile("^[0-9]+ used, [0-9]+ free$"))
+    expecting(tab, "#disk").to_have_text("0 used")
     expecting(tab, "#between").to_have_text(re.compile("ms$"))
 
 

@@ -342,6 +342,7 @@ async function scrape() {
   };
   pages("device", ["owned", "reserved", "cached", "free"]);
   pages("host", ["used", "free"]);
+  pages("disk", ["used"]);
   const now = {
     time: performance.now() / 1000,
     tokens: value("computed_tokens_total"),
