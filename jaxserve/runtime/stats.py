@@ -9,11 +9,12 @@ from typing import Any, final
 
 from jaxserve.engine.stats import EngineStats
 from jaxserve.planning.schedules.plan import Plan
+from jaxserve.runtime.adapters import AdapterUsage
 from jaxserve.runtime.planner import Planner
 from jaxserve.runtime.replicas import Replicas
 
 # Fields of `RuntimeStats` that are equal for all replicas and are not summed.
-_SIZES = {"num_pages", "page_size", "pool_bytes", "weights_bytes", "step_bytes", "plan"}
+_SIZES = {"num_pages", "page_size", "pool_bytes", "weights_bytes", "step_bytes", "plan", "adapters"}
 
 
 @final
@@ -29,6 +30,7 @@ class RuntimeStats:
       num_plans: schedules that were adopted (`Runtime.plan`, policy "exegpt").
       num_moves: moves of devices between two groups (`Runtime.plan`, `Runtime.regroup`).
       move_pause_s: seconds for which these have paused the engine.
+      adapters: those of open requests; None for a runtime without adapters.
       plan: the schedule in force, its bounds, and what is expected of it; None without one.
       num_pages_owned, num_pages_usable: pages of the device that sequences own now, and that they
         can own, over all replicas.
@@ -43,6 +45,7 @@ class RuntimeStats:
     num_decode_loops: int
     num_iterations: int
     num_tokens: int
+    num_iterations_by_tokens: tuple[int, ...]
     num_padding_tokens: int
     num_preemptions: int
     num_outgrown: int
@@ -94,10 +97,17 @@ class RuntimeStats:
     num_moves: int = 0
     move_pause_s: float = 0.0
     plan: Plan | None = None
+    adapters: AdapterUsage | None = None
 
     @classmethod
     def of(
-        cls, replicas: Replicas, planner: Planner, *, weights_bytes: int, predicting_s: float
+        cls,
+        replicas: Replicas,
+        planner: Planner,
+        *,
+        weights_bytes: int,
+        predicting_s: float,
+        adapters: AdapterUsage | None,
     ) -> RuntimeStats:
         """Return the counters of all replicas of a runtime.
 
@@ -134,6 +144,7 @@ class RuntimeStats:
             num_moves=planner.num_moves,
             move_pause_s=planner.move_pause_s,
             plan=planner.in_force,
+            adapters=adapters,
         )
 
     @classmethod
