@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
@@ -12,6 +13,9 @@ from jaxserve.core.sampling_params import BOUND_NAMES
 from jaxserve.execution.protocol import StepHandle
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
+
+# Upper bounds of the ranges by which iterations are counted; those of vLLM's histogram.
+ITERATION_TOKENS = (1, *(2**n for n in range(3, 15)))
 
 
 @final
@@ -25,6 +29,8 @@ class EngineStats:
     Attributes:
       num_steps, num_decode_loops, num_iterations: number submitted.
       num_tokens: prompt and output tokens computed, including iterations after an early end.
+      num_iterations_by_tokens: iterations that compute no more tokens than each of
+        `ITERATION_TOKENS` and more than the one before; last, those that compute more than all.
       num_padding_tokens: tokens computed for idle slots of a window, without those of mixed steps.
       num_preemptions: number of times that a sequence was sent back to the waiting pool.
       num_outgrown: preemptions of sequences that had used up their reservation.
@@ -64,6 +70,7 @@ class EngineStats:
     num_decode_loops: int = 0
     num_iterations: int = 0
     num_tokens: int = 0
+    num_iterations_by_tokens: tuple[int, ...] = (0,) * (len(ITERATION_TOKENS) + 1)
     num_padding_tokens: int = 0
     num_preemptions: int = 0
     num_outgrown: int = 0
@@ -134,12 +141,19 @@ class EngineStats:
         self.num_steps += 1
         self.num_iterations += plan.num_iterations
         self.num_decode_loops += plan.is_decode_loop
-        self.num_tokens += plan.num_tokens
+        num_tokens = plan.num_tokens
+        self.num_tokens += num_tokens
+        self._count_iterations(plan.num_iterations, num_tokens // plan.num_iterations)
         if plan.is_decode_loop:
             self.num_padding_tokens += plan.num_iterations * (plan.window_size - len(plan.rows))
         self.take_in(scheduler.counters())
         self.num_accepted_by_place = scheduler.speculation.num_accepted_by_place
         self.max_pages_owned = max(self.max_pages_owned, scheduler.page_usage().num_owned)
+
+    def _count_iterations(self, num_iterations: int, num_tokens: int) -> None:
+        counts = list(self.num_iterations_by_tokens)
+        counts[bisect_left(ITERATION_TOKENS, num_tokens)] += num_iterations
+        self.num_iterations_by_tokens = tuple(counts)
 
     def after_loss(self, num_steps: int) -> None:
         """Count steps that were not computed."""

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, final
 
 from jaxserve.memory.page_files import PageStore
@@ -37,6 +38,19 @@ class HostMemory(Protocol):
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class DiskUsage:
+    """Pages on a disk, and pages written to it and read back since the start; 0 without a disk."""
+
+    num_pages: int = 0
+    num_written: int = 0
+    num_read: int = 0
+
+
+NO_DISK = DiskUsage()
+
+
+@final
 class DiskTier:
     """Writes pages to files, and reads them back, on a thread of its own; reading goes first.
 
@@ -47,7 +61,7 @@ class DiskTier:
       patience_s: a disk that finishes nothing in this time is not waited for.
 
     Attributes:
-      files: touched by the thread alone, except for `in`.
+      files: touched by the thread alone, except for `in` and its counters.
     """
 
     def __init__(self, files: PageStore, *, patience_s: float = PATIENCE_S):
@@ -102,6 +116,11 @@ class DiskTier:
                 self._reads.append((key, on_arrival))
                 self._changed.notify_all()
         return True
+
+    @property
+    def usage(self) -> DiskUsage:
+        """What is on the disk, and what was written and read; the thread may write meanwhile."""
+        return DiskUsage(self.files.num_pages, self.files.num_written, self.files.num_read)
 
     @property
     def has_arrived(self) -> bool:

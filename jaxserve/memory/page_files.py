@@ -26,6 +26,17 @@ class PageStore(Protocol):
     @property
     def folder(self) -> Path: ...
 
+    @property
+    def num_pages(self) -> int:
+        """Pages that are there; read on any thread, as the next two."""
+        ...
+
+    @property
+    def num_written(self) -> int: ...
+
+    @property
+    def num_read(self) -> int: ...
+
     def __contains__(self, key: bytes) -> bool: ...
 
     def write(self, key: bytes, contents: bytes) -> None: ...
@@ -82,6 +93,11 @@ class PageFiles:
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._sizes
+
+    @property
+    def num_pages(self) -> int:
+        """Files that are there."""
+        return len(self._sizes)
 
     def write(self, key: bytes, contents: bytes) -> None:
         """Keep it, in place of the least recently used, unless that fails."""

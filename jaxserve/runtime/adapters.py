@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -13,10 +14,27 @@ from flax import nnx
 
 from jaxserve.core.errors import EngineBusyError, InvalidConfigError, UnknownAdapterError
 from jaxserve.core.request import AdapterSlot
+from jaxserve.engine.answers import Answer
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.adapter_source import AdapterSource
 from jaxserve.runtime.replicas import Replicas
+
+
+@final
+@dataclass(frozen=True)
+class AdapterUsage:
+    """The adapters of open requests.
+
+    Attributes:
+      max_adapters: how many may be loaded at the same time.
+      running: names of those that requests with a slot have, or had one, in alphabetical order.
+      waiting: likewise, of requests that have had no slot yet.
+    """
+
+    max_adapters: int
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
 
 
 @final
@@ -44,6 +62,7 @@ class Adapters:
         self._lock = threading.Lock()  # guards the table
         self._slots: dict[str, AdapterSlot] = {}
         self._num_requests: Counter[int] = Counter()  # by index
+        self._answers: set[Answer] = set()  # of requests with an adapter that have not ended
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -112,6 +131,33 @@ class Adapters:
         """Let go of an adapter that `acquire` returned."""
         with self._lock:
             self._num_requests[slot.index] -= 1
+
+    def release_after(self, answer: Answer) -> None:
+        """`release` the adapter of a submitted request when it ends; until then it is in `usage`.
+
+        Only for a request that has an adapter.
+        """
+        with self._lock:
+            self._answers.add(answer)
+        answer.future.add_done_callback(lambda _: self._ended(answer))
+
+    @property
+    def usage(self) -> AdapterUsage | None:
+        """The adapters of the requests that have not ended; None for a runtime without adapters."""
+        if self._layout is None:
+            return None
+        names: dict[bool, set[str]] = {True: set(), False: set()}
+        with self._lock:
+            for answer in self._answers:
+                assert answer.request.params.adapter is not None
+                names[answer.waits].add(answer.request.params.adapter)
+        return AdapterUsage(self._most, tuple(sorted(names[False])), tuple(sorted(names[True])))
+
+    def _ended(self, answer: Answer) -> None:
+        assert answer.request.adapter is not None
+        self.release(answer.request.adapter)
+        with self._lock:
+            self._answers.discard(answer)
 
     def beside(self, params: nnx.State, *, partial: bool) -> nnx.State:
         """Return new parameters as those of the adapted model, with the present adapters.

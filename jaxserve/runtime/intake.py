@@ -11,7 +11,7 @@ from typing import Any, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.core.errors import InvalidRequestError, MissingExtraError, UnsupportedModelError
-from jaxserve.core.request import AdapterSlot, Completion, Request, Timing
+from jaxserve.core.request import Completion, Request, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Answer, PieceSink, failed_completion
 from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
@@ -155,17 +155,12 @@ class Intake:
     def _hand_over(
         self, requests: Sequence[Request], on_piece: PieceSink | None = None
     ) -> list[Pending]:
-        handed_over = self._predicted(requests, on_piece)
-        for request, pending in zip(requests, handed_over, strict=True):
-            if request.adapter is not None:
-                release = partial(_release, self._adapters, request.adapter)
-                pending.future.add_done_callback(release)
-        return handed_over
-
-    def _predicted(self, requests: Sequence[Request], on_piece: PieceSink | None) -> list[Pending]:
         # Claimed first, so that nothing is predicted of a request that is refused.
         with self._replicas.claimed(requests) as claimed:
             answers = self._submit(requests, claimed, on_piece)
+        for answer in answers:
+            if answer.request.adapter is not None:
+                self._adapters.release_after(answer)
         return [Pending(a.request.id, a.future, self._replicas.cancel) for a in answers]
 
     def _submit(
@@ -202,7 +197,3 @@ class Intake:
 
 def _drop(forecaster: Forecaster, awaited: AwaitedPrediction, _: Future[Completion]) -> None:
     forecaster.drop(awaited)
-
-
-def _release(adapters: Adapters, slot: AdapterSlot, _: Future[Completion]) -> None:
-    adapters.release(slot)

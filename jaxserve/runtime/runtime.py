@@ -306,6 +306,7 @@ class Runtime(Planned):
             self._planner,
             weights_bytes=self._weights_bytes,
             predicting_s=0.0 if self._forecaster is None else self._forecaster.seconds,
+            adapters=self._maintenance.adapters.usage,
         )
 
     def outlook(self) -> dict[str, Outlook]:

@@ -9,11 +9,12 @@ from typing import Any, final
 
 from jaxserve.engine.stats import EngineStats
 from jaxserve.planning.schedules.plan import Plan
+from jaxserve.runtime.adapters import AdapterUsage
 from jaxserve.runtime.planner import Planner
 from jaxserve.runtime.replicas import Replicas
 
 # Fields of `RuntimeStats` that are equal for all replicas and are not summed.
-_SIZES = {"num_pages", "page_size", "pool_bytes", "weights_bytes", "step_bytes", "plan"}
+_SIZES = {"num_pages", "page_size", "pool_bytes", "weights_bytes", "step_bytes", "plan", "adapters"}
 
 
 @final
@@ -29,18 +30,22 @@ class RuntimeStats:
       num_plans: schedules that were adopted (`Runtime.plan`, policy "exegpt").
       num_moves: moves of devices between two groups (`Runtime.plan`, `Runtime.regroup`).
       move_pause_s: seconds for which these have paused the engine.
+      adapters: those of open requests; None for a runtime without adapters.
       plan: the schedule in force, its bounds, and what is expected of it; None without one.
       num_pages_owned, num_pages_usable: pages of the device that sequences own now, and that they
         can own, over all replicas.
       num_pages_reserved, num_pages_cached: pages that are reserved and not allocated yet, and pages
         with contents that no sequence owns, over all replicas.
       num_host_pages, num_host_pages_used: pages of the host, and those of them with contents.
+      num_disk_pages: pages on the disk, those of former runs too.
+      num_pages_to_disk, num_pages_from_disk: pages written to the disk and read back.
     """
 
     num_steps: int
     num_decode_loops: int
     num_iterations: int
     num_tokens: int
+    num_iterations_by_tokens: tuple[int, ...]
     num_padding_tokens: int
     num_preemptions: int
     num_outgrown: int
@@ -79,6 +84,9 @@ class RuntimeStats:
     num_pages_cached: int
     num_host_pages: int
     num_host_pages_used: int
+    num_disk_pages: int
+    num_pages_to_disk: int
+    num_pages_from_disk: int
     num_pages: int
     max_pages_owned: int
     page_size: int
@@ -89,10 +97,17 @@ class RuntimeStats:
     num_moves: int = 0
     move_pause_s: float = 0.0
     plan: Plan | None = None
+    adapters: AdapterUsage | None = None
 
     @classmethod
     def of(
-        cls, replicas: Replicas, planner: Planner, *, weights_bytes: int, predicting_s: float
+        cls,
+        replicas: Replicas,
+        planner: Planner,
+        *,
+        weights_bytes: int,
+        predicting_s: float,
+        adapters: AdapterUsage | None,
     ) -> RuntimeStats:
         """Return the counters of all replicas of a runtime.
 
@@ -115,6 +130,9 @@ class RuntimeStats:
             num_pages_cached=sum(usage.num_cached for usage in usages),
             num_host_pages=sum(usage.num_host for usage in usages),
             num_host_pages_used=sum(usage.num_host - usage.num_host_free for usage in usages),
+            num_disk_pages=sum(usage.disk.num_pages for usage in usages),
+            num_pages_to_disk=sum(usage.disk.num_written for usage in usages),
+            num_pages_from_disk=sum(usage.disk.num_read for usage in usages),
             num_compilations=sum(r.executor.num_compilations for r in replicas.all),
             predicting_s=predicting_s,
             num_pages=first.executor.config.num_pages,
@@ -126,6 +144,7 @@ class RuntimeStats:
             num_moves=planner.num_moves,
             move_pause_s=planner.move_pause_s,
             plan=planner.in_force,
+            adapters=adapters,
         )
 
     @classmethod

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any, final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
+from jaxserve.engine.stats import ITERATION_TOKENS
 from jaxserve.planning.schedules.plan import Plan
 from jaxserve.runtime import RuntimeStats
+from jaxserve.runtime.adapters import AdapterUsage
 
 LABELS = ("model_name", "engine")
 
@@ -38,6 +47,9 @@ class EngineCollector(Collector):
         yield self._family(GaugeMetricFamily, "kv_cache_usage_perc", "Used part of the KV.", usage)
         yield self._config(stats)
         yield self._pages(stats)
+        yield self._iterations(stats)
+        if stats.adapters is not None:
+            yield self._adapters(stats.adapters)
         if stats.plan is not None:
             yield from self._schedule(stats.plan)
         page_bytes = stats.pool_bytes // max(1, stats.num_pages)
@@ -97,11 +109,13 @@ class EngineCollector(Collector):
         yield self._by(
             CounterMetricFamily,
             "kv_moved_bytes",
-            "Bytes of pages copied between device and host.",
+            "Bytes of pages copied between device, host and disk.",
             "direction",
             {
                 "to_host": stats.num_pages_out * page_bytes,
                 "to_device": stats.num_pages_in * page_bytes,
+                "to_disk": stats.num_pages_to_disk * page_bytes,
+                "from_disk": stats.num_pages_from_disk * page_bytes,
             },
         )
 
@@ -139,9 +153,31 @@ class EngineCollector(Collector):
             ("device", "free"): free - (stats.num_pages_reserved - evictable),
             ("host", "used"): stats.num_host_pages_used,
             ("host", "free"): stats.num_host_pages - stats.num_host_pages_used,
+            ("disk", "used"): stats.num_disk_pages,
         }
         for labels, count in counts.items():
             family.add_metric((*self._values, *labels), count)
+        return family
+
+    def _iterations(self, stats: RuntimeStats) -> Metric:
+        family = HistogramMetricFamily(
+            f"{self._prefix}:iteration_tokens_total", "Tokens of an iteration.", labels=LABELS
+        )
+        bounds = (*map(str, map(float, ITERATION_TOKENS)), "+Inf")
+        counts = accumulate(stats.num_iterations_by_tokens)
+        buckets = list(zip(bounds, counts, strict=True))
+        family.add_metric(self._values, buckets, sum_value=stats.num_tokens)
+        return family
+
+    def _adapters(self, usage: AdapterUsage) -> Metric:
+        """Return the adapters of open requests as labels, of which the newest sample counts."""
+        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        family = GaugeMetricFamily(
+            f"{self._prefix}:lora_requests_info", "Adapters of open requests.",
+            labels=(*LABELS, *labels),
+        )  # fmt: skip
+        own = (str(usage.max_adapters), ",".join(usage.running), ",".join(usage.waiting))
+        family.add_metric((*self._values, *own), time.time())
         return family
 
     def _schedule(self, plan: Plan) -> Iterator[Metric]:

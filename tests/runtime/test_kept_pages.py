@@ -137,9 +137,15 @@ def test_a_runtime_finds_what_the_one_before_it_wrote(expected, tmp_path):
     with Runtime(tiny_llama(), **FREE, **disk) as rt:
         assert _talk(rt) == expected[0]
         assert rt.stats().num_prefix_hit_on_disk == 0
+    num_files = len(list(tmp_path.rglob("*.page")))
     with Runtime(tiny_llama(), **OPTIONS, **disk) as rt:
+        assert rt.stats().num_disk_pages == num_files > 0
         assert _talk(rt) == expected[0]
-        assert rt.stats().num_prefix_hit_on_disk >= sum(len(prompt) - 8 for prompt in PROMPTS)
+        stats = rt.stats()
+        assert stats.num_prefix_hit_on_disk >= sum(len(prompt) - 8 for prompt in PROMPTS)
+        page_size = stats.page_size
+        assert stats.num_pages_from_disk * page_size >= stats.num_prefix_hit_on_disk
+        assert stats.num_disk_pages == num_files + stats.num_pages_to_disk
     with Runtime(tiny_llama(1), **OPTIONS, **disk) as rt:
         assert _talk(rt) == expected[1]
         assert rt.stats().num_prefix_hit_on_disk == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +12,7 @@ import openai
 import pytest
 
 from jaxserve import Runtime, SamplingParams
-from tests.server.serving import CHAT, NAME, client, post, runtime, server
+from tests.server.serving import CHAT, NAME, client, metrics, post, runtime, server
 
 ADAPTER = "poems"
 PROMPT = [4, 8, 15, 16, 23, 42]
@@ -74,3 +76,37 @@ def test_adapters_are_listed_while_they_are_loaded(rt: Runtime, url: str):
         rt.drop_adapter("late")
         with pytest.raises(openai.NotFoundError, match="this server has 'tiny, poems'"):
             ai.chat.completions.create(model="late", messages=CHAT)
+
+
+def test_adapters_of_open_requests_are_in_the_metrics():
+    """A gateway reads which adapters run and wait, and how many may; ended requests have none."""
+    name = "jaxserve:lora_requests_info"
+    begun_s = time.time()
+    with runtime(step_s=0.05, max_adapters=1, max_adapter_rank=1, max_slots=1) as slow:
+        shapes = slow.adapter_shapes(1)
+        arrays = {each: np.zeros(shape, np.float32) for each, shape in shapes.items()}
+        slow.load_adapter(ADAPTER, arrays, scale=1.0)
+        params = SamplingParams(max_tokens=60, adapter=ADAPTER)
+        with server(slow) as address:
+            assert _labels(address, name) == ["", "", "1"]
+            running = slow.submit(PROMPT, params)
+            while _labels(address, name) != ["", "1", ADAPTER]:
+                assert time.time() < begun_s + 60
+            waiting = slow.submit(PROMPT, params)
+            assert _labels(address, name) == ["1", ADAPTER, ADAPTER]
+            running.cancel()
+            waiting.cancel()
+            for each in (running, waiting):
+                each.result()
+            while _labels(address, name) != ["", "", "1"]:
+                assert time.time() < begun_s + 60
+        slow.drop_adapter(ADAPTER)
+    with runtime() as none, server(none) as address:
+        assert not any(each.startswith(name) for each in metrics(address))
+
+
+def _labels(url: str, name: str) -> list[str]:
+    """Return the sorted labels of a metric whose value is the present time."""
+    ((found, value),) = [each for each in metrics(url).items() if each[0].startswith(name)]
+    assert abs(value - time.time()) < 60
+    return ast.literal_eval(found.removeprefix(name))

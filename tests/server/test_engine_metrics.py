@@ -14,7 +14,8 @@ from jaxserve.server.metrics import Metrics
 def _exposed(**changed: Any) -> set[str]:
     """Return the lines of an engine whose counters are all 3, except for those given."""
     counters: dict[str, Any] = {field.name: 3 for field in fields(RuntimeStats)}
-    counters |= {"plan": None, "num_accepted_by_place": (2, 1)}
+    counters |= {"plan": None, "adapters": None, "num_accepted_by_place": (2, 1)}
+    counters |= {"num_iterations_by_tokens": (1, 2) + (0,) * 10 + (4, 5)}
     stats = RuntimeStats(**{**counters, **changed})
     text = Metrics("tiny", "jaxserve", lambda: stats).exposition().decode()
     return {line.replace('engine="0",model_name="tiny"', "..") for line in text.splitlines()}
@@ -29,8 +30,8 @@ def test_speculation_has_the_names_of_vllm():
 
 
 def test_pages_by_tier():
-    """Pages of the device are owned, reserved, cached or free; those of the host used or free."""
-    found = _exposed(num_pages_usable=20, num_pages_owned=4, num_host_pages=7)
+    """Pages of the device are owned, reserved, cached or free, of the host used or free."""
+    found = _exposed(num_pages_usable=20, num_pages_owned=4, num_host_pages=7, num_disk_pages=5)
     for tier, state, count in (
         ("device", "owned", 4),
         ("device", "reserved", 3),
@@ -38,8 +39,31 @@ def test_pages_by_tier():
         ("device", "free", 10),
         ("host", "used", 3),
         ("host", "free", 4),
+        ("disk", "used", 5),
     ):
         assert f'jaxserve:kv_pages{{..,state="{state}",tier="{tier}"}} {count}.0' in found
+
+
+def test_tokens_of_iterations():
+    """A histogram with the name and bounds of vLLM's; its sum is that of the tokens computed."""
+    found = _exposed(num_tokens=90)
+    name = "jaxserve:iteration_tokens_total"
+    counts = {"1.0": 1, "8.0": 3, "16.0": 3, "8192.0": 3, "16384.0": 7, "+Inf": 12}
+    for bound, count in counts.items():
+        line = f'{name}_bucket{{engine="0",le="{bound}",model_name="tiny"}} {count}.0'
+        assert line in found
+    assert {f"{name}_sum{{..}} 90.0", f"{name}_count{{..}} 12.0"} <= found
+
+
+def test_moved_bytes_by_direction():
+    """Copies between device and host, and files of the disk, in bytes of pages."""
+    found = _exposed(
+        pool_bytes=300, num_pages=3, num_pages_out=1, num_pages_in=2,
+        num_pages_to_disk=4, num_pages_from_disk=5,
+    )  # fmt: skip
+    name = "jaxserve:kv_moved_bytes_total"
+    for direction, count in (("to_host", 1), ("to_device", 2), ("to_disk", 4), ("from_disk", 5)):
+        assert f'{name}{{direction="{direction}",..}} {100.0 * count}' in found
 
 
 def test_the_schedule_in_force_and_its_bounds():

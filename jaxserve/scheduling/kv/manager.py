@@ -9,7 +9,7 @@ from typing import final
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
-from jaxserve.memory.disk_tier import DiskTier, HostMemory
+from jaxserve.memory.disk_tier import NO_DISK, DiskTier, HostMemory
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.host_pool import HostPool
 from jaxserve.memory.page_cache import PageCache, Tier
@@ -114,6 +114,7 @@ class KVManager:
             num_available=pool.num_available,
             num_host=self._host.num_pages,
             num_host_free=self._host.num_free,
+            disk=NO_DISK if self._disk is None else self._disk.usage,
         )
 
     def counters(self) -> dict[str, float]:

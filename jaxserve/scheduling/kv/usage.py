@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+from jaxserve.memory.disk_tier import DiskUsage
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageUsage:
-    """Counts of the pages of the device and of the host.
+    """Counts of the pages of the device, of the host and of the disk.
 
     Attributes:
       num_usable: pages of the device that sequences can own: all except the null page.
@@ -27,3 +29,4 @@ class PageUsage:
     num_available: int
     num_host: int
     num_host_free: int
+    disk: DiskUsage

@@ -27,21 +27,75 @@ function element(name, text, className) {
   return made;
 }
 
-// Adds a line with `code`, **bold** and *emphasis*.
+// Returns a link, or null if its address is not one of another page or a mail. It opens in a tab of
+// its own, which learns nothing about this page.
+function link(text, address) {
+  const url = URL.canParse(address) ? new URL(address) : null;
+  if (!["http:", "https:", "mailto:"].includes(url?.protocol)) return null;
+  const made = element("a", text);
+  [made.href, made.title] = [url.href, url.href];
+  [made.target, made.rel] = ["_blank", "noopener noreferrer"];
+  return made;
+}
+
+const INLINE = new RegExp("(" + [
+  /`[^`]+`/, /\*\*[^*]+\*\*/, /\*[^*\s][^*]*\*/, // code, bold, emphasis
+  /\[[^\[\]]{1,300}\]\((?:[^()\s]|\([^()\s]{0,300}\)){1,2000}\)/, // [text](address)
+].map((each) => each.source).join("|") + ")");
+
+// Adds a line with `code`, **bold**, *emphasis* and [links](address).
 function addInline(parent, line) {
-  for (const part of line.split(/(`[^`]+`|\*\*[^*]+\*\*|\*[^*\s][^*]*\*)/)) {
+  for (const part of line.split(INLINE)) {
+    const [, text, address] = /^\[(.+)\]\((.+)\)$/s.exec(part) ?? [];
     if (/^`.+`$/s.test(part)) parent.append(element("code", part.slice(1, -1)));
     else if (/^\*\*.+\*\*$/s.test(part)) parent.append(element("strong", part.slice(2, -2)));
     else if (/^\*.+\*$/s.test(part)) parent.append(element("em", part.slice(1, -1)));
-    else parent.append(document.createTextNode(part));
+    else parent.append((address && link(text, address)) ?? part);
   }
 }
 
-// The part of Markdown that chats use: fenced code, headings, lists, paragraphs.
-function rendered(text) {
+// The cells of a line of a table; a cell may have \| for a bar of its own.
+function cells(line) {
+  const inside = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
+  return inside.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
+}
+
+// Whether a table begins with this line: below its header is a line of dashes for each column.
+function isTable(line, below = "") {
+  if (!line.includes("|") || !below.includes("|")) return false;
+  const columns = cells(below);
+  return columns.length === cells(line).length && columns.every((cell) => /^:?-+:?$/.test(cell));
+}
+
+function table(lines) {
+  const made = element("table");
+  const numColumns = cells(lines[0]).length;
+  for (const [i, line] of lines.entries()) {
+    if (i === 1) continue; // the dashes
+    const row = made.insertRow();
+    for (const text of cells(line).slice(0, numColumns)) {
+      const cell = element(i ? "td" : "th");
+      addInline(cell, text);
+      row.append(cell);
+    }
+  }
+  return made;
+}
+
+// The part of Markdown that chats use: fenced code, headings, lists, quotes, tables, paragraphs.
+const MAX_DEPTH = 8; // of quotes in quotes
+function rendered(text, depth = 0) {
   const found = document.createDocumentFragment();
+  const lines = text.split("\n");
   let list = null, paragraph = null, code = null;
-  for (const line of text.split("\n")) {
+  // Returns the lines that follow each other from the i-th on for which this is so.
+  const take = (i, isSo) => {
+    let end = i;
+    while (end < lines.length && isSo(lines[end])) end++;
+    return lines.slice(i, end);
+  };
+  for (let i = 0; i < lines.length; i++) {
+    const line = lines[i];
     if (/^\s*```/.test(line)) {
       if (code) code = null;
       else {
@@ -72,6 +126,18 @@ function rendered(text) {
       addInline(made, item[2]);
       list.append(made);
       paragraph = null;
+    } else if (depth < MAX_DEPTH && /^ {0,3}>/.test(line)) {
+      const quoted = take(i, (each) => /^ {0,3}>/.test(each));
+      const made = element("blockquote");
+      made.append(rendered(quoted.map((each) => each.replace(/^ *> ?/, "")).join("\n"), depth + 1));
+      found.append(made);
+      i += quoted.length - 1;
+      list = paragraph = null;
+    } else if (isTable(line, lines[i + 1])) {
+      const rows = take(i, (each) => each.includes("|"));
+      found.append(table(rows));
+      i += rows.length - 1;
+      list = paragraph = null;
     } else if (!line.trim()) {
       list = paragraph = null;
     } else {
@@ -104,8 +170,6 @@ function show() {
     button.disabled = isBusy; // another conversation would be shown while this one is answered
   }
 }
-
-const numTurns = () => messages.filter((message) => message.role === "assistant").length;
 
 async function list() {
   const found = await call("GET", "conversations");
@@ -164,7 +228,6 @@ function addLength(shown) {
   const parts = ["likely", "likelier", "now"].map((name) => element("span", undefined, name));
   const text = element("span");
   bar.setAttribute("aria-hidden", "true");
-  made.setAttribute("aria-live", "off");
   bar.append(...parts);
   made.append(bar, text);
   let longest = 1; // the scale, which does not change while the range shrinks
@@ -181,12 +244,11 @@ function addLength(shown) {
   };
 }
 
-async function ask(text) {
-  const said = [{role: "user", content: text}];
-  const system = $("system").value.trim();
-  if (!messages.length && system) said.unshift({role: "system", content: system});
+// Sends the messages of a turn, and shows the answer as it comes.
+async function ask(said) {
   conversation ??= crypto.getRandomValues(new Uint32Array(2)).join("-");
   controller = new AbortController();
+  $("announced").textContent = "";
   const before = messages;
   messages = [...messages, ...said];
   show();
@@ -211,7 +273,8 @@ async function ask(text) {
       }
     }
     messages = [...messages, {role: "assistant", content: answer}];
-    $("said").value = "";
+    shown.replaceChildren(rendered(answer));
+    $("announced").textContent = shown.textContent;
   } catch (error) {
     messages = before; // the server keeps no part of a turn that failed
     throw error;
@@ -222,18 +285,28 @@ async function ask(text) {
   }
 }
 
-// Answers the last turn again, in a fork that keeps the turns before it.
+async function send() {
+  const said = [{role: "user", content: $("said").value}];
+  const system = $("system").value.trim();
+  if (!messages.length && system) said.unshift({role: "system", content: system});
+  await ask(said);
+  $("said").value = "";
+}
+
+// Answers the last turn again, in a fork that keeps the turns before it. A turn may have several
+// messages: the first one has those that began the conversation, a system prompt or examples.
 async function regenerate() {
-  const last = messages.findLast((message) => message.role === "user");
-  const kept = numTurns() - 1;
-  if (kept > 0) {
+  const asked = messages.slice(0, -1);
+  const {data} = await call("GET", "conversations");
+  const numKept = data.find((each) => each.id === conversation).num_turns - 1;
+  if (numKept > 0) {
     const path = `conversations/${encodeURIComponent(conversation)}/fork`;
-    const forked = await call("POST", path, {num_turns: kept});
+    const forked = await call("POST", path, {num_turns: numKept});
     [conversation, messages] = [forked.id, forked.messages];
   } else {
     [conversation, messages] = [null, []];
   }
-  await ask(last.content);
+  await ask(asked.slice(messages.length));
 }
 
 async function fork() {
@@ -246,39 +319,58 @@ async function remove() {
   await open(null);
 }
 
-let last = null; // [seconds, tokens] of the scrape before
+const MEAN_S = 60;
+let scrapes = []; // of the last minute: seconds, and the sums and counts from which rates follow
+async function scrape() {
+  const answer = await fetch("metrics");
+  if (!answer.ok) throw new Error(answer.statusText);
+  const text = await answer.text();
+  const value = (name, labels = "") => {
+    const found = new RegExp(`^\\w+:${name}\\{.*${labels}\\} (\\S+)$`, "m").exec(text);
+    return found ? Number(found[1]) : NaN;
+  };
+  const put = (id, number, digits = 0, unit = "") => {
+    $(id).textContent = Number.isFinite(number) ? number.toFixed(digits) + unit : "–";
+  };
+  put("running", value("num_requests_running"));
+  put("waiting", value("num_requests_waiting"));
+  put("kv", 100 * value("kv_cache_usage_perc"), 1, " %");
+  const pages = (tier, states) => {
+    const counts = states.map((state) => value("kv_pages", `state="${state}",tier="${tier}"`));
+    const told = states.map((state, i) => `${counts[i]} ${state}`).join(", ");
+    $(tier).textContent = counts.every(Number.isFinite) ? told : "–";
+  };
+  pages("device", ["owned", "reserved", "cached", "free"]);
+  pages("host", ["used", "free"]);
+  pages("disk", ["used"]);
+  const now = {
+    time: performance.now() / 1000,
+    tokens: value("computed_tokens_total"),
+    first: ["sum", "count"].map((what) => value(`time_to_first_token_seconds_${what}`)),
+    between: ["sum", "count"].map((what) => value(`inter_token_latency_seconds_${what}`)),
+  };
+  const last = scrapes.at(-1);
+  if (last && now.tokens < last.tokens) scrapes = []; // the server was started again
+  scrapes = [...scrapes.filter((each) => now.time - each.time <= MEAN_S), now];
+  if (scrapes.length < 2) return;
+  put("rate", (now.tokens - scrapes.at(-2).tokens) / (now.time - scrapes.at(-2).time));
+  // A mean of nothing is NaN, which is shown as a dash.
+  const mean = (name) => {
+    const [sum, count] = now[name].map((each, i) => each - scrapes[0][name][i]);
+    return 1000 * sum / count;
+  };
+  put("first", mean("first"), 0, " ms");
+  put("between", mean("between"), 1, " ms");
+}
+
 async function watch() {
-  try {
-    const text = await (await fetch("metrics")).text();
-    const value = (name, labels = "") => {
-      const found = new RegExp(`^\\w+:${name}\\{.*${labels}\\} (\\S+)$`, "m").exec(text);
-      return found ? Number(found[1]) : NaN;
-    };
-    const put = (id, number, digits = 0, unit = "") => {
-      $(id).textContent = Number.isFinite(number) ? number.toFixed(digits) + unit : "–";
-    };
-    put("running", value("num_requests_running"));
-    put("waiting", value("num_requests_waiting"));
-    put("kv", 100 * value("kv_cache_usage_perc"), 1, " %");
-    const pages = (tier, states) => {
-      const counts = states.map((state) => value("kv_pages", `state="${state}",tier="${tier}"`));
-      const told = states.map((state, i) => `${counts[i]} ${state}`).join(", ");
-      $(tier).textContent = counts.every(Number.isFinite) ? told : "–";
-    };
-    pages("device", ["owned", "reserved", "cached", "free"]);
-    pages("host", ["used", "free"]);
-    const mean = (name) => 1000 * value(`${name}_seconds_sum`) / value(`${name}_seconds_count`);
-    put("first", mean("time_to_first_token"), 0, " ms");
-    put("between", mean("inter_token_latency"), 1, " ms");
-    const now = [performance.now() / 1000, value("computed_tokens_total")];
-    if (last) put("rate", (now[1] - last[1]) / (now[0] - last[0]));
-    last = now;
-  } catch { $("running").textContent = "–"; }
+  await scrape().catch(() => { $("running").textContent = "–"; });
+  setTimeout(watch, 1000); // after the answer, so that no two are asked for at once
 }
 
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (controller === null) attempt(() => ask($("said").value));
+  if (controller === null) attempt(send);
 });
 $("said").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -304,4 +396,3 @@ async function start() {
 
 attempt(start);
 watch();
-setInterval(watch, 1000);
