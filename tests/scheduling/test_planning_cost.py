@@ -182,3 +182,34 @@ def test_a_step_admits_few(policy: str):
         num_ended += sum(each.sequence.finish_reason is not None for each in engine.step())
         num_admitted.append(num_before - len(engine.scheduler.waiting))
     assert max(num_admitted) <= MAX_ADMITTED and sum(num_admitted) == 200 == num_ended
+
+
+@pytest.mark.parametrize("policy", ["pensieve", "auto"])
+def test_a_long_prompt_that_waits_for_a_slot_while_its_pages_come_from_the_host(policy: str):
+    """Its pages were evicted by a prompt of the same length; a few of them come with each step."""
+    found, came = [], []
+    for num_pages in (600, 6_000):
+        config = EngineConfig(
+            num_pages=num_pages * 5 // 4,
+            num_host_pages=4 * num_pages,
+            max_slots=1,
+            max_context=16 * num_pages,
+            max_step_tokens=4_096,
+            page_size=16,
+            restore="prefetch",
+        )
+        engine = _engine(policy, config)
+        prompts = [tuple(range(first, 16 * num_pages + first - 100)) for first in range(2)]
+        for number in range(2):
+            engine.add(_request(number, prompts[number], max_tokens=2))
+            while engine.has_work:
+                engine.step()
+        for number, prompt in enumerate(((7, 8, 9), prompts[0]), 2):
+            engine.add(_request(number, prompt, max_tokens=500))
+        for _ in range(3):
+            engine.step()
+        before = engine.stats.num_pages_prefetched
+        found.append(_calls(engine, 20))
+        came.append(engine.stats.num_pages_prefetched - before)
+    assert min(came) > 0, came
+    assert found[1] < 1.5 * found[0] + 200, found
