@@ -53,9 +53,13 @@ def _request(number: int, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int =
     )
 
 
-def _calls(engine: Engine, num_steps: int) -> int:
-    """Return the most calls that planning one of the next steps made, or resumed."""
-    plan, counts = Scheduler.plan.__code__, []
+def _calls(engine: Engine, num_steps: int, of: Any = Scheduler.plan) -> int:
+    """Return the most calls that planning one of the next steps made, or resumed.
+
+    Args:
+      of: the function whose calls are counted.
+    """
+    plan, counts = of.__code__, []
     depth = num = 0
 
     def count(frame: FrameType, event: str, _: Any) -> None:
@@ -102,6 +106,25 @@ def test_ten_times_as_many_wait_where_only_those_with_a_bound_may_run():
             engine.add(_request(number))
         engine.step()
         found.append(_calls(engine, 20))
+    assert found[1] < 1.5 * found[0] + 200, found
+
+
+def _bounded(number: int, latency_bound: float) -> Request:
+    params = SamplingParams(max_tokens=64, ignore_eos=True, latency_bound=latency_bound)
+    return replace(_request(number), params=params, arrival_s=0.0)
+
+
+def test_ten_times_as_many_wait_with_bounds_that_are_far_off():
+    """A step looks only at those that may be too late."""
+    found = []
+    for num_waiting in (200, 2_000):
+        engine = _engine("auto", CONFIG)
+        for number in range(num_waiting):
+            engine.add(_bounded(number, 1e6))
+        for _ in range(3):
+            engine.step()
+        found.append(_calls(engine, 40, Engine.step))
+        assert len(engine.scheduler.waiting) > num_waiting - 20
     assert found[1] < 1.5 * found[0] + 200, found
 
 
