@@ -27,7 +27,6 @@ from jaxserve.scheduling.deferred import Deferred
 from jaxserve.scheduling.kv.identity import WeightsName
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.transfer import KVPages
-from jaxserve.scheduling.lengths.bounds import expected_late
 from jaxserve.scheduling.lengths.outlook import Outlook, outlooks
 from jaxserve.scheduling.limits import check_has_groups
 from jaxserve.scheduling.plan import LINK, StepPlan, StepResult, nothing_delivered
@@ -135,10 +134,9 @@ class Engine:
         pace = self.recorder.pace() if request.has_bounds and self.has_work else None
         sequences = self.scheduler.add(request)
         if request.has_bounds:
-            late = expected_late(self.scheduler, request, pace, self._clock.now())
+            late = self._deferred.add(self.scheduler, sequences, pace, self._clock.now())
             for sequence in sequences if late is not None else ():
                 self.scheduler.end(sequence, "error", late)
-            self._deferred.add(sequences)
         if request.awaits_tokens:
             self._constraints.begin(sequences)
             self.stats.take_in(self._constraints.counters())

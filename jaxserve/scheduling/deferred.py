@@ -1,4 +1,4 @@
-"""Requests with a latency bound that wait for room."""
+"""Requests with a latency bound: which are refused at their submission, and while they wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import final
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import BoundNotMetError
-from jaxserve.scheduling.lengths.bounds import leeway, too_late
+from jaxserve.scheduling.lengths.arrival_outlook import ArrivalOutlook
+from jaxserve.scheduling.lengths.bounds import expected_late, leeway, too_late
 from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Phase, Sequence
@@ -20,14 +21,15 @@ _MANY_OLD = 64
 
 @final
 class Deferred:
-    """The requests with a latency bound that were accepted and have not begun.
+    """Refuses requests that would miss a latency bound of their own, unless they have begun.
 
     A request is looked at again when its `Leeway` ends, so a step costs as much as the requests
     that may be too late at that time, not as all that wait.
     """
 
     def __init__(self) -> None:
-        # By number, in the order of submission; some have begun or ended.
+        self._outlook = ArrivalOutlook()
+        # Those that were accepted, by number, in the order of submission; some have begun or ended.
         self._samples: dict[int, Seq[Sequence]] = {}
         self._num_added = self._num_kept = 0
         # Those without a leeway.
@@ -37,14 +39,24 @@ class Deferred:
         # The sizes that the leeways were computed with.
         self._config: EngineConfig | None = None
 
-    def add(self, samples: Seq[Sequence]) -> None:
-        """Take the samples of a request that was submitted."""
+    def add(
+        self, scheduler: Scheduler, samples: Seq[Sequence], pace: Pace | None, now_s: float
+    ) -> BoundNotMetError | None:
+        """Take the samples of a request that was submitted, or return why it is refused.
+
+        Args:
+          pace: see `expected_late`.
+        """
+        error = expected_late(scheduler, samples, pace, now_s, self._outlook)
+        if error is not None:
+            return error
         if len(self._samples) > 2 * self._num_kept + _MANY_OLD:
             self._samples = {n: each for n, each in self._samples.items() if _waits(each)}
             self._num_kept = len(self._samples)
         self._samples[self._num_added] = samples
         self._unknown.append(self._num_added)
         self._num_added += 1
+        return None
 
     def late(
         self, scheduler: Scheduler, pace: Callable[[], Pace | None], now_s: float
@@ -53,6 +65,7 @@ class Deferred:
 
         Where nothing runs, the pace may be that of long ago; only a bound that has passed counts.
         """
+        self._outlook.step()
         newest = pace() if self._samples else None
         if newest is None:
             return

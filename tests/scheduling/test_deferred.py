@@ -49,7 +49,7 @@ def test_they_are_those_of_a_look_at_all(seed: int):
         if rng.random() < 0.6:
             samples = scheduler.add(_request(rng, number, now_s))
             waiting.append(samples)
-            deferred.add(samples)
+            assert deferred.add(scheduler, samples, None, now_s) is None
         if waiting and rng.random() < 0.2:
             prediction = random_prediction(rng)
             if prediction is not None:

@@ -128,6 +128,30 @@ def test_ten_times_as_many_wait_with_bounds_that_are_far_off():
     assert found[1] < 1.5 * found[0] + 200, found
 
 
+def test_four_times_as_many_wait_when_requests_with_bounds_arrive():
+    """The simulations of the queue that decide which are refused serve several arrivals each."""
+    found = []
+    for num_waiting in (1_000, 4_000):
+        engine = _engine("auto", CONFIG)
+        for number in range(num_waiting):
+            engine.add(_bounded(number, 1e6))
+        for _ in range(3):
+            engine.step()
+        requests = [_bounded(number, 1e6) for number in range(num_waiting, num_waiting + 128)]
+        found.append(0)
+
+        def count(frame: FrameType, event: str, _: Any) -> None:
+            found[-1] += event == "call"
+
+        sys.setprofile(count)
+        try:
+            for request in requests:
+                engine.add(request)
+        finally:
+            sys.setprofile(None)
+    assert found[1] < 1.5 * found[0] + 200, found
+
+
 @pytest.mark.parametrize("policy", ["vllm_like", "pensieve", "auto"])
 def test_an_answer_that_goes_on_costs_few_calls(policy: str):
     """Beside a prompt that is being computed, with memory for all that run."""

@@ -27,18 +27,22 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import BoundNotMetError
 from jaxserve.core.request import Request
-from jaxserve.scheduling.lengths.outlook import outlooks
+from jaxserve.scheduling.lengths.arrival_outlook import ArrivalOutlook
 from jaxserve.scheduling.lengths.slack import alone_s, prompt_s
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.pace import Pace
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.sequence import Phase, Sequence
 
 if TYPE_CHECKING:
     from jaxserve.scheduling.scheduler import Scheduler
 
 
 def expected_late(
-    scheduler: Scheduler, request: Request, pace: Pace | None, now_s: float
+    scheduler: Scheduler,
+    samples: Seq[Sequence],
+    pace: Pace | None,
+    now_s: float,
+    outlook_of: ArrivalOutlook,
 ) -> BoundNotMetError | None:
     """Return the error of a submitted request that is expected to miss a bound; None otherwise.
 
@@ -47,15 +51,16 @@ def expected_late(
     Running sequences that the policy preempts for it (`IterationShape.makes_way`) do not count.
 
     Args:
+      samples: its sequences; those that have failed do not count.
       pace: None before any step was timed; then nothing is refused.
     """
-    if pace is None or not request.has_bounds:
+    request = samples[0].request
+    own = [each for each in samples if each.phase is Phase.WAITING]
+    if pace is None or not request.has_bounds or not own:
         return None
-    own = [each for each in scheduler.waiting if each.request.id == request.id]
     away = _making_way(scheduler, own)
-    outlook = outlooks(scheduler, pace.iteration_s, without=away).get(request.id)
-    if not own or outlook is None or outlook.ends_in_s is None or outlook.begins_in_s is None:
-        return None
+    outlook = outlook_of.of(scheduler, own, pace.iteration_s, away)
+    assert outlook.begins_in_s is not None and outlook.ends_in_s is not None
     wait_s = now_s - request.arrival_s + outlook.begins_in_s
     expected_s = {
         "latency_bound": now_s - request.arrival_s + outlook.ends_in_s,
