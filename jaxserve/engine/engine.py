@@ -11,6 +11,7 @@ from os import urandom
 from typing import Any, NamedTuple, final
 
 from jaxserve.core.clock import Clock
+from jaxserve.core.errors import HostMemoryError
 from jaxserve.core.request import Request
 from jaxserve.engine.constraints import Constraints, GrammarSource
 from jaxserve.engine.recomputing import fail_and_restart, restart_computed
@@ -368,9 +369,7 @@ class Engine:
         return news
 
     def _go_on_without(self, lost: Seq[StepPlan], error: Exception) -> list[Progress]:
-        """Fail the sequences of the first of the lost steps, and compute all others anew.
-
-        Nothing is in flight. Pages and slots may be lost, so no KV is kept.
+        """Go on after the loss of steps by `fail_and_restart`, with no KV; nothing is in flight.
 
         Raises:
           Exception: `error`, unless it is for lack of memory and the executor can go on.
@@ -381,6 +380,8 @@ class Engine:
         news = [each for plan in lost for each in self._apply(plan, nothing_delivered(plan))]
         fail_and_restart(self.scheduler, news, lost[0], error)
         self.forget_kept_pages(keeps_disk=True)
+        if isinstance(error, HostMemoryError):
+            self._kv.host.close()
         return news
 
     def _notify(self) -> None:

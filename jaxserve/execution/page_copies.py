@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.core.errors import DeviceMemoryError
+from jaxserve.core.errors import HostMemoryError
 from jaxserve.memory.relocation import Moves, page_sources
 from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
@@ -182,7 +182,7 @@ class HostPages:
       place: sharding of the cache's buffers.
 
     Raises:
-      DeviceMemoryError: the host does not have the memory. The first method that allocates raises
+      HostMemoryError: the host does not have the memory. The first method that allocates raises
         it.
     """
 
@@ -317,7 +317,7 @@ class HostPages:
                 for pages in like
             ]
         except MemoryError as error:
-            raise DeviceMemoryError(
+            raise HostMemoryError(
                 f"the host has no memory for {self._num_pages - 1:,} pages ({error}); pass a "
                 "smaller host_memory, or 0"
             ) from error

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.core.errors import DeviceMemoryError
+from jaxserve.core.errors import HostMemoryError
 from jaxserve.core.options import KV_DTYPES
 from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
 from jaxserve.memory.relocation import fewest_moves
@@ -127,7 +127,7 @@ def test_a_host_page_holds_what_came_last():
 def test_a_host_without_the_memory_says_what_to_give():
     """The request is for more memory than any machine can address."""
     pages = _pages("float32", 1, num_host_pages=10**13)
-    with pytest.raises(DeviceMemoryError, match="smaller host_memory"):
+    with pytest.raises(HostMemoryError, match="smaller host_memory"):
         pages.swap(((3, 7),), ((7, 9),))
 
 
