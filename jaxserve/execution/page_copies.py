@@ -108,6 +108,10 @@ class DevicePages:
         values = abstract_pages(self.cache, count, sharding=self._host.staging)
         return IncomingPages(np.zeros(count, np.int32), values)  # pyright: ignore[reportArgumentType]
 
+    def has_arrived(self, host_page: int) -> bool:
+        """See `HostMemory`."""
+        return self._host.has_arrived(host_page)
+
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""
         return self._host.read(self.cache, host_page)
@@ -248,6 +252,11 @@ class HostPages:
         """Wait for all pages that are on their way."""
         self._wait_for(list(self._arriving))
 
+    def has_arrived(self, host_page: int) -> bool:
+        """Whether no copy to a host page is on its way, and the newest one has not failed."""
+        arriving = self._arriving.get(host_page)
+        return arriving is None or (arriving.done() and arriving.exception() is None)
+
     def read(self, cache: KVCache, host_page: int) -> bytes:
         """Return the contents of a host page; arbitrary ones if nothing was copied to it yet."""
         self._wait_for((host_page,))
@@ -256,7 +265,9 @@ class HostPages:
 
     def write(self, cache: KVCache, host_page: int, contents: bytes) -> None:
         """Store contents that `read` returned for this cache or for one of the same layout."""
-        self._wait_for((host_page,))
+        arriving = self._arriving.pop(host_page, None)
+        if arriving is not None:
+            wait((arriving,))  # it may have failed: what it was to store is not wanted any more
         self._allocate(jax.tree.leaves(cache))
         start = 0
         for buffer in self._buffers:

@@ -152,6 +152,10 @@ class SimulatedExecutor:
         self._clock.expect(ready_s)
         return SimulatedHandle(result, ready_s, self._clock)
 
+    def has_arrived(self, host_page: int) -> bool:
+        """See `HostMemory`."""
+        return True
+
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""
         return self._host_cells[host_page].tobytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
 from jaxserve.memory.relocation import fewest_moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
+from jaxserve.steps.step_function import Shelf, unkept
 from sharding import make_mesh
 
 NUM_PAGES = 40
@@ -129,6 +131,53 @@ def test_a_host_without_the_memory_says_what_to_give():
     pages = _pages("float32", 1, num_host_pages=10**13)
     with pytest.raises(HostMemoryError, match="smaller host_memory"):
         pages.swap(((3, 7),), ((7, 9),))
+
+
+class _Leaving:
+    """Pages that a gather returned: they fail to arrive once the test says so."""
+
+    def __init__(self, like: jax.Array, fails: threading.Event):
+        self.nbytes, self.shape, self.dtype = like.nbytes, like.shape, like.dtype
+        self._fails = fails
+
+    def copy_to_host_async(self) -> None:
+        pass
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        self._fails.wait()
+        raise RuntimeError("the copy failed")
+
+
+class _FailingShelf:
+    """A shelf whose gathers fail later."""
+
+    def __init__(self, inner: Shelf):
+        self.fails = threading.Event()
+        self._inner = inner
+
+    def function(self, name: str, *args: Any, **options: Any) -> Any:
+        function = self._inner.function(name, *args, **options)
+        if name != "gathered":
+            return function
+        return lambda cache, ids: [
+            _Leaving(each, self.fails) for each in jax.tree.leaves(function(cache, ids))
+        ]
+
+
+def test_a_page_whose_copy_is_on_its_way_or_failed_has_not_arrived():
+    """Nothing waits for it; other contents may be written there."""
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shelf = _FailingShelf(unkept(place))
+    pages = _pages("float32", 1, shelf=shelf)
+    contents = pages.read_host_page(0)
+    pages.swap(((3, 7),), ())
+    assert not pages.has_arrived(7) and pages.has_arrived(6)
+    shelf.fails.set()
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        pages.swap(((3, 8),), ((8, 9),))
+    assert not pages.has_arrived(7)
+    pages.write_host_page(7, contents)
+    assert pages.has_arrived(7) and pages.read_host_page(7) == contents
 
 
 @pytest.mark.parametrize("num_pages", [6, 60])
