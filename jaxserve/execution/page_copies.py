@@ -32,6 +32,8 @@ _Cache = TypeVar("_Cache")
 PAGES_A_CALL = 8
 # Bytes of pages that may be on their way to the host; they take memory of the device meanwhile.
 _MAX_LEAVING_BYTES = 1 << 30
+# The same of pages that come from the host, before a step waits for those that were sent first.
+_MAX_COMING_BYTES = 1 << 30
 # Buffers are split by KV head.
 _BUFFERS = P(None, None, TENSOR)
 
@@ -46,6 +48,7 @@ class DevicePages:
       place: sharding of the cache's buffers.
       num_host_pages: number of pages that fit on the host.
       shelf: where executables are kept; by default nowhere.
+      max_coming_bytes: of pages that may be on their way from the host.
       copy: function that takes a buffer and an array of page ids and returns these pages; by
         default `gathered`, jitted here.
     """
@@ -57,11 +60,12 @@ class DevicePages:
         num_host_pages: int = 0,
         shelf: Shelf | None = None,
         *,
+        max_coming_bytes: int = _MAX_COMING_BYTES,
         copy: Callable[[jax.Array, np.ndarray], jax.Array] | None = None,
     ):
         self.cache = cache
         self.place = place
-        self._host = HostPages(num_host_pages, place, shelf or unkept(place))
+        self._host = HostPages(num_host_pages, place, shelf or unkept(place), max_coming_bytes)
         self._copy = copy or jax.jit(gathered, out_shardings=place)
 
     @property
@@ -184,14 +188,18 @@ class HostPages:
 
     Args:
       place: sharding of the cache's buffers.
+      max_coming_bytes: see `DevicePages`.
 
     Raises:
       HostMemoryError: the host does not have the memory. The first method that allocates raises
         it.
     """
 
-    def __init__(self, num_pages: int, place: jax.sharding.Sharding, shelf: Shelf):
+    def __init__(
+        self, num_pages: int, place: jax.sharding.Sharding, shelf: Shelf, max_coming_bytes: int
+    ):
         self._num_pages = num_pages + 1
+        self._max_coming_bytes = max_coming_bytes
         self._place = place
         self._buffers: list[np.ndarray] = []
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxserve-pages")
@@ -233,11 +241,22 @@ class HostPages:
             self._calls.append(arriving)
 
     def swap_in(self, cache: KVCache, copies: PageCopies) -> KVCache:
-        """Return the cache with (host page, device page) copied into it; `cache` is donated."""
+        """Return the cache with (host page, device page) copied into it; `cache` is donated.
+
+        The pages take memory of the device twice until they are in the cache, so many of them come
+        one part after another.
+        """
+        num_bytes = 0
         for some in _batched(copies):
             ids = np.zeros(PAGES_A_CALL, np.int32)
             ids[: len(some)] = [page for _, page in some]
-            cache = self._scatter(cache, ids, self._read(cache, some, PAGES_A_CALL))
+            values = self._read(cache, some, PAGES_A_CALL)
+            num_new_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(values))
+            if num_bytes and num_bytes + num_new_bytes > self._max_coming_bytes:
+                jax.block_until_ready(cache)
+                num_bytes = 0
+            cache = self._scatter(cache, ids, values)
+            num_bytes += num_new_bytes
         return cache
 
     def incoming(self, cache: KVCache, copies: PageCopies, count: int) -> IncomingPages:

@@ -180,6 +180,61 @@ def test_a_page_whose_copy_is_on_its_way_or_failed_has_not_arrived():
     assert pages.has_arrived(7) and pages.read_host_page(7) == contents
 
 
+class _Buffer:
+    """A buffer of a cache that is computed later; it counts the waits for it."""
+
+    def __init__(self, array: jax.Array, waits: list[int], num_calls: int):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+        self._waits, self._num_calls = waits, num_calls
+
+    def block_until_ready(self) -> _Buffer:
+        if self._num_calls not in self._waits:
+            self._waits.append(self._num_calls)
+        return self
+
+
+class _WatchedShelf:
+    """A shelf whose scatters return `_Buffer`s.
+
+    Attributes:
+      waits: the calls of `scatter` after which the result was waited for.
+    """
+
+    def __init__(self, inner: Shelf):
+        self.waits: list[int] = []
+        self._inner = inner
+        self._num_calls = 0
+
+    def function(self, name: str, *args: Any, **options: Any) -> Any:
+        function = self._inner.function(name, *args, **options)
+        if name != "scattered":
+            return function
+
+        def scatter(cache: KVCache, *more: Any) -> KVCache:
+            arrays = jax.tree.map(lambda each: getattr(each, "array", each), cache)
+            self._num_calls += 1
+            later = function(arrays, *more)
+            return jax.tree.map(lambda each: _Buffer(each, self.waits, self._num_calls), later)
+
+        return scatter
+
+
+@pytest.mark.parametrize(("num_calls", "waits"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (5, [])])
+def test_pages_come_from_the_host_in_parts(num_calls: int, waits: list[int]):
+    """Five calls copy them, of which as many are on their way at once as have room."""
+    plain = _pages("float32", 1)
+    before = _contents(plain)
+    page_bytes = sum(leaf.nbytes for leaf in before) // NUM_PAGES
+    shelf = _WatchedShelf(unkept(plain.place))
+    most = num_calls * PAGES_A_CALL * page_bytes
+    pages = _pages("float32", 1, shelf=shelf, max_coming_bytes=most)
+    copies = tuple((page, page) for page in range(1, NUM_PAGES))
+    pages.swap(copies, copies)
+    assert shelf.waits == waits
+    for old, new in zip(before, jax.tree.leaves(pages.cache), strict=True):
+        assert np.array_equal(np.asarray(new.array)[:, 1:], old[:, 1:])  # beside the null page
+
+
 @pytest.mark.parametrize("num_pages", [6, 60])
 def test_an_allocation_that_fails_halfway_changes_nothing(num_pages):
     """The buffers that were already copied are copied back."""
