@@ -180,7 +180,6 @@ class DeviceExecutor:
         self._params = abstract(self._params)
 
     def has_arrived(self, host_page: int) -> bool:
-        """See `HostMemory`."""
         return self._pages.has_arrived(host_page)
 
     def read_host_page(self, host_page: int) -> bytes:

@@ -166,7 +166,7 @@ class PrefixCacheManager:
         if all(page.device_page is not None for page in cached):
             window.move(self._prefetch.num_copied(cached), num_pages)
         elif branch is None or branch.tip is None or branch.is_running or not branch.counts:
-            window.branch = self._continue(self._find(sequence))  # once for most sequences
+            window.belong_to(self._continue(self._find(sequence)))  # once for most sequences
         else:
             branch.begin([*cached, branch.tip], self._now())
         return cached

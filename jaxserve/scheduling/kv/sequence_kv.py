@@ -52,6 +52,10 @@ class Window:
         """Pages that were cached and copied in all other windows."""
         return sum(self._num_copied.values()) - self._num_copied.get(self.start, 0)
 
+    def belong_to(self, branch: Branch) -> None:
+        """Take the prompt's conversation."""
+        self.branch = branch
+
     def move(self, num_copied: int, num_pages: int) -> None:
         """Look at the next pages, and after the last ones at the first again.
 
