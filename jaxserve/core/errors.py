@@ -259,6 +259,10 @@ class StepMemoryError(DeviceMemoryError):
     """A step that did not fit in the device's memory; only its own requests end with this."""
 
 
+class HostMemoryError(DeviceMemoryError):
+    """Host pages that did not fit in the host's memory; the engine goes on without them."""
+
+
 class InvalidConfigError(JaxserveError, ValueError):
     """A runtime, policy or mesh setting that is out of range or unknown."""
 

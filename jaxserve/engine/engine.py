@@ -11,6 +11,7 @@ from os import urandom
 from typing import Any, NamedTuple, final
 
 from jaxserve.core.clock import Clock
+from jaxserve.core.errors import HostMemoryError
 from jaxserve.core.request import Request
 from jaxserve.engine.constraints import Constraints, GrammarSource
 from jaxserve.engine.recomputing import fail_and_restart, restart_computed
@@ -27,7 +28,6 @@ from jaxserve.scheduling.deferred import Deferred
 from jaxserve.scheduling.kv.identity import WeightsName
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.transfer import KVPages
-from jaxserve.scheduling.lengths.bounds import expected_late
 from jaxserve.scheduling.lengths.outlook import Outlook, outlooks
 from jaxserve.scheduling.limits import check_has_groups
 from jaxserve.scheduling.plan import LINK, StepPlan, StepResult, nothing_delivered
@@ -135,10 +135,9 @@ class Engine:
         pace = self.recorder.pace() if request.has_bounds and self.has_work else None
         sequences = self.scheduler.add(request)
         if request.has_bounds:
-            late = expected_late(self.scheduler, request, pace, self._clock.now())
+            late = self._deferred.add(self.scheduler, sequences, pace, self._clock.now())
             for sequence in sequences if late is not None else ():
                 self.scheduler.end(sequence, "error", late)
-            self._deferred.add(sequences)
         if request.awaits_tokens:
             self._constraints.begin(sequences)
             self.stats.take_in(self._constraints.counters())
@@ -370,9 +369,7 @@ class Engine:
         return news
 
     def _go_on_without(self, lost: Seq[StepPlan], error: Exception) -> list[Progress]:
-        """Fail the sequences of the first of the lost steps, and compute all others anew.
-
-        Nothing is in flight. Pages and slots may be lost, so no KV is kept.
+        """Go on after the loss of steps by `fail_and_restart`, with no KV; nothing is in flight.
 
         Raises:
           Exception: `error`, unless it is for lack of memory and the executor can go on.
@@ -383,6 +380,8 @@ class Engine:
         news = [each for plan in lost for each in self._apply(plan, nothing_delivered(plan))]
         fail_and_restart(self.scheduler, news, lost[0], error)
         self.forget_kept_pages(keeps_disk=True)
+        if isinstance(error, HostMemoryError):
+            self._kv.host.close()
         return news
 
     def _notify(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
-from jaxserve.core.errors import StepMemoryError
+from jaxserve.core.errors import HostMemoryError, StepMemoryError
 from jaxserve.scheduling.collect import Progress
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
+
+_log = logging.getLogger(__name__)
 
 
 def restart_computed(scheduler: Scheduler) -> int:
@@ -29,10 +32,15 @@ def fail_and_restart(
 ) -> None:
     """Fail the sequences of a step that ran out of memory, and compute all others anew.
 
+    If it was the host's memory, none fails: without host pages they can be computed.
+
     Args:
       news: of the steps that were lost, this one among them.
     """
     failed = {row.sequence_key for row in lost.rows}
+    if isinstance(error, HostMemoryError):
+        _log.warning("KV is not copied to the host any more: %s", error)
+        failed.clear()
     out_of_memory = StepMemoryError(
         f"the device ran out of memory in a step with this request ({error}); submit it again, "
         "and pass a smaller kv_memory, max_step_tokens or max_slots if that happens again"

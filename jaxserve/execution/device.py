@@ -179,6 +179,9 @@ class DeviceExecutor:
         """See `ModelExecutor`."""
         self._params = abstract(self._params)
 
+    def has_arrived(self, host_page: int) -> bool:
+        return self._pages.has_arrived(host_page)
+
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""
         return self._pages.read_host_page(host_page)

@@ -9,7 +9,12 @@ from jaxserve.core.errors import DeviceMemoryError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the error says that XLA could not allocate memory; XLA has no type for it."""
+    """Return whether the error says that memory could not be allocated, by XLA or by us."""
+    return isinstance(error, DeviceMemoryError) or _is_by_xla(error)
+
+
+def _is_by_xla(error: BaseException) -> bool:
+    """Return whether XLA could not allocate memory; it has no type for that."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
@@ -24,7 +29,7 @@ def out_of_memory_as(doing: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the module of XLA's type differs between versions
-        if not is_out_of_memory(error):
+        if not _is_by_xla(error):
             raise
         raise DeviceMemoryError(
             f"the device ran out of memory while {doing} ({error}); {remedy}"

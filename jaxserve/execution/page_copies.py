@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.core.errors import DeviceMemoryError
+from jaxserve.core.errors import HostMemoryError
 from jaxserve.memory.relocation import Moves, page_sources
 from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
@@ -32,6 +32,8 @@ _Cache = TypeVar("_Cache")
 PAGES_A_CALL = 8
 # Bytes of pages that may be on their way to the host; they take memory of the device meanwhile.
 _MAX_LEAVING_BYTES = 1 << 30
+# The same of pages that come from the host, before a step waits for those that were sent first.
+_MAX_COMING_BYTES = 1 << 30
 # Buffers are split by KV head.
 _BUFFERS = P(None, None, TENSOR)
 
@@ -46,6 +48,7 @@ class DevicePages:
       place: sharding of the cache's buffers.
       num_host_pages: number of pages that fit on the host.
       shelf: where executables are kept; by default nowhere.
+      max_coming_bytes: of pages that may be on their way from the host.
       copy: function that takes a buffer and an array of page ids and returns these pages; by
         default `gathered`, jitted here.
     """
@@ -57,11 +60,12 @@ class DevicePages:
         num_host_pages: int = 0,
         shelf: Shelf | None = None,
         *,
+        max_coming_bytes: int = _MAX_COMING_BYTES,
         copy: Callable[[jax.Array, np.ndarray], jax.Array] | None = None,
     ):
         self.cache = cache
         self.place = place
-        self._host = HostPages(num_host_pages, place, shelf or unkept(place))
+        self._host = HostPages(num_host_pages, place, shelf or unkept(place), max_coming_bytes)
         self._copy = copy or jax.jit(gathered, out_shardings=place)
 
     @property
@@ -107,6 +111,10 @@ class DevicePages:
             return None
         values = abstract_pages(self.cache, count, sharding=self._host.staging)
         return IncomingPages(np.zeros(count, np.int32), values)  # pyright: ignore[reportArgumentType]
+
+    def has_arrived(self, host_page: int) -> bool:
+        """See `HostMemory`."""
+        return self._host.has_arrived(host_page)
 
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""
@@ -180,14 +188,18 @@ class HostPages:
 
     Args:
       place: sharding of the cache's buffers.
+      max_coming_bytes: see `DevicePages`.
 
     Raises:
-      DeviceMemoryError: the host does not have the memory. The first method that allocates raises
+      HostMemoryError: the host does not have the memory. The first method that allocates raises
         it.
     """
 
-    def __init__(self, num_pages: int, place: jax.sharding.Sharding, shelf: Shelf):
+    def __init__(
+        self, num_pages: int, place: jax.sharding.Sharding, shelf: Shelf, max_coming_bytes: int
+    ):
         self._num_pages = num_pages + 1
+        self._max_coming_bytes = max_coming_bytes
         self._place = place
         self._buffers: list[np.ndarray] = []
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxserve-pages")
@@ -229,11 +241,22 @@ class HostPages:
             self._calls.append(arriving)
 
     def swap_in(self, cache: KVCache, copies: PageCopies) -> KVCache:
-        """Return the cache with (host page, device page) copied into it; `cache` is donated."""
+        """Return the cache with (host page, device page) copied into it; `cache` is donated.
+
+        The pages take memory of the device twice until they are in the cache, so many of them come
+        one part after another.
+        """
+        num_bytes = 0
         for some in _batched(copies):
             ids = np.zeros(PAGES_A_CALL, np.int32)
             ids[: len(some)] = [page for _, page in some]
-            cache = self._scatter(cache, ids, self._read(cache, some, PAGES_A_CALL))
+            values = self._read(cache, some, PAGES_A_CALL)
+            num_new_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(values))
+            if num_bytes and num_bytes + num_new_bytes > self._max_coming_bytes:
+                jax.block_until_ready(cache)
+                num_bytes = 0
+            cache = self._scatter(cache, ids, values)
+            num_bytes += num_new_bytes
         return cache
 
     def incoming(self, cache: KVCache, copies: PageCopies, count: int) -> IncomingPages:
@@ -248,6 +271,11 @@ class HostPages:
         """Wait for all pages that are on their way."""
         self._wait_for(list(self._arriving))
 
+    def has_arrived(self, host_page: int) -> bool:
+        """Whether no copy to a host page is on its way, and the newest one has not failed."""
+        arriving = self._arriving.get(host_page)
+        return arriving is None or (arriving.done() and arriving.exception() is None)
+
     def read(self, cache: KVCache, host_page: int) -> bytes:
         """Return the contents of a host page; arbitrary ones if nothing was copied to it yet."""
         self._wait_for((host_page,))
@@ -256,7 +284,9 @@ class HostPages:
 
     def write(self, cache: KVCache, host_page: int, contents: bytes) -> None:
         """Store contents that `read` returned for this cache or for one of the same layout."""
-        self._wait_for((host_page,))
+        arriving = self._arriving.pop(host_page, None)
+        if arriving is not None:
+            wait((arriving,))  # it may have failed: what it was to store is not wanted any more
         self._allocate(jax.tree.leaves(cache))
         start = 0
         for buffer in self._buffers:
@@ -317,7 +347,7 @@ class HostPages:
                 for pages in like
             ]
         except MemoryError as error:
-            raise DeviceMemoryError(
+            raise HostMemoryError(
                 f"the host has no memory for {self._num_pages - 1:,} pages ({error}); pass a "
                 "smaller host_memory, or 0"
             ) from error

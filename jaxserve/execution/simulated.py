@@ -95,12 +95,10 @@ class SimulatedExecutor:
         self._cost = cost or FlatCost()
         self._vocab_size = vocab_size
         self._reads_context = reads_context
-        # For each device group: its slots, and its cells. The value at (page, offset) is a hash of
-        # the whole context up to that position.
+        # Of each device group. The value at (page, offset) is a hash of the context up to there.
         self._slots_of: list[dict[int, _Slot]] = [{} for _ in range(self.num_device_groups)]
-        self._cells_of = np.zeros(
-            (self.num_device_groups, config.num_pages, config.page_size), np.int64
-        )
+        shape = self.num_device_groups, config.num_pages, config.page_size
+        self._cells_of = np.zeros(shape, np.int64)
         # Those of the group whose plan is being carried out.
         self._slots, self._cells = self._slots_of[0], self._cells_of[0]
         self._host_cells = np.zeros((config.num_host_pages, config.page_size), np.int64)
@@ -151,6 +149,9 @@ class SimulatedExecutor:
         ready_s = self._free_at_s[group] = begin_s + self._cost.device_s(work)
         self._clock.expect(ready_s)
         return SimulatedHandle(result, ready_s, self._clock)
+
+    def has_arrived(self, host_page: int) -> bool:
+        return True
 
     def read_host_page(self, host_page: int) -> bytes:
         """See `HostMemory`."""

@@ -24,6 +24,10 @@ PATIENCE_S = 10.0
 class HostMemory(Protocol):
     """The contents of the host's pages, between two plans."""
 
+    def has_arrived(self, host_page: int) -> bool:
+        """Whether `read_host_page` returns at once: no copy to the page is on its way or failed."""
+        ...
+
     def read_host_page(self, host_page: int) -> bytes:
         """What the plans submitted so far leave there."""
         ...

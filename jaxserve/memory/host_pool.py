@@ -38,6 +38,11 @@ class HostPool:
             self._is_allocated[page] = True
         return pages
 
+    def close(self) -> None:
+        """Have no pages from here on; none may be allocated."""
+        assert self.num_free == self.num_pages, "host pages are allocated"
+        self._is_allocated, self._free = [], []
+
     def free(self, pages: Iterable[int]) -> None:
         """Give allocated pages back."""
         for page in pages:

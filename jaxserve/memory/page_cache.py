@@ -376,8 +376,10 @@ class PageCache:
         return page.host_page is None and self.is_cached(page)
 
     def _may_leave_host(self, page: CachedPage) -> bool:
-        """Whether no copy of the next plan reads or writes its host page."""
+        """Whether no copy of the next plan uses its host page, and the disk can have that now."""
         if page.host_page is None or page.host_page in self._copies_out:
+            return False
+        if self.disk and self._host_memory and not self._host_memory.has_arrived(page.host_page):
             return False
         return page.device_page not in self._copies_in
 

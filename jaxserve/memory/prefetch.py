@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import final
 
-from jaxserve.memory.cached_page import CachedPage
+from jaxserve.memory.cached_page import Branch, CachedPage
 from jaxserve.memory.page_cache import PageCache
 from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.ranking import Ranking
 
 # Pages that come with one plan, those of admitted sequences included: as many as one call copies.
 _MAX_INCOMING = 8
+_NONE: Mapping[Branch, int] = MappingProxyType({})
 
 
 @final
@@ -30,20 +32,30 @@ class Prefetch:
         self._cache = cache
         self._values = values
         self._awaited: Collection[CachedPage] = ()
-        self._lowest = Ranking(cache.branches, "on_host", self._may_give_way, values.rank)
+        self._long = _NONE
+        # Awaited pages that are cached and copied; None where they have not been counted.
+        self._num_spared: int | None = None
+        self._lowest = Ranking(
+            *(cache.branches, "on_host", self._may_give_way, values.rank),
+            keeps=lambda branch: branch in self._long,
+        )
 
-    def bring(self, awaited: Sequence[CachedPage]) -> list[CachedPage]:
+    def bring(
+        self, awaited: Sequence[CachedPage], long: Mapping[Branch, int] = _NONE
+    ) -> list[CachedPage]:
         """Have the next plan bring some of these from the host; to be called last before it.
 
         Each comes to a free page, or to one whose contents are worth less and lie on the host too.
 
         Args:
           awaited: by all waiting sequences, the first one's first. None gives way to another.
+          long: conversations of which only some pages are in `awaited`. No page of theirs gives way
+            either; the value is how many of the others are cached and copied.
 
         Returns:
           Those that come.
         """
-        self._awaited = set(awaited)
+        self._awaited, self._long, self._num_spared = set(awaited), long, None
         incoming: list[CachedPage] = []
         for page in awaited:
             if page.device_page is not None or page.host_page is None:
@@ -56,9 +68,15 @@ class Prefetch:
             allocated = pool.allocate(1)
             self._cache.restore(page, *allocated)
             pool.free(allocated)
+            if self._num_spared is not None:
+                self._num_spared += 1
             incoming.append(page)
         self.num_pages += len(incoming)
         return incoming
+
+    def num_copied(self, pages: Iterable[CachedPage]) -> int:
+        """Return how many of these are cached on the device and lie on the host too."""
+        return sum(page.host_page is not None and self._cache.is_cached(page) for page in pages)
 
     def _make_room(self, page: CachedPage) -> bool:
         """Have a page of the device free that is not reserved."""
@@ -67,10 +85,9 @@ class Prefetch:
             return False
         if pool.num_free:
             return True
-        num_spared = sum(
-            each.host_page is not None and self._cache.is_cached(each) for each in self._awaited
-        )
-        if pool.num_copied == num_spared:
+        if self._num_spared is None:
+            self._num_spared = self.num_copied(self._awaited) + sum(self._long.values())
+        if pool.num_copied <= self._num_spared:
             return False
         victim = self._lowest.lowest()
         if victim is None:
@@ -85,4 +102,6 @@ class Prefetch:
         """Whether it is cached, not awaited, and copied to the host by an earlier plan."""
         if page.host_page is None or self._cache.is_outgoing(page) or page in self._awaited:
             return False
-        return self._cache.is_cached(page)
+        if not self._cache.is_cached(page):
+            return False
+        return not self._long or not any(branch in self._long for branch in page.branches)

@@ -39,6 +39,7 @@ class Ranking:
         that is awaited or, on the device, runs, are looked at only where no other is found.
       may_go: whether a page is one of those that are ranked.
       rank: the sort key.
+      keeps: whether no page of a conversation may go at present; then none is looked at.
     """
 
     def __init__(
@@ -47,11 +48,14 @@ class Ranking:
         line: Literal["on_device", "on_host", "uncopied"],
         may_go: Callable[[CachedPage], bool],
         rank: Callable[[CachedPage], tuple[float, int]],
+        *,
+        keeps: Callable[[Branch], bool] = lambda _: False,
     ):
         self._branches = branches
         self._line = attrgetter(line)
         self._may_go = may_go
         self._rank = rank
+        self._keeps = keeps
         self._spares_running = line != "on_host"
         # A heap. An entry counts if its number is the newest of its unit.
         self._order: list[_Entry] = []
@@ -107,7 +111,7 @@ class Ranking:
         elif unit.is_empty:
             self._branches.pop(unit, None)
             self._newest.pop(unit, None)
-        elif not (skips and self._is_spared(unit)):
+        elif not (self._keeps(unit) or (skips and self._is_spared(unit))):
             self._push_first_of(unit, 0)
             self._turns.extend(unit.shared_pages())
 

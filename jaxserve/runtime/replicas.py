@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -37,6 +38,9 @@ from jaxserve.scheduling.lengths.tracker import first_prediction
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
 from pallas_kernels import dispatch
+
+# Answers that a call looks at, where the queue seems full, to find some that wait no more.
+_MAX_LOOKED_AT = 128
 
 
 @final
@@ -94,8 +98,10 @@ class Replicas:
         self._lock = threading.Lock()
         self._placed: dict[str, _Placed] = {}
         self._max_waiting = max_waiting
-        # Answers that wait, and some that did when they were counted last; empty without a limit.
-        self._waiting: dict[str, Answer] = {}
+        # Answers that wait, and some that did when they were looked at last; empty without a limit.
+        self._waiting: OrderedDict[str, Answer] = OrderedDict()
+        # Ids of those that are looked at next, the last one first.
+        self._to_look_at: list[str] = []
         # Ids of requests that are about to be submitted.
         self._claimed: set[str] = set()
 
@@ -315,7 +321,7 @@ class Replicas:
             return
         num_new = len(self._claimed) + num_requests
         if len(self._waiting) + num_new > most:
-            self._waiting = {key: each for key, each in self._waiting.items() if each.waits}
+            self._drop_begun()
         if len(self._waiting) + num_new > most:
             num_waiting = len(self._waiting) + len(self._claimed)
             raise QueueFullError(
@@ -323,6 +329,22 @@ class Replicas:
                 f"max_waiting={most}. Submit them when others have begun, or pass a larger "
                 "max_waiting"
             )
+
+    def _drop_begun(self) -> None:
+        """Drop answers from `_waiting` that wait no more: the first ones, and some of the others.
+
+        A call looks at `_MAX_LOOKED_AT` answers that wait. Of more, some that have begun count
+        until later calls have looked at all; at most as many as have begun and not ended.
+        """
+        waiting = self._waiting
+        while waiting and not waiting[first := next(iter(waiting))].waits:
+            del waiting[first]
+        if not self._to_look_at or len(waiting) <= _MAX_LOOKED_AT:
+            self._to_look_at = list(reversed(waiting))
+        for key in [self._to_look_at.pop() for _ in self._to_look_at[:_MAX_LOOKED_AT]]:
+            answer = waiting.get(key)
+            if answer is not None and not answer.waits:
+                del waiting[key]
 
     def _place(self, answer: Answer) -> _Placed:
         request = answer.request

@@ -104,19 +104,17 @@ class Queues:
         first one with a bound of its own.
 
         Args:
-          only_bounded: pass all that fit and have no bound of their own.
+          only_bounded: pass all without a bound of their own, if the first one of them fits.
         """
         if len(self.running) == self._kv.config.max_slots:
             return None
         if not only_bounded:
-            sequence = self._first_that(self._kv.awaits_disk)
+            sequence = self._first_that()
             if sequence is None or not self._is_held_back(sequence):
                 return sequence
         if not self.waiting.has_bounded:
             return None
-        return self._first_that(
-            lambda each: not each.request.has_bounds or self._kv.awaits_disk(each)
-        )
+        return self._first_that(only_bounded=True)
 
     def fetch_next(self) -> None:
         """Have the disk read the pages of the first waiting sequence that lie there alone."""
@@ -124,8 +122,11 @@ class Queues:
         if first is not None:
             self._kv.awaits_disk(first)
 
-    def _first_that(self, awaits: Callable[[Sequence], bool]) -> Sequence | None:
-        return self.waiting.first_that(self._fits, awaits, self._kv.num_available)
+    def _first_that(self, *, only_bounded: bool = False) -> Sequence | None:
+        kv = self._kv
+        return self.waiting.first_that(
+            *(self._fits, kv.awaits_disk, kv.num_available), only_bounded=only_bounded
+        )
 
     def _is_held_back(self, sequence: Sequence) -> bool:
         is_bulk = not sequence.request.has_bounds and self._policy.order.heeds_bounds

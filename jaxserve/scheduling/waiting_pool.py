@@ -43,13 +43,15 @@ class _Block:
       num_passed: passes of every entry.
       least_pages: the lowest of the entries.
       most_passed: the highest `num_passed` of the entries themselves.
+      num_bounded: entries with a latency bound of their own.
     """
 
-    __slots__ = ("entries", "least_pages", "most_passed", "num_passed")
+    __slots__ = ("entries", "least_pages", "most_passed", "num_bounded", "num_passed")
 
     def __init__(self, entries: list[_Entry], num_passed: int = 0):
         self.entries = entries
         self.num_passed = num_passed
+        self.num_bounded = sum(entry.sequence.request.has_bounds for entry in entries)
         self.measure()
 
     def measure(self) -> None:
@@ -63,12 +65,14 @@ class _Block:
         bisect.insort(self.entries, entry, key=_place)
         self.least_pages = min(self.least_pages, entry.least_pages)
         self.most_passed = max(self.most_passed, entry.num_passed)
+        self.num_bounded += entry.sequence.request.has_bounds
 
     def split(self) -> _Block:
         """Return a block with the upper half, which leaves this one."""
         half = len(self.entries) // 2
         upper = _Block(self.entries[half:], self.num_passed)
         del self.entries[half:]
+        self.num_bounded -= upper.num_bounded
         self.measure()
         return upper
 
@@ -158,6 +162,8 @@ class WaitingPool:
         fits: Callable[[Sequence], bool],
         awaits: Callable[[Sequence], bool],
         num_available: int,
+        *,
+        only_bounded: bool = False,
     ) -> Sequence | None:
         """Return the first sequence that fits, if it may pass those before it.
 
@@ -165,18 +171,27 @@ class WaitingPool:
           fits: whether a sequence fits into `num_available` pages; called with those alone that
             could by their least pages.
           awaits: whether a sequence fits but waits for something else; then any other may pass it.
+          only_bounded: all without a latency bound of their own wait for something else. Once one
+            of them has fitted, the search passes the others without a look at their memory.
         """
+        passes_unbounded = False
         for block in self._blocks:
+            if passes_unbounded and not block.num_bounded:
+                continue
             may_all_be_passed = block.num_passed + block.most_passed < self._max_passes
             if may_all_be_passed and block.least_pages > num_available:
                 continue
             for entry in block.entries:
                 sequence = entry.sequence
+                is_passed = only_bounded and sequence.key not in self._bounded
+                if is_passed and passes_unbounded:
+                    continue
                 if not sequence.num_in_flight:
                     if _waits_for_primary(sequence, self._page_size):
                         continue
                     if self._known_pages(block, entry) <= num_available and fits(sequence):
-                        if awaits(sequence):
+                        passes_unbounded = passes_unbounded or is_passed
+                        if is_passed or awaits(sequence):
                             continue
                         return sequence
                 if not (may_all_be_passed or self._may_be_passed(block, entry)):
@@ -226,6 +241,7 @@ class WaitingPool:
         at, index = self._find(entry)
         block = self._blocks[at]
         del block.entries[index]
+        block.num_bounded -= entry.sequence.request.has_bounds
         if not block.entries:
             del self._blocks[at]
         elif self._max_passes:

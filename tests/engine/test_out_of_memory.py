@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,26 +11,37 @@ import pytest
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import StepMemoryError
+from jaxserve.core.errors import HostMemoryError, StepMemoryError
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.scheduling.presets import PRESETS
-from jaxserve.testing import ExecutorWrapper, FaultyExecutor
+from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.preemption.last_in_order import LastInOrder
+from jaxserve.scheduling.presets import get_policy
+from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.testing import ExecutorWrapper, FaultyExecutor, FreeCopiesExecutor
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 
 CONFIG = EngineConfig(
     page_size=4, num_pages=40, max_slots=4, max_context=60, max_step_tokens=16, num_host_pages=30
 )
+_SWAPS = Policy(
+    "swaps", OnDemand(0.0), FCFS(), Unified(), Stateless(), LastInOrder(keeps_state=True)
+)
 _GREEDY = SamplingParams(max_tokens=12)
 
 
 def _outcomes(
-    policy: str, wrap: Callable[[Any], Any] = lambda inner: inner
+    policy: str | Policy,
+    wrap: Callable[[Any], Any] = lambda inner: inner,
+    config: EngineConfig = CONFIG,
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, Any], int]:
     """Return the tokens and the errors of 24 requests, and the steps that were lost."""
     clock = VirtualClock()
-    engine = Engine(wrap(SimulatedExecutor(CONFIG, clock)), PRESETS[policy], clock)
+    engine = Engine(wrap(SimulatedExecutor(config, clock)), get_policy(policy), clock)
     sequences = [
         *(
             each
@@ -67,6 +79,26 @@ def test_others_have_the_tokens_that_they_have_anyway(policy: str, every: int):
     assert all(type(error) is StepMemoryError for error in errors.values())
     for name, output in found.items():
         assert output == (wanted[name] if name not in errors else wanted[name][: len(output)])
+
+
+class _SmallHost(ExecutorWrapper):
+    """A host without the memory for its pages."""
+
+    def submit(self, plan: Any) -> Any:
+        if plan.swaps_out or plan.swaps_in:
+            raise HostMemoryError("the host has no memory for 30 pages; pass a smaller host_memory")
+        return super().submit(plan)
+
+
+@pytest.mark.parametrize("policy", [_SWAPS, "pensieve", "auto"])
+def test_all_go_on_without_the_host_pages_that_do_not_fit(policy: str | Policy):
+    """The first copies fail; from then on KV is computed anew, and none is copied."""
+    config = replace(CONFIG, num_pages=25)
+    wanted, _, _ = _outcomes(policy, config=config)
+    found, errors, num_lost = _outcomes(
+        policy, lambda inner: FreeCopiesExecutor(_SmallHost(inner)), config
+    )
+    assert found == wanted and not errors and num_lost == 1
 
 
 class _Twice(ExecutorWrapper):

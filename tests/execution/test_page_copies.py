@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.core.errors import DeviceMemoryError
+from jaxserve.core.errors import HostMemoryError
 from jaxserve.core.options import KV_DTYPES
 from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
 from jaxserve.memory.relocation import fewest_moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
+from jaxserve.steps.step_function import Shelf, unkept
 from sharding import make_mesh
 
 NUM_PAGES = 40
@@ -127,8 +129,110 @@ def test_a_host_page_holds_what_came_last():
 def test_a_host_without_the_memory_says_what_to_give():
     """The request is for more memory than any machine can address."""
     pages = _pages("float32", 1, num_host_pages=10**13)
-    with pytest.raises(DeviceMemoryError, match="smaller host_memory"):
+    with pytest.raises(HostMemoryError, match="smaller host_memory"):
         pages.swap(((3, 7),), ((7, 9),))
+
+
+class _Leaving:
+    """Pages that a gather returned: they fail to arrive once the test says so."""
+
+    def __init__(self, like: jax.Array, fails: threading.Event):
+        self.nbytes, self.shape, self.dtype = like.nbytes, like.shape, like.dtype
+        self._fails = fails
+
+    def copy_to_host_async(self) -> None:
+        pass
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        self._fails.wait()
+        raise RuntimeError("the copy failed")
+
+
+class _FailingShelf:
+    """A shelf whose gathers fail later."""
+
+    def __init__(self, inner: Shelf):
+        self.fails = threading.Event()
+        self._inner = inner
+
+    def function(self, name: str, *args: Any, **options: Any) -> Any:
+        function = self._inner.function(name, *args, **options)
+        if name != "gathered":
+            return function
+        return lambda cache, ids: [
+            _Leaving(each, self.fails) for each in jax.tree.leaves(function(cache, ids))
+        ]
+
+
+def test_a_page_whose_copy_is_on_its_way_or_failed_has_not_arrived():
+    """Nothing waits for it; other contents may be written there."""
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shelf = _FailingShelf(unkept(place))
+    pages = _pages("float32", 1, shelf=shelf)
+    contents = pages.read_host_page(0)
+    pages.swap(((3, 7),), ())
+    assert not pages.has_arrived(7) and pages.has_arrived(6)
+    shelf.fails.set()
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        pages.swap(((3, 8),), ((8, 9),))
+    assert not pages.has_arrived(7)
+    pages.write_host_page(7, contents)
+    assert pages.has_arrived(7) and pages.read_host_page(7) == contents
+
+
+class _Buffer:
+    """A buffer of a cache that is computed later; it counts the waits for it."""
+
+    def __init__(self, array: jax.Array, waits: list[int], num_calls: int):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+        self._waits, self._num_calls = waits, num_calls
+
+    def block_until_ready(self) -> _Buffer:
+        if self._num_calls not in self._waits:
+            self._waits.append(self._num_calls)
+        return self
+
+
+class _WatchedShelf:
+    """A shelf whose scatters return `_Buffer`s.
+
+    Attributes:
+      waits: the calls of `scatter` after which the result was waited for.
+    """
+
+    def __init__(self, inner: Shelf):
+        self.waits: list[int] = []
+        self._inner = inner
+        self._num_calls = 0
+
+    def function(self, name: str, *args: Any, **options: Any) -> Any:
+        function = self._inner.function(name, *args, **options)
+        if name != "scattered":
+            return function
+
+        def scatter(cache: KVCache, *more: Any) -> KVCache:
+            arrays = jax.tree.map(lambda each: getattr(each, "array", each), cache)
+            self._num_calls += 1
+            later = function(arrays, *more)
+            return jax.tree.map(lambda each: _Buffer(each, self.waits, self._num_calls), later)
+
+        return scatter
+
+
+@pytest.mark.parametrize(("num_calls", "waits"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (5, [])])
+def test_pages_come_from_the_host_in_parts(num_calls: int, waits: list[int]):
+    """Five calls copy them, of which as many are on their way at once as have room."""
+    plain = _pages("float32", 1)
+    before = _contents(plain)
+    page_bytes = sum(leaf.nbytes for leaf in before) // NUM_PAGES
+    shelf = _WatchedShelf(unkept(plain.place))
+    most = num_calls * PAGES_A_CALL * page_bytes
+    pages = _pages("float32", 1, shelf=shelf, max_coming_bytes=most)
+    copies = tuple((page, page) for page in range(1, NUM_PAGES))
+    pages.swap(copies, copies)
+    assert shelf.waits == waits
+    for old, new in zip(before, jax.tree.leaves(pages.cache), strict=True):
+        assert np.array_equal(np.asarray(new.array)[:, 1:], old[:, 1:])  # beside the null page
 
 
 @pytest.mark.parametrize("num_pages", [6, 60])

@@ -25,6 +25,10 @@ class Host:
 
     def __init__(self):
         self.pages: dict[int, bytes] = {}
+        self.arriving: set[int] = set()
+
+    def has_arrived(self, host_page: int) -> bool:
+        return host_page not in self.arriving
 
     def read_host_page(self, host_page: int) -> bytes:
         return self.pages[host_page]
@@ -199,3 +203,19 @@ def test_a_disk_that_hangs_is_not_waited_for(bench):
     assert bench.retrieval.awaits(2, bench.keys("b", 3))
     bench.take_in()
     assert bench.retrieval.release(2) == {0, 1, 2}
+
+
+def test_what_has_not_arrived_on_the_host_does_not_leave_it_for_the_disk(bench):
+    """Its copy is on its way or has failed; later ones leave, and where there are none, none."""
+    keys = bench.keys("x", NUM_HOST_PAGES)
+    for index, key in enumerate(keys):
+        assert bench.cache.load(index, key, b"of " + key, Branch(0.0))
+    pages = bench.cache.find(keys)
+    bench.host.arriving = {page.host_page for page in pages[:3] + pages[4:]}
+    assert bench.cache.load(8, b"x 8", b"8", Branch(0.0))
+    assert [page.index for page in pages if page.host_page is None] == [3]
+    bench.host.arriving = set(range(NUM_HOST_PAGES))
+    assert not bench.cache.load(9, b"x 9", b"9", Branch(0.0))
+    bench.disk.flush()
+    assert [key in bench.disk for key in keys] == [False] * 3 + [True] + [False] * 2
+    bench.cache.check_integrity()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -109,6 +111,35 @@ def test_the_queue_is_bounded():
         replicas.submit(again := _answer("too many"))
         assert len(again.future.result(WAIT_S).token_ids) == 8
         _check_is_clean(replicas)
+
+
+def test_a_refusal_looks_at_few_of_those_that_wait():
+    """Many calls may be refused at once; those that begin or end make room for others."""
+    looked_at = []
+    for num_waiting in (500, 5_000):
+        with _replicas(1, lambda inner: SlowExecutor(inner, 0.01), num_waiting) as replicas:
+            with replicas.first.loop.paused("keep"):  # none begins
+                replicas.submit(*(_answer(f"{i}", max_tokens=500) for i in range(num_waiting)))
+                looked_at.append(0)
+
+                def count(frame: FrameType, event: str, _: Any) -> None:
+                    looked_at[-1] += event == "call" and frame.f_code.co_name == "waits"
+
+                sys.setprofile(count)
+                try:
+                    for number in range(40):
+                        with pytest.raises(QueueFullError):
+                            replicas.submit(_answer(f"too many {number}"))
+                finally:
+                    sys.setprofile(None)
+                for number in range(0, num_waiting, num_waiting // 5):
+                    replicas.cancel(f"{number + num_waiting // 10}")
+            end_s = time.monotonic() + WAIT_S
+            while len(replicas.first.engine.scheduler.running) < 3:
+                assert time.monotonic() < end_s
+                time.sleep(0.001)
+            replicas.submit(*(_answer(f"again {i}") for i in range(5)))
+    assert looked_at[1] < 1.5 * looked_at[0] + 200, looked_at
 
 
 def test_what_is_claimed_is_not_given_to_another_call():

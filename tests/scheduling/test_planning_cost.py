@@ -53,9 +53,13 @@ def _request(number: int, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int =
     )
 
 
-def _calls(engine: Engine, num_steps: int) -> int:
-    """Return the most calls that planning one of the next steps made, or resumed."""
-    plan, counts = Scheduler.plan.__code__, []
+def _calls(engine: Engine, num_steps: int, of: Any = Scheduler.plan) -> int:
+    """Return the most calls that planning one of the next steps made, or resumed.
+
+    Args:
+      of: the function whose calls are counted.
+    """
+    plan, counts = of.__code__, []
     depth = num = 0
 
     def count(frame: FrameType, event: str, _: Any) -> None:
@@ -102,6 +106,49 @@ def test_ten_times_as_many_wait_where_only_those_with_a_bound_may_run():
             engine.add(_request(number))
         engine.step()
         found.append(_calls(engine, 20))
+    assert found[1] < 1.5 * found[0] + 200, found
+
+
+def _bounded(number: int, latency_bound: float) -> Request:
+    params = SamplingParams(max_tokens=64, ignore_eos=True, latency_bound=latency_bound)
+    return replace(_request(number), params=params, arrival_s=0.0)
+
+
+def test_ten_times_as_many_wait_with_bounds_that_are_far_off():
+    """A step looks only at those that may be too late."""
+    found = []
+    for num_waiting in (200, 2_000):
+        engine = _engine("auto", CONFIG)
+        for number in range(num_waiting):
+            engine.add(_bounded(number, 1e6))
+        for _ in range(3):
+            engine.step()
+        found.append(_calls(engine, 40, Engine.step))
+        assert len(engine.scheduler.waiting) > num_waiting - 20
+    assert found[1] < 1.5 * found[0] + 200, found
+
+
+def test_four_times_as_many_wait_when_requests_with_bounds_arrive():
+    """The simulations of the queue that decide which are refused serve several arrivals each."""
+    found = []
+    for num_waiting in (1_000, 4_000):
+        engine = _engine("auto", CONFIG)
+        for number in range(num_waiting):
+            engine.add(_bounded(number, 1e6))
+        for _ in range(3):
+            engine.step()
+        requests = [_bounded(number, 1e6) for number in range(num_waiting, num_waiting + 128)]
+        found.append(0)
+
+        def count(frame: FrameType, event: str, _: Any) -> None:
+            found[-1] += event == "call"
+
+        sys.setprofile(count)
+        try:
+            for request in requests:
+                engine.add(request)
+        finally:
+            sys.setprofile(None)
     assert found[1] < 1.5 * found[0] + 200, found
 
 
@@ -182,3 +229,34 @@ def test_a_step_admits_few(policy: str):
         num_ended += sum(each.sequence.finish_reason is not None for each in engine.step())
         num_admitted.append(num_before - len(engine.scheduler.waiting))
     assert max(num_admitted) <= MAX_ADMITTED and sum(num_admitted) == 200 == num_ended
+
+
+@pytest.mark.parametrize("policy", ["pensieve", "auto"])
+def test_a_long_prompt_that_waits_for_a_slot_while_its_pages_come_from_the_host(policy: str):
+    """Its pages were evicted by a prompt of the same length; a few of them come with each step."""
+    found, came = [], []
+    for num_pages in (600, 6_000):
+        config = EngineConfig(
+            num_pages=num_pages * 5 // 4,
+            num_host_pages=4 * num_pages,
+            max_slots=1,
+            max_context=16 * num_pages,
+            max_step_tokens=4_096,
+            page_size=16,
+            restore="prefetch",
+        )
+        engine = _engine(policy, config)
+        prompts = [tuple(range(first, 16 * num_pages + first - 100)) for first in range(2)]
+        for number in range(2):
+            engine.add(_request(number, prompts[number], max_tokens=2))
+            while engine.has_work:
+                engine.step()
+        for number, prompt in enumerate(((7, 8, 9), prompts[0]), 2):
+            engine.add(_request(number, prompt, max_tokens=500))
+        for _ in range(3):
+            engine.step()
+        before = engine.stats.num_pages_prefetched
+        found.append(_calls(engine, 20))
+        came.append(engine.stats.num_pages_prefetched - before)
+    assert min(came) > 0, came
+    assert found[1] < 1.5 * found[0] + 200, found

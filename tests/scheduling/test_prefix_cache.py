@@ -11,6 +11,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.kv.manager import KVManager
+from jaxserve.scheduling.kv.sequence_kv import MAX_LOOKED_AT
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.tiered import Tiered
@@ -196,6 +197,29 @@ def test_pages_come_back_while_their_conversation_waits_for_a_slot():
     assert [(r.start, r.num_tokens) for r in server.executor.plans[begins].rows] == [(32, 4)]
     assert server.engine.stats.num_prefix_hit_on_host - found == 4 * sum(num_in)
     assert Server().answer((*history, 5), max_tokens=12) == [known]
+
+
+def test_all_pages_of_a_long_prompt_come_back_while_it_waits():
+    """They are more than one step looks at, and those that came stay."""
+    config = replace(
+        CONFIG,
+        num_pages=1_501,
+        num_host_pages=4_000,
+        max_slots=1,
+        max_context=6_000,
+        slot_buckets=(1,),
+        head_buckets=(1,),
+        restore="prefetch",
+    )
+    server = Server(config, free_share=1.0)
+    (history,) = server.answer(tuple(range(1, 4 * 2 * MAX_LOOKED_AT)))
+    server.answer(tuple(range(2, 4 * 2 * MAX_LOOKED_AT)))
+    away = server.engine.residency(history).count("host")
+    server.answer((99, 98, 97), (*history, 5), max_tokens=500)
+    (begins,) = [i for i, plan in enumerate(server.executor.plans) if plan.admissions][1:]
+    num_in = [len(plan.swaps_in) for plan in server.executor.plans]
+    assert sum(num_in[:begins]) == server.engine.stats.num_pages_prefetched == away
+    assert away > MAX_LOOKED_AT
 
 
 def test_without_host_memory_leading_pages_are_dropped_first():

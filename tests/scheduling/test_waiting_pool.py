@@ -34,10 +34,10 @@ class _ByRank:
         return self.ranks.get(sequence.key, 0)
 
 
-def _sequences(count: int) -> list[Sequence]:
+def _sequences(count: int, latency_bound: float | None = None) -> list[Sequence]:
     """Return sequences of no engine any more."""
     engine = Trace(0).engine(PRESETS["vllm_like"], CONFIG)
-    params = SamplingParams(max_tokens=4)
+    params = SamplingParams(max_tokens=4, latency_bound=latency_bound)
     requests = (
         Request(id=str(i), prompt=(1, 2), params=params, arrival_s=0.0) for i in range(count)
     )
@@ -157,3 +157,32 @@ def test_a_search_asks_few_of_ten_thousand():
     # Those before it have been passed as often as they may: the first one ends the search.
     assert pool.first_that(fits, lambda _: False, 4) is None
     assert pool.first_that(fits, lambda _: False, 5) is sequences[0]
+
+
+def test_a_search_for_those_with_a_bound_asks_one_of_ten_thousand_without():
+    """That one fits and waits for something else; if it did not fit, none could pass it."""
+    order = _ByRank(0)
+    keys = OrderKeys(order, LengthTracker())
+    bounded = _sequences(9_000, latency_bound=9.0)[-2:]
+    pool = WaitingPool(keys, 0, CONFIG.page_size, lambda _: 1)
+    others = _sequences(8_000)
+    for sequence in (*others, *bounded):
+        pool.add(sequence)
+    asked: list[Sequence] = []
+
+    def search(num_fit: int) -> Sequence | None:
+        asked.clear()
+        return pool.first_that(
+            lambda each: asked.append(each) or each in bounded or each in others[:num_fit],
+            lambda each: each is bounded[0],
+            1,
+            only_bounded=True,
+        )
+
+    assert search(1) is bounded[1] and asked == [others[0], *bounded]
+    assert search(0) is None and asked == [others[0]]
+    pool.remove(bounded[0])
+    pool.remove(others[0])
+    assert search(2) is bounded[1] and asked == [others[1], bounded[1]]
+    pool.remove(bounded[1])
+    assert search(2) is None and asked == [others[1]]

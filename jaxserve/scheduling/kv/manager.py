@@ -47,6 +47,7 @@ class KVManager:
 
     Attributes:
       config: as given, with the number of pages that there are now.
+      host: pages of the host.
       num_outgrown: reservations that were used up.
       retrieval: of pages on the disk, for the sequences that wait for them.
       transfer: of cached pages to and from other engines.
@@ -72,16 +73,16 @@ class KVManager:
         self._free_share = retention.free_share
         self._disk = disk
         self._host_memory = host_memory
-        self._host = HostPool(config.num_host_pages)
+        self.host = HostPool(config.num_host_pages)
         swaps = policy.preemption.keeps_state and not retention.uses_host
-        self._swap_space = SwapSpace(self._host if swaps else None, costs, config.max_pages_out)
+        self._swap_space = SwapSpace(self.host if swaps else None, costs, config.max_pages_out)
         self._values = PageValues(
             *(config.page_size, retention.eviction, page_cost(config, costs), now, copy_s(costs)),
             learns_reuse=retention.learns_reuse,
         )
         self.weights = WeightsIdentity(host_memory, has_disk=disk is not None)
         self._cache = PageCache(
-            *(config.num_pages, self._host if retention.uses_host else None, self._values),
+            *(config.num_pages, self.host if retention.uses_host else None, self._values),
             disk=disk,
             host_memory=host_memory,
             identity=self.weights.of_cache(),
@@ -112,8 +113,8 @@ class KVManager:
             num_reserved=pool.num_reserved,
             num_cached=pool.num_cached,
             num_available=pool.num_available,
-            num_host=self._host.num_pages,
-            num_host_free=self._host.num_free,
+            num_host=self.host.num_pages,
+            num_host_free=self.host.num_free,
             disk=NO_DISK if self._disk is None else self._disk.usage,
         )
 
@@ -396,5 +397,5 @@ class KVManager:
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
         """Raise AssertionError unless pages and reservations of unfinished sequences add up."""
-        check_integrity(self._cache, self._host, self.config.page_size, sequences)
+        check_integrity(self._cache, self.host, self.config.page_size, sequences)
         self._prefixes.check_integrity(sequences)

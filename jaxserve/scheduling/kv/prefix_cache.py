@@ -14,7 +14,7 @@ from jaxserve.memory.page_table import PageTable
 from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.prefetch import Prefetch
 from jaxserve.memory.retrieval import Retrieval
-from jaxserve.scheduling.kv.sequence_kv import SequenceKV, SharedPages
+from jaxserve.scheduling.kv.sequence_kv import MAX_LOOKED_AT, SequenceKV, SharedPages, Window
 from jaxserve.scheduling.sequence import Phase, Sequence
 
 
@@ -128,7 +128,8 @@ class PrefixCacheManager:
         """Have the next plan bring pages of waiting sequences from the host.
 
         The plan is complete otherwise. The conversations of these sequences are active, so their
-        pages are worth more than those of any other.
+        pages are worth more than those of any other. Of a prompt with more than `MAX_LOOKED_AT`
+        pages, that many are looked at in one plan, so that its length does not slow down each.
 
         Args:
           waiting: in the order in which they will begin.
@@ -136,14 +137,39 @@ class PrefixCacheManager:
         if not self._cache.num_host_pages:
             return
         awaited: dict[CachedPage, Sequence] = {}
+        long: dict[Branch, int] = {}
         for sequence in waiting:
-            cached = self._find(sequence)
-            if any(page.device_page is None for page in cached):
-                self._continue(cached)
+            if self._num_to_find(sequence) <= MAX_LOOKED_AT:
+                cached = self._find(sequence)
+                if any(page.device_page is None for page in cached):
+                    self._continue(cached)
+            else:
+                cached = self._find_some(sequence)
+                window = sequence.kv.window
+                if window is not None and window.branch is not None:
+                    long[window.branch] = window.num_copied_elsewhere
             for page in cached:
                 awaited.setdefault(page, sequence)
-        for page in self._prefetch.bring(list(awaited)):
+        for page in self._prefetch.bring(list(awaited), long):
             awaited[page].kv.prefetched.add(page.index)
+
+    def _find_some(self, sequence: Sequence) -> list[CachedPage]:
+        """Return the cached pages of a long prompt in its window; its conversation is active."""
+        if not self._keeps or sequence.wants_prompt_logprobs:
+            return []
+        num_pages = self._num_to_find(sequence)
+        window = sequence.kv.window = sequence.kv.window or Window()
+        stop = min(window.start + MAX_LOOKED_AT, num_pages)
+        cached = self._cache.find(self._keys(sequence, window.start, stop))
+        cached = _with_whole_prompt(sequence, cached, self._page_size)
+        branch = window.branch
+        if all(page.device_page is not None for page in cached):
+            window.move(self._prefetch.num_copied(cached), num_pages)
+        elif branch is None or branch.tip is None or branch.is_running or not branch.counts:
+            window.belong_to(self._continue(self._find(sequence)))  # once for most sequences
+        else:
+            branch.begin([*cached, branch.tip], self._now())
+        return cached
 
     def begin(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
         """Reserve `num_tokens` tokens for a sequence, and begin with its cached pages.
@@ -170,6 +196,7 @@ class PrefixCacheManager:
                 found.add(page.index)
                 came.add(page.index)
         kv.prefetched.clear()
+        kv.window = None
         encoded = range(sequence.request.num_encoded // self._page_size)
         if not found.issuperset(encoded):
             found.difference_update(encoded)  # it is computed as a whole, to the same values

@@ -10,6 +10,9 @@ from typing import final
 from jaxserve.memory.cached_page import Branch, CachedPage, PageKeys
 from jaxserve.memory.page_table import PageTable
 
+# Pages of a waiting sequence that one step looks at to prefetch them.
+MAX_LOOKED_AT = 512
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,45 @@ class SharedPages:
     num_keys: int
     num_pages: int
     num_gained: int
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Window:
+    """The pages of a long prompt, at most `MAX_LOOKED_AT`, that one step looks at to prefetch them.
+
+    The next step looks at the same ones, or at the next ones where none of these has to come.
+
+    Attributes:
+      start: index of the first.
+      branch: the prompt's conversation; None before a page had to come.
+    """
+
+    start: int = 0
+    branch: Branch | None = None
+    # Of the windows by their start: pages that were cached and copied when it was looked at last.
+    _num_copied: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_copied_elsewhere(self) -> int:
+        """Pages that were cached and copied in all other windows."""
+        return sum(self._num_copied.values()) - self._num_copied.get(self.start, 0)
+
+    def belong_to(self, branch: Branch) -> None:
+        """Take the prompt's conversation."""
+        self.branch = branch
+
+    def move(self, num_copied: int, num_pages: int) -> None:
+        """Look at the next pages, and after the last ones at the first again.
+
+        Args:
+          num_copied: pages of this window that are cached and copied.
+          num_pages: of the prompt.
+        """
+        self._num_copied[self.start] = num_copied
+        self.start += MAX_LOOKED_AT
+        if self.start >= num_pages:
+            self.start = 0
 
 
 @final
@@ -45,6 +87,7 @@ class SequenceKV:
       num_cached: leading pages that the prefix cache knows.
       unnamed: pages in the prefix cache whose last tokens have not been read yet.
       prefetched: indices of pages that came to the device while the sequence waited.
+      window: of the pages to prefetch while it waits; None where it has not been looked at.
       shared: what others were found to own; None before it was looked up.
       is_mixed: whether former weights computed some of its KV, so that no other may find it.
     """
@@ -61,6 +104,7 @@ class SequenceKV:
     num_cached: int = 0
     unnamed: list[CachedPage] = field(default_factory=list)
     prefetched: set[int] = field(default_factory=set)
+    window: Window | None = None
     shared: SharedPages | None = None
     is_mixed: bool = False
 

@@ -19,25 +19,30 @@ first. Tokens are expected to take the time of an iteration without prompts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import BoundNotMetError
 from jaxserve.core.request import Request
-from jaxserve.scheduling.lengths.outlook import outlooks
+from jaxserve.scheduling.lengths.arrival_outlook import ArrivalOutlook
 from jaxserve.scheduling.lengths.slack import alone_s, prompt_s
 from jaxserve.scheduling.lengths.tracker import LengthTracker
 from jaxserve.scheduling.pace import Pace
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.sequence import Phase, Sequence
 
 if TYPE_CHECKING:
     from jaxserve.scheduling.scheduler import Scheduler
 
 
 def expected_late(
-    scheduler: Scheduler, request: Request, pace: Pace | None, now_s: float
+    scheduler: Scheduler,
+    samples: Seq[Sequence],
+    pace: Pace | None,
+    now_s: float,
+    outlook_of: ArrivalOutlook,
 ) -> BoundNotMetError | None:
     """Return the error of a submitted request that is expected to miss a bound; None otherwise.
 
@@ -46,15 +51,16 @@ def expected_late(
     Running sequences that the policy preempts for it (`IterationShape.makes_way`) do not count.
 
     Args:
+      samples: its sequences; those that have failed do not count.
       pace: None before any step was timed; then nothing is refused.
     """
-    if pace is None or not request.has_bounds:
+    request = samples[0].request
+    own = [each for each in samples if each.phase is Phase.WAITING]
+    if pace is None or not request.has_bounds or not own:
         return None
-    own = [each for each in scheduler.waiting if each.request.id == request.id]
     away = _making_way(scheduler, own)
-    outlook = outlooks(scheduler, pace.iteration_s, without=away).get(request.id)
-    if not own or outlook is None or outlook.ends_in_s is None or outlook.begins_in_s is None:
-        return None
+    outlook = outlook_of.of(scheduler, own, pace.iteration_s, away)
+    assert outlook.begins_in_s is not None and outlook.ends_in_s is not None
     wait_s = now_s - request.arrival_s + outlook.begins_in_s
     expected_s = {
         "latency_bound": now_s - request.arrival_s + outlook.ends_in_s,
@@ -84,11 +90,67 @@ def too_late(
     tokens = lengths.expected_tokens(samples)
     expected_s = {"latency_bound": passed_s, "first_token_bound": passed_s, "token_bound": 0.0}
     if pace is not None:
-        needed = (alone_s(*each, config, pace) for each in zip(samples, tokens, strict=True))
-        expected_s["latency_bound"] += max(needed)
-        expected_s["first_token_bound"] += prompt_s(samples[0], config, pace)
-        expected_s["token_bound"] = pace.fastest_s
+        for name, needed_s in _needed_s(samples, tokens, config, pace).items():
+            expected_s[name] += needed_s
     return _late(request, sum(tokens), passed_s, expected_s)
+
+
+class Leeway(NamedTuple):
+    """Up to where a waiting request is not `too_late`; it may be if one of these is reached.
+
+    It holds as long as no longer output is expected. A prediction that comes later is none: it
+    replaces the limit.
+
+    Attributes:
+      until_s: the time.
+      fastest_s, prefill_s: of the `Pace`.
+    """
+
+    until_s: float
+    fastest_s: float
+    prefill_s: float
+
+
+def leeway(
+    samples: Seq[Sequence],
+    lengths: LengthTracker,
+    config: EngineConfig,
+    pace: Pace,
+    now_s: float,
+) -> Leeway:
+    """Return the leeway of a request that waits and has not begun.
+
+    Half of the seconds that a bound leaves are for the time that passes, and half for slower steps.
+    """
+    request = samples[0].request
+    needed_s = _needed_s(samples, lengths.expected_tokens(samples), config, pace)
+    until_s = fastest_s = prefill_s = math.inf
+    for name, bound_s in request.params.bounds.items():
+        needed = needed_s[name]
+        if name == "token_bound":
+            fastest_s = min(fastest_s, bound_s)
+            continue
+        spare_s = max(0.0, (bound_s - (now_s - request.arrival_s) - needed) / 2)
+        until_s = min(until_s, now_s + spare_s)
+        slower = 1 + spare_s / needed if needed > 0 else 0.0
+        if name == "first_token_bound":
+            prefill_s = min(prefill_s, slower * pace.prefill_s)
+        else:
+            fastest_s = min(fastest_s, slower * pace.fastest_s)
+    return Leeway(until_s, fastest_s, prefill_s)
+
+
+def _needed_s(
+    samples: Seq[Sequence], tokens: Seq[float], config: EngineConfig, pace: Pace
+) -> dict[str, float]:
+    """Return the seconds that each bound must leave for a request that begins now, by name."""
+    return {
+        "latency_bound": max(
+            alone_s(*each, config, pace) for each in zip(samples, tokens, strict=True)
+        ),
+        "first_token_bound": prompt_s(samples[0], config, pace),
+        "token_bound": pace.fastest_s,
+    }
 
 
 def _making_way(scheduler: Scheduler, own: Seq[Sequence]) -> set[Sequence]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -44,16 +46,47 @@ def outlooks(
       iteration_s: seconds of one iteration; None before any step was timed.
       without: running sequences that are taken as gone, and get no outlook.
     """
+    queue = expected_queue(scheduler, without)
+
+    def seconds(iterations: float) -> float | None:
+        return None if iteration_s is None else iterations * iteration_s
+
+    samples: dict[str, list[int]] = {}
+    for i, sequence in enumerate(queue.sequences):
+        samples.setdefault(sequence.request.id, []).append(i)
+    return {
+        name: Outlook(
+            num_tokens=sum(queue.tokens[i] for i in which),
+            begins_in_s=seconds(min(queue.begins[i] for i in which)),
+            ends_in_s=seconds(max(queue.ends[i] for i in which)),
+        )
+        for name, which in samples.items()
+    }
+
+
+class ExpectedQueue(NamedTuple):
+    """When sequences are expected to begin and to end, in iterations from now.
+
+    Attributes:
+      sequences: those that run, then those that wait in the policy's order.
+      tokens: output tokens still to come of each.
+      begins: 0 for those that run.
+    """
+
+    sequences: list[Sequence]
+    tokens: list[float]
+    begins: list[float]
+    ends: list[float]
+
+
+def expected_queue(scheduler: Scheduler, without: Collection[Sequence]) -> ExpectedQueue:
+    """Return when the sequences of a scheduler begin and end; see `outlooks`."""
     running = [each for each in scheduler.running if each not in without]
     config, num_running = scheduler.config, len(running)
     sequences = [*running, *scheduler.waiting]
     tokens = scheduler.lengths.expected_tokens(sequences)
     pages = [_pages(scheduler, *each) for each in zip(sequences, tokens, strict=True)]
-    # Iterations that each sequence runs for; then, from now, when it begins and ends.
-    lasts = [
-        each.num_uncomputed / config.max_step_tokens + more
-        for each, more in zip(sequences, tokens, strict=True)
-    ]
+    lasts = expected_iterations(sequences, tokens, config)
     begins, ends = [0.0] * num_running, lasts[:num_running]
     # (when it ends, its pages) of each running sequence.
     busy = list(zip(ends, pages, strict=False))
@@ -68,21 +101,17 @@ def outlooks(
         ends.append(now + lasts[i])
         heapq.heappush(busy, (ends[i], pages[i]))
         num_free -= pages[i]
+    return ExpectedQueue(sequences, tokens, begins, ends)
 
-    def seconds(iterations: float) -> float | None:
-        return None if iteration_s is None else iterations * iteration_s
 
-    samples: dict[str, list[int]] = {}
-    for i, sequence in enumerate(sequences):
-        samples.setdefault(sequence.request.id, []).append(i)
-    return {
-        name: Outlook(
-            num_tokens=sum(tokens[i] for i in which),
-            begins_in_s=seconds(min(begins[i] for i in which)),
-            ends_in_s=seconds(max(ends[i] for i in which)),
-        )
-        for name, which in samples.items()
-    }
+def expected_iterations(
+    sequences: Seq[Sequence], tokens: Seq[float], config: EngineConfig
+) -> list[float]:
+    """Return the iterations that each sequence runs for, with these tokens still to come."""
+    return [
+        each.num_uncomputed / config.max_step_tokens + more
+        for each, more in zip(sequences, tokens, strict=True)
+    ]
 
 
 def _pages(scheduler: Scheduler, sequence: Sequence, num_tokens: float) -> int:
