@@ -9,7 +9,7 @@ from typing import final
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
-from jaxserve.memory.disk_tier import NO_DISK, DiskTier, HostMemory
+from jaxserve.memory.disk_tier import DiskTier, HostMemory
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.host_pool import HostPool
 from jaxserve.memory.page_cache import PageCache, Tier
@@ -106,17 +106,7 @@ class KVManager:
 
     def usage(self) -> PageUsage:
         """Return what pages are used for now."""
-        pool = self._cache.pool
-        return PageUsage(
-            num_usable=pool.num_usable,
-            num_owned=pool.num_owned,
-            num_reserved=pool.num_reserved,
-            num_cached=pool.num_cached,
-            num_available=pool.num_available,
-            num_host=self.host.num_pages,
-            num_host_free=self.host.num_free,
-            disk=NO_DISK if self._disk is None else self._disk.usage,
-        )
+        return PageUsage.of(self._cache.pool, self.host, self._disk)
 
     def counters(self) -> dict[str, float]:
         """Return the counters of `EngineStats` that are kept here, by name."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from jaxserve.memory.disk_tier import DiskUsage
+from jaxserve.memory.disk_tier import NO_DISK, DiskTier, DiskUsage
+from jaxserve.memory.host_pool import HostPool
+from jaxserve.memory.page_pool import PagePool
 
 
 @final
@@ -30,3 +32,17 @@ class PageUsage:
     num_host: int
     num_host_free: int
     disk: DiskUsage
+
+    @classmethod
+    def of(cls, pool: PagePool, host: HostPool, disk: DiskTier | None) -> PageUsage:
+        """Return what the pages of the three tiers are used for now."""
+        return cls(
+            num_usable=pool.num_usable,
+            num_owned=pool.num_owned,
+            num_reserved=pool.num_reserved,
+            num_cached=pool.num_cached,
+            num_available=pool.num_available,
+            num_host=host.num_pages,
+            num_host_free=host.num_free,
+            disk=NO_DISK if disk is None else disk.usage,
+        )
