@@ -17,9 +17,11 @@ from jaxserve.core.errors import (
     JaxserveError,
     StepMemoryError,
 )
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.runtime import RuntimeStats, Service
 from jaxserve.scheduling.lengths.outlook import Outlook
 from jaxserve.server.errors import failed, too_busy, unavailable, unknown_model
+from jaxserve.server.lengths import LengthComments
 from jaxserve.server.mailbox import Mailbox
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.options import ServerOptions
@@ -189,6 +191,10 @@ class Backend:
         self.metrics.set_open(self.num_waiting, self.num_running)
         if not self.num_waiting and not self.num_running:
             self._is_idle.set()
+
+    def length_comments(self, params: SamplingParams) -> LengthComments:
+        """Return the comments of a stream; the first goes by the pace of other answers lately."""
+        return LengthComments(params.max_tokens, self.metrics.pace_s)
 
     def _stats(self) -> RuntimeStats | None:
         """Return the service's counters; None while there are none. It does not wait for them."""

@@ -23,16 +23,22 @@ class LengthComments:
 
     A comment is JSON, with the number of tokens that the answer is expected to have
     (`predicted_tokens`), the lengths that 10, 25, 50, 75 and 90 % of such answers do not outgrow
-    (`percentiles`), the tokens that have come (`num_tokens`) and, from the second one on, the
-    seconds until the end (`ends_in_s`) at the pace of the stream so far.
+    (`percentiles`), the tokens that have come (`num_tokens`) and the seconds until the end
+    (`ends_in_s`): in the first one at `pace_s`, and later at the pace of the stream so far.
 
     Args:
       max_tokens: limit of each sample; None for the context's.
+      pace_s: seconds of a token of other answers lately; None if there were none.
+
+    Attributes:
+      predicted: the first `predicted_tokens` of each sample, by the index of its choice.
     """
 
-    def __init__(self, max_tokens: int | None):
+    def __init__(self, max_tokens: int | None, pace_s: float | None):
         self._most = math.inf if max_tokens is None else max_tokens
+        self._pace_s = pace_s
         self._samples: dict[int, _Sample] = {}
+        self.predicted: dict[int, int] = {}
 
     def of(self, pieces: Iterable[tuple[int, Piece]]) -> list[str]:
         """Return the comments that go before pieces, each with the index of its choice."""
@@ -46,7 +52,7 @@ class LengthComments:
             if piece.estimate is None:
                 return None
             sample = self._samples[index] = _Sample(piece.estimate, now_s, len(piece.token_ids))
-            return self._comment(index, sample, 0, None)
+            return self._comment(index, sample, 0, self._pace_s)
         pace_s = sample.add(piece, now_s)
         is_due = piece.estimate is not None or now_s >= sample.told_s + _INTERVAL_S
         if not is_due or piece.finish_reason is not None:
@@ -56,9 +62,11 @@ class LengthComments:
 
     def _comment(self, index: int, sample: _Sample, num_tokens: int, pace_s: float | None) -> str:
         left = min(sample.estimate.expected_remaining(num_tokens), self._most - num_tokens)
+        predicted = num_tokens + math.ceil(left)
+        self.predicted.setdefault(index, predicted)
         told = {
             "index": index,
-            "predicted_tokens": num_tokens + math.ceil(left),
+            "predicted_tokens": predicted,
             "percentiles": [
                 min(sample.estimate.percentile(level, num_tokens), self._most) for level in _LEVELS
             ],

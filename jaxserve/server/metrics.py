@@ -30,6 +30,8 @@ _REQUEST_S = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30,
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _SAMPLES = (1, 2, 5, 10, 20, 50, 100)
 
+# Weight of the newest tokens in the pace of all.
+_NEW = 0.1
 # Shares of answers that outgrow a promised length, see `LengthEstimate.quantile`.
 _MISS_RATES = (0.5, 0.1, 0.01)
 # vLLM's words for the reasons of an end.
@@ -42,9 +44,13 @@ class Metrics:
 
     Args:
       stats: returns the counters of the service; None while there are none.
+
+    Attributes:
+      pace_s: seconds between tokens of an answer lately; None before any came.
     """
 
     def __init__(self, model_name: str, prefix: str, stats: Callable[[], RuntimeStats | None]):
+        self.pace_s: float | None = None
         self._registry = CollectorRegistry()
         values = (model_name, "0")
         self._registry.register(EngineCollector(prefix, values, stats))
@@ -126,8 +132,10 @@ class Metrics:
 
     def between_tokens(self, seconds: float, num_tokens: int) -> None:
         """Count the time in which a step brought an answer some tokens."""
+        pace_s = seconds / num_tokens
         for _ in range(num_tokens):
-            self._gap_s.observe(seconds / num_tokens)
+            self._gap_s.observe(pace_s)
+        self.pace_s = pace_s if self.pace_s is None else self.pace_s + _NEW * (pace_s - self.pace_s)
 
     def aborted(self) -> None:
         """Count a request that was cancelled."""

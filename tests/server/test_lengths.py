@@ -48,10 +48,12 @@ def _comments(text: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ASKED)
 def test_streams_say_how_long_they_will_be(url: str, name: str):
-    """The first comment is the prediction; later ones are narrower, and say when the end comes."""
+    """The first comment is the prediction; later ones are narrower. All say when the end comes."""
     path = "/v1/chat/completions" if name == "turn" else name
+    post(url, "/v1/completions", {"prompt": "a", "max_tokens": 3, "stream": True})  # has a pace
     text = post(url, path, {**ASKED[name], "stream": True}).text
     first, *others = _comments(text)
+    assert 0.02 * 21 < first.pop("ends_in_s") < 21
     assert first == {
         "index": 0,
         "predicted_tokens": 21,
@@ -101,6 +103,22 @@ def test_real_lengths_are_compared_with_predicted_ones(url: str, name: str, stre
         ("inter_token_latency_seconds_count", 29),
     ):
         assert changed[f"jaxserve:{what}"] == change, what
+
+
+def test_the_first_stream_of_all_has_no_pace():
+    """Nothing is known of when its answer ends; what is known of its length comes first."""
+    with runtime(predictor=Even()) as rt, server(rt) as url:
+        text = post(url, "/v1/completions", {"prompt": "a", "max_tokens": 3, "stream": True}).text
+        assert "ends_in_s" not in _comments(text)[0]
+
+
+def test_the_last_event_of_a_response_has_the_prediction(url: str):
+    """As the whole answer has it."""
+    body = {**ASKED["/v1/responses"], "stream": True}
+    last = post(url, "/v1/responses", body).text.rstrip().splitlines()[-1]
+    told = json.loads(last.removeprefix("data: "))
+    assert told["type"] == "response.incomplete"
+    assert told["response"]["predicted_tokens"] == 21
 
 
 def test_choices_have_their_own_comments(url: str):

@@ -76,7 +76,8 @@ async def chat(body: ChatRequest, http: Request, backend: Here, own: InClass) ->
         return await _turn(body, body.conversation_id, answer, http, backend)
     exchange = Exchange(backend, answer.id, at_once=is_short(http, backend, answer.params))
     if body.stream:
-        events = _Chunks(answer, lambda: exchange.jobs[0].prompt)
+        lengths = backend.length_comments(answer.params)
+        events = _Chunks(answer, lengths, lambda: exchange.jobs[0].prompt)
         return EventStream(exchange.stream(answer.jobs), events, exchange.close)
     (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
     return json_response(answer.reply(completion))
@@ -94,7 +95,8 @@ async def _turn(
     if not body.stream:
         return json_response(answer.reply(await unless_gone(http.receive, exchange.completion())))
     relay = Relay(exchange.pieces())
-    events = _Chunks(answer, None, lambda: exchange.num_prompt_tokens)
+    lengths = backend.length_comments(answer.params)
+    events = _Chunks(answer, lengths, None, lambda: exchange.num_prompt_tokens)
     return EventStream(relay.groups(), events, relay.close)
 
 
@@ -170,6 +172,7 @@ class _Chunks:
     def __init__(
         self,
         answer: _Chat,
+        lengths: LengthComments,
         prompt: Callable[[], list[int]] | None,
         num_prompt_tokens: Callable[[], int] = lambda: 0,
     ):
@@ -179,7 +182,7 @@ class _Chunks:
         options = answer.body.stream_options
         self._with_usage = options is not None and bool(options.include_usage)
         self._with_ids = bool(answer.body.return_token_ids)
-        self._lengths = LengthComments(answer.params.max_tokens)
+        self._lengths = lengths
         self._begun: set[int] = set()
         self._num_tokens = 0
         self._event = ChoiceEvent(self._chunk())

@@ -67,7 +67,8 @@ async def complete(body: CompletionRequest, http: Request, backend: Here, own: I
     model = adapter or backend.options.model_name
     answer = _Answer(reply_id, body, params, exchange, model, tokenizer)
     if body.stream:
-        return EventStream(exchange.stream(answer.jobs), _Chunks(answer), exchange.close)
+        events = _Chunks(answer, backend.length_comments(params))
+        return EventStream(exchange.stream(answer.jobs), events, exchange.close)
     return json_response(
         answer.reply(await unless_gone(http.receive, exchange.answer(answer.jobs)))
     )
@@ -152,12 +153,12 @@ class _Answer:
 class _Chunks:
     """The events of streamed completions: chunks."""
 
-    def __init__(self, answer: _Answer):
+    def __init__(self, answer: _Answer, lengths: LengthComments):
         self._answer = answer
         options = answer.body.stream_options
         self._with_usage = options is not None and bool(options.include_usage)
         self._with_ids = bool(answer.body.return_token_ids)
-        self._lengths = LengthComments(answer.params.max_tokens)
+        self._lengths = lengths
         self._num_tokens = 0
         self._num_shown: dict[int, int] = {}  # characters of each choice
         self._begun: set[int] = set()

@@ -90,13 +90,15 @@ async def respond(body: ResponseRequest, http: Request, backend: Here, own: InCl
         if not body.stream:
             return json_response(answer.reply(await unless_gone(http.receive, turn.completion())))
         relay = Relay(turn.pieces())
-        events = _Events(answer, lambda: turn.num_prompt_tokens)
+        lengths = backend.length_comments(params)
+        events = _Events(answer, lengths, lambda: turn.num_prompt_tokens)
         return _stream(relay.groups(), events, relay.close)
     exchange = Exchange(backend, answer.id, at_once=is_short(http, backend, answer.params))
     if not body.stream:
         (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
         return json_response(answer.reply(completion))
-    events = _Events(answer, lambda: len(exchange.jobs[0].prompt))
+    lengths = backend.length_comments(params)
+    events = _Events(answer, lengths, lambda: len(exchange.jobs[0].prompt))
     return _stream(exchange.stream(answer.jobs), events, exchange.close)
 
 
@@ -269,10 +271,12 @@ class _Events:
       num_prompt_tokens: returns the number of the prompt's tokens at the end.
     """
 
-    def __init__(self, answer: _Answer, num_prompt_tokens: Callable[[], int]):
+    def __init__(
+        self, answer: _Answer, lengths: LengthComments, num_prompt_tokens: Callable[[], int]
+    ):
         self._answer = answer
         self._num_prompt_tokens = num_prompt_tokens
-        self._lengths = LengthComments(answer.params.max_tokens)
+        self._lengths = lengths
         self._reason: str | None = None
         self._num_tokens = 0
 
@@ -292,6 +296,7 @@ class _Events:
     def end(self) -> bytes:
         """Return the event of the whole response."""
         reply = self._answer.ended(self._reason, self._num_prompt_tokens(), self._num_tokens)
+        reply = reply.model_copy(update={"predicted_tokens": self._lengths.predicted.get(0)})
         return _data(self._answer.event(f"response.{reply.status}", response=reply))
 
     def _of(self, piece: Piece) -> Iterator[ResponseEvent]:

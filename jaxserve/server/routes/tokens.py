@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.core.request import Completion, TokenLogprob
-from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
 from jaxserve.server import params as params_of
 from jaxserve.server.disconnects import unless_gone
@@ -114,7 +113,7 @@ async def generate(body: GenerateRequest, http: Request, backend: Here, own: InC
     exchange = Exchange(backend, reply_id, at_once=is_short(http, backend, params))
     job = Job(body.token_ids, params, body.priority or 0)
     if body.stream:
-        events = _Chunks(exchange, reply_id, model, params)
+        events = _Chunks(exchange, reply_id, model, backend.length_comments(params))
         return EventStream(exchange.stream(lambda _: [job]), events, exchange.close)
     (completion,) = await unless_gone(http.receive, exchange.answer(lambda _: [job]))
     return json_response(_reply(completion, reply_id, model))
@@ -143,11 +142,11 @@ def _reply(completion: Completion, reply_id: str, model: str) -> GenerateReply:
 class _Chunks:
     """The events of streamed tokens."""
 
-    def __init__(self, exchange: Exchange, reply_id: str, model: str, params: SamplingParams):
+    def __init__(self, exchange: Exchange, reply_id: str, model: str, lengths: LengthComments):
         self._exchange = exchange
         self._reply = GenerateReply(request_id=reply_id, model=model, choices=[])
         self._event = ChoiceEvent(self._reply)
-        self._lengths = LengthComments(params.max_tokens)
+        self._lengths = lengths
         self._num_tokens = 0
 
     def begin(self) -> bytes:
