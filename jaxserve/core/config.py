@@ -8,6 +8,8 @@ from typing import Self, final
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RESTORES
 
+# Tokens from which on sizes of mixed steps double.
+_COARSE_TOKENS = 256
 # Maximum number of pages that a mixed step copies from the host; it takes memory for all of them.
 _MAX_INCOMING_PAGES = 64
 # Pages that one plan copies to the host at most: this many, or this share of a larger pool. They
@@ -43,8 +45,6 @@ class EngineConfig:
       max_step_tokens: maximum number of tokens of a mixed step (prefill chunks and decode rows).
       max_decode_iterations: maximum number of iterations of an on-device decode loop.
       token_buckets: compiled sizes of a mixed step; empty for default sizes.
-      masked_token_buckets: sizes of a mixed step of rows with grammars, beside `token_buckets`.
-        Such rows take no part in decode loops.
       slot_buckets: compiled sizes of the decode window; empty for default sizes.
       head_buckets: compiled sizes of the sampling head of a mixed step; empty for default sizes.
       masked_head_buckets: sizes of the head of such a step, beside `head_buckets`.
@@ -72,7 +72,6 @@ class EngineConfig:
     num_proposed: int = 0
     drafts: bool = False
     token_buckets: tuple[int, ...] = ()
-    masked_token_buckets: tuple[int, ...] = ()
     slot_buckets: tuple[int, ...] = ()
     head_buckets: tuple[int, ...] = ()
     masked_head_buckets: tuple[int, ...] = ()
@@ -128,12 +127,14 @@ class EngineConfig:
                     f"{name}={sizes} is not allowed; pass increasing sizes that end with {top}"
                 )
 
-    def body_buckets(self, *, has_masks: bool) -> tuple[int, ...]:
-        """Return the compiled sizes of a mixed step, with or without rows that have a mask."""
-        if not has_masks:
-            return self.token_buckets
-        more = (size for size in self.masked_token_buckets if size < self.max_step_tokens)
-        return tuple(sorted({*self.token_buckets, *more}))
+    @property
+    def coarse_token_buckets(self) -> tuple[int, ...]:
+        """Those of `token_buckets` that are compiled first, and that all mixed steps have.
+
+        Steps that score prompts, or copy pages from the host, have no others.
+        """
+        coarse = _ladder(self.max_step_tokens, smallest=64, ratio=2)
+        return tuple(size for size in self.token_buckets if size in coarse)
 
     def num_proposed_beside(self, num_rows: int) -> int:
         """Return how many tokens a decode loop over as many rows proposes in an iteration, or 0.
@@ -194,6 +195,13 @@ class EngineConfig:
             return self.max_length - 1
         in_pages = (self.max_length - 2) // self.page_size * self.page_size
         return min(self.max_step_tokens, in_pages)
+
+
+def fine_token_buckets(max_step_tokens: int) -> tuple[int, ...]:
+    """Return 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, ... up to `max_step_tokens`."""
+    powers = [2**i for i in range(4, max_step_tokens.bit_length())]
+    sizes = {*powers, *(power * 3 // 2 for power in powers if power < _COARSE_TOKENS)}
+    return tuple(sorted({*(size for size in sizes if size < max_step_tokens), max_step_tokens}))
 
 
 def fine_slot_buckets(max_slots: int) -> tuple[int, ...]:

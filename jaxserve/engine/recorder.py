@@ -184,7 +184,7 @@ class Recorder:
             padding = plan.num_iterations * (plan.window_size - len(plan.rows))
         else:
             encoded = plan.num_encoded
-            buckets = self._config.body_buckets(has_masks=plan.masks is not None)
+            buckets = self._config.token_buckets
             batches = (encoded, plan.num_tokens - encoded)
             padding = sum(bucket(size, buckets) - size for size in batches if size)
         self._in_flight[plan.index] = StepRecord(

@@ -14,7 +14,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.compilations import CompilationCounter
 from jaxserve.execution.device_slots import DeviceSlots
-from jaxserve.execution.device_warmup import DeviceWarmup
+from jaxserve.execution.device_warmup import DeviceWarmup, made_bodies
 from jaxserve.execution.encoding import encode_prompts
 from jaxserve.execution.handle import DeviceHandle, PromptPart
 from jaxserve.execution.mixed_heads import sampled, verified
@@ -33,6 +33,7 @@ from jaxserve.scheduling.plan import PageCopies, StepPlan
 from jaxserve.steps.abstract import abstract
 from jaxserve.steps.batches import MixedBatch
 from jaxserve.steps.packing import (
+    body_size,
     decode_window,
     in_places,
     pack_rows,
@@ -288,9 +289,8 @@ class DeviceExecutor:
 
         0 if one copy call before the step is enough.
         """
-        if plan.is_decode_loop or len(plan.swaps_in) <= PAGES_A_CALL:
-            return 0
-        return min(self.config.num_incoming_pages, len(plan.swaps_in))
+        is_one_call = plan.is_decode_loop or len(plan.swaps_in) <= PAGES_A_CALL
+        return 0 if is_one_call else min(self.config.num_incoming_pages, len(plan.swaps_in))
 
     def _mixed(self, plan: StepPlan, needs: SamplingNeeds, late: PageCopies) -> DeviceHandle:
         if prompts := [row for row in plan.rows if row.encodes]:
@@ -300,7 +300,9 @@ class DeviceExecutor:
         computed = [i for i in sampling_first(plan.rows) if not plan.rows[i].encodes]
         order = [i for i in computed for _ in in_places(plan.rows[i])]
         rows = [part for i in computed for part in in_places(plan.rows[i])]
-        batch, starts = pack_rows(self.config, rows, has_masks=not (plan.masks is None or late))
+        made = made_bodies(self._preparing)
+        num_tokens = body_size(self.config, rows, is_coarse=bool(late), is_made=made)
+        batch, starts = pack_rows(self.config, rows, num_tokens)
         incoming = self._pages.incoming(late, self.config.num_incoming_pages) if late else None
         hidden, row_hidden, tapped = self._body(batch, incoming)
         prompt_parts = self._prompt_parts(plan, order, starts, batch, hidden)
@@ -346,8 +348,6 @@ class DeviceExecutor:
             return None
         arrays = self._programs.prompt_logprobs(self._params, self._slots.state, hidden, batch)
         return PromptPart.of(arrays, [(i, plan.rows[i]) for i in order], starts)
-
-    # ---- page swaps ----
 
     @property
     def _measures_swaps(self) -> bool:

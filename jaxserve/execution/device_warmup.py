@@ -82,7 +82,7 @@ class DeviceWarmup:
 
     def _first(self) -> Iterator[_Step]:
         """Yield what a prompt of any length and a greedy or drawn answer need, one at a time."""
-        num_tokens, *others = self._config.token_buckets
+        num_tokens, *others = self._config.coarse_token_buckets
         yield self._body(num_tokens)
         yield from self._variant(Variant.GREEDY, _SMALLEST)
         yield from self._edits
@@ -91,7 +91,8 @@ class DeviceWarmup:
 
     def _later(self) -> Iterator[_Step]:
         """Yield the rest: more sequences at once, and last what few requests ask for."""
-        tokens = self._config.token_buckets
+        tokens = self._config.coarse_token_buckets
+        yield from (self._body(size) for size in self._config.token_buckets if size not in tokens)
         yield from self._variant(Variant.GREEDY, _LARGER)
         yield from self._copies
         if self._incoming is not None and self._config.num_host_pages:
@@ -101,8 +102,6 @@ class DeviceWarmup:
         yield from map(self._scores, tokens)
         if self._takes_masks:
             yield from self._edits_for_grammars
-            sizes = self._config.body_buckets(has_masks=True)
-            yield from (self._body(size) for size in sizes if size not in tokens)
             yield from self._masked_heads()
 
     def _masked_heads(self) -> Iterator[_Step]:
@@ -129,7 +128,7 @@ class DeviceWarmup:
             yield f"{name} speculating loop, {num_rows} slots", loop
 
     def _body(self, num_tokens: int) -> _Step:
-        return f"mixed step, {num_tokens} tokens", partial(self._mixed, num_tokens, None)
+        return _body_name(num_tokens), partial(self._mixed, num_tokens, None)
 
     def _body_with_pages(self, num_tokens: int) -> _Step:
         step = partial(self._mixed, num_tokens, self._incoming)
@@ -162,7 +161,7 @@ class DeviceWarmup:
         self._programs.prompt_logprobs.prepare(self._params, self._state, hidden, batch)
 
     def _head(self, variant: Variant, num_rows: int, *, masked: bool = False) -> None:
-        _, row_hidden, tapped = self._outputs(self._config.token_buckets[0])
+        _, row_hidden, tapped = self._outputs(self._config.coarse_token_buckets[0])
         index = np.full(num_rows, self._config.max_slots, np.int32)
         vocab_size = self._programs.model_config.vocab_size
         self._programs.mixed_head.prepare(
@@ -172,7 +171,7 @@ class DeviceWarmup:
         )
 
     def _verifying_head(self, variant: Variant, num_rows: int) -> None:
-        _, row_hidden, tapped = self._outputs(self._config.token_buckets[0])
+        _, row_hidden, tapped = self._outputs(self._config.coarse_token_buckets[0])
         vocab_size = self._programs.model_config.vocab_size
         self._programs.verifying_head.prepare(
             *(self._params, self._state, row_hidden, pack_choosing(self._config, (), num_rows)),
@@ -190,3 +189,18 @@ class DeviceWarmup:
             variant=variant,
             num_proposed=num_proposed,
         )
+
+
+def made_bodies(preparing: Preparation | None) -> Callable[[int], bool] | None:
+    """Return a function that says whether mixed steps of a size exist; None if none are being made.
+
+    Args:
+      preparing: as `DeviceWarmup.behind` returned it.
+    """
+    if preparing is None:
+        return None
+    return lambda num_tokens: preparing.is_made(_body_name(num_tokens))
+
+
+def _body_name(num_tokens: int) -> str:
+    return f"mixed step, {num_tokens} tokens"

@@ -9,7 +9,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from jaxserve.core.config import EngineConfig, fine_slot_buckets
+from jaxserve.core.config import EngineConfig, fine_slot_buckets, fine_token_buckets
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.execution.memory_plan import PoolSize, plan_host_pages, plan_pool
@@ -30,9 +30,9 @@ class PlatformDefaults:
     Attributes:
       dtype: dtype of parameters, activations and, without `kv_dtype`, KV. XLA computes bfloat16
         slower than float32 on CPUs.
-      has_fine_windows: whether decode windows come in `fine_slot_buckets`, and steps of rows with
-        grammars in more sizes. On a CPU an empty row costs as much as a full one from
-        about 16 rows on; a GPU is bound by reading the weights.
+      has_fine_sizes: whether decode windows come in `fine_slot_buckets`, mixed steps in
+        `fine_token_buckets`, and heads of rows with grammars in more sizes. On a CPU an empty row
+        costs as much as a full one from about 16 rows on; a GPU is bound by reading the weights.
       restore: see `RuntimeOptions`.
     """
 
@@ -40,19 +40,18 @@ class PlatformDefaults:
     max_slots: int
     max_step_tokens: int
     max_decode_iterations: int
-    has_fine_windows: bool
+    has_fine_sizes: bool
     restore: str
 
 
-# Tokens and rows of steps with grammars, beside the usual sizes: 64, 128, ... tokens; 4, 32 rows.
-_MASKED_BODIES = (8, 16, 24, 32, 48, 96)
+# Rows of heads with grammars, beside the usual sizes of 4 and 32.
 _MASKED_HEADS = (8, 16)
 _CPU = PlatformDefaults(
     dtype="float32",
     max_slots=32,
     max_step_tokens=256,
     max_decode_iterations=4,
-    has_fine_windows=True,
+    has_fine_sizes=True,
     restore="prefetch",
 )
 _GPU = PlatformDefaults(
@@ -60,7 +59,7 @@ _GPU = PlatformDefaults(
     max_slots=256,
     max_step_tokens=2048,
     max_decode_iterations=16,
-    has_fine_windows=False,
+    has_fine_sizes=False,
     restore="prefetch",
 )
 
@@ -89,9 +88,9 @@ def engine_config(
         max_decode_iterations=options.max_decode_iterations or defaults.max_decode_iterations,
         num_proposed=options.num_speculative_tokens if options.speculation else 0,
         drafts=options.speculation == "draft",
-        masked_token_buckets=_MASKED_BODIES if defaults.has_fine_windows else (),
-        masked_head_buckets=_MASKED_HEADS if defaults.has_fine_windows else (),
-        slot_buckets=fine_slot_buckets(max_slots) if defaults.has_fine_windows else (),
+        token_buckets=fine_token_buckets(max_step_tokens) if defaults.has_fine_sizes else (),
+        masked_head_buckets=_MASKED_HEADS if defaults.has_fine_sizes else (),
+        slot_buckets=fine_slot_buckets(max_slots) if defaults.has_fine_sizes else (),
         attention=options.attention,
         num_host_pages=num_host_pages,
         kv_dtype=options.kv_dtype,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,25 +22,42 @@ def sampling_first(rows: Sequence[Row]) -> list[int]:
     return sorted(range(len(rows)), key=lambda i: not rows[i].samples)
 
 
+def body_size(
+    config: EngineConfig,
+    rows: Sequence[Row],
+    *,
+    is_coarse: bool = False,
+    is_made: Callable[[int], bool] | None = None,
+) -> int:
+    """Return the compiled size of a mixed step that holds these rows, in tokens.
+
+    It is the smallest one. While sizes are still being made, it is the smallest one that there is,
+    so that no step waits for a size that it can do without.
+
+    Args:
+      is_coarse: only `coarse_token_buckets` count, as they do if a row scores its prompt.
+      is_made: whether the executable for a size exists; None if all do, or none are being made.
+    """
+    is_coarse = is_coarse or any(row.wants_prompt_logprobs for row in rows)
+    sizes = config.coarse_token_buckets if is_coarse else config.token_buckets
+    smallest = bucket(max(1, sum(row.num_tokens for row in rows)), sizes)
+    if is_made is None:
+        return smallest
+    return next((size for size in sizes if size >= smallest and is_made(size)), smallest)
+
+
 def pack_rows(
     config: EngineConfig,
     rows: Sequence[Row],
     num_tokens: int | None = None,
-    *,
-    has_masks: bool = False,
 ) -> tuple[MixedBatch, list[int]]:
     """Return the batch of these rows (NumPy arrays), and where in it each row's tokens begin.
 
     Args:
       num_tokens: size of the batch; by default the smallest compiled one that holds the rows.
-      has_masks: whether some rows have a mask, so that there are more compiled sizes. A step that
-        scores prompts has the sizes of steps without masks.
     """
     num_slots = config.max_slots
-    if num_tokens is None:
-        has_masks = has_masks and not any(row.wants_prompt_logprobs for row in rows)
-        num_needed = max(1, sum(row.num_tokens for row in rows))
-        num_tokens = bucket(num_needed, config.body_buckets(has_masks=has_masks))
+    num_tokens = num_tokens or body_size(config, rows)
     token_row = np.full(num_tokens, num_slots, np.int32)
     slot, start, query_start, length = np.zeros((4, num_slots), np.int32)
     samples = np.zeros(num_slots, np.bool_)

@@ -51,6 +51,7 @@ class Preparation:
         self._delay_s = delay_s
         self._begun = threading.Event()
         self._is_closed = False
+        self._made: set[str] = set()
         # Names of functions that have returned, and errors of those that failed.
         self._news: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
         num = min(len(steps), os.cpu_count() or 1, _MAX_THREADS)
@@ -87,6 +88,10 @@ class Preparation:
         self._begun.set()
         return self._num_first_left == 0
 
+    def is_made(self, name: str) -> bool:
+        """Return whether the function of this name has returned."""
+        return name in self._made
+
     def close(self) -> None:
         """Drop the functions that have not begun, and wait for those that have."""
         with self._lock:
@@ -110,6 +115,7 @@ class Preparation:
                 _log.warning("%s was not prepared: %s: %s", name, type(error).__name__, error)
                 self._news.put(error)
             else:
+                self._made.add(name)
                 self._news.put(name)
             with self._lock:
                 self._num_left -= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.core.config import EngineConfig, bucket, fine_slot_buckets
+from jaxserve.core.config import EngineConfig, bucket, fine_slot_buckets, fine_token_buckets
 from jaxserve.core.errors import InvalidConfigError
 
 
@@ -16,6 +16,17 @@ def test_fine_windows_have_little_room_to_spare():
         for num_live in range(9, max_slots + 1):
             size = bucket(num_live, sizes)
             assert size - num_live < size / 3, (max_slots, num_live)
+
+
+def test_fine_steps_have_little_room_to_spare():
+    """Up to 256 tokens padding is at most a third; all powers of two from 64 on are there."""
+    for max_step_tokens in (*range(1, 300), 2048):
+        sizes = fine_token_buckets(max_step_tokens)
+        assert sizes[-1] == max_step_tokens and list(sizes) == sorted(set(sizes))
+        assert {64 << i for i in range(6) if 64 << i < max_step_tokens} < set(sizes)
+        for num_tokens in range(17, min(max_step_tokens, 256) + 1):
+            size = bucket(num_tokens, sizes)
+            assert size - num_tokens < size / 3, (max_step_tokens, num_tokens)
 
 
 def test_an_unknown_way_of_bringing_pages_back_is_refused():

@@ -11,6 +11,7 @@ import pytest
 from jaxserve.core.config import EngineConfig, fine_slot_buckets
 from jaxserve.scheduling.plan import Row
 from jaxserve.steps.packing import (
+    body_size,
     decode_window,
     head_sizes,
     loop_sizes,
@@ -93,23 +94,35 @@ def test_heads_with_masks_have_more_sizes():
     assert index.tolist() == [*range(7), config.max_slots]
 
 
-def test_rows_with_masks_fill_smaller_steps():
-    """Sizes of their own are for steps that neither lack masks nor score prompts."""
-    config = replace(_config(32), masked_token_buckets=(8, 24, 96, 1024))
+def test_small_steps_have_small_sizes_unless_they_score_prompts():
+    """The smallest size that holds the rows; for scored prompts, of those compiled first."""
+    config = replace(_config(32), token_buckets=(8, 24, 64, 96, 128, 256, 512))
     rows = [Row(i, i, 0, 1, max_new_tokens=1) for i in range(20)]
     forced = replace(rows[0], num_tokens=60)
     scored = replace(rows[0], wants_prompt_logprobs=True)
 
-    def size(rows: list[Row], *, has_masks: bool) -> int:
-        batch, starts = pack_rows(config, rows, has_masks=has_masks)
+    def size(rows: list[Row]) -> int:
+        batch, starts = pack_rows(config, rows)
         ends = np.cumsum([row.num_tokens for row in rows])
         assert starts == [0, *ends[:-1]] and (batch.token_row < config.max_slots).sum() == ends[-1]
         return len(batch.token_row)
 
-    assert config.body_buckets(has_masks=True) == (8, 24, 64, 96, 128, 256, 512)
-    assert size(rows, has_masks=False) == 64
-    assert size(rows, has_masks=True) == 24
-    assert size(rows[:3], has_masks=True) == 8
-    assert size([forced, *rows], has_masks=True) == 96
-    assert size([forced, *rows], has_masks=False) == 128
-    assert size([scored, *rows], has_masks=True) == 64
+    assert config.coarse_token_buckets == (64, 128, 256, 512)
+    assert size(rows) == 24
+    assert size(rows[:3]) == 8
+    assert size([forced, *rows]) == 96
+    assert size([scored, *rows]) == 64
+    assert body_size(config, rows, is_coarse=True) == 64
+
+
+def test_no_step_waits_for_a_size_that_it_can_do_without():
+    """While sizes are being made a step takes a larger one that exists, and else its own."""
+    config = replace(_config(32), token_buckets=(8, 24, 64, 96, 128, 256, 512))
+    rows = [Row(i, i, 0, 1, max_new_tokens=1) for i in range(20)]
+    made = {64, 8, 128}
+    assert body_size(config, rows, is_made=made.__contains__) == 64
+    assert body_size(config, rows[:5], is_made=made.__contains__) == 8
+    made.add(24)
+    assert body_size(config, rows, is_made=made.__contains__) == 24
+    assert body_size(config, rows, is_made=lambda _: False) == 24
+    assert body_size(config, rows, is_coarse=True, is_made={256}.__contains__) == 256
