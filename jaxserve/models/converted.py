@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from jaxserve.models.tokenizer import Tokenizer
 # Raise it whenever the parameters' names, shapes or meaning change.
 FORMAT_VERSION = 3
 _log = logging.getLogger(__name__)
+# Entries that threads of this process are writing, by their folders.
+_saving: dict[Path, threading.Thread] = {}
 
 
 @final
@@ -51,7 +54,13 @@ class ConvertedModel:
         self.folder = cache_folder() / "converted" / f"{name}-{variant}-{key}"
 
     def read_header(self) -> Header | None:
-        """Return configuration and tokenizer; None without a valid entry."""
+        """Return configuration and tokenizer; None without a valid entry.
+
+        It waits for a thread of this process that writes the entry.
+        """
+        saving = _saving.get(self.folder)
+        if saving is not None:
+            saving.join()
         if not self.folder.is_dir():
             return None
         try:
@@ -113,6 +122,27 @@ class ConvertedModel:
         except ModelCacheError as error:
             _log.warning("%s. The model is served all the same; the next start converts again",
                          error)  # fmt: skip
+
+    def save_behind(
+        self, config: Mapping[str, Any], tokenizer: Tokenizer, params: nnx.State
+    ) -> None:
+        """Write the entry on a thread of its own, for which the process's end waits; see `save`.
+
+        Parameters that are deleted meanwhile cause a warning, too.
+        """
+
+        def run() -> None:
+            try:
+                self.save(config, tokenizer, params)
+            except Exception as error:  # XLA has no type for a deleted array
+                _log.warning("the converted weights were not kept: %s", error)
+            finally:
+                _saving.pop(self.folder, None)
+
+        # Not a daemon: an entry that is half written would be converted again.
+        thread = threading.Thread(target=run, name="jaxserve-save")
+        _saving[self.folder] = thread
+        thread.start()
 
     def _write(self, config: Mapping[str, Any], tokenizer: Tokenizer, params: nnx.State) -> None:
         self.folder.parent.mkdir(parents=True, exist_ok=True)

@@ -81,6 +81,7 @@ def load_model(
     mesh: Mesh | StagePlan | DeviceGroups | None = None,
     quantisation: Quantisation | None = None,
     cache: bool = True,
+    saves_behind: bool = False,
     huge_pages: bool = True,
     progress: bool = True,
 ) -> LoadedModel:
@@ -97,6 +98,7 @@ def load_model(
         default all are dense.
       cache: keep the converted form of a GGUF file for the next start; has no effect where the mesh
         spans several processes.
+      saves_behind: return before the converted form is written; the process ends after that.
       huge_pages: see `RuntimeOptions`.
       layer_layout: the layout of layers that are alike; layers that differ, and layers of stages,
         are unrolled. Scanned ones compile in a time that does not grow with their number, but
@@ -138,7 +140,7 @@ def load_model(
         source = GGUFSource(path)
         config, tokenizer = how.read(source.config), Tokenizer.from_gguf(source)
         return _random(resolved.name, config, seed, how, tokenizer, tokenizer.eos_token_ids, path)
-    return _gguf(resolved.name, path, how, cache)
+    return _gguf(resolved.name, path, how, cache, saves_behind)
 
 
 def load_tokenizer(name_or_path: str, *, progress: bool = True) -> Tokenizer | None:
@@ -220,7 +222,7 @@ class _How:
         return graphdef, state, state_shardings(state, self.mesh)
 
 
-def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
+def _gguf(name: str, path: Path, how: _How, cache: bool, saves_behind: bool) -> LoadedModel:
     keeps = how.quantisation is not None and how.quantisation.keeps_blocks
     # Processes on hosts without a shared disk would not all find the entry. Blocks that are kept
     # are those of the file itself.
@@ -248,7 +250,8 @@ def _gguf(name: str, path: Path, how: _How, cache: bool) -> LoadedModel:
     else:
         graphdef, params = _converted(config, source, how)
     if kept is not None:
-        kept.save(source.config, tokenizer, params)
+        save = kept.save_behind if saves_behind else kept.save
+        save(source.config, tokenizer, params)
     return _loaded(name, config, graphdef, params, tokenizer, tokenizer.eos_token_ids, path)
 
 

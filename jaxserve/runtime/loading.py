@@ -85,6 +85,7 @@ def load_weights(
             seed=options.seed,
             mesh=mesh,
             quantisation=Quantisation.at_loading(options, mesh),
+            saves_behind=True,
             huge_pages=options.huge_pages,
             progress=options.progress,
         )

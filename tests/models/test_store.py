@@ -6,6 +6,8 @@ import errno
 import json
 import logging
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -271,3 +273,36 @@ def test_a_foreign_tokenizer_is_refused(tmp_path):
     write_gguf(tmp_path / "m.gguf", tokenizer=tokenizer)
     with pytest.raises(CheckpointError, match="41 tokens, the model 40"):
         _load(tmp_path / "m.gguf")
+
+
+def test_a_model_is_there_before_its_converted_form_is_written(path, cache):
+    """The next load in the process waits for the thread that writes it, and restores it."""
+    first = _load(path, saves_behind=True)
+    _blank_the_weights(path)
+    _assert_same_params(first, _load(path, saves_behind=True))
+    assert len(_entries(cache)) == 1
+
+
+def test_the_process_ends_after_the_converted_form_is_written(path, cache):
+    """So the next start finds it."""
+    program = (
+        "import sys\nfrom jaxserve.models.store import load_model\n"
+        "load_model(sys.argv[1], progress=False, saves_behind=True)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(path)], check=True)
+    (entry,) = _entries(cache)
+    assert not entry.name.startswith(".save-")
+    first = _load(path, cache=False)
+    _blank_the_weights(path)
+    _assert_same_params(first, _load(path))
+
+
+def test_parameters_that_are_deleted_meanwhile_are_not_kept(path, cache, caplog):
+    """A warning says so, and nothing is left of the entry."""
+    kept = converted.ConvertedModel("large", path, "float32")
+    params = nnx.State({"w": nnx.Param(jnp.arange(8, dtype=jnp.float32))})
+    params["w"].get_value().delete()
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        kept.save_behind({}, letter_tokenizer(), params)
+        assert kept.read_header() is None
+    assert "were not kept" in caplog.text and _entries(cache) == []
