@@ -8,8 +8,9 @@ from typing import Self, final
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RESTORES
 
-# Tokens from which on sizes of mixed steps double.
-_COARSE_TOKENS = 256
+# Tokens from which on sizes of mixed steps double, and those that the largest step must have so
+# that smaller ones do not.
+_COARSE_TOKENS, _FINE_TOKENS = 256, 128
 # Maximum number of pages that a mixed step copies from the host; it takes memory for all of them.
 _MAX_INCOMING_PAGES = 64
 # Pages that one plan copies to the host at most: this many, or this share of a larger pool. They
@@ -198,9 +199,13 @@ class EngineConfig:
 
 
 def fine_token_buckets(max_step_tokens: int) -> tuple[int, ...]:
-    """Return 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, ... up to `max_step_tokens`."""
+    """Return 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, ... up to `max_step_tokens`.
+
+    Steps of less than 128 tokens have powers of two alone.
+    """
     powers = [2**i for i in range(4, max_step_tokens.bit_length())]
-    sizes = {*powers, *(power * 3 // 2 for power in powers if power < _COARSE_TOKENS)}
+    most = _COARSE_TOKENS if max_step_tokens >= _FINE_TOKENS else 0
+    sizes = {*powers, *(power * 3 // 2 for power in powers if power < most)}
     return tuple(sorted({*(size for size in sizes if size < max_step_tokens), max_step_tokens}))
 
 
