@@ -358,7 +358,8 @@ def test_close_ends_everything():
 def test_stats_are_those_of_the_processes_that_serve():
     """Counters are summed and sizes are not; a dead process is skipped and replaced."""
     world = World()
-    with _serving(3, world) as dispatcher:
+    # The dispatcher closes first, which ends what a thread still waits for.
+    with ThreadPoolExecutor() as threads, _serving(3, world) as dispatcher:
         stats = dispatcher.stats()
         assert stats.num_tokens == stats.busy_s == 3 * EACH_COUNTER
         assert stats.max_pages_owned == stats.num_pages == stats.weights_bytes == EACH_COUNTER
@@ -368,22 +369,23 @@ def test_stats_are_those_of_the_processes_that_serve():
         assert [state.num_deaths for state in dispatcher.replicas] == [0, 1, 0]
         world.replicas[0].kill()
         world.replicas[2].kill()
-        with ThreadPoolExecutor() as threads:
-            waiting = threads.submit(dispatcher.stats)
-            _until(lambda: all(state.num_deaths for state in dispatcher.replicas))
-            with pytest.raises(ReplicaDiedError, match="no replica serves now"):
-                dispatcher.stats(wait=False)
-            assert not waiting.done()
-            world.starts_wait = False
-            assert waiting.result(WAIT_S).num_tokens >= EACH_COUNTER
-            world.starts_wait = True
-            for replica in world.replicas:
-                replica.kill()
-            waiting = threads.submit(dispatcher.stats)
-            _until(lambda: sum(state.num_deaths for state in dispatcher.replicas) == 6)
-            dispatcher.close()
-            with pytest.raises(RuntimeClosedError):
-                waiting.result(WAIT_S)
+        waiting = threads.submit(dispatcher.stats)
+        _until(lambda: all(state.num_deaths for state in dispatcher.replicas))
+        with pytest.raises(ReplicaDiedError, match="no replica serves now"):
+            dispatcher.stats(wait=False)
+        assert not waiting.done()
+        world.starts_wait = False
+        assert waiting.result(WAIT_S).num_tokens >= EACH_COUNTER
+        # One that dies while it starts is not counted.
+        _until(lambda: all(state.started is not None for state in dispatcher.replicas))
+        world.starts_wait = True
+        for replica in world.replicas:
+            replica.kill()
+        waiting = threads.submit(dispatcher.stats)
+        _until(lambda: sum(state.num_deaths for state in dispatcher.replicas) == 6)
+        dispatcher.close()
+        with pytest.raises(RuntimeClosedError):
+            waiting.result(WAIT_S)
     with pytest.raises(RuntimeClosedError):
         dispatcher.stats()
 
