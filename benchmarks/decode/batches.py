@@ -103,8 +103,10 @@ def trace_batch(rt: Runtime, size: int, prompt_tokens: int, output_tokens: int) 
 def _answer(rt: Runtime, size: int, prompt_tokens: int, output_tokens: int, *, seed: int) -> float:
     """Return the seconds from the submission of `size` requests to the end of the last one.
 
-    Different seeds have different prompts, so that no pages are found again.
+    Different seeds have different prompts, and no pages are kept from earlier runs: all runs have
+    the same steps.
     """
+    rt.forget_kept_pages()
     items = random_items(
         size,
         num_prompt_tokens=prompt_tokens,

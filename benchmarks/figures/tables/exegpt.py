@@ -302,17 +302,8 @@ def _checked(result: Result, link: str) -> str:
 
 
 def _long_tailed(result: Result, link: str) -> str:
-    header = (
-        "figure 10, stand-ins",
-        "model",
-        "bound, s",
-        "FasterTransformer",
-        "rra",
-        "s",
-        "waa",
-        "s",
-        "gain",
-    )
+    header = ("figure 10, stand-ins", "model", "bound, s", "FasterTransformer",
+              "rra", "s", "waa", "s", "gain")  # fmt: skip
     rows = [
         [
             row["data_set"],
