@@ -250,7 +250,7 @@ def test_files_that_are_no_journals(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-NOBODY = 65534
+OTHER_USER = 65534
 
 
 @pytest.fixture
@@ -259,8 +259,8 @@ def as_nobody() -> Iterator[Path]:
     is_superuser = os.geteuid() == 0
     with tempfile.TemporaryDirectory() as folder:
         if is_superuser:
-            os.chown(folder, NOBODY, NOBODY)
-            os.seteuid(NOBODY)
+            os.chown(folder, OTHER_USER, OTHER_USER)
+            os.seteuid(OTHER_USER)
         try:
             yield Path(folder)
         finally:

@@ -114,15 +114,21 @@ def _bounded(number: int, latency_bound: float) -> Request:
     return replace(_request(number), params=params, arrival_s=0.0)
 
 
+def _with_bounds(num_waiting: int) -> Engine:
+    """Return an engine whose requests have bounds that are far off."""
+    engine = _engine("auto", CONFIG)
+    for number in range(num_waiting):
+        engine.add(_bounded(number, 1e6))
+    for _ in range(3):
+        engine.step()
+    return engine
+
+
 def test_ten_times_as_many_wait_with_bounds_that_are_far_off():
     """A step looks only at those that may be too late."""
     found = []
     for num_waiting in (200, 2_000):
-        engine = _engine("auto", CONFIG)
-        for number in range(num_waiting):
-            engine.add(_bounded(number, 1e6))
-        for _ in range(3):
-            engine.step()
+        engine = _with_bounds(num_waiting)
         found.append(_calls(engine, 40, Engine.step))
         assert len(engine.scheduler.waiting) > num_waiting - 20
     assert found[1] < 1.5 * found[0] + 200, found
@@ -132,11 +138,7 @@ def test_four_times_as_many_wait_when_requests_with_bounds_arrive():
     """The simulations of the queue that decide which are refused serve several arrivals each."""
     found = []
     for num_waiting in (1_000, 4_000):
-        engine = _engine("auto", CONFIG)
-        for number in range(num_waiting):
-            engine.add(_bounded(number, 1e6))
-        for _ in range(3):
-            engine.step()
+        engine = _with_bounds(num_waiting)
         requests = [_bounded(number, 1e6) for number in range(num_waiting, num_waiting + 128)]
         found.append(0)
 

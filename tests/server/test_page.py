@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from predictor import LengthBuckets, LengthDistributions
-from tests.server.browser import converse, expecting, open_conversation, open_tab
+from tests.server.browser import converse, expecting, open_conversation
 from tests.server.serving import NAME, runtime, server
 
 
@@ -19,12 +19,6 @@ from tests.server.serving import NAME, runtime, server
 def url() -> Iterator[str]:
     with runtime() as rt, server(rt) as url:
         yield url
-
-
-@pytest.fixture
-def tab() -> Iterator[Any]:
-    with open_tab() as tab:
-        yield tab
 
 
 def test_page_has_a_policy_and_all_its_parts(url: str):

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.server.browser import converse, open_conversation, open_tab
+from tests.server.browser import converse, open_conversation
 from tests.server.serving import runtime, server
 
 
@@ -16,12 +16,6 @@ from tests.server.serving import runtime, server
 def url() -> Iterator[str]:
     with runtime() as rt, server(rt) as url:
         yield url
-
-
-@pytest.fixture
-def tab() -> Iterator[Any]:
-    with open_tab() as tab:
-        yield tab
 
 
 def _show(tab: Any, url: str, content: str) -> Any:
