@@ -98,16 +98,20 @@ def test_running_requests_survive_plans(measured: tuple[list, Path], num_replica
         rt.check_integrity()
 
 
-def test_a_plan_waits_for_running_requests_no_longer_than_it_is_told(measured: tuple[list, Path]):
+def test_a_plan_waits_for_running_requests_no_longer_than_it_is_told(
+    measured: tuple[list, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Without step times it raises, and measures nothing; running and later requests go on."""
     answers, _ = measured
     with Runtime(tiny_llama(), wrap_executor=SlowExecutor, **OPTIONS) as rt:
+        monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))  # without kept step times
         running = rt.submit(PROMPTS[-1], PARAMS[-1])
         with pytest.raises(EngineBusyError, match="max_wait_s"):
             rt.plan(math.inf, lengths=[(10, 20)], max_wait_s=0.0)
         later = rt.submit(PROMPTS[0], PARAMS[0])
         assert running.result(60).token_ids == answers[-1]
         assert later.result(60).token_ids == answers[0]
+        assert not list(tmp_path.iterdir())
 
 
 def test_an_infeasible_bound_is_refused_with_the_lowest_one(measured: tuple[list, Path]):
@@ -174,10 +178,12 @@ def test_slots_are_reserved_where_the_order_heeds_bounds(
         assert len(plan.classes) == num_classes and bool(plan.reserved_slots) == bool(num_classes)
 
 
-def test_step_times_are_measured_once():
+def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The first plan measures; later ones use the same times, and so find the same figures."""
     with Runtime(tiny_llama(), **OPTIONS) as rt:
+        monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))  # without kept step times
         first = rt.plan(math.inf, lengths=[(10, 20)])
+        assert len(list((tmp_path / "profiles").iterdir())) == 1
         num_steps = rt.stats().num_steps
         again = rt.plan(math.inf, lengths=[(10, 20)])
         assert again.answers_per_s == first.answers_per_s
