@@ -3,14 +3,12 @@
 #include <cstdint>
 #include <cstring>
 
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "ffi.h"
 
 namespace {
 
 // out = array, except that its row number place[i] is rows[i]; numbers out of range are skipped.
-ffi::Error put_rows(ffi::AnyBuffer array, ffi::BufferR1<ffi::S32> place, ffi::AnyBuffer rows,
+ffi::Error put_rows(ffi::AnyBuffer array, ffi::Buffer<ffi::S32, 1> place, ffi::AnyBuffer rows,
                     ffi::Result<ffi::AnyBuffer> out) {
   const int64_t count = place.element_count();
   if (count == 0 || rows.size_bytes() % count || rows.element_type() != array.element_type())
@@ -29,9 +27,4 @@ ffi::Error put_rows(ffi::AnyBuffer array, ffi::BufferR1<ffi::S32> place, ffi::An
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PutRows, put_rows,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::BufferR1<ffi::S32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>());
+HANDLER(PutRows, put_rows)

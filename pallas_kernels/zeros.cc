@@ -10,9 +10,7 @@
 #include <unistd.h>
 #endif
 
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "ffi.h"
 
 namespace {
 
@@ -47,4 +45,4 @@ ffi::Error zeros(ffi::Result<ffi::AnyBuffer> out) {
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Zeros, zeros, ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());
+HANDLER(Zeros, zeros)

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "ffi.h"
 #include "gates.h"
 #include "team.h"
 
@@ -302,45 +303,8 @@ ffi::Error gated_tasks(ffi::ThreadPool pool, Matrix states, Index tokens,
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GatedCell, gated_cell,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Matrix>()
-                                  .Arg<Index>()
-                                  .Arg<Matrix>()
-                                  .Arg<Index>()
-                                  .Arg<Matrix>()
-                                  .Arg<Vector>()
-                                  .Arg<Matrix>()
-                                  .Arg<Index>()
-                                  .Arg<Matrix>()
-                                  .Arg<Index>()
-                                  .Arg<Matrix>()
-                                  .Arg<Index>()
-                                  .Ret<Matrix>()
-                                  .Ret<Matrix>()
-                                  .Attr<int32_t>("kind"));
+HANDLER(GatedCell, gated_cell, "kind")
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GatedTasks, gated_tasks,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Matrix>()
-                                  .Arg<Index>()
-                                  .Arg<Table>()
-                                  .Arg<Index>()
-                                  .Arg<Vector>()
-                                  .Arg<Vector>()
-                                  .Arg<Matrix>()
-                                  .Arg<Matrix>()
-                                  .Ret<Matrix>()
-                                  .Ret<Flags>()
-                                  .Ret<Matrix>()
-                                  .Attr<int32_t>("kind")
-                                  .Attr<int32_t>("trash")
-                                  .Attr<ffi::Span<const int32_t>>("columns"));
+HANDLER(GatedTasks, gated_tasks, "kind", "trash", "columns")
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PackGates, pack_gates,
-                              ffi::Ffi::Bind()
-                                  .Arg<Matrix>()
-                                  .Ret<Vector>()
-                                  .Attr<int32_t>("kind"));
+HANDLER(PackGates, pack_gates, "kind")

@@ -13,13 +13,11 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ffi.h"
 #include "functions.h"
 #include "threads.h"
 #include "tiles.h"
 #include "vectors.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 

@@ -10,8 +10,8 @@
 #include <thread>
 #include <utility>
 
+#include "ffi.h"
 #include "threads.h"
-#include "xla/ffi/api/ffi.h"
 
 // Runs phases of items on this thread and on threads of XLA's pool, which are woken once, and then
 // spin between phases. A thread that does not come, or comes late, is not waited for.
@@ -22,7 +22,7 @@ template <typename Work>
 class Team {
  public:
   // `threads` counts the calling thread.
-  Team(xla::ffi::ThreadPool& pool, int64_t threads, Work work)
+  Team(ffi::ThreadPool& pool, int64_t threads, Work work)
       : shared_(std::make_shared<Shared>(std::move(work))),
         helpers_(std::max<int64_t>(0, std::min(pool.num_threads(), threads) - 1)) {
     for (int64_t i = 0; i < helpers_; ++i)

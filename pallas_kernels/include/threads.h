@@ -11,7 +11,7 @@
 #include <mutex>
 #include <utility>
 
-#include "xla/ffi/api/ffi.h"
+#include "ffi.h"
 
 // About 50 us: as long as an item takes, and less than it costs to fall asleep and be woken often.
 constexpr int kSpins = 1500;
@@ -31,7 +31,7 @@ using NextItem = std::atomic<int64_t>;
 // threads of the pool. Returns when all items are done. `body` is kept alive as long as any thread
 // uses it.
 template <typename Body>
-void for_each_item(xla::ffi::ThreadPool& pool, int64_t count, int64_t threads, Body body) {
+void for_each_item(ffi::ThreadPool& pool, int64_t count, int64_t threads, Body body) {
   // A helper that starts late finds no item left, possibly after the caller has returned.
   struct Shared {
     Body body;

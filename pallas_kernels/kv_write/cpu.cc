@@ -9,11 +9,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "ffi.h"
 #include "threads.h"
 #include "vectors.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -159,21 +157,4 @@ ffi::Error rotate_and_write(ffi::ThreadPool pool, Heads qkv, Table cos, Table si
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RotateAndWrite, rotate_and_write,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Heads>()
-                                  .Arg<Table>()
-                                  .Arg<Table>()
-                                  .Arg<Scalar>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Ret<Floats>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<Floats>()
-                                  .Ret<Floats>());
+HANDLER(RotateAndWrite, rotate_and_write)

@@ -13,11 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "ffi.h"
 #include "threads.h"
 #include "vectors.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -173,13 +171,4 @@ ffi::Error add_low_rank(ffi::ThreadPool pool, Matrix out, Matrix x, Stack a, Sta
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AddLowRank, add_low_rank,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Matrix>()
-                                  .Arg<Matrix>()
-                                  .Arg<Stack>()
-                                  .Arg<Stack>()
-                                  .Arg<Vector>()
-                                  .Arg<Numbers>()
-                                  .Ret<Matrix>());
+HANDLER(AddLowRank, add_low_rank)

@@ -15,12 +15,10 @@
 #include <utility>
 #include <vector>
 
+#include "ffi.h"
 #include "threads.h"
 #include "tiles.h"
 #include "vectors.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -283,18 +281,6 @@ ffi::Error grouped_matmul(ffi::ThreadPool pool, Matrix x, Stack w, Sizes sizes,
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, matmul,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Matrix>()
-                                  .Arg<Matrix>()
-                                  .Ret<Matrix>()
-                                  .Attr<bool>("transposed"));
+HANDLER(Matmul, matmul, "transposed")
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedMatmul, grouped_matmul,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Matrix>()
-                                  .Arg<Stack>()
-                                  .Arg<Sizes>()
-                                  .Ret<Matrix>());
+HANDLER(GroupedMatmul, grouped_matmul)

@@ -9,12 +9,10 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ffi.h"
 #include "threads.h"
 #include "tiles.h"
 #include "vectors.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -119,9 +117,4 @@ ffi::Error panel_matmul(ffi::ThreadPool pool, Matrix x, Panels panels, ffi::Resu
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PanelMatmul, panel_matmul,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Matrix>()
-                                  .Arg<Panels>()
-                                  .Ret<Matrix>());
+HANDLER(PanelMatmul, panel_matmul)

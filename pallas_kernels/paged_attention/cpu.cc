@@ -21,12 +21,10 @@
 #include <vector>
 
 #include "attention.h"
+#include "ffi.h"
 #include "functions.h"
 #include "threads.h"
 #include "vectors.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -423,22 +421,4 @@ ffi::Error paged_attention(ffi::ThreadPool pool, Tokens q, ffi::AnyBuffer k, ffi
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttention, paged_attention,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Tokens>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Scales>()
-                                  .Arg<Scales>()
-                                  .Arg<Scalar>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<Table>()
-                                  .Arg<Slopes>()
-                                  .Ret<Tokens>()
-                                  .Attr<float>("scale")
-                                  .Attr<float>("soft_cap")
-                                  .Attr<int32_t>("window"));
+HANDLER(PagedAttention, paged_attention, "scale", "soft_cap", "window")

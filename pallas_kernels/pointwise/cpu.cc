@@ -6,12 +6,10 @@
 #include <cmath>
 #include <cstdint>
 
+#include "ffi.h"
 #include "functions.h"
 #include "threads.h"
 #include "vectors.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -154,29 +152,10 @@ ffi::Error gated_silu(ffi::ThreadPool pool, Halves x, ffi::Result<Matrix> y) {
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RmsNorm, rms_norm,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Matrix>()
-                                  .Arg<Vector>()
-                                  .Ret<Matrix>()
-                                  .Attr<float>("eps")
-                                  .Attr<float>("offset"));
+HANDLER(RmsNorm, rms_norm, "eps", "offset")
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(LayerNorm, layer_norm,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Matrix>()
-                                  .Arg<Vector>()
-                                  .Arg<Vector>()
-                                  .Ret<Matrix>()
-                                  .Attr<float>("eps"));
+HANDLER(LayerNorm, layer_norm, "eps")
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(LogSumExp, log_sum_exp,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Matrix>().Ret<Vector>());
+HANDLER(LogSumExp, log_sum_exp)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GatedSilu, gated_silu,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Halves>()
-                                  .Ret<Matrix>());
+HANDLER(GatedSilu, gated_silu)

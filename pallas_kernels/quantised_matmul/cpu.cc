@@ -18,11 +18,9 @@
 #include <vector>
 
 #include "dots.h"
+#include "ffi.h"
 #include "squares.h"
 #include "threads.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -368,15 +366,4 @@ ffi::Error quantised_matmul(ffi::ThreadPool pool, Matrix x,
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantisedMatmul, quantised_matmul,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Matrix>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<Matrix>()
-                                  .Attr<int64_t>("bits")
-                                  .Attr<int64_t>("offset")
-                                  .Attr<int64_t>("group"));
+HANDLER(QuantisedMatmul, quantised_matmul, "bits", "offset", "group")
