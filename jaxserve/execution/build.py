@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,7 +17,7 @@ from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.group import check_alike, in_group
 from jaxserve.execution.group_shares import Processes
-from jaxserve.execution.memory_plan import PoolSize, plan_resize
+from jaxserve.execution.memory_plan import PoolSize, leaves_room, plan_resize
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.execution.sizes import CachePlan, engine_config
 from jaxserve.execution.staged import StagedExecutor
@@ -26,6 +28,7 @@ from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.parts import cut
 from jaxserve.models.start_times import timed
+from jaxserve.steps.abstract import abstract
 from jaxserve.steps.drafting import Drafter
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.probing import Probe, check_probe
@@ -144,9 +147,16 @@ def _build_whole(
     optimistic = _agreed_number(optimistic, group)
     draft = engine_config(model_config, options, num_pages=optimistic)
     programs = Programs.shared(graphdef, draft, model_config, place, probe, store, drafter)
-    step_bytes = programs.step_bytes(params, pages.abstract(optimistic))
-    size = pages.plan(step_bytes=step_bytes)
-    size = replace(size, num_pages=_agreed_number(min(size.num_pages, optimistic), group))
+    measure = _step_bytes(programs, params, pages.abstract(optimistic))
+    # Kernels that are asked for by name are tried now, so that those that cannot serve are refused.
+    decides = options.kv_memory is not None or options.attention is not None or group is not None
+    is_deferred = not decides and leaves_room(programs.shelf.devices[0])
+    size = pages.plan(step_bytes=0 if is_deferred else measure())
+    size = replace(
+        size,
+        num_pages=_agreed_number(min(size.num_pages, optimistic), group),
+        measure_step=measure,
+    )
     config = engine_config(
         model_config,
         options,
@@ -164,6 +174,12 @@ def _build_whole(
     if group is None:
         return executor, size
     return in_group(executor, group, processes, strict=options.strict), size
+
+
+def _step_bytes(programs: Programs, params: Any, cache: Any) -> Callable[[], int]:
+    """Return a function that measures the largest step, once."""
+    shapes = abstract(params)
+    return functools.cache(lambda: programs.step_bytes(shapes, cache))
 
 
 def _build_stages(

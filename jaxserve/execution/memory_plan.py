@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -9,7 +10,8 @@ from jaxserve.core.errors import DeviceMemoryError
 from jaxserve.core.host_memory import available_host_bytes
 from jaxserve.memory.page_pool import MIN_PAGES
 
-# Fractions of the free memory that a pool may take. Other processes use the memory of a CPU too.
+# Fractions of the free memory that a pool may take. Other processes use the memory of a CPU too, so
+# that enough is left for any step: it need not be measured before the pool has its size.
 _SHARE = {"cpu": 0.125}
 _DEFAULT_SHARE = 0.92
 _HOST_SHARE = 0.25
@@ -27,19 +29,33 @@ class PoolSize:
       num_pages: number of pages, including the null page.
       page_bytes: size of one page in all layers: keys, values and their scales.
       free_bytes: free memory of the device without the pool, the states and the temporaries.
-      step_bytes: size of the largest step's temporaries.
+      measure_step: returns `step_bytes`.
       state_bytes: size of the states in slots; 0 for a model without recurrent layers.
     """
 
     num_pages: int
     page_bytes: int
     free_bytes: int
-    step_bytes: int
+    measure_step: Callable[[], int]
     state_bytes: int = 0
 
     @property
     def pool_bytes(self) -> int:
         return self.num_pages * self.page_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """Size of the largest step's temporaries.
+
+        Where it did not decide the number of pages (`leaves_room`), the first call compiles that
+        step, unless it has been compiled.
+        """
+        return self.measure_step()
+
+
+def leaves_room(device: Any) -> bool:
+    """Whether a pool of the default size leaves far more of a `jax.Device` than a step needs."""
+    return device.platform in _SHARE
 
 
 def free_device_bytes(device: Any) -> int:
@@ -115,7 +131,7 @@ def plan_pool(
         num_pages=num_pages,
         page_bytes=page_bytes,
         free_bytes=free,
-        step_bytes=step_bytes,
+        measure_step=lambda: step_bytes,
         state_bytes=state_bytes,
     )
 

@@ -280,7 +280,10 @@ class Regrouper:
                 page_bytes = map(maker.page_bytes, meshes_of(groups))
                 largest, step = max(zip(page_bytes, step_bytes, strict=True))
                 size = replace(
-                    replica.pool_size, num_pages=num_pages, page_bytes=largest, step_bytes=step
+                    replica.pool_size,
+                    num_pages=num_pages,
+                    page_bytes=largest,
+                    measure_step=lambda: step,
                 )
                 try:
                     replica.recompute(
