@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pallas_kernels import build
+from pallas_kernels.matmul.panels import STORED
 
 Handler = tuple[Path, str, tuple[str, ...]]
 _HERE = Path(__file__).parent
@@ -18,13 +19,13 @@ PAGES: Mapping[str, tuple[str, ...]] = {
     "int8": ("-DPAGES=int8_t",),
     "float8_e4m3fn": ("-DPAGES=Float8",),
 }
+_PANELS = _HERE / "matmul" / "panels.cc"
 ZEROS: Handler = (_HERE / "zeros.cc", "Zeros", ())
 # Handlers that nearly every model calls, those first that take the longest to compile.
 _USUAL: tuple[Handler, ...] = (
     (_HERE / "matmul" / "cpu.cc", "Matmul", ()),
     (_HERE / "pointwise" / "cpu.cc", "RmsNorm", ()),
     (_HERE / "kv_write" / "cpu.cc", "RotateAndWrite", ()),
-    (_HERE / "matmul" / "panels.cc", "PanelMatmul", ()),
     ZEROS,
 )
 _QUANTISED: Handler = (_HERE / "quantised_matmul" / "cpu.cc", "QuantisedMatmul", ())
@@ -41,6 +42,7 @@ _OTHERS: tuple[Handler, ...] = (
 
 HANDLERS: tuple[Handler, ...] = (
     *((_PAGES, "PagedAttention", flags) for flags in PAGES.values()),
+    *((_PANELS, "PanelMatmul", flags) for flags in STORED.values()),
     *_USUAL,
     *_OTHERS,
 )
@@ -55,17 +57,23 @@ def target_names(handlers: Sequence[Handler] = HANDLERS) -> tuple[str, ...]:
 
 
 def compile_together(
-    pages_dtype: str, *, is_quantised: bool = False, has_adapters: bool = False
+    pages_dtype: str,
+    panels_dtype: str = "float32",
+    *,
+    is_quantised: bool = False,
+    has_adapters: bool = False,
 ) -> None:
     """Compile the kernels that a model will need, at the same time; any other, when it is called.
 
     Args:
       pages_dtype: of keys and values.
+      panels_dtype: of weights in panels.
       is_quantised: whether weights are in eight or four bits.
     """
     pages = [(_PAGES, "PagedAttention", PAGES[pages_dtype])] if pages_dtype in PAGES else []
     more = [*[_QUANTISED] * is_quantised, *[_LOW_RANK] * has_adapters]
-    _register([*pages, *more, *_USUAL])
+    usual = [*_USUAL, (_PANELS, "PanelMatmul", STORED[panels_dtype])]
+    _register([*pages, *more, *usual])
 
 
 def register_called(executable: bytes, handlers: Sequence[Handler] = HANDLERS) -> None:

@@ -45,7 +45,7 @@ FORMATS = {
     "int4": dict(bits=4, group=32, has_minima=True),
     "int4, symmetric": dict(bits=4, group=32),
 }
-PRODUCTS = ("dense", "panels", *FORMATS)
+PRODUCTS = ("dense", "panels", "bf16", *FORMATS)
 PAGES = ("float32", "int8")
 
 Case = tuple[Callable[..., Any], tuple[Any, ...], dict[str, float]]
@@ -110,7 +110,11 @@ def _figures(
 def _weights(kind: str, layers: int) -> list[Any]:
     keys = jax.random.split(jax.random.key(0), (layers, len(SHAPES)))
     draw = jax.jit(jax.random.normal, static_argnums=1)
-    change = {"dense": lambda x: x, "panels": jax.jit(to_panels)}.get(kind)
+    change = {
+        "dense": lambda x: x,
+        "panels": jax.jit(to_panels),
+        "bf16": jax.jit(partial(to_panels, dtype=jnp.bfloat16)),
+    }.get(kind)
     if change is None:
         rounded = jax.jit(partial(quantise, **FORMATS[kind]))
         change = lambda x: rounded(x.T)  # noqa: E731
@@ -134,7 +138,7 @@ def _product(weights: list[Any], kind: str, rows: int) -> Case:
             x = inputs[depth] + out * 1e-30
             if kind == "dense":
                 y = matmul(x, weight)
-            elif kind == "panels":
+            elif kind in ("panels", "bf16"):
                 y = panel_matmul(x, weight, columns=columns)
             else:
                 y = quantised_matmul(x, weight, rounds_activations="groups")

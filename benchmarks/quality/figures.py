@@ -57,6 +57,7 @@ class Limit:
 # For models of 100 million parameters or more; larger ones lose less. "keep" rounds activations
 # only.
 LIMITS: Mapping[str, Limit] = {
+    "bf16": Limit(perplexity_ratio=1.005, divergence=0.002),
     "int8": Limit(perplexity_ratio=1.01, divergence=0.01),
     "int4": Limit(perplexity_ratio=1.10, divergence=0.10),
     "fp8": Limit(perplexity_ratio=1.03, divergence=0.03),

@@ -99,7 +99,7 @@ KvDType = Annotated[
 ]
 Quantize = Annotated[
     str | None,
-    _runtime("--quantize", text="Weights in few bits: int8, int4, fp8, w8a8, or keep (GGUF)."),
+    _runtime("--quantize", text="Weights in fewer bits: bf16, int8, int4, fp8, w8a8, keep (GGUF)."),
 ]
 QuantizeEmbeddings = Annotated[
     str | None,

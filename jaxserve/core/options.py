@@ -14,7 +14,7 @@ from jaxserve.core.sizes import parse_bytes
 KV_DTYPES = ("int8", "float8_e4m3fn")
 
 # Formats of weights, and of the embedding and the head.
-QUANTIZE = ("int8", "int4", "fp8", "w8a8", "keep")
+QUANTIZE = ("bf16", "int8", "int4", "fp8", "w8a8", "keep")
 QUANTIZE_EMBEDDINGS = ("int8", "int4", "none")
 
 # Where proposals for the next tokens come from.
@@ -44,7 +44,8 @@ class RuntimeOptions:
         "keep" is for GGUF files: weights, the embedding's too, stay in the blocks of the file.
         Folders of GPTQ, AWQ and compressed-tensors weights are served in their own format, for
         which the option is "keep" or omitted. "w8a8" is "int8" with activations that are in int8
-        on GPUs too. docs/quantisation.md says what each costs.
+        on GPUs too. "bf16" stores the weights of a float32 model in 16 bits, on one CPU, where
+        "quantize_embeddings" then has no meaning. docs/quantisation.md says what each costs.
       quantize_embeddings: format of the embedding and the head where `quantize` is given, one of
         `QUANTIZE_EMBEDDINGS`; "none" leaves them as they are.
       host_memory: host memory for pages that leave the device, those of preempted sequences

@@ -1,4 +1,4 @@
-"""Weights in float32 that are laid out for the CPU."""
+"""Weights that are laid out for the CPU, in float32 or, in half of the memory, in bfloat16."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from pallas_kernels import columns_of, from_panels, panel_matmul, to_panels
 
 @final
 class PanelledWeight(nnx.Module):
-    """A float32 weight of one matrix, in the panels that the kernel for CPUs reads.
+    """A weight of one matrix, in the panels that the kernel for CPUs reads.
 
-    panels    [panels, in, 48]
+    panels    float32 or bfloat16 [panels, in, 48]
 
-    Axes that a product sums over are one, and so are those of its result.
+    Axes that a product sums over are one, and so are those of its result. Products are computed in
+    float32 either way.
     """
 
-    def __init__(self, panels: Float32[Array, "panels depth width"], out: tuple[int, ...]):
+    def __init__(self, panels: Float[Array, "panels depth width"], out: tuple[int, ...]):
         # A model in half precision may have a few weights in float32, such as T5's.
         self.panels = nnx.Param(panels, logical_axes=(None, None, None), has_own_dtype=True)
         self.out = out
 
     @classmethod
-    def of(cls, dense: nnx.Param, axes: WeightAxes) -> PanelledWeight:
-        """Return a copy of a dense weight in panels, on its device."""
+    def of(cls, dense: nnx.Param, axes: WeightAxes, dtype: str = "float32") -> PanelledWeight:
+        """Return a copy of a dense weight in panels of a dtype, on its device."""
         array = dense[...]
-        return cls(_in_panels(array, axes), axes.split(array.shape)[2])
+        return cls(_in_panels(array, axes, dtype), axes.split(array.shape)[2])
 
     @staticmethod
     def serves(dense: nnx.Param, axes: WeightAxes) -> bool:
         """Return whether the weight is one matrix in float32."""
         return axes.num_stacked == 0 and dense[...].dtype.name == "float32"
 
-    def matrix(self) -> Float32[Array, "in out"]:
+    def matrix(self) -> Float[Array, "in out"]:
         """Return the weight as one dense matrix; for tests."""
         return from_panels(self.panels[...], math.prod(self.out))
 
@@ -75,10 +76,10 @@ class PanelledWeight(nnx.Module):
         return columns_of(self.panels[...], index).astype(dtype)
 
 
-@partial(jax.jit, static_argnums=1)
+@partial(jax.jit, static_argnums=(1, 2))
 def _in_panels(
-    array: Float32[Array, " *axes"], axes: WeightAxes
-) -> Float32[Array, "panels depth width"]:
+    array: Float32[Array, " *axes"], axes: WeightAxes, dtype: str
+) -> Float[Array, "panels depth width"]:
     _, summed, out = axes.split(range(array.ndim))
     width = math.prod(axes.split(array.shape)[1])
-    return to_panels(array.transpose(*summed, *out).reshape(width, -1))
+    return to_panels(array.transpose(*summed, *out).reshape(width, -1), dtype)

@@ -25,6 +25,8 @@ from pallas_kernels.quantised_matmul import Rounding
 _log = logging.getLogger(__name__)
 # "w8a8" is int8 whose activations are rounded on GPUs too.
 _FORMATS = {"int8": INT8, "int4": INT4, "fp8": FP8, "w8a8": INT8}
+# Dtypes of panels, in which weights have all of their numbers' bits but some.
+_PANELS = {"bf16": "bfloat16"}
 
 
 @final
@@ -38,7 +40,8 @@ class Quantisation:
       embeddings: of the embedding and of the head; None leaves them as they are.
       keeps_blocks: whether weights stay in the form that the checkpoint has.
       rounds_activations: see `WeightFormat`.
-      has_panels: whether dense weights in float32 are in panels; see `PanelledWeight`.
+      panels: dtype of the panels in which dense weights in float32 are stored (`PanelledWeight`);
+        None leaves them as they are.
     """
 
     name: str
@@ -46,12 +49,13 @@ class Quantisation:
     embeddings: WeightFormat | None
     keeps_blocks: bool
     rounds_activations: Rounding | None
-    has_panels: bool = False
+    panels: str | None = None
 
     @property
     def rounds_weights(self) -> bool:
         """Whether some weights are rounded to a format."""
-        return self.layers is not None or self.embeddings is not None
+        is_rounded = self.panels not in (None, "float32")
+        return is_rounded or self.layers is not None or self.embeddings is not None
 
     @classmethod
     def of(cls, options: RuntimeOptions) -> Self | None:
@@ -68,8 +72,9 @@ class Quantisation:
             own = "tokens" if rounds is None and name == "w8a8" else rounds
             return replace(found, rounds_activations=None if found.is_float else own)
 
+        panels = _PANELS.get(options.quantize)
         layers = format_of(options.quantize)
-        embeddings = None if options.quantize == "keep" else format_of(ends)
+        embeddings = None if panels or options.quantize == "keep" else format_of(ends)
         named = [options.quantize, *(str(each.group) for each in (layers, embeddings) if each)]
         return cls(
             name="-".join([*named, ends, *(() if rounds else ("whole",))]),
@@ -77,6 +82,7 @@ class Quantisation:
             embeddings=embeddings,
             keeps_blocks=options.quantize == "keep",
             rounds_activations=rounds,
+            panels=panels,
         )
 
     @classmethod
@@ -93,12 +99,15 @@ class Quantisation:
         return cls.in_panels(found)
 
     @classmethod
-    def in_panels(cls, other: Self | None) -> Self:
-        """Return the same with dense float32 weights in panels."""
+    def in_panels(cls, other: Self | None, dtype: str = "float32") -> Self:
+        """Return the same with dense float32 weights in panels, if they are not yet."""
+        if other is not None and other.panels is not None:
+            return other
+        name = "panels" if dtype == "float32" else f"{dtype}-panels"
         if other is not None:
-            return replace(other, name=f"{other.name}-panels", has_panels=True)
+            return replace(other, name=f"{other.name}-{name}", panels=dtype)
         # A folder whose weights are in few bits is read with these settings, too.
-        return replace(cls.stored(), name="panels", keeps_blocks=False, has_panels=True)
+        return replace(cls.stored(), name=name, keeps_blocks=False, panels=dtype)
 
     @classmethod
     def stored(cls) -> Self:
@@ -117,8 +126,9 @@ class Quantisation:
         if weight.get_metadata().get("stays_dense", False):
             return weight
         if format is None:
-            in_panels = self.has_panels and PanelledWeight.serves(weight, axes)
-            return PanelledWeight.of(weight, axes) if in_panels else weight
+            if self.panels is None or not PanelledWeight.serves(weight, axes):
+                return weight
+            return PanelledWeight.of(weight, axes, self.panels)
         return QuantisedWeight.of(weight, axes, format)
 
 
@@ -142,7 +152,7 @@ class Quantiser:
                 "them"
             )
         graphdef, state = nnx.split(model)
-        is_changed = in_few_bits or has_panels(model)
+        is_changed = in_few_bits or panels_dtype(model) is not None
         if is_changed and not quantisation.keeps_blocks:
             decoder = cast(Any, model)
             # Traced when it is first needed: that takes a good part of a second of a start.
@@ -209,18 +219,16 @@ def _paths(params: nnx.State) -> set[tuple[Any, ...]]:
     return {path for path, _ in nnx.to_flat_state(params)}
 
 
-def has_panels(model: nnx.Module) -> bool:
-    """Return whether some weight of a model is in panels."""
-    return _has(model, PanelledWeight)
+def panels_dtype(model: nnx.Module) -> str | None:
+    """Return the dtype of the panels of a model; None if no weight is in panels."""
+    modules = (module for _, module in nnx.iter_modules(model))
+    found = (each for each in modules if isinstance(each, PanelledWeight))
+    return next((each.panels.get_value().dtype.name for each in found), None)
 
 
 def is_quantised(model: nnx.Module) -> bool:
     """Return whether some weight of a model is in few bits."""
-    return _has(model, QuantisedWeight)
-
-
-def _has(model: nnx.Module, kind: type[nnx.Module]) -> bool:
-    return any(isinstance(module, kind) for _, module in nnx.iter_modules(model))
+    return any(isinstance(module, QuantisedWeight) for _, module in nnx.iter_modules(model))
 
 
 def log_replicated(params: nnx.State, mesh: Mesh) -> None:

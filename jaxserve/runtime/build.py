@@ -29,15 +29,16 @@ from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.execution.regroup import GroupMaker
 from jaxserve.execution.sizes import nbytes
 from jaxserve.execution.warmup import enable_compilation_cache
+from jaxserve.execution.weight_limits import check_quantised
 from jaxserve.execution.weights import sharded
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.parts import planned_stages
 from jaxserve.models.quantisation import (
     Quantisation,
     Quantiser,
-    has_panels,
     is_quantised,
     log_replicated,
+    panels_dtype,
 )
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.planning import Origin
@@ -117,9 +118,9 @@ def build_parts(
     used = own_params if params is None else params
     quantisation, quantiser = Quantisation.of(options), None
     if options.quantize is not None:
-        check_quantised(options, mesh)
-    if has_panels(model):
-        quantisation = Quantisation.in_panels(quantisation)
+        check_quantised(options, mesh, decoder.config.dtype)
+    if (dtype := panels_dtype(model)) is not None:
+        quantisation = Quantisation.in_panels(quantisation, dtype)
     if quantisation is not None:
         quantiser = Quantiser(model, quantisation)
         if quantiser.is_dense(used):
@@ -287,19 +288,6 @@ def check_early(
         if options.record is not None:
             check_is_free(options.record)
         check_journal(options.conversations)
-
-
-def check_quantised(options: RuntimeOptions, mesh: Mesh | StagePlan | DeviceGroups | None) -> None:
-    """Raise InvalidConfigError for a model in stages, whose parts have dense weights only."""
-    groups = mesh.both if isinstance(mesh, DeviceGroups) else (mesh,)
-    if any(
-        isinstance(group, StagePlan) or (group is not None and group.shape.get("stage", 1) > 1)
-        for group in groups
-    ):
-        raise InvalidConfigError(
-            f"quantize={options.quantize!r} is not supported for a model that is cut into stages; "
-            "pass a mesh without stages (tensor, data), or omit quantize"
-        )
 
 
 # ---- replicas on their devices ----

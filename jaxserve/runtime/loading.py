@@ -13,7 +13,8 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.sizes import platform_defaults
 from jaxserve.execution.warmup import enable_compilation_cache, executable_store
-from jaxserve.runtime.build import check_early, check_quantised
+from jaxserve.execution.weight_limits import check_quantised
+from jaxserve.runtime.build import check_early
 from jaxserve.runtime.processes import own_mesh, processes_of
 from jaxserve.scheduling.presets import get_policy_for
 from jaxserve.steps.executable_identity import (
@@ -51,7 +52,7 @@ def load_for(
     group = processes_of(mesh)
     check_early(options, policy, mesh, group)
     if options.quantize is not None:
-        check_quantised(options, mesh)
+        check_quantised(options, mesh, dtype or platform_defaults().dtype)
     resolve(name_or_path)  # threads would outlive the error of an unknown model
     _begin_to_load(options, name_or_path, dtype, mesh)
     with nullcontext() if group is None else group.together():
@@ -116,7 +117,8 @@ def _begin_to_load(
             if is_cpu:
                 compile_together(
                     pages_dtype,
-                    is_quantised=options.quantize is not None,
+                    "bfloat16" if options.quantize == "bf16" else "float32",
+                    is_quantised=options.quantize not in (None, "bf16"),
                     has_adapters=options.max_adapters > 0,
                 )
         finally:

@@ -26,12 +26,13 @@ constexpr DataType S16 = XLA_FFI_DataType_S16;
 constexpr DataType S32 = XLA_FFI_DataType_S32;
 constexpr DataType S64 = XLA_FFI_DataType_S64;
 constexpr DataType F16 = XLA_FFI_DataType_F16;
+constexpr DataType BF16 = XLA_FFI_DataType_BF16;
 constexpr DataType F32 = XLA_FFI_DataType_F32;
 constexpr DataType F8E4M3FN = XLA_FFI_DataType_F8E4M3FN;
 
-// The C++ type of an element, and its dtype.
+// The C++ type of an element, where C++ has one, and its dtype.
 template <DataType type>
-struct Element;
+struct Element { using Type = void; };
 template <>
 struct Element<PRED> { using Type = bool; };
 template <>

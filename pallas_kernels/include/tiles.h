@@ -16,9 +16,10 @@ constexpr int kTile = W == 16 ? 8 : 4;  // rows of x that are multiplied togethe
 constexpr int kVectors = 3;             // kTile * kVectors sums fit the registers
 
 // total[r] (+)= sum over i of x[r][i] * b[i], for R rows of kVectors vectors; rows of total are
-// kStride apart. `lines` lines of `ahead` are prefetched every 4 steps.
-template <int kStride, int R, typename Ahead>
-void multiply(const float* __restrict x, int64_t x_stride, const float* __restrict b,
+// kStride apart. `lines` lines of `ahead` are prefetched every 4 steps. `Number` is float or a type
+// that loads as floats.
+template <int kStride, int R, typename Number, typename Ahead>
+void multiply(const float* __restrict x, int64_t x_stride, const Number* __restrict b,
               int64_t b_stride, int64_t depth, bool first, float* __restrict total, Ahead& ahead,
               int lines) {
   Float<W> sum[R][kVectors];
@@ -61,20 +62,20 @@ void multiply(const float* __restrict x, int64_t x_stride, const float* __restri
     for (int v = 0; v < kVectors; ++v) store(total + r * kStride + v * W, sum[r][v]);
 }
 
-template <int kStride, typename Ahead, int... r>
+template <int kStride, typename Number, typename Ahead, int... r>
 auto multiply_for(int rows, std::integer_sequence<int, r...>) {
-  static constexpr decltype(&multiply<kStride, 1, Ahead>) table[] = {
-      multiply<kStride, r + 1, Ahead>...};
+  static constexpr decltype(&multiply<kStride, 1, Number, Ahead>) table[] = {
+      multiply<kStride, r + 1, Number, Ahead>...};
   return table[rows - 1];
 }
 
 // Calls `multiply` for 1 to kTile rows.
-template <int kStride, typename Ahead>
-void multiply_rows(int rows, const float* x, int64_t x_stride, const float* b, int64_t b_stride,
+template <int kStride, typename Number, typename Ahead>
+void multiply_rows(int rows, const float* x, int64_t x_stride, const Number* b, int64_t b_stride,
                    int64_t depth, bool first, float* total, Ahead& ahead, int lines) {
   constexpr auto counts = std::make_integer_sequence<int, kTile>();
-  multiply_for<kStride, Ahead>(rows, counts)(x, x_stride, b, b_stride, depth, first, total, ahead,
-                                             lines);
+  multiply_for<kStride, Number, Ahead>(rows, counts)(x, x_stride, b, b_stride, depth, first, total,
+                                                     ahead, lines);
 }
 
 #endif  // PALLAS_KERNELS_TILES_H_

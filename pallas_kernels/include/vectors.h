@@ -24,6 +24,7 @@ struct Simd {
   typedef float Float __attribute__((vector_size(4 * W)));
   typedef int32_t Int __attribute__((vector_size(4 * W)));
   typedef int16_t Short __attribute__((vector_size(2 * W)));
+  typedef uint16_t Halves __attribute__((vector_size(2 * W)));
   typedef int8_t Signed __attribute__((vector_size(W)));
   typedef uint8_t Unsigned __attribute__((vector_size(W)));
 };
@@ -37,6 +38,18 @@ inline Float<W> load(const float* from) {
   Float<W> x;
   std::memcpy(&x, from, sizeof(x));
   return x;
+}
+
+// One bfloat16 number: the upper half of a float.
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+template <int W>
+inline Float<W> load(const Bfloat16* from) {
+  typename Simd<W>::Halves x;
+  std::memcpy(&x, from, sizeof(x));
+  return (Float<W>)(__builtin_convertvector(x, Int<W>) << 16);
 }
 
 // One float8_e4m3fn number.

@@ -1,4 +1,6 @@
-// Matrix products with a weight in panels on the CPU, as an XLA custom call (float32).
+// Matrix products with a weight in panels on the CPU, as an XLA custom call. Rows of x and sums are
+// float32; the weight is float32 or bfloat16, as the macro PANELS says (float or Bfloat16). Each is a
+// library of its own, as most processes need only one.
 //
 // A panel is kPanel columns of the weight, [k, kPanel], in one run of memory; see panels.py. A
 // thread takes a panel for up to kRows rows of x, and goes down it kDepth rows at a time: such a
@@ -8,6 +10,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "ffi.h"
 #include "threads.h"
@@ -20,24 +23,28 @@ constexpr int kPanel = 48;              // columns; panels.py has the same numbe
 constexpr int kPart = kVectors * W;     // columns of a tile: all of a panel, or half of them
 constexpr int64_t kDepth = W == 16 ? 144 : 96;  // maximum of rows of a block, a multiple of 4
 constexpr int64_t kRows = 256;          // maximum of rows of x of an item
+constexpr int64_t kWidensAbove = 2;     // tiles of x, for more of which a block is widened once
 constexpr int64_t kWorthAThread = 1 << 18;  // multiply-adds per additional thread
 static_assert(kPanel % kPart == 0);
 
+using Number = PANELS;
+constexpr ffi::DataType kStored = std::is_same<Number, float>::value ? ffi::F32 : ffi::BF16;
+
 struct Problem {
-  const float* x;       // [m, k]
-  const float* panels;  // [count, k, kPanel]
+  const float* x;        // [m, k]
+  const Number* panels;  // [count, k, kPanel]
   float* y;             // [m, n]
   int64_t m, k, n, count;
 
   int64_t row_blocks() const { return (m + kRows - 1) / kRows; }
-  const float* panel(int64_t item) const { return panels + item % count * k * kPanel; }
+  const Number* panel(int64_t item) const { return panels + item % count * k * kPanel; }
 };
 
 // Prefetches a block of a panel into L2, one cache line per call. It goes through the quarters of the
 // block in turns: the processor's own prefetcher then has time to get the next lines of each.
 class Ahead {
  public:
-  Ahead(const float* at, int64_t rows) : at_(at), quarter_(at ? rows * kPanel / 4 : 0) {}
+  Ahead(const Number* at, int64_t rows) : at_(at), quarter_(at ? rows * kPanel / 4 : 0) {}
 
   void fetch_line() {
     if (offset_ >= quarter_) return;
@@ -46,8 +53,8 @@ class Ahead {
   }
 
  private:
-  static constexpr int64_t kLine = 16;
-  const float* at_;
+  static constexpr int64_t kLine = 64 / sizeof(Number);
+  const Number* at_;
   int64_t quarter_, turn_ = 0, offset_ = 0;
 };
 
@@ -65,24 +72,34 @@ void product(const Problem& p, int64_t item, const NextItem& next) {
   alignas(64) static thread_local float total[kRows * kPanel];
   // Each tile's share of the cache lines of 4 rows of a panel.
   const int64_t calls = tiles * (kPanel / kPart);
-  const int lines = static_cast<int>((4 * kPanel / 16 + calls - 1) / calls);
-  const float* panel = p.panel(item);
+  constexpr int kLines = 4 * kPanel * sizeof(Number) / 64;
+  const int lines = static_cast<int>((kLines + calls - 1) / calls);
+  const Number* panel = p.panel(item);
   float* y = p.y + m0 * p.n + n0;
   for (int64_t k0 = 0; k0 < p.k; k0 += most) {
     const int64_t depth = std::min(most, p.k - k0);
-    const float *b = panel + k0 * kPanel, *after = b + depth * kPanel;
+    const Number *b = panel + k0 * kPanel, *after = b + depth * kPanel;
     if (k0 + most >= p.k) {  // the first block of the panel that this thread takes next, probably
       const int64_t other = next;
       after = other < p.count * p.row_blocks() ? p.panel(other) : nullptr;
     }
     Ahead ahead(after, std::min(most, p.k));
-    for (int part = 0; part < kPanel; part += kPart)
-      for (int64_t r = 0; r < rows; r += kTile) {
-        const int count = static_cast<int>(std::min<int64_t>(kTile, rows - r));
-        if (part == 0 && k0 + most >= p.k) prefetch_for_writing(y + r * p.n, count, p.n);
-        multiply_rows<kPanel>(count, p.x + (m0 + r) * p.k + k0, p.k, b + part, kPanel, depth,
-                              k0 == 0, total + r * kPanel + part, ahead, lines);
-      }
+    const auto multiply_with = [&](const auto* block) {
+      for (int part = 0; part < kPanel; part += kPart)
+        for (int64_t r = 0; r < rows; r += kTile) {
+          const int count = static_cast<int>(std::min<int64_t>(kTile, rows - r));
+          if (part == 0 && k0 + most >= p.k) prefetch_for_writing(y + r * p.n, count, p.n);
+          multiply_rows<kPanel>(count, p.x + (m0 + r) * p.k + k0, p.k, block + part, kPanel, depth,
+                                k0 == 0, total + r * kPanel + part, ahead, lines);
+        }
+    };
+    if (std::is_same<Number, float>::value || tiles <= kWidensAbove) {
+      multiply_with(b);
+      continue;
+    }
+    alignas(64) static thread_local float wide[kDepth * kPanel];
+    for (int64_t i = 0; i < depth * kPanel; i += W) store(wide + i, load<W>(b + i));
+    multiply_with(wide);
   }
   const int64_t columns = std::min<int64_t>(kPanel, p.n - n0);
   if (columns < kPanel) {
@@ -95,12 +112,12 @@ void product(const Problem& p, int64_t item, const NextItem& next) {
 }
 
 using Matrix = ffi::Buffer<ffi::F32, 2>;
-using Panels = ffi::Buffer<ffi::F32, 3>;
+using Panels = ffi::Buffer<kStored, 3>;
 
 ffi::Error panel_matmul(ffi::ThreadPool pool, Matrix x, Panels panels, ffi::Result<Matrix> y) {
   Problem p;
   p.x = x.typed_data();
-  p.panels = panels.typed_data();
+  p.panels = static_cast<const Number*>(panels.untyped_data());
   p.y = y->typed_data();
   p.m = x.dimensions()[0];
   p.k = x.dimensions()[1];

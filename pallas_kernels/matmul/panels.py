@@ -1,7 +1,8 @@
-"""Products with a float32 weight that is laid out for the CPU once, when it is loaded.
+"""Products with a weight that is laid out for the CPU once, when it is loaded.
 
 A weight [in, out] becomes panels [panels, in, PANEL]: PANEL columns in one run of memory, in the
-order in which the kernel (panels.cc) reads them. The last panel is filled with zeros.
+order in which the kernel (panels.cc) reads them. The last panel is filled with zeros. Panels are
+stored in float32 or bfloat16; products and sums are float32.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels import build, dispatch
 from pallas_kernels.matmul import xla
@@ -20,34 +21,36 @@ from pallas_kernels.matmul import xla
 PANEL = 48  # columns; panels.cc has the same number
 SOURCE = Path(__file__).with_name("panels.cc")
 SYMBOL = "PanelMatmul"
+# The flags of the library for panels of each dtype.
+STORED = {"float32": ("-DPANELS=float",), "bfloat16": ("-DPANELS=Bfloat16",)}
 
 Implementation = Literal["xla", "cpu"]
 
 
-def to_panels(weight: Float32[Array, "in out"]) -> Float32[Array, "panels depth width"]:
-    """Return a weight in panels."""
+def to_panels(
+    weight: Float32[Array, "in out"], dtype: jax.typing.DTypeLike = jnp.float32
+) -> Float[Array, "panels depth width"]:
+    """Return a weight in panels of a dtype, to which its numbers are rounded."""
     depth, columns = weight.shape
-    padded = jnp.pad(weight, ((0, 0), (0, -columns % PANEL)))
+    padded = jnp.pad(weight.astype(dtype), ((0, 0), (0, -columns % PANEL)))
     return padded.reshape(depth, -1, PANEL).transpose(1, 0, 2)
 
 
-def from_panels(
-    panels: Float32[Array, "panels depth width"], columns: int
-) -> Float32[Array, "in out"]:
-    """Return the weight of `columns` columns that is in panels."""
+def from_panels(panels: Float[Array, "panels depth width"], columns: int) -> Float[Array, "in out"]:
+    """Return the weight of `columns` columns that is in panels, in their dtype."""
     return panels.transpose(1, 0, 2).reshape(panels.shape[1], -1)[:, :columns]
 
 
 def columns_of(
-    panels: Float32[Array, "panels depth width"], index: Int[Array, " tokens"]
-) -> Float32[Array, "tokens in"]:
-    """Return columns of the weight, as rows."""
+    panels: Float[Array, "panels depth width"], index: Int[Array, " tokens"]
+) -> Float[Array, "tokens in"]:
+    """Return columns of the weight, as rows, in its dtype."""
     return panels[index // PANEL, :, index % PANEL]
 
 
 def panel_matmul(
     x: Float32[Array, "tokens in"],
-    panels: Float32[Array, "panels depth width"],
+    panels: Float[Array, "panels depth width"],
     *,
     columns: int,
     implementation: Implementation | None = None,
@@ -87,7 +90,7 @@ def panel_matmul(
 def call(
     target: str,
     x: Float32[Array, "tokens in"],
-    panels: Float32[Array, "panels depth width"],
+    panels: Float[Array, "panels depth width"],
     *,
     columns: int,
 ) -> Float32[Array, "tokens out"]:
@@ -96,24 +99,28 @@ def call(
 
 
 def _by_kernel(
-    x: Float32[Array, "tokens in"], panels: Float32[Array, "panels depth width"], *, columns: int
+    x: Float32[Array, "tokens in"], panels: Float[Array, "panels depth width"], *, columns: int
 ) -> Float32[Array, "tokens out"]:
     platform = dispatch.target_platform()
     if platform != "cpu":
         raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
     if dispatch.is_partitioned():
         raise NotImplementedError("XLA cannot partition it over a mesh")
-    if {str(x.dtype), str(panels.dtype)} != {"float32"}:
-        raise NotImplementedError(f"it serves float32 only, not {x.dtype} with {panels.dtype}")
+    flags = STORED.get(str(panels.dtype))
+    if str(x.dtype) != "float32" or flags is None:
+        raise NotImplementedError(
+            f"it serves float32 with panels in {' or '.join(STORED)}, not {x.dtype} with "
+            f"{panels.dtype}"
+        )
     if 0 in (*x.shape, *panels.shape):
         raise NotImplementedError(f"x{x.shape} or panels{panels.shape} is empty")
-    return call(build.cpu_target(SOURCE, SYMBOL), x, panels, columns=columns)
+    return call(build.cpu_target(SOURCE, SYMBOL, flags), x, panels, columns=columns)
 
 
 def _by_xla(
-    x: Float32[Array, "tokens in"], panels: Float32[Array, "panels depth width"], *, columns: int
+    x: Float32[Array, "tokens in"], panels: Float[Array, "panels depth width"], *, columns: int
 ) -> Float32[Array, "tokens out"]:
-    weight = from_panels(panels, columns)
+    weight = from_panels(panels, columns).astype(x.dtype)
     return xla.matmul(x, weight, transposed=False, out_dtype=x.dtype)
 
 
@@ -122,7 +129,7 @@ def _product(
     target: str,
     columns: int,
     x: Float32[Array, "tokens in"],
-    panels: Float32[Array, "panels depth width"],
+    panels: Float[Array, "panels depth width"],
 ) -> Float32[Array, "tokens out"]:
     return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype))(x, panels)
 

@@ -26,9 +26,12 @@ def _draw(rows: int, depth: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     return tuple(rng.standard_normal(s, np.float32) for s in ((rows, depth), (depth, width)))  # pyright: ignore
 
 
-def _by_kernel(x: np.ndarray, weight: np.ndarray, instructions: str) -> np.ndarray:
-    target = build.cpu_target(panels.SOURCE, panels.SYMBOL, INSTRUCTIONS[instructions])
-    own = to_panels(jnp.asarray(weight))
+def _by_kernel(
+    x: np.ndarray, weight: np.ndarray, instructions: str, dtype: str = "float32"
+) -> np.ndarray:
+    flags = (*INSTRUCTIONS[instructions], *panels.STORED[dtype])
+    target = build.cpu_target(panels.SOURCE, panels.SYMBOL, flags)
+    own = to_panels(jnp.asarray(weight), dtype)
     return np.asarray(panels.call(target, jnp.asarray(x), own, columns=weight.shape[1]))
 
 
@@ -77,6 +80,25 @@ def test_what_is_not_finite_stays_where_it_belongs(instructions):
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(wanted))
     finite = np.isfinite(wanted)
     np.testing.assert_allclose(got[finite], wanted[finite], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_panels_in_bfloat16_are_multiplied_in_float32(instructions):
+    """The bits are those of the rounded weight in float32: activations and sums are not rounded."""
+    for rows, depth, width in ((1, 97, 100), (9, 576, 48), (40, 1153, 47)):
+        x, weight = _draw(rows, depth, width)
+        rounded = np.asarray(jnp.asarray(weight, jnp.bfloat16).astype(jnp.float32))
+        assert np.any(rounded != weight)
+        got = _by_kernel(x, weight, instructions, "bfloat16")
+        np.testing.assert_array_equal(got, _by_kernel(x, rounded, instructions))
+    own = to_panels(jnp.asarray(weight), jnp.bfloat16)
+    by_xla, by_choice = (
+        panel_matmul(jnp.asarray(x), own, columns=width, implementation=implementation)
+        for implementation in ("xla", None)
+    )
+    assert np.linalg.norm(by_xla - got) < 2e-6 * np.linalg.norm(got)
+    if instructions == "native":
+        np.testing.assert_array_equal(by_choice, got)
 
 
 @pytest.mark.parametrize("columns", [1, 48, 100])

@@ -12,9 +12,10 @@ from flax import nnx
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
+from jaxserve.execution.sizes import nbytes
 from jaxserve.models.loading import abstract_model
 from jaxserve.models.panelled import PanelledWeight
-from jaxserve.models.quantisation import Quantisation, Quantiser, has_panels
+from jaxserve.models.quantisation import Quantisation, Quantiser, panels_dtype
 from jaxserve.models.quantised import QuantisedWeight
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from pallas_kernels import dispatch
@@ -23,6 +24,7 @@ from sharding import make_mesh
 PROMPTS = random_prompts(4, longest=30)
 EACH = SamplingParams(max_tokens=12)
 IN_PANELS = Quantisation.in_panels(None)
+BF16 = Quantisation.in_panels(None, "bfloat16")
 
 
 def _panelled(seed: int = 0) -> nnx.Module:
@@ -76,7 +78,8 @@ def test_which_weights_are_in_panels():
             change=IN_PANELS.change,
         )
         model = nnx.merge(graphdef, state)
-        assert has_panels(model) == (dtype == "float32")  # the ends of a model are not stacked
+        # The ends of a model are not stacked.
+        assert panels_dtype(model) == ("float32" if dtype == "float32" else None)
         if found:
             weights = [m for _, m in nnx.iter_modules(model) if isinstance(m, PanelledWeight)]
             assert len(weights) == 4 * config.num_layers + 2
@@ -86,13 +89,13 @@ def test_when_a_checkpoint_is_loaded_in_panels():
     """On one CPU; a mesh, or blocks that are kept, have none. Other weights can be quantised."""
     dense = RuntimeOptions()
     alone = Quantisation.at_loading(dense, mesh=None)
-    assert alone is not None and alone.has_panels and not alone.rounds_weights
+    assert alone is not None and alone.panels == "float32" and not alone.rounds_weights
     assert Quantisation.at_loading(dense, mesh=make_mesh(tensor=2)) is None
     kept = Quantisation.at_loading(RuntimeOptions(quantize="keep"), mesh=None)
-    assert kept is not None and not kept.has_panels
+    assert kept is not None and kept.panels is None
     options = RuntimeOptions(quantize="int8", quantize_embeddings="none")
     both = Quantisation.at_loading(options, mesh=None)
-    assert both is not None and both.has_panels and both.name != alone.name
+    assert both is not None and both.panels and both.name != alone.name
     graphdef, state = abstract_model(tiny_llama().config, change=both.change)
     model = nnx.merge(graphdef, state)
     assert isinstance(model.embedding, PanelledWeight)
@@ -109,3 +112,44 @@ def test_a_weight_comes_back(name):
     index = jax.numpy.asarray([3, 96, 0])
     rows = weight.rows(index, None, "float32")
     np.testing.assert_array_equal(rows, matrix.T[np.asarray(index)])
+
+
+def _rounded(seed: int) -> nnx.State:
+    """Return the tiny model's parameters, those rounded that have panels in bfloat16."""
+    dense = nnx.state(tiny_llama(seed), nnx.Param)
+    stored = nnx.state(Quantiser(tiny_llama(seed), BF16).model(dense), nnx.Param)
+    panels = {path[:-1] for path, _ in nnx.to_flat_state(stored) if path[-1] == "panels"}
+    return nnx.from_flat_state(
+        [
+            (path, v.replace(v[...].astype("bfloat16").astype("float32")) if path in panels else v)
+            for path, v in nnx.to_flat_state(dense)
+        ]
+    )
+
+
+def test_weights_in_bfloat16_answer_as_rounded_ones():
+    """The answers are those of rounded dense weights, after an update too; memory is halved."""
+    answers = []
+    for seed in (0, 1):
+        with Runtime(tiny_llama(), params=_rounded(seed), **OPTIONS) as rt:
+            answers.append(_answers(rt))
+    with Runtime(tiny_llama(), quantize="bf16", deterministic=True, **OPTIONS) as rt:
+        assert _answers(rt) == answers[0]
+        rt.update_params(nnx.state(tiny_llama(1), nnx.Param))
+        assert _answers(rt) == answers[1]
+        assert rt.stats().weights_bytes < 0.52 * nbytes(nnx.state(_panelled(), nnx.Param))
+    stored = Quantiser(tiny_llama(), BF16).model(nnx.state(tiny_llama(1), nnx.Param))
+    with Runtime(stored, **OPTIONS) as rt:  # a model whose weights are stored so already
+        assert _answers(rt) == answers[1]
+        rt.update_params(nnx.state(tiny_llama(0), nnx.Param))
+        assert _answers(rt) == answers[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"), [({"mesh": make_mesh(tensor=2)}, "with a mesh"), ({}, "in bfloat16")]
+)
+def test_weights_in_bfloat16_are_for_a_float32_model_on_one_cpu(settings, said):
+    """The error says what to pass."""
+    model = tiny_llama() if settings else tiny_llama(dtype="bfloat16")
+    with pytest.raises(InvalidConfigError, match=f"{said}.*pass dtype='bfloat16'"):
+        Runtime(model, quantize="bf16", **settings, **OPTIONS)
