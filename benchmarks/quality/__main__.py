@@ -176,7 +176,11 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
     add("--dtype", default="float32", help="of the unquantised model and of activations")
-    add("--formats", default="bf16,int8,int4,fp8,keep", help=f"some of {FORMATS}, separated by commas")
+    add(
+        "--formats",
+        default="bf16,int8,int4,fp8,keep",
+        help=f"some of {FORMATS}, separated by commas",
+    )
     add("--quantize-embeddings", default="int8", help="of the embedding and the head")
     add("--texts", type=int, default=16, help="how many turns")
     add("--tokens", type=int, default=256, help="of each, at most")
