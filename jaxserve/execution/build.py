@@ -17,7 +17,7 @@ from jaxserve.execution.group import check_alike, in_group
 from jaxserve.execution.group_shares import Processes
 from jaxserve.execution.memory_plan import PoolSize, plan_resize
 from jaxserve.execution.protocol import ModelExecutor
-from jaxserve.execution.sizes import CachePlan, engine_config
+from jaxserve.execution.sizes import CachePlan, engine_config, plan_host
 from jaxserve.execution.staged import StagedExecutor
 from jaxserve.execution.state_limits import check_slot_states, check_speculation
 from jaxserve.execution.warmup import executable_store, steady, warm_up
@@ -152,7 +152,13 @@ def _build_whole(
         options,
         num_pages=size.num_pages,
         # A process cannot gather pages from the shards of other processes.
-        num_host_pages=pages.plan_host(size) if group is None else 0,
+        num_host_pages=plan_host(
+            *(model_config, options),
+            page_bytes=size.page_bytes * place.num_shards,
+            num_pages=size.num_pages,
+        )
+        if group is None
+        else 0,
     )
     if size.num_pages != optimistic:
         programs = Programs.shared(graphdef, config, model_config, place, probe, store, drafter)
@@ -206,15 +212,22 @@ def _build_stages(
     size = min(sizes, key=lambda each: each.num_pages)
     if size.num_pages < optimistic:
         programs = programs_for(size.num_pages)
+    num_host_pages = plan_host(
+        *(model_config, options),
+        page_bytes=sum(pool.page_bytes * pool.place.num_shards for pool in pools),
+        num_pages=size.num_pages,
+    )
     built = [
         DeviceStage(
             *(program, params, pool.new(program.config.num_pages, program.shelf)),
+            num_host_pages,
             samples=i == len(parts) - 1,
         )
         for i, (program, params, pool) in enumerate(zip(programs, own, pools, strict=True))
     ]
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     executor = StagedExecutor(
+        replace(programs[0].config, num_host_pages=num_host_pages),
         built,
         parts,
         whole,
