@@ -50,7 +50,8 @@ class RuntimeOptions:
         `QUANTIZE_EMBEDDINGS`; "none" leaves them as they are.
       host_memory: host memory for pages that leave the device, those of preempted sequences
         included, in bytes or as "4GiB"; 0 for none. By default as much as the page pool, if that
-        is under a quarter of the free host memory.
+        is under a quarter of the free host memory. Stages share it, and so do processes on one host
+        that serve a model together.
       restore: when pages are copied back from the host, one of `RESTORES`. "on_admission": all
         before the sequence's first step. "prefetch": a few with every step while the sequence
         waits. "per_layer": within the first step, each layer's while the layer before it is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -15,11 +16,11 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.deterministic import check_deterministic
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.device_stage import DeviceStage
-from jaxserve.execution.group import check_alike, in_group
+from jaxserve.execution.group import allocate_host_pages, check_alike, in_group
 from jaxserve.execution.group_shares import Processes
 from jaxserve.execution.memory_plan import PoolSize, leaves_room, plan_resize
 from jaxserve.execution.protocol import ModelExecutor
-from jaxserve.execution.sizes import CachePlan, engine_config
+from jaxserve.execution.sizes import CachePlan, engine_config, plan_host
 from jaxserve.execution.staged import StagedExecutor
 from jaxserve.execution.state_limits import check_slot_states, check_speculation
 from jaxserve.execution.warmup import executable_store, steady, warm_up
@@ -133,7 +134,8 @@ def _build_whole(
         mesh = str(place.whole) if processes is None else f"groups of the processes {processes}"
         shared = _shared_settings(model_config, mesh, options)
         check_alike(group, {**shared, "tokenizer and llguidance": takes_masks})
-        options = replace(options, restore="on_admission")  # there is no host memory
+        if processes is not None:  # two device groups have no host memory
+            options = replace(options, host_memory=0, restore="on_admission")
     pages = CachePlan(model_config, options, layer_layout, place, drafter)
     # The largest steps are compiled for the number of pages that would fit without temporaries. If
     # the same number fits with the measured temporaries, these executables are used.
@@ -161,8 +163,14 @@ def _build_whole(
         model_config,
         options,
         num_pages=size.num_pages,
-        # A process cannot gather pages from the shards of other processes.
-        num_host_pages=pages.plan_host(size) if group is None else 0,
+        num_host_pages=_agreed_number(
+            plan_host(
+                *(model_config, options),
+                page_bytes=size.page_bytes * _shards_on_this_host(place, group),
+                num_pages=size.num_pages,
+            ),
+            group,
+        ),
     )
     if size.num_pages != optimistic:
         programs = Programs.shared(graphdef, config, model_config, place, probe, store, drafter)
@@ -173,6 +181,8 @@ def _build_whole(
     )
     if group is None:
         return executor, size
+    if config.num_host_pages:
+        allocate_host_pages(executor.pages, group)
     return in_group(executor, group, processes, strict=options.strict), size
 
 
@@ -222,15 +232,22 @@ def _build_stages(
     size = min(sizes, key=lambda each: each.num_pages)
     if size.num_pages < optimistic:
         programs = programs_for(size.num_pages)
+    num_host_pages = plan_host(
+        *(model_config, options),
+        page_bytes=sum(pool.page_bytes * pool.place.num_shards for pool in pools),
+        num_pages=size.num_pages,
+    )
     built = [
         DeviceStage(
             *(program, params, pool.new(program.config.num_pages, program.shelf)),
+            num_host_pages,
             samples=i == len(parts) - 1,
         )
         for i, (program, params, pool) in enumerate(zip(programs, own, pools, strict=True))
     ]
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     executor = StagedExecutor(
+        replace(programs[0].config, num_host_pages=num_host_pages),
         built,
         parts,
         whole,
@@ -276,6 +293,14 @@ def _shared_settings(model_config: Any, mesh: str, options: RuntimeOptions) -> d
         "mesh": mesh,
         "JAX's version": jax.__version__,
     }
+
+
+def _shards_on_this_host(place: Placement, group: ProcessGroup | None) -> int:
+    """Return the number of the cache's shards that share the memory of this host."""
+    if group is None:
+        return place.num_shards
+    host, num_own = socket.gethostname(), len(place.whole.addressable_devices)
+    return sum(num for name, num in group.all_gather((host, num_own)) if name == host)
 
 
 def _agreed_number(num_pages: int, group: ProcessGroup | None) -> int:

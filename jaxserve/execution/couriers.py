@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import transfer
 
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.page_copies import PAGES_A_CALL
+from jaxserve.execution.page_calls import PAGES_A_CALL
 from jaxserve.execution.page_parts import own_parts
 from jaxserve.execution.page_port import Cut, PagePort, TakenPages, cut_of
 from jaxserve.scheduling.plan import StepPlan

@@ -18,10 +18,16 @@ from jaxserve.execution.device_warmup import DeviceWarmup, made_bodies
 from jaxserve.execution.encoding import encode_prompts
 from jaxserve.execution.handle import DeviceHandle, PromptPart
 from jaxserve.execution.mixed_heads import sampled, verified
-from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
+from jaxserve.execution.page_calls import PAGES_A_CALL, num_incoming
+from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.state_moves import StateMoves
-from jaxserve.execution.swap_costs import KeptSwapCosts, measured_costs, work_of_a_position
+from jaxserve.execution.swap_costs import (
+    KeptSwapCosts,
+    SwapCostMeter,
+    measured_costs,
+    work_of_a_position,
+)
 from jaxserve.execution.weights import fingerprint, fitted
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
@@ -71,9 +77,11 @@ class DeviceExecutor:
         self.config = config
         self._takes_masks = takes_masks
         self._params = params
-        self._costs = KeptSwapCosts(programs.shelf, config, cache)
-        self.swap_costs: SwapCosts | None = self._costs.load()
-        self._measuring: Iterator[SwapCosts | None] | None = None
+        self._swap_costs = SwapCostMeter(
+            KeptSwapCosts(programs.shelf, config, cache),
+            self._swap_timings,
+            has_host_pages=config.num_host_pages > 0,
+        )
         self.refinement = programs.refinement
         self.group: GroupRole | None = None
         self.num_device_groups = 1
@@ -90,6 +98,11 @@ class DeviceExecutor:
         self._preparing: Preparation | None = None
         # Cache sizes for which every executable is compiled.
         self._warm_num_pages: set[int] = set()
+
+    @property
+    def swap_costs(self) -> SwapCosts | None:
+        """See `Executor`."""
+        return self._swap_costs.costs
 
     @property
     def host_memory(self) -> HostMemory | None:
@@ -109,8 +122,8 @@ class DeviceExecutor:
                 (f"encoder, {num_tokens} tokens", partial(self._warm_encoder, num_tokens))
                 for num_tokens in self.config.token_buckets
             ]
-        if self._measures_swaps:
-            steps.append(("page swaps", self._measure_swaps))
+        if self._swap_costs.is_missing:
+            steps.append(("page swaps", self._swap_costs.measure))
         return steps
 
     def warm_up_behind(self) -> bool:
@@ -193,8 +206,7 @@ class DeviceExecutor:
 
     def fingerprint(self) -> bytes:
         """See `HostMemory`."""
-        leaf = jax.tree.leaves(self._pages.cache)[0]
-        page = (leaf.shape[0], *leaf.shape[2:], str(leaf.dtype))
+        page = self._pages.page_shape
         with self._programs.place.in_force():
             drafting = self._programs.draft_params
             more = () if drafting is None else (fingerprint(drafting),)
@@ -229,7 +241,7 @@ class DeviceExecutor:
         """See `Executor`. A new size needs another warm-up."""
         self._raise_if_closed()
         self._stop_preparing()
-        self._measuring = None
+        self._swap_costs.restart()
         old_num_pages = self.config.num_pages
         with self._programs.place.in_force():
             self._pages.resize(num_pages, moves)
@@ -285,12 +297,8 @@ class DeviceExecutor:
         return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows)
 
     def num_incoming(self, plan: StepPlan) -> int:
-        """Return the number of pages that the mixed step itself copies from the host.
-
-        0 if one copy call before the step is enough.
-        """
-        is_one_call = plan.is_decode_loop or len(plan.swaps_in) <= PAGES_A_CALL
-        return 0 if is_one_call else min(self.config.num_incoming_pages, len(plan.swaps_in))
+        """See `page_calls.num_incoming`."""
+        return num_incoming(self.config, plan)
 
     def _mixed(self, plan: StepPlan, needs: SamplingNeeds, late: PageCopies) -> DeviceHandle:
         if prompts := [row for row in plan.rows if row.encodes]:
@@ -349,34 +357,20 @@ class DeviceExecutor:
         arrays = self._programs.prompt_logprobs(self._params, self._slots.state, hidden, batch)
         return PromptPart.of(arrays, [(i, plan.rows[i]) for i in order], starts)
 
-    @property
-    def _measures_swaps(self) -> bool:
-        return self.config.num_host_pages > 0 and self.swap_costs is None
-
     def _warm_encoder(self, num_tokens: int) -> None:
         with self._programs.place.in_force():
             self._encode(pack_rows(self.config, (), num_tokens)[0])
 
     def use_idle_time(self) -> bool:
         """See `Executor`. It times page swaps once more."""
-        if not (self._measures_swaps and self.is_warm):
+        if not (self._swap_costs.is_missing and self.is_warm):
             return False
         with self._programs.place.in_force():
-            self._measure_swaps_on()
+            self._swap_costs.measure_on()
         return True
 
-    def _measure_swaps(self) -> None:
-        while self._measures_swaps:
-            self._measure_swaps_on()
-
-    def _measure_swaps_on(self) -> None:
-        """Time copies of the null page or the prefill of an empty prompt, and keep the costs."""
-        self._measuring = self._measuring or self._swap_timings()
-        self.swap_costs = next(self._measuring)
-        if self.swap_costs is not None:
-            self._costs.save(self.swap_costs)
-
     def _swap_timings(self) -> Iterator[SwapCosts | None]:
+        """Time copies of the null page and the prefill of an empty prompt."""
         to_nobody = self.config.num_host_pages
         out, back = ((NULL_PAGE, to_nobody),), ((to_nobody, NULL_PAGE),)
         num_tokens = self.config.token_buckets[-1]
@@ -396,5 +390,5 @@ class DeviceExecutor:
             *(swap, prefill),
             num_pages=PAGES_A_CALL,
             num_tokens=num_tokens,
-            position_work=work_of_a_position(self._programs.model_config, self._params),
+            position_work=work_of_a_position([self._programs.model_config], self._params),
         )

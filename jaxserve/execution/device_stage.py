@@ -13,9 +13,11 @@ import numpy as np
 
 from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.page_copies import DevicePages
+from jaxserve.execution.weights import fingerprint
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
-from jaxserve.scheduling.plan import Row, StepPlan
+from jaxserve.models.incoming import IncomingPages
+from jaxserve.scheduling.plan import PageCopies, Row, StepPlan
 from jaxserve.steps.abstract import abstract
 from jaxserve.steps.batches import ChoosingRows, DecodeWindow, MixedBatch
 from jaxserve.steps.heads import Chosen
@@ -53,16 +55,25 @@ class DeviceStage:
     was submitted earlier does not wait for the tokens.
 
     Args:
+      num_host_pages: number of pages that fit on the host, the same for all stages.
       samples: whether this is the last stage, which samples, and looks up what may follow.
     """
 
-    def __init__(self, programs: Programs, params: Any, cache: KVCache, *, samples: bool):
+    def __init__(
+        self,
+        programs: Programs,
+        params: Any,
+        cache: KVCache,
+        num_host_pages: int = 0,
+        *,
+        samples: bool,
+    ):
         self.programs = programs
         self.params = params
         self.slots = DeviceSlots(
             programs.config, programs.place.whole, programs.shelf, looks_up=samples
         )
-        self.pages = DevicePages(cache, programs.place.pages, shelf=programs.shelf)
+        self.pages = DevicePages(cache, programs.place.pages, num_host_pages, programs.shelf)
         self._incoming: deque[_Sampled] = deque()
 
     def update_params(self, params: Any) -> None:
@@ -72,6 +83,15 @@ class DeviceStage:
     def drop_params(self) -> None:
         """Keep only the shapes of the parameters, until the next update."""
         self.params = abstract(self.params)
+
+    def swap(self, out: PageCopies, back: PageCopies) -> None:
+        """See `DevicePages.swap`. Call it before the plan's edits and rows."""
+        with self.programs.place.in_force():
+            self.pages.swap(out, back)
+
+    def incoming(self, back: PageCopies) -> IncomingPages:
+        """See `DevicePages.incoming`."""
+        return self.pages.incoming(back, self.programs.config.num_incoming_pages)
 
     def edit(self, plan: StepPlan) -> None:
         """Apply the plan's edits to the slots. Call it before the plan's rows."""
@@ -90,8 +110,14 @@ class DeviceStage:
         with self.programs.place.in_force():
             self.slots.apply(plan)
 
-    def mixed(self, batch: MixedBatch, inputs: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Return this stage's output for every token, [T, E], and for every row, [S, E]."""
+    def mixed(
+        self, batch: MixedBatch, inputs: jax.Array | None, incoming: IncomingPages | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return this stage's output for every token, [T, E], and for every row, [S, E].
+
+        Args:
+          incoming: pages from the host, which each layer has before its attention.
+        """
         slots: Any = batch.slot[: int((batch.query_length > 0).sum())]
         self._take_in(slots)
         with self.programs.place.in_force():
@@ -99,6 +125,7 @@ class DeviceStage:
                 *(self.params, self.pages.cache, self.slots.state, batch),
                 self.programs.plan_mixed(batch),
                 self._moved(inputs),
+                incoming,
             )
         return hidden, row_hidden
 
@@ -228,6 +255,18 @@ class DeviceStage:
         with self.programs.place.in_force():
             self.pages.resize(num_pages, moves)
             self.slots.relocate(page_targets(old_num_pages, num_pages, moves))
+
+    def renew(self) -> None:
+        """Go on with inert slots and a cache of zeros, after a step that failed."""
+        self._incoming.clear()
+        with self.programs.place.in_force():
+            self.pages.renew()
+            self.slots.renew()
+
+    def fingerprint(self) -> bytes:
+        """Return a hash of the weights of this stage and of the layout of its pages."""
+        with self.programs.place.in_force():
+            return fingerprint(self.params, self.programs.model_config, self.pages.page_shape)
 
     @contextmanager
     def idle(self) -> Iterator[None]:

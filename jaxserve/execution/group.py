@@ -20,10 +20,16 @@ from typing import Any, Self, final
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import InvalidConfigError, ProcessGroupError, RuntimeClosedError
+from jaxserve.core.errors import (
+    HostMemoryError,
+    InvalidConfigError,
+    ProcessGroupError,
+    RuntimeClosedError,
+)
 from jaxserve.execution.couriers import Courier, Processes, make_courier
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.group_shares import FollowersShare, GroupShare, InOrder, LeadersShare
+from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.protocol import StepHandle
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
@@ -71,6 +77,7 @@ class GroupExecutor(abc.ABC):
 
     @property
     def swap_costs(self) -> SwapCosts | None:
+        """See `Executor`. All processes measure together, and the leader plans by its own times."""
         return self._executor.swap_costs
 
     @property
@@ -79,7 +86,7 @@ class GroupExecutor(abc.ABC):
 
     @property
     def host_memory(self) -> HostMemory | None:
-        """None, since a process cannot gather pages from the shards of other processes."""
+        """None, since each process can read its own part of a host page only."""
         return None
 
     @property
@@ -330,6 +337,24 @@ def in_group(
         share = kind(executor, group, processes, courier, strict=strict)
     role = LeadingExecutor if group.is_leader else FollowingExecutor
     return role(executor, group, share)
+
+
+def allocate_host_pages(pages: DevicePages, group: ProcessGroup) -> None:
+    """Allocate the memory of the host pages of every process. Every process must call it.
+
+    So no process lacks memory later, in a step that the others compute.
+
+    Raises:
+      HostMemoryError: a process does not have the memory; every process raises it.
+    """
+    failure = None
+    try:
+        pages.allocate_host()
+    except HostMemoryError as error:
+        failure = str(error)
+    for process_id, each in enumerate(group.all_gather(failure)):
+        if each is not None:
+            raise HostMemoryError(f"process {process_id} of {group.num_processes}: {each}")
 
 
 def check_alike(group: ProcessGroup, settings: dict[str, Any]) -> None:

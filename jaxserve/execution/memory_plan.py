@@ -150,7 +150,7 @@ def plan_host_pages(page_bytes: int, num_device_pages: int, wanted_bytes: int | 
     """Return the number of host pages, which hold pages that leave the device.
 
     Args:
-      page_bytes: size of one page in all layers and shards.
+      page_bytes: size of one page in all layers, on all devices that share the host's memory.
       num_device_pages: number of pages of the pool; the default number of host pages.
       wanted_bytes: size that the user asks for; None for as many pages as the pool has, up to a
         fraction of the free memory.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.execution.page_copies import gathered, scattered
+from jaxserve.execution.page_calls import gathered, scattered
 from jaxserve.models.batch import KVCache
 
 # The arrays of some layers: keys, values and, where there are scales, those of each:

@@ -10,7 +10,8 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from jaxserve.execution.page_copies import PAGES_A_CALL, DevicePages
+from jaxserve.execution.page_calls import PAGES_A_CALL
+from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.page_parts import (
     copy_of_part,
     gather_parts,

@@ -131,17 +131,6 @@ class CachePlan:
             kv_bytes=None if kv_memory is None else parse_bytes(kv_memory),
         )
 
-    def plan_host(self, size: PoolSize) -> int:
-        """Return the number of pages on the host."""
-        wanted = self.options.host_memory
-        if self.model_config.num_recurrent_layers:
-            return 0
-        return plan_host_pages(
-            size.page_bytes * self.place.num_shards,
-            size.num_pages - 1,
-            None if wanted is None else 0 if wanted == 0 else parse_bytes(wanted),
-        )
-
     def abstract(self, num_pages: int) -> Any:
         """Return the shapes and dtypes of the cache."""
         return jax.eval_shape(partial(_empty, self._sizes(num_pages)))
@@ -174,6 +163,20 @@ class CachePlan:
             )
             for config, layout in models
         )
+
+
+def plan_host(model_config: Any, options: RuntimeOptions, page_bytes: int, num_pages: int) -> int:
+    """Return the number of pages on the host.
+
+    Args:
+      page_bytes: size of a page in all layers, on all devices that share this host's memory.
+      num_pages: number of pages of the pool on the devices.
+    """
+    wanted = options.host_memory
+    if model_config.num_recurrent_layers:
+        return 0
+    wanted_bytes = None if wanted is None else 0 if wanted == 0 else parse_bytes(wanted)
+    return plan_host_pages(page_bytes, num_pages - 1, wanted_bytes)
 
 
 def _empty(sizes: tuple[tuple[Any, ...], ...], **options: Any) -> Any:

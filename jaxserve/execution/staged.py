@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, final
 
 import jax
 import numpy as np
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.compilations import CompilationCounter
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.encoding import encode_prompts
-from jaxserve.execution.handle import DeviceHandle, PromptPart
-from jaxserve.execution.micro_batches import Pass, micro_batches
-from jaxserve.execution.mixed_heads import verifying_arguments
+from jaxserve.execution.handle import DeviceHandle
+from jaxserve.execution.micro_batches import Pass
+from jaxserve.execution.page_calls import PAGES_A_CALL, num_incoming
 from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.protocol import GroupRole
-from jaxserve.execution.staged_loops import WindowPass, micro_batch_size, run_loop
+from jaxserve.execution.staged_host import StagedHostMemory
+from jaxserve.execution.staged_loops import run_loop
+from jaxserve.execution.staged_steps import StagedSteps
+from jaxserve.execution.staged_warmup import StagedWarmup
+from jaxserve.execution.swap_costs import (
+    KeptSwapCosts,
+    SwapCostMeter,
+    measured_costs,
+    work_of_a_position,
+)
 from jaxserve.execution.weights import check_same, fitted
 from jaxserve.memory.disk_tier import HostMemory
+from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves
+from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
 from jaxserve.scheduling.kv.costs import SwapCosts
-from jaxserve.scheduling.plan import Row, StepPlan
-from jaxserve.steps.batches import ChoosingRows
-from jaxserve.steps.outputs import Outputs
-from jaxserve.steps.packing import (
-    in_places,
-    loop_sizes,
-    no_masks,
-    pack_choosing,
-    pack_masks,
-    pack_rows,
-    sampling_first,
-    sampling_slots,
-)
-from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
+from jaxserve.scheduling.plan import PageCopies, StepPlan
+from jaxserve.steps.packing import pack_rows
 from predictor import Refinement
 
 
@@ -52,6 +50,7 @@ class StagedExecutor:
     since only the devices know which sequences have ended.
 
     Args:
+      config: the stages' configuration, with the number of host pages that each of them has.
       parts: the parts of the model from which the stages were made, one per stage.
       whole: structure, shapes and dtypes of the whole model's parameters.
       embed: width of the hidden states that pass from stage to stage.
@@ -62,6 +61,7 @@ class StagedExecutor:
 
     def __init__(
         self,
+        config: EngineConfig,
         stages: Sequence[DeviceStage],
         parts: Sequence[ModelPart],
         whole: Any,
@@ -71,15 +71,21 @@ class StagedExecutor:
         strict: bool = False,
         takes_masks: bool = False,
     ):
-        self.config = stages[0].programs.config
-        self.swap_costs: SwapCosts | None = None
-        self.host_memory: HostMemory | None = None
+        self.config = config
         self.refinement: Refinement | None = None
         self.group: GroupRole | None = None
         self.num_device_groups = 1
         self.can_resize = True
         self.prepares_in_parallel = False  # its warm-up runs steps
         self._stages = list(stages)
+        self._steps = StagedSteps(self._stages, micro_batches, self._tell)
+        self._host_memory = StagedHostMemory(self._stages) if config.num_host_pages else None
+        caches = [stage.pages.cache for stage in stages]
+        self._swap_costs = SwapCostMeter(
+            KeptSwapCosts(stages[0].programs.shelf, config, caches, micro_batches),
+            self._swap_timings,
+            has_host_pages=config.num_host_pages > 0,
+        )
         self._parts = list(parts)
         self._whole = whole
         self._embed = embed
@@ -89,6 +95,16 @@ class StagedExecutor:
         # Cache sizes for which every executable is compiled.
         self._warm_num_pages: set[int] = set()
         self._on_pass: Callable[[Pass], None] | None = None
+
+    @property
+    def swap_costs(self) -> SwapCosts | None:
+        """See `Executor`."""
+        return self._swap_costs.costs
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """See `Executor`."""
+        return self._host_memory
 
     @property
     def num_compilations(self) -> int:
@@ -103,12 +119,14 @@ class StagedExecutor:
         """See `Executor`."""
         self._raise_if_closed()
         with self._compilations.watch(plan):
+            count = num_incoming(self.config, plan)
+            self._swap(plan.swaps_out, plan.swaps_in[count:])
             for stage in self._stages:
                 stage.edit(plan)
             needs = self._stages[-1].slots.needs(plan.rows)
             if plan.is_decode_loop:
                 return run_loop(self._stages, plan, needs, self._micro_batches, self._tell)
-            return self._mixed(plan, needs)
+            return self._steps.mixed(plan, needs, plan.swaps_in[:count])
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """See `ModelExecutor`."""
@@ -163,6 +181,7 @@ class StagedExecutor:
     def resize(self, num_pages: int, moves: Moves) -> None:
         """See `Executor`."""
         self._raise_if_closed()
+        self._swap_costs.restart()
         old_num_pages = self.config.num_pages
         done: list[DeviceStage] = []
         try:
@@ -188,8 +207,10 @@ class StagedExecutor:
         return next(iter(largest.programs.place.whole.device_set))
 
     def reset(self) -> bool:
-        """See `Executor`; stages cannot."""
-        return False
+        """See `Executor`."""
+        for stage in self._stages:
+            stage.renew()
+        return True
 
     def close(self) -> None:
         """See `Executor`."""
@@ -197,104 +218,11 @@ class StagedExecutor:
             for stage in self._stages:
                 stage.delete()
             self._compilations.close()
-        self._stages = []
-
-    # ---- steps ----
-
-    def _mixed(self, plan: StepPlan, needs: SamplingNeeds) -> DeviceHandle:
-        # If a row returns prompt log-probabilities, the step is one batch, so that their spans are
-        # those of the step; and if one has proposals, since a micro-batch may not end among them.
-        is_one = plan.has_proposals or any(row.wants_prompt_logprobs for row in plan.rows)
-        prompts = [row for row in plan.rows if row.encodes]
-        marker: Any = self._encode(pack_rows(self.config, prompts)[0]) if prompts else None
-        if prompts and len(prompts) == len(plan.rows):
-            return DeviceHandle(plan, needs, marker, (), np.empty(0, np.int32))
-        batches = [[(i, row) for i, row in enumerate(plan.rows) if not row.encodes]]
-        if not is_one:
-            smallest = self.config.token_buckets[0]
-            batches = list(micro_batches(batches[0], self._micro_batches, smallest))
-        outputs: list[Outputs] = []
-        output_rows = np.full(len(plan.rows), -1, np.int32)
-        prompt_part = None
-        num_outputs = 0
-        for batch in batches:
-            batch = [batch[i] for i in sampling_first([row for _, row in batch])]
-            parts = [(i, part) for i, row in batch for part in in_places(row)]
-            packed, starts = pack_rows(self.config, [row for _, row in parts])
-            sampling = [i for i, row in batch if row.samples]
-            slots = frozenset(row.slot for _, row in batch)
-            self._tell(Pass(slots, len(packed.token_row), samples=bool(sampling)))
-            hidden = None
-            for stage in self._stages:
-                hidden, marker = stage.mixed(packed, hidden)
-            if any(row.wants_prompt_logprobs for row in plan.rows):
-                prompt_part = self._prompt_part(parts, starts, packed, hidden)
-            if sampling:
-                choose = self._verify if plan.has_proposals else self._sample_rows
-                outputs.append(choose(plan, sampling, marker, needs.variant))
-                output_rows[sampling] = num_outputs + np.arange(len(sampling))
-                num_outputs += len(outputs[-1].num_tokens)
-        marker = outputs[-1].tokens if outputs else marker
-        return DeviceHandle(plan, needs, marker, outputs, output_rows, prompt_part)
-
-    def _encode(self, batch: Any) -> jax.Array:
-        """Encode whole prompts on the first stage, and write what each stage's layers see."""
-        encoded = self._stages[0].encode(batch)
-        for stage in self._stages:
-            stage.write_encoded(batch, encoded)
-        return encoded
-
-    def _sample_rows(
-        self, plan: StepPlan, sampling: Sequence[int], row_hidden: Any, variant: Variant
-    ) -> Outputs:
-        """Sample the next token of the plan's rows `sampling`, which come first in the batch."""
-        rows = [plan.rows[i] for i in sampling]
-        index = sampling_slots(self.config, rows, variant)
-        none = self._stages[-1].no_outputs(len(index), 1, variant)
-        masks = pack_masks(plan, sampling, len(index))
-        return self._sample(row_hidden, index, none, variant, masks)
-
-    def _verify(
-        self, plan: StepPlan, sampling: Sequence[int], row_hidden: Any, variant: Variant
-    ) -> Outputs:
-        """`_sample_rows` where some of the rows have proposals, and so may get several tokens."""
-        last = self._stages[-1].programs
-        rows, masks = verifying_arguments(last, plan, sampling, variant, has_masks=False)
-        return self._choose_verified(row_hidden, rows, masks, variant)
-
-    def _choose_verified(
-        self, row_hidden: Any, rows: ChoosingRows, masks: Any, variant: Variant
-    ) -> Outputs:
-        outputs, chosen = self._stages[-1].verify(row_hidden, rows, masks, variant)
-        for stage in self._stages[:-1]:
-            stage.send(np.asarray(rows.slot), chosen, np.asarray(rows.num_proposed))
-        return outputs
-
-    def _sample(
-        self,
-        hidden: Any,
-        index: np.ndarray,
-        outputs: Outputs,
-        variant: Variant,
-        masks: Any = None,
-    ) -> Outputs:
-        """Sample on the last stage and send the tokens to the others."""
-        outputs, chosen = self._stages[-1].sample(hidden, index, outputs, variant, masks)
-        for stage in self._stages[:-1]:
-            stage.send(index, chosen)
-        return outputs
+        self._stages.clear()
 
     def _tell(self, new: Pass) -> None:
         if self._on_pass is not None:
             self._on_pass(new)
-
-    def _prompt_part(
-        self, batch: Sequence[tuple[int, Row]], starts: Sequence[int], packed: Any, hidden: Any
-    ) -> PromptPart:
-        last = self._stages[-1]
-        with last.programs.place.in_force():
-            arrays = last.programs.prompt_logprobs(last.params, last.slots.state, hidden, packed)
-        return PromptPart.of(arrays, batch, starts)
 
     def _raise_if_closed(self) -> None:
         if not self._stages:
@@ -302,37 +230,20 @@ class StagedExecutor:
 
     # ---- warm-up ----
 
-    def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
+    def warmup_steps(self) -> list[tuple[str, Callable[[], Any]]]:
         """See `ModelExecutor`."""
-        config = self.config
-        steps: list[tuple[str, Callable[[], Any]]] = [
-            ("slot edits", self._warm_edits),
-            *(
-                (f"mixed step, {num} tokens", partial(self._warm_mixed, num))
-                for num in reversed(config.token_buckets)
-            ),
-        ]
-        if config.has_encoder:
-            for num in reversed(config.token_buckets):
-                step = partial(self._encode, pack_rows(config, (), num)[0])
-                steps.append((f"encoder, {num} tokens", step))
-        for variant in Variant:
-            name = variant.name.lower()
-            for num in reversed(variant.sizes(config.head_buckets)):
-                step = partial(self._warm_head, variant, num)
-                steps.append((f"{name} sampling, {num} rows", step))
-            for speculates in (False, True) if config.num_proposed else (False,):
-                loop = "speculating loop" if speculates else "decoding"
-                windows = loop_sizes(config, variant, speculates=speculates)
-                sizes = {micro_batch_size(num, self._micro_batches) for num in windows}
-                for num in sorted(sizes, reverse=True):
-                    step = partial(self._warm_decode, variant, num, speculates)
-                    steps.append((f"{name} {loop}, {num} slots", step))
-        return [(name, self._idly(step)) for name, step in steps]
+        parts = (self.config, self._stages, self._steps, self._micro_batches)
+        steps = StagedWarmup(*parts, takes_masks=self._takes_masks).steps()
+        if self._swap_costs.is_missing:
+            steps.append(("page swaps", self._swap_costs.measure))
+        return steps
 
     def use_idle_time(self) -> bool:
-        """See `Executor`."""
-        return False
+        """See `Executor`. It times page swaps once more."""
+        if not (self._swap_costs.is_missing and self.is_warm):
+            return False
+        self._swap_costs.measure_on()
+        return True
 
     def warm_up_behind(self) -> bool:
         """See `ModelExecutor`."""
@@ -354,47 +265,39 @@ class StagedExecutor:
         """See `ModelExecutor`."""
         return self._compilations.is_warm
 
-    def _idly(self, step: Callable[[], Any]) -> Callable[[], None]:
-        def without_requests() -> None:
-            with ExitStack() as idle:
-                for stage in self._stages:
-                    idle.enter_context(stage.idle())
-                step()
-
-        return without_requests
-
-    def _warm_edits(self) -> None:
+    def _swap(self, out: PageCopies, back: PageCopies) -> None:
+        """Copy pages to the host, then from it; the stages' copies in one direction overlap."""
         for stage in self._stages:
-            with stage.programs.place.in_force():
-                stage.slots.warm_up(takes_masks=self._takes_masks)
-
-    def _warm_mixed(self, num_tokens: int) -> Any:
-        batch, _ = pack_rows(self.config, (), num_tokens)
-        hidden = row_hidden = None
+            stage.swap(out, ())
         for stage in self._stages:
-            hidden, row_hidden = stage.mixed(batch, hidden)
-        self._prompt_part((), (), batch, hidden)
-        return row_hidden
+            stage.swap((), back)
 
-    def _warm_head(self, variant: Variant, num_rows: int) -> None:
-        hidden = self._warm_mixed(self.config.token_buckets[0])
-        self._warm_sampling(hidden, variant, num_rows)
-        if self._takes_masks:
-            vocab_size = self._stages[-1].programs.model_config.vocab_size
-            masks = no_masks(num_rows, vocab_size)
-            self._warm_sampling(hidden, variant, num_rows, masks)
-            if self.config.num_proposed:
-                no_rows = pack_choosing(self.config, (), num_rows)
-                self._choose_verified(hidden, no_rows, masks, variant)
+    def _swap_timings(self) -> Iterator[SwapCosts | None]:
+        """Time copies and prefill on all stages together, so that what overlaps counts once."""
+        to_nobody = self.config.num_host_pages
+        out, back = ((NULL_PAGE, to_nobody),), ((to_nobody, NULL_PAGE),)
+        batch, _ = pack_rows(self.config, (), self.config.token_buckets[-1])
 
-    def _warm_decode(self, variant: Variant, num_rows: int, speculates: bool) -> None:
-        window, last = range(num_rows), self._stages[-1]
-        idle = WindowPass.of(last, window, (), variant, speculates=speculates)
-        idle.iterate(self._stages, 0, variant)
+        def caches() -> list[KVCache]:
+            return [stage.pages.cache for stage in self._stages]
 
-    def _warm_sampling(
-        self, hidden: Any, variant: Variant, num_rows: int, masks: Any = None
-    ) -> None:
-        index = np.full(num_rows, self.config.max_slots, np.int32)
-        none = self._stages[-1].no_outputs(num_rows, 1, variant)
-        self._sample(hidden, index, none, variant, masks)
+        def swap() -> None:
+            self._swap(out * PAGES_A_CALL, back * PAGES_A_CALL)
+            jax.block_until_ready(caches())
+
+        def prefill() -> None:
+            for _ in range(self._micro_batches):
+                if self.config.has_encoder:
+                    self._steps.encode(batch)
+                else:
+                    self._steps.pass_through(batch)
+            jax.block_until_ready(caches())
+
+        return measured_costs(
+            *(swap, prefill),
+            num_pages=PAGES_A_CALL,
+            num_tokens=self._micro_batches * len(batch.token_row),
+            position_work=work_of_a_position(
+                [stage.programs.model_config for stage in self._stages], self._whole
+            ),
+        )

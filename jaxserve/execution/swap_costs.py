@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, final
 
@@ -54,20 +54,31 @@ def measured_costs(
     )
 
 
-def work_of_a_position(model: DecoderConfig, params: Any) -> float:
-    """Return the FLOPs of attending to one position, relative to a token's other FLOPs."""
+def work_of_a_position(models: Sequence[DecoderConfig], params: Any) -> float:
+    """Return the FLOPs of attending to one position, relative to a token's other FLOPs.
+
+    Args:
+      models: the model, or the part of it in each stage.
+      params: parameters of the whole model, or their shapes.
+    """
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return 2 * model.num_attention_layers * model.num_heads * model.head_dim / num_params
+    width = sum(each.num_attention_layers * each.num_heads * each.head_dim for each in models)
+    return 2 * width / num_params
 
 
 @final
 class KeptSwapCosts:
-    """The entry of swap costs for a cache, on a device and with executables that a shelf names."""
+    """The entry of swap costs for a cache, on a device and with executables that a shelf names.
 
-    def __init__(self, shelf: Shelf, config: EngineConfig, cache: Any):
+    Args:
+      cache: the page cache, or those of all stages.
+      settings: what else the costs depend on.
+    """
+
+    def __init__(self, shelf: Shelf, config: EngineConfig, cache: Any, *settings: Any):
         leaves = jax.tree.leaves(abstract(cache))
         self._shelf = shelf
-        self._key = shelf.key("swap costs", config.token_buckets, leaves)
+        self._key = shelf.key("swap costs", config.token_buckets, leaves, *settings)
 
     def load(self) -> SwapCosts | None:
         """Return the costs that an earlier start measured; None if there are none."""
@@ -77,3 +88,50 @@ class KeptSwapCosts:
     def save(self, costs: SwapCosts) -> None:
         """Keep the costs for later starts."""
         self._shelf.write(self._key, json.dumps(asdict(costs)).encode())
+
+
+@final
+class SwapCostMeter:
+    """The swap costs of an executor: kept by an earlier start, or measured piece by piece.
+
+    Args:
+      timings: begins a measurement; see `measured_costs`.
+      has_host_pages: without host pages there is nothing to measure.
+
+    Attributes:
+      costs: None until they are measured.
+    """
+
+    def __init__(
+        self,
+        kept: KeptSwapCosts,
+        timings: Callable[[], Iterator[SwapCosts | None]],
+        *,
+        has_host_pages: bool,
+    ):
+        self.costs: SwapCosts | None = kept.load()
+        self._kept = kept
+        self._timings = timings
+        self._has_host_pages = has_host_pages
+        self._running: Iterator[SwapCosts | None] | None = None
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there are host pages, and no costs yet."""
+        return self._has_host_pages and self.costs is None
+
+    def measure_on(self) -> None:
+        """Do the next timing, and keep the costs after the last one."""
+        self._running = self._running or self._timings()
+        self.costs = next(self._running)
+        if self.costs is not None:
+            self._kept.save(self.costs)
+
+    def measure(self) -> None:
+        """Do all timings that are missing."""
+        while self.is_missing:
+            self.measure_on()
+
+    def restart(self) -> None:
+        """Drop the timings of a measurement that has not ended."""
+        self._running = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.clock import Clock
-from jaxserve.execution.page_copies import PAGES_A_CALL
+from jaxserve.execution.page_calls import PAGES_A_CALL
 from jaxserve.execution.protocol import Executor
 from jaxserve.planning.group_costs import GroupCosts
 from jaxserve.planning.origin import Origin

@@ -20,11 +20,16 @@ def open_disks(options: RuntimeOptions, executors: Sequence[ModelExecutor]) -> l
     """Open a disk tier for each executor, in its own folder; return [] without `disk_memory`.
 
     Raises:
-      InvalidConfigError: an executor has no host pages, the folder cannot be used, or another
-        runtime uses it.
+      InvalidConfigError: an executor has no host pages or is one of several processes, the folder
+        cannot be used, or another runtime uses it.
     """
     if options.disk_memory is None:
         return []
+    if any(executor.group is not None for executor in executors):
+        raise InvalidConfigError(
+            f"disk_memory={options.disk_memory!r}, but several processes serve the model, and each "
+            "has only a part of every page; pass no disk_memory, or a mesh of one process's devices"
+        )
     if any(executor.host_memory is None for executor in executors):
         raise _no_host_pages(options)
     max_bytes = parse_bytes(options.disk_memory) // len(executors)
@@ -63,6 +68,5 @@ def _disk_folder(options: RuntimeOptions) -> Path:
 def _no_host_pages(options: RuntimeOptions) -> InvalidConfigError:
     return InvalidConfigError(
         f"disk_memory={options.disk_memory!r}, but there are no host pages, from which the disk "
-        "gets its pages; pass more host_memory, or no disk_memory. Models that are cut into stages "
-        "or served by several processes have no host pages"
+        "gets its pages; pass more host_memory, or no disk_memory"
     )

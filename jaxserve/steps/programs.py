@@ -280,7 +280,7 @@ class Programs:
         rows = self.config.max_slots
         body = self.mixed_body.prepare(
             *(params, cache, slots, batch, self.plan_mixed(batch)),
-            inputs(self.config.max_step_tokens),
+            *(inputs(self.config.max_step_tokens), self._incoming(cache)),
         )
         with self.place.in_force():
             lowered = self._encoding_steps(params, cache, slots, batch)

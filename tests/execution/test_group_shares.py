@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Client, Listener
 from typing import Any, final
 
 import jax
@@ -36,7 +35,8 @@ from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.plan import LINK, Handover, StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from sharding import DeviceGroups, JoinError, ProcessGroup, make_groups
+from sharding import DeviceGroups, JoinError, make_groups
+from tests.common.process_groups import connected
 
 # Pages on demand, so that a small pool preempts; several iterations of a decode step.
 POLICY = replace(
@@ -51,16 +51,6 @@ PARAMS = [
     for i in range(len(PROMPTS))
 ]
 NUM_PAGES = 14
-
-
-def _connected() -> tuple[ProcessGroup, ProcessGroup]:
-    """Return the leader and the follower of a job of two processes, both in this process."""
-    with Listener(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
-        accepted = pool.submit(listener.accept)
-        to_leader = Client(listener.address)
-        return ProcessGroup(0, 2, {1: accepted.result()}, {}), ProcessGroup(
-            1, 2, {0: to_leader}, {}
-        )
 
 
 def _executors(groups: DeviceGroups, **options: Any) -> list[DeviceExecutor]:
@@ -94,7 +84,7 @@ def _led(
     own = executors[leads], executors[1 - leads]
     with ThreadPoolExecutor() as pool:  # they agree on how pages pass
         role = partial(in_group, processes=processes, couriers=couriers)
-        leader, follower = pool.map(role, own, _connected())
+        leader, follower = pool.map(role, own, connected())
     thread = threading.Thread(target=follower.follow)
     thread.start()
     try:
@@ -165,7 +155,7 @@ def test_pages_pass_between_other_numbers_of_shards(groups, leads, couriers, cap
 def test_pages_that_the_other_group_has_lost(caplog):
     """The leader raises nothing and writes nothing, so that the sequences are computed anew."""
     _, decode = _executors(make_groups(encode=1, decode=1))
-    first, second = _connected()
+    first, second = connected()
     courier = HostCourier(1, PagePort(decode.pages, cut_of(decode.pages)))
     share = LeadersShare(decode, first, ((1,), (0,)), courier, strict=False)
     leader = LeadingExecutor(decode, first, share)
@@ -231,7 +221,7 @@ def _broken(leaf: jax.Array) -> jax.Array:
 
 def test_a_follower_may_leave_while_the_leader_still_closes():
     """The leader, which would end with an error otherwise, has let go of the others before."""
-    first, second = _connected()
+    first, second = connected()
     first.claim()
     first.let_go()
     with ThreadPoolExecutor() as pool:

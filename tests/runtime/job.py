@@ -1,8 +1,8 @@
 """The program of a test job's processes: `python -m tests.runtime.job WHAT [GROUPS]`.
 
-WHAT is "rounds", "forever", "differ", "lossy" (pages are lost between groups) or "dies" (process 1
-does, when pages are handed over). GROUPS are the processes that compute prompts and those that
-compute answers, such as 0/1,2.
+WHAT is "rounds", "forever", "differ", "lossy" (pages are lost between groups), "dies" (process 1
+does, when pages are handed over) or "swaps" (pages go to the host and come back). GROUPS are the
+processes that compute prompts and those that compute answers, such as 0/1,2.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -21,6 +22,7 @@ import numpy as np
 from flax import nnx
 
 from jaxserve import JaxserveError, Runtime, SamplingParams
+from jaxserve.execution.page_calls import num_incoming
 from jaxserve.execution.protocol import StepHandle
 from jaxserve.models.families.llama import Llama, LlamaConfig
 from jaxserve.models.loading import abstract_model
@@ -28,7 +30,13 @@ from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.testing import ExecutorWrapper, FaultyExecutor
+from jaxserve.testing import (
+    ExecutorWrapper,
+    FaultyExecutor,
+    FreeCopiesExecutor,
+    RecordingExecutor,
+    WrapAll,
+)
 from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, random_prompts
 from sharding import DeviceGroups, JoinError, join, make_mesh
 
@@ -49,6 +57,14 @@ GROUP_OPTIONS = dict(
     ),
     max_slots=4,
     kv_memory="16KiB",
+)
+# A pool that is too small for two answers, of so small pages that a step brings many at once.
+SWAP_OPTIONS = dict(
+    page_size=2,
+    policy=replace(PRESETS["pensieve"], name="pensieve on demand", admission=OnDemand(0.0)),
+    kv_memory="4KiB",
+    host_memory="128KiB",
+    restore="per_layer",
 )
 CONFIG = LlamaConfig(
     vocab_size=VOCAB_SIZE,
@@ -103,6 +119,16 @@ def counted(rt: Runtime) -> None:
     print(*counts, file=sys.stderr)
 
 
+def swapped(rt: Runtime, plans: Sequence[StepPlan]) -> None:
+    """Answer again with pages that the first answers left, and print what came from the host."""
+    answers = rt.generate(PROMPTS, PARAMS)
+    print(json.dumps([c.token_ids for c in answers]), flush=True)
+    rt.check_integrity()
+    stats = rt.stats()
+    num_in_steps = sum(num_incoming(rt.config, plan) for plan in plans)
+    print(stats.num_preemptions, stats.num_pages_in, stats.num_prefix_hit_on_host, num_in_steps)
+
+
 def refused(rt: Runtime) -> None:
     """Print the error of a follower that is asked for an answer."""
     try:
@@ -137,11 +163,16 @@ def main(what: str, groups: str | None = None) -> None:
     process_id = 0 if group is None else group.process_id
     options = OPTIONS | (dict(max_slots=2 + process_id) if what == "differ" else {})
     # A warm-up takes many times as long as the answers.
-    options |= dict(strict=True) if what == "rounds" else dict(warmup=False)
+    options |= dict(strict=True) if what in ("rounds", "swaps") else dict(warmup=False)
     mesh = make_mesh(tensor=jax.device_count())
     if groups is not None:
         mesh = groups_of(groups)
         options |= GROUP_OPTIONS
+    watched = None
+    if what == "swaps":
+        # Copies have no measured costs, which could decide against them.
+        watched = WrapAll(lambda inner: RecordingExecutor(FreeCopiesExecutor(inner)))
+        options |= SWAP_OPTIONS | dict(wrap_executor=watched)
     if what == "lossy":
         options |= dict(wrap_executor=partial(FaultyExecutor, loses_every=3))
     if what == "dies" and group is not None:
@@ -152,6 +183,8 @@ def main(what: str, groups: str | None = None) -> None:
         if groups is not None and rt.is_leader:
             planned(rt)
             counted(rt)
+        if watched is not None and rt.is_leader:
+            swapped(rt, watched.executors[0].plans)
         if not rt.is_leader:
             refused(rt)
             rt.follow()

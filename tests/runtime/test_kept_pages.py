@@ -29,6 +29,7 @@ PARAMS = SamplingParams(max_tokens=12)
 OPTIONS = tiny.OPTIONS | {"policy": "pensieve"}
 FREE = OPTIONS | {"wrap_executor": FreeCopiesExecutor}
 FOLLOW_UP = (5, 6, 7)
+STAGES = StagePlan.of([1, 1], tensor=[2, 1])
 
 
 def _talk(rt: Runtime) -> list[tuple[int, ...]]:
@@ -94,10 +95,11 @@ def test_the_next_turn_finds_the_one_before(expected, policy):
         assert _talk(rt) == expected[0]
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
-def test_another_runtime_goes_on_from_exported_pages(kv_dtype):
+@pytest.mark.parametrize(("kv_dtype", "mesh"), [(None, None), ("int8", None), ("int8", STAGES)])
+def test_another_runtime_goes_on_from_exported_pages(kv_dtype, mesh):
     """It finds the full pages of prompts that it never computed; nothing compiles."""
-    options = OPTIONS | {"policy": "auto", "kv_dtype": kv_dtype, "strict": True, "warmup": True}
+    options = OPTIONS | {"policy": "auto", "kv_dtype": kv_dtype, "mesh": mesh}
+    options |= {"strict": True, "warmup": True}
     prompts = list(map(list, PROMPTS))
     one = SamplingParams(max_tokens=1)
     with Runtime(tiny_llama(), **options) as first, Runtime(tiny_llama(), **options) as second:
@@ -150,6 +152,20 @@ def test_a_runtime_finds_what_the_one_before_it_wrote(expected, tmp_path):
         assert _talk(rt) == expected[1]
         assert rt.stats().num_prefix_hit_on_disk == 0
         rt.update_params(nnx.state(tiny_llama(0), nnx.Param))
+        assert _talk(rt) == expected[0]
+        assert rt.stats().num_prefix_hit_on_disk == 0
+
+
+def test_a_runtime_in_stages_finds_what_the_one_before_it_wrote(expected, tmp_path):
+    """Each file has the parts of all stages; a model in one piece does not hit it."""
+    disk = {"disk_memory": "4MB", "disk_folder": tmp_path, "host_memory": "100kB"}
+    with Runtime(tiny_llama(), **FREE, **disk, mesh=STAGES) as rt:
+        assert _talk(rt) == expected[0]
+    with Runtime(tiny_llama(), **OPTIONS, **disk, mesh=STAGES) as rt:
+        assert _talk(rt) == expected[0]
+        assert rt.stats().num_prefix_hit_on_disk >= sum(len(prompt) - 8 for prompt in PROMPTS)
+        rt.check_integrity()
+    with Runtime(tiny_llama(), **OPTIONS, **disk) as rt:
         assert _talk(rt) == expected[0]
         assert rt.stats().num_prefix_hit_on_disk == 0
 
@@ -226,7 +242,6 @@ def test_a_slow_disk_delays_only_those_that_need_it(expected, tmp_path):
     [
         ({"policy": "orca", "disk_memory": "1MB"}, "keeps no pages on the host"),
         ({"disk_memory": "1MB", "host_memory": 0}, "there are no host pages"),
-        ({"disk_memory": "1MB", "mesh": StagePlan.of([1, 1])}, "cut into stages"),
         ({"disk_folder": "pages"}, "disk_memory"),
         ({"disk_memory": "1MB", "disk_folder": "/dev/null/pages"}, "disk_folder"),
     ],
@@ -248,8 +263,19 @@ def _answers(engine: Engine, prompts: Iterable[Sequence[int]]) -> list[tuple[int
     return [tuple(sequence.output) for sequence in sequences]
 
 
-def test_stages_keep_pages_on_their_devices(expected):
-    """They also hit pages around holes: rows of one sequence go through the stages in order."""
+def test_pages_come_back_to_stages_layer_by_layer(expected):
+    """The pool holds half of the cached pages; the first micro-batch brings them. It is resized."""
+    options = FREE | {"restore": "both", "kv_memory": "20kB", "strict": True, "warmup": True}
+    with Runtime(tiny_llama(), mesh=STAGES, **options) as rt:
+        assert _talk(rt) == expected[0] == _talk(rt)
+        assert rt.stats().num_pages_in > 0 and rt.config.num_incoming_pages == 16
+        rt.resize_kv("24kB")
+        assert _talk(rt) == expected[0]
+        rt.check_integrity()
+
+
+def test_stages_hit_pages_around_holes(expected):
+    """Rows of one sequence go through the stages in order."""
     plan, seen = StagePlan.of([1, 1], micro_batches=2), WrapAll()
     with Runtime(tiny_llama(), **OPTIONS, mesh=plan, wrap_executor=seen) as rt:
         assert _talk(rt) == expected[0]

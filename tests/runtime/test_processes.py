@@ -107,6 +107,16 @@ def test_two_processes_answer_like_one(alone):
     assert "ProcessGroupError" in err and "process 0" in err and "rt.follow()" in err
 
 
+def test_two_processes_swap_pages_to_their_hosts(alone):
+    """Each has its shards of a page. Sequences are preempted, and cached pages come back."""
+    with _job(2, *JOB, "swaps") as started:
+        (answers, leader_err), (_, err) = [p.communicate(timeout=120) for p in started]
+    assert [process.returncode for process in started] == [0, 0], leader_err + err
+    *lines, counts = filter(_is_ours, answers.splitlines())
+    assert [json.loads(line) for line in lines] == [*alone, alone[-1]]
+    assert all(int(count) > 0 for count in counts.split()), counts
+
+
 @pytest.mark.parametrize(
     ("num_processes", "what", "groups"), [(2, "rounds", "0/1"), (3, "lossy", "1/0,2")]
 )
