@@ -101,6 +101,29 @@ def test_tokens_are_those_without_speculation(plain: Runtime, speculating: Runti
     assert plain.stats().num_draft_tokens == 0
 
 
+def test_answers_with_and_without_proposals_share_a_step():
+    """Eight slots, answers that repeat their prompts and others that do not, bit by bit."""
+    tokenizer = letter_tokenizer()
+    bias = dict.fromkeys(tokenizer.encode("ab1"), 30.0)
+    rng = random.Random(0)
+    prompts, params = list[str](), list[SamplingParams]()
+    for i in range(12):
+        grammar, _, text = GRAMMARS[i % 3]
+        quotes = i % 2 == 0
+        prompts.append(text * rng.randint(2, 5) if quotes else "xyz")
+        kind = {"logit_bias": bias} if quotes else {"temperature": 1.0}
+        params.append(SamplingParams(max_tokens=50, seed=i, logprobs=1, **kind, **grammar))
+    options: dict[str, Any] = OPTIONS | {"max_slots": 8, "deterministic": True}
+    with Runtime(tiny_llama(), tokenizer=tokenizer, **options) as runtime:
+        wanted = runtime.generate(prompts, params)
+    with Runtime(tiny_llama(), tokenizer=tokenizer, **options, speculation="lookup") as runtime:
+        given = runtime.generate(prompts, params)
+        assert runtime.stats().num_accepted_tokens > 20
+    for one, other in zip(wanted, given, strict=True):
+        assert one.error is None and other.error is None
+        assert (other.token_ids, other.logprobs) == (one.token_ids, one.logprobs)
+
+
 def test_a_grammar_cuts_what_is_proposed():
     """Not beyond what is forbidden or completes the answer; with all of what is forced, or none."""
     tokenizer = letter_tokenizer()
