@@ -18,21 +18,26 @@ from jaxserve.core.errors import InvalidParamsError
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Settings of PEFT that change what an adapter computes, with the values that are served.
+# Settings of PEFT that may have any value: they say how an adapter was trained, or where, or are
+# read here.
+_HARMLESS = frozenset(
+    (
+        *("r", "lora_alpha", "use_rslora", "lora_dropout", "inference_mode", "task_type"),
+        *("base_model_name_or_path", "revision", "auto_mapping", "peft_version", "runtime_config"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("fan_in_fan_out", "ensure_weight_tying", "megatron_config", "megatron_core"),
+        # Options of an initialisation, of `use_qalora`, and of others that are refused themselves.
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+    )
+)
+# The other settings must be empty, or have one of these values. Initialisations that are not listed
+# may change the base weights, so that the adapter does not fit the original ones, as PiSSA, OLoRA,
+# CorDA, LoftQ and LoRA-GA do. PEFT writes `true` where it has converted such an adapter.
 _SERVED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "use_dora": (False, None),
-    "lora_bias": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layer_replication": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
-# Initialisations that change the base weights, so that the adapter does not fit the original ones.
-_CHANGED_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 @final
@@ -89,13 +94,10 @@ class AdapterSource:
                 f"folder with {_CONFIG} and {_WEIGHTS}"
             ) from error
         others = {
-            name: config[name]
-            for name, served in _SERVED.items()
-            if name in config and config[name] not in served
+            name: value
+            for name, value in config.items()
+            if value and name not in _HARMLESS and value not in _SERVED.get(name, ())
         }
-        start = config.get("init_lora_weights")
-        if isinstance(start, str) and start.lower().startswith(_CHANGED_BASE):
-            others["init_lora_weights"] = start
         if others or rank < 1:
             raise InvalidParamsError(
                 f"the adapter in {folder} has {others or {'r': rank}}, which is not served; pass a "

@@ -190,6 +190,12 @@ def test_a_folder_of_peft_gives_the_same(tmp_path, is_rslora, scale):
         {"modules_to_save": ["lm_head"]},
         {"rank_pattern": {"q_proj": 2}},
         {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "lora_ga"},
+        {"init_lora_weights": "an initialisation of tomorrow"},
+        {"alora_invocation_tokens": [3, 4]},
+        {"use_qalora": True},
+        {"arrow_config": {"top_k": 3}},
+        {"a_setting_of_tomorrow": 1},
         {"r": 0},
         {"lora_alpha": None},
     ],
@@ -200,6 +206,57 @@ def test_other_kinds_of_adapters_are_refused(tmp_path, settings):
     folder = _folder(tmp_path, {"x.lora_A.weight": np.zeros((2, 2), np.float32)}, **settings)
     with pytest.raises(InvalidParamsError, match=f"{next(iter(settings))}|TypeError"):
         AdapterSource.of(folder, None)
+
+
+# What PEFT 0.17 writes for an adapter of all defaults, and values that change nothing.
+AS_WRITTEN: dict[str, Any] = {
+    "alpha_pattern": {},
+    "auto_mapping": None,
+    "base_model_name_or_path": "HuggingFaceTB/SmolLM2-135M",
+    "bias": "none",
+    "corda_config": None,
+    "eva_config": None,
+    "exclude_modules": None,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_bias": False,
+    "lora_dropout": 0.0,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "peft_type": "LORA",
+    "qalora_group_size": 16,
+    "rank_pattern": {},
+    "revision": None,
+    "target_modules": ["v_proj", "q_proj"],
+    "target_parameters": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "use_rslora": False,
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"lora_dropout": 0.1, "layers_to_transform": [0], "fan_in_fan_out": True},
+        *({"init_lora_weights": value} for value in (False, "gaussian", "eva", "orthogonal")),
+        {"a_setting_of_tomorrow": None, "another_one": False},
+    ],
+    ids=str,
+)
+def test_settings_that_change_nothing_are_allowed(tmp_path, settings):
+    """All that PEFT writes by default, and how an adapter was trained."""
+    folder = _folder(tmp_path, {"x.lora_A.weight": np.zeros((2, 2))}, **AS_WRITTEN | settings)
+    assert AdapterSource.of(folder, None).scale == 6 / RANK
 
 
 def test_sources_that_are_none_are_refused(tmp_path):
