@@ -277,3 +277,19 @@ def test_an_unknown_source_of_proposals_is_refused():
         Runtime(tiny_llama(), **OPTIONS, speculation="oracle")
     with pytest.raises(InvalidConfigError, match="num_speculative_tokens=0"):
         Runtime(tiny_llama(), **OPTIONS, speculation="lookup", num_speculative_tokens=0)
+
+
+def test_options_of_what_is_off_are_refused():
+    """As `draft_model` alone is; the defaults hold where the options are omitted."""
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"num_speculative_tokens": 4}, "num_speculative_tokens=4 without speculation"),
+        ({"max_adapter_rank": 8}, "max_adapter_rank=8 without max_adapters"),
+        ({"speculation": "lookup", "num_speculative_tokens": True}, "num_speculative_tokens=True"),
+        ({"max_adapters": True}, "max_adapters=True"),
+    ]
+    for options, said in cases:
+        with pytest.raises(InvalidConfigError, match=said):
+            RuntimeOptions.parse(options)
+    off, on = RuntimeOptions(), RuntimeOptions(speculation="lookup", max_adapters=2)
+    assert (off.num_proposed, off.adapter_rank) == (0, 0)
+    assert (on.num_proposed, on.adapter_rank) == (8, 16)
