@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve import Runtime, SamplingParams
+from jaxserve import Runtime, SamplingParams, merge_adapter
 from jaxserve.core.errors import (
     EngineBusyError,
     InvalidConfigError,
@@ -242,6 +242,15 @@ def test_bits_do_not_depend_on_other_adapters(rt):
     together = [bits(done) for done in rt.generate(list(PROMPTS), params)]
     alone = [bits(rt.generate(*each)) for each in zip(PROMPTS, params, strict=True)]
     assert together == alone
+
+
+def test_merged_weights_give_the_answers_of_the_adapter(rt):
+    """Of a runtime that gets them as new weights, which all its requests have then."""
+    with Runtime(tiny_llama(), **tiny.OPTIONS) as merged:
+        for name in ADAPTERS:
+            merged.update_params(merge_adapter(tiny_llama(), _arrays(name), scale=SCALE))
+            got = _tokens(merged.generate(list(PROMPTS), SamplingParams(max_tokens=NUM_TOKENS)))
+            assert got == _wanted(name)
 
 
 # ---- pages ----
