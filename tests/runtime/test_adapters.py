@@ -323,8 +323,11 @@ def test_new_weights_keep_the_adapters():
         rt.sleep(drops_weights=True)
         with pytest.raises(EngineBusyError):
             rt.load_adapter("late", _arrays("all"), scale=SCALE)
+        rt.drop_adapter("mlp")
         rt.update_params(new)
         rt.wake_up()
+        assert rt.adapters == ("all", "usual")
+        rt.load_adapter("mlp", _arrays("mlp"), scale=SCALE)
         _check(rt, _mixed(2), weights=1)
 
 
