@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jaxserve.core.request import Sample as Sample
     from jaxserve.core.sampling_params import SamplingParams as SamplingParams
     from jaxserve.fleet import Fleet as Fleet
+    from jaxserve.models.merging import merge_adapter as merge_adapter
     from jaxserve.runtime import Runtime as Runtime
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ _HOMES = {
     "Runtime": "jaxserve.runtime",
     "Sample": "jaxserve.core.request",
     "SamplingParams": "jaxserve.core.sampling_params",
+    "merge_adapter": "jaxserve.models.merging",
 }
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "errors",
+    "merge_adapter",
 ]
 
 

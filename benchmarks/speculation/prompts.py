@@ -1,4 +1,7 @@
-"""Prompts whose answers quote them more or less: chats, texts to repeat, code to change."""
+"""Prompts whose answers quote them more or less.
+
+They are chats, texts to summarise by quoting them, texts to repeat, and code to change.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-KINDS = ("chat", "repeating", "editing")
+KINDS = ("chat", "summarising", "repeating", "editing")
 
 # Characters of a text to repeat at most.
 _MAX_CHARACTERS = 600
+# Texts that a summary is of, and characters of each at most.
+_NUM_SUMMARISED, _MAX_SUMMARISED = 6, 200
 _NAMES = ("total", "count", "price", "width", "height", "weight", "score", "limit", "offset")
 _VERBS = ("add", "scale", "check", "update", "merge", "split", "clean", "load")
 
@@ -18,13 +23,22 @@ def prompts_of(kind: str, texts: Sequence[str], seed: int) -> list[list[dict[str
     """Return a chat of one message for each text.
 
     Args:
-      kind: one of `KINDS`. "chat" is the text itself; "repeating" asks for the text again;
-        "editing" asks for a made-up program with one name changed, which depends on the seed only.
+      kind: one of `KINDS`. "chat" is the text itself; "summarising" asks for the three of six
+        texts, this one and the next ones, that matter most, word for word; "repeating" asks for the
+        text again; "editing" asks for a made-up program with one name changed, which depends on the
+        seed only.
     """
     rng = random.Random(seed)
     wanted = []
-    for text in texts:
-        if kind == "repeating":
+    for i, text in enumerate(texts):
+        if kind == "summarising":
+            several = [texts[(i + j) % len(texts)] for j in range(_NUM_SUMMARISED)]
+            lines = [f"- {' '.join(each.split())[:_MAX_SUMMARISED]}" for each in several]
+            text = (
+                "These are messages of a forum:\n\n" + "\n".join(lines) + "\n\nSummarise them: "
+                "quote the three most important messages word for word, as a list."
+            )
+        elif kind == "repeating":
             text = f"Repeat this text word for word:\n\n{text[:_MAX_CHARACTERS]}"
         elif kind == "editing":
             old, new = rng.sample(_NAMES, 2)

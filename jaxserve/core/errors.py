@@ -26,6 +26,7 @@ A message says what was given, what is allowed, and what to do.
     │       ├── CyclicGraphError
     │       └── TooManyNodesError
     ├── NumericalError             the model produced NaN or infinite logits for this request
+    ├── GrammarFailedError         llguidance raised while it computed masks of this request
     ├── ModelError
     │   ├── UnknownModelError
     │   ├── UnsupportedModelError      an architecture or option that no family here implements
@@ -150,8 +151,7 @@ class BoundNotMetError(InvalidRequestError):
     Attributes:
       name: the bound's name in `SamplingParams`.
       bound_s: the bound.
-      expected_s: what is expected in its place: seconds from the submission to the end or to the
-        first token, or seconds per token.
+      expected_s: seconds expected in its place: to the end, to the first token, or per token.
       wait_s: seconds in the queue, of those from the submission.
     """
 
@@ -214,6 +214,10 @@ class TooManyNodesError(InvalidGraphError):
 
 class NumericalError(JaxserveError, ArithmeticError):
     """A request for which a model's logits, or a cell's outputs, were not finite."""
+
+
+class GrammarFailedError(JaxserveError):
+    """A request whose masks llguidance could not compute, for a reason that is not its grammar."""
 
 
 class ModelError(JaxserveError):
@@ -295,10 +299,7 @@ class InfeasibleBoundError(JaxserveError, ValueError):
 
 
 class QueueFullError(JaxserveError):
-    """A call whose requests would be more than may wait (`RuntimeOptions.max_waiting`).
-
-    None of them was accepted; the same call may succeed when others have begun.
-    """
+    """A call with more requests than may wait. None was accepted; they may be when others begin."""
 
 
 class StaleWeightsError(JaxserveError):

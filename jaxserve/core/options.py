@@ -20,6 +20,9 @@ QUANTIZE_EMBEDDINGS = ("int8", "int4", "none")
 # Where proposals for the next tokens come from.
 SPECULATIONS = ("lookup", "draft")
 
+# What `num_speculative_tokens` and `max_adapter_rank` are where they are omitted.
+_NUM_SPECULATIVE_TOKENS, _MAX_ADAPTER_RANK = 8, 16
+
 # When executables are made.
 WARMUPS = (True, False, "full", "background")
 
@@ -76,14 +79,14 @@ class RuntimeOptions:
         none. "lookup": from the request itself, what followed its newest tokens where they stood
         before. Tokens stay the same, drawn ones too. docs/speculation.md says when it pays.
       num_speculative_tokens: tokens that are proposed at most in an iteration, of all sequences
-        together; with stages, of those of each micro-batch. With more than twice as many sequences,
-        none are proposed.
+        together, by default 8; with stages, of those of each micro-batch. With more than twice as
+        many sequences, none are proposed. Only with `speculation`.
       draft_model: the model that proposes tokens with `speculation="draft"`: a decoder, or the
         name, folder or GGUF file of one. It must have the tokenizer of the model that is served.
       page_size: tokens per page.
       max_adapters: maximum number of adapters that are loaded at once (`Runtime.load_adapter`), for
         which memory is allocated; 0 for a runtime without adapters (docs/adapters.md).
-      max_adapter_rank: maximum rank of an adapter, with `max_adapters`.
+      max_adapter_rank: maximum rank of an adapter, by default 16. Only with `max_adapters`.
       deterministic: refuse to serve where the bits of a request's tokens and log-probabilities
         could depend on other requests. True changes nothing where it is allowed, which is on CPUs
         in float32 without tensor parallelism: the bits are the same there in any case
@@ -129,11 +132,11 @@ class RuntimeOptions:
     max_step_tokens: int | None = None
     max_decode_iterations: int | None = None
     speculation: str | None = None
-    num_speculative_tokens: int = 8
+    num_speculative_tokens: int | None = None
     draft_model: Any = None
     page_size: int = 32
     max_adapters: int = 0
-    max_adapter_rank: int = 16
+    max_adapter_rank: int | None = None
     deterministic: bool = False
     seed: int = 0
     warmup: bool | str = "background"
@@ -149,6 +152,18 @@ class RuntimeOptions:
     def warms_up_behind(self) -> bool:
         """Whether requests are served before every executable exists."""
         return self.warmup == "background" and not self.strict
+
+    @property
+    def num_proposed(self) -> int:
+        """Tokens that are proposed at most in an iteration; 0 without speculation."""
+        if self.speculation is None:
+            return 0
+        return self.num_speculative_tokens or _NUM_SPECULATIVE_TOKENS
+
+    @property
+    def adapter_rank(self) -> int:
+        """Maximum rank of an adapter; 0 without adapters."""
+        return (self.max_adapter_rank or _MAX_ADAPTER_RANK) if self.max_adapters else 0
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> RuntimeOptions:
@@ -177,14 +192,19 @@ class RuntimeOptions:
             "max_adapter_rank",
         ):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not _is_int(value) or value < 1):
                 raise InvalidConfigError(
                     f"{name}={value!r} is not allowed; pass a whole number of at least 1"
                 )
-        if not isinstance(self.max_adapters, int) or self.max_adapters < 0:
+        if not _is_int(self.max_adapters) or self.max_adapters < 0:
             raise InvalidConfigError(
                 f"max_adapters={self.max_adapters!r} is not allowed; pass a whole number of at "
                 "least 0"
+            )
+        if self.max_adapter_rank is not None and not self.max_adapters:
+            raise InvalidConfigError(
+                f"max_adapter_rank={self.max_adapter_rank} without max_adapters; pass both, or "
+                "omit max_adapter_rank"
             )
         bound = self.latency_bound
         if bound is not None and (not isinstance(bound, (int, float)) or not bound > 0):
@@ -219,6 +239,11 @@ class RuntimeOptions:
                 f"speculation={self.speculation!r} is unknown; pass one of {SPECULATIONS}, or omit "
                 "it for no speculation"
             )
+        if self.num_speculative_tokens is not None and self.speculation is None:
+            raise InvalidConfigError(
+                f"num_speculative_tokens={self.num_speculative_tokens} without speculation; pass "
+                f"one of {SPECULATIONS} as speculation, or omit num_speculative_tokens"
+            )
         if (self.speculation == "draft") != (self.draft_model is not None):
             raise InvalidConfigError(
                 f"speculation={self.speculation!r} with draft_model={self.draft_model!r}; pass "
@@ -239,3 +264,8 @@ class RuntimeOptions:
             raise InvalidConfigError(
                 f"disk_folder={str(self.disk_folder)!r} is used with disk_memory only; pass both"
             )
+
+
+def _is_int(value: Any) -> bool:
+    """Return whether a value is a whole number, which True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)

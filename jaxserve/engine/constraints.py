@@ -140,12 +140,12 @@ class Constraints:
 
     def _propose(self, sequence: Sequence, matcher: AnswerMatcher) -> None:
         """Have the next step compute what may follow an answer's newest token, in its grammar."""
-        scheduler, config = self._scheduler, self._scheduler.config
-        num_running = max(1, len(scheduler.running))
-        most = min(config.num_proposed_beside(num_running), config.max_slots - num_running)
-        most = min(most // len(self._matched), sequence.num_outputs_left - 1)
+        scheduler = self._scheduler
         scheduler.speculation.suggest(sequence, ())
-        if most < 1 or sequence.phase is not Phase.RUNNING or not sequence.output:
+        if sequence.phase is not Phase.RUNNING or not sequence.output:
+            return
+        most = min(self._share(sequence), sequence.num_outputs_left - 1)
+        if most < 1:
             return
         if sequence.key not in self._lookups:
             self._lookups[sequence.key] = HostLookup(sequence.request.prompt)
@@ -154,6 +154,18 @@ class Constraints:
         forces = sequence.request.params.logprobs is None
         found = matcher.propose(lookup.propose(most), most, forces=forces)
         scheduler.speculation.suggest(sequence, found)
+
+    def _share(self, sequence: Sequence) -> int:
+        """Return how many of a step's proposals a running sequence with a grammar may have.
+
+        All such sequences that run get as many. The first ones get one more where they do not
+        divide evenly.
+        """
+        running, config = self._scheduler.running, self._scheduler.config
+        most = min(config.num_proposed_beside(len(running)), config.max_slots - len(running))
+        keys = [each.key for each in running if each.key in self._matched]
+        share, num_left = divmod(most, len(keys))
+        return share + (keys.index(sequence.key) < num_left)
 
     def _drop_ended(self) -> None:
         ended = [key for key, (each, _) in self._matched.items() if each.phase is Phase.FINISHED]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -86,6 +86,13 @@ class CompiledGrammar:
         return copy.is_error()
 
 
+class _Task(NamedTuple):
+    """A matcher, and what llguidance gets to compute its masks."""
+
+    matcher: Matcher
+    given: tuple[Any, ...]
+
+
 @final
 class Grammars:
     """The compiled grammars of one model, shared by its engines and the threads that submit.
@@ -150,7 +157,8 @@ class Grammars:
     def masks(self, rows: tuple[int, ...], matchers: Sequence[Matcher]) -> TokenMasks:
         """Begin to compute masks on other threads, one for each row, in the order of the matchers.
 
-        A matcher has a row, and one behind each token that it has proposed.
+        A matcher has a row, and one behind each token that it has proposed. Where llguidance
+        raises, the matchers concerned have an `error` afterwards, and all others their masks.
 
         No matcher may be used before the masks are complete.
         """
@@ -173,22 +181,35 @@ class Grammars:
         size = self._vocabulary.vocab_size
         starts = [0, *itertools.accumulate(1 + len(matcher.proposed) for matcher in matchers)]
         words = package.numpy.allocate_token_bitmask(starts[-1], size)
-        if starts[-1] > len(matchers):
-            tasks = [
-                (matcher.inner, start, list(matcher.proposed))
-                for matcher, start in zip(matchers, starts, strict=False)
-            ]
-            package.numpy.fill_next_token_bitmask_par_with_draft_tokens(
-                self._parallel, tasks, words
-            )
-        else:
-            pairs = [(matcher.inner, i) for i, matcher in enumerate(matchers)]
-            package.numpy.fill_next_token_bitmask_par(self._parallel, pairs, words)
+        # llguidance has a function for matchers with proposals, and another one for those without.
+        drafted, others = list[_Task](), list[_Task]()
+        for matcher, start in zip(matchers, starts, strict=False):
+            if matcher.proposed:
+                task = matcher.inner, start, list(matcher.proposed)
+                drafted.append(_Task(matcher, task))
+            else:
+                others.append(_Task(matcher, (matcher.inner, start)))
+        self._fill(package.numpy.fill_next_token_bitmask_par_with_draft_tokens, drafted, words)
+        self._fill(package.numpy.fill_next_token_bitmask_par, others, words)
         seconds = (time.perf_counter() - begin_s) / len(matchers)
         masks = words.view(np.uint32)
         for matcher, start, end in zip(matchers, starts, starts[1:], strict=False):
             matcher.take_masks(masks[start:end], seconds)
         return masks[:, : -(-self._vocab_size // 32)]
+
+    def _fill(self, function: Any, tasks: Sequence[_Task], words: np.ndarray) -> None:
+        """Compute the masks of these tasks. A matcher whose task raises cannot go on."""
+        if not tasks:
+            return
+        try:
+            function(self._parallel, [task.given for task in tasks], words)
+        except Exception as error:
+            if len(tasks) == 1:
+                tasks[0].matcher.fail(error)
+                return
+            # llguidance checks all tasks before it begins, so each can be computed alone.
+            for task in tasks:
+                self._fill(function, [task], words)
 
     # ---- compilation ----
 

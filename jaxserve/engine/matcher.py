@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 from jaxtyping import UInt32
 
-from jaxserve.core.errors import AnswerTooShortError, GrammarTooComplexError
+from jaxserve.core.errors import AnswerTooShortError, GrammarFailedError, GrammarTooComplexError
 
 _MAX_MESSAGE = 300
 
@@ -36,6 +36,7 @@ class Matcher:
         self._must_end = False  # too early
         self.proposed: tuple[int, ...] = ()
         self._forced_at: dict[int, int] = {}
+        self._failure: Exception | None = None
 
     def follow(self, output: Sequence[int]) -> None:
         """Stand after these tokens: those of the last call and more, or fewer to begin anew."""
@@ -93,6 +94,10 @@ class Matcher:
         self.proposed, self._forced_at = tuple(found), forced_at
         return self.proposed
 
+    def fail(self, cause: Exception) -> None:
+        """End the answer with an `error`, since its masks could not be computed."""
+        self._failure = cause
+
     @property
     def is_complete(self) -> bool:
         """Whether the answer matches the grammar, and nothing can follow."""
@@ -123,8 +128,16 @@ class Matcher:
         return self._num_tokens < self._min_tokens
 
     @property
-    def error(self) -> GrammarTooComplexError | AnswerTooShortError | None:
+    def error(self) -> GrammarFailedError | GrammarTooComplexError | AnswerTooShortError | None:
         """Why the answer cannot go on; None if it can."""
+        if self._failure is not None:
+            failed = GrammarFailedError(
+                f"llguidance failed after {self._num_tokens} tokens of the answer "
+                f"({type(self._failure).__name__}: {first_line(str(self._failure))}); report this "
+                "with the grammar and the traceback of __cause__"
+            )
+            failed.__cause__ = self._failure
+            return failed
         if not self.inner.is_error():
             if not self._must_end and not (self._is_short and self.inner.is_stopped()):
                 return None

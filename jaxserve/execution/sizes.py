@@ -86,7 +86,7 @@ def engine_config(
         ),
         max_step_tokens=max_step_tokens,
         max_decode_iterations=options.max_decode_iterations or defaults.max_decode_iterations,
-        num_proposed=options.num_speculative_tokens if options.speculation else 0,
+        num_proposed=options.num_proposed,
         drafts=options.speculation == "draft",
         token_buckets=fine_token_buckets(max_step_tokens) if defaults.has_fine_sizes else (),
         masked_head_buckets=_MASKED_HEADS if defaults.has_fine_sizes else (),

@@ -126,6 +126,11 @@ class AdapterLayout:
             for path in target.paths
         }
 
+    @property
+    def weight_axes(self) -> dict[Path, WeightAxes]:
+        """The axes of each weight that adapters may change, by its path."""
+        return {target.path: target.axes for target in self._targets}
+
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Return the matrices of an adapter that changes all weights, by PEFT's names."""
         return {

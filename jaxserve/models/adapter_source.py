@@ -18,21 +18,27 @@ from jaxserve.core.errors import InvalidParamsError
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Settings of PEFT that change what an adapter computes, with the values that are served.
+_MAGNITUDE = ".lora_magnitude_vector"
+# Settings of PEFT that may have any value: they say how an adapter was trained, or where, or are
+# read here.
+_HARMLESS = frozenset(
+    (
+        *("r", "lora_alpha", "use_rslora", "lora_dropout", "inference_mode", "task_type"),
+        *("base_model_name_or_path", "revision", "auto_mapping", "peft_version", "runtime_config"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("fan_in_fan_out", "ensure_weight_tying", "megatron_config", "megatron_core"),
+        # Options of an initialisation, of `use_qalora`, and of others that are refused themselves.
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+    )
+)
+# The other settings must be empty, or have one of these values. Initialisations that are not listed
+# may change the base weights, so that the adapter does not fit the original ones, as PiSSA, OLoRA,
+# CorDA, LoftQ and LoRA-GA do. PEFT writes `true` where it has converted such an adapter.
 _SERVED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "use_dora": (False, None),
-    "lora_bias": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layer_replication": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
-# Initialisations that change the base weights, so that the adapter does not fit the original ones.
-_CHANGED_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 @final
@@ -45,20 +51,42 @@ class AdapterSource:
         missing.
       scale: factor of B @ A.
       where: names the source in error messages.
+      merges: whether the adapter is to be merged into the weights, as DoRA has to be. Then the
+        vectors `...lora_magnitude_vector` [out] are none of `shapes`.
+
+    Attributes:
+      magnitudes: of a DoRA that is to be merged, by module; else empty.
 
     Raises:
       InvalidParamsError: the scale is not a finite number.
     """
 
-    def __init__(self, arrays: Mapping[str, Any], scale: float, where: str = "the arrays"):
+    def __init__(
+        self,
+        arrays: Mapping[str, Any],
+        scale: float,
+        where: str = "the arrays",
+        *,
+        merges: bool = False,
+    ):
         if not math.isfinite(scale):
             raise InvalidParamsError(f"scale={scale!r} of {where} is not allowed; pass a number")
         self.where = where
         self.scale = float(scale)
         self._arrays = {_name(name): np.asarray(array) for name, array in arrays.items()}
+        vectors = [name for name in self._arrays if merges and name.endswith(_MAGNITUDE)]
+        self.magnitudes = {
+            name.removesuffix(_MAGNITUDE): self._arrays.pop(name) for name in vectors
+        }
 
     @classmethod
-    def of(cls, given: str | Path | Mapping[str, Any], scale: float | None) -> AdapterSource:
+    def of(
+        cls,
+        given: str | Path | Mapping[str, Any],
+        scale: float | None,
+        *,
+        merges: bool = False,
+    ) -> AdapterSource:
         """Return the source for a folder, or for arrays with their scale.
 
         Raises:
@@ -70,15 +98,15 @@ class AdapterSource:
                 raise InvalidParamsError(
                     "arrays of an adapter need scale=, the factor of B @ A; pass lora_alpha / rank"
                 )
-            return cls(given, scale)
+            return cls(given, scale, merges=merges)
         if scale is not None:
             raise InvalidParamsError(
                 f"scale={scale!r} was given for a folder, whose {_CONFIG} has the scale; omit it"
             )
-        return cls._read(Path(given))
+        return cls._read(Path(given), merges=merges)
 
     @classmethod
-    def _read(cls, folder: Path) -> AdapterSource:
+    def _read(cls, folder: Path, *, merges: bool) -> AdapterSource:
         try:
             config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
             rank, alpha = int(config["r"]), float(config["lora_alpha"])
@@ -88,21 +116,27 @@ class AdapterSource:
                 f"{folder} is not an adapter of PEFT ({type(error).__name__}: {error}); pass a "
                 f"folder with {_CONFIG} and {_WEIGHTS}"
             ) from error
+        allowed = {**_SERVED, "use_dora": (True,) if merges else ()}
         others = {
-            name: config[name]
-            for name, served in _SERVED.items()
-            if name in config and config[name] not in served
+            name: value
+            for name, value in config.items()
+            if value and name not in _HARMLESS and value not in allowed.get(name, ())
         }
-        start = config.get("init_lora_weights")
-        if isinstance(start, str) and start.lower().startswith(_CHANGED_BASE):
-            others["init_lora_weights"] = start
         if others or rank < 1:
             raise InvalidParamsError(
                 f"the adapter in {folder} has {others or {'r': rank}}, which is not served; pass a "
-                "LoRA without these settings, or merge it into the weights (docs/adapters.md)"
+                "LoRA without these settings, or merge it into the weights: a DoRA with "
+                "jaxserve.merge_adapter, others with PEFT (docs/adapters.md)"
             )
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        return cls(arrays, scale, str(folder))
+        source = cls(arrays, scale, str(folder), merges=merges)
+        if merges and bool(config.get("use_dora")) != bool(source.magnitudes):
+            raise InvalidParamsError(
+                f"the adapter in {folder} has use_dora={config.get('use_dora')} and "
+                f"{len(source.magnitudes)} vectors lora_magnitude_vector; pass the folder as PEFT "
+                "has written it"
+            )
+        return source
 
     @property
     def rank(self) -> int:
@@ -124,6 +158,11 @@ class AdapterSource:
 
 
 def _name(given: str) -> str:
-    """Return PEFT's name of a matrix, without prefix and with its end."""
+    """Return PEFT's name of a matrix, without prefix and with its end.
+
+    A vector of magnitudes has no end, as in PEFT's files.
+    """
     name = given.removeprefix(_PREFIX)
+    if name.endswith(f"{_MAGNITUDE}.weight"):
+        return name.removesuffix(".weight")
     return f"{name}.weight" if name.endswith((".lora_A", ".lora_B")) else name

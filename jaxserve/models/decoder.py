@@ -89,7 +89,7 @@ class Decoder(nnx.Module):
         part = part or Part(range(config.num_layers), has_start=True, has_end=True)
         config = config.part(part.layers)
         self.config = config
-        self.layer_layout = layer_layout
+        self.layer_layout: LayerLayout = layer_layout
         self.has_start, self.has_end = part.has_start, part.has_end
         ends = ParamMaker(rngs, config.dtype)
         if self.has_start or config.tie_word_embeddings and self.has_end:

@@ -55,6 +55,8 @@ class Adapted(Trained):
     def drop_adapter(self, name: str) -> None:
         """Drop an adapter; another one may have its name and its place afterwards.
 
+        It may be dropped while the memory is given back, too; see `sleep`.
+
         Raises:
           UnknownAdapterError: no adapter has this name.
           EngineBusyError: requests with this adapter have not ended; it stays.

@@ -137,7 +137,7 @@ def build_parts(
         layout = AdapterLayout(
             *(decoder.config, decoder.layer_layout),
             num_adapters=options.max_adapters,
-            max_rank=options.max_adapter_rank,
+            max_rank=options.adapter_rank,
         )
         adapted = nnx.merge(graphdef, used)
         layout.adapt(adapted)

@@ -45,7 +45,7 @@ class WeightUpdate:
                 "on; pass running='keep', or omit kv"
             )
         most = self.max_staleness
-        if most is not None and (not isinstance(most, int) or most < 0):
+        if most is not None and (not _is_int(most) or most < 0):
             raise InvalidConfigError(
                 f"max_staleness={most!r} is not allowed; pass a number of versions of at least 0, "
                 "or omit it for no bound"
@@ -58,7 +58,7 @@ class WeightUpdate:
           InvalidConfigError: the version is not above that of `weights`.
         """
         version = weights.version + 1 if self.version is None else self.version
-        if not isinstance(version, int) or not weights.version < version <= _MAX_VERSION:
+        if not _is_int(version) or not weights.version < version <= _MAX_VERSION:
             raise InvalidConfigError(
                 f"version={version!r} is not allowed; the present weights have version "
                 f"{weights.version}, and versions increase. Pass a larger whole number, or omit it "
@@ -66,3 +66,8 @@ class WeightUpdate:
             )
         oldest = 0 if self.max_staleness is None else version - self.max_staleness
         return Weights(version, oldest)
+
+
+def _is_int(value: object) -> bool:
+    """Return whether a value is a whole number, which True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)

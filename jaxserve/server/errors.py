@@ -63,6 +63,7 @@ STATUSES: Mapping[type[JaxserveError], Kind] = {
     errors.ReplicaDiedError: Kind(503, _SERVER, "replica_died", True),
     errors.StepMemoryError: Kind(503, _SERVER, "step_memory", True),
     errors.NumericalError: Kind(500, _SERVER, "numerical_error"),
+    errors.GrammarFailedError: Kind(500, _SERVER, "grammar_failed"),
     errors.MissingExtraError: Kind(501, _SERVER, "missing_extra"),
     JaxserveError: Kind(500, _SERVER, "internal_error"),
 }

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 import pytest
 
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.constraint import MAX_PARTS, Constraint
 from jaxserve.core.errors import (
+    GrammarFailedError,
     GrammarsBusyError,
     GrammarTooComplexError,
     InvalidGrammarError,
@@ -22,9 +28,14 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
 from jaxserve.engine.grammar_threads import MAX_WAITING, NUM_THREADS, CompileJob, CompileThreads
 from jaxserve.engine.grammar_trials import GrammarTrials
 from jaxserve.engine.grammars import MAX_KEPT, Grammars
+from jaxserve.engine.matcher import Matcher
+from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.scheduling.plan import TokenMasks
+from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import letter_tokenizer
 from tests.common.schemas import SYMBOLS
 
@@ -79,6 +90,16 @@ except Exception as error:
     print(type(error).__name__)
 grammars.close()
 """
+
+
+class _Stranger:
+    """An `LLMatcher` that llguidance refuses to compute masks of, with a TypeError."""
+
+    def __init__(self, inner: Any):
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 @pytest.fixture
@@ -137,6 +158,64 @@ def test_a_request_keeps_its_grammar(grammars: Grammars):
     grammars.close()
     matcher = grammars.matcher(request)
     assert not matcher.is_complete and matcher.error is None
+
+
+def test_a_failure_of_llguidance_ends_the_answers_concerned(grammars: Grammars):
+    """With proposals and without, its neighbours have the masks that they have alone."""
+    tokenizer = letter_tokenizer()
+    constraint, text = _regex("[a-d]{50}"), tokenizer.encode("abc")
+
+    def made(is_stranger: bool, num_proposed: int) -> Matcher:
+        inner = grammars.compiled(constraint).template.deep_copy()
+        matcher = Matcher(_Stranger(inner) if is_stranger else inner)
+        assert len(matcher.propose(text, num_proposed, forces=False)) == num_proposed
+        return matcher
+
+    kinds = [(False, 2), (True, 0), (False, 0), (True, 3), (False, 1), (False, 0)]
+    matchers = [made(*kind) for kind in kinds]
+    rows = tuple(range(sum(1 + num for _, num in kinds)))
+    words = grammars.masks(rows, matchers).words()
+    place = 0
+    for (is_stranger, num), matcher in zip(kinds, matchers, strict=True):
+        own = words[place : place + 1 + num]
+        place += 1 + num
+        if is_stranger:
+            assert isinstance(matcher.error, GrammarFailedError)
+            assert isinstance(matcher.error.__cause__, TypeError)
+            assert (own == 2**32 - 1).all()
+        else:
+            alone = grammars.masks(tuple(range(1 + num)), [made(False, num)]).words()
+            assert matcher.error is None
+            np.testing.assert_array_equal(own, alone)
+
+
+def test_an_engine_goes_on_beside_a_failure_of_llguidance(grammars: Grammars):
+    """One of two answers cannot get masks, and ends; the other one ends as it would alone."""
+
+    class Source:
+        def matcher(self, request: Request) -> Matcher:
+            matcher = grammars.matcher(request)
+            return Matcher(_Stranger(matcher.inner)) if request.id == "bad" else matcher
+
+        def masks(self, rows: tuple[int, ...], matchers: Sequence[Matcher]) -> TokenMasks:
+            return grammars.masks(rows, matchers)
+
+    config = EngineConfig(num_pages=50, page_size=4, max_slots=4, max_context=60)
+    clock = VirtualClock()
+    size = letter_tokenizer().vocab_size
+    executor = SimulatedExecutor(config, clock, vocab_size=size, answer_length=lambda *_: 99)
+    engine = Engine(executor, PRESETS["vllm_like"], clock, grammars=Source())
+    every = "|".join(re.escape(letter_tokenizer().decode([i])) for i in range(1, size))
+    params = SamplingParams(max_tokens=9, regex=f"({every})*")
+    grammar = grammars.compiled(_regex(f"({every})*"))
+    bad, good = (
+        engine.add(Request(id=id, prompt=(1, 2), params=params, arrival_s=0.0, grammar=grammar))[0]
+        for id in ("bad", "good")
+    )
+    while engine.has_work:
+        engine.step()
+    assert isinstance(bad.error, GrammarFailedError) and not bad.output
+    assert good.error is None and len(good.output) == 9
 
 
 def test_an_answer_without_states_does_not_end_later_ones(grammars: Grammars):

@@ -2,105 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import transformers
 from flax import nnx
-from safetensors.numpy import save_file
 
 from jaxserve.core.errors import InvalidParamsError
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.adapter_source import AdapterSource
 from jaxserve.models.adapters import AdaptedWeight
-from jaxserve.models.families import config_from_hf, family_of
+from jaxserve.models.families import family_of
 from jaxserve.models.linear import Linear
-from jaxserve.models.loading import abstract_model, load_params
-from tests.models.hf_checkpoints import VARIANTS
+from tests.models.adapter_checkpoints import (
+    FAMILIES,
+    RANK,
+    SCALE,
+    adapter_of,
+    checkpoint_of,
+    config_of,
+    folder_of,
+    merged_checkpoint,
+    params_of,
+)
 
-RANK, MAX_RANK, SCALE = 3, 4, 0.7
-CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "bias": "none"}
-# Families that name, order and transpose their matrices differently.
-FAMILIES = ("llama", "qwen3_moe", "gpt2", "opt", "gptj", "gpt_neox", "gemma2")
-
-
-class _Arrays:
-    """A checkpoint of random arrays."""
-
-    where = "a test"
-
-    def __init__(self, arrays):
-        self.arrays = arrays
-
-    def shapes(self):
-        return {name: array.shape for name, array in self.arrays.items()}
-
-    def dtypes(self):
-        return {name: "F32" for name in self.arrays}
-
-    def read(self, name, index=None):
-        return self.arrays[name] if index is None else self.arrays[name][index]
-
-
-def _config(variant: str):
-    kind, fields, _ = VARIANTS[variant]
-    return config_from_hf(getattr(transformers, kind)(**fields).to_dict())
-
-
-def _checkpoint(config, rng) -> dict[str, np.ndarray]:
-    """Return random tensors of every name that the family reads."""
-    table = family_of(config).weights(config)
-    arrays = {}
-    for path, variable in nnx.to_flat_state(abstract_model(config)[1]):
-        weight = table[".".join(part for part in path if not isinstance(part, int))]
-        layer = {"layer": path[1]} if path[0] == "blocks" else {}
-        for name, shape in weight.needed(variable.get_value().shape, **layer):
-            arrays[name] = rng.standard_normal(shape).astype(np.float32)
-    return arrays
-
-
-def _is_adapted(name: str, array: np.ndarray) -> bool:
-    """Return whether a tensor is a matrix of a layer, and neither an expert's nor a router's."""
-    in_layer = any(f".{layer}." in name for layer in range(2))
-    others = ("expert", "gate.weight", "norm", "router")
-    return in_layer and array.ndim == 2 and not any(part in name for part in others)
-
-
-def _adapter(checkpoint, variant: str, rng) -> dict[str, np.ndarray]:
-    """Return A [rank, in] and B [out, rank] for every matrix; GPT-2 stores [in, out]."""
-    found = {}
-    for name, array in checkpoint.items():
-        if _is_adapted(name, array):
-            width, height = array.shape if variant == "gpt2" else array.shape[::-1]
-            module = name.removesuffix(".weight")
-            found[f"{module}.lora_A.weight"] = rng.standard_normal((RANK, width))
-            found[f"{module}.lora_B.weight"] = rng.standard_normal((height, RANK))
-    return {name: array.astype(np.float32) for name, array in found.items()}
-
-
-def _merged(checkpoint, adapter, variant: str, scale: float = SCALE):
-    """Return the checkpoint with PEFT's formula applied to its tensors."""
-    merged = dict(checkpoint)
-    for name in adapter:
-        if name.endswith(".lora_A.weight"):
-            module = name.removesuffix(".lora_A.weight")
-            change = scale * adapter[f"{module}.lora_B.weight"] @ adapter[name]
-            merged[f"{module}.weight"] = checkpoint[f"{module}.weight"] + (
-                change.T if variant == "gpt2" else change
-            )
-    return merged
+MAX_RANK = 4
 
 
 def _layout(config, layer_layout="unrolled") -> AdapterLayout:
     return AdapterLayout(config, layer_layout, num_adapters=2, max_rank=MAX_RANK)
-
-
-def _params(config, arrays, layer_layout="unrolled"):
-    _, abstract = abstract_model(config, layer_layout=layer_layout)
-    return dict(nnx.to_flat_state(load_params(abstract, config, _Arrays(arrays))))
 
 
 def _change(values, path, num_stacked: int) -> np.ndarray:
@@ -118,13 +49,13 @@ def _change(values, path, num_stacked: int) -> np.ndarray:
 )
 def test_an_adapter_is_the_change_that_peft_makes(variant, layer_layout):
     """Each weight plus scale * a @ b is the weight that the merged checkpoint gives."""
-    config = _config(variant)
+    config = config_of(variant)
     rng = np.random.default_rng(0)
-    checkpoint = _checkpoint(config, rng)
-    adapter = _adapter(checkpoint, variant, rng)
+    checkpoint = checkpoint_of(config, rng)
+    adapter = adapter_of(checkpoint, variant, rng)
     values = _layout(config, layer_layout).values(AdapterSource(adapter, SCALE))
-    before = _params(config, checkpoint, layer_layout)
-    after = _params(config, _merged(checkpoint, adapter, variant), layer_layout)
+    before = params_of(config, checkpoint, layer_layout)
+    after = params_of(config, merged_checkpoint(checkpoint, adapter, variant), layer_layout)
     changed = {path for path in before if not np.array_equal(before[path][...], after[path][...])}
     assert changed == {path[:-1] for path in values.arrays}
     for path in changed:
@@ -136,9 +67,9 @@ def test_an_adapter_is_the_change_that_peft_makes(variant, layer_layout):
 def test_a_product_is_pefts_formula():
     """x W^T + scale * (x A^T) B^T for one adapter, in NumPy; nothing is added without one."""
     rng = np.random.default_rng(1)
-    config = _config("llama")
+    config = config_of("llama")
     layout = _layout(config)
-    adapter = _adapter(_checkpoint(config, rng), "llama", rng)
+    adapter = adapter_of(checkpoint_of(config, rng), "llama", rng)
     model = family_of(config).decoder(config, rngs=nnx.Rngs(0))
     weight = np.asarray(model.blocks[1].mlp.down[...])
     layout.adapt(model)
@@ -159,22 +90,14 @@ def test_a_product_is_pefts_formula():
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-def _folder(path, arrays, **settings):
-    path.mkdir(exist_ok=True)
-    (path / "adapter_config.json").write_text(json.dumps(CONFIG | settings))
-    named = {f"base_model.model.{name}": array for name, array in arrays.items()}
-    save_file(named, path / "adapter_model.safetensors")
-    return path
-
-
 @pytest.mark.parametrize(("is_rslora", "scale"), [(False, 6 / RANK), (True, 6 / RANK**0.5)])
 def test_a_folder_of_peft_gives_the_same(tmp_path, is_rslora, scale):
     """Names have PEFT's prefix, and the scale is alpha / r, or alpha / sqrt(r) for rsLoRA."""
     rng = np.random.default_rng(2)
-    config = _config("llama")
-    adapter = _adapter(_checkpoint(config, rng), "llama", rng)
+    config = config_of("llama")
+    adapter = adapter_of(checkpoint_of(config, rng), "llama", rng)
     layout = _layout(config)
-    got = layout.values(AdapterSource.of(_folder(tmp_path, adapter, use_rslora=is_rslora), None))
+    got = layout.values(AdapterSource.of(folder_of(tmp_path, adapter, use_rslora=is_rslora), None))
     short = {name.removesuffix(".weight"): array for name, array in adapter.items()}
     wanted = layout.values(AdapterSource.of(short, scale))
     assert got.identity == wanted.identity
@@ -190,6 +113,12 @@ def test_a_folder_of_peft_gives_the_same(tmp_path, is_rslora, scale):
         {"modules_to_save": ["lm_head"]},
         {"rank_pattern": {"q_proj": 2}},
         {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "lora_ga"},
+        {"init_lora_weights": "an initialisation of tomorrow"},
+        {"alora_invocation_tokens": [3, 4]},
+        {"use_qalora": True},
+        {"arrow_config": {"top_k": 3}},
+        {"a_setting_of_tomorrow": 1},
         {"r": 0},
         {"lora_alpha": None},
     ],
@@ -197,9 +126,60 @@ def test_a_folder_of_peft_gives_the_same(tmp_path, is_rslora, scale):
 )
 def test_other_kinds_of_adapters_are_refused(tmp_path, settings):
     """The message names the setting, or says what a folder must have."""
-    folder = _folder(tmp_path, {"x.lora_A.weight": np.zeros((2, 2), np.float32)}, **settings)
+    folder = folder_of(tmp_path, {"x.lora_A.weight": np.zeros((2, 2), np.float32)}, **settings)
     with pytest.raises(InvalidParamsError, match=f"{next(iter(settings))}|TypeError"):
         AdapterSource.of(folder, None)
+
+
+# What PEFT 0.17 writes for an adapter of all defaults, and values that change nothing.
+AS_WRITTEN: dict[str, Any] = {
+    "alpha_pattern": {},
+    "auto_mapping": None,
+    "base_model_name_or_path": "HuggingFaceTB/SmolLM2-135M",
+    "bias": "none",
+    "corda_config": None,
+    "eva_config": None,
+    "exclude_modules": None,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_bias": False,
+    "lora_dropout": 0.0,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "peft_type": "LORA",
+    "qalora_group_size": 16,
+    "rank_pattern": {},
+    "revision": None,
+    "target_modules": ["v_proj", "q_proj"],
+    "target_parameters": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "use_rslora": False,
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"lora_dropout": 0.1, "layers_to_transform": [0], "fan_in_fan_out": True},
+        *({"init_lora_weights": value} for value in (False, "gaussian", "eva", "orthogonal")),
+        {"a_setting_of_tomorrow": None, "another_one": False},
+    ],
+    ids=str,
+)
+def test_settings_that_change_nothing_are_allowed(tmp_path, settings):
+    """All that PEFT writes by default, and how an adapter was trained."""
+    folder = folder_of(tmp_path, {"x.lora_A.weight": np.zeros((2, 2))}, **AS_WRITTEN | settings)
+    assert AdapterSource.of(folder, None).scale == 6 / RANK
 
 
 def test_sources_that_are_none_are_refused(tmp_path):
@@ -248,7 +228,7 @@ def _wrong(adapter: dict[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
 def test_adapters_that_do_not_fit_are_refused(kind, message):
     """The message says which matrix is wrong, and what is allowed."""
     rng = np.random.default_rng(3)
-    config = _config("llama")
-    adapter = _adapter(_checkpoint(config, rng), "llama", rng)
+    config = config_of("llama")
+    adapter = adapter_of(checkpoint_of(config, rng), "llama", rng)
     with pytest.raises(InvalidParamsError, match=message):
         _layout(config).values(AdapterSource(_wrong(adapter, kind), SCALE))

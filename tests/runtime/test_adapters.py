@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve import Runtime, SamplingParams
+from jaxserve import Runtime, SamplingParams, merge_adapter
 from jaxserve.core.errors import (
     EngineBusyError,
     InvalidConfigError,
@@ -244,6 +244,15 @@ def test_bits_do_not_depend_on_other_adapters(rt):
     assert together == alone
 
 
+def test_merged_weights_give_the_answers_of_the_adapter(rt):
+    """Of a runtime that gets them as new weights, which all its requests have then."""
+    with Runtime(tiny_llama(), **tiny.OPTIONS) as merged:
+        for name in ADAPTERS:
+            merged.update_params(merge_adapter(tiny_llama(), _arrays(name), scale=SCALE))
+            got = _tokens(merged.generate(list(PROMPTS), SamplingParams(max_tokens=NUM_TOKENS)))
+            assert got == _wanted(name)
+
+
 # ---- pages ----
 
 
@@ -314,8 +323,11 @@ def test_new_weights_keep_the_adapters():
         rt.sleep(drops_weights=True)
         with pytest.raises(EngineBusyError):
             rt.load_adapter("late", _arrays("all"), scale=SCALE)
+        rt.drop_adapter("mlp")
         rt.update_params(new)
         rt.wake_up()
+        assert rt.adapters == ("all", "usual")
+        rt.load_adapter("mlp", _arrays("mlp"), scale=SCALE)
         _check(rt, _mixed(2), weights=1)
 
 

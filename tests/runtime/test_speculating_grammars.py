@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jaxserve import Runtime, SamplingParams
@@ -32,7 +31,8 @@ GRAMMARS: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Runtime]:
-    with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), **OPTIONS) as runtime:
+    options: dict[str, Any] = OPTIONS | {"deterministic": True}
+    with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), **options) as runtime:
         yield runtime
 
 
@@ -42,6 +42,7 @@ def speculating(request: pytest.FixtureRequest) -> Iterator[Runtime]:
         **OPTIONS,
         "policy": "vllm_like",
         "kv_memory": "32KiB",
+        "deterministic": True,
         "strict": True,
         "warmup": True,
         "speculation": "lookup",
@@ -54,6 +55,8 @@ def speculating(request: pytest.FixtureRequest) -> Iterator[Runtime]:
 
 def test_tokens_are_those_without_speculation(plain: Runtime, speculating: Runtime):
     """Greedy and drawn, with penalties and log-probabilities, alone and beside free answers.
+
+    Log-probabilities are the same to the bit.
 
     The runtime that speculates has pages for few of them, so that some are preempted.
     """
@@ -86,19 +89,36 @@ def test_tokens_are_those_without_speculation(plain: Runtime, speculating: Runti
             assert other.finish_reason == one.finish_reason
             if params.is_constrained and other.finish_reason == "stop":
                 assert re.fullmatch(pattern, other.text)
-            if one.logprobs is not None and other.logprobs is not None:
-                np.testing.assert_allclose(
-                    [each.processed_logprob for each in other.logprobs],
-                    [each.processed_logprob for each in one.logprobs],
-                    rtol=1e-4,
-                    atol=1e-5,
-                )
+            assert other.logprobs == one.logprobs
         if not seed:
             assert speculating.stats().num_accepted_tokens > 20
     stats = speculating.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert stats.num_preemptions > 0
     assert plain.stats().num_draft_tokens == 0
+
+
+def test_answers_with_and_without_proposals_share_a_step():
+    """Eight slots, answers that repeat their prompts and others that do not, bit by bit."""
+    tokenizer = letter_tokenizer()
+    bias = dict.fromkeys(tokenizer.encode("ab1"), 30.0)
+    rng = random.Random(0)
+    prompts, params = list[str](), list[SamplingParams]()
+    for i in range(12):
+        grammar, _, text = GRAMMARS[i % 3]
+        quotes = i % 2 == 0
+        prompts.append(text * rng.randint(2, 5) if quotes else "xyz")
+        kind = {"logit_bias": bias} if quotes else {"temperature": 1.0}
+        params.append(SamplingParams(max_tokens=50, seed=i, logprobs=1, **kind, **grammar))
+    options: dict[str, Any] = OPTIONS | {"max_slots": 8, "deterministic": True}
+    with Runtime(tiny_llama(), tokenizer=tokenizer, **options) as runtime:
+        wanted = runtime.generate(prompts, params)
+    with Runtime(tiny_llama(), tokenizer=tokenizer, **options, speculation="lookup") as runtime:
+        given = runtime.generate(prompts, params)
+        assert runtime.stats().num_accepted_tokens > 20
+    for one, other in zip(wanted, given, strict=True):
+        assert one.error is None and other.error is None
+        assert (other.token_ids, other.logprobs) == (one.token_ids, one.logprobs)
 
 
 def test_a_grammar_cuts_what_is_proposed():

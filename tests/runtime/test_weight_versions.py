@@ -23,6 +23,8 @@ from jaxserve.core.errors import (
     StaleWeightsError,
 )
 from jaxserve.core.request import Completion
+from jaxserve.engine.versions import Weights
+from jaxserve.runtime.weight_update import WeightUpdate
 from jaxserve.testing import SlowExecutor, tiny
 from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
 from sharding import StagePlan, make_mesh, state_shardings
@@ -200,11 +202,19 @@ def test_versions_are_given_or_counted(slow):
         (dict(kv="keep"), "running='finish' is not allowed"),
         (dict(kv="drop"), "'recompute', 'keep'"),
         (dict(max_staleness=-1, running="keep"), "at least 0"),
+        (dict(max_staleness=True, running="keep"), "max_staleness=True"),
     ):
         with pytest.raises(InvalidConfigError, match=message):
             slow.update_params(_params(1), **wrong)
     assert pending.result(60).finish_reason == "length"
     assert slow.generate(PROMPT, SamplingParams(max_tokens=2)).weights_version == present + 11
+
+
+def test_true_is_no_version():
+    """Although it equals 1, which may follow the first weights."""
+    assert WeightUpdate(version=1).after(Weights()).version == 1
+    with pytest.raises(InvalidConfigError, match="version=True is not allowed"):
+        WeightUpdate(version=True).after(Weights())
 
 
 def _with_nan(params: nnx.State) -> nnx.State:

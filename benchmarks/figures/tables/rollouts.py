@@ -7,6 +7,8 @@ from benchmarks.figures.markdown import caption, linked, shown, table
 from benchmarks.figures.results import Result
 from benchmarks.figures.tables.peers import engines
 
+# Throughput that adapters are to keep, of that without any.
+_LEAST_ADAPTED = 0.8
 # Lookup decoding costs at most this share of the throughput without it.
 _LEAST_SPECULATING = 0.98
 
@@ -64,7 +66,8 @@ def residual(result: Result, link: str) -> str:
 
 
 def adapters(result: Result, link: str) -> str:
-    """Return the throughput with numbers of adapters in one batch beside that without any."""
+    """Return the throughput with numbers of adapters in one batch, and which keep too little."""
+    short = []
     rows = [
         [
             "none can be loaded",
@@ -74,13 +77,16 @@ def adapters(result: Result, link: str) -> str:
     ]
     for i, case in result.items("cases"):
         at = ("cases", i)
+        share = _kept(result, *at, "share_of_throughput")
         rows.append(
             [
                 f"{case['num_adapters']:,}",
                 shown(result.spread(at, "tokens_per_s"), ".0f", link=link),
-                shown(_kept(result, *at, "share_of_throughput"), ".2f"),
+                shown(share, ".2f"),
             ]
         )
+        if share.median < _LEAST_ADAPTED:
+            short.append(f"{case['num_adapters']:,} adapters ({share.median:.3f})")
     arguments = result.get("arguments")
     what = (
         f"{arguments['num_requests']} {arguments['workload']} requests at once, "
@@ -88,7 +94,9 @@ def adapters(result: Result, link: str) -> str:
     )
     load = f"Loading one from arrays takes {result.number('load_s'):.2f} s (median)."
     header = ("adapters in the batch", "output tokens/s", "of the throughput without")
-    return f"{caption(result, what, link)}\n\n{table(header, rows)}\n\n{load}"
+    said = f"Less than {_LEAST_ADAPTED} of the throughput without: {'; '.join(short)}."
+    parts = [caption(result, what, link), table(header, rows), said if short else "", load]
+    return "\n\n".join(filter(None, parts))
 
 
 def speculation(result: Result, link: str) -> str:

@@ -343,10 +343,11 @@ def results() -> dict[str, dict[str, Any]]:
             "without": summary([{"tokens_per_s": 100.0}, {"tokens_per_s": 120.0}]),
             "cases": [
                 {
-                    "num_adapters": 8,
-                    "share_of_throughput": {"median": 0.8, "range": [0.75, 0.85]},
+                    "num_adapters": num,
+                    "share_of_throughput": {"median": share, "range": [share - 0.05, 0.85]},
                     **summary([{"tokens_per_s": 80.0}, {"tokens_per_s": 90.0}]),
                 }
+                for num, share in ((8, 0.8), (64, 0.7))
             ],
         },
         "speculation": {

@@ -11,7 +11,7 @@ from tests.benchmarks.tiny_model import arguments
 
 
 def test_both_ways_give_the_same_answers(capsys, tmp_path):
-    more = ["--repeats", "1", "--kinds", "repeating", "--requests", "1,3", "--max-context", "256"]
+    more = ["--repeats", "1", "--kinds", "summarising", "--requests", "1,3", "--max-context", "256"]
     assert main([*arguments(tmp_path), *more, "--output-tokens", "30"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [case["num_requests"] for case in result["cases"]] == [1, 3]
@@ -41,8 +41,9 @@ def test_prompts_depend_on_the_seed_and_contain_what_is_to_be_quoted():
     for kind in KINDS:
         first, again = prompts_of(kind, texts, 1), prompts_of(kind, texts, 1)
         assert first == again
-    repeating = [prompt[0]["content"] for prompt in prompts_of("repeating", texts, 1)]
-    assert all(text in prompt for text, prompt in zip(texts, repeating, strict=True))
+    for kind, word in (("repeating", "Repeat"), ("summarising", "Summarise")):
+        asked = [prompt[0]["content"] for prompt in prompts_of(kind, texts, 1)]
+        assert all(word in p and text in p for text, p in zip(texts, asked, strict=True))
     programs = [prompt[0]["content"] for prompt in prompts_of("editing", texts, 1)]
     assert programs != [prompt[0]["content"] for prompt in prompts_of("editing", texts, 2)]
     for program in programs:
