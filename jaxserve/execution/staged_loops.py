@@ -105,7 +105,9 @@ def run_loop(
     whole, num_proposed = decode_window(last.programs.config, plan, variant)
     size = micro_batch_size(len(whole), micro_batches)
     passes: list[WindowPass] = []
-    for batch in sorted({(row.slot - whole.start) // size for row in plan.rows}):
+    # Micro-batches without rows are left out, unless there is no row at all, as in measurements.
+    batches = {(row.slot - whole.start) // size for row in plan.rows}
+    for batch in sorted(batches or range(len(whole) // size)):
         window = whole[batch * size : (batch + 1) * size]
         rows = [row for row in plan.rows if row.slot in window]
         speculates = num_proposed > 0

@@ -12,6 +12,7 @@ import jax
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.host import cpu_name
+from sharding import StagePlan
 
 # The fields of a configuration that change a compiled step, and so its time.
 _COMPILED = (
@@ -27,7 +28,8 @@ class Origin:
 
     Attributes:
       model: the fields of the model's configuration by name, and dtypes and bytes of its weights.
-      device: platform, kind and count of devices, processor and cores of the host.
+      device: platform, kind and count of devices, processor and cores of the host, and the stages
+        that the model is cut into, if it is.
       config: the sizes that the executables were compiled for.
       versions: of the software that compiles the steps.
     """
@@ -38,12 +40,19 @@ class Origin:
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, model_config: Any, params: Any, config: EngineConfig) -> Origin:
+    def of(
+        cls,
+        model_config: Any,
+        params: Any,
+        config: EngineConfig,
+        stages: StagePlan | None = None,
+    ) -> Origin:
         """Return the origin of a model and an engine's configuration.
 
         Args:
           model_config: the model's configuration, a dataclass.
           params: the parameters on their devices.
+          stages: the stages that the model is cut into, which are then on devices of their own.
         """
         leaves = jax.tree.leaves(params)
         devices = set().union(*(leaf.sharding.device_set for leaf in leaves))
@@ -56,11 +65,15 @@ class Origin:
                 "weight_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
             },
             device={
+                **_described(stages),
                 "platform": device.platform,
                 "kind": device.device_kind,
-                "count": len(devices),
+                "count": len(devices)
+                if stages is None
+                else sum(s.num_shards for s in stages.stages),
                 "host_cpu": cpu_name(),
                 "host_cores": len(os.sched_getaffinity(0)),
+                **_described(stages),
             },
             config=config,
             versions={name: metadata.version(name) for name in ("jax", "jaxlib", "jaxserve")},
@@ -99,3 +112,14 @@ class Origin:
         sizes = {name: getattr(self.config, name) for name in _COMPILED}
         versions = {f"version.{name}": value for name, value in self.versions.items()}
         return json.loads(json.dumps({**model, **device, **sizes, **versions}))
+
+
+def _described(stages: StagePlan | None) -> dict[str, Any]:
+    if stages is None:
+        return {}
+    shape = [(len(stage.layers), stage.num_shards) for stage in stages.stages]
+    return {
+        "count": sum(num_shards for _, num_shards in shape),
+        "stages": shape,
+        "micro_batches": stages.micro_batches,
+    }

@@ -203,11 +203,13 @@ def build_parts(
             max_prompt_tokens=lambda: replicas.max_prompt_tokens,
             progress=options.progress,
         )
-        origin = Origin.of(decoder.config, places[0].params, replicas.first.executor.config)
+        origin = Origin.of(
+            *(decoder.config, places[0].params, replicas.first.executor.config, places[0].stages)
+        )
         decode = places[0].decode
         decode_origin = None
         if decode is not None:
-            decode_origin = Origin.of(decoder.config, decode.params, origin.config)
+            decode_origin = Origin.of(decoder.config, decode.params, origin.config, decode.stages)
         elif isinstance(mesh, DeviceGroups):  # this process has the parameters of its group alone
             origin, decode_origin = (origin.on(len(each)) for each in mesh.devices)
         maintenance = Maintenance(

@@ -15,13 +15,14 @@ from jaxserve.core.errors import (
     EngineBusyError,
     InfeasibleBoundError,
     InvalidConfigError,
+    InvalidProfileError,
     RuntimeClosedError,
     UnheededBoundError,
 )
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.testing import RecordingExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from sharding import make_mesh
+from sharding import StagePlan, make_mesh
 
 PROMPTS = random_prompts(8, longest=30)
 PARAMS = [SamplingParams(max_tokens=4 + 5 * i) for i in range(len(PROMPTS))]
@@ -176,6 +177,24 @@ def test_slots_are_reserved_where_the_order_heeds_bounds(
         rt.generate(PROMPTS, PARAMS)
         plan = rt.plan(adopt=False)
         assert len(plan.classes) == num_classes and bool(plan.reserved_slots) == bool(num_classes)
+
+
+def test_a_model_in_stages_has_step_times_of_its_own(
+    measured: tuple[list, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Those of the whole model and of another stage plan are refused; answers keep their tokens."""
+    answers, whole = measured
+    own = tmp_path / "stages.json"
+    with Runtime(tiny_llama(), mesh=StagePlan.of([1, 1]), **OPTIONS) as rt:
+        monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))  # without kept step times
+        with pytest.raises(InvalidProfileError, match="device.stages"):
+            rt.load_step_times(whole)
+        rt.measure_step_times(rounds=1).save(own)
+        assert rt.plan(math.inf, lengths=[(10, 20)], policies=("rra",)).answers_per_s > 0
+        assert [one.token_ids for one in rt.generate(PROMPTS, PARAMS)] == answers
+    with Runtime(tiny_llama(), mesh=StagePlan.of([1, 1], micro_batches=4), **OPTIONS) as rt:
+        with pytest.raises(InvalidProfileError, match="device.micro_batches is 2, not 4"):
+            rt.load_step_times(own)
 
 
 def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
