@@ -196,9 +196,7 @@ def _log_sum_exp_kernel(
     def larger(block: jax.Array, best: jax.Array) -> jax.Array:
         return jnp.maximum(best, load(block))
 
-    largest = jnp.max(
-        lax.fori_loop(0, blocks, larger, jnp.full((_BLOCK,), -jnp.inf, jnp.float32))
-    )
+    largest = jnp.max(lax.fori_loop(0, blocks, larger, jnp.full((_BLOCK,), -jnp.inf, jnp.float32)))
     # Infinity minus infinity would be NaN.
     largest = jnp.where(jnp.abs(largest) < jnp.inf, largest, 0.0)
 
