@@ -53,17 +53,18 @@ class Configuration:
         Args:
           interpret: have the function run in the interpreter.
         """
-        ending = "_interpreted" if interpret else ""
         arguments = jax.eval_shape(lambda: make_inputs(self, seed=0))
         if self.is_head:
             return partial(
                 matmul,
                 transposed=self.is_transposed,
                 out_dtype=jnp.float32,
-                implementation=f"triton{ending}",
+                implementation="triton_interpreted" if interpret else "triton",
             ), arguments
         return partial(
-            fused_matmul, is_gated=self.is_gated, implementation=f"triton_rows{ending}"
+            fused_matmul,
+            is_gated=self.is_gated,
+            implementation="triton_rows_interpreted" if interpret else "triton_rows",
         ), arguments
 
 

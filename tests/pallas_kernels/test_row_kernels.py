@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,8 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import RMSScale, fused_matmul, layer_norm, log_sum_exp, matmul, rms_norm
+from pallas_kernels import (
+    RMSScale,
+    Rows,
+    fused_matmul,
+    layer_norm,
+    log_sum_exp,
+    matmul,
+    paged_attention,
+    rms_norm,
+)
 from pallas_kernels.fused_matmul.row_shapes import TEST_CONFIGURATIONS, make_inputs
+from pallas_kernels.paged_attention import Capacity, Plan, plan, planned_tiling
+from pallas_kernels.paged_attention.shapes import AttentionShape
+from pallas_kernels.paged_attention.shapes import make_inputs as make_attention_inputs
 
 # Relative norm of the error against float64: the sums are in float32, and rounded once.
 ALLOWED = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 4e-3}
@@ -108,6 +121,57 @@ def test_log_sum_exp_agrees_with_xla_and_is_differentiable():
     np.testing.assert_array_equal(ours(x[4:]), ours(x)[4:])
     gradient = jax.grad(lambda x: ours(x)[0])(x[:1])
     np.testing.assert_allclose(gradient, jax.nn.softmax(x[:1]), rtol=1e-5, atol=1e-9)
+
+
+def test_a_query_has_the_same_bits_in_any_chunk_and_decoded_alone():
+    """All rows go to the split kernel, several programs share a row or none, and one merges."""
+    heads = dict(kv_heads=2, group=4, head_dim=16)
+    tiling = planned_tiling(
+        *(jax.devices()[0], "triton_interpreted"),
+        **dict(dtype="float32", page_dtype="float32"),
+        chunk_invariant=True,
+        **heads,
+    )
+    assert tiling is not None
+    tiling = replace(tiling, split_programs=8)
+    shape = AttentionShape(
+        name="chunks",
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=16,
+        page_size=16,
+        rows=((33, 600), (70, 1100)),
+    )
+    q, k_pages, v_pages, rows = make_attention_inputs(shape, seed=0)
+    options: dict[str, Any] = dict(layer=0, sliding_window=700, soft_cap=5.0)
+    kernel = partial(paged_attention, implementation="triton_interpreted", **options)
+    chunk, decode = jax.jit(kernel), jax.jit(partial(kernel, max_query_length=1))
+
+    def made(rows: Rows, num_tokens: int, is_decode: bool) -> Plan:
+        lengths = {
+            name: np.asarray(getattr(rows, name))
+            for name in ("query_length", "first_position", "context_length")
+        }
+        sizes = dict(num_tokens=num_tokens, num_rows=len(lengths["query_length"]))
+        capacity = Capacity.of(tiling, **sizes, max_context=1200, is_decode=is_decode)
+        found = plan(tiling, capacity, **lengths)
+        assert len(found.tiles) == 0
+        return found
+
+    whole = np.asarray(chunk(q, k_pages, v_pages, rows=rows, plan=made(rows, len(q), False)))
+    right = paged_attention(q, k_pages, v_pages, rows=rows, implementation="xla", **options)
+    np.testing.assert_allclose(whole, right, rtol=1e-5, atol=1e-6)
+    num_merges = []
+    for row, begin, count in ((0, 12, 21), (1, 0, 21), (0, 32, 1), (1, 69, 1), (1, 3, 1)):
+        start = int(rows.query_start[row]) + begin
+        first = jnp.asarray([int(rows.first_position[row]) + begin], jnp.int32)
+        length = jnp.asarray([count], jnp.int32)
+        one = Rows(first * 0, length, first, first + length, rows.page_table[row : row + 1])
+        own, work = q[start : start + count], made(one, count, count == 1)
+        num_merges.append(int(work.counts[2]))
+        got = (decode if count == 1 else chunk)(own, k_pages, v_pages, rows=one, plan=work)
+        np.testing.assert_array_equal(np.asarray(got), whole[start : start + count])
+    assert set(num_merges) > {0}
 
 
 def test_what_is_refused():

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -39,10 +40,10 @@ def bits_of(rt: Runtime, chosen: Any) -> dict[int, Any]:
     return {i: (each.token_ids, each.logprobs) for i, each in zip(chosen, done, strict=True)}
 
 
-def test_batches_chunks_and_cached_prefixes_change_nothing():
+def test_invariant_when_batches_chunks_and_cached_prefixes_change_nothing():
     """Prompts are cut into other chunks beside other requests, and found in the cache again."""
     model = tiny_llama(dtype=jnp.bfloat16, num_layers=1, layer_layout="scanned")
-    with Runtime(model, **ON | {"policy": "pensieve"}) as rt:
+    with Runtime(model, policy="pensieve", **ON) as rt:
         together = bits_of(rt, range(len(PROMPTS)))
         for i in (3, 0, 2, 1):
             assert bits_of(rt, [i]) == {i: together[i]}
@@ -51,6 +52,39 @@ def test_batches_chunks_and_cached_prefixes_change_nothing():
     served = {(each.operation, each.implementation) for each in dispatch.choices()}
     rows = KERNELS.replace("triton", "triton_rows")
     assert served >= {("fused_matmul", rows), ("matmul", KERNELS), ("rms_norm", KERNELS)}
+
+
+@pytest.mark.skipif(not IS_GPU, reason="there is no GPU")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_invariant_on_a_gpu_in_random_batches(dtype):
+    """Many requests of random sizes have the bits that they have alone, in random batches."""
+    random = np.random.default_rng(0)
+    prompts = random_prompts(24, seed=0, longest=90)
+    params = [
+        SamplingParams(
+            max_tokens=int(random.integers(1, 30)), temperature=0.8 * (i % 2), seed=i, logprobs=3
+        )
+        for i in range(len(prompts))
+    ]
+
+    def bits(rt: Runtime, chosen: Any) -> list[Any]:
+        done = rt.generate([prompts[i] for i in chosen], [params[i] for i in chosen])
+        return [(each.token_ids, each.logprobs) for each in done]
+
+    model = tiny_llama(dtype=jnp.dtype(dtype))
+    options: dict[str, Any] = OPTIONS | {"max_slots": 16, "deterministic": True}
+    single: dict[str, Any] = options | {"max_slots": 1}
+    with Runtime(model, **single) as rt:
+        alone = [bits(rt, [i])[0] for i in range(len(prompts))]
+    with Runtime(model, **options) as rt:
+        for _ in range(6):
+            size = int(random.integers(2, len(prompts)))
+            chosen = random.choice(len(prompts), size, replace=False)
+            assert bits(rt, chosen) == [alone[i] for i in chosen]
+        sequences = [[*p, *each[0]] for p, each in zip(prompts, alone, strict=True)]
+        for prompt, each, scores in zip(prompts, alone, rt.score(sequences), strict=True):
+            reported = np.array([token.logprob for token in each[1]], np.float32)
+            np.testing.assert_array_equal(scores[len(prompt) - 1 :], reported)
 
 
 @pytest.mark.parametrize(
