@@ -80,7 +80,7 @@ def _obstacles(
         dtype = model_config.dtype
         given |= {
             "without a C++ compiler: install g++ or clang++": not build.has_compiler(),
-            f"in {dtype} on a CPU: pass dtype='float32'": dtype != "float32",
+            f"in {dtype}: pass dtype='float32'": dtype != "float32",
             f"with head_dim={heads}: serve a model with a multiple of 8": heads % 8 != 0,
             f"with attention={options.attention!r}: omit it": (
                 options.attention not in (None, "cpu")

@@ -158,7 +158,7 @@ class Decoder(SumsRows):
         """Return the logits of whole sequences.
 
         Padding at the end of a sequence changes nothing before it. Uses no cache, is
-        differentiable, and serves training and scoring. Where serving is deterministic
+        differentiable, and serves training and scoring. On CPUs where serving is deterministic
         (docs/batch_invariance.md), these are the bits of the logits that tokens are sampled from.
         """
         x = self.whole_residual(tokens, self.config.num_layers)
@@ -170,7 +170,7 @@ class Decoder(SumsRows):
     ) -> Float32[Array, "sequences length_minus_1"]:
         """Return the log-probability of each token after the first, given those before it.
 
-        It is differentiable. Where serving is deterministic, these are the bits of the
+        It is differentiable. On CPUs where serving is deterministic, these are the bits of the
         log-probabilities that sampling reports.
         """
         logits = self.whole_logits(tokens)[:, :-1]

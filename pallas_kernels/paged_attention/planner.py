@@ -87,8 +87,7 @@ class Tiling:
         `launches`. These take more registers.
       float32_launches: used for float32 queries; None for `launches`.
       warpgroups: the loops of Mosaic's kernels; None for tiles of the Triton kernel.
-      chunk_invariant: the split kernel takes all rows, so that a query has the same bits in a chunk
-        of any length.
+      chunk_invariant: the split kernel takes all rows; a query has the same bits in any chunk.
     """
 
     kv_heads: int
@@ -178,8 +177,8 @@ class Capacity:
         """
         rows = min(num_rows, num_tokens)
         # A row's last item of either kernel may be short.
-        has_tiles = not (is_decode or tiling.chunk_invariant)
-        tiles = num_tokens // tiling.tile_queries + rows if has_tiles else 0
+        no_tiles = is_decode or tiling.chunk_invariant
+        tiles = 0 if no_tiles else num_tokens // tiling.tile_queries + rows
         runs = rows if is_decode else num_tokens // tiling.split_queries + rows
         most = 256 // tiling.split_rows if tiling.chunk_invariant else 16  # taller ones are larger
         partials = max(-(-max_context // tiling.split_keys), most * tiling.split_grid)
