@@ -30,7 +30,7 @@ def require_triton(written: jax.typing.DTypeLike | None = None) -> None:
         )
 
 
-def require_addressable(*arrays: jax.Array | None) -> None:
+def require_addressable(*arrays: jax.Array | jax.ShapeDtypeStruct | None) -> None:
     """Check that the offsets that Pallas computes for Triton reach every element.
 
     The offsets are signed 32-bit element counts for arrays of up to 4 GiB, and 64-bit beyond.
@@ -39,10 +39,10 @@ def require_addressable(*arrays: jax.Array | None) -> None:
       NotImplementedError: an array of up to 4 GiB has 2^31 elements or more.
     """
     for array in arrays:
-        if array is not None and array.size >= 2**31 and array.nbytes <= 2**32:
+        if array is not None and array.size >= 2**31 and array.size * array.dtype.itemsize <= 2**32:
             raise NotImplementedError(
-                f"an array has {array.size:,} elements in {array.nbytes:,} bytes, and 32-bit "
-                "offsets do not reach its last ones"
+                f"an array has {array.size:,} elements in {array.size * array.dtype.itemsize:,} "
+                "bytes, and 32-bit offsets do not reach its last ones"
             )
 
 

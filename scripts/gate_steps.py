@@ -20,6 +20,7 @@ class Steps:
       dtype: dtype of the model.
       attention: the option `attention`; None for the platform's choice.
       quantize: the option `quantize`; None for weights in the model's dtype.
+      deterministic: the option `deterministic`.
       is_llama_3_8b: whether it has the sizes of Llama 3 8B; otherwise a small Llama's.
       num_shards: devices over which its tensors are split.
       max_slots: rows of the decode loop.
@@ -30,6 +31,7 @@ class Steps:
     dtype: str = "bfloat16"
     attention: str | None = None
     quantize: str | None = None
+    deterministic: bool = False
     is_llama_3_8b: bool = False
     num_shards: int = 1
     max_slots: int = 64
@@ -58,6 +60,7 @@ class Steps:
         parts += [] if self.dtype == "bfloat16" else [self.dtype]
         parts += [] if self.attention is None else [self.attention]
         parts += [] if self.quantize is None else [f"{self.quantize} weights"]
+        parts += ["deterministic"] if self.deterministic else []
         return ", ".join(parts)
 
 
@@ -71,6 +74,7 @@ STEPS_OF_SUBSET = (
     _LLAMA_3_8B[0],
     Steps("scanned"),
     Steps("unrolled", quantize="int4"),
+    Steps("unrolled", deterministic=True, is_llama_3_8b=True),
 )
 STEPS = (
     *STEPS_OF_SUBSET,
@@ -82,4 +86,5 @@ STEPS = (
     Steps("unrolled", attention="mosaic,triton", is_llama_3_8b=True),
     *(Steps("unrolled", quantize=kind) for kind in ("int8", "fp8", "w8a8")),
     Steps("scanned", quantize="int4"),
+    Steps("scanned", deterministic=True, dtype="float32"),
 )

@@ -126,7 +126,7 @@ def _most(what: str, rows: Sequence[Row], field: str, bar: float, form: str) -> 
 
 
 def _tests(parts: Parts) -> Iterable[Bar]:
-    for name in ("tests", "mosaic_tests"):
+    for name in ("tests", "invariant_tests", "mosaic_tests"):
         part = parts.get(name, {})
         counted = part.get("result")
         if not counted or not (counted["passed"] or counted["failed"]):

@@ -18,10 +18,8 @@ _FIRST = ",".join(
 )
 # Fraction of the memory that JAX allocates at its start; JAX's default is 0.75.
 _MOST_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
-_TESTS = (
-    *("pytest", "-v", "--tb=line", "-W", "default", "-p", "no:cacheprovider"),
-    *("tests/pallas_kernels/test_on_gpu.py", "-k"),
-)
+_PYTEST = ("pytest", "-v", "--tb=line", "-W", "default", "-p", "no:cacheprovider")
+_TESTS = (*_PYTEST, "tests/pallas_kernels/test_on_gpu.py", "-k")
 # Triton is passed by name, so that a shape that it refuses fails instead of being timed with XLA.
 _TRITON = ("benchmarks.kernels", "--attention", "triton")
 _EIGHT_BITS = (
@@ -98,7 +96,14 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         "hf_llama_2_13b": Part(
             ("benchmarks.decode.peer", "--model", "llama-2-13b", "--batches", "32,1,8,128,256"), 60
         ),
-        "tests": Part((*_TESTS, "not mosaic"), 150, _AS_SERVED, writes=False),
+        "tests": Part((*_TESTS, "not mosaic and not invariant"), 150, _AS_SERVED, writes=False),
+        # A request has the same bits in any batch: of each kernel, and of a whole runtime.
+        "invariant_tests": Part(
+            (*_PYTEST, "tests/runtime/test_row_kernels.py", *_TESTS[len(_PYTEST) :], "invariant"),
+            120,
+            _AS_SERVED,
+            writes=False,
+        ),
         "mosaic_tests": Part((*_TESTS, "mosaic"), 60, _AS_SERVED, writes=False),
         "kernel_peers_rest": Part(
             ("benchmarks.kernels.peers", "--shapes", "decode,prefill", "--leave-out", _FIRST), 150

@@ -9,7 +9,8 @@ over eight; and a task of cells whose kernel reads their pools. A layer, an iter
 task may not have more launches than `kernel_gate.json` records, and the host may do no more for a
 decode loop (`scripts.thunks`). A step with unrolled layers, the default, may read and write at most
 5 % of its weights' bytes beside the weights, pages and activations (`scripts.traffic`). A decode
-loop with weights in few bits may make no copy of a weight.
+loop with weights in few bits may make no copy of a weight. In a deterministic step, XLA itself may
+add up no floating-point numbers.
 """
 
 from __future__ import annotations
@@ -65,7 +66,12 @@ from pallas_kernels.paged_attention.configurations import (  # noqa: E402
 )
 from scripts.gate_device import h100  # noqa: E402
 from scripts.gate_steps import STEPS, STEPS_OF_SUBSET, Steps  # noqa: E402
-from scripts.launches import launches, launches_a_layer, made_arrays  # noqa: E402
+from scripts.launches import (  # noqa: E402
+    launches,
+    launches_a_layer,
+    made_arrays,
+    sums_of_floats,
+)
 from scripts.thunks import HostThunks, host_thunks, newest_dump  # noqa: E402
 from scripts.traffic import StepBytes, step_bytes  # noqa: E402
 from sharding import state_shardings  # noqa: E402
@@ -222,7 +228,8 @@ def _modules(steps: Steps, num_layers: int, problems: list[str]) -> dict[str, st
         max_context=4096,
         max_step_tokens=512,
         kv_dtype=steps.kv_dtype,
-        attention=steps.attention,
+        attention="triton" if steps.deterministic else steps.attention,
+        row_kernels="triton" if steps.deterministic else None,
     )
     mesh = h100(steps.num_shards)
     place = Placement.like(NamedSharding(mesh, PartitionSpec()))
@@ -265,9 +272,15 @@ def _modules(steps: Steps, num_layers: int, problems: list[str]) -> dict[str, st
             for kernel in (
                 *("rotate_and_write", _SPLIT_KERNELS[steps.attention]),
                 *(() if how is None else ("quantised_matmul",)),
+                *(("rowwise_product", "rms_norm") if steps.deterministic else ()),
             )
             if kernel not in text
         ]
+        if steps.deterministic:
+            problems += [
+                f"{name}, {num_layers} layers: {each} adds up as the batch's size says"
+                for each in sums_of_floats(text)
+            ]
         # A mixed step has activations of the size of some weights, and scanned layers are slices.
         if how is not None and kind == "decode loop" and steps.layout == "unrolled":
             problems += [f"{name}: a weight is copied: {each}" for each in _copies(text, model)]

@@ -78,6 +78,36 @@ def made_arrays(hlo: str, sizes: AbstractSet[int], dtype: str = r"\w+") -> list[
     return found
 
 
+def sums_of_floats(hlo: str) -> list[str]:
+    """Return the instructions by which XLA itself adds up floating-point numbers.
+
+    These are matrix products, also those of libraries, and reductions by addition, inside fusions
+    too. Kernels that are ours do not count, and neither do scatters: those of steps add ones,
+    or one number to a logit.
+    """
+    adds, computation = set(), ""
+    for line in hlo.splitlines():
+        if begin := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            computation = begin[1]
+        elif re.match(r"\s+ROOT %?[\w.-]+ = (?:bf16|f\d+)\[\](?:\{\})? add\(", line):
+            adds.add(computation)
+    found = []
+    for line in hlo.splitlines():
+        made = re.match(r"\s+(?:ROOT )?%?[\w.-]+ = (.*?[\])}]) ([a-z][\w-]*)\(", line)
+        if made is None:
+            continue
+        target = re.search(r'custom_call_target="([^"]*)"', line)
+        is_product = made[2] in ("dot", "ragged-dot", "convolution") or (
+            target is not None and re.search(r"gemm|cublas|cudnn|matmul", target[1].lower())
+        )
+        applied = re.search(r"to_apply=%?([\w.-]+)", line)
+        is_sum = made[2] not in {*_GROUPS, "scatter"} and applied is not None and applied[1] in adds
+        is_float = re.search(r"\b(?:bf16|f\d+)\w*\[", made[1])
+        if is_float and (is_product or is_sum):
+            found.append(" ".join(line.split())[:200])
+    return found
+
+
 def _total(computations: dict[str, _Computation], name: str) -> int:
     own = computations[name]
     return own.num_launches + sum(_total(computations, inner) for inner, _ in own.inner)

@@ -54,6 +54,8 @@ class EngineConfig:
       drafts: proposals come from a draft model, as many for each row; else they are looked up.
       attention: implementation of paged attention, or several separated by commas; None for the
         platform's choice.
+      row_kernels: kernels of products and norms that give a row the same bits in any batch, and
+        attention of which the bits do not depend on chunks; None for the platform's choice.
       num_host_pages: pages of host memory for KV that leaves the device.
       restore: when pages are copied back from the host, see `RuntimeOptions`.
       kv_dtype: dtype of the pages, see `RuntimeOptions`; None for the model's dtype.
@@ -77,6 +79,7 @@ class EngineConfig:
     head_buckets: tuple[int, ...] = ()
     masked_head_buckets: tuple[int, ...] = ()
     attention: str | None = None
+    row_kernels: str | None = None
     num_host_pages: int = 0
     kv_dtype: str | None = None
     restore: str = "on_admission"

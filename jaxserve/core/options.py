@@ -88,9 +88,9 @@ class RuntimeOptions:
         which memory is allocated; 0 for a runtime without adapters (docs/adapters.md).
       max_adapter_rank: maximum rank of an adapter, by default 16. Only with `max_adapters`.
       deterministic: refuse to serve where the bits of a request's tokens and log-probabilities
-        could depend on other requests. True changes nothing where it is allowed, which is on CPUs
-        in float32 without tensor parallelism: the bits are the same there in any case
-        (docs/batch_invariance.md).
+        could depend on other requests. True changes nothing on CPUs, where it is allowed in float32
+        without tensor parallelism: the bits are the same there in any case. On NVIDIA GPUs it has
+        dense models computed by kernels that fix the order of sums (docs/batch_invariance.md).
       seed: seed for the requests that have none.
       warmup: when executables are compiled, or loaded from an earlier start, one of `WARMUPS`.
         "background": on other threads while requests are served; a request waits only for those

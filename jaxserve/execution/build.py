@@ -101,6 +101,8 @@ def build_executor(
         else:
             built = _build_stages(params, model_config, layer_layout, options, stages, takes_masks)
     except NotImplementedError as error:
+        if options.deterministic and options.attention is None:
+            raise InvalidConfigError(f"deterministic=True cannot serve: {error}") from error
         if options.attention is None:
             raise
         raise InvalidConfigError(

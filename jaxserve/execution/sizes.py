@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.core.config import EngineConfig, fine_slot_buckets, fine_token_buckets
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
+from jaxserve.execution.deterministic import row_kernels_of
 from jaxserve.execution.memory_plan import PoolSize, plan_host_pages, plan_pool
 from jaxserve.memory.page_pool import MIN_PAGES
 from jaxserve.models.batch import empty_cache
@@ -76,6 +77,7 @@ def engine_config(
     has_states = model_config.num_recurrent_layers > 0
     max_slots = options.max_slots or defaults.max_slots
     max_step_tokens = options.max_step_tokens or max(defaults.max_step_tokens, max_slots)
+    row_kernels = row_kernels_of(options)
     return EngineConfig(
         page_size=options.page_size,
         num_pages=num_pages,
@@ -91,7 +93,8 @@ def engine_config(
         token_buckets=fine_token_buckets(max_step_tokens) if defaults.has_fine_sizes else (),
         masked_head_buckets=_MASKED_HEADS if defaults.has_fine_sizes else (),
         slot_buckets=fine_slot_buckets(max_slots) if defaults.has_fine_sizes else (),
-        attention=options.attention,
+        attention=row_kernels or options.attention,
+        row_kernels=row_kernels,
         num_host_pages=num_host_pages,
         kv_dtype=options.kv_dtype,
         restore="on_admission" if has_states else options.restore or defaults.restore,

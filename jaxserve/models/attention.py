@@ -33,6 +33,7 @@ from jaxserve.models.linear import Linear
 from jaxserve.models.norms import Norm, RMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.projection import projected
+from jaxserve.models.row_kernels import SumsRows
 from pallas_kernels import Rows
 
 
@@ -101,7 +102,7 @@ def _seeing_all(
 
 
 @final
-class Attention(nnx.Module):
+class Attention(SumsRows):
     """Grouped-query attention of sequences over their own keys, causal or bidirectional.
 
     wqkv   [embed, kv_heads, group + 2, head_dim]   a KV head: its queries, k, v
@@ -137,13 +138,16 @@ class Attention(nnx.Module):
         """
         config, group = self.config, self.config.group
         # [tokens, kv_heads, group + 2, head_dim]
-        qkv = projected(Linear(self.wqkv, self.bqkv), x, context.adapter, norm=norm)
+        kernels = self.row_kernels
+        linear = Linear(self.wqkv, self.bqkv, row_kernels=kernels)
+        qkv = projected(linear, x, context.adapter, norm=norm)
         if config.qk_norm:
             q, k, v = jnp.split(qkv, (group, group + 1), axis=2)
             qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2)
         out = context.attend(qkv, scale=config.attention_scale, soft_cap=config.attention_soft_cap)
         out = out.reshape(-1, config.num_kv_heads, group, config.head_dim)
-        return projected(Linear(self.wo, self.bo), out, context.adapter, residual=residual)
+        linear = Linear(self.wo, self.bo, row_kernels=kernels)
+        return projected(linear, out, context.adapter, residual=residual)
 
 
 @final

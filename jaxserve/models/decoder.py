@@ -31,6 +31,7 @@ from jaxserve.models.layers import Block, soft_capped
 from jaxserve.models.linear import Linear
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope, rope_tables
+from jaxserve.models.row_kernels import SumsRows
 from pallas_kernels import RopeTables, log_sum_exp
 
 LayerLayout = Literal["unrolled", "scanned"]
@@ -60,7 +61,7 @@ class Tap:
     rows: Int32[Array, " rows"]
 
 
-class Decoder(nnx.Module):
+class Decoder(SumsRows):
     """A decoder over a flat ragged batch and a cache; families set the classes of blocks.
 
     Args:
@@ -157,7 +158,7 @@ class Decoder(nnx.Module):
         """Return the logits of whole sequences.
 
         Padding at the end of a sequence changes nothing before it. Uses no cache, is
-        differentiable, and serves training and scoring. Where serving is deterministic
+        differentiable, and serves training and scoring. On CPUs where serving is deterministic
         (docs/batch_invariance.md), these are the bits of the logits that tokens are sampled from.
         """
         x = self.whole_residual(tokens, self.config.num_layers)
@@ -169,7 +170,7 @@ class Decoder(nnx.Module):
     ) -> Float32[Array, "sequences length_minus_1"]:
         """Return the log-probability of each token after the first, given those before it.
 
-        It is differentiable. Where serving is deterministic, these are the bits of the
+        It is differentiable. On CPUs where serving is deterministic, these are the bits of the
         log-probabilities that sampling reports.
         """
         logits = self.whole_logits(tokens)[:, :-1]
@@ -214,7 +215,8 @@ class Decoder(nnx.Module):
         tied = self.config.tie_word_embeddings
         weight = self.embedding if tied else self.lm_head
         bias = self.lm_head_bias if self.config.lm_head_bias else None
-        logits = Linear(weight, bias, transposed=tied)(hidden, adapter, out_dtype=jnp.float32)
+        linear = Linear(weight, bias, transposed=tied, row_kernels=self.row_kernels)
+        logits = linear(hidden, adapter, out_dtype=jnp.float32)
         return soft_capped(logits, self.config.logits_soft_cap)
 
     def _block(self, kind: LayerKind, new: ParamMaker) -> Block:

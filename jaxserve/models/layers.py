@@ -23,6 +23,7 @@ from jaxserve.models.linear import Linear
 from jaxserve.models.norms import Norm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.projection import Gate, projected
+from jaxserve.models.row_kernels import SumsRows
 from pallas_kernels import gated_silu
 
 ACTIVATIONS: Mapping[str, Callable[[Float[Array, "*shape"]], Float[Array, "*shape"]]] = (
@@ -76,7 +77,7 @@ class MLP(Protocol):
 
 
 @final
-class GatedMLP(nnx.Module):
+class GatedMLP(SumsRows):
     """down(activation(gate(x)) * up(x)).
 
     gate_up   [embed, 2, mlp]
@@ -102,7 +103,7 @@ class GatedMLP(nnx.Module):
         residual: Float[Array, "tokens embed"] | None = None,
     ) -> Float[Array, "tokens embed"]:
         """See `MLP`."""
-        linear = Linear(self.gate_up, self.bgate_up)
+        linear = Linear(self.gate_up, self.bgate_up, row_kernels=self.row_kernels)
         gate = gate_of(self.activation)
         return _down(
             self, projected(linear, x, context.adapter, norm=norm, gate=gate), context, residual
@@ -110,7 +111,7 @@ class GatedMLP(nnx.Module):
 
 
 @final
-class TwoLayerMLP(nnx.Module):
+class TwoLayerMLP(SumsRows):
     """down(activation(up(x))).
 
     up     [embed, mlp]
@@ -136,7 +137,8 @@ class TwoLayerMLP(nnx.Module):
         residual: Float[Array, "tokens embed"] | None = None,
     ) -> Float[Array, "tokens embed"]:
         """See `MLP`."""
-        x = projected(Linear(self.up, self.bup), x, context.adapter, norm=norm)
+        linear = Linear(self.up, self.bup, row_kernels=self.row_kernels)
+        x = projected(linear, x, context.adapter, norm=norm)
         return _down(self, ACTIVATIONS[self.activation](x), context, residual)
 
 
@@ -156,7 +158,8 @@ def _down(
 ) -> Float[Array, "tokens embed"]:
     """Return the last product of an MLP, with the residual stream if it is given."""
     x = x if mlp.down_dtype is None else x.astype(mlp.down_dtype)
-    return projected(Linear(mlp.down, mlp.bdown), x, context.adapter, residual=residual)
+    linear = Linear(mlp.down, mlp.bdown, row_kernels=mlp.row_kernels)
+    return projected(linear, x, context.adapter, residual=residual)
 
 
 class Block(nnx.Module):

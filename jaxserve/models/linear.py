@@ -8,13 +8,14 @@ A layer owns its weights, and makes a `Linear` of one where it multiplies. What 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, final
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from jaxserve.models.row_kernels import RowKernels
 from pallas_kernels import grouped_matmul, matmul
 
 _Item = TypeVar("_Item")
@@ -91,9 +92,14 @@ class Representation(Protocol):
 @final
 @dataclass(frozen=True, eq=False)
 class DenseWeight:
-    """A weight in the dtype of the activations."""
+    """A weight in the dtype of the activations.
+
+    Attributes:
+      row_kernels: see `Linear`.
+    """
 
     array: Float[Array, ...]
+    row_kernels: RowKernels | None = None
 
     def product(
         self,
@@ -103,12 +109,21 @@ class DenseWeight:
         transposed: bool,
         out_dtype: jax.typing.DTypeLike,
     ) -> Float[Array, " tokens *out"]:
-        """See `Representation`. On the CPU by the kernel of `pallas_kernels.matmul`."""
+        """See `Representation`. On the CPU by the kernel of `pallas_kernels.matmul`.
+
+        Raises:
+          NotImplementedError: the row kernels do not serve it.
+        """
         weight = self.array
         if x.ndim > 2:
             weight = weight.reshape(-1, *weight.shape[x.ndim - 1 :])
             x = x.reshape(x.shape[0], -1)
-        return matmul(x, weight, transposed=transposed, out_dtype=out_dtype)
+        return matmul(
+            *(x, weight),
+            transposed=transposed,
+            out_dtype=out_dtype,
+            implementation=self.row_kernels,
+        )
 
     def grouped_product(
         self,
@@ -145,11 +160,13 @@ class Linear:
     Attributes:
       weight: [*in, *out], [out, in] if `transposed`, or [matrices, in, *out] to multiply by groups.
       bias: [*out].
+      row_kernels: of the product with a dense weight; None for the platform's choice.
     """
 
     weight: Any  # nnx.Param or Representation
     bias: nnx.Param | None = None
     transposed: bool = field(default=False, metadata=dict(static=True))
+    row_kernels: RowKernels | None = field(default=None, metadata=dict(static=True))
 
     def __call__(
         self,
@@ -160,9 +177,12 @@ class Linear:
     ) -> Float[Array, " tokens *out"]:
         """Return the product in `out_dtype`, x's dtype by default; see `Representation`."""
         out_dtype = x.dtype if out_dtype is None else out_dtype
-        out = representation_of(self.weight).product(
-            x, adapter, transposed=self.transposed, out_dtype=out_dtype
-        )
+        weight = representation_of(self.weight)
+        if self.row_kernels is not None:
+            if not isinstance(weight, DenseWeight):
+                raise NotImplementedError(f"row kernels of a {type(weight).__name__}")
+            weight = replace(weight, row_kernels=self.row_kernels)
+        out = weight.product(x, adapter, transposed=self.transposed, out_dtype=out_dtype)
         return out if self.bias is None else out + self.bias[...].astype(out_dtype)
 
     def grouped(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol, final
 
-from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.param_maker import ParamMaker
+from jaxserve.models.row_kernels import SumsRows
 from pallas_kernels import RMSScale, layer_norm, rms_norm
 
 
@@ -21,7 +21,7 @@ class Norm(Protocol):
 
 
 @final
-class RMSNorm(nnx.Module):
+class RMSNorm(SumsRows):
     """Root-mean-square norm; `scale` [embed], or [head_dim] with `of_heads`."""
 
     def __init__(self, config: DecoderConfig, new: ParamMaker, *, of_heads: bool = False):
@@ -35,11 +35,16 @@ class RMSNorm(nnx.Module):
         return RMSScale(self.scale[...], self.eps, self.offset)
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        return rms_norm(x, self.scale[...], eps=self.eps, offset=self.offset)
+        return rms_norm(
+            *(x, self.scale[...]),
+            eps=self.eps,
+            offset=self.offset,
+            implementation=self.row_kernels,
+        )
 
 
 @final
-class LayerNorm(nnx.Module):
+class LayerNorm(SumsRows):
     """Mean and variance norm; `scale` and `bias` [embed]."""
 
     def __init__(self, config: DecoderConfig, new: ParamMaker):
@@ -48,4 +53,6 @@ class LayerNorm(nnx.Module):
         self.eps = config.norm_eps
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        return layer_norm(x, self.scale[...], self.bias[...], eps=self.eps)
+        return layer_norm(
+            *(x, self.scale[...], self.bias[...]), eps=self.eps, implementation=self.row_kernels
+        )

@@ -5,8 +5,10 @@ On GPUs a step of few tokens computes them in one kernel (`pallas_kernels.fused_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import jax
 from flax import nnx
@@ -18,6 +20,11 @@ from jaxserve.models.norms import Norm, RMSNorm
 from pallas_kernels import RMSScale, dispatch, fused_matmul, gated_silu
 from sharding import fitted_spec
 from sharding.shards import num_tensor_shards, over_tensor, sum_over_tensor
+
+# Row kernels -> the same with what stands behind the product.
+_FUSED: Mapping[Any, Any] = MappingProxyType(
+    {"triton": "triton_rows", "triton_interpreted": "triton_rows_interpreted"}
+)
 
 Gate = Callable[[Float[Array, "tokens 2 out"]], Float[Array, "tokens out"]]
 
@@ -32,6 +39,8 @@ def projected(
     residual: Float[Array, " tokens *kept"] | None = None,
 ) -> Float[Array, " tokens *kept"]:
     """Return gate(linear(norm(x))) + residual; all but the product may be missing."""
+    if linear.row_kernels is not None:
+        return _by_rows(linear, normed(x, norm), gate, residual)
     is_fusable = (
         isinstance(linear.weight, nnx.Variable)
         and not linear.transposed
@@ -55,6 +64,32 @@ def with_residual(
 ) -> Float[Array, " tokens *out"]:
     """Return residual + out, or `out` itself without a residual."""
     return out if residual is None else residual + out
+
+
+def _by_rows(
+    linear: Linear,
+    x: Float[Array, "tokens *in"],
+    gate: Gate | None,
+    residual: Float[Array, " tokens *kept"] | None,
+) -> Float[Array, " tokens *kept"]:
+    """Return gate(linear(x)) + residual by the linear's row kernels, on one device.
+
+    Raises:
+      NotImplementedError: they do not serve it.
+    """
+    if not isinstance(linear.weight, nnx.Variable) or linear.transposed:
+        raise NotImplementedError(f"row kernels of a {type(linear.weight).__name__}")
+    num_in, is_fused = x.ndim - 1, gate in (None, gated_silu)
+    weight = linear.weight[...]
+    out = fused_matmul(
+        x.reshape(x.shape[0], -1),
+        weight.reshape(-1, *weight.shape[num_in:]),
+        bias=None if linear.bias is None else linear.bias[...],
+        is_gated=gate is gated_silu,
+        residual=residual if is_fused else None,
+        implementation=_FUSED[linear.row_kernels],
+    )
+    return out if gate is None or is_fused else with_residual(residual, gate(out))
 
 
 def fused(

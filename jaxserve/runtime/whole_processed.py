@@ -22,8 +22,8 @@ def whole_processed_logprobs(
     """Return the log-probability of each token after the first, as drawn with these parameters.
 
     It is to `Runtime.score(sequences, params)` what `model.whole_logprobs` is to
-    `Runtime.score(sequences)`: a function of the model alone, for jitted training steps. Where
-    serving is deterministic (docs/batch_invariance.md), the numbers have the bits of
+    `Runtime.score(sequences)`: a function of the model alone, for jitted training steps. On
+    CPUs where serving is deterministic (docs/batch_invariance.md), they have the bits of
     `TokenLogprob.processed_logprob`. It is differentiable: the set of tokens that truncation keeps
     counts as constant. A token outside of it has minus infinity, so mask padding with `jnp.where`,
     not with a product.

@@ -50,6 +50,7 @@ class AttentionPlanner:
             kv_heads=kv_heads,
             group=model_config.num_heads // shards // kv_heads,
             head_dim=model_config.head_dim,
+            chunk_invariant=config.row_kernels is not None,
         )
         if tiling is None:
             return None

@@ -58,7 +58,7 @@ def decode_loop(
       num_proposed: tokens that an iteration may compute speculatively, of all rows together;
         static. Each iteration computes as many, or none.
     """
-    model = serving_model(graphdef, params, drafting, draft_inputs)
+    model = serving_model(graphdef, params, config, drafting, draft_inputs)
     num_rows = window.most.shape[0]
     rows = rows_of(slots, window)
 

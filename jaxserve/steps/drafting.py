@@ -12,10 +12,12 @@ from typing import Any, NamedTuple, final
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.models.batch import AttentionBatch, KVCache
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.decoder import Decoder, LayerLayout, Tap
 from jaxserve.models.incoming import IncomingPages
+from jaxserve.steps.merged import merged
 from pallas_kernels.paged_attention import Plan
 
 
@@ -67,11 +69,12 @@ class DraftInputs(NamedTuple):
 def serving_model(
     graphdef: nnx.GraphDef,
     params: Any,
+    config: EngineConfig,
     structure: DraftStructure | None,
     draft: DraftInputs | None,
 ) -> Any:
     """Return the model that a step computes: a decoder, or one that a draft model follows."""
-    model = nnx.merge(graphdef, params)
+    model = merged(graphdef, params, config)
     if structure is None or draft is None:
         return model
     drafting = nnx.merge(structure.graphdef, draft.params)

@@ -15,6 +15,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.steps import slots as slot_edits
 from jaxserve.steps.batches import Params
 from jaxserve.steps.encoding import counted_from
+from jaxserve.steps.merged import merged
 from jaxserve.steps.outputs import Outputs, no_outputs, record, with_reading
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.processors import PROCESSORS
@@ -95,7 +96,7 @@ def stage_head(
       hidden: of the rows, and of others after them.
       index: slots of the rows; the number of slots to skip one.
     """
-    model = nnx.merge(graphdef, params)
+    model = merged(graphdef, params, config)
     num_slots = slots.done.shape[0]
     slot = jnp.minimum(index, num_slots - 1)
     live = (index < num_slots) & ~slots.done[slot]

@@ -21,6 +21,7 @@ from jaxserve.steps.batches import (
 )
 from jaxserve.steps.drafting import DraftInputs, DraftStructure, serving_model
 from jaxserve.steps.encoding import visible_rows
+from jaxserve.steps.merged import merged
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.processors.processor import Rows
 from jaxserve.steps.sampling.prompt_logprobs import PromptLogprobs, prompt_logprobs
@@ -59,7 +60,7 @@ def mixed_body(
       The cache, with `incoming` pages in it; hidden states; those of row ends; and what the probe
       reads there, None without one.
     """
-    model = serving_model(graphdef, params, drafting, draft)
+    model = serving_model(graphdef, params, config, drafting, draft)
     batch, live = where_slots_are(batch, slots)
     positions, slot = positions_and_slots(batch)
     is_padding = batch.token_row >= config.max_slots
@@ -102,7 +103,7 @@ def score_prompts(
 
     Processors count for slots that draw their tokens.
     """
-    model = nnx.merge(graphdef, params)
+    model = merged(graphdef, params, config)
     batch, _ = where_slots_are(batch, slots)
     positions, slot = positions_and_slots(batch)
     successors = jnp.minimum(positions + 1, config.max_context - 1)

@@ -21,6 +21,7 @@ from jaxserve.steps.choosing import choose, looked_up, room, with_rates
 from jaxserve.steps.decode import decode_once
 from jaxserve.steps.decode_blocks import block_of, rows_of
 from jaxserve.steps.heads import Chosen
+from jaxserve.steps.merged import merged
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.proposals import Draft
 from jaxserve.steps.sampling.sampler import StepArrays
@@ -67,7 +68,7 @@ def decode(
     Returns:
       The cache, and the residual stream; of the last stage, hidden states.
     """
-    model = nnx.merge(graphdef, params)
+    model = merged(graphdef, params, config)
     rows = rows_of(slots, window)
     if proposed is None:
         block, tokens = block_of(rows.live(slots.done), None, 0), None
@@ -143,7 +144,7 @@ def choose_proposed(
     Returns:
       The slots, the outputs, what was appended, and what `propose` returns for the next iteration.
     """
-    model = nnx.merge(graphdef, params)
+    model = merged(graphdef, params, config)
     rows = rows_of(slots, window)
     num_proposed = proposed.tokens.shape[1]
     choice = choose(

@@ -15,6 +15,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.steps import slots as slot_edits
 from jaxserve.steps.batches import ChoosingRows, Params
 from jaxserve.steps.encoding import counted_from
+from jaxserve.steps.merged import merged
 from jaxserve.steps.outputs import Outputs, no_outputs, record, with_reading
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.sampler import StepArrays, sample
@@ -45,7 +46,7 @@ def verifying_head(
       rows: as many as rows of the step are sampled from, with padding.
       step_arrays: of the step's rows.
     """
-    model = nnx.merge(graphdef, params)
+    model = merged(graphdef, params, config)
     num_rows, num_slots = rows.slot.shape[0], slots.done.shape[0]
     slot = jnp.minimum(rows.slot, num_slots - 1)
     logits = model.logits(row_hidden[:num_rows])

@@ -8,15 +8,19 @@ from typing import Literal
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.fused_matmul import triton, xla
+from pallas_kernels.fused_matmul import rows, triton, xla
 from pallas_kernels.fused_matmul.operands import RMSScale
 
-Implementation = Literal["xla", "triton", "triton_interpreted"]
+Implementation = Literal[
+    "xla", "triton", "triton_interpreted", "triton_rows", "triton_rows_interpreted"
+]
 
 _IMPLEMENTATIONS = {
     "xla": xla.fused_matmul,
     "triton": triton.fused_matmul,
     "triton_interpreted": partial(triton.fused_matmul, interpret=True),
+    "triton_rows": rows.fused_matmul,
+    "triton_rows_interpreted": partial(rows.fused_matmul, interpret=True),
 }
 _PREFERRED = {"cuda": ("triton",)}
 
@@ -43,8 +47,9 @@ def fused_matmul(
       residual: added to the result; of its shape.
       implementation: overrides the platform's choice, which is made when the call is traced and
         logged once: "triton" on NVIDIA GPUs, for few tokens in bfloat16, and "xla", the parts one
-        after the other, elsewhere or if that refuses. "triton_interpreted" runs the kernel on any
-        platform, for tests.
+        after the other, elsewhere or if that refuses. "triton_rows" is by name only: it serves any
+        number of tokens and every dtype of `matmul`, and gives a row the same bits in any batch.
+        Names with "_interpreted" run the kernels on any platform, for tests.
 
     Raises:
       NotImplementedError: the requested implementation cannot serve this case; the message says

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import dispatch
-from pallas_kernels.matmul import cpu, xla
+from pallas_kernels.matmul import cpu, triton, xla
 
-Implementation = Literal["xla", "cpu"]
+Implementation = Literal["xla", "cpu", "triton", "triton_interpreted"]
 
-_IMPLEMENTATIONS = {"xla": xla.matmul, "cpu": cpu.matmul}
+_IMPLEMENTATIONS = {
+    "xla": xla.matmul,
+    "cpu": cpu.matmul,
+    "triton": triton.matmul,
+    "triton_interpreted": partial(triton.matmul, interpret=True),
+}
 _PREFERRED = {"cpu": ("cpu",)}
 
 
@@ -32,10 +38,12 @@ def matmul(
       out_dtype: x's dtype by default.
       implementation: overrides the platform's choice, which is made when the call is traced and
         logged once: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
-        refuses. Only "xla" can be partitioned over a mesh.
+        refuses. Only "xla" can be partitioned over a mesh. "triton" is for NVIDIA GPUs and by name
+        only; "triton_interpreted" runs its kernel on any platform, for tests.
 
     Returns:
-      [tokens, ...out]. With "cpu", the bits of a row do not depend on the other rows.
+      [tokens, ...out]. With "cpu" and "triton", the bits of a row do not depend on the other rows,
+      nor on their number.
 
     Raises:
       NotImplementedError: the requested implementation cannot serve this case; the message says
@@ -65,7 +73,7 @@ def grouped_matmul(
     weight: Float[Array, " matrices in out"],
     sizes: Int32[Array, " matrices"],
     *,
-    implementation: Implementation | None = None,
+    implementation: Literal["xla", "cpu"] | None = None,
 ) -> Float[Array, "tokens out"]:
     """Multiply adjacent tokens of `x` with one matrix a group.
 
@@ -73,7 +81,7 @@ def grouped_matmul(
     Tokens after the last group get zeros.
 
     Args:
-      implementation: as in `matmul`.
+      implementation: "xla" or "cpu", as in `matmul`.
 
     Returns:
       [tokens, out] in x's dtype. With "cpu", the bits of a row depend on it and on its matrix only.

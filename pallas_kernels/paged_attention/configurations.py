@@ -43,6 +43,7 @@ class Configuration:
 
     Attributes:
       options: keyword arguments of `paged_attention`, and `has_alibi`.
+      chunk_invariant: whether the split kernel takes all rows.
     """
 
     head_dim: int
@@ -54,18 +55,21 @@ class Configuration:
     options: tuple[tuple[str, Any], ...]
     is_decode: bool
     kind: Literal["triton", "mosaic"] = "triton"
+    chunk_invariant: bool = False
 
     def __str__(self) -> str:
         heads = f"{self.kv_heads}x{self.group}x{self.head_dim}"
         names = "-".join(name for name, _ in self.options) or "plain"
         rows = "decode" if self.is_decode else "mixed"
         name = f"{heads}-page{self.page_size}-{self.dtype}-{self.page_dtype}-{names}-{rows}"
+        name = f"{name}-invariant" if self.chunk_invariant else name
         return name if self.kind == "triton" else f"{self.kind}-{name}"
 
     @property
     def kernels(self) -> frozenset[str]:
         """The names of the kernels that serve the call."""
-        kinds = ("split", "merge") if self.is_decode else ("tile", "split", "merge")
+        has_tiles = not (self.is_decode or self.chunk_invariant)
+        kinds = ("tile", "split", "merge") if has_tiles else ("split", "merge")
         return frozenset(f"paged_attention_{kind}" for kind in kinds)
 
     @property
@@ -89,6 +93,7 @@ class Configuration:
             group=self.group,
             head_dim=self.head_dim,
             kind=self.kind,
+            chunk_invariant=self.chunk_invariant,
         )
         capacity = Capacity.of(
             tiling,
@@ -136,6 +141,22 @@ CONFIGURATIONS = tuple(
     )
     for i, (head_dim, page_size) in enumerate(product(HEAD_DIMS, PAGE_SIZES))
     for is_decode in (False, True)
+)
+
+# With all rows in the split kernel: every head size and dtype; decoding compiles the same kernels.
+INVARIANT_CONFIGURATIONS = tuple(
+    Configuration(
+        head_dim=head_dim,
+        page_size=PAGE_SIZES[(i + i // 5) % 4],
+        kv_heads=_HEADS[(i + i // 4) % 4][0],
+        group=_HEADS[(i + i // 4) % 4][1],
+        dtype=dtype,
+        page_dtype=page_dtype,
+        options=tuple(_OPTIONS[(i + i // 4) % 4].items()),
+        is_decode=i % 2 == 1,
+        chunk_invariant=True,
+    )
+    for i, (head_dim, (dtype, page_dtype)) in enumerate(product((64, 128, 256), _DTYPES))
 )
 
 # For the Mosaic kernel: every head size with pages smaller than a block of keys, as large, and

@@ -87,6 +87,7 @@ class Tiling:
         `launches`. These take more registers.
       float32_launches: used for float32 queries; None for `launches`.
       warpgroups: the loops of Mosaic's kernels; None for tiles of the Triton kernel.
+      chunk_invariant: the split kernel takes all rows; a query has the same bits in any chunk.
     """
 
     kv_heads: int
@@ -100,6 +101,7 @@ class Tiling:
     masked_launches: Launches | None = None
     float32_launches: Launches | None = None
     warpgroups: Warpgroups | None = None
+    chunk_invariant: bool = False
 
     def __post_init__(self) -> None:
         if not self.group <= self.split_rows <= self.tile_rows:
@@ -175,9 +177,11 @@ class Capacity:
         """
         rows = min(num_rows, num_tokens)
         # A row's last item of either kernel may be short.
-        tiles = 0 if is_decode else num_tokens // tiling.tile_queries + rows
+        no_tiles = is_decode or tiling.chunk_invariant
+        tiles = 0 if no_tiles else num_tokens // tiling.tile_queries + rows
         runs = rows if is_decode else num_tokens // tiling.split_queries + rows
-        partials = max(-(-max_context // tiling.split_keys), 16 * tiling.split_grid)
+        most = 256 // tiling.split_rows if tiling.chunk_invariant else 16  # taller ones are larger
+        partials = max(-(-max_context // tiling.split_keys), most * tiling.split_grid)
         return cls(
             tiles=tiles,
             splits=runs + partials,
@@ -274,7 +278,8 @@ def _is_tiled(
     """
     num_tiles = -(-length // tiling.tile_queries) * tiling.kv_heads
     fills = 2 * num_tiles >= tiling.tile_programs
-    return (length > tiling.split_queries) & (fills | (context < _MIN_SPLIT_KEYS))
+    may = (length > tiling.split_queries) & (not tiling.chunk_invariant)
+    return may & (fills | (context < _MIN_SPLIT_KEYS))
 
 
 @final

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ def tiling_for(
     group: int,
     head_dim: int,
     kind: Literal["triton", "mosaic"] = "triton",
+    chunk_invariant: bool = False,
 ) -> Tiling:
     """Return the tiling of these heads on a device.
 
@@ -40,18 +42,29 @@ def tiling_for(
       kv_heads: KV heads of the cache on one device.
       group: query heads per KV head.
       kind: the kernel that the tiles are for; Triton's tile kernel also serves Mosaic's tiles.
+      chunk_invariant: see `Tiling`.
 
     Raises:
       NotImplementedError: no entry has heads of this size.
     """
-    entry = entry_for(device=device, group=group, head_dim=head_dim, kind=kind)
-    return tiling_of(entry, num_cores=num_cores, kv_heads=kv_heads, group=group)
+    entry = entry_for(
+        device=device, group=group, head_dim=head_dim, kind=kind, chunk_invariant=chunk_invariant
+    )
+    tiling = tiling_of(entry, num_cores=num_cores, kv_heads=kv_heads, group=group)
+    return replace(tiling, chunk_invariant=chunk_invariant)
 
 
 def entry_for(
-    *, device: str, group: int, head_dim: int, kind: Literal["triton", "mosaic"]
+    *,
+    device: str,
+    group: int,
+    head_dim: int,
+    kind: Literal["triton", "mosaic"],
+    chunk_invariant: bool = False,
 ) -> Entry:
     """Return the first entry that fits these heads and this device; see `tiling_for`.
+
+    With `chunk_invariant`, that is an entry with a part of this name, which overrides the rest.
 
     Raises:
       NotImplementedError: no entry fits.
@@ -61,8 +74,9 @@ def entry_for(
             entry.get("group", group) == group and entry.get("head_dim", head_dim) == head_dim
         )
         fits = head_dim <= entry.get("max_head_dim", head_dim)
-        if has_heads and fits and entry["device"] in device:
-            return entry
+        part = entry.get("chunk_invariant", {})
+        if has_heads and fits and entry["device"] in device and (part or not chunk_invariant):
+            return entry | part if chunk_invariant else entry
     raise NotImplementedError(f"there is no tiling for head_dim {head_dim} on {device}")
 
 
@@ -91,6 +105,7 @@ def planned_tiling(
     *,
     dtype: str,
     page_dtype: str,
+    chunk_invariant: bool = False,
     **heads: int,
 ) -> Tiling | None:
     """Return the tiling of a model on a JAX device; None if no kernel there needs a plan.
@@ -98,6 +113,7 @@ def planned_tiling(
     Args:
       implementation: as in `paged_attention`; None for the platform's choice.
       dtype, page_dtype: dtypes of queries and pages.
+      chunk_invariant: see `Tiling`.
       heads: kv_heads, group and head_dim, see `tiling_for`.
     """
     names = ("triton",) if implementation is None else tuple(implementation.split(","))
@@ -111,7 +127,13 @@ def planned_tiling(
         heads["group"], heads["head_dim"], dtype, page_dtype
     )
     kind = "mosaic" if is_mosaic else "triton"
-    return tiling_for(device=device.device_kind, num_cores=num_cores, kind=kind, **heads)
+    return tiling_for(
+        device=device.device_kind,
+        num_cores=num_cores,
+        kind=kind,
+        chunk_invariant=chunk_invariant,
+        **heads,
+    )
 
 
 def is_tuned(device: str) -> bool:

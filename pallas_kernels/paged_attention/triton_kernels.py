@@ -23,8 +23,8 @@ from pallas_kernels.paged_attention.planner import Launch, Tiling
 # Used for minus infinity: 2 ** (_MASKED - maximum) is 0, and _MASKED - _MASKED is not NaN.
 _MASKED = -1e30
 _MIN_WIDTH = 16
-# Partial results that the merge kernel reads per iteration.
-_MERGED_AT_ONCE = 8
+# Rows of partial results that the merge kernel reads per iteration.
+_MERGED_ROWS = 128
 
 # Maximum [rows], sum [rows] and weighted values [rows, width] of an unfinished softmax. Maxima are
 # rounded up to whole numbers, so that parts are scaled by powers of two, which is exact: a merge
@@ -333,6 +333,7 @@ def merge_kernel(
 ) -> None:
     counts_ref, rows, values_ref, sums_ref = operands
     num_rows, head = kernels.tiling.split_rows, pl.program_id(1)
+    at_once = max(1, _MERGED_ROWS // num_rows)
     number = jnp.arange(num_rows, dtype=jnp.int32)
     lane = jnp.arange(kernels.width, dtype=jnp.int32)
 
@@ -352,12 +353,12 @@ def merge_kernel(
             )
 
         def several(index: jax.Array, softmax: Softmax) -> Softmax:
-            first = index * _MERGED_AT_ONCE
-            for part in [read(first + i) for i in range(_MERGED_AT_ONCE)]:
+            first = index * at_once
+            for part in [read(first + i) for i in range(at_once)]:
                 softmax = _merged(softmax, part)
             return softmax
 
-        rounds = (num_partials + _MERGED_AT_ONCE - 1) // _MERGED_AT_ONCE
+        rounds = (num_partials + at_once - 1) // at_once
         softmax = lax.fori_loop(0, rounds, several, _nothing(num_rows, kernels.width))
         queries.store(out_ref, softmax)
 

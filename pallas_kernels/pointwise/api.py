@@ -11,6 +11,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.pointwise import cpu, triton, xla
 
 Implementation = Literal["xla", "cpu"]
+# Of the operations that add up a row.
+SumImplementation = Literal["xla", "cpu", "triton", "triton_interpreted"]
 
 _PREFERRED = {"cpu": ("cpu",)}
 
@@ -21,17 +23,18 @@ def rms_norm(
     *,
     eps: float,
     offset: float = 0.0,
-    implementation: Implementation | None = None,
+    implementation: SumImplementation | None = None,
 ) -> Float[Array, "*rows width"]:
     """Return x / sqrt(mean(x^2) + eps) * (scale + offset) over the last axis, in x's dtype.
 
     It computes in float32 (Zhang and Sennrich, arXiv:1910.07467). As for all operations here, the
-    bits of a row do not depend on the other rows with "cpu".
+    bits of a row do not depend on the other rows with "cpu" and "triton".
 
     Args:
       implementation: overrides the platform's choice, which is made when the call is traced and
         logged once: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
-        refuses.
+        refuses. "triton" is for NVIDIA GPUs and by name only; "triton_interpreted" runs its kernel
+        on any platform, for tests.
 
     Raises:
       NotImplementedError: the requested implementation cannot serve this case.
@@ -41,7 +44,12 @@ def rms_norm(
         raise ValueError(f"x{x.shape} and scale{scale.shape} do not fit; pass [..., n] and [n]")
     return dispatch.call(
         "rms_norm",
-        {"xla": xla.rms_norm, "cpu": cpu.rms_norm},
+        {
+            "xla": xla.rms_norm,
+            "cpu": cpu.rms_norm,
+            "triton": triton.rms_norm,
+            "triton_interpreted": partial(triton.rms_norm, interpret=True),
+        },
         _PREFERRED,
         implementation,
         x=x,
@@ -57,7 +65,7 @@ def layer_norm(
     bias: Float[Array, " width"],
     *,
     eps: float,
-    implementation: Implementation | None = None,
+    implementation: SumImplementation | None = None,
 ) -> Float[Array, "*rows width"]:
     """Return (x - mean(x)) / sqrt(variance(x) + eps) * scale + bias over the last axis.
 
@@ -77,7 +85,12 @@ def layer_norm(
         )
     return dispatch.call(
         "layer_norm",
-        {"xla": xla.layer_norm, "cpu": cpu.layer_norm},
+        {
+            "xla": xla.layer_norm,
+            "cpu": cpu.layer_norm,
+            "triton": triton.layer_norm,
+            "triton_interpreted": partial(triton.layer_norm, interpret=True),
+        },
         _PREFERRED,
         implementation,
         x=x,
@@ -88,12 +101,12 @@ def layer_norm(
 
 
 def log_sum_exp(
-    x: Float32[Array, "rows width"], *, implementation: Implementation | None = None
+    x: Float32[Array, "rows width"], *, implementation: SumImplementation | None = None
 ) -> Float32[Array, " rows"]:
     """Return log(sum(exp(x))) over the last axis, without overflow.
 
     Args:
-      implementation: as in `rms_norm`.
+      implementation: as in `rms_norm`, but "triton" is the choice on NVIDIA GPUs.
 
     Raises:
       NotImplementedError: the requested implementation cannot serve this case.
@@ -103,8 +116,13 @@ def log_sum_exp(
         raise ValueError(f"x{x.shape} does not fit; pass [rows, width]")
     return dispatch.call(
         "log_sum_exp",
-        {"xla": xla.log_sum_exp, "cpu": cpu.log_sum_exp},
-        _PREFERRED,
+        {
+            "xla": xla.log_sum_exp,
+            "cpu": cpu.log_sum_exp,
+            "triton": triton.log_sum_exp,
+            "triton_interpreted": partial(triton.log_sum_exp, interpret=True),
+        },
+        {**_PREFERRED, "cuda": ("triton",)},
         implementation,
         x=x,
     )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gated_cell, paged_attention, quantize, rotate_and_write, row_maximum
+from pallas_kernels.fused_matmul import row_shapes
 from pallas_kernels.fused_matmul import shapes as fused_shapes
 from pallas_kernels.gated_cell import shapes as cell_shapes
 from pallas_kernels.kv_write import shapes as write_shapes
@@ -18,10 +19,12 @@ from pallas_kernels.page_copy import shapes as copy_shapes
 from pallas_kernels.paged_attention import Capacity, Plan, Rows, plan, planned_tiling
 from pallas_kernels.paged_attention.configurations import (
     CONFIGURATIONS,
+    INVARIANT_CONFIGURATIONS,
     MOSAIC_CONFIGURATIONS,
     Configuration,
 )
 from pallas_kernels.paged_attention.shapes import AttentionShape, make_inputs
+from pallas_kernels.pointwise import shapes as pointwise_shapes
 from pallas_kernels.quantised_matmul import shapes as product_shapes
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
@@ -31,7 +34,11 @@ ALLOWED = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}
 CONTEXTS = (1, 63, 64, 65, 511, 513, 700, 1500, 2047, 3000)
 
 
-@pytest.mark.parametrize("configuration", (*CONFIGURATIONS, *MOSAIC_CONFIGURATIONS), ids=str)
+@pytest.mark.parametrize(
+    "configuration",
+    (*CONFIGURATIONS, *INVARIANT_CONFIGURATIONS, *MOSAIC_CONFIGURATIONS),
+    ids=str,
+)
 def test_agrees_with_float32(configuration):
     """Ragged batches of short and long rows agree; values that must not be read are NaN."""
     q, k_pages, v_pages, rows, options = _inputs(configuration)
@@ -51,7 +58,9 @@ def test_agrees_with_float32(configuration):
 
 
 @pytest.mark.parametrize(
-    "configuration", (*CONFIGURATIONS[:2], *MOSAIC_CONFIGURATIONS[:2]), ids=str
+    "configuration",
+    (*CONFIGURATIONS[:2], *INVARIANT_CONFIGURATIONS[:2], *MOSAIC_CONFIGURATIONS[:2]),
+    ids=str,
 )
 def test_a_row_has_the_same_bits_in_any_batch(configuration):
     """The bits are the same alone, split over the whole GPU, and in a batch without splits."""
@@ -79,6 +88,72 @@ def test_a_row_has_the_same_bits_in_any_batch(configuration):
         one = dataclasses.replace(one, query_start=jnp.zeros(1, jnp.int32))
         got = run(own, k_pages, v_pages, rows=one, plan=_plan(configuration, own, one))
         np.testing.assert_array_equal(np.asarray(got), together[start : start + len(own)])
+
+
+@pytest.mark.parametrize("configuration", INVARIANT_CONFIGURATIONS, ids=str)
+def test_invariant_attention_keeps_the_bits_of_a_query_in_any_chunk(configuration):
+    """A query has the same bits in a long chunk, in a short one, and as a decoded token."""
+    configuration = dataclasses.replace(configuration, is_decode=False)
+    q, k_pages, v_pages, rows, options = _inputs(configuration)
+    attend = partial(paged_attention, layer=1, implementation=configuration.kind, **options)
+    chunk, decode = jax.jit(attend), jax.jit(partial(attend, max_query_length=1))
+    whole = np.asarray(
+        chunk(q, k_pages, v_pages, rows=rows, plan=_plan(configuration, q, rows)), np.float32
+    )
+    alone = dataclasses.replace(configuration, is_decode=True)
+    random = np.random.default_rng(0)
+    for row in (1, 4, 9):  # the long ones
+        start, length = int(rows.query_start[row]), int(rows.query_length[row])
+        # Few lengths, since each is compiled.
+        for kind, run, count in ((configuration, chunk, 21), (alone, decode, 1)):
+            begin = int(random.integers(length - count + 1))
+            first = int(rows.first_position[row]) + begin
+            one = Rows(
+                query_start=jnp.zeros(1, jnp.int32),
+                query_length=jnp.full(1, count, jnp.int32),
+                first_position=jnp.full(1, first, jnp.int32),
+                context_length=jnp.full(1, first + count, jnp.int32),
+                page_table=rows.page_table[row : row + 1],
+            )
+            place = slice(start + begin, start + begin + count)
+            got = run(q[place], k_pages, v_pages, rows=one, plan=_plan(kind, q[place], one))
+            np.testing.assert_array_equal(np.asarray(got, np.float32), whole[place])
+
+
+@pytest.mark.parametrize("configuration", row_shapes.CONFIGURATIONS, ids=str)
+def test_invariant_products_keep_the_bits_of_a_row(configuration):
+    """A row has the same bits in batches of random sizes and places; products are right."""
+    function, _ = configuration.call()
+    inputs = row_shapes.make_inputs(configuration, seed=0)
+    run = jax.jit(function)
+    got = run(**inputs)
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), inputs)
+    weight = wide["weight"].T if configuration.is_transposed else wide["weight"]
+    with jax.default_matmul_precision("highest"):
+        wanted = jnp.tensordot(wide["x"], weight, 1) + wide.get("bias", 0.0)
+    if configuration.is_gated:
+        wanted = jax.nn.silu(wanted[:, 0]) * wanted[:, 1]
+    _check_norm(got, wanted + wide.get("residual", 0.0), ALLOWED[configuration.dtype])
+    random = np.random.default_rng(0)
+    of_rows = {"x", "residual"} & set(inputs)
+    for size in (1, 2, *random.integers(3, 700, 3)):
+        index = jnp.asarray(random.integers(configuration.tokens, size=size))
+        some = inputs | {name: inputs[name][index] for name in of_rows}
+        assert jnp.array_equal(run(**some), got[index]), size
+
+
+@pytest.mark.parametrize("configuration", pointwise_shapes.CONFIGURATIONS, ids=str)
+def test_invariant_norms_keep_the_bits_of_a_row(configuration):
+    """A row has the same bits in batches of random sizes and places; norms agree with XLA's."""
+    function, _ = configuration.call()
+    inputs = pointwise_shapes.make_inputs(configuration, seed=0)
+    run, right = jax.jit(function), jax.jit(partial(function, implementation="xla"))
+    got = run(**inputs)
+    _check_norm(got, right(**inputs), ALLOWED[configuration.dtype])
+    random = np.random.default_rng(0)
+    for size in (1, 2, *random.integers(3, 700, 3)):
+        index = jnp.asarray(random.integers(configuration.rows, size=size))
+        assert jnp.array_equal(run(**inputs | {"x": inputs["x"][index]}), got[index]), size
 
 
 @pytest.mark.parametrize("shape", write_shapes.GPU_SHAPES, ids=str)
@@ -217,6 +292,7 @@ def _plan(configuration: Configuration, q: jax.Array, rows: Rows) -> Plan:
         kv_heads=configuration.kv_heads,
         group=configuration.group,
         head_dim=configuration.head_dim,
+        chunk_invariant=configuration.chunk_invariant,
     )
     assert tiling is not None
     capacity = Capacity.of(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from scripts.launches import launches, launches_a_layer, made_arrays
+from scripts.launches import launches, launches_a_layer, made_arrays, sums_of_floats
 
 
 def _scanned(num_layers: int, products: int) -> str:
@@ -97,3 +97,22 @@ ENTRY %main (p: u8[4,6]) -> f32[4] {
     found = made_arrays(hlo, {24})
     assert [line.split(" = ")[0] for line in found] == ["%wide", "%two"]
     assert made_arrays(hlo, {24}, "[us]8") == found[1:]
+
+
+def test_sums_of_floats_are_found():
+    """Products and sums of floats are, also in fusions; integers, maxima and kernels are not."""
+    x = jnp.ones((8, 64))
+    found = []
+    for function in (
+        lambda x: x @ x.T,
+        lambda x: jnp.exp(x).sum(axis=1) * 2,
+        lambda x: jax.nn.softmax(x.astype(jnp.bfloat16)),
+        lambda x: x.max(axis=1),
+        lambda x: x.astype(jnp.int32).sum(axis=1),
+        lambda x: x.at[jnp.asarray([1, 2])].add(1.0),
+    ):
+        found.append(bool(sums_of_floats(jax.jit(function).lower(x).compile().as_text())))
+    assert found == [True] * 3 + [False] * 3
+    library = '  %g = (f32[8,8]{1,0}, s8[9]{0}) custom-call(%a), custom_call_target="__cublas$gemm"'
+    ours = '  %k = bf16[8,8]{1,0} custom-call(%a), custom_call_target="__gpu$xla.gpu.triton"'
+    assert len(sums_of_floats(f"{library}\n{ours}")) == 1

@@ -126,14 +126,16 @@ class OPT(Decoder):
     ) -> Float[Array, "tokens embed"]:
         x = self._embedded(tokens, adapter)
         if self.config.projects:
-            x = Linear(self.project_in)(x, adapter)
+            x = Linear(self.project_in, row_kernels=self.row_kernels)(x, adapter)
         return x + self.positions[...][positions + _FIRST_POSITION]
 
     def _end(
         self, x: Float[Array, "tokens embed"], adapter: Int32[Array, " tokens"] | None
     ) -> Float[Array, "tokens hidden"]:
         x = self.norm(x) if self.config.norm_first else x
-        return Linear(self.project_out)(x, adapter) if self.config.projects else x
+        if not self.config.projects:
+            return x
+        return Linear(self.project_out, row_kernels=self.row_kernels)(x, adapter)
 
 
 def _weights(config: OPTConfig) -> dict[str, Weight]:

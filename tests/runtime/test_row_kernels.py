@@ -1,0 +1,123 @@
+"""The kernels of batch-invariant serving on GPUs keep a request's bits: in the interpreter, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve import Runtime, SamplingParams
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.models.families import config_from_hf
+from jaxserve.models.loading import abstract_model, random_params
+from jaxserve.testing import OPTIONS, random_prompts, tiny_llama
+from pallas_kernels import dispatch
+
+IS_GPU = jax.default_backend() == "gpu"
+# On a GPU the platform's choice. Elsewhere few sizes, since an interpreted kernel takes seconds to
+# compile.
+KERNELS = "triton" if IS_GPU else "triton_interpreted"
+ON: dict[str, Any] = {
+    **OPTIONS,
+    "deterministic": True,
+    "attention": KERNELS,
+    **({} if IS_GPU else {"max_slots": 2, "max_step_tokens": 16, "max_decode_iterations": 2}),
+}
+PROMPTS = random_prompts(4, seed=4, longest=40)
+PARAMS = [
+    SamplingParams(max_tokens=4 + i, temperature=0.7 * (i % 2), seed=i, logprobs=2)
+    for i in range(len(PROMPTS))
+]
+
+
+def bits_of(rt: Runtime, chosen: Any) -> dict[int, Any]:
+    """Return tokens and log-probabilities of some of the requests, computed together, by index."""
+    done = rt.generate([PROMPTS[i] for i in chosen], [PARAMS[i] for i in chosen], progress=False)
+    return {i: (each.token_ids, each.logprobs) for i, each in zip(chosen, done, strict=True)}
+
+
+def test_invariant_when_batches_chunks_and_cached_prefixes_change_nothing():
+    """Prompts are cut into other chunks beside other requests, and found in the cache again."""
+    model = tiny_llama(dtype=jnp.bfloat16, num_layers=1, layer_layout="scanned")
+    with Runtime(model, policy="pensieve", **ON) as rt:
+        together = bits_of(rt, range(len(PROMPTS)))
+        for i in (3, 0, 2, 1):
+            assert bits_of(rt, [i]) == {i: together[i]}
+        assert rt.stats().num_prefix_hit > 0
+        assert bits_of(rt, [2, 1, 3]) == {i: together[i] for i in (2, 1, 3)}
+    served = {(each.operation, each.implementation) for each in dispatch.choices()}
+    rows = KERNELS.replace("triton", "triton_rows")
+    assert served >= {("fused_matmul", rows), ("matmul", KERNELS), ("rms_norm", KERNELS)}
+
+
+@pytest.mark.skipif(not IS_GPU, reason="there is no GPU")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_invariant_on_a_gpu_in_random_batches(dtype):
+    """Many requests of random sizes have the bits that they have alone, in random batches."""
+    random = np.random.default_rng(0)
+    prompts = random_prompts(24, seed=0, longest=90)
+    params = [
+        SamplingParams(
+            max_tokens=int(random.integers(1, 30)), temperature=0.8 * (i % 2), seed=i, logprobs=3
+        )
+        for i in range(len(prompts))
+    ]
+
+    def bits(rt: Runtime, chosen: Any) -> list[Any]:
+        done = rt.generate([prompts[i] for i in chosen], [params[i] for i in chosen])
+        return [(each.token_ids, each.logprobs) for each in done]
+
+    model = tiny_llama(dtype=jnp.dtype(dtype))
+    options: dict[str, Any] = OPTIONS | {"max_slots": 16, "deterministic": True}
+    single: dict[str, Any] = options | {"max_slots": 1}
+    with Runtime(model, **single) as rt:
+        alone = [bits(rt, [i])[0] for i in range(len(prompts))]
+    with Runtime(model, **options) as rt:
+        for _ in range(6):
+            size = int(random.integers(2, len(prompts)))
+            chosen = random.choice(len(prompts), size, replace=False)
+            assert bits(rt, chosen) == [alone[i] for i in chosen]
+        sequences = [[*p, *each[0]] for p, each in zip(prompts, alone, strict=True)]
+        for prompt, each, scores in zip(prompts, alone, rt.score(sequences), strict=True):
+            reported = np.array([token.logprob for token in each[1]], np.float32)
+            np.testing.assert_array_equal(scores[len(prompt) - 1 :], reported)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(quantize="int8"), "QuantisedWeight on a GPU, whose sums have no fixed order"),
+        (dict(max_adapters=1), "AdaptedWeight on a GPU"),
+    ],
+)
+def test_weights_that_the_kernels_do_not_serve_are_refused(options, message):
+    """The error names the parts of the model, and what to serve instead."""
+    with pytest.raises(InvalidConfigError, match=message):
+        Runtime(tiny_llama(), **ON | options)
+
+
+def test_mixtures_of_experts_are_refused():
+    """Their groups of tokens have products of XLA's on GPUs."""
+    config = config_from_hf(
+        dict(
+            model_type="qwen3_moe",
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=128,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+        )
+    )
+    model = nnx.merge(abstract_model(config)[0], random_params(config, 0))
+    with pytest.raises(InvalidConfigError, match="with MixtureOfExperts on a GPU"):
+        Runtime(model, **ON)
