@@ -62,7 +62,7 @@ kernel-gate: ## compile the GPU kernels to machine code and interpret some, with
 	         "nothing was compiled"; \
 	    exit 0; }; \
 	failed=0; \
-	$(GATE)/bin/python -m pytest -q tests/pallas_kernels/test_mosaic.py || failed=1; \
+	$(GATE)/bin/python -m pytest -q tests/pallas_kernels/test_mosaic.py tests/pallas_kernels/test_ffi.py || failed=1; \
 	$(GATE)/bin/python -m scripts.mosaic_gate $(ARGS) || failed=1; \
 	$(GATE)/bin/python -m scripts.row_gate || failed=1; \
 	$(GATE)/bin/python -m scripts.kernel_gate $(ARGS) || failed=1; \

@@ -299,7 +299,7 @@ class InfeasibleBoundError(JaxserveError, ValueError):
 
 
 class QueueFullError(JaxserveError):
-    """A call with more requests than may wait. None was accepted; they may be when others begin."""
+    """A call with more requests than may wait. None was accepted; the same call may pass later."""
 
 
 class StaleWeightsError(JaxserveError):

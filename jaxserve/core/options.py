@@ -20,7 +20,7 @@ QUANTIZE_EMBEDDINGS = ("int8", "int4", "none")
 # Where proposals for the next tokens come from.
 SPECULATIONS = ("lookup", "draft")
 
-# What `num_speculative_tokens` and `max_adapter_rank` are where they are omitted.
+# Defaults of `num_speculative_tokens` and `max_adapter_rank`.
 _NUM_SPECULATIVE_TOKENS, _MAX_ADAPTER_RANK = 8, 16
 
 # When executables are made.
@@ -47,10 +47,10 @@ class RuntimeOptions:
         "keep" is for GGUF files: weights, the embedding's too, stay in the blocks of the file.
         Folders of GPTQ, AWQ and compressed-tensors weights are served in their own format, for
         which the option is "keep" or omitted. "w8a8" is "int8" with activations that are in int8
-        on GPUs too. "bf16" stores the weights of a float32 model in 16 bits, on one CPU, where
-        "quantize_embeddings" then has no meaning. docs/quantisation.md says what each costs.
+        on GPUs too. "bf16" stores the weights of a float32 model in 16 bits, on one CPU.
+        docs/quantisation.md says what each costs.
       quantize_embeddings: format of the embedding and the head where `quantize` is given, one of
-        `QUANTIZE_EMBEDDINGS`; "none" leaves them as they are.
+        `QUANTIZE_EMBEDDINGS`, by default "int8"; "none" leaves them as they are.
       host_memory: host memory for pages that leave the device, those of preempted sequences
         included, in bytes or as "4GiB"; 0 for none. By default as much as the page pool, if that
         is under a quarter of the free host memory. Stages share it, and so do processes on one host
@@ -118,7 +118,7 @@ class RuntimeOptions:
     kv_memory: int | str | None = None
     kv_dtype: str | None = None
     quantize: str | None = None
-    quantize_embeddings: str = "int8"
+    quantize_embeddings: str | None = None
     host_memory: int | str | None = None
     restore: str | None = None
     disk_memory: int | str | None = None
@@ -229,7 +229,12 @@ class RuntimeOptions:
                 f"quantize={self.quantize!r} is not supported; pass one of {QUANTIZE}, or omit it "
                 "for the model's dtype"
             )
-        if self.quantize_embeddings not in QUANTIZE_EMBEDDINGS:
+        if self.quantize == "bf16" and self.quantize_embeddings is not None:
+            raise InvalidConfigError(
+                f"quantize_embeddings={self.quantize_embeddings!r} with quantize='bf16', which "
+                "stores the embedding and the head in 16 bits, too; omit quantize_embeddings"
+            )
+        if self.quantize_embeddings not in (None, *QUANTIZE_EMBEDDINGS):
             raise InvalidConfigError(
                 f"quantize_embeddings={self.quantize_embeddings!r} is not supported; pass one of "
                 f"{QUANTIZE_EMBEDDINGS}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import socket
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,7 +16,7 @@ from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.group import allocate_host_pages, check_alike, in_group
 from jaxserve.execution.group_shares import Processes
-from jaxserve.execution.memory_plan import PoolSize, leaves_room, plan_resize
+from jaxserve.execution.memory_plan import PoolSize, StepBytes, leaves_room, plan_resize
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.execution.sizes import CachePlan, engine_config, plan_host
 from jaxserve.execution.staged import StagedExecutor
@@ -151,15 +149,17 @@ def _build_whole(
     optimistic = _agreed_number(optimistic, group)
     draft = engine_config(model_config, options, num_pages=optimistic)
     programs = Programs.shared(graphdef, draft, model_config, place, probe, store, drafter)
-    measure = _step_bytes(programs, params, pages.abstract(optimistic))
-    # Kernels that are asked for by name are tried now, so that those that cannot serve are refused.
+    shapes, cache_shapes = abstract(params), pages.abstract(optimistic)
+    step = StepBytes(lambda: programs.step_bytes(shapes, cache_shapes))
+    # A size that is asked for, or that processes agree on, depends on the largest step. Kernels
+    # that are asked for by name are tried now, so that those that cannot serve are refused.
     decides = options.kv_memory is not None or options.attention is not None or group is not None
     is_deferred = not decides and leaves_room(programs.shelf.devices[0])
-    size = pages.plan(step_bytes=0 if is_deferred else measure())
+    size = pages.plan(step_bytes=0 if is_deferred else step.measure())
     size = replace(
         size,
         num_pages=_agreed_number(min(size.num_pages, optimistic), group),
-        measure_step=measure,
+        step=step,
     )
     config = engine_config(
         model_config,
@@ -186,12 +186,6 @@ def _build_whole(
     if config.num_host_pages:
         allocate_host_pages(executor.pages, group)
     return in_group(executor, group, processes, strict=options.strict), size
-
-
-def _step_bytes(programs: Programs, params: Any, cache: Any) -> Callable[[], int]:
-    """Return a function that measures the largest step, once."""
-    shapes = abstract(params)
-    return functools.cache(lambda: programs.step_bytes(shapes, cache))
 
 
 def _build_stages(

@@ -371,8 +371,8 @@ class DeviceExecutor:
 
     def _swap_timings(self) -> Iterator[SwapCosts | None]:
         """Time copies of the null page and the prefill of an empty prompt."""
-        to_nobody = self.config.num_host_pages
-        out, back = ((NULL_PAGE, to_nobody),), ((to_nobody, NULL_PAGE),)
+        unused_page = self.config.num_host_pages
+        out, back = ((NULL_PAGE, unused_page),), ((unused_page, NULL_PAGE),)
         num_tokens = self.config.token_buckets[-1]
 
         def swap() -> None:

@@ -342,7 +342,7 @@ def in_group(
 def allocate_host_pages(pages: DevicePages, group: ProcessGroup) -> None:
     """Allocate the memory of the host pages of every process. Every process must call it.
 
-    So no process lacks memory later, in a step that the others compute.
+    So a process that lacks it ends the start of all, not a step that the others compute.
 
     Raises:
       HostMemoryError: a process does not have the memory; every process raises it.

@@ -29,7 +29,7 @@ from jaxserve.steps.step_function import Shelf
 # Bytes of pages that may be on their way to the host; they take memory of the device meanwhile.
 _MAX_LEAVING_BYTES = 1 << 30
 # The same of pages that come from the host, before a step waits for those that were sent first.
-MAX_COMING_BYTES = 1 << 30
+MAX_INCOMING_BYTES = 1 << 30
 
 
 @final
@@ -44,7 +44,7 @@ class HostPages:
 
     Args:
       place: sharding of the cache's buffers.
-      max_coming_bytes: see `DevicePages`.
+      max_incoming_bytes: see `DevicePages`.
 
     Raises:
       HostMemoryError: the host does not have the memory. The first method that allocates raises
@@ -52,10 +52,10 @@ class HostPages:
     """
 
     def __init__(
-        self, num_pages: int, place: jax.sharding.Sharding, shelf: Shelf, max_coming_bytes: int
+        self, num_pages: int, place: jax.sharding.Sharding, shelf: Shelf, max_incoming_bytes: int
     ):
         self._num_pages = num_pages + 1
-        self._max_coming_bytes = max_coming_bytes
+        self._max_incoming_bytes = max_incoming_bytes
         self._place = place
         self._own = OwnShards(place)
         self._buffers: list[np.ndarray] = []
@@ -106,7 +106,7 @@ class HostPages:
             ids[: len(some)] = [page for _, page in some]
             pages = self._read(cache, some, PAGES_A_CALL)
             num_new_bytes = sum(each.nbytes for each in pages)
-            if num_bytes and num_bytes + num_new_bytes > self._max_coming_bytes:
+            if num_bytes and num_bytes + num_new_bytes > self._max_incoming_bytes:
                 jax.block_until_ready(cache)
                 num_bytes = 0
             values = self._own.to_devices(pages, like=jax.tree.leaves(cache))
@@ -169,7 +169,7 @@ class HostPages:
             buffer[host_page] = flat.reshape(page.shape)
             start += page.nbytes
 
-    def forget(self) -> None:
+    def drop_arriving(self) -> None:
         """Drop the pages that are on their way; steps that failed may never bring them."""
         wait(self._calls)
         self._arriving.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Self, final
 
 from jaxserve.core.errors import DeviceMemoryError
 from jaxserve.core.host_memory import available_host_bytes
@@ -21,6 +21,32 @@ _DEFAULT_BITS = 7
 
 
 @final
+class StepBytes:
+    """The size of the largest step's temporaries, which is known at once or when it is measured.
+
+    Args:
+      measure: returns it, and compiles that step if it has not been compiled.
+
+    Attributes:
+      known: the size; None if it has not been measured.
+    """
+
+    def __init__(self, measure: Callable[[], int], known: int | None = None):
+        self.known = known
+        self._measure = measure
+
+    @classmethod
+    def of(cls, known: int) -> Self:
+        return cls(lambda: known, known)
+
+    def measure(self) -> int:
+        """Return the size; the first call may take as long as a compilation."""
+        if self.known is None:
+            self.known = self._measure()
+        return self.known
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
 class PoolSize:
     """The size of a page pool, and the numbers from which it was computed.
@@ -29,28 +55,19 @@ class PoolSize:
       num_pages: number of pages, including the null page.
       page_bytes: size of one page in all layers: keys, values and their scales.
       free_bytes: free memory of the device without the pool, the states and the temporaries.
-      measure_step: returns `step_bytes`.
+      step: the memory that the largest step needs.
       state_bytes: size of the states in slots; 0 for a model without recurrent layers.
     """
 
     num_pages: int
     page_bytes: int
     free_bytes: int
-    measure_step: Callable[[], int]
+    step: StepBytes
     state_bytes: int = 0
 
     @property
     def pool_bytes(self) -> int:
         return self.num_pages * self.page_bytes
-
-    @property
-    def step_bytes(self) -> int:
-        """Size of the largest step's temporaries.
-
-        Where it did not decide the number of pages (`leaves_room`), the first call compiles that
-        step, unless it has been compiled.
-        """
-        return self.measure_step()
 
 
 def leaves_room(device: Any) -> bool:
@@ -131,7 +148,7 @@ def plan_pool(
         num_pages=num_pages,
         page_bytes=page_bytes,
         free_bytes=free,
-        measure_step=lambda: step_bytes,
+        step=StepBytes.of(step_bytes),
         state_bytes=state_bytes,
     )
 
@@ -201,15 +218,16 @@ def plan_resize(
     if num_pages == size.num_pages and kv_bytes <= size.pool_bytes:
         return size
     free = free_device_bytes(device)
+    step_bytes = size.step.measure()
     if kv_bytes > size.pool_bytes:
-        most = free + size.pool_bytes - max(size.step_bytes, size.pool_bytes // num_buffers)
+        most = free + size.pool_bytes - max(step_bytes, size.pool_bytes // num_buffers)
     else:
         most = free * num_buffers
     if kv_bytes > most:
         raise DeviceMemoryError(
             f"a page pool of {kv_bytes:,} bytes instead of {size.pool_bytes:,} does not fit on "
             f"{device}: {free:,} are free beside the present pool, a step needs "
-            f"{size.step_bytes:,}, and parts of up to 1/{num_buffers} are copied one by one; pass "
+            f"{step_bytes:,}, and parts of up to 1/{num_buffers} are copied one by one; pass "
             f"at most {max(0, most):,}"
         )
     free_bytes = free + size.pool_bytes + size.state_bytes

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.execution.host_pages import MAX_COMING_BYTES, HostPages
+from jaxserve.execution.host_pages import MAX_INCOMING_BYTES, HostPages
 from jaxserve.execution.page_calls import abstract_pages, gathered
 from jaxserve.memory.relocation import Moves, page_sources
 from jaxserve.models.batch import KVCache
@@ -30,7 +30,7 @@ class DevicePages:
       place: sharding of the cache's buffers.
       num_host_pages: number of pages that fit on the host.
       shelf: where executables are kept; by default nowhere.
-      max_coming_bytes: of pages that may be on their way from the host.
+      max_incoming_bytes: of pages that may be on their way from the host.
       copy: function that takes a buffer and an array of page ids and returns these pages; by
         default `gathered`, jitted here.
     """
@@ -42,12 +42,12 @@ class DevicePages:
         num_host_pages: int = 0,
         shelf: Shelf | None = None,
         *,
-        max_coming_bytes: int = MAX_COMING_BYTES,
+        max_incoming_bytes: int = MAX_INCOMING_BYTES,
         copy: Callable[[jax.Array, np.ndarray], jax.Array] | None = None,
     ):
         self.cache = cache
         self.place = place
-        self._host = HostPages(num_host_pages, place, shelf or unkept(place), max_coming_bytes)
+        self._host = HostPages(num_host_pages, place, shelf or unkept(place), max_incoming_bytes)
         self._copy = copy or jax.jit(gathered, out_shardings=place)
 
     @property
@@ -156,7 +156,7 @@ class DevicePages:
         self.cache = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), like
         )
-        self._host.forget()
+        self._host.drop_arriving()
 
     def delete(self) -> None:
         """Free the memory on the device and on the host."""

@@ -274,8 +274,8 @@ class StagedExecutor:
 
     def _swap_timings(self) -> Iterator[SwapCosts | None]:
         """Time copies and prefill on all stages together, so that what overlaps counts once."""
-        to_nobody = self.config.num_host_pages
-        out, back = ((NULL_PAGE, to_nobody),), ((to_nobody, NULL_PAGE),)
+        unused_page = self.config.num_host_pages
+        out, back = ((NULL_PAGE, unused_page),), ((unused_page, NULL_PAGE),)
         batch, _ = pack_rows(self.config, (), self.config.token_buckets[-1])
 
         def caches() -> list[KVCache]:

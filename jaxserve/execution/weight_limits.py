@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
+from pallas_kernels import build
 from sharding import DeviceGroups, StagePlan
 
 
@@ -25,6 +26,11 @@ def check_quantised(
             f"one CPU, and this model is in {dtype} on {jax.default_backend()!r}"
             + ("" if mesh is None else " with a mesh")
             + "; pass dtype='bfloat16' for weights and activations in 16 bits"
+        )
+    if options.quantize == "bf16" and not build.has_compiler():
+        raise InvalidConfigError(
+            "quantize='bf16' needs a C++ compiler for its kernel, and there is none; install g++ "
+            "or clang++, or omit quantize"
         )
     groups = mesh.both if isinstance(mesh, DeviceGroups) else (mesh,)
     if any(

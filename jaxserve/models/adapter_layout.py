@@ -141,8 +141,11 @@ class AdapterLayout:
             for name, shape in target.wanted(module, layer, rank)
         }
 
-    def values(self, source: AdapterSource) -> AdapterValues:
+    def values(self, source: AdapterSource, *, limits_rank: bool = True) -> AdapterValues:
         """Return an adapter in this layout.
+
+        Args:
+          limits_rank: whether the caller chose `max_rank`, which an error then names.
 
         Raises:
           InvalidParamsError: matrices are missing, have other shapes, a rank over the maximum or
@@ -166,8 +169,8 @@ class AdapterLayout:
                 f"the adapter of {source.where} does not fit this model: "
                 + "; ".join(problems[:_MAX_PROBLEMS])
                 + (f"; and {more} more problems" if more > 0 else "")
-                + f". Pass the adapter of this model, of rank {self._max_rank} at most "
-                "(max_adapter_rank)"
+                + ". Pass the adapter of this model"
+                + (f", of rank {self._max_rank} at most (max_adapter_rank)" if limits_rank else "")
             )
         digest = blake2b(digest_size=16)
         for path in sorted(arrays, key=str):

@@ -52,7 +52,7 @@ class AdapterSource:
       scale: factor of B @ A.
       where: names the source in error messages.
       merges: whether the adapter is to be merged into the weights, as DoRA has to be. Then the
-        vectors `...lora_magnitude_vector` [out] are none of `shapes`.
+        vectors `...lora_magnitude_vector` [out] are not in `shapes`.
 
     Attributes:
       magnitudes: of a DoRA that is to be merged, by module; else empty.

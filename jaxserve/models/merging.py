@@ -44,7 +44,7 @@ def merge_adapter(
     adapter = AdapterSource.of(source, scale, merges=True)
     rescaled = _magnitudes(adapter, model)
     layout = _layout(model, adapter.rank)
-    arrays = layout.values(adapter).arrays
+    arrays = layout.values(adapter, limits_rank=False).arrays
     params = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     for path, axes in layout.weight_axes.items():
         name = ".".join(map(str, path))
@@ -89,7 +89,8 @@ def _magnitudes(
     is left out.
 
     Raises:
-      InvalidParamsError: a module has matrices and no magnitudes, or the other way round.
+      InvalidParamsError: a module has matrices and no magnitudes, the other way round, or one
+        magnitude too many or too few.
     """
     found = adapter.magnitudes
     if not found:
@@ -103,6 +104,16 @@ def _magnitudes(
         raise InvalidParamsError(
             f"the DoRA of {adapter.where} has lora_A or lora_magnitude_vector, and not both, of "
             f"{', '.join(unpaired[:5])}; pass a whole one"
+        )
+    wrong = [
+        f"{module}.lora_magnitude_vector has shape {m.shape} instead of {outputs}"
+        for module, m in found.items()
+        if m.shape != (outputs := adapter.shapes().get(f"{module}.lora_B.weight", ())[:1])
+    ]
+    if wrong:
+        raise InvalidParamsError(
+            f"the DoRA of {adapter.where} does not fit this model: {'; '.join(wrong[:5])}. Pass "
+            "the adapter of this model"
         )
     # They lie in a weight as B of a rank of 1 does.
     layout = _layout(model, 1)

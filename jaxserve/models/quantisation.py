@@ -25,7 +25,7 @@ from pallas_kernels.quantised_matmul import Rounding
 _log = logging.getLogger(__name__)
 # "w8a8" is int8 whose activations are rounded on GPUs too.
 _FORMATS = {"int8": INT8, "int4": INT4, "fp8": FP8, "w8a8": INT8}
-# Dtypes of panels, in which weights have all of their numbers' bits but some.
+# Formats that only store weights in another dtype, in panels.
 _PANELS = {"bf16": "bfloat16"}
 
 
@@ -62,7 +62,7 @@ class Quantisation:
         """Return what the options say; None for dense weights."""
         if options.quantize is None:
             return None
-        ends = options.quantize_embeddings
+        ends = options.quantize_embeddings or "int8"
         rounds: Rounding | None = "groups" if dispatch.target_platform() == "cpu" else None
 
         def format_of(name: str) -> WeightFormat | None:
@@ -77,7 +77,7 @@ class Quantisation:
         embeddings = None if panels or options.quantize == "keep" else format_of(ends)
         named = [options.quantize, *(str(each.group) for each in (layers, embeddings) if each)]
         return cls(
-            name="-".join([*named, ends, *(() if rounds else ("whole",))]),
+            name="-".join([*named, panels or ends, *(() if rounds else ("whole",))]),
             layers=layers,
             embeddings=embeddings,
             keeps_blocks=options.quantize == "keep",

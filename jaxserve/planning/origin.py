@@ -65,12 +65,9 @@ class Origin:
                 "weight_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
             },
             device={
-                **_described(stages),
                 "platform": device.platform,
                 "kind": device.device_kind,
-                "count": len(devices)
-                if stages is None
-                else sum(s.num_shards for s in stages.stages),
+                "count": len(devices),
                 "host_cpu": cpu_name(),
                 "host_cores": len(os.sched_getaffinity(0)),
                 **_described(stages),
@@ -115,6 +112,7 @@ class Origin:
 
 
 def _described(stages: StagePlan | None) -> dict[str, Any]:
+    """Return the number of devices and the shape of the stages; nothing without stages."""
     if stages is None:
         return {}
     shape = [(len(stage.layers), stage.num_shards) for stage in stages.stages]

@@ -285,7 +285,7 @@ def check_early(
             f"latency_bound={options.latency_bound!r} is kept by policy 'exegpt' only, and policy="
             f"{policy.name!r} was given; pass policy='exegpt', or call rt.plan(latency_bound)"
         )
-    check_disk(options, policy)
+    check_disk(options, policy, has_processes=group is not None)
     if group is None or group.is_leader:
         if options.record is not None:
             check_is_free(options.record)

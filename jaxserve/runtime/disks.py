@@ -20,16 +20,11 @@ def open_disks(options: RuntimeOptions, executors: Sequence[ModelExecutor]) -> l
     """Open a disk tier for each executor, in its own folder; return [] without `disk_memory`.
 
     Raises:
-      InvalidConfigError: an executor has no host pages or is one of several processes, the folder
-        cannot be used, or another runtime uses it.
+      InvalidConfigError: an executor has no host pages, the folder cannot be used, or another
+        runtime uses it.
     """
     if options.disk_memory is None:
         return []
-    if any(executor.group is not None for executor in executors):
-        raise InvalidConfigError(
-            f"disk_memory={options.disk_memory!r}, but several processes serve the model, and each "
-            "has only a part of every page; pass no disk_memory, or a mesh of one process's devices"
-        )
     if any(executor.host_memory is None for executor in executors):
         raise _no_host_pages(options)
     max_bytes = parse_bytes(options.disk_memory) // len(executors)
@@ -42,14 +37,23 @@ def open_disks(options: RuntimeOptions, executors: Sequence[ModelExecutor]) -> l
     return disks
 
 
-def check_disk(options: RuntimeOptions, policy: Policy) -> None:
+def check_disk(options: RuntimeOptions, policy: Policy, *, has_processes: bool) -> None:
     """Check that pages can reach the disk tier and that its folder can be used.
 
+    Args:
+      has_processes: whether several processes serve the model.
+
     Raises:
-      InvalidConfigError: the policy retains no pages on the host, or the folder cannot be used.
+      InvalidConfigError: the policy retains no pages on the host, several processes serve the
+        model, or the folder cannot be used.
     """
     if options.disk_memory is None:
         return
+    if has_processes:
+        raise InvalidConfigError(
+            f"disk_memory={options.disk_memory!r}, but several processes serve the model, and each "
+            "has only a part of every page; pass no disk_memory, or a mesh of one process's devices"
+        )
     if not policy.retention.uses_host:
         raise InvalidConfigError(
             f"disk_memory={options.disk_memory!r}, but policy={policy.name!r} keeps no pages on "

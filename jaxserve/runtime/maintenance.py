@@ -243,6 +243,9 @@ class Maintenance:
                 f"size={size!r}: the page pool of a model that several processes serve cannot be "
                 "resized; close the runtime on all of them and create one with another kv_memory"
             )
+        with out_of_memory_as("resizing the page pool", "pass a smaller size"):
+            for replica in self._replicas.all:
+                replica.pool_size.step.measure()  # which may compile, while requests run
         with (
             out_of_memory_as("resizing the page pool", "pass a smaller size"),
             self._replicas.paused("keep"),

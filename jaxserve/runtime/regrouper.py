@@ -18,6 +18,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.execution.grouped import GroupedExecutor
+from jaxserve.execution.memory_plan import StepBytes
 from jaxserve.execution.regroup import GroupMaker, exchange, meshes_of
 from jaxserve.execution.weight_moves import Leaves, WeightsMemory, shared_leaves
 from jaxserve.memory.page_pool import MIN_PAGES
@@ -283,7 +284,7 @@ class Regrouper:
                     replica.pool_size,
                     num_pages=num_pages,
                     page_bytes=largest,
-                    measure_step=lambda: step,
+                    step=StepBytes.of(step),
                 )
                 try:
                     replica.recompute(
@@ -335,7 +336,7 @@ class Regrouper:
         weights = self._memory(self.present, shared).group_bytes
         pages = map(self._maker.page_bytes, meshes_of(self._groups))
         used = max(w + config.num_pages * p for w, p in zip(weights, pages, strict=True))
-        return _Room(used + size.step_bytes, shared)
+        return _Room(used + size.step.measure(), shared)
 
     def _memory(self, division: Division, shared: Leaves) -> WeightsMemory:
         """Return the memory of the weights during and after a move."""
@@ -356,7 +357,7 @@ class Regrouper:
         """
         config, maker = self._executor.config, self._maker
         memory = self._memory(division, room.shared)
-        present = self._replicas.first.pool_size.step_bytes
+        present = self._replicas.first.pool_size.step.measure()
         fewest = min(len(devices) for devices in self._groups.devices)
         num_pages = 1 + config.max_slots * config.max_pages_per_sequence
         for group, mesh in enumerate(meshes_of(self._others[division])):

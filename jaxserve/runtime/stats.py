@@ -92,7 +92,7 @@ class RuntimeStats:
     page_size: int
     pool_bytes: int
     weights_bytes: int
-    step_bytes: int
+    step_bytes: int | None
     num_plans: int = 0
     num_moves: int = 0
     move_pause_s: float = 0.0
@@ -139,7 +139,7 @@ class RuntimeStats:
             page_size=first.executor.config.page_size,
             pool_bytes=first.pool_size.pool_bytes,
             weights_bytes=weights_bytes,
-            step_bytes=first.pool_size.step_bytes,
+            step_bytes=first.pool_size.step.known,
             num_plans=planner.num_adopted,
             num_moves=planner.num_moves,
             move_pause_s=planner.move_pause_s,

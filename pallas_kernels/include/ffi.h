@@ -43,7 +43,9 @@ template <>
 struct Element<F32> { using Type = float; };
 
 template <typename T>
-constexpr DataType kTypeOf = F32;
+constexpr DataType kTypeOf = XLA_FFI_DataType_INVALID;
+template <>
+constexpr DataType kTypeOf<float> = F32;
 template <>
 constexpr DataType kTypeOf<bool> = PRED;
 template <>
@@ -155,7 +157,9 @@ class Result {
 // XLA's own threads.
 class ThreadPool {
  public:
-  ThreadPool(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* context)
+  using Context = decltype(XLA_FFI_CallFrame::ctx);  // whose name is another in some versions
+
+  ThreadPool(const XLA_FFI_Api* api, Context context)
       : api_(api), context_(context) {}
 
   // Runs `task` on a thread of the pool, or on this one if there is no pool.
@@ -196,7 +200,7 @@ class ThreadPool {
   }
 
   const XLA_FFI_Api* api_;
-  XLA_FFI_ExecutionContext* context_;
+  Context context_;
 };
 
 // Reads the parameters of a kernel from a call, one after another, and notes what does not fit.
@@ -213,7 +217,7 @@ class Reader {
   // What does not fit; "" if everything was read and fits.
   std::string problem() const {
     if (problem_.empty() && (num_args_ != call_->args.size || num_rets_ != call_->rets.size))
-      return "the number of operands or results is another";
+      return "the number of operands or results does not match the kernel";
     return problem_;
   }
 
@@ -233,6 +237,7 @@ class Reader {
   // An attribute.
   template <typename T>
   Span<const T> read_as(Span<const T>*) {
+    static_assert(kTypeOf<T> != XLA_FFI_DataType_INVALID);
     const auto* array = static_cast<const XLA_FFI_Array*>(attribute(XLA_FFI_AttrType_ARRAY));
     if (array && array->dtype == kTypeOf<T>)
       return {static_cast<const T*>(array->data), static_cast<int64_t>(array->size)};
@@ -241,7 +246,7 @@ class Reader {
   }
   template <typename T>
   T read_as(T*) {
-    static_assert(std::is_arithmetic_v<T>);
+    static_assert(kTypeOf<T> != XLA_FFI_DataType_INVALID);
     const auto* scalar = static_cast<const XLA_FFI_Scalar*>(attribute(XLA_FFI_AttrType_SCALAR));
     if (scalar && scalar->dtype == kTypeOf<T>) return *static_cast<const T*>(scalar->value);
     note(std::string("attribute ") + names_[-1]);
@@ -269,7 +274,7 @@ class Reader {
   }
 
   void note(const std::string& what) {
-    if (problem_.empty()) problem_ = what + " is missing, or its dtype or rank is another";
+    if (problem_.empty()) problem_ = what + " is missing, or its dtype or rank does not match";
   }
 
   const XLA_FFI_CallFrame* call_;
@@ -288,7 +293,7 @@ inline XLA_FFI_Error* error_of(const XLA_FFI_Api* api, const std::string& messag
 
 // Whether XLA asks for the version of its interface only, which is then told.
 inline bool is_about_version(XLA_FFI_CallFrame* call) {
-  for (XLA_FFI_Extension_Base* each = call->extension_start; each; each = each->next)
+  for (auto* each = call->extension_start; each; each = each->next)
     if (each->type == XLA_FFI_Extension_Metadata) {
       XLA_FFI_Metadata* about = reinterpret_cast<XLA_FFI_Metadata_Extension*>(each)->metadata;
       about->api_version.major_version = XLA_FFI_API_MAJOR;

@@ -7,17 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 from jaxserve.core.errors import HostMemoryError, InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.execution.build import build_executor
-from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.group import allocate_host_pages, in_group
+from jaxserve.execution.group import allocate_host_pages
 from jaxserve.execution.page_copies import DevicePages
 from jaxserve.models.batch import KVCache
-from jaxserve.runtime.disks import open_disks
-from jaxserve.testing.tiny import OPTIONS, tiny_llama
+from jaxserve.runtime.disks import check_disk
+from jaxserve.scheduling.presets import get_policy
+from jaxserve.testing.tiny import OPTIONS
 from tests.common.process_groups import connected
 
 
@@ -43,13 +41,8 @@ def test_a_process_without_the_memory_ends_the_start_of_all(lacking):
 
 def test_a_disk_is_refused(tmp_path):
     """A process can read its own part of a page only."""
-    model = tiny_llama()
-    graphdef, params = nnx.split(model)
     given = dict(policy="pensieve", disk_memory="1MB", disk_folder=tmp_path)
     options = RuntimeOptions.parse(OPTIONS | given)
-    executor, _ = build_executor(graphdef, params, model.config, model.layer_layout, options)
-    assert isinstance(executor, DeviceExecutor) and executor.host_memory is not None
-    leader, _ = connected()
     with pytest.raises(InvalidConfigError, match="several processes serve the model"):
-        open_disks(options, [in_group(executor, leader)])
-    executor.close()
+        check_disk(options, get_policy("pensieve"), has_processes=True)
+    check_disk(options, get_policy("pensieve"), has_processes=False)

@@ -66,7 +66,7 @@ def _plan_with_states(state_bytes: int, *, page_bytes: int = 1000, kv_bytes: int
 def test_a_resize_counts_states_once():
     """States are allocated before a resize, so the free memory is already without them."""
     size = _plan_with_states(600_000, kv_bytes=200_000)
-    assert (size.pool_bytes, size.step_bytes, size.state_bytes) == (200_000, 100_000, 600_000)
+    assert (size.pool_bytes, size.step.measure(), size.state_bytes) == (200_000, 100_000, 600_000)
     left = _Gpu(1_000_000 - size.state_bytes - size.pool_bytes)
     resized = plan_resize(left, size, 300_000, wanted_pages=10**6, num_buffers=8)
     assert resized.pool_bytes == 300_000

@@ -228,7 +228,7 @@ def test_pages_come_from_the_host_in_parts(num_calls: int, waits: list[int]):
     page_bytes = sum(leaf.nbytes for leaf in before) // NUM_PAGES
     shelf = _WatchedShelf(unkept(plain.place))
     most = num_calls * PAGES_A_CALL * page_bytes
-    pages = _pages("float32", 1, shelf=shelf, max_coming_bytes=most)
+    pages = _pages("float32", 1, shelf=shelf, max_incoming_bytes=most)
     copies = tuple((page, page) for page in range(1, NUM_PAGES))
     pages.swap(copies, copies)
     assert shelf.waits == waits

@@ -154,6 +154,10 @@ def test_what_cannot_be_merged_is_refused():
     _, _, adapter, model = _made("llama", 6, has_magnitudes=True)
     with pytest.raises(InvalidParamsError, match="belongs to no weight"):
         merge_adapter(model, {"lm_head.lora_A": np.ones((2, 2))}, scale=1.0)
+    name = next(name for name in adapter if name.endswith("lora_magnitude_vector"))
+    longer = {**adapter, name: np.append(adapter[name], np.float32(1))}
+    with pytest.raises(InvalidParamsError, match=rf"{name.split('.')[-1]} has shape .* instead of"):
+        merge_adapter(model, longer, scale=1.0)
     zero = {**adapter, **{name: 0 * adapter[name] for name in adapter if "lora_m" in name}}
     infinite = {name: array * np.float32(1e30) for name, array in zero.items()}
     with pytest.raises(InvalidParamsError, match="NaN or infinite"):

@@ -80,7 +80,7 @@ def test_operands_results_and_attributes_pass(call: Callable):
         ((X.astype(np.int32), X), {}, "Scaled: operand 0 is missing, or its dtype or rank"),
         ((X[0], X), {}, "Scaled: operand 0"),
         ((X,), {}, "Scaled: operand 1"),
-        ((X, X, X), {}, "Scaled: the number of operands or results is another"),
+        ((X, X, X), {}, "Scaled: the number of operands or results does not match the kernel"),
         ((X, X.astype(np.uint32)), {"by": np.int32(7)}, "Scaled: attribute by"),
         ((X, X), {"numbers": np.zeros(3, np.float32)}, "Scaled: attribute numbers"),
         ((X, X), {"most": np.float32(1)}, "Scaled: attribute most"),

@@ -135,3 +135,15 @@ def test_what_cannot_be_had_changes_nothing(answers):
             rt.resize_kv("much")
         assert rt.stats().num_pages == FEW_PAGES
         assert _tokens(p.result(60) for p in pending) == answers
+
+
+def test_counters_compile_nothing():
+    """Where the default pool did not depend on the largest step, a resize measures it first."""
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
+        stats = rt.stats()
+        assert stats.step_bytes is None and stats.num_compilations == 0
+        rt.resize_kv(stats.pool_bytes)
+        measured = rt.stats().step_bytes
+        assert measured is not None and measured > 0
+    with Runtime(tiny_llama(), kv_memory=stats.pool_bytes, **OPTIONS) as rt:
+        assert rt.stats().step_bytes == measured

@@ -40,7 +40,7 @@ class LayerSizes:
     page_size: int = 16
     kv_dtype: str | None = None
     quantize: str | None = None
-    quantize_embeddings: str = "int8"
+    quantize_embeddings: str | None = None
 
     def __post_init__(self) -> None:
         if self.quantize == "keep":
