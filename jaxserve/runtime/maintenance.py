@@ -246,12 +246,9 @@ class Maintenance:
         with out_of_memory_as("resizing the page pool", "pass a smaller size"):
             for replica in self._replicas.all:
                 replica.pool_size.step.measure()  # which may compile, while requests run
-        with (
-            out_of_memory_as("resizing the page pool", "pass a smaller size"),
-            self._replicas.paused("keep"),
-        ):
-            self._resize(kv_bytes)
-            self._origin = replace(self._origin, config=self._replicas.first.executor.config)
+            with self._replicas.paused("keep"):
+                self._resize(kv_bytes)
+                self._origin = replace(self._origin, config=self._replicas.first.executor.config)
         return self._replicas.first.pool_size.pool_bytes
 
     def measure_step_times(self, rounds: int, max_wait_s: float | None = None) -> StepTimes:
