@@ -181,7 +181,11 @@ def build_parser() -> argparse.ArgumentParser:
         default="bf16,int8,int4,fp8,keep",
         help=f"some of {FORMATS}, separated by commas",
     )
-    add("--quantize-embeddings", default="int8", help="of the embedding and the head")
+    add(
+        "--quantize-embeddings",
+        default=None,
+        help="of the embedding and the head, where it is not the format's usual one",
+    )
     add("--texts", type=int, default=16, help="how many turns")
     add("--tokens", type=int, default=256, help="of each, at most")
     add("--seed", type=int, default=0, help="of the draw")
