@@ -50,7 +50,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         policy = parse_policies(options.policies)[0]
         plain = open_runtimes.open(policy)
         adapted = open_runtimes.open(
-            policy, max_adapters=max(counts), max_adapter_rank=options.rank
+            policy,
+            max_adapters=max(counts),
+            max_adapter_rank=options.rank,
+            adapter_dtype=options.adapter_dtype,
         )
         prompts = [item.prompt_token_ids for item in workloads.items(options, plain)]
         load_s = [_loaded(adapted, number, options) for number in range(max(counts))]
@@ -150,6 +153,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--adapters", default="0,1,8,64", help="numbers of adapters in use, separated by commas"
     )
     parser.add_argument("--rank", type=int, default=16, help="of each adapter")
+    parser.add_argument(
+        "--adapter-dtype", default=None, help="bfloat16, if not the dtype of the weights"
+    )
     return parser
 
 

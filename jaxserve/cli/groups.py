@@ -68,6 +68,7 @@ class ServiceOptions:
     draft_model: opt.DraftModel = None
     deterministic: opt.Deterministic = False
     adapter: opt.Adapter = None
+    adapter_dtype: opt.AdapterDType = None
     host_memory: opt.HostMemory = None
     disk_memory: opt.DiskMemory = None
     disk_folder: opt.DiskFolder = None

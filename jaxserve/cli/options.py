@@ -138,6 +138,13 @@ Adapter = Annotated[
         "it as the model. Elsewhere, a single one is that of all prompts.",
     ),
 ]
+AdapterDType = Annotated[
+    str | None,
+    _runtime(
+        "--adapter-dtype",
+        text="Dtype of adapters, bfloat16; by default that of the weights. Only with --adapter.",
+    ),
+]
 HostMemory = Annotated[
     str | None,
     _runtime("--host-memory", text="Host memory for KV that leaves the device, e.g. 8GiB, or 0."),

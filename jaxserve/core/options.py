@@ -87,6 +87,8 @@ class RuntimeOptions:
       max_adapters: maximum number of adapters that are loaded at once (`Runtime.load_adapter`), for
         which memory is allocated; 0 for a runtime without adapters (docs/adapters.md).
       max_adapter_rank: maximum rank of an adapter, by default 16. Only with `max_adapters`.
+      adapter_dtype: dtype in which adapters are kept, "bfloat16"; by default that of the weights.
+        Only with `max_adapters`.
       deterministic: refuse to serve where the bits of a request's tokens and log-probabilities
         could depend on other requests. True changes nothing on CPUs, where it is allowed in float32
         without tensor parallelism: the bits are the same there in any case. On NVIDIA GPUs it has
@@ -137,6 +139,7 @@ class RuntimeOptions:
     page_size: int = 32
     max_adapters: int = 0
     max_adapter_rank: int | None = None
+    adapter_dtype: str | None = None
     deterministic: bool = False
     seed: int = 0
     warmup: bool | str = "background"
@@ -201,10 +204,16 @@ class RuntimeOptions:
                 f"max_adapters={self.max_adapters!r} is not allowed; pass a whole number of at "
                 "least 0"
             )
-        if self.max_adapter_rank is not None and not self.max_adapters:
+        for name in ("max_adapter_rank", "adapter_dtype"):
+            value = getattr(self, name)
+            if value is not None and not self.max_adapters:
+                raise InvalidConfigError(
+                    f"{name}={value!r} without max_adapters; pass both, or omit {name}"
+                )
+        if self.adapter_dtype not in (None, "bfloat16"):
             raise InvalidConfigError(
-                f"max_adapter_rank={self.max_adapter_rank} without max_adapters; pass both, or "
-                "omit max_adapter_rank"
+                f"adapter_dtype={self.adapter_dtype!r} is not supported; pass 'bfloat16', or omit "
+                "it for the dtype of the weights"
             )
         bound = self.latency_bound
         if bound is not None and (not isinstance(bound, (int, float)) or not bound > 0):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any, final
 
 import jax
@@ -54,6 +56,7 @@ class AdapterLayout:
     Args:
       num_adapters: maximum number of adapters at once.
       max_rank: maximum rank of an adapter.
+      dtype: of the adapters' matrices; by default that of the model.
     """
 
     def __init__(
@@ -63,11 +66,13 @@ class AdapterLayout:
         *,
         num_adapters: int,
         max_rank: int,
+        dtype: str | None = None,
     ):
         family = family_of(config)
         table = family.weights(config)
         _, dense = abstract_model(config, layer_layout=layer_layout)
-        targets = (_Target.of(path, v, table, max_rank) for path, v in nnx.to_flat_state(dense))
+        flat = nnx.to_flat_state(dense)
+        targets = (_Target.of(path, v, table, max_rank, dtype) for path, v in flat)
         self._prefix = family.prefix
         self._targets = [target for target in targets if target is not None]
         self._num_adapters = num_adapters
@@ -83,7 +88,9 @@ class AdapterLayout:
             adapted = AdaptedWeight.empty(
                 *(target.dense, target.axes),
                 num_adapters=self._num_adapters,
-                rank=target.rank,
+                rank=target.max_rank,
+                spans=target.spans,
+                dtype=target.dtype,
                 base=getattr(owner, target.path[-1]),
                 place=place,
             )
@@ -130,6 +137,11 @@ class AdapterLayout:
     def weight_axes(self) -> dict[Path, WeightAxes]:
         """The axes of each weight that adapters may change, by its path."""
         return {target.path: target.axes for target in self._targets}
+
+    def change(self, path: Path, arrays: Mapping[Path, np.ndarray]) -> np.ndarray:
+        """Return `scale * a @ b` of an adapter for the weight at a path, in the weight's shape."""
+        (target,) = (target for target in self._targets if target.path == path)
+        return target.change(*(arrays[part] for part in target.paths))
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Return the matrices of an adapter that changes all weights, by PEFT's names."""
@@ -197,11 +209,18 @@ class _Target:
     axes: WeightAxes
     names: tuple[str, ...]  # of its axes, without those that are stacked
     modules: tuple[_Module, ...]
+    spans: tuple[tuple[int, int], ...]  # see `AdaptedWeight`
     max_rank: int
+    dtype: np.dtype
 
     @classmethod
     def of(
-        cls, path: Path, dense: nnx.Variable, table: Mapping[str, Weight], max_rank: int
+        cls,
+        path: Path,
+        dense: nnx.Variable,
+        table: Mapping[str, Weight],
+        max_rank: int,
+        dtype: str | None,
     ) -> _Target | None:
         """Return the target for a parameter; None where adapters may not change it."""
         axes: WeightAxes | None = dense.get_metadata().get("weight_axes")
@@ -225,16 +244,14 @@ class _Target:
                     Weight(" ".join([*summed, "rank"]), (a,)), Weight(f"rank {' '.join(out)}", (b,))
                 )
             )
-        return cls(path, dense, axes, names, tuple(modules), max_rank)
+        like = dense.get_value()
+        spans = _spans(modules, out, axes.split(like.shape)[2]) if len(modules) > 1 else ()
+        own_dtype = np.dtype(dtype or like.dtype)
+        return cls(path, dense, axes, names, tuple(modules), spans, max_rank, own_dtype)
 
     @property
     def num_stacked(self) -> int:
         return self.axes.num_stacked
-
-    @property
-    def rank(self) -> int:
-        """Rank of the arrays: that of all modules together."""
-        return len(self.modules) * self.max_rank
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -255,13 +272,25 @@ class _Target:
     def zeros(self) -> dict[Path, np.ndarray]:
         """Return the arrays of one adapter that changes nothing."""
         stacked, summed, out = self.axes.split(self._shape)
-        dtype = np.dtype(self.dense.get_value().dtype)
-        shapes = ((*stacked, *summed, self.rank), (*stacked, self.rank, *out), stacked)
-        kinds = (dtype, dtype, np.dtype(np.float32))
+        ranks = len(self.modules) * self.max_rank
+        shapes = ((*stacked, *summed, ranks), (*stacked, self.max_rank, *out), stacked)
+        kinds = (self.dtype, self.dtype, np.dtype(np.float32))
         return {
             path: np.zeros(shape, kind)
             for path, shape, kind in zip(self.paths, shapes, kinds, strict=True)
         }
+
+    def change(self, a: np.ndarray, b: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        """See `AdapterLayout.change`."""
+        stacked, summed, out = self.axes.split(self._shape)
+        product = np.zeros((*stacked, math.prod(summed), math.prod(out)), b.dtype)
+        a, b = a.reshape(*stacked, math.prod(summed), -1), b.reshape(*stacked, self.max_rank, -1)
+        end = 0
+        for module, size in self.spans or [(0, b.shape[-1])]:
+            own = slice(module * self.max_rank, (module + 1) * self.max_rank)
+            begin, end = end, end + size
+            product[..., begin:end] = a[..., own] @ b[..., begin:end]
+        return (scale[..., None, None] * product).reshape(self._shape)
 
     def read(
         self, source: WeightSource, scale: float, used: set[str], problems: list[str]
@@ -276,7 +305,8 @@ class _Target:
                 if rank:
                     part = slice(place * self.max_rank, place * self.max_rank + rank)
                     _fill(a[own][..., part], module.a, source, layer)
-                    _fill(b[own][part], module.b, source, layer)
+                    # Of `b`, it fills the outputs of this module.
+                    _fill(b[own][:rank], module.b, source, layer)
                     scales[own] = scale
         return arrays
 
@@ -322,11 +352,23 @@ class _Target:
             yield from weight.needed(shape, layer=layer)
 
 
+def _spans(
+    modules: Sequence[_Module], names: Sequence[str], shape: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """Return which outputs, with axes of these names and sizes, belong to which module."""
+    module_of = np.zeros(shape, np.int64)
+    for number, module in enumerate(modules):
+        (tensor,) = module.b.tensors
+        ranges = tensor.ranges(dict(zip(names, shape, strict=True)))
+        module_of[tuple(slice(*ranges[name]) for name in names)] = number
+    flat = module_of.ravel()
+    edges = [0, *(np.flatnonzero(np.diff(flat)) + 1).tolist(), len(flat)]
+    return tuple((int(flat[begin]), end - begin) for begin, end in pairwise(edges))
+
+
 def _fill(out: np.ndarray, weight: Weight, source: WeightSource, layer: int) -> None:
-    """Fill a view of an array with what a tensor has."""
-    new = np.zeros(out.shape, out.dtype)
-    weight.read_into(new, source, out.shape, [slice(0, n) for n in out.shape], layer=layer)
-    out[...] = new
+    """Fill the part of an array that a module's tensor has."""
+    weight.read_into(out, source, out.shape, [slice(0, n) for n in out.shape], layer=layer)
 
 
 @partial(jax.jit, static_argnums=3)

@@ -6,6 +6,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
@@ -19,20 +20,32 @@ class AdaptedWeight(nnx.Module):
     """A weight, and several low-rank changes of it (LoRA, arXiv:2106.09685).
 
         base    the weight without adapters: a parameter, or a `QuantisedWeight`
-        a       [*stacked, adapters, *in, rank]
+        a       [*stacked, adapters, *in, ranks]
         b       [*stacked, adapters, rank, *out]
         scale   float32 [*stacked, adapters]
 
     A token whose adapter is i is multiplied by `base + scale[i] * a[i] @ b[i]`, a token whose
     adapter is -1 by `base`. Tokens are grouped by their adapters, so that each goes through its own
     matrices alone, however many there are.
+
+    Where the weight is made of several modules of a checkpoint, `a` has the columns of all of them,
+    and each output goes through those of its own module: `spans` has, of consecutive outputs, the
+    number of their module and how many they are. It is empty where there is one module.
     """
 
-    def __init__(self, base: Any, a: nnx.Param, b: nnx.Param, scale: nnx.Param):
+    def __init__(
+        self,
+        base: Any,
+        a: nnx.Param,
+        b: nnx.Param,
+        scale: nnx.Param,
+        spans: tuple[tuple[int, int], ...] = (),
+    ):
         self.base = base
         self.a = a
         self.b = b
         self.scale = scale
+        self.spans = spans
 
     @classmethod
     def empty(
@@ -42,34 +55,43 @@ class AdaptedWeight(nnx.Module):
         *,
         num_adapters: int,
         rank: int,
+        spans: tuple[tuple[int, int], ...] = (),
+        dtype: jax.typing.DTypeLike | None = None,
         base: Any = None,
         place: jax.sharding.Sharding | None = None,
     ) -> AdaptedWeight:
-        """Return a weight with adapters of zeros in the dtype of `dense`, which change nothing.
+        """Return a weight with adapters of zeros, which change nothing.
 
         Args:
+          rank: of each module's change.
+          dtype: of the adapters; by default that of `dense`.
           base: what represents the weight where `dense` has its shape alone; by default `dense`.
           place: of the adapters; the default device without it.
         """
         like, names = dense.get_value(), dense.get_metadata()["logical_axes"]
         stacked, summed, out = axes.split(like.shape)
         stacked_names, in_names, out_names = axes.split(names)
+        dtype = like.dtype if dtype is None else dtype
+        ranks = rank * (1 + max((module for module, _ in spans), default=0))
 
         def zeros(
-            shape: tuple[int, ...], names: tuple[str | None, ...], dtype: Any, **others: Any
+            shape: tuple[int, ...], names: tuple[str | None, ...], dtype: Any, *, has_own: bool
         ) -> nnx.Param:
             return nnx.Param(
                 jnp.zeros((*stacked, num_adapters, *shape), dtype, device=place),
                 logical_axes=(*stacked_names, None, *names),
                 is_adapter=True,
-                **others,
+                **({"has_own_dtype": True} if has_own else {}),
             )
+
+        has_own = dtype != like.dtype
 
         return cls(
             dense if base is None else base,
-            zeros((*summed, rank), (*in_names, None), like.dtype),
-            zeros((rank, *out), (None, *out_names), like.dtype),
-            zeros((), (), jnp.float32, has_own_dtype=True),
+            zeros((*summed, ranks), (*in_names, None), dtype, has_own=has_own),
+            zeros((rank, *out), (None, *out_names), dtype, has_own=has_own),
+            zeros((), (), jnp.float32, has_own=True),
+            spans,
         )
 
     def product(
@@ -92,10 +114,11 @@ class AdaptedWeight(nnx.Module):
         changed = add_low_rank(
             out.reshape(x.shape[0], -1),
             x,
-            a.reshape(num_adapters, x.shape[1], rank),
+            a.reshape(num_adapters, x.shape[1], -1),
             b.reshape(num_adapters, rank, -1),
             scale,
             adapter,
+            spans=self.spans,
         )
         return changed.reshape(out.shape)
 
@@ -109,7 +132,7 @@ class AdaptedWeight(nnx.Module):
         out = representation_of(self.base).grouped_product(x, sizes, adapter)
         if adapter is None:
             return out
-        a, b = self.a[...], self.b[...]
+        a, b = self.a[...].astype(x.dtype), self._wide_b(num_before=2).astype(x.dtype)
         matrices, num_adapters, width, rank = a.shape
         together = num_adapters * rank
         inner = lax.ragged_dot(x, a.transpose(0, 2, 1, 3).reshape(matrices, width, -1), sizes)
@@ -132,10 +155,26 @@ class AdaptedWeight(nnx.Module):
         out = representation_of(self.base).rows(index, adapter, dtype)
         if adapter is None:
             return out
-        inner = self.b[...][jnp.maximum(adapter, 0), :, index]  # [tokens, rank]
+        b = self._wide_b(num_before=1)
+        inner = b[jnp.maximum(adapter, 0), :, index]  # [tokens, ranks]
         own = self._own(inner[:, None].astype(jnp.float32), adapter, self.scale[...])
-        a = self.a[...]
-        return out + jnp.einsum("tar,air->ti", own.astype(a.dtype), a).astype(dtype)
+        a = self.a[...].astype(dtype)
+        return out + jnp.einsum("tar,air->ti", own.astype(dtype), a)
+
+    def _wide_b(self, *, num_before: int) -> Float[Array, " ... ranks *out"]:
+        """Return `b` with rows for all modules, zeros where an output is another module's.
+
+        Args:
+          num_before: axes before that of the rank.
+        """
+        b = self.b[...]
+        if not self.spans:
+            return b
+        module_of = np.repeat(*np.array(self.spans).T)
+        is_own = module_of == np.arange(module_of.max() + 1)[:, None, None]  # [modules, 1, out]
+        before, out = b.shape[:num_before], b.shape[num_before + 1 :]
+        flat = b.reshape(*before, 1, b.shape[num_before], -1)
+        return jnp.where(is_own, flat, 0).reshape(*before, -1, *out)
 
     def _own(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +56,7 @@ def merge_adapter(
             continue
         old: jax.Array = params[path].get_value()
         with np.errstate(all="ignore"):  # what is not finite is an error below
-            new = _changed(
-                np.asarray(old, np.float32),
-                axes,
-                *(arrays[*path, part] for part in ("a", "b", "scale")),
-            )
+            new = np.asarray(old, np.float32) + layout.change(path, arrays)
             if rescaling is not None:
                 new = _rescaled(new, axes, *rescaling)
             new = new.astype(old.dtype)
@@ -76,8 +71,12 @@ def merge_adapter(
 
 def _layout(model: Decoder, max_rank: int) -> AdapterLayout:
     """Return the layout of one adapter in float32."""
-    config = replace(model.config, dtype="float32")
-    return AdapterLayout(config, model.layer_layout, num_adapters=1, max_rank=max(1, max_rank))
+    return AdapterLayout(
+        *(model.config, model.layer_layout),
+        num_adapters=1,
+        max_rank=max(1, max_rank),
+        dtype="float32",
+    )
 
 
 def _magnitudes(
@@ -128,25 +127,11 @@ def _magnitudes(
             for module, width in widths.items()
         }
         kinds.append(layout.values(AdapterSource(columns | rows, 1.0, adapter.where)).arrays)
-    # Each module of a fused weight has a rank and outputs of its own.
     magnitudes, ones = (
         {path: kind[*path, "b"].sum(axes.num_stacked) for path, axes in layout.weight_axes.items()}
         for kind in kinds
     )
     return {path: (magnitudes[path], ones[path] > 0) for path in ones if ones[path].any()}
-
-
-def _changed(
-    weight: Float32[np.ndarray, ...],  # [*stacked, *in, *out]
-    axes: WeightAxes,
-    a: Float32[np.ndarray, ...],  # [*stacked, *in, rank]
-    b: Float32[np.ndarray, ...],  # [*stacked, rank, *out]
-    scale: Float32[np.ndarray, ...],  # [*stacked]
-) -> Float32[np.ndarray, ...]:
-    """Return weight + scale * a @ b."""
-    stacked, rank = weight.shape[: axes.num_stacked], a.shape[-1]
-    product = a.reshape(*stacked, -1, rank) @ b.reshape(*stacked, rank, -1)
-    return weight + (scale[..., None, None] * product).reshape(weight.shape)
 
 
 def _rescaled(

@@ -138,6 +138,7 @@ def build_parts(
             *(decoder.config, decoder.layer_layout),
             num_adapters=options.max_adapters,
             max_rank=options.adapter_rank,
+            dtype=options.adapter_dtype,
         )
         adapted = nnx.merge(graphdef, used)
         layout.adapt(adapted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from jaxtyping import Array, Float, Float32, Int32
@@ -18,18 +19,25 @@ _PREFERRED = {"cpu": ("cpu",)}
 def add_low_rank(
     out: Float[Array, "tokens out"],
     x: Float[Array, "tokens in"],
-    a: Float[Array, " adapters in rank"],
+    a: Float[Array, " adapters in ranks"],
     b: Float[Array, "adapters rank out"],
     scale: Float32[Array, " adapters"],
     adapter: Int32[Array, " tokens"],
     *,
+    spans: Sequence[tuple[int, int]] = (),
     implementation: Implementation | None = None,
 ) -> Float[Array, "tokens out"]:
     """Return `out[t] + (scale[i] * (x[t] @ a[i])) @ b[i]` with i = adapter[t] (LoRA).
 
+    Where a weight is made of several that have low-rank changes of their own, `a` has the columns
+    of all of them, one after the other, and each column of `b` belongs to one of them.
+
     Args:
       out: products of `x` with the weight that adapters change.
+      a: and `b` in the dtype of `x`, or in bfloat16, which is widened where it is multiplied.
       adapter: of each token; -1 for none, whose row of `out` stays as it is.
+      spans: of consecutive columns of `b`, in order: the number of the change that they belong to,
+        and how many they are. By default all belong to the only one.
       implementation: overrides the platform's choice, which is made when the call is traced and
         logged once: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
         refuses.
@@ -42,16 +50,23 @@ def add_low_rank(
       NotImplementedError: the requested implementation cannot serve this case.
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
-    num, width, rank = a.shape
+    num, width, ranks = a.shape
     shapes = (*out.shape, *x.shape, *b.shape, *scale.shape, *adapter.shape)
-    tokens, columns = x.shape[0], b.shape[-1]
-    if shapes != (tokens, columns, tokens, width, num, rank, columns, num, tokens):
+    tokens, (rank, columns) = x.shape[0], b.shape[1:]
+    spans = tuple(spans) or ((0, columns),)
+    changes = 1 + max(change for change, _ in spans)
+    if (
+        shapes != (tokens, columns, tokens, width, num, rank, columns, num, tokens)
+        or ranks != changes * rank
+        or sum(size for _, size in spans) != columns
+    ):
         raise ValueError(
-            f"out{out.shape}, x{x.shape}, a{a.shape}, b{b.shape}, scale{scale.shape} and "
-            f"adapter{adapter.shape} do not fit; pass [tokens, out], [tokens, in], [adapters, in, "
-            "rank], [adapters, rank, out], [adapters] and [tokens]"
+            f"out{out.shape}, x{x.shape}, a{a.shape}, b{b.shape}, scale{scale.shape}, "
+            f"adapter{adapter.shape} and spans of {changes} change(s) do not fit; pass [tokens, "
+            "out], [tokens, in], [adapters, in, changes * rank], [adapters, rank, out], "
+            "[adapters], [tokens] and spans of all columns of b"
         )
     return dispatch.call(
         *("add_low_rank", _IMPLEMENTATIONS, _PREFERRED, implementation),
-        out=out, x=x, a=a, b=b, scale=scale, adapter=adapter,
+        out=out, x=x, a=a, b=b, scale=scale, adapter=adapter, spans=spans,
     )  # fmt: skip

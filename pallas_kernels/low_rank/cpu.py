@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import build, dispatch
@@ -21,47 +22,55 @@ _SOURCE = Path(__file__).with_name("cpu.cc")
 def add_low_rank(
     out: Float[Array, "tokens out"],
     x: Float[Array, "tokens in"],
-    a: Float[Array, " adapters in rank"],
+    a: Float[Array, " adapters in ranks"],
     b: Float[Array, "adapters rank out"],
     scale: Float32[Array, " adapters"],
     adapter: Int32[Array, " tokens"],
+    *,
+    spans: tuple[tuple[int, int], ...],
 ) -> Float[Array, "tokens out"]:
     """See `api.add_low_rank`."""
     platform = dispatch.target_platform()
     if platform != "cpu":
         raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
-    dtypes = sorted({str(each.dtype) for each in (out, x, a, b)})
-    if dtypes != ["float32"]:
-        raise NotImplementedError(f"it serves float32 only, not {dtypes}")
+    dtypes = [str(each.dtype) for each in (out, x, a, b)]
+    if dtypes[:2] != ["float32"] * 2 or dtypes[2:] not in (["float32"] * 2, ["bfloat16"] * 2):
+        raise NotImplementedError(
+            f"it serves float32 with adapters in float32 or bfloat16, not {dtypes}"
+        )
     if dispatch.is_partitioned():
         raise NotImplementedError("XLA cannot partition it over a mesh")
     if 0 in (*out.shape, *a.shape):
         raise NotImplementedError(f"out{out.shape} or a{a.shape} is empty")
     target = build.cpu_target(_SOURCE, "AddLowRank")
-    return _added(target, adapter, out, x, a, b, scale)
+    return _added(target, spans, adapter, out, x, a, b, scale)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _added(
     target: str,
+    spans: tuple[tuple[int, int], ...],
     adapter: Int32[Array, " tokens"],
     out: Float32[Array, "tokens out"],
     x: Float32[Array, "tokens in"],
-    a: Float32[Array, " adapters in rank"],
-    b: Float32[Array, "adapters rank out"],
+    a: Float[Array, " adapters in ranks"],
+    b: Float[Array, "adapters rank out"],
     scale: Float32[Array, " adapters"],
 ) -> Float32[Array, "tokens out"]:
     shape = jax.ShapeDtypeStruct(out.shape, out.dtype)
     call = jax.ffi.ffi_call(target, shape, input_output_aliases={0: 0})
-    return call(out, x, a, b, scale, adapter)
+    return call(out, x, a, b, scale, adapter, spans=np.array(spans, np.int64).ravel())
 
 
 @_added.defjvp
 def _derivative(
-    target: str, values: tuple[Any, ...], tangents: tuple[Any, ...]
+    target: str,
+    spans: tuple[tuple[int, int], ...],
+    values: tuple[Any, ...],
+    tangents: tuple[Any, ...],
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the tangent with XLA's products, which XLA can transpose."""
     adapter, *arrays = values
-    function: Any = partial(xla.add_low_rank, adapter=adapter)
+    function: Any = partial(xla.add_low_rank, adapter=adapter, spans=spans)
     _, tangent = jax.jvp(function, tuple(arrays), tuple(tangents[1:]))
-    return _added(target, *values), tangent
+    return _added(target, spans, *values), tangent

@@ -30,17 +30,8 @@ from tests.models.adapter_checkpoints import (
 MAX_RANK = 4
 
 
-def _layout(config, layer_layout="unrolled") -> AdapterLayout:
-    return AdapterLayout(config, layer_layout, num_adapters=2, max_rank=MAX_RANK)
-
-
-def _change(values, path, num_stacked: int) -> np.ndarray:
-    """Return scale * a @ b of one weight, [*stacked, in, out]."""
-    a, b, scale = (values.arrays[(*path, name)] for name in ("a", "b", "scale"))
-    stacked = a.shape[:num_stacked]
-    rank = a.shape[-1]
-    product = a.reshape(*stacked, -1, rank) @ b.reshape(*stacked, rank, -1)
-    return product * scale[..., None, None]
+def _layout(config, layer_layout="unrolled", dtype: str | None = None) -> AdapterLayout:
+    return AdapterLayout(config, layer_layout, num_adapters=2, max_rank=MAX_RANK, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -53,14 +44,15 @@ def test_an_adapter_is_the_change_that_peft_makes(variant, layer_layout):
     rng = np.random.default_rng(0)
     checkpoint = checkpoint_of(config, rng)
     adapter = adapter_of(checkpoint, variant, rng)
-    values = _layout(config, layer_layout).values(AdapterSource(adapter, SCALE))
+    layout = _layout(config, layer_layout)
+    values = layout.values(AdapterSource(adapter, SCALE))
     before = params_of(config, checkpoint, layer_layout)
     after = params_of(config, merged_checkpoint(checkpoint, adapter, variant), layer_layout)
     changed = {path for path in before if not np.array_equal(before[path][...], after[path][...])}
     assert changed == {path[:-1] for path in values.arrays}
     for path in changed:
         wanted = np.asarray(after[path][...]) - np.asarray(before[path][...])
-        got = _change(values, path, int(layer_layout == "scanned")).reshape(wanted.shape)
+        got = layout.change(path, values.arrays)
         np.testing.assert_allclose(got, wanted, atol=1e-4)
 
 
@@ -88,6 +80,41 @@ def test_a_product_is_pefts_formula():
     added = SCALE * (x @ a.T) @ b.T
     wanted = x @ weight + np.where(of_rows[:, None] == 1, added, 0)
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_outputs_of_a_fused_weight_have_the_matrices_of_their_own_module():
+    """`b` has the columns of q, k and v beside each other, in the order of the weight's heads."""
+    config = config_of("llama")
+    rng = np.random.default_rng(4)
+    adapter = adapter_of(checkpoint_of(config, rng), "llama", rng)
+    layout = _layout(config)
+    arrays = layout.values(AdapterSource(adapter, SCALE)).arrays
+    path = ("blocks", 0, "attention", "wqkv")
+    heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+    a, b = arrays[*path, "a"], arrays[*path, "b"]
+    assert a.shape == (config.hidden_size, 3 * MAX_RANK)
+    assert b.shape == (MAX_RANK, heads, group + 2, config.head_dim)
+    found = adapter["model.layers.0.self_attn.k_proj.lora_B.weight"]
+    wanted = found.reshape(heads, config.head_dim, RANK).transpose(2, 0, 1)
+    np.testing.assert_array_equal(b[:RANK, :, group], wanted)
+    found = adapter["model.layers.0.self_attn.k_proj.lora_A.weight"]
+    np.testing.assert_array_equal(a[:, MAX_RANK : MAX_RANK + RANK], found.T)
+
+
+def test_matrices_have_the_dtype_that_is_asked_for():
+    """Those of a model too, which then need half of the memory; scales stay in float32."""
+    config = config_of("llama")
+    rng = np.random.default_rng(5)
+    adapter = adapter_of(checkpoint_of(config, rng), "llama", rng)
+    source = AdapterSource(adapter, SCALE)
+    wanted = _layout(config).values(source).arrays
+    layout = _layout(config, dtype="bfloat16")
+    model = family_of(config).decoder(config, rngs=nnx.Rngs(0))
+    layout.adapt(model)
+    kept = layout.arrays_of(nnx.state(model, nnx.Param))
+    for path, array in layout.values(source).arrays.items():
+        assert array.dtype == kept[path].dtype == ("float32" if path[-1] == "scale" else "bfloat16")
+        np.testing.assert_array_equal(array, wanted[path].astype(array.dtype))
 
 
 @pytest.mark.parametrize(("is_rslora", "scale"), [(False, 6 / RANK), (True, 6 / RANK**0.5)])

@@ -237,6 +237,41 @@ def test_groups_of_tokens_have_matrices_of_their_own(kind):
     assert not np.asarray(got[len(expert) :]).any()
 
 
+@pytest.mark.parametrize("way", ["product", "grouped_product", "rows"])
+def test_outputs_go_through_the_adapter_of_their_own_module(way):
+    """As with a rank for all modules together, and zeros where an output is another one's."""
+    spans = ((0, 20), (2, 6), (1, 10), (0, 4))
+    shape, axes = {
+        "product": ((24, 2, 5, 4), WeightAxes()),
+        "grouped_product": ((2, 24, 40), WeightAxes(num_stacked=1)),
+        "rows": ((40, 24), WeightAxes(transposed=True)),
+    }[way]
+    dense, rng = _param(shape), np.random.default_rng(1)
+    weight = AdaptedWeight.empty(dense, axes, num_adapters=NUM_ADAPTERS, rank=RANK, spans=spans)
+    wide = AdaptedWeight.empty(dense, axes, num_adapters=NUM_ADAPTERS, rank=3 * RANK)
+    for part in (weight.a, weight.b, weight.scale):
+        part[...] = jnp.asarray(rng.standard_normal(part.shape), jnp.float32) * 0.4
+    wide.a[...], wide.scale[...] = weight.a[...], weight.scale[...]
+    before = weight.b.shape[: axes.num_stacked + 1]
+    narrow, padded = np.asarray(weight.b[...]).reshape(*before, RANK, 40), np.zeros(wide.b.shape)
+    flat, end = padded.reshape(*before, 3 * RANK, 40), 0
+    for module, size in spans:
+        begin, end = end, end + size
+        flat[..., module * RANK : (module + 1) * RANK, begin:end] = narrow[..., begin:end]
+    wide.b[...] = jnp.asarray(padded, jnp.float32)
+    adapter = jnp.asarray([1, -1, 0, 2], jnp.int32)
+    x = jax.random.normal(jax.random.key(2), (4, 24))
+    got, wanted = (
+        Linear(each).rows(jnp.asarray([3, 20, 39, 25]), adapter, "float32")
+        if way == "rows"
+        else Linear(each).grouped(x, jnp.asarray([1, 3]), adapter)
+        if way == "grouped_product"
+        else Linear(each)(x, adapter)
+        for each in (weight, wide)
+    )
+    _assert_close(got, wanted)
+
+
 def test_rows_of_an_embedding_are_those_of_the_weight():
     """Quantised rows are restored; adapted rows have the same change as their logits."""
     shape, axes = SHAPES["embedding"]
@@ -369,9 +404,10 @@ def test_only_a_linear_multiplies_with_a_weight():
     """No other module of the models calls a product kernel or multiplies by a parameter."""
     folder = Path(jaxserve.__file__).parent / "models"
     # Rotary tables use a product with ones and zeros; attention of encoders multiplies values by
-    # weights, and Mamba's recurrence inputs by states. Merging multiplies an adapter's matrices.
+    # weights, and Mamba's recurrence inputs by states. To merge an adapter, its matrices are
+    # multiplied.
     allowed = {"linear.py", "quantised.py", "adapters.py", "rope.py", "encoder.py", "mamba.py"}
-    allowed |= {"merging.py"}
+    allowed |= {"adapter_layout.py"}
     products = {"matmul", "dot", "dot_general", "ragged_dot", "einsum", "tensordot"}
     found = [
         f"{module.name}:{node.lineno}"

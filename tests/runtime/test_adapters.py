@@ -401,6 +401,24 @@ def test_a_runtime_without_adapters_says_so():
             rt.generate(PROMPTS[0], _params("all"))
 
 
+def test_adapters_in_bfloat16_are_rounded_and_nothing_else():
+    """Answers and log-probabilities have the bits of rounded adapters in float32."""
+    arrays = {
+        name: {key: np.asarray(jnp.asarray(each, jnp.bfloat16)) for key, each in own.items()}
+        for name, own in ((name, _arrays(name)) for name in ADAPTERS)
+    }
+    found = []
+    for dtype in (None, "bfloat16"):
+        with Runtime(tiny_llama(), **OPTIONS | {"adapter_dtype": dtype}) as rt:
+            for name in ADAPTERS:
+                own = _arrays(name) if dtype else arrays[name]
+                rt.load_adapter(name, own, scale=SCALE)
+            params = [_params(name, logprobs=2) for name in _mixed()]
+            done = rt.generate(list(PROMPTS), params)
+            found.append([(each.token_ids, each.logprobs) for each in done])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -411,6 +429,7 @@ def test_a_runtime_without_adapters_says_so():
         (dict(quantize="int8"), "weights in few bits"),
         (dict(max_adapters=-1), "max_adapters=-1"),
         (dict(max_adapter_rank=0), "max_adapter_rank=0"),
+        (dict(adapter_dtype="float16"), "adapter_dtype='float16'"),
     ],
 )
 def test_unsupported_runtimes_are_refused(options, message):

@@ -310,6 +310,7 @@ def test_options_of_what_is_off_are_refused():
     cases: list[tuple[dict[str, Any], str]] = [
         ({"num_speculative_tokens": 4}, "num_speculative_tokens=4 without speculation"),
         ({"max_adapter_rank": 8}, "max_adapter_rank=8 without max_adapters"),
+        ({"adapter_dtype": "bfloat16"}, "adapter_dtype='bfloat16' without max_adapters"),
         ({"speculation": "lookup", "num_speculative_tokens": True}, "num_speculative_tokens=True"),
         ({"max_adapters": True}, "max_adapters=True"),
     ]

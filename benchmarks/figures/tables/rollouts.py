@@ -91,6 +91,7 @@ def adapters(result: Result, link: str) -> str:
     what = (
         f"{arguments['num_requests']} {arguments['workload']} requests at once, "
         f"{arguments['model']}, adapters of rank {arguments['rank']} for all matrices"
+        + (f", kept in {dtype}" if (dtype := arguments.get("adapter_dtype")) else "")
     )
     load = f"Loading one from arrays takes {result.number('load_s'):.2f} s (median)."
     header = ("adapters in the batch", "output tokens/s", "of the throughput without")

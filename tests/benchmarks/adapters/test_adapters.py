@@ -9,7 +9,8 @@ from tests.benchmarks.tiny_model import arguments
 
 
 def test_each_number_of_adapters_is_compared_with_none(capsys, tmp_path):
-    more = ["--repeats", "1", "--adapters", "0,2", "--rank", "2", "--max-context", "256"]
+    more = ["--repeats", "1", "--adapters", "0,2", "--rank", "2", "--adapter-dtype", "bfloat16"]
+    more += ["--max-context", "256"]
     assert main([*arguments(tmp_path), *more, "--output-tokens", "12"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [case["num_adapters"] for case in result["cases"]] == [0, 2]
