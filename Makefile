@@ -13,7 +13,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 TEST_STAMP := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test tests page-test lint style types format clean gpu-check kernel-gate
+.PHONY: help demo test tests page-test lint style types format clean gpu-check kernel-gate compile-times
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -67,6 +67,9 @@ kernel-gate: ## compile the GPU kernels to machine code and interpret some, with
 	$(GATE)/bin/python -m scripts.row_gate || failed=1; \
 	$(GATE)/bin/python -m scripts.kernel_gate $(ARGS) || failed=1; \
 	exit $$failed
+
+compile-times: $(GATE)/.installed ## time the compilation of an 8B model for an H100, without a GPU (needs python3.12)
+	@$(GATE)/bin/python -m scripts.compile_times $(ARGS)
 
 $(GATE)/.installed: pyproject.toml
 	@echo "Installing JAX $(GATE_JAX) and its CUDA plug-in into $(GATE) (a minute or two, once)"

@@ -45,7 +45,10 @@ class Page:
         return "../" * self.path.count("/")
 
 
-_THROUGHPUT = ("offline", "http", "structured", "startup", "loading", "planning", "quality")
+_THROUGHPUT = (
+    *("offline", "http", "structured", "startup", "compile_times", "loading", "planning"),
+    "quality",
+)
 PAGES = (
     Page("README.md", None),
     Page("docs/results/throughput.md", _THROUGHPUT),

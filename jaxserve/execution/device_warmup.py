@@ -69,6 +69,11 @@ class DeviceWarmup:
         """Return (name, function), those first that most requests need first."""
         return [*self._first(), *self._later()]
 
+    @property
+    def num_first(self) -> int:
+        """Number of leading `steps` that a request may wait for that runs alone."""
+        return len(list(self._first()))
+
     def behind(self, on_end: Callable[[], None]) -> Preparation:
         """Make the executables on other threads, in the order of `steps`.
 

@@ -1,4 +1,4 @@
-"""Tables of starts, loading, few bits, host time, sharding plans, roles of a fleet, one GPU."""
+"""Tables of starts, compilation, loading, few bits, host time, sharding plans, roles of a fleet, one GPU."""
 
 from __future__ import annotations
 
@@ -54,6 +54,28 @@ def loading(result: Result, link: str) -> str:
     ]
     header = ("checkpoint", "size", "peak host memory", "over the size", "from disk in")
     return f"{caption(result, 'A random checkpoint', link)}\n\n{table(header, [row])}"
+
+
+def compile_times(result: Result, link: str) -> str:
+    """Return how long a start compiles, one executable after the other and on its threads."""
+    rows = [
+        [
+            name,
+            f"{len(result.get(way, 'executables')):,}",
+            linked(result.number(way, "wall_s"), ".0f", link) + " s",
+            f"{result.number(way, 'sum_s'):.0f} s",
+        ]
+        for way, name in (("serial", "one after the other"), ("parallel", "on a start's threads"))
+    ]
+    arguments = result.get("arguments")
+    target = "an H100" if arguments["target"] == "h100" else "its own CPU"
+    what = (
+        f"Executables of a Llama of the shape {arguments['shape']} with {arguments['layout']} "
+        f"layers, {arguments['max_slots']} slots and steps of {arguments['max_step_tokens']:,} "
+        f"tokens, compiled for {target} without a cache"
+    )
+    header = ("compiled", "executables", "all are made after", "sum of the seconds of each")
+    return f"{caption(result, what, link)}\n\n{table(header, rows)}"
 
 
 def quality(result: Result, link: str) -> str:

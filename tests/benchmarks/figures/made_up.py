@@ -248,6 +248,17 @@ def results() -> dict[str, dict[str, Any]]:
                 for kind, speed in (("cold", 10.0), ("filling", 9.0), ("warm", 1.0))
             },
         },
+        "compile_times": {
+            "repeats": 1,
+            "arguments": {
+                **{"target": "h100", "shape": "8b", "layout": "unrolled"},
+                **{"max_slots": 256, "max_step_tokens": 2048},
+            },
+            **{
+                way: {"wall_s": wall_s, "sum_s": 3.0, "executables": {"one": 1.0, "two": 2.0}}
+                for way, wall_s in (("serial", 3.1), ("parallel", 1.6))
+            },
+        },
         "loading": {
             "repeats": 1,
             **{"shape": "7b", "dtype": "bfloat16", "num_shards": 34, "load_s": 60.0},

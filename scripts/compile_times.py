@@ -1,0 +1,219 @@
+"""Seconds of compiling every executable of an 8B model for an H100 that is not there.
+
+`make compile-times` runs it with JAX's CUDA plug-in. The executables are those that a runtime with
+the defaults of GPUs makes, beside the small ones that move slots and pages. They are compiled one
+after the other, and on the threads of a start, each time in a new process without any cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, cast, final
+
+from benchmarks.common.output import command
+from jaxserve.core.errors import InvalidConfigError
+
+# Vocabulary, hidden and intermediate size, layers, heads and KV heads.
+SHAPES = {
+    "8b": (128256, 4096, 14336, 32, 32, 8),
+    "small": (512, 256, 512, 2, 4, 2),
+}
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_layers", "num_heads", "num_kv_heads"),
+)
+WAYS = ("serial", "parallel")
+_NUM_PAGES = 4000
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is compiled.
+
+    Attributes:
+      target: "h100", or "cpu" for this machine.
+      layout: of the layers.
+      first: only what a request that runs alone waits for.
+    """
+
+    target: str
+    shape: str
+    layout: str
+    max_slots: int
+    max_step_tokens: int
+    max_decode_iterations: int
+    first: bool
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the seconds of each way."""
+    from benchmarks.common import environment
+
+    names = Job.__dataclass_fields__
+    job = Job(**{name: value for name, value in vars(options).items() if name in names})
+    ways = options.ways.split(",")
+    if unknown := [way for way in ways if way not in WAYS]:
+        raise InvalidConfigError(f"--ways {unknown} are unknown; pass some of {', '.join(WAYS)}")
+    return {
+        "benchmark": "compile_times",
+        "repeats": 1,
+        "arguments": {**vars(options), "output": None},
+        "num_cores": os.cpu_count(),
+        **{way: _in_new_process(job, way) for way in ways},
+        **environment.describe(),
+    }
+
+
+def _in_new_process(job: Job, way: str) -> dict[str, Any]:
+    """Return `compiled` of a process that has traced nothing yet."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(compiled, job, way).result()
+
+
+def compiled(job: Job, way: str) -> dict[str, Any]:
+    """Compile everything, and return the seconds of the whole and of each executable.
+
+    Tracing and lowering count. On threads, the seconds of an executable are those that pass until
+    it is made, of which others take a part.
+    """
+    from tqdm import tqdm
+
+    from jaxserve.steps.preparation import Preparation
+
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, function: Any) -> Any:
+        def call() -> None:
+            begin_s = time.perf_counter()
+            function()
+            seconds[name] = time.perf_counter() - begin_s
+
+        return name, call
+
+    steps = [timed(*step) for step in _steps(job)]
+    begin_s = time.perf_counter()
+    with tqdm(total=len(steps), desc=f"compiling, {way}", leave=False) as bar:
+        if way == "parallel":
+            for name in Preparation(steps).finished():
+                bar.set_postfix_str(name)
+                bar.update()
+        else:
+            for name, step in steps:
+                bar.set_postfix_str(name)
+                step()
+                bar.update()
+    return {
+        "wall_s": time.perf_counter() - begin_s,
+        "sum_s": sum(seconds.values()),
+        "executables": seconds,
+    }
+
+
+def _steps(job: Job) -> list[Any]:
+    """Return (name, function) of each executable."""
+    if job.target != "cpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on a GPU, should there be one
+    import jax
+    from flax import nnx
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from jaxserve.core.config import EngineConfig
+    from jaxserve.execution.device_warmup import DeviceWarmup
+    from jaxserve.models.batch import empty_cache
+    from jaxserve.models.families.llama import Llama, LlamaConfig
+    from jaxserve.steps.placement import Placement
+    from jaxserve.steps.programs import Programs
+    from jaxserve.steps.slots import empty_slots
+    from scripts.gate_device import h100
+
+    config = LlamaConfig(
+        **dict(zip(_SIZES, SHAPES[job.shape], strict=True)),
+        head_dim=128 if job.target == "h100" else 64,
+        max_position_embeddings=8192,
+        dtype="bfloat16" if job.target == "h100" else "float32",
+    )
+    engine = EngineConfig(
+        num_pages=_NUM_PAGES,
+        max_slots=job.max_slots,
+        max_context=8192,
+        max_step_tokens=job.max_step_tokens,
+        max_decode_iterations=job.max_decode_iterations,
+    )
+    layout = cast(Any, job.layout)
+    mesh = h100() if job.target == "h100" else Mesh(jax.devices()[:1], ("tensor",))
+    place = Placement.like(NamedSharding(mesh, PartitionSpec()))
+    graphdef, params = nnx.split(
+        nnx.eval_shape(lambda: Llama(config, rngs=None, layer_layout=layout))
+    )
+    with place.in_force():
+        programs = Programs(graphdef, engine, config, place)
+
+    def at(sharding: jax.sharding.Sharding, tree: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+
+    cache = jax.eval_shape(
+        lambda: empty_cache(config, _NUM_PAGES, engine.page_size, config.dtype, layout)
+    )
+    shapes = _Shapes(
+        at(place.pages, cache), at(place.whole, jax.eval_shape(lambda: empty_slots(engine)))
+    )
+    warmup = DeviceWarmup(engine, programs, at(place.whole, params), *(cast(Any, shapes),) * 3)
+    steps = warmup.steps()
+    return steps[: warmup.num_first] if job.first else steps
+
+
+@final
+@dataclass(frozen=True)
+class _Shapes:
+    """What `DeviceWarmup` reads of an executor's pages, slots and states, where there are none."""
+
+    cache: Any
+    state: Any
+
+    def preparations(self, *_: Any) -> tuple[()]:
+        return ()
+
+    def preparations_for_grammars(self) -> tuple[()]:
+        return ()
+
+    def abstract_incoming(self, num_pages: int) -> None:
+        return None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="compile-times",
+        description="Compile every executable of a model for a GPU that is not there, one after "
+        "the other and on threads. Prints one JSON object.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--target", default="h100", choices=("h100", "cpu"), help="what is compiled for")
+    add("--shape", default="8b", choices=tuple(SHAPES), help="of the Llama")
+    add("--layout", default="unrolled", choices=("unrolled", "scanned"), help="of the layers")
+    add("--max-slots", type=int, default=256, help="most sequences at once")
+    add("--max-step-tokens", type=int, default=2048, help="most tokens of one step")
+    add("--max-decode-iterations", type=int, default=16, help="of one decode loop")
+    add("--first", action="store_true", help="only what a request that runs alone waits for")
+    add("--ways", default=",".join(WAYS), help="which to measure, separated by commas")
+    add("--output", type=Path, default=None, help="also write the object here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
