@@ -1,4 +1,4 @@
-"""Tables of starts, compilation, loading, few bits, host time, sharding plans, roles of a fleet, one GPU."""
+"""Tables of starts, compilation, loading, few bits, host time, sharding, roles, one GPU."""
 
 from __future__ import annotations
 
