@@ -13,7 +13,17 @@ from benchmarks.figures.results import Result
 # Kinds whose tables say everything.
 _TABLES_ONLY = (
     "policies_grid",
-    *("predictor", "probe", "s3", "scattered", "restore", "startup", "loading", "planning"),
+    *(
+        "predictor",
+        "probe",
+        "s3",
+        "scattered",
+        "restore",
+        "startup",
+        "compile_times",
+        "loading",
+        "planning",
+    ),
     *("sharding", "gpu_check", "exegpt_bounds", "exegpt_measured", "exegpt_drift"),
     *("roles", "invariance", "residual", "http", "structured", "adapters", "speculation"),
     *("quality", "cells_host"),
