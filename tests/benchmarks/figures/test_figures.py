@@ -190,10 +190,12 @@ def test_tables_show_medians_and_ranges(tmp_path):
     assert f"| one run | [132]{link} | 75% of matrix products alone | 1.0% |" in text
     assert f"| warm | [2.0]{link.replace('offline', 'startup')} s (1.0 to 3.0) |" in text
     assert "| 3 loaded, 4 compiled | 0.80 GB |" in text
+    compiled = link.replace("offline", "compile_times")
+    assert f"| on a start's threads | 2 | [2]{compiled} s | 3 s |" in text
     rows = [
         row for row in text.splitlines() if re.match(r"\| (?!policy|engine|connections).*\d", row)
     ]
-    assert len(rows) == 1 + 3 + 3 + 2 + 2 + 1 + 1 + 2
+    assert len(rows) == 1 + 3 + 3 + 2 + 2 + 2 + 1 + 1 + 2
     for row in rows:
         (target,) = set(re.findall(r"\]\(../../(benchmarks/results/.*?)\)", row))
         assert (checkout / target).is_file()
