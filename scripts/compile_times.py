@@ -140,7 +140,7 @@ def _steps(job: Job) -> list[Any]:
     from scripts.gate_device import h100
 
     config = LlamaConfig(
-        **dict(zip(_SIZES, SHAPES[job.shape], strict=True)),
+        **cast(Any, dict(zip(_SIZES, SHAPES[job.shape], strict=True))),
         head_dim=128 if job.target == "h100" else 64,
         max_position_embeddings=8192,
         dtype="bfloat16" if job.target == "h100" else "float32",

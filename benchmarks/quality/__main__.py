@@ -74,7 +74,11 @@ def _load(options: argparse.Namespace, quantize: str | None) -> LoadedModel:
     from jaxserve.models.quantisation import Quantisation
     from jaxserve.models.store import load_model
 
-    how = RuntimeOptions(quantize=quantize, quantize_embeddings=options.quantize_embeddings)
+    has_choice = quantize not in (None, "bf16", "keep")
+    how = RuntimeOptions(
+        quantize=quantize,
+        quantize_embeddings=options.quantize_embeddings if has_choice else None,
+    )
     return load_model(options.model, dtype=options.dtype, quantisation=Quantisation.of(how))
 
 

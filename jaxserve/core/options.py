@@ -238,15 +238,16 @@ class RuntimeOptions:
                 f"quantize={self.quantize!r} is not supported; pass one of {QUANTIZE}, or omit it "
                 "for the model's dtype"
             )
-        if self.quantize == "bf16" and self.quantize_embeddings is not None:
-            raise InvalidConfigError(
-                f"quantize_embeddings={self.quantize_embeddings!r} with quantize='bf16', which "
-                "stores the embedding and the head in 16 bits, too; omit quantize_embeddings"
-            )
         if self.quantize_embeddings not in (None, *QUANTIZE_EMBEDDINGS):
             raise InvalidConfigError(
                 f"quantize_embeddings={self.quantize_embeddings!r} is not supported; pass one of "
                 f"{QUANTIZE_EMBEDDINGS}"
+            )
+        if self.quantize_embeddings is not None and self.quantize in (None, "bf16", "keep"):
+            raise InvalidConfigError(
+                f"quantize_embeddings={self.quantize_embeddings!r} is not allowed with "
+                f"quantize={self.quantize!r}, which has one way for the embedding and the head; "
+                "omit quantize_embeddings, or pass a format such as quantize='int8'"
             )
         if self.speculation not in (None, *SPECULATIONS):
             raise InvalidConfigError(

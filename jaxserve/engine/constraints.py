@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, final
 
 from jaxserve.core.errors import JaxserveError
@@ -14,6 +14,9 @@ from jaxserve.scheduling.collect import Progress
 from jaxserve.scheduling.plan import StepPlan, TokenMasks
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Phase, Sequence
+
+# Sequences of which ended ones are dropped only when there are more.
+_LEAST_LOOKED_AT = 64
 
 
 class AnswerMatcher(Protocol):
@@ -44,8 +47,22 @@ class GrammarSource(Protocol):
 
 
 @final
+@dataclass(eq=False, slots=True)
+class _Followed:
+    """A sequence with a grammar, where it stands in it, and what of `mask_s` is counted."""
+
+    sequence: Sequence
+    matcher: AnswerMatcher
+    counted_s: float = 0.0
+    lookup: HostLookup | None = None
+
+
+@final
 class Constraints:
     """The matchers of the sequences with a grammar. Only the engine's thread uses it.
+
+    Many may wait: a step looks at those that it computes alone. Those that were cancelled are
+    dropped when as many as they have come since.
 
     Args:
       grammars: compiled ones; None where no request has one, or, as in a simulation, where they
@@ -55,8 +72,8 @@ class Constraints:
     def __init__(self, scheduler: Scheduler, grammars: GrammarSource | None):
         self._scheduler = scheduler
         self._grammars = grammars
-        self._matched: dict[int, tuple[Sequence, AnswerMatcher]] = {}
-        self._lookups: dict[int, HostLookup] = {}
+        self._matched: dict[int, _Followed] = {}
+        self._most_matched = _LEAST_LOOKED_AT
         self._num_constrained = self._num_forced = 0
         self._mask_s = 0.0
 
@@ -65,7 +82,7 @@ class Constraints:
         return {
             "num_constrained": self._num_constrained,
             "num_forced": self._num_forced,
-            "mask_s": self._mask_s + sum(matcher.mask_s for _, matcher in self._matched.values()),
+            "mask_s": self._mask_s,
         }
 
     def begin(self, sequences: Iterable[Sequence]) -> None:
@@ -77,21 +94,25 @@ class Constraints:
             if not request.awaits_tokens or sequence.phase is Phase.FINISHED:
                 continue
             self._num_constrained += sequence.sample_index == 0
-            matcher = self._grammars.matcher(request)
-            self._matched[sequence.key] = sequence, matcher
-            self._go_on(sequence, matcher)
-        self._drop_ended()
+            followed = _Followed(sequence, self._grammars.matcher(request))
+            self._matched[sequence.key] = followed
+            self._go_on(followed)
+            self._drop_if_ended(followed)
+        if len(self._matched) > self._most_matched:
+            for followed in list(self._matched.values()):
+                self._drop_if_ended(followed)
+            self._most_matched = max(2 * len(self._matched), _LEAST_LOOKED_AT)
 
     def masked(self, plan: StepPlan) -> StepPlan:
         """Return the plan with masks for its rows that need one, which are begun to be computed."""
-        self._drop_ended()  # such as cancelled ones
         if not self._matched or self._grammars is None:
             return plan
         rows, matchers = [], []
         for index, row in enumerate(plan.rows):
             if row.samples and row.sequence_key in self._matched:
-                sequence, matcher = self._matched[row.sequence_key]
-                matcher.follow(sequence.output)  # its answer may have begun anew
+                followed = self._matched[row.sequence_key]
+                matcher = followed.matcher
+                matcher.follow(followed.sequence.output)  # its answer may have begun anew
                 if not row.proposed:
                     matcher.propose((), 0, forces=False)
                 rows += [index] * (1 + len(row.proposed))
@@ -106,26 +127,31 @@ class Constraints:
         plan.masks.words()  # their threads use the matchers until then
         proposed = {row.sequence_key: len(row.proposed) for row in plan.rows if row.proposed}
         for each in news:
-            if each.num_new and each.sequence.key in self._matched:
-                sequence, matcher = self._matched[each.sequence.key]
-                num = proposed.get(sequence.key, 0)
+            followed = self._matched.get(each.sequence.key)
+            if followed is None:
+                continue
+            if each.num_new:
+                num = proposed.get(each.sequence.key, 0)
                 if num:
                     self._scheduler.speculation.take_in_suggested(num, each.num_new - 1)
-                if lookup := self._lookups.get(sequence.key):
-                    lookup.learn(sequence.output, each.num_new, num)
-                self._follow(sequence, matcher, each.num_new)
-        self._drop_ended()
+                if followed.lookup is not None:
+                    followed.lookup.learn(each.sequence.output, each.num_new, num)
+                self._follow(followed, each.num_new)
+            self._count(followed)
+            self._drop_if_ended(followed)
 
-    def _follow(self, sequence: Sequence, matcher: AnswerMatcher, num_new: int) -> None:
+    def _follow(self, followed: _Followed, num_new: int) -> None:
+        sequence, matcher = followed.sequence, followed.matcher
         num_before = len(sequence.output) - num_new
         if matcher.error is not None:  # the last token had no mask
             self._scheduler.stop_at(sequence, num_before, matcher.error)
         elif sequence.finish_reason in (None, "length"):  # a complete answer ends with "stop"
             matcher.follow(sequence.output)
-            self._go_on(sequence, matcher)
+            self._go_on(followed)
 
-    def _go_on(self, sequence: Sequence, matcher: AnswerMatcher) -> None:
+    def _go_on(self, followed: _Followed) -> None:
         """Append what is forced, and end the sequence where nothing can follow."""
+        sequence, matcher = followed.sequence, followed.matcher
         num_known = len(sequence.output)
         if sequence.request.params.logprobs is None and not matcher.is_complete:
             self._scheduler.extend(sequence, matcher.forced())
@@ -136,23 +162,23 @@ class Constraints:
         elif matcher.is_complete:
             self._scheduler.stop_at(sequence, len(sequence.output))
         else:
-            self._propose(sequence, matcher)
+            self._propose(followed)
 
-    def _propose(self, sequence: Sequence, matcher: AnswerMatcher) -> None:
+    def _propose(self, followed: _Followed) -> None:
         """Have the next step compute what may follow an answer's newest token, in its grammar."""
-        scheduler = self._scheduler
+        scheduler, sequence = self._scheduler, followed.sequence
         scheduler.speculation.suggest(sequence, ())
         if sequence.phase is not Phase.RUNNING or not sequence.output:
             return
         most = min(self._share(sequence), sequence.num_outputs_left - 1)
         if most < 1:
             return
-        if sequence.key not in self._lookups:
-            self._lookups[sequence.key] = HostLookup(sequence.request.prompt)
-        lookup = self._lookups[sequence.key]
+        if followed.lookup is None:
+            followed.lookup = HostLookup(sequence.request.prompt)
+        lookup = followed.lookup
         lookup.follow(sequence.output)
         forces = sequence.request.params.logprobs is None
-        found = matcher.propose(lookup.propose(most), most, forces=forces)
+        found = followed.matcher.propose(lookup.propose(most), most, forces=forces)
         scheduler.speculation.suggest(sequence, found)
 
     def _share(self, sequence: Sequence) -> int:
@@ -167,9 +193,14 @@ class Constraints:
         share, num_left = divmod(most, len(keys))
         return share + (keys.index(sequence.key) < num_left)
 
-    def _drop_ended(self) -> None:
-        ended = [key for key, (each, _) in self._matched.items() if each.phase is Phase.FINISHED]
-        for key in ended:
-            self._mask_s += self._matched.pop(key)[1].mask_s
-            self._lookups.pop(key, None)
+    def _count(self, followed: _Followed) -> None:
+        mask_s = followed.matcher.mask_s
+        self._mask_s += mask_s - followed.counted_s
+        followed.counted_s = mask_s
+
+    def _drop_if_ended(self, followed: _Followed) -> None:
+        key = followed.sequence.key
+        if followed.sequence.phase is Phase.FINISHED and key in self._matched:
+            self._count(followed)
+            del self._matched[key]
             self._scheduler.speculation.forget(key)

@@ -187,11 +187,12 @@ class Engine:
         return news
 
     def use_idle_time(self) -> bool:
-        """Do a piece of what the executor puts off until it is idle; return whether there was one.
-
-        Call it only without work.
-        """
-        return not self._is_at_work and self._executor.use_idle_time()
+        """Do a piece of what the executor puts off until there is no work; False without one."""
+        try:
+            return not self._is_at_work and self._executor.use_idle_time()
+        except Exception as error:
+            self._go_on_without([], error)
+            return False
 
     def drain(self) -> list[Progress]:
         """Collect every step in flight and return their progress, without submitting a step."""
@@ -378,7 +379,7 @@ class Engine:
             raise error
         self.stats.after_loss(len(lost))
         news = [each for plan in lost for each in self._apply(plan, nothing_delivered(plan))]
-        fail_and_restart(self.scheduler, news, lost[0], error)
+        fail_and_restart(self.scheduler, news, lost[0].rows if lost else (), error)
         self.forget_kept_pages(keeps_disk=True)
         if isinstance(error, HostMemoryError):
             self._kv.host.close()

@@ -9,6 +9,8 @@ from typing import final
 _ORDERS = (8, 4, 2)
 # Weight of the earlier proposals after one more.
 _MEMORY = 0.9
+# Tokens of a prompt's end in which places are looked up: each costs a microsecond of the engine's.
+_MAX_PROMPT = 8192
 # Tokens that proposals must be expected to give, since a step with them takes longer.
 _LEAST_GAIN = 0.3
 
@@ -17,10 +19,12 @@ _LEAST_GAIN = 0.3
 class HostLookup:
     """Finds what followed an answer's newest tokens at an earlier place in it or in its prompt.
 
-    It does for one answer what `steps.proposals` does on the device.
+    It does for one answer what `steps.proposals` does on the device; of a long prompt, it knows the
+    end alone.
     """
 
     def __init__(self, prompt: Sequence[int]):
+        prompt = prompt[-_MAX_PROMPT:]
         self._num_prompt = len(prompt)
         self._tokens: list[int] = []
         self._places: dict[tuple[int, ...], int] = {}

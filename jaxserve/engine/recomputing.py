@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from jaxserve.core.errors import HostMemoryError, StepMemoryError
 from jaxserve.scheduling.collect import Progress
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import Row
 from jaxserve.scheduling.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
@@ -28,16 +28,16 @@ def restart_computed(scheduler: Scheduler) -> int:
 
 
 def fail_and_restart(
-    scheduler: Scheduler, news: Iterable[Progress], lost: StepPlan, error: Exception
+    scheduler: Scheduler, news: Iterable[Progress], rows: Iterable[Row], error: Exception
 ) -> None:
-    """Fail the sequences of a step that ran out of memory, and compute all others anew.
+    """Fail the sequences in rows of a step without memory, and compute all others anew.
 
     If it was the host's memory, none fails: without host pages they can be computed.
 
     Args:
       news: of the steps that were lost, this one among them.
     """
-    failed = {row.sequence_key for row in lost.rows}
+    failed = {row.sequence_key for row in rows}
     if isinstance(error, HostMemoryError):
         _log.warning("KV is not copied to the host any more: %s", error)
         failed.clear()

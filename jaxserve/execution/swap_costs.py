@@ -121,9 +121,16 @@ class SwapCostMeter:
         return self._has_host_pages and self.costs is None
 
     def measure_on(self) -> None:
-        """Do the next timing, and keep the costs after the last one."""
+        """Do the next timing, and keep the costs after the last one.
+
+        After an error, which is raised, there are none to measure.
+        """
         self._running = self._running or self._timings()
-        self.costs = next(self._running)
+        try:
+            self.costs = next(self._running)
+        except BaseException:
+            self._has_host_pages, self._running = False, None
+            raise
         if self.costs is not None:
             self._kept.save(self.costs)
 

@@ -45,7 +45,8 @@ class ConvertedModel:
 
     Each entry is a folder, written aside and renamed into place. An entry is valid for the file
     that it was made from (path, size, modification time) and while all its files have their sizes.
-    A damaged entry counts as absent, with a warning, and the next `save` overwrites it.
+    A damaged entry counts as absent, with a warning, and the next `save` overwrites it. `save`
+    removes the entries of files that are not there any more.
     """
 
     def __init__(self, name: str, source: Path, variant: str):
@@ -148,6 +149,7 @@ class ConvertedModel:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         arrays = {_key(path): v.get_value() for path, v in nnx.to_flat_state(params)}
         remove_abandoned(self.folder.parent, ".save-")
+        _remove_orphans(self.folder.parent)
         aside = Path(tempfile.mkdtemp(prefix=".save-", dir=self.folder.parent))
         try:
             _require_space(aside, sum(array.nbytes for array in arrays.values()))
@@ -177,6 +179,19 @@ class ConvertedModel:
             "the converted model %s is damaged (%s: %s); converting again",
             self.folder, type(error).__name__, str(error).partition("\n")[0],
         )  # fmt: skip
+
+
+def _remove_orphans(parent: Path) -> None:
+    """Remove entries whose source is gone; a process that has mapped one keeps it."""
+    for folder in parent.iterdir():
+        try:
+            entry = json.loads((folder / "entry.json").read_text(encoding="utf-8"))
+            is_orphan = not Path(entry["made_from"][1]).exists()
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            continue  # none, or a damaged one
+        if is_orphan:
+            _log.info("%s is removed: %s is not there any more", folder, entry["made_from"][1])
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _key(path: tuple[Any, ...]) -> str:

@@ -113,6 +113,9 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
 class CommonForm:
     """A form that holds the numbers of several block types exactly, for tensors that are fused.
 
+    Types of 4 bits with and without minima have float32 scales together: the minima of the latter
+    are -8 scales, which may be more than float16 holds.
+
     Attributes: see `BlockType`.
     """
 
@@ -123,17 +126,19 @@ class CommonForm:
 
     @classmethod
     def of(cls, types: Sequence[BlockType]) -> CommonForm:
+        bits, have_minima = max(each.bits for each in types), {each.has_minima for each in types}
         return cls(
-            max(each.bits for each in types),
+            bits,
             min(each.group for each in types),
-            any(each.has_minima for each in types),
-            all(each.has_halves for each in types),
+            any(have_minima),
+            all(each.has_halves for each in types) and (bits > 4 or len(have_minima) == 1),
         )
 
-    def part(self, name: Part, kind: BlockType, rows: Rows) -> np.ndarray:
-        """Return codes (uint8), scales or minima (float32), each with one for each number.
+    def part(self, name: Part, kind: BlockType, rows: Rows, unit: int = 1) -> np.ndarray:
+        """Return codes (uint8), scales or minima (float32) of a `PackedMatrix` of this form.
 
-        They are those of a `PackedMatrix` of this form.
+        Args:
+          unit: numbers for which one scale or minimum is returned; it divides the groups.
         """
         blocks = kind.decode(rows)
         is_shifted = self.bits == 4 and not kind.has_minima  # from -8 .. 7 to 0 .. 15
@@ -146,7 +151,7 @@ class CommonForm:
                 scales = blocks.minima.astype(np.float32)
             else:
                 scales = scales * np.float32(-8 if is_shifted else 0)
-        return np.repeat(scales, kind.group, axis=-1)
+        return np.repeat(scales, kind.group // unit, axis=-1)
 
 
 def _halves(pairs: UInt8[np.ndarray, "*blocks 2"]) -> Float[np.ndarray, "*blocks"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
@@ -17,14 +18,13 @@ from jaxserve.models.gguf_file import TensorInfo
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.models.linear import WeightAxes
 from jaxserve.models.quantised import QuantisedWeight, in_axes_last
-from jaxserve.models.source import WeightSource
 from pallas_kernels import PackedMatrix
 from pallas_kernels.quantised_matmul import Rounding, pack
 
 _log = logging.getLogger(__name__)
 
-# Reads a parameter from a source, in a dtype.
-Read = Callable[[WeightSource, np.dtype], jax.Array]
+# Reads a parameter, or the shape that is given, from a source in a dtype.
+Read = Callable[..., jax.Array]
 
 
 @final
@@ -51,17 +51,19 @@ class KeptBlocks:
                 )  # fmt: skip
             return None
         form = CommonForm.of([BLOCK_TYPES[name] for name in found])
-        names_of_parts: tuple[Part, ...] = ("codes", "scales", "minima")
-        parts = {
-            part: read(
-                _Part(self._source, form, part), np.dtype("uint8" if part == "codes" else "float32")
-            )
-            for part in names_of_parts[: 3 if form.has_minima else 2]
-        }
-        shape = parts["codes"].shape
+        shape = dense.get_value().shape
+        last = axes.split(range(len(shape)))[1][-1]
+        # Scales are not read once for every number, but for as many as a row of the file allows.
+        unit = math.gcd(form.group, shape[last])
+        fewer = tuple(n // unit if axis == last else n for axis, n in enumerate(shape))
+        others: tuple[Part, ...] = ("scales", "minima") if form.has_minima else ("scales",)
+        parts = {"codes": read(_Part(self._source, form, "codes", 1), np.dtype("uint8"))}
+        for part in others:
+            own = _Part(self._source, form, part, unit)
+            parts[part] = read(own, np.dtype("float32"), fewer)
         _, summed, out = axes.split(shape)
         return QuantisedWeight(
-            _packed(parts, axes, form),
+            _packed(parts, axes, form, form.group // unit),
             axes.split(dense.get_metadata()["logical_axes"]),
             width=int(np.prod(summed)),
             out=out[-1],
@@ -71,13 +73,14 @@ class KeptBlocks:
 
 @final
 class _Part:
-    """A `WeightSource` of the codes, the scales or the minima of a file's tensors."""
+    """A `WeightSource` of the codes, the scales or the minima, for every `unit`-th number."""
 
-    def __init__(self, source: GGUFSource, form: CommonForm, part: Part):
+    def __init__(self, source: GGUFSource, form: CommonForm, part: Part, unit: int):
         self.where = source.where
         self._source = source
         self._form = form
         self._part: Part = part
+        self._unit = unit
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """See `WeightSource`."""
@@ -91,19 +94,21 @@ class _Part:
         """See `WeightSource`."""
 
         def decode(info: TensorInfo, rows: np.ndarray) -> np.ndarray:
-            return self._form.part(self._part, BLOCK_TYPES[info.type_name], rows)
+            return self._form.part(self._part, BLOCK_TYPES[info.type_name], rows, self._unit)
 
         return self._source.read_as(decode, name, index)
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def _packed(parts: dict[str, jax.Array], axes: WeightAxes, form: CommonForm) -> PackedMatrix:
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _packed(
+    parts: dict[str, jax.Array], axes: WeightAxes, form: CommonForm, every: int
+) -> PackedMatrix:
     codes = in_axes_last(parts["codes"], axes)
 
     def by_group(part: Part) -> Any:
         if part not in parts:
             return None
-        each = in_axes_last(parts[part], axes)[..., :: form.group]
+        each = in_axes_last(parts[part], axes)[..., ::every]
         return each.astype(jnp.float16 if form.has_halves else jnp.float32)
 
     ones = jnp.ones(codes.shape[:-1], jnp.float32)

@@ -166,6 +166,7 @@ class Quantiser:
             self._dense_model = lambda: (graphdef, dense)
             self._own_paths = set()
         self._quantisation = quantisation
+        self._dtype = np.dtype(cast(Any, model).config.dtype)
 
     def model(self, params: nnx.State) -> nnx.Module:
         """Return the model that stores these dense parameters as it does."""
@@ -174,8 +175,11 @@ class Quantiser:
         return model
 
     def _changed(self, weight: nnx.Param, axes: WeightAxes) -> Any:
-        is_abstract = isinstance(weight.get_value(), jax.ShapeDtypeStruct)
-        return weight if is_abstract else self._quantisation.change(weight, axes)
+        value = weight.get_value()
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return weight
+        cast_one = weight.replace(_cast(value, self._dtype)) if _is_cast_late(weight) else weight
+        return self._quantisation.change(cast(nnx.Param, cast_one), axes)
 
     def is_dense(self, params: nnx.State, *, partial: bool = False) -> bool:
         """Return whether parameters have the structure of the model with dense weights.
@@ -200,11 +204,15 @@ class Quantiser:
         if not self.is_dense(params, partial=partial):
             return params
         new = dict(nnx.to_flat_state(params))
-        # Variables of the model, since those of the state may lack its metadata.
-        whole = [
-            (path, v.replace(_like(new[path].get_value(), v.get_value())) if path in new else v)
-            for path, v in nnx.to_flat_state(self._dense_model()[1])
-        ]
+
+        def taken(path: tuple[Any, ...], v: nnx.Variable) -> nnx.Variable:
+            """Return a variable of the model, since that of the state may lack its metadata."""
+            if path not in new:
+                return v
+            value = new[path].get_value()
+            return v.replace(value if _is_cast_late(v) else _cast(value, v.get_value().dtype))
+
+        whole = [(path, taken(path, v)) for path, v in nnx.to_flat_state(self._dense_model()[1])]
         stored = nnx.split(self.model(nnx.from_flat_state(whole)))[1]
         return nnx.from_flat_state(
             [
@@ -248,9 +256,15 @@ def log_replicated(params: nnx.State, mesh: Mesh) -> None:
             )  # fmt: skip
 
 
-def _like(array: Any, like: Any) -> Any:
+def _is_cast_late(variable: nnx.Variable) -> bool:
+    """Return whether it is a weight of the model's dtype, of which only one is cast at a time."""
+    about = variable.get_metadata()
+    return about.get("weight_axes") is not None and not about.get("has_own_dtype", False)
+
+
+def _cast(array: Any, dtype: Any) -> Any:
     with np.errstate(over="ignore"):  # what becomes infinite is refused later
-        return array if array.dtype == like.dtype else array.astype(like.dtype)
+        return array if array.dtype == dtype else array.astype(dtype)
 
 
 def _abstract(variable: nnx.Variable) -> jax.ShapeDtypeStruct:

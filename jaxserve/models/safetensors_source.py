@@ -107,12 +107,18 @@ def _float8(path: Path, name: str) -> np.ndarray:
     return octets.view(_FLOAT8[about["dtype"]]).reshape(about["shape"])
 
 
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
 def _files_and_tensors(folder: Path) -> dict[str, set[str]]:
     """Return, by file name, the tensors that the index lists for it; an empty set without index."""
     index = folder / _INDEX
     if index.is_file():
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
+            if not isinstance(weight_map, dict) or not all(map(_is_text, weight_map.values())):
+                raise TypeError("weight_map is not an object of file names by tensor")
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 str(folder), [f"file {_INDEX} is unreadable: {error!r}"], _REMEDY

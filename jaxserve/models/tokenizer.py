@@ -241,6 +241,11 @@ class Tokenizer:
         )
 
 
+# Bytes of a character in UTF-8, and tokens that may wait for others before some are given up.
+_MAX_CHARACTER = 4
+_MOST_PENDING = 2 * _MAX_CHARACTER
+
+
 @final
 class StreamDecoder:
     """Decodes one sequence token by token.
@@ -282,12 +287,24 @@ class StreamDecoder:
         if token_id in self._byte_ids:
             return ""
         text = self._decode(self._ids)
-        if len(text) <= len(self._context) or text.endswith("\ufffd"):
+        if len(text) > len(self._context) and not text.endswith("\ufffd"):
+            return self._given(text, 0)
+        if len(self._ids) - self._num_read <= _MOST_PENDING:
             return ""
+        # Nothing completes what is invalid: the last tokens alone may begin a character, of at most
+        # four bytes. Where the rest ends inside one, its text is not what the whole begins with.
+        for num_left in range(_MAX_CHARACTER - 1, 2 * _MAX_CHARACTER):
+            head = self._decode(self._ids[:-num_left])
+            if len(head) > len(self._context) and text.startswith(head):
+                return self._given(head, num_left)
+        return ""
+
+    def _given(self, text: str, num_left: int) -> str:
+        """Return what is new in the text of all but the last tokens, which then are the context."""
         piece = text[len(self._context) :]
         self._ids = self._ids[self._num_read :]
-        self._num_read = len(self._ids)
-        self._context = self._decode(self._ids)
+        self._num_read = len(self._ids) - num_left
+        self._context = self._decode(self._ids[: self._num_read])
         return piece
 
     def _decode(self, token_ids: list[int]) -> str:

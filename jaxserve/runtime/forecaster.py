@@ -216,10 +216,10 @@ class Forecaster:
         """
         if self.learner is None:
             return
-        for sample in completion.samples:
-            if sample.finish_reason in ("stop", "length"):
-                prompt = self._tokenizer.decode(request.given_prompt)
-                self.learner.observe(prompt, len(sample.token_ids), _likeliest(request))
+        ended = [each for each in completion.samples if each.finish_reason in ("stop", "length")]
+        prompt = self._tokenizer.decode(request.given_prompt) if ended else ""
+        for sample in ended:
+            self.learner.observe(prompt, len(sample.token_ids), _likeliest(request))
 
     def close(self) -> None:
         """Stop predicting and training, and save the trained predictor."""

@@ -266,7 +266,7 @@ class Queues:
         """
         extended, self._extended[group] = self._extended[group], []
         return tuple(
-            Extension(sequence.slot, start, sequence.known_tokens[start:])
+            Extension(sequence.slot, start, sequence.known_from(start))
             for sequence, start in extended
             if sequence.slot is not None and sequence.kv.group == group
         )

@@ -159,6 +159,14 @@ class Sequence:
     def known_tokens(self) -> tuple[int, ...]:
         return (*self.request.prompt, *self.output) if self.output else self.request.prompt
 
+    def known_from(self, start: int) -> tuple[int, ...]:
+        """Return `known_tokens[start:]` of an answer's tokens, without copying the prompt.
+
+        Args:
+          start: at least the number of the prompt's tokens.
+        """
+        return tuple(self.output[start - len(self.request.prompt) :])
+
     @property
     def known_array(self) -> np.ndarray:
         """`known_tokens` as int32 [tokens]."""

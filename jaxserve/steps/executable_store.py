@@ -27,6 +27,8 @@ from pallas_kernels.own_files import is_own, read_own_file
 _log = logging.getLogger(__name__)
 
 MAX_BYTES = 2 << 30
+# Entries are also few hundred bytes each that name an executable.
+_MAX_ENTRIES = 20_000
 _SUFFIX = ".executable"
 # Executables that a start uses before it is said to have begun.
 _MAX_FIRST = 12
@@ -38,8 +40,9 @@ class ExecutableStore:
 
     A key must name everything that decides the program, see `steps.executable_identity`. Several
     processes may use a folder at once: an entry is written aside and renamed. It starts with a
-    digest of its contents. An entry that cannot be loaded counts as absent, is removed, and causes
-    one line in the log. If the folder cannot be used, the store is empty and keeps nothing.
+    digest of its key and contents. An entry that cannot be loaded counts as absent, is removed, and
+    causes one line in the log; one that calls a kernel that this process cannot compile stays. If
+    the folder cannot be used, the store is empty and keeps nothing.
 
     Args:
       folder: created if it does not exist, for this user alone.
@@ -50,6 +53,8 @@ class ExecutableStore:
         self.folder = folder
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
+        # Bytes that this process may save before the folder is looked through again.
+        self._room = 0
         self._is_usable = self._is_ours()
         self._expected: dict[str, Future[jax.stages.Compiled | None]] = {}
         # The key under which the keys of the executables that are used first are written.
@@ -129,7 +134,11 @@ class ExecutableStore:
             return None
         try:
             serialized, in_tree, out_tree = pickle.loads(contents)
-            register_called(serialized)
+            try:
+                register_called(serialized)
+            except NotImplementedError as error:  # without the compiler of an earlier start
+                _log.info("the executable %s is not used: %s", self._path(key), error)
+                return None
             return serialize_executable.deserialize_and_load(
                 serialized, in_tree, out_tree, devices[0].client, devices
             )
@@ -147,8 +156,15 @@ class ExecutableStore:
             _log.info("an executable is not kept for later starts: %s", _first_line(error))
             return
         self.write(key, contents)
-        with self._lock, suppress(OSError):  # the folder may be gone
-            self._shrink()
+        with self._lock:
+            self._room -= len(contents)
+            if self._room > 0:
+                return
+            self._room = self._max_bytes  # other threads need not look, too
+        with suppress(OSError):  # the folder may be gone
+            room = self._shrink()
+            with self._lock:
+                self._room = room
 
     def read(self, key: str) -> bytes | None:
         """Return the contents that were written under a key; None without a valid entry."""
@@ -163,8 +179,8 @@ class ExecutableStore:
             self._drop(key, error)
             return None
         digest, contents = entry[:32], entry[32:]
-        if digest != hashlib.sha256(contents).digest():
-            self._drop(key, ValueError("its digest is not that of its contents"))
+        if digest != _digest(key, contents):
+            self._drop(key, ValueError("its digest is not that of its key and contents"))
             return None
         with suppress(OSError):
             os.utime(path)
@@ -178,7 +194,7 @@ class ExecutableStore:
             handle, scratch = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
             try:
                 with open(handle, "wb") as file:
-                    file.write(hashlib.sha256(contents).digest())
+                    file.write(_digest(key, contents))
                     file.write(contents)
                 os.replace(scratch, self._path(key))
             finally:
@@ -197,20 +213,21 @@ class ExecutableStore:
         with suppress(OSError):
             self._path(key).unlink(missing_ok=True)
 
-    def _shrink(self) -> None:
-        """Remove the least recently used entries until all fit."""
+    def _shrink(self) -> int:
+        """Remove the least recently used entries until all fit; return how many bytes more do."""
         entries = []
         for path in self.folder.iterdir():
             with suppress(OSError):  # another process may remove it
                 about = path.stat()
                 entries.append((about.st_mtime, about.st_size, path))
-        excess = sum(size for _, size, _ in entries) - self._max_bytes
+        room, num_left = self._max_bytes - sum(size for _, size, _ in entries), len(entries)
         for _, size, path in sorted(entries):
-            if excess <= 0:
-                return
+            if room >= 0 and num_left <= _MAX_ENTRIES:
+                break
             with suppress(OSError):
                 path.unlink()
-            excess -= size
+            room, num_left = room + size, num_left - 1
+        return room
 
     def _is_ours(self) -> bool:
         """Create the folder; return whether only this user can write to it."""
@@ -228,6 +245,11 @@ class ExecutableStore:
             )
             return False
         return True
+
+
+def _digest(key: str, contents: bytes) -> bytes:
+    """Return 32 bytes that tell an entry from another one that was copied over it."""
+    return hashlib.sha256(key.encode() + b"\n" + contents).digest()
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -38,10 +39,16 @@ def _outcomes(
     policy: str | Policy,
     wrap: Callable[[Any], Any] = lambda inner: inner,
     config: EngineConfig = CONFIG,
+    before: Callable[[Engine], Any] = lambda engine: None,
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, Any], int]:
-    """Return the tokens and the errors of 24 requests, and the steps that were lost."""
+    """Return the tokens and the errors of 24 requests, and the steps that were lost.
+
+    Args:
+      before: called before the first request.
+    """
     clock = VirtualClock()
     engine = Engine(wrap(SimulatedExecutor(config, clock)), get_policy(policy), clock)
+    before(engine)
     sequences = [
         *(
             each
@@ -99,6 +106,25 @@ def test_all_go_on_without_the_host_pages_that_do_not_fit(policy: str | Policy):
         policy, lambda inner: FreeCopiesExecutor(_SmallHost(inner)), config
     )
     assert found == wanted and not errors and num_lost == 1
+
+
+class _NoTimings(ExecutorWrapper):
+    """The host has no memory for the pages whose copies are timed."""
+
+    def use_idle_time(self) -> bool:
+        raise HostMemoryError("the host has no memory for 30 pages; pass a smaller host_memory")
+
+
+def test_timings_without_memory_end_nothing(caplog):
+    """Nothing is copied to the host from then on, and requests have their tokens."""
+    wanted, _, _ = _outcomes("auto")
+    went_on = []
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        found, errors, num_lost = _outcomes(
+            "auto", _NoTimings, before=lambda engine: went_on.append(engine.use_idle_time())
+        )
+    assert went_on == [False] and "not copied to the host any more" in caplog.text
+    assert found == wanted and not errors and num_lost == 0
 
 
 class _Twice(ExecutorWrapper):

@@ -61,7 +61,7 @@ def draw(
     num_groups = width // group
     unit = 3 / (2**bits * np.sqrt(width))
     groups = np.arange(width) // group
-    zeros = rng.integers(1, 2**bits, (out, num_groups))
+    zeros = rng.integers(0, 2**bits, (out, num_groups))
     if is_symmetric:
         zeros[...] = 2 ** (bits - 1)
     return Drawn(
@@ -95,7 +95,7 @@ def gptq(module: str, m: Drawn, *, one_less: bool = True) -> Arrays:
     """Return a module's tensors as AutoGPTQ writes them."""
     return {
         f"{module}.qweight": np.ascontiguousarray(packed(m.codes, m.bits).T),
-        f"{module}.qzeros": packed(m.zeros.T - one_less, m.bits),
+        f"{module}.qzeros": packed((m.zeros.T - one_less) % 2**m.bits, m.bits),
         f"{module}.scales": np.ascontiguousarray(m.scales.T),
         f"{module}.g_idx": m.groups.astype(np.int32),
     }

@@ -64,6 +64,27 @@ def test_packed_blocks_have_the_numbers_of_the_file(name, others):
     np.testing.assert_allclose(_packed(form, name, rows), wanted, rtol=1e-6, atol=1e-6)
 
 
+def test_minima_of_large_scales_are_finite():
+    """-8 scales are over float16's range, where such blocks are fused with those with minima."""
+    rows = _random_rows("Q4_0", 1, 32)
+    rows[..., :2] = np.array([60000], np.float16).view(np.uint8)
+    form = CommonForm.of([BLOCK_TYPES["Q4_0"], BLOCK_TYPES["Q4_1"]])
+    wanted = gguf.dequantize(rows, gguf.GGMLQuantizationType.Q4_0)
+    np.testing.assert_allclose(_packed(form, "Q4_0", rows), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_scales_are_read_once_for_as_many_numbers_as_asked(name):
+    """`unit` numbers have one; with one for each number they are the same."""
+    rows, kind = _random_rows(name), BLOCK_TYPES[name]
+    form = CommonForm.of([kind])
+    for part in ("scales", "minima"):
+        each = form.part(part, kind, rows)
+        few = form.part(part, kind, rows, kind.group)
+        assert each.shape[-1] == few.shape[-1] * kind.group
+        np.testing.assert_array_equal(each, np.repeat(few, kind.group, axis=-1))
+
+
 def _load(path, quantize="keep", **options):
     quantisation = Quantisation.of(RuntimeOptions(quantize=quantize)) if quantize else None
     return load_model(path, quantisation=quantisation, progress=False, **options)

@@ -70,9 +70,12 @@ def test_files_of_another_kind_are_refused(tmp_path, content):
         SafetensorsSource(tmp_path)
 
 
-def test_damaged_index_is_refused(tmp_path):
-    """An index that is not JSON is a CheckpointError that names it."""
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map"')
+@pytest.mark.parametrize(
+    "index", ['{"weight_map"', "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}']
+)
+def test_damaged_index_is_refused(tmp_path, index):
+    """An index that is not JSON, or names no files, is a CheckpointError that names it."""
+    (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match="index.json is unreadable"):
         SafetensorsSource(tmp_path)
 

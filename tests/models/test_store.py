@@ -195,6 +195,20 @@ def test_a_save_removes_what_a_killed_one_left(path, cache):
     assert not old.exists() and young.exists() and len(_entries(cache)) == 2
 
 
+def test_a_save_removes_the_entries_of_files_that_are_gone(path, cache):
+    """Those of files that are there stay, and so does a folder that is no entry."""
+    moved, other = path.with_name("moved.gguf"), path.with_name("other.gguf")
+    other.write_bytes(path.read_bytes())
+    for each in (path, other):
+        _load(each)
+    (cache / "converted" / "mine").mkdir()
+    path.rename(moved)
+    assert len(_entries(cache)) == 3
+    _load(moved)
+    names = {each.name.split("-")[0] for each in _entries(cache)}
+    assert names == {"mine", "moved", "other"} and len(_entries(cache)) == 3
+
+
 def test_an_unwritable_cache_still_serves(path, tmp_path, monkeypatch, caplog):
     """A cache root that cannot be created only causes a warning."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(path / "below-a-file"))

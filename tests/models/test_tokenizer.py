@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +18,10 @@ from jaxserve.models.gguf_tokenizer import read_gguf_tokenizer
 from jaxserve.models.tokenizer import StreamDecoder, Tokenizer
 
 EXPECTED = Path(__file__).parent.parent / "data" / "smollm2_tokenizer_llamacpp.json"
+
+
+# Bytes that byte-level vocabularies write as the letters from U+0100 on, in order.
+_ODD_BYTES = [*range(33), *range(127, 161), 173]
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +206,45 @@ def test_a_stop_string_of_byte_tokens_ends_at_its_own_token():
     assert assembler.push(ids[:2]) is None
     assembler.finish()
     assert assembler.take(is_final=True) == "hello\ufffd"
+
+
+class _Counting:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self.num_decoded = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        self.num_decoded += len(token_ids)
+        return self._tokenizer.decode(token_ids, skip_special_tokens)
+
+
+def test_bytes_that_are_no_characters_are_not_decoded_again_and_again():
+    """Pieces are those of the whole, and the work is in proportion to the tokens."""
+    tokenizer = _tokenizer(_byte_level())
+    letter = {byte: chr(256 + number) for number, byte in enumerate(_ODD_BYTES)}
+    tokens = _byte_level()["tokenizer.ggml.tokens"]
+    rng = np.random.default_rng(0)
+    euro, smile = (list(text.encode()) for text in "€😀")
+    runs = [
+        [0x80] * 400,
+        [0xE2, 0x82] * 200,
+        (euro + smile + [0xF0, 0x9F]) * 60,
+        rng.choice([0x80, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0xFF, 0x41], 600).tolist(),
+    ]
+    for run in runs:
+        ids = [tokens.index(letter.get(byte, chr(byte))) for byte in run]
+        counting = _Counting(tokenizer)
+        decoder = StreamDecoder(cast(Any, counting))
+        pieces = [decoder.push([token_id]) for token_id in ids]
+        assert "".join([*pieces, decoder.flush()]) == tokenizer.decode(ids)
+        assert counting.num_decoded < 100 * len(ids)
+        # What nothing can complete does not wait for the end.
+        assert sum(map(len, pieces)) > len(tokenizer.decode(ids)) - 20
 
 
 @pytest.mark.parametrize(

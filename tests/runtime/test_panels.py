@@ -153,9 +153,3 @@ def test_weights_in_bfloat16_are_for_a_float32_model_on_one_cpu(settings, said):
     model = tiny_llama() if settings else tiny_llama(dtype="bfloat16")
     with pytest.raises(InvalidConfigError, match=f"{said}.*pass dtype='bfloat16'"):
         Runtime(model, quantize="bf16", **settings, **OPTIONS)
-
-
-def test_ends_in_another_format_are_refused():
-    """The embedding and the head are in 16 bits, too."""
-    with pytest.raises(InvalidConfigError, match="omit quantize_embeddings"):
-        Runtime(tiny_llama(), quantize="bf16", quantize_embeddings="int4", **OPTIONS)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+from typing import Any, cast
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
@@ -12,8 +15,8 @@ from flax import nnx
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.models.linear import replace_weights
-from jaxserve.models.quantisation import Quantisation
+from jaxserve.models.linear import WeightAxes, replace_weights
+from jaxserve.models.quantisation import Quantisation, Quantiser
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from pallas_kernels import dispatch
 from pallas_kernels.cross import targeting
@@ -92,6 +95,45 @@ def test_updates_are_quantised(format, dtype, served):
         assert _answers(rt) == served[format, 0][0]
 
 
+class _Watching:
+    """How weights are stored; notes the bytes of float32 arrays whenever one is changed."""
+
+    keeps_blocks = False
+
+    def __init__(self, how: Quantisation):
+        self._how = how
+        self.num_bytes: list[int] = []
+
+    def change(self, weight: nnx.Param, axes: WeightAxes) -> Any:
+        self.num_bytes.append(_float32_bytes())
+        return self._how.change(weight, axes)
+
+
+def _float32_bytes() -> int:
+    """Return the bytes of all matrices in float32."""
+    gc.collect()
+    found = (x for x in jax.live_arrays() if x.ndim > 1 and x.dtype == "float32")
+    return sum({x.unsafe_buffer_pointer(): x.nbytes for x in found}.values())
+
+
+def test_an_update_is_cast_weight_by_weight():
+    """Of a trainer's weights in 16 bits, only the one that is being rounded is in 32 bits."""
+    wide = nnx.state(tiny_llama(1), nnx.Param)
+    trained = jax.tree.map(lambda x: x.astype("bfloat16"), wide)
+    how = Quantisation.of(RuntimeOptions(quantize="int8"))
+    assert how is not None
+    whole = sum(x.nbytes for x in jax.tree.leaves(wide) if x.ndim > 1)
+    watching = _Watching(how)
+    quantiser = Quantiser(tiny_llama(0), cast(Any, watching))
+    before = _float32_bytes()
+    stored = quantiser.params(trained)
+    assert len(watching.num_bytes) > 5
+    assert max(watching.num_bytes) - before < whole / 2
+    rounded = jax.tree.map(lambda x: x.astype("float32"), trained)
+    wanted = Quantiser(tiny_llama(0), how).params(rounded)
+    jax.tree.map(np.testing.assert_array_equal, stored, wanted)
+
+
 def test_an_update_that_does_not_fit_is_refused(served):
     """The model goes on with its weights."""
     with _runtime(quantize="int8") as rt:
@@ -164,6 +206,9 @@ def test_what_is_not_supported_is_refused():
         _runtime(quantize="int3")
     with pytest.raises(InvalidConfigError, match="quantize_embeddings='int2'"):
         _runtime(quantize="int8", quantize_embeddings="int2")
+    for other in (None, "keep", "bf16"):
+        with pytest.raises(InvalidConfigError, match="omit quantize_embeddings"):
+            _runtime(quantize=other, quantize_embeddings="int8")
     with pytest.raises(InvalidConfigError, match="keeps the blocks of a GGUF file"):
         _runtime(quantize="keep")
     with pytest.raises(InvalidConfigError, match="cut into stages"):

@@ -6,6 +6,7 @@ It is counted in calls of Python functions, which no other work on the machine c
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -25,6 +26,7 @@ from jaxserve.scheduling.policy import MAX_ADMITTED, Policy
 from jaxserve.scheduling.presets import PRESETS, get_policy
 from jaxserve.scheduling.scheduler import Scheduler
 from predictor import LengthBuckets
+from tests.engine.any_text import AnyText
 
 CONFIG = EngineConfig(num_pages=41, max_slots=8, max_context=256, max_step_tokens=64, page_size=16)
 LONG = EngineConfig(
@@ -53,11 +55,17 @@ def _request(number: int, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int =
     )
 
 
-def _calls(engine: Engine, num_steps: int, of: Any = Scheduler.plan) -> int:
+def _calls(
+    engine: Engine,
+    num_steps: int,
+    of: Any = Scheduler.plan,
+    do: Callable[[Engine], Any] = Engine.step,
+) -> int:
     """Return the most calls that planning one of the next steps made, or resumed.
 
     Args:
       of: the function whose calls are counted.
+      do: what is done `num_steps` times.
     """
     plan, counts = of.__code__, []
     depth = num = 0
@@ -76,7 +84,7 @@ def _calls(engine: Engine, num_steps: int, of: Any = Scheduler.plan) -> int:
     sys.setprofile(count)
     try:
         for _ in range(num_steps):
-            engine.step()
+            do(engine)
     finally:
         sys.setprofile(None)
     return max(counts)
@@ -93,6 +101,24 @@ def test_ten_times_as_many_wait(policy: str):
         engine.step()
         found.append(_calls(engine, 40))
     assert found[1] < 1.5 * found[0] + 200, found
+
+
+def test_ten_times_as_many_wait_with_a_grammar():
+    """A step looks at the answers that it computes, and a request at its own."""
+    found = []
+    params = SamplingParams(max_tokens=64, ignore_eos=True, regex=".*")
+    for num_waiting in (200, 2_000):
+        clock = VirtualClock()
+        executor = SimulatedExecutor(CONFIG, clock, reads_context=False)
+        engine = Engine(executor, PRESETS["auto"], clock, grammars=AnyText())
+        for number in range(num_waiting - 1):
+            engine.add(replace(_request(number), params=params))
+        of_add = _calls(
+            engine, 1, Engine.add, lambda e: e.add(replace(_request(9_999), params=params))
+        )
+        found.append((of_add, _calls(engine, 40, Engine.step)))
+    (add, step), (more_add, more_step) = found
+    assert more_add < 1.5 * add + 50 and more_step < 1.5 * step + 200, found
 
 
 def test_ten_times_as_many_wait_where_only_those_with_a_bound_may_run():

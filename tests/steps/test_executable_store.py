@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +53,13 @@ print(json.dumps({"tokens": done.samples[0].token_ids, "traced": names, "kernels
 
 
 def _function(folder: Path, *parts: str) -> StepFunction:
+    return _function_of(folder, lambda x, y: jnp.sort(x * y), *parts)
+
+
+def _function_of(folder: Path, function: Callable[..., Any], *parts: str) -> StepFunction:
     place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     shelf = shelf_of(ExecutableStore(folder), place, *parts)
-    return StepFunction("scaled", lambda x, y: jnp.sort(x * y), shelf, num_fixed=0)
+    return StepFunction("scaled", function, shelf, num_fixed=0)
 
 
 @pytest.fixture
@@ -105,7 +112,7 @@ def test_another_program_is_compiled(tmp_path, compiled, other):
     assert len(compiled) == 2
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "foreign"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "foreign", "another's"])
 def test_a_damaged_entry_is_compiled_anew(tmp_path, compiled, caplog, damage):
     """The log has one line, the result is right, and the next load finds a good entry."""
     wanted = _function(tmp_path)(X, X)
@@ -116,6 +123,10 @@ def test_a_damaged_entry_is_compiled_anew(tmp_path, compiled, caplog, damage):
     elif damage == "foreign":  # a good digest of something else
         ExecutableStore(tmp_path).write(entry.stem, b"not an executable")
         contents = bytearray(entry.read_bytes())
+    elif damage == "another's":  # that of another program with the same arguments
+        _function_of(tmp_path / "other", lambda x, y: jnp.sort(x + y))(X, X)
+        contents = bytearray(_entries(tmp_path / "other")[-1].read_bytes())
+        compiled.pop()
     else:
         del contents[0 if damage == "empty" else len(contents) // 2 :]
     entry.write_bytes(contents)
@@ -266,6 +277,17 @@ def test_the_oldest_entries_are_removed(tmp_path):
     assert [store.read(f"key{number}") is not None for number in range(4)] == [
         *(True, False, True, True),
     ]
+
+
+def test_an_executable_whose_kernel_is_not_there_stays(tmp_path, caplog):
+    """Without the compiler of an earlier start it is not loaded, and a later start finds it."""
+    store = ExecutableStore(tmp_path)
+    called = b"pallas_kernels.nothing.0123456789abcdef"
+    store.write("key", pickle.dumps((called, None, None)))
+    with caplog.at_level(logging.INFO, "jaxserve"):
+        assert store.load("key", jax.devices()[:1]) is None
+    assert len(caplog.records) == 1 and "which is not there" in caplog.text
+    assert store.read("key") is not None
 
 
 def test_a_prepared_executable_serves_without_compiling(tmp_path, compiled):

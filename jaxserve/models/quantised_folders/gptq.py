@@ -109,8 +109,10 @@ class GPTQ:
             tensors=tuple(f"{module}.{last}" for last in wanted),
             codes=lambda: unpacked(read("qweight").T, bits),
             scales=lambda: read("scales").T,
+            # What is stored as the largest number is zero less one (AutoGPTQ masks it, too).
             zeros=lambda: (
-                unpacked(read("qzeros"), bits)[:, :num_outputs].T.astype(np.int16) + self.one_less
+                (unpacked(read("qzeros"), bits)[:, :num_outputs].T.astype(np.int16) + self.one_less)
+                & (2**bits - 1)
             ),
             groups=(lambda: read("g_idx")) if index else None,
         )
