@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 MAX_BYTES = 2 << 30
 # Entries are also few hundred bytes each that name an executable.
 _MAX_ENTRIES = 20_000
-_SUFFIX = ".executable"
+_SUFFIX = ".compiled"
 # Executables that a start uses before it is said to have begun.
 _MAX_FIRST = 12
 

@@ -77,7 +77,7 @@ def compiled():
 
 
 def _entries(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.executable"), key=lambda path: path.stat().st_size)
+    return sorted(folder.glob("*.compiled"), key=lambda path: path.stat().st_size)
 
 
 def test_an_executable_is_loaded_and_not_compiled(tmp_path, compiled):
@@ -266,12 +266,12 @@ def test_the_oldest_entries_are_removed(tmp_path):
     """The size of all entries stays below the bound, and what was read last stays."""
     executable = jax.jit(lambda x: x + 1).lower(X).compile()
     ExecutableStore(tmp_path).save("key3", executable)
-    size = (tmp_path / "key3.executable").stat().st_size
-    (tmp_path / "key3.executable").unlink()
+    size = (tmp_path / "key3.compiled").stat().st_size
+    (tmp_path / "key3.compiled").unlink()
     store = ExecutableStore(tmp_path, max_bytes=size + 2 * 932)
     for number in range(3):
         store.write(f"key{number}", bytes(900))
-        os.utime(tmp_path / f"key{number}.executable", (number, number))
+        os.utime(tmp_path / f"key{number}.compiled", (number, number))
     assert store.read("key0") is not None  # now the newest
     store.save("key3", executable)
     assert [store.read(f"key{number}") is not None for number in range(4)] == [

@@ -79,18 +79,21 @@ def write_job(
     those in float32; `requests` have a `prompt` of token ids, `num_output_tokens`, and the
     `max_tokens` that a scheduler may know. `settings` are for our runtime alone. For each number
     in `fewer`, so many of the first requests are answered alone too. If it `speculates`, peers look
-    proposals up in the request.
+    proposals up in the request. `activations` is the dtype in which a peer computes with weights in
+    few bits: 16 bits where the processor has instructions for it, since peers are faster then.
     """
     max_context = max(len(i.prompt_token_ids) + i.num_output_tokens for i in items)
     config = GGUFSource(models["F16"]).config
     values_a_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"]
     bytes_a_token = values_a_token * config["head_dim"] * np.dtype(np.float32).itemsize
+    in_few_bits = settings.get("quantize") is not None
     job = {
         "models": dict(models),
         "batch_size": batch_size,
         "max_context": max_context,
         "kv_cache_gib": 1 + batch_size * max_context * bytes_a_token // 2**30,
         "settings": dict(settings),
+        "activations": "bfloat16" if in_few_bits and _has_bfloat16() else "float32",
         "fewer": list(fewer),
         "speculates": speculates,
         "requests": [
@@ -103,6 +106,13 @@ def write_job(
         ],
     }
     path.write_text(json.dumps(job), encoding="utf-8")
+
+
+def _has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 numbers."""
+    about = Path("/proc/cpuinfo")
+    flags = set(about.read_text(encoding="utf-8").split()) if about.is_file() else set()
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def _write_safetensors(source: Path, folder: Path) -> None:

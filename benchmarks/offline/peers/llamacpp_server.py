@@ -51,13 +51,14 @@ def _command(job: dict, address: str) -> list[str]:
 
     batch_size, requests = job["batch_size"], len(job["requests"])
     threads = len(os.sched_getaffinity(0))
+    cache = {"float32": "f32", "bfloat16": "f16"}[job["activations"]]
     options = {
         "--model": job["models"].get("few_bits_endless") or job["models"]["F32"],
         "--port": address.rpartition(":")[2],
         "--parallel": batch_size,
         "--ctx-size": batch_size * slot_context(job),
-        "--cache-type-k": "f32",
-        "--cache-type-v": "f32",
+        "--cache-type-k": cache,
+        "--cache-type-v": cache,
         "--threads": threads,
         "--threads-http": requests + 2,
         "--cache-ram": 0,

@@ -24,12 +24,13 @@ def main() -> None:
     scheduler.max_num_seqs = job["batch_size"]
     scheduler.cache_size = job["kv_cache_gib"]
     scheduler.enable_prefix_caching = False
+    precision = {"float32": "f32", "bfloat16": "bf16"}[job["activations"]]
     pipeline = openvino_genai.ContinuousBatchingPipeline(
         job["models"].get("few_bits") or job["models"]["F16"],
         scheduler,
         "CPU",
         # Its defaults are lower where the processor has them, 8 bits for the cache.
-        {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
+        {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision},
     )
 
     def answers(requests: list[dict]) -> list[list[int]]:

@@ -30,7 +30,7 @@ def main() -> None:
 
     llm = LLM(
         job["models"].get("compressed_tensors") or job["models"]["safetensors"],
-        dtype="float32",
+        dtype=job["activations"],
         max_num_seqs=job["batch_size"],
         max_model_len=job["max_context"],
         enable_prefix_caching=False,
