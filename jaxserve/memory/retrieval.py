@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -49,6 +49,10 @@ class Retrieval:
         self._on_arrival = on_arrival
         # By the key of the sequence.
         self._wanted: dict[int, _Wanted] = {}
+        # By the key of a page: those that miss it.
+        self._missed_by: defaultdict[bytes, list[_Wanted]] = defaultdict(list)
+        # Sequences without room on the host, until another one gives its own back.
+        self._without_room: set[int] = set()
         # Keys that the disk was asked for, and that have not come.
         self._underway: set[bytes] = set()
         self._last_news_s = 0.0
@@ -85,6 +89,8 @@ class Retrieval:
         own = self._wanted.get(sequence)
         if own is not None and own.missing:
             return True
+        if sequence in self._without_room:
+            return own is None and not self._lets_pass
         asked = {} if own is None else own.indices
         on_disk = {
             key: index
@@ -98,12 +104,15 @@ class Retrieval:
         if others and others + len(on_disk) > most:
             # One that has got something begins with that: two that wait for room of each other's
             # pages would wait without end.
+            self._without_room.add(sequence)
             return own is None and not self._lets_pass
         if own is None:
             own = self._wanted[sequence] = _Wanted(Branch(self._now(), is_awaited=True))
         own.indices.update(on_disk)
         own.unread.extend(on_disk)
         own.missing.update(on_disk)
+        for key in on_disk:
+            self._missed_by[key].append(own)
         if not self._underway:
             self._last_news_s = self._now()
         self._ask_disk()
@@ -120,9 +129,16 @@ class Retrieval:
     def release(self, sequence: int) -> set[int]:
         """It begins or has ended; returns the indices of what was put on the host for it."""
         self._lets_pass = False
+        self._without_room.discard(sequence)
         wanted = self._wanted.pop(sequence, None)
         if wanted is None:
             return set()
+        self._without_room.clear()
+        for key in wanted.missing:
+            others = self._missed_by[key]
+            others.remove(wanted)
+            if not others:
+                del self._missed_by[key]
         wanted.branch.arrived()
         return wanted.loaded
 
@@ -146,6 +162,8 @@ class Retrieval:
         for wanted in self._wanted.values():
             wanted.branch.arrived()
         self._wanted.clear()
+        self._missed_by.clear()
+        self._without_room.clear()
 
     def _ask_disk(self) -> None:
         disk = self._cache.disk
@@ -163,9 +181,7 @@ class Retrieval:
                 wanted.unread.popleft()
 
     def _settle(self, key: bytes, contents: bytes | None) -> None:
-        for wanted in self._wanted.values():
-            if key not in wanted.missing:
-                continue
+        for wanted in self._missed_by.pop(key, ()):
             wanted.missing.discard(key)
             index = wanted.indices[key]
             if contents is not None and self._cache.load(index, key, contents, wanted.branch):

@@ -203,10 +203,12 @@ class Replicas:
           RuntimeClosedError, EngineFailedError: any replica was closed or has failed.
         """
         self._check_is_open()
+        several, size = len(self.all) > 1, self._page_size
+        pages = [page_hashes(each.request.prompt, size) if several else () for each in answers]
         with self._lock:
             self._claimed -= claimed
             claimed.clear()
-            placed = [self._place(answer) for answer in answers]
+            placed = [self._place(*each) for each in zip(answers, pages, strict=True)]
             if self._max_waiting is not None:
                 self._waiting.update((answer.request.id, answer) for answer in answers)
         for one in placed:
@@ -346,13 +348,12 @@ class Replicas:
             if answer is not None and not answer.waits:
                 del waiting[key]
 
-    def _place(self, answer: Answer) -> _Placed:
+    def _place(self, answer: Answer, pages: Sequence[int]) -> _Placed:
         request = answer.request
         prediction = first_prediction(request, self.first.executor.refinement)
         work = predicted_tokens(
             len(request.prompt), request.params, prediction, max_context=self._max_context
         )
-        pages = page_hashes(request.prompt, self._page_size) if len(self.all) > 1 else ()
         placed = _Placed(answer, self._router.route(pages, work), work)
         if request.id in self._placed:  # a request with this id has ended; its callback is due
             self._finish(self._placed[request.id])

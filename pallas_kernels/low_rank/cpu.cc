@@ -74,7 +74,8 @@ void contract(const Problem<Number>& p, const Chunk& chunk, float* inner) {
   for (; r < p.ranks; ++r)
     for (int t = 0; t < T; ++t) {
       float sum = 0.0f;
-      for (int64_t i = 0; i < p.in; ++i) sum = __builtin_fmaf(x[t][i], widened(a[i * p.ranks + r]), sum);
+      for (int64_t i = 0; i < p.in; ++i)
+        sum = __builtin_fmaf(x[t][i], widened(a[i * p.ranks + r]), sum);
       inner[t * p.ranks + r] = sum * scale;
     }
 }

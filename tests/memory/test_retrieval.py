@@ -160,6 +160,25 @@ def test_those_without_room_may_pass_until_one_begins(bench):
     assert bench.retrieval.awaits(2, bench.keys("c", 6))
 
 
+def test_those_without_room_look_at_their_pages_once(bench):
+    """Until another one gives its room back: a step that plans does not look at all pages again."""
+
+    class Keys(list[bytes]):
+        num_looks = 0
+
+        def __iter__(self) -> Iterator[bytes]:
+            self.num_looks += 1
+            return super().__iter__()
+
+    assert bench.retrieval.awaits(0, bench.keys("a", 6))
+    keys = Keys(bench.keys("b", 6))
+    assert all(bench.retrieval.awaits(1, keys) for _ in range(5)) and keys.num_looks == 1
+    bench.retrieval.release(0)
+    assert bench.retrieval.awaits(1, keys) and keys.num_looks == 2
+    bench.take_in()
+    assert not bench.retrieval.awaits(1, keys) and bench.wheres("b") == {"host"}
+
+
 def test_what_was_computed_meanwhile_stays_where_it_is(bench):
     """Pages on the device stay there, and those on the disk are not used."""
     gate = bench.files.reading
