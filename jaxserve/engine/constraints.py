@@ -61,8 +61,8 @@ class _Followed:
 class Constraints:
     """The matchers of the sequences with a grammar. Only the engine's thread uses it.
 
-    Many may wait: a step looks only at those that it computes. Those that were cancelled are dropped
-    once there are twice as many sequences as at the last look.
+    Many may wait: a step looks only at those that it computes. Those that were cancelled are
+    dropped once there are twice as many sequences as at the last look.
 
     Args:
       grammars: compiled ones; None where no request has one, or, as in a simulation, where they
