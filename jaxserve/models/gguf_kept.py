@@ -53,7 +53,7 @@ class KeptBlocks:
         form = CommonForm.of([BLOCK_TYPES[name] for name in found])
         shape = dense.get_value().shape
         last = axes.split(range(len(shape)))[1][-1]
-        # Scales are not read once for every number, but for as many as a row of the file allows.
+        # One scale is read for each `unit` numbers: a group, or the part of it in the last axis.
         unit = math.gcd(form.group, shape[last])
         fewer = tuple(n // unit if axis == last else n for axis, n in enumerate(shape))
         others: tuple[Part, ...] = ("scales", "minima") if form.has_minima else ("scales",)

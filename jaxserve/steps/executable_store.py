@@ -46,7 +46,8 @@ class ExecutableStore:
 
     Args:
       folder: created if it does not exist, for this user alone.
-      max_bytes: size of all entries together.
+      max_bytes: size of all entries together; a process may exceed it by a sixteenth before it
+        looks through the folder again.
     """
 
     def __init__(self, folder: Path, max_bytes: int = MAX_BYTES):
@@ -164,7 +165,7 @@ class ExecutableStore:
         with suppress(OSError):  # the folder may be gone
             room = self._shrink()
             with self._lock:
-                self._room = room
+                self._room = max(room, self._max_bytes // 16)
 
     def read(self, key: str) -> bytes | None:
         """Return the contents that were written under a key; None without a valid entry."""
