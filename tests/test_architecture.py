@@ -73,10 +73,12 @@ WRITERS = {
         "jaxserve/scheduling/collect.py",
     },
     "SequenceTimes": {"jaxserve/scheduling/scheduler.py", "jaxserve/scheduling/queues.py"},
-    # Only the KV manager, whose parts are the prefix cache and the swap space, writes the KV state.
+    # Only the KV manager writes the KV state; its parts are the prefix cache, the swap space, and
+    # what awaits pages from the host.
     "SequenceKV": {
         "jaxserve/scheduling/kv/manager.py",
         "jaxserve/scheduling/kv/prefix_cache.py",
+        "jaxserve/scheduling/kv/restoring.py",
         "jaxserve/scheduling/kv/swap_space.py",
     },
 }

@@ -17,6 +17,9 @@ _MAX_INCOMING_PAGES = 64
 # take device memory until they have left.
 _OUTGOING_PAGES = 64
 _OUTGOING_SHARE = 64
+# The same of pages from the host. The other sequences of the step wait for them.
+_INCOMING_PAGES = 64
+_INCOMING_SHARE = 256
 # Tokens that products compute together: those of a part of a tile take as long as a whole one.
 _TILE = 8
 
@@ -58,6 +61,8 @@ class EngineConfig:
         attention of which the bits do not depend on chunks; None for the platform's choice.
       num_host_pages: pages of host memory for KV that leaves the device.
       restore: when pages are copied back from the host, see `RuntimeOptions`.
+      incoming_pages: pages that one plan copies from the host at most while sequences run; None for
+        a share of the pool.
       kv_dtype: dtype of the pages, see `RuntimeOptions`; None for the model's dtype.
       has_encoder: the model is an encoder-decoder: the encoder computes a prompt in one step, and
         it fills whole pages.
@@ -83,6 +88,7 @@ class EngineConfig:
     num_host_pages: int = 0
     kv_dtype: str | None = None
     restore: str = "on_admission"
+    incoming_pages: int | None = None
     has_encoder: bool = False
     has_slot_state: bool = False
     max_adapters: int = 0
@@ -154,8 +160,17 @@ class EngineConfig:
         num_in_tiles = self.num_proposed - (num_rows + self.num_proposed) % _TILE
         return num_in_tiles if num_in_tiles > 0 else self.num_proposed
 
-    def of_encode_group(self) -> Self:
-        """Return the sizes of a device group for prompts alone, which never speculates."""
+    @property
+    def speculating_buckets(self) -> tuple[int, ...]:
+        """Compiled sizes of the decode windows that speculate, in every variant; there may be none.
+
+        Few rows are speculated for, and padding takes the place of proposals, so that all of these
+        sizes are compiled also for variants that have few otherwise.
+        """
+        return tuple(size for size in self.slot_buckets if self.num_proposed_beside(size))
+
+    def without_proposals(self) -> Self:
+        """Return the sizes of an engine that never speculates, as a group for prompts does not."""
         return replace(self, num_proposed=0, drafts=False)
 
     @property
@@ -183,6 +198,11 @@ class EngineConfig:
     def max_pages_out(self) -> int:
         """Maximum number of pages that one plan copies to the host."""
         return max(_OUTGOING_PAGES, self.num_pages // _OUTGOING_SHARE)
+
+    @property
+    def max_pages_in(self) -> int:
+        """Maximum number of pages that one plan copies from the host while sequences run."""
+        return self.incoming_pages or max(_INCOMING_PAGES, self.num_pages // _INCOMING_SHARE)
 
     @property
     def max_length(self) -> int:

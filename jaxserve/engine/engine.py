@@ -14,7 +14,7 @@ from jaxserve.core.clock import Clock
 from jaxserve.core.errors import HostMemoryError
 from jaxserve.core.request import Request
 from jaxserve.engine.constraints import Constraints, GrammarSource
-from jaxserve.engine.recomputing import fail_and_restart, restart_computed
+from jaxserve.engine.recomputing import fail_and_restart, restart_awaiting, restart_computed
 from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.versions import Weights
@@ -151,7 +151,10 @@ class Engine:
         """
         news = self._refuse_late()
         begin_s = time.perf_counter()
-        plan = self.scheduler.plan(self._open_groups)
+        try:
+            plan = self.scheduler.plan(self._open_groups)
+        except HostMemoryError as error:  # what came from the disk has no room; nothing is planned
+            return news + self.drain() + self._go_on_without([], error)
         self.stats.after_plan(time.perf_counter() - begin_s)
         if plan is not None:
             plan = self._constraints.masked(plan)
@@ -255,6 +258,7 @@ class Engine:
         Nor are past answers proposed. The disk's pages of these weights are kept if `keeps_disk`.
         """
         assert not self._is_at_work, "steps are in flight; drain() first"
+        restart_awaiting(self.scheduler)
         self._kv.clear(b"" if keeps_disk else urandom(8))
         self.scheduler.speculation.forget_answers()
 
@@ -265,11 +269,10 @@ class Engine:
     def weights_changed(self, weights: Weights, name: WeightsName, *, keeps_kv: bool) -> None:
         """Take note that the executor has other weights, with this name. Call `drain` first.
 
-        Sequences keep their KV if `keeps_kv`, and no other finds it; else it is computed anew.
+        Sequences keep KV on the device if `keeps_kv`, unfound by others; else it is computed anew.
         """
         assert not self._is_at_work, "steps are in flight; drain() first"
-        if not keeps_kv:
-            restart_computed(self.scheduler)
+        (restart_awaiting if keeps_kv else restart_computed)(self.scheduler)
         self._kv.weights_changed(name, (*self.scheduler.running, *self.scheduler.waiting))
         self.weights = weights
 
@@ -279,15 +282,12 @@ class Engine:
         Args:
           is_whole: False after a failure; then no page is written.
         """
-        if not self._kv.has_disk:
-            return
         try:
-            if not is_whole:
-                return
-            self._kv.save()
-            while plan := self.scheduler.plan_flush():
-                self._executor.submit(plan).collect()
+            if is_whole and self._kv.has_disk:
                 self._kv.save()
+                while plan := self.scheduler.plan_flush():
+                    self._executor.submit(plan).collect()
+                    self._kv.save()
         finally:
             self._kv.close()
 

@@ -27,6 +27,13 @@ def restart_computed(scheduler: Scheduler) -> int:
     return num_tokens
 
 
+def restart_awaiting(scheduler: Scheduler) -> None:
+    """Compute anew what awaits pages from the host, before cached pages are dropped there."""
+    for sequence in tuple(scheduler.running):
+        if sequence.kv.awaits is not None:
+            scheduler.restart(sequence, keeps_output=True)
+
+
 def fail_and_restart(
     scheduler: Scheduler, news: Iterable[Progress], rows: Iterable[Row], error: Exception
 ) -> None:

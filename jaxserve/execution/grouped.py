@@ -54,7 +54,7 @@ class GroupedExecutor:
 
     def __init__(self, groups: Sequence[LinkedExecutor], *, strict: bool = False):
         encode, decode = self._groups = tuple(groups)
-        own = decode.config.of_encode_group()
+        own = decode.config.without_proposals()
         assert encode.config == own, "the groups have pages and slots of other sizes"
         self.swap_costs: SwapCosts | None = None
         self.host_memory: HostMemory | None = None
@@ -77,7 +77,7 @@ class GroupedExecutor:
 
     @property
     def config(self) -> EngineConfig:
-        """See `Executor`; that of the decode group, see `EngineConfig.of_encode_group`."""
+        """See `Executor`; that of the decode group, see `EngineConfig.without_proposals`."""
         return self._groups[1].config
 
     @property
@@ -221,8 +221,9 @@ class GroupedExecutor:
         return max(self._groups, key=_page_bytes).device
 
     def reset(self) -> bool:
-        """See `Executor`; two groups cannot."""
-        return False
+        """See `Executor`. Pages on their way between the groups are lost, too."""
+        self._pending.clear()
+        return all([group.reset() for group in self._groups])
 
     def close(self) -> None:
         """See `Executor`."""

@@ -167,7 +167,7 @@ class GroupMaker:
     def _configs(self, num_pages: int) -> tuple[EngineConfig, EngineConfig]:
         """Return the configurations of the encode group and of the decode group."""
         decode = engine_config(self.model_config, self.options, num_pages=num_pages)
-        return decode.of_encode_group(), decode
+        return decode.without_proposals(), decode
 
     def _programs(self, mesh: Mesh, config: EngineConfig) -> Programs:
         place = _place(mesh)

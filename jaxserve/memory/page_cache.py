@@ -10,6 +10,7 @@ from typing import Literal, final
 from jaxserve.memory.cached_page import Branch, CachedPage
 from jaxserve.memory.disk_tier import DiskTier, HostMemory
 from jaxserve.memory.host_pool import HostPool
+from jaxserve.memory.incoming_copies import IncomingCopies
 from jaxserve.memory.page_pool import PagePool
 from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.ranking import Ranking
@@ -25,7 +26,7 @@ class PageCache:
     """Knows every cached page by its key, on the device or the host, and which to evict.
 
     The device's pages are those of `pool`: owned ones are in use, cached ones can be reclaimed.
-    Copies to and from the host are collected for the next plan. A host page that one of them
+    Copies to and from the host are collected for the next plans. A host page that one of them
     reads or writes stays what it is until that plan is made.
 
     Args:
@@ -39,7 +40,8 @@ class PageCache:
 
     Attributes:
       identity: as given, or as `clear` was told since.
-      num_pages_out, num_pages_in: pages copied to the host and back.
+      incoming: copies from the host, to be made after those of `copies_out`.
+      num_pages_out: pages copied to the host.
       num_evicted: pages that were evicted from their last tier above the disk.
       branches: every conversation with pages here, and some that had some lately.
     """
@@ -58,7 +60,7 @@ class PageCache:
         self.pool = PagePool(num_pages, self._reclaim)
         self.disk = disk
         self.identity = identity
-        self.num_pages_out = self.num_pages_in = self.num_evicted = 0
+        self.num_pages_out = self.num_evicted = 0
         self._host = host
         self._host_memory = host_memory
         self._max_pages_out = max_pages_out
@@ -69,9 +71,8 @@ class PageCache:
         self._by_host_page: dict[int, CachedPage] = {}
         # Keys of evicted pages, the latest last.
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
-        # Device page -> host page, and the other way round.
-        self._copies_in: dict[int, int] = {}
-        self._copies_out: dict[int, int] = {}
+        self.incoming = IncomingCopies()
+        self._copies_out: dict[int, int] = {}  # host page -> device page
         branches, rank = self.branches, values.rank
         self._victims = Ranking(branches, "on_device", self.is_cached, rank)
         self._to_copy = Ranking(branches, "uncopied", self._is_uncopied, rank)
@@ -153,7 +154,7 @@ class PageCache:
     def restore(self, page: CachedPage, device_page: int) -> None:
         """Have the next plan copy a page from the host to an owned page of the device."""
         assert page.device_page is None and page.host_page is not None
-        self._copies_in[device_page] = page.host_page
+        self.incoming.add(page.host_page, device_page)
         self._set_device_page(page, device_page)
 
     def load(self, index: int, key: bytes, contents: bytes, branch: Branch) -> bool:
@@ -169,7 +170,11 @@ class PageCache:
             assert self._host_memory is not None
             page = CachedPage(index, key)
             self._put_under(key, page)
-            self._host_memory.write_host_page(self._set_host_page(page), contents)
+            try:
+                self._host_memory.write_host_page(self._set_host_page(page), contents)
+            except Exception:
+                self._evict_from_host(page)
+                raise
         page.join(branch)
         self.branches[branch] = None
         branch.grow_to(page)
@@ -191,7 +196,7 @@ class PageCache:
         """Free its page of the device, or have it be free once no sequence owns it."""
         if page.device_page is None:
             return
-        self._copies_in.pop(page.device_page, None)
+        self.incoming.drop(page.device_page)
         self.pool.evict(page.device_page)
         del self._by_page[page.device_page]
         page.leave_device()
@@ -220,10 +225,10 @@ class PageCache:
         """Whether the next plan copies it to the host."""
         return page.host_page in self._copies_out
 
-    @property
-    def num_incoming(self) -> int:
-        """Pages that the next plan copies from the host so far."""
-        return len(self._copies_in)
+    def last_incoming(self, device_pages: Sequence[int]) -> CachedPage | None:
+        """Return which of these pages comes from the host last; None if none has to come."""
+        last = self.incoming.last_of(device_pages) if self.incoming else None
+        return None if last is None else self._by_page[last]
 
     def copies_out(self, *, free_share: float) -> tuple[tuple[int, int], ...]:
         """Return (device page, host page) of what is copied now, of necessity or ahead of time.
@@ -232,25 +237,18 @@ class PageCache:
         of the pool can be taken without loss; not while something comes back, which has the link to
         itself (thesis, sections 3.4.3.2 and 3.5.1).
         """
-        if not self._copies_in:
+        if not self.incoming:
             self._copy_ahead(free_share)
         copies = tuple((page, host_page) for host_page, page in self._copies_out.items())
         self._copies_out.clear()
         self.num_pages_out += len(copies)
         return copies
 
-    def copies_in(self) -> tuple[tuple[int, int], ...]:
-        """Return (host page, device page), to be made after `copies_out`."""
-        copies = tuple((host_page, page) for page, host_page in self._copies_in.items())
-        self._copies_in.clear()
-        self.num_pages_in += len(copies)
-        return copies
-
     def drop_uncopied(self) -> None:
         """Before device pages move: evict from the host what no plan has copied there yet."""
         for host_page in list(self._copies_out):
             page = self._by_host_page[host_page]
-            if page.device_page in self._copies_in:  # nor would it come back
+            if page.device_page in self.incoming:  # nor would it come back
                 self.evict_from_device(page)
             self._evict_from_host(page)
 
@@ -271,7 +269,7 @@ class PageCache:
 
     def relocate(self, targets: Mapping[int, int]) -> None:
         """Follow pages that `PagePool.resize` moved."""
-        self._copies_in = {targets.get(p, p): host for p, host in self._copies_in.items()}
+        self.incoming.relocate(targets)
         pages = list(self._by_page.values())
         self._by_page.clear()
         for page in pages:
@@ -381,7 +379,7 @@ class PageCache:
             return False
         if self.disk and self._host_memory and not self._host_memory.has_arrived(page.host_page):
             return False
-        return page.device_page not in self._copies_in
+        return page.device_page not in self.incoming
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page lies where the books say, and nowhere else."""
@@ -396,5 +394,5 @@ class PageCache:
             assert self._host is not None and self._host.is_allocated(host_page), "a free host page"
         for key, page in self._by_key.items():
             assert page.key == key and page.is_resident, "a cached page under a wrong key"
-        for device_page, host_page in self._copies_in.items():
+        for device_page, host_page in self.incoming:
             assert self._by_page[device_page].host_page == host_page, "a copy of nothing comes in"

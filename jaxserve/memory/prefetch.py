@@ -60,7 +60,7 @@ class Prefetch:
         for page in awaited:
             if page.device_page is not None or page.host_page is None:
                 continue
-            is_late = self._cache.num_incoming >= _MAX_INCOMING or self._cache.is_outgoing(page)
+            is_late = len(self._cache.incoming) >= _MAX_INCOMING or self._cache.is_outgoing(page)
             if is_late or not self._make_room(page):
                 break
             pool = self._cache.pool

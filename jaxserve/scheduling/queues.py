@@ -172,7 +172,8 @@ class Queues:
 
         Returns (index, page) of the pages it begins with, see `KVManager.begin`.
         """
-        entries = self._kv.begin(sequence, self.tokens_to_reserve(sequence))
+        num_tokens = self.tokens_to_reserve(sequence)
+        entries = self._kv.begin(sequence, num_tokens, is_first=not self.running)
         self.waiting.admit(sequence)
         if self._headroom is not None:
             self._headroom.admitted(sequence)

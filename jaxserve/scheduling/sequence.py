@@ -136,8 +136,8 @@ class Sequence:
 
     @property
     def may_grow(self) -> bool:
-        """Whether a token may be planned: the bound on its length is below its limit."""
-        if self.request.awaits_tokens and self.awaits_token:
+        """Whether a token may be planned: its pages are here, and its length below its limit."""
+        if self.kv.awaits is not None or (self.request.awaits_tokens and self.awaits_token):
             return False
         return not self.falls_short or self.planned_length < self.max_length
 
@@ -200,12 +200,12 @@ class Sequence:
 def split(sequences: Iterable[Sequence], group: int) -> tuple[list[Sequence], list[Sequence]]:
     """Return which of a device group's running sequences decode, and which have a prompt left.
 
-    One whose newest token has to be read first is in neither.
+    One whose newest token has to be read first, or whose pages have to come, is in neither.
     """
     decoding: list[Sequence] = []
     prefilling: list[Sequence] = []
     for sequence in sequences:
-        if sequence.kv.group != group:
+        if sequence.kv.group != group or sequence.kv.awaits is not None:
             continue
         if not sequence.is_decoding:
             prefilling.append(sequence)

@@ -71,7 +71,7 @@ class Step:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.sequences or self._handovers)
+        return bool(self.sequences or self._handovers) or self._kv.restores_in(self.open_groups)
 
     @property
     def is_futile(self) -> bool:
@@ -250,7 +250,7 @@ class Step:
         if any(sequence.request.awaits_tokens for sequence in decoding):
             self.add_decoding()
             return 1
-        max_iterations = 1 if awaits else max_iterations
+        max_iterations = 1 if awaits or self._kv.restores_in(self.open_groups) else max_iterations
         left = [sequence.num_outputs_left for sequence in decoding]
         if not self._extends:
             left = [min(n, s.kv.num_reserved_left) for n, s in zip(left, decoding, strict=True)]

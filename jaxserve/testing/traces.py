@@ -72,12 +72,14 @@ class Trace:
       falls_short: steps deliver fewer tokens than they were planned for, now and then none.
       has_grammars: about half of the requests await their tokens, which sometimes force others.
       speculates: decode loops deliver tokens that were proposed.
+      incoming_pages: see `EngineConfig`.
 
     Attributes:
       requests: those that arrive by themselves.
       asked: all that arrived in the last run, next turns included.
       num_gaps: pages ahead of what their sequence had computed, summed over the last run's steps.
       pool_sizes: numbers of pages that the pool had in the last run.
+      num_awaited: sequences that awaited pages from the host, summed over the last run's steps.
       num_moved: sequences whose pages a resize moved in the last run.
       num_reopened: closed sequences that turned out not to have ended in the last run.
       counters: of scheduling in the last run.
@@ -94,10 +96,11 @@ class Trace:
         falls_short: bool = False,
         has_grammars: bool = False,
         speculates: bool = False,
+        incoming_pages: int | None = None,
     ):
         rng = random.Random(seed)
         self.seed = seed
-        self.config = random_config(rng)
+        self.config = replace(random_config(rng), incoming_pages=incoming_pages)
         if speculates:
             self.config = replace(self.config, num_proposed=1 + seed % 5)
         self.requests = random_requests(rng, self.config)
@@ -108,7 +111,7 @@ class Trace:
             self._grammars = ForcedTokens(seed)
             self.requests = with_grammars(random.Random(f"{seed} grammars"), self.requests)
         self.asked: list[Request] = []
-        self.num_gaps = 0
+        self.num_gaps = self.num_awaited = 0
         self.pool_sizes: set[int] = set()
         self.num_moved = 0
         self.num_refined = 0
@@ -210,6 +213,7 @@ class Trace:
           resize_rate: resizes of the pool a step.
           recompute_rate: caches that are exchanged for others of another size a step.
           update_rate: versions of the weights a step; half of them keep the KV of running requests.
+            They are many while sequences await pages from the host.
 
         Returns:
           By request id and sample.
@@ -223,7 +227,7 @@ class Trace:
         executor = self._executor(self.config, clock)
         engine = Engine(executor, policy, clock, disk=disk, grammars=self._grammars)
         arriving, sequences = list(self.requests), []
-        self.asked, self.num_gaps, self.num_reopened = [], 0, 0
+        self.asked, self.num_gaps, self.num_awaited, self.num_reopened = [], 0, 0, 0
         answered: set[int] = set()
         max_idle = MAX_IDLE_STEPS * (2 * policy.num_device_groups - 1)
         idle = num_waits = 0
@@ -239,9 +243,10 @@ class Trace:
                 self._resize(engine, rng)
             if recompute_rate and rng.random() < recompute_rate:
                 self._recompute(engine, executor, rng)
-            if update_rate and rng.random() < update_rate:
+            awaits = any(s.kv.awaits is not None for s in engine.scheduler.running)
+            if update_rate and rng.random() < (0.5 if awaits else update_rate):
                 self._update(engine, rng)
-            before = _advancement(sequences)
+            before = _advancement(sequences, engine)
             closed = [s for s in sequences if s.phase is Phase.CLOSING]
             engine.step()
             engine.scheduler.check_integrity()
@@ -254,7 +259,8 @@ class Trace:
             elif engine.has_work and engine.idle_until_s is not None:
                 clock.advance_to(engine.idle_until_s)
                 idle, num_waits = -1, num_waits + 1
-            if _advancement(sequences) != before or not engine.has_work:
+            self.num_awaited += sum(s.kv.awaits is not None for s in engine.scheduler.running)
+            if _advancement(sequences, engine) != before or not engine.has_work:
                 idle = num_waits = 0
             else:
                 idle += 1
@@ -377,5 +383,6 @@ class Trace:
             raise AssertionError(f"seed {self.seed}: {otherwise}")
 
 
-def _advancement(sequences: list[Sequence]) -> list[tuple[int, int, Phase]]:
-    return [(s.kv.num_computed, len(s.output), s.phase) for s in sequences]
+def _advancement(sequences: list[Sequence], engine: Engine) -> tuple[object, ...]:
+    num_pages_in = engine.scheduler.counters()["num_pages_in"]
+    return (num_pages_in, *((s.kv.num_computed, len(s.output), s.phase) for s in sequences))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +16,8 @@ from jaxserve.core.errors import HostMemoryError, StepMemoryError
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.memory.disk_tier import DiskTier, HostMemory
+from jaxserve.memory.page_files import PageFiles
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.order.fcfs import FCFS
@@ -23,6 +25,7 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.preemption.last_in_order import LastInOrder
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention.tiered import Tiered
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor, FreeCopiesExecutor
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 
@@ -125,6 +128,41 @@ def test_timings_without_memory_end_nothing(caplog):
         )
     assert went_on == [False] and "not copied to the host any more" in caplog.text
     assert found == wanted and not errors and num_lost == 0
+
+
+class _NoRoomForTheDisk(ExecutorWrapper):
+    """A host without the memory for pages that come from the disk."""
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        return cast(HostMemory, self)
+
+    def write_host_page(self, host_page: int, contents: bytes) -> None:
+        raise HostMemoryError("the host has no memory for 30 pages; pass a smaller host_memory")
+
+
+def test_pages_from_the_disk_that_find_no_memory_end_nothing(tmp_path, caplog):
+    """They are computed, and no later request finds what was not stored."""
+    policy = replace(get_policy("pensieve"), retention=Tiered(free_share=1.0))
+    found = []
+    for wrap in (lambda inner: inner, _NoRoomForTheDisk):
+        clock, disk = VirtualClock(), DiskTier(PageFiles(tmp_path, 1_000_000))
+        executor = wrap(SimulatedExecutor(replace(CONFIG, num_pages=20), clock))
+        engine = Engine(executor, policy, clock, disk=disk)
+        prompts = [tuple(range(start, start + 30)) for start in (1, 100, 200)]
+        params = SamplingParams(max_tokens=5)
+        sequences = [
+            engine.add(Request(id=f"{i}", prompt=prompt, params=params, arrival_s=0.0))[0]
+            for i, prompt in enumerate(2 * prompts)
+        ]
+        with caplog.at_level(logging.WARNING, "jaxserve"):
+            while engine.has_work:
+                disk.flush()
+                engine.step()
+                engine.scheduler.check_integrity()
+        found.append([each.output for each in sequences])
+        engine.close(is_whole=True)
+    assert found[0] == found[1] and "not copied to the host any more" in caplog.text
 
 
 class _Twice(ExecutorWrapper):

@@ -13,7 +13,12 @@ from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.clock import WallClock
-from jaxserve.core.errors import EngineFailedError, InfeasibleBoundError, InvalidConfigError
+from jaxserve.core.errors import (
+    EngineFailedError,
+    InfeasibleBoundError,
+    InvalidConfigError,
+    StepMemoryError,
+)
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
 from jaxserve.scheduling.admission.on_demand import OnDemand
@@ -173,6 +178,18 @@ def test_pages_that_do_not_arrive_are_computed_anew(wanted):
     with Runtime(_model(), mesh=ONE_EACH, wrap_executor=faulty, **SMALL) as rt:
         assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted
         assert rt.stats().num_handovers_lost > 0
+        rt.check_integrity()
+
+
+def test_groups_go_on_after_steps_without_memory(wanted):
+    """Requests of those steps fail; the others are computed anew, and so are pages on their way."""
+    faulty = partial(FaultyExecutor, out_of_memory_every=9)
+    with Runtime(_model(), mesh=ONE_EACH, wrap_executor=faulty, **SMALL) as rt:
+        done = rt.generate(PROMPTS, PARAMS)
+        assert rt.stats().num_lost_steps > 0
+        assert any(isinstance(each.error, StepMemoryError) for each in done)
+        for each, samples in zip(done, wanted, strict=True):
+            assert each.error is not None or _samples([each]) == [samples]
         rt.check_integrity()
 
 

@@ -131,7 +131,7 @@ def test_nothing_is_copied_ahead_while_something_comes_back():
     cache.copies_out(free_share=0.0)
     cache.restore(first, owned)
     assert cache.copies_out(free_share=1.0) == ()
-    assert cache.copies_in() == ((0, owned),)
+    assert cache.incoming.take(None) == ((0, owned),)
     assert len(cache.copies_out(free_share=0.5)) == 5
 
 
@@ -210,7 +210,7 @@ def test_counts_stay_right_under_random_use():
             elif action == 4:
                 taken = {host_page for _, host_page in cache.copies_out(free_share=rng.random())}
                 assert len(taken) <= cache.max_host_pages
-                cache.copies_in()
+                cache.incoming.take(None)
             elif rng.random() < 0.1:
                 cache.drop_uncopied()
                 cache.clear(b"new")

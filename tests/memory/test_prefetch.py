@@ -45,7 +45,7 @@ def _cached(cache: PageCache, clock: Clock, name: str, num: int) -> list[CachedP
 
 
 def _plan(cache: PageCache, free_share: float = 0.0) -> tuple[tuple, tuple]:
-    copies = cache.copies_out(free_share=free_share), cache.copies_in()
+    copies = cache.copies_out(free_share=free_share), cache.incoming.take(None)
     cache.check_integrity()
     return copies
 

@@ -192,7 +192,7 @@ def test_what_was_computed_meanwhile_stays_where_it_is(bench):
     gate.open()
     bench.take_in()
     assert not bench.retrieval.awaits(1, keys)
-    assert bench.cache.tier_of(keys[5]) == "device" and bench.cache.num_pages_in == 0
+    assert bench.cache.tier_of(keys[5]) == "device" and bench.cache.incoming.num_taken == 0
 
 
 def test_pages_for_ended_sequences_are_dropped(bench):

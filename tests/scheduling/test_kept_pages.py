@@ -46,6 +46,7 @@ DISK_POLICIES = [
     replace(PRESETS["fastertransformer"], name="static_tiered", retention=Tiered(free_share=1.0)),
     Policy("one_by_one", OnDemand(0.0), FCFS(), Concurrent(), Tiered(free_share=0.5)),
 ]
+TIERED = [policy for policy in POLICIES if isinstance(policy.retention, Tiered)]
 NUM_SEEDS = 30
 
 
@@ -70,6 +71,32 @@ def test_conversations_have_the_tokens_of_fresh_runs(policy: Policy):
     assert counts["found"] > 1000 and counts["lost"] > 100 and counts["gaps"] > 0, counts
     is_tiered = isinstance(policy.retention, Tiered)
     assert (counts["found on the host"] > 0) == is_tiered == (counts["prefetched"] > 0), counts
+
+
+@pytest.mark.parametrize("incoming_pages", [1, 2])
+@pytest.mark.parametrize("policy", TIERED, ids=lambda policy: policy.name)
+def test_pages_that_come_over_several_plans(policy: Policy, incoming_pages: int):
+    """Nothing is computed, by the sequence or by others with its prefix, before its pages came.
+
+    In between it is cancelled or preempted, the pool is resized, and the weights are exchanged.
+    """
+    counts = Counter()
+    for seed in range(2 * NUM_SEEDS):
+        trace = Trace(seed, with_conversations=True, incoming_pages=incoming_pages)
+        rates = (0.05, 0.0, 0.0) if seed % 2 else (0.0, 0.05, 0.05)
+        cancel_rate, resize_rate, update_rate = rates
+        together = trace.run(
+            policy, cancel_rate=cancel_rate, resize_rate=resize_rate, update_rate=update_rate
+        )
+        for key, alone in trace.expected().items():
+            got = together[key]
+            if resize_rate:  # an answer is cut that no longer fits
+                assert got.output == alone.output[: len(got.output)], f"seed {seed}, {key}"
+            else:
+                assert got.agrees_with(alone), f"seed {seed}, {key}"
+        counts["awaited"] += trace.num_awaited
+        counts["preempted"] += trace.counters["num_preemptions"]
+    assert counts["awaited"] > 5 and counts["preempted"] > 20, counts
 
 
 @pytest.mark.parametrize("policy", POLICIES[:6], ids=lambda policy: policy.name)

@@ -20,6 +20,7 @@ from jaxserve.scheduling.kv.costs import SwapCosts, copy_s, page_cost
 from jaxserve.scheduling.kv.identity import WeightsIdentity, WeightsName
 from jaxserve.scheduling.kv.integrity import check_integrity
 from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager, keys_of
+from jaxserve.scheduling.kv.restoring import Restoring
 from jaxserve.scheduling.kv.sequence_kv import SequenceKV
 from jaxserve.scheduling.kv.swap_space import SwapSpace
 from jaxserve.scheduling.kv.transfer import PageTransfer
@@ -68,11 +69,9 @@ class KVManager:
         retention = policy.retention_for(config)
         self.config = config
         self.num_outgrown = 0
-        self._now = now
         self.swap_costs = costs
         self._free_share = retention.free_share
         self._disk = disk
-        self._host_memory = host_memory
         self.host = HostPool(config.num_host_pages)
         swaps = policy.preemption.keeps_state and not retention.uses_host
         self._swap_space = SwapSpace(self.host if swaps else None, costs, config.max_pages_out)
@@ -88,6 +87,7 @@ class KVManager:
             identity=self.weights.of_cache(),
             max_pages_out=config.max_pages_out,
         )
+        self._restoring = Restoring(self._cache)
         self.retrieval = Retrieval(self._cache, now, on_arrival)
         self._prefixes = PrefixCacheManager(
             *(self._cache, self._values, self.retrieval),
@@ -114,7 +114,7 @@ class KVManager:
         return {
             "num_outgrown": self.num_outgrown,
             "num_pages_out": swapped.num_pages_out + self._cache.num_pages_out,
-            "num_pages_in": swapped.num_pages_in + self._cache.num_pages_in,
+            "num_pages_in": swapped.num_pages_in + self._cache.incoming.num_taken,
             "num_pages_prefetched": prefixes.num_prefetched,
             "num_recomputed": swapped.num_recomputed,
             "num_prefix_queried": prefixes.num_queried,
@@ -148,8 +148,12 @@ class KVManager:
         """Whether pages of a waiting sequence are still to come from the disk; asks for them."""
         return self._prefixes.awaits_disk(sequence)
 
-    def begin(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
+    def begin(
+        self, sequence: Sequence, num_tokens: int, *, is_first: bool = False
+    ) -> list[tuple[int, int]]:
         """Reserve `num_tokens` tokens for a waiting sequence that fits.
+
+        Its pages may all come at once if it is the first that runs.
 
         Returns:
           (index, page) of the pages it begins with: shared with others, to be filled from the host,
@@ -159,6 +163,7 @@ class KVManager:
         kv.group = 0
         if not kv.host_pages:
             entries = self._prefixes.begin(sequence, num_tokens)
+            self._restoring.begin(sequence, None if is_first else self.config.max_pages_in)
         else:
             entries = kv.table.allocate(kv.num_computed) if kv.table.reserve(num_tokens) else None
         if entries is None:
@@ -287,7 +292,12 @@ class KVManager:
         """
         out = self._swap_space.copies_out()
         out += self._cache.copies_out(free_share=self._free_share)
-        return out, self._swap_space.copies_in(admitted) + self._cache.copies_in()
+        back = self._swap_space.copies_in(admitted)
+        return out, back + self._restoring.copies(self.config.max_pages_in)
+
+    def restores_in(self, groups: Collection[int]) -> bool:
+        """Whether a step of one of these groups may bring pages that running sequences await."""
+        return 0 in groups and bool(self._restoring)
 
     # ---- another pool, other weights, the end ----
 
@@ -358,8 +368,7 @@ class KVManager:
 
     def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:
         """Evict full pages of a context, by index, that lie on the device and in no sequence."""
-        keys = self._keys_of(tokens)
-        for page in self._cache.find([keys[index] for index in pages]):
+        for page in self._cache.find([*map(self._keys_of(tokens).__getitem__, pages)]):
             if self._cache.is_cached(page):
                 self._cache.evict(page)
 

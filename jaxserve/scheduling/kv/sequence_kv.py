@@ -89,6 +89,8 @@ class SequenceKV:
       prefetched: indices of pages that came to the device while the sequence waited.
       window: of the pages to prefetch while it waits; None where it has not been looked at.
       shared: what others were found to own; None before it was looked up.
+      awaits: the last of its pages that is still to come from the host; it runs, and computes
+        nothing before. None without any.
       is_mixed: whether former weights computed some of its KV, so that no other may find it.
     """
 
@@ -106,6 +108,7 @@ class SequenceKV:
     prefetched: set[int] = field(default_factory=set)
     window: Window | None = None
     shared: SharedPages | None = None
+    awaits: CachedPage | None = None
     is_mixed: bool = False
 
     def weights_changed(self) -> None:
@@ -162,6 +165,7 @@ class SequenceKV:
         """Give back all pages and the reservation."""
         self.table.close()
         self.ahead.clear()
+        self.awaits = None
 
     def _pass_what_is_ahead(self) -> None:
         while self.ahead and self.ahead[0][0] == self.num_computed:
