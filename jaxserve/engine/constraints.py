@@ -189,6 +189,8 @@ class Constraints:
         """
         running, config = self._scheduler.running, self._scheduler.config
         most = min(config.num_proposed_beside(len(running)), config.max_slots - len(running))
+        if most < 1:  # as with many sequences, or without speculation
+            return 0
         keys = [each.key for each in running if each.key in self._matched]
         share, num_left = divmod(most, len(keys))
         return share + (keys.index(sequence.key) < num_left)

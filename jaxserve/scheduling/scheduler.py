@@ -65,7 +65,7 @@ class Scheduler:
     ):
         self.policy, self._clock, self._kv = policy, clock, kv
         self.lengths = LengthTracker(refinement)
-        self.speculation = Speculation(kv.config.num_proposed)
+        self.speculation = Speculation(kv.config.num_proposed, kv.config.speculating_buckets)
         self.wake_s: float | None = None
         self._queues = Queues(policy, kv, self.lengths, clock.now, pace)
         self._policy_state = policy.new_state()

@@ -45,13 +45,15 @@ class Speculation:
 
     Args:
       most: `EngineConfig.num_proposed`; 0 to never speculate.
+      sizes: `EngineConfig.speculating_buckets`; loops of more sequences do not speculate.
 
     Attributes:
       num_accepted_by_place: proposals that became output, by their place in a draft.
     """
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, sizes: Seq[int]):
         self._most = most
+        self._most_rows = max(sizes, default=0)
         self._sizes: dict[int, _Times] = {}
         # Sequence key -> tokens of an iteration.
         self._pace: OrderedDict[int, float] = OrderedDict()
@@ -82,7 +84,10 @@ class Speculation:
 
     def suggest(self, sequence: Sequence, tokens: Seq[int]) -> None:
         """Propose tokens behind the newest one of a sequence, whose tokens are all known."""
-        self._suggested[sequence.key] = sequence.num_known, tuple(tokens)
+        if tokens:
+            self._suggested[sequence.key] = sequence.num_known, tuple(tokens)
+        else:
+            self.forget(sequence.key)
 
     @property
     def has_suggested(self) -> bool:
@@ -112,7 +117,7 @@ class Speculation:
         It may pay for one that has not taken part in such a loop, whatever others showed.
         """
         num_rows = len(sequences)
-        if num_rows > 2 * self._most:
+        if num_rows > self._most_rows:
             return None
         times = self._sizes.setdefault(_size(num_rows), _Times())
         if any(sequence.key not in self._pace for sequence in sequences):
@@ -136,7 +141,7 @@ class Speculation:
         Args:
           seconds: that the device took for it.
         """
-        if not (self._most and plan.is_decode_loop and 0 < len(plan.rows) <= 2 * self._most):
+        if not (plan.is_decode_loop and 0 < len(plan.rows) <= self._most_rows):
             return
         times = self._sizes.setdefault(_size(len(plan.rows)), _Times())
         counts = result.proposals

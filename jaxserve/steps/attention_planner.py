@@ -63,18 +63,29 @@ class AttentionPlanner:
         return self._plan(start, length, num_tokens=len(batch.token_row), is_decode=False)
 
     def decode(
-        self, rows: Sequence[Row], window: range, num_iterations: int = 1, num_proposed: int = 0
+        self,
+        rows: Sequence[Row],
+        window: range,
+        num_iterations: int = 1,
+        num_proposed: int = 0,
+        *,
+        most_gained: int | None = None,
     ) -> Plan:
         """The plan of a decode loop over the slots of a window, for the contexts of its last step.
+
+        Kernels attend to no key behind a planned context, so it is the longest that there may be.
 
         Args:
           rows: of slots in the window.
           num_proposed: tokens that an iteration computes behind the newest one of each row.
+          most_gained: tokens that any iteration gives a row at most; by default one more than
+            `num_proposed`, but there may be others that propose more.
         """
         start, length = np.zeros((2, len(window)), np.int64)
         block = 1 + num_proposed
+        before = (most_gained or block) * num_iterations - block
         for row in rows:
-            start[row.slot - window.start] = row.start + block * (num_iterations - 1)
+            start[row.slot - window.start] = row.start + before
             length[row.slot - window.start] = block
         start = np.minimum(start, self._config.max_context - block)
         num_tokens = block * len(window)

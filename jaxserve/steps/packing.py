@@ -166,12 +166,9 @@ def loop_sizes(
 ) -> tuple[int, ...]:
     """Return the numbers of slots that decode loops are compiled for.
 
-    Loops that speculate have few slots, see `EngineConfig.num_proposed_beside`; there may be none.
+    Loops that speculate have few slots, see `EngineConfig.speculating_buckets`.
     """
-    sizes = variant.sizes(config.slot_buckets)
-    if not speculates:
-        return sizes
-    return tuple(size for size in sizes if config.num_proposed_beside(size))
+    return config.speculating_buckets if speculates else variant.sizes(config.slot_buckets)
 
 
 def decode_window(config: EngineConfig, plan: StepPlan, variant: Variant) -> tuple[range, int]:

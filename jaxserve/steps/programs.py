@@ -361,7 +361,11 @@ def _loop_plans(
     numbers = (0, num_proposed) if num_proposed else (0,)
     if planner is None:
         return (None,) * len(numbers)
-    return tuple(planner.decode(rows, window, num_iterations, number) for number in numbers)
+    # An iteration that proposes nothing may follow others whose proposals were all right.
+    most = 1 + num_proposed
+    return tuple(
+        planner.decode(rows, window, num_iterations, number, most_gained=most) for number in numbers
+    )
 
 
 def largest_step_bytes(steps: Sequence[Any]) -> int:

@@ -41,7 +41,7 @@ class _Loops:
     """Loops of one size, with the times and counts that a test gives."""
 
     def __init__(self, most: int = 4, num_rows: int = 1):
-        self.speculation = Speculation(most)
+        self.speculation = Speculation(most, (1, 2 * most))
         self._rows = tuple(Row(i, i, 0, 1, 1) for i in range(num_rows))
         self.sequences: Any = tuple(SimpleNamespace(key=i) for i in range(num_rows))
 
@@ -80,7 +80,7 @@ def test_loops_speculate_behind_one_that_is_timed_without():
     assert loops.next_loop() == Speculating(4, 1.2)  # while that one is in flight
     loops.ran(plain=8, wide=0, seconds=0.08)
     assert loops.next_loop() == Speculating(4, 1.2)
-    assert Speculation(0).next_loop(loops.sequences) is None
+    assert Speculation(0, ()).next_loop(loops.sequences) is None
 
 
 def test_more_rows_than_twice_the_proposals_never_speculate():
@@ -140,7 +140,7 @@ def test_a_sequence_gets_pages_for_what_it_lately_delivered():
 
 
 def test_every_device_group_forgets_answers_once():
-    speculation = Speculation(4)
+    speculation = Speculation(4, (1, 4, 8))
     assert not speculation.take_forgetting(0)
     speculation.forget_answers()
     told = [speculation.take_forgetting(group) for group in (0, 0, 1, 1, 0)]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.config import EngineConfig
@@ -15,6 +16,7 @@ from jaxserve.scheduling.plan import Row
 from jaxserve.steps.attention_planner import AttentionPlanner
 from jaxserve.steps.packing import pack_rows
 from jaxserve.steps.placement import Placement
+from jaxserve.steps.programs import Programs
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 
 
@@ -56,6 +58,31 @@ def test_plans_are_of_the_rows_of_the_step():
     assert set(chunks[:, 0]) == {1} and chunks[:, 4].max() == -(-(1530 + 8) // 512)
     none = planner.decode((), range(2))
     assert not np.any(none.counts) and none.splits.shape == decode.splits.shape
+
+
+@pytest.mark.parametrize("num_proposed", [0, 1, 8])
+def test_loops_are_planned_for_the_longest_contexts(num_proposed: int):
+    """Iterations without proposals come after others whose proposals were all right, too."""
+    config = EngineConfig(
+        num_pages=999,
+        max_slots=2,
+        max_context=4096,
+        max_step_tokens=64,
+        max_decode_iterations=16,
+        num_proposed=num_proposed,
+        attention="triton_interpreted",
+    )
+    place = Placement.like(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    model = tiny_llama()
+    programs = Programs(nnx.split(model)[0], config, model.config, place)
+    for start in (490, 500, 511, 4000, 4090):
+        row = _row(slot=0, start=start, num_tokens=1)
+        plans = programs.plan_loop([row], range(1), 16, num_proposed)
+        assert len(plans) == 1 + (num_proposed > 0)
+        longest = min(start + 16 * (1 + num_proposed), config.max_context)
+        assert plans[0] is not None  # of the iterations whose splits are planned
+        planned = plans[0].splits[: plans[0].counts[1], 4].max() * 512
+        assert planned >= longest
 
 
 def test_windows_reach_back_to_the_shortest_context():

@@ -53,6 +53,13 @@ def test_loops_that_speculate_have_few_slots():
     config = replace(_config(32), num_proposed=8)
     assert loop_sizes(config, Variant.GREEDY) == (1, 4, 8, 12, 16, 24, 32)
     assert loop_sizes(config, Variant.GREEDY, speculates=True) == (1, 4, 8, 12, 16)
+    for variant in Variant:  # whatever is asked of the sampler, one request has its proposals
+        assert loop_sizes(config, variant, speculates=True)[:2] == (1, 4)
+        planned = replace(plan((), window_start=0, window_size=1), num_proposed=8)
+        assert decode_window(config, planned, variant) == (range(1), 7)
+    drafts = replace(config, num_proposed=4, drafts=True)
+    assert loop_sizes(drafts, Variant.FULL, speculates=True) == (1, 4)
+    assert [drafts.num_proposed_beside(size) for size in (1, 4, 8)] == [4, 4, 0]
     assert [config.num_proposed_beside(size) for size in (1, 4, 8, 12, 16, 24)] == [
         *(7, 4, 8, 4, 8, 0)
     ]
