@@ -140,6 +140,7 @@ class DeviceExecutor:
 
     def finish_warmup(self) -> None:
         """See `ModelExecutor`."""
+        self._stop_preparing()
         jax.block_until_ready((self._pages.cache, self._slots.state))
         self._has_prepared()
 

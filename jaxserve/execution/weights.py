@@ -75,7 +75,15 @@ def check_usable(params: Any) -> None:
             f"parameters of the type {type(params).__name__} are not allowed; pass an nnx.State, "
             "such as nnx.state(model, nnx.Param)"
         )
-    flat = [(path, variable.get_value()) for path, variable in nnx.to_flat_state(params)]
+    variables = nnx.to_flat_state(params)
+    for path, variable in variables:
+        if not isinstance(variable, nnx.Variable):
+            raise InvalidParamsError(
+                f"the parameter {'.'.join(map(str, path))} is of the type "
+                f"{type(variable).__name__}; pass a state of nnx.Param, such as nnx.state(model, "
+                "nnx.Param)"
+            )
+    flat = [(path, variable.get_value()) for path, variable in variables]
     for path, array in flat:
         if isinstance(array, jax.Array) and array.is_deleted():
             raise InvalidParamsError(

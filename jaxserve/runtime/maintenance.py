@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from jaxserve.planning import (
 from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.replica import Replica
 from jaxserve.runtime.replicas import Replicas
-from jaxserve.runtime.weight_swap import PreparedParams, placing_weights, swap
+from jaxserve.runtime.weight_swap import PreparedParams, check_part, placing_weights, swap
 from jaxserve.runtime.weight_update import WeightUpdate, check_running
 from jaxserve.scheduling.kv.transfer import KVPages
 from sharding import split_replicas
@@ -106,6 +107,7 @@ class Maintenance:
                 "prepare_params on this one"
             )
         with self._replicas.paused(update.running):
+            new.check(self._place, has_weights=self._has_weights)
             fitted = new.fitted
             # Devices may have moved to another group, or another update or adapter may have come.
             if self._place != new.place:
@@ -119,11 +121,7 @@ class Maintenance:
     def prepare_params(self, params: Any, *, partial: bool) -> PreparedParams:
         """See `Runtime.prepare_params`."""
         check_usable(params)
-        if partial and not self._has_weights:
-            raise InvalidParamsError(
-                "partial=True is not allowed, because the weights were dropped (rt.sleep); pass "
-                "all parameters"
-            )
+        check_part(partial, has_weights=self._has_weights)
         with placing_weights():
             if self._quantiser is not None:
                 given, params = params, self._quantiser.params(params, partial=partial)
@@ -160,8 +158,12 @@ class Maintenance:
         check_running(running)
         self._replicas.check_leads()
         self._replicas.check_may_wait()
-        for replica in self._replicas.all:
-            replica.loop.halt(running)
+        with ExitStack() as if_one_fails:
+            for replica in self._replicas.all:
+                if not replica.loop.is_halted:
+                    if_one_fails.callback(replica.loop.go_on)
+                replica.loop.halt(running)
+            if_one_fails.pop_all()
 
     def resume(self) -> None:
         """See `Runtime.resume`."""
@@ -256,6 +258,8 @@ class Maintenance:
         self._replicas.check_leads()
         self._check_one_group()
         with self._replicas.paused(until_s=self._until_s(max_wait_s)):
+            for replica in self._replicas.all:  # compilations beside them would be timed, too
+                self._warm_up(replica, waits=True)
             times = measure(
                 self._replicas.first.executor,
                 self._origin,
@@ -334,9 +338,6 @@ class Maintenance:
 
         Args:
           rounds, max_wait_s: of a measurement, see `Runtime.measure_step_times`.
-
-        Raises:
-          RuntimeClosedError, EngineFailedError
         """
         folder = cache_folder() / "profiles"
         kept = self.find_step_times(folder)
@@ -367,10 +368,10 @@ class Maintenance:
                 replica.resize(size)
             self._warm_up(replica)
 
-    def _warm_up(self, replica: Replica) -> None:
-        """Compile for the present pool size, unless that was done before."""
+    def _warm_up(self, replica: Replica, *, waits: bool = False) -> None:
+        """Compile for the present pool size, unless that was done; `waits` for all of it."""
         if self._options.warmup and not replica.executor.is_warm:
-            behind = self._options.warms_up_behind
+            behind = self._options.warms_up_behind and not waits
             warm_up(replica.executor, progress=self._progress, behind=behind)
 
     def _check_one_group(self) -> None:

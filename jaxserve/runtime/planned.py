@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
+from jaxserve.core.errors import InvalidConfigError
 from jaxserve.planning import GroupTimes, StepTimes
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.plan import Plan
@@ -26,11 +28,11 @@ class Planned(Scored):
 
     def plan(
         self,
-        latency_bound: float = math.inf,
+        latency_bound: float | None = None,
         *,
         first_token_bound: float | None = None,
         token_bound: float | None = None,
-        lengths: Sequence[tuple[int, int]] | None = None,
+        lengths: Sequence[tuple[int, int]] | np.ndarray | None = None,
         adopt: bool = True,
         adapt: bool = True,
         max_wait_s: float = 60.0,
@@ -56,9 +58,9 @@ class Planned(Scored):
 
         Args:
           latency_bound: seconds that an answer of the 99th-percentile length may take from its
-            admission to its end; `math.inf` for no bound. Time in the queue is not included.
-          first_token_bound: seconds from its admission to its first token; None for no bound.
-          token_bound: mean seconds per token after the first; None for no bound.
+            admission to its end, without its time in the queue; None or `math.inf` for no bound.
+          first_token_bound: seconds from its admission to its first token, likewise.
+          token_bound: mean seconds per token after the first, likewise.
           lengths: prompt and output tokens of each of some answers; by default those of the newest
             answers of this runtime.
           adopt: False to compute the plan only.
@@ -85,11 +87,10 @@ class Planned(Scored):
           ProcessGroupError: this process follows.
           RuntimeClosedError, EngineFailedError
         """
-        bounds = LatencyBounds(
-            latency_s=latency_bound,
-            first_token_s=math.inf if first_token_bound is None else first_token_bound,
-            token_s=math.inf if token_bound is None else token_bound,
-        )
+        given = dict(latency_s=latency_bound, first_token_s=first_token_bound, token_s=token_bound)
+        bounds = LatencyBounds(**{name: s for name, s in given.items() if s is not None})
+        _check_limit("max_wait_s", max_wait_s)
+        _check_limit("max_pause_s", max_pause_s)
         return self._planner.plan(
             bounds,
             lengths,
@@ -123,6 +124,7 @@ class Planned(Scored):
             had failed before. The runtime serves no more.
           RuntimeClosedError
         """
+        _check_limit("max_pause_s", max_pause_s)
         return self._planner.regroup(encode, decode, max_pause_s)
 
     def measure_step_times(self, *, rounds: int = 2, max_wait_s: float | None = None) -> StepTimes:
@@ -141,6 +143,7 @@ class Planned(Scored):
           ProcessGroupError: this process follows.
           RuntimeClosedError, EngineFailedError
         """
+        _check_limit("max_wait_s", max_wait_s)
         return self._maintenance.measure_step_times(rounds, max_wait_s)
 
     def measure_group_times(
@@ -157,6 +160,7 @@ class Planned(Scored):
           ProcessGroupError: this process follows.
           RuntimeClosedError, EngineFailedError
         """
+        _check_limit("max_wait_s", max_wait_s)
         return self._maintenance.measure_group_times(rounds, max_wait_s)
 
     def load_step_times(self, path: str | Path) -> StepTimes:
@@ -180,3 +184,11 @@ class Planned(Scored):
           RuntimeClosedError, EngineFailedError
         """
         return self._maintenance.find_step_times(folder)
+
+
+def _check_limit(name: str, seconds: float | None) -> None:
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if seconds is not None and not (is_number and seconds >= 0):
+        raise InvalidConfigError(
+            f"{name}={seconds!r} is not allowed; pass a number of seconds of at least 0"
+        )

@@ -9,7 +9,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import final
 
-from jaxserve.core.errors import InvalidConfigError, RegroupError
+import numpy as np
+
+from jaxserve.core.errors import InfeasibleBoundError, InvalidConfigError, RegroupError
 from jaxserve.core.request import Completion, Request
 from jaxserve.planning.schedules.adaptation import Adaptation, task_of
 from jaxserve.planning.schedules.configuration import Division, check_families
@@ -130,7 +132,7 @@ class Planner:
     def plan(
         self,
         bounds: LatencyBounds,
-        lengths: Sequence[tuple[int, int]] | None,
+        lengths: Sequence[tuple[int, int]] | np.ndarray | None,
         *,
         adopt: bool,
         adapt: bool,
@@ -152,15 +154,22 @@ class Planner:
             used = observed
             task = task_of(used)
         else:
-            task = lengths_of(lengths)
+            task = lengths_of(lengths, self._replicas.first.engine.scheduler.config.max_context)
             used = [
-                AnswerLength(admitted_s=-math.inf, num_prompt=prompt, num_output=output)
+                AnswerLength(admitted_s=-math.inf, num_prompt=int(prompt), num_output=int(output))
                 for prompt, output in lengths
             ]
         has_classes = self._heeds_bounds and any(a.bounds != LatencyBounds() for a in used)
         classes = classes_of(used, planner.max_slots) if has_classes else ()
         while True:
-            plan = planner.plan(task, bounds, num_lengths=len(used), classes=classes)
+            try:
+                plan = planner.plan(task, bounds, num_lengths=len(used), classes=classes)
+            except InfeasibleBoundError:
+                possible = planner.possible(task, classes)
+                if len(possible) == len(classes):
+                    raise
+                classes = possible
+                continue
             if not adopt:
                 return plan
             is_given = lengths is not None

@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, final
 
+import jax
 from flax import nnx
 
-from jaxserve.core.errors import EngineFailedError
+from jaxserve.core.errors import EngineFailedError, InvalidParamsError
 from jaxserve.engine.versions import Weights
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.runtime.replica import Replica
@@ -35,6 +36,31 @@ class PreparedParams:
     partial: bool
     place: object
     fitted: Sequence[Any]
+
+    def check(self, place: object, *, has_weights: bool) -> None:
+        """Raise InvalidParamsError unless they can serve now; they were checked some time ago.
+
+        Args:
+          place: that they are for; where it is another, `params` are placed again.
+          has_weights: whether there are weights that `params` can be a part of.
+        """
+        check_part(self.partial, has_weights=has_weights)
+        used = self.fitted if place == self.place else self.params
+        arrays = (leaf for leaf in jax.tree.leaves(used) if isinstance(leaf, jax.Array))
+        if any(array.is_deleted() for array in arrays):
+            raise InvalidParamsError(
+                "an array of the prepared parameters was deleted since, as donated arrays are; the "
+                "present weights go on serving. Do not donate parameters before they were updated"
+            )
+
+
+def check_part(partial: bool, *, has_weights: bool) -> None:
+    """Raise InvalidParamsError if some parameters come where the others were dropped."""
+    if partial and not has_weights:
+        raise InvalidParamsError(
+            "partial=True is not allowed, because the weights were dropped (rt.sleep); pass all "
+            "parameters"
+        )
 
 
 def placing_weights() -> AbstractContextManager[None]:

@@ -54,12 +54,17 @@ def _append_outputs(sequence: Sequence, result: StepResult, row: int, count: int
 
 
 def _append_prompt_logprobs(sequence: Sequence, start: int, part: PromptLogprobs) -> None:
-    """Keep the log-probabilities of the prompt tokens that follow those of a prefill row."""
+    """Keep the log-probabilities of the prompt tokens that follow those of a prefill row.
+
+    Those of a prompt that is computed anew stay the first ones, of the weights that the answer
+    began with.
+    """
     wanted = sequence.request.params.prompt_logprobs or 0
     prompt = sequence.request.prompt
     for i in range(len(part.logprobs)):
         position = start + i + 1
-        if position < len(prompt):
+        is_kept = bool(sequence.output) and position in sequence.scores.prompt
+        if position < len(prompt) and not is_kept:
             top = _pairs(part.top_ids[i, :wanted], part.top_logprobs[i, :wanted])
             sequence.scores.prompt[position] = TokenLogprob(
                 token_id=prompt[position],

@@ -47,7 +47,10 @@ class Deferred:
         Args:
           pace: see `expected_late`.
         """
-        error = expected_late(scheduler, samples, pace, now_s, self._outlook)
+        has_slots = self._has_reserved_slots(scheduler, len(samples))
+        error = expected_late(
+            scheduler, samples, pace, now_s, self._outlook, begins_at_once=has_slots
+        )
         if error is not None:
             return error
         if len(self._samples) > 2 * self._num_kept + _MANY_OLD:
@@ -57,6 +60,15 @@ class Deferred:
         self._unknown.append(self._num_added)
         self._num_added += 1
         return None
+
+    def _has_reserved_slots(self, scheduler: Scheduler, num_samples: int) -> bool:
+        """Whether slots are free that only requests with a bound may take, for one more of them."""
+        num_reserved = scheduler.policy.iteration.reserved_slots
+        if not num_reserved:
+            return False
+        num_taken = sum(each.request.has_bounds for each in scheduler.running)
+        num_taken += sum(len(each) for each in self._samples.values() if _waits(each))
+        return num_taken + num_samples <= num_reserved
 
     def late(
         self, scheduler: Scheduler, pace: Callable[[], Pace | None], now_s: float

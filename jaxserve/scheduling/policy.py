@@ -322,12 +322,16 @@ class IterationShape(Protocol[_State]):
         a page pool. Sequences begin in group 0.
       makes_way: whether it calls `StepBuilder.make_way`, so that a request with a latency bound of
         its own does not wait for running sequences without one.
+      reserved_slots: slots that only sequences with such a bound may take.
     """
 
     num_device_groups: ClassVar[int]
 
     @property
     def makes_way(self) -> bool: ...
+
+    @property
+    def reserved_slots(self) -> int: ...
 
     def new_state(self) -> _State:
         """Return what the shape remembers from step to step, for a scheduler that starts.

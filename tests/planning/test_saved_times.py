@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from jaxserve.planning import StepTimes, find_step_times, keep_step_times
 from tests.planning.step_times import made_up
@@ -34,6 +37,20 @@ def test_another_pool_is_no_other_origin_and_another_version_is(tmp_path: Path):
     other = replace(same, versions={"jax": "1"})
     assert find_step_times(tmp_path, other) is None
     assert times.origin.differences(other) == ["version.jax is '1', not '0'"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("attention", "reference"), ("row_kernels", "loop"), ("max_decode_iterations", 3)],
+)
+def test_steps_of_other_kernels_or_loops_are_another_origin(tmp_path: Path, name: str, value: Any):
+    """What an option changes in the compiled steps changes their times."""
+    times = made_up()
+    keep_step_times(tmp_path, times)
+    other = replace(times.origin, config=replace(times.origin.config, **{name: value}))
+    assert find_step_times(tmp_path, other) is None
+    [difference] = times.origin.differences(other)
+    assert difference.startswith(f"{name} is {value!r}")
 
 
 def _found(folder: Path, times: StepTimes) -> StepTimes:

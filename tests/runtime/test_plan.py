@@ -7,7 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve import Runtime, SamplingParams
@@ -19,8 +21,9 @@ from jaxserve.core.errors import (
     RuntimeClosedError,
     UnheededBoundError,
 )
+from jaxserve.execution.protocol import StepHandle
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.testing import RecordingExecutor, SlowExecutor, WrapAll
+from jaxserve.testing import ExecutorWrapper, RecordingExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import StagePlan, make_mesh
 
@@ -162,6 +165,63 @@ def test_without_answers_or_a_bound_there_is_no_plan(measured: tuple[list, Path]
             rt.plan(-1, lengths=[(10, 20)])
     with pytest.raises(RuntimeClosedError):
         rt.plan(math.inf, lengths=[(10, 20)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(latency_bound="2"), "latency_s='2'"),
+        (dict(latency_bound=math.nan), "latency_s=nan"),
+        (dict(first_token_bound=True), "first_token_s=True"),
+        (dict(lengths=[]), r"lengths=\[\]"),
+        (dict(lengths=[(10,)]), r"lengths=\[\(10,\)\]"),
+        (dict(lengths=[(1, 2, 3)]), "whole numbers of at least 1"),
+        (dict(lengths=[5]), "whole numbers of at least 1"),
+        (dict(lengths=[(1.9, 5.7)]), "whole numbers of at least 1"),
+        (dict(lengths=[(3, 0)]), "whole numbers of at least 1"),
+        (dict(lengths=[(10**9, 5)]), "up to 1000000005 .* do not fit in a context of"),
+        (dict(lengths=[(10**30, 5)]), "whole numbers of at least 1"),
+        (dict(max_pause_s=math.nan), "max_pause_s=nan"),
+        (dict(max_wait_s=-1.0), "max_wait_s=-1.0"),
+        (dict(max_wait_s="soon"), "max_wait_s='soon'"),
+    ],
+    ids=str,
+)
+def test_arguments_are_checked(loaded: Runtime, arguments: dict[str, Any], message: str):
+    """The error says what was given and what is allowed, and the runtime goes on."""
+    with pytest.raises(InvalidConfigError, match=message):
+        loaded.plan(**{"lengths": [(10, 20)], **arguments})
+    assert loaded.plan(None, lengths=np.array([[10, 20]]), adopt=False).num_lengths == 1
+
+
+@pytest.fixture(scope="module")
+def loaded(measured: tuple[list, Path]):
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
+        rt.load_step_times(measured[1])
+        yield rt
+
+
+class _Watching(ExecutorWrapper):
+    """Notes whether all was compiled when each step was submitted."""
+
+    def __init__(self, inner: Any):
+        super().__init__(inner)
+        self.was_warm: list[bool] = []
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        self.was_warm.append(self.inner.is_warm)
+        return self.inner.submit(plan)
+
+
+def test_steps_are_timed_when_all_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A first start compiles behind its requests, and its times are kept for all later ones."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
+    watching = WrapAll(_Watching)
+    options = OPTIONS | dict(warmup="background", wrap_executor=watching)
+    with Runtime(tiny_llama(num_layers=3), **options) as rt:
+        rt.plan(1e3, lengths=[(10, 20)])
+        [executor] = watching.executors
+        assert executor.was_warm and all(executor.was_warm)
 
 
 @pytest.mark.parametrize(("policy", "num_classes"), [("auto", 1), ("vllm_like", 0)])

@@ -188,6 +188,35 @@ def test_reserved_slots_are_for_bounded_requests(policy: Policy):
     assert run.steps[0].num_rows == 4  # two in the reserved slots, and two in the others
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        _rra(encode_batch=3, decode_iterations=20, reserved_slots=1),
+        _rra(encode_batch=1, decode_batch=2.0, decode_iterations=10, reserved_slots=1),
+        _continuous(reserved_slots=1),
+        _continuous(reserved_slots=1, max_running=3),
+    ],
+    ids=["rra", "rra with few", "continuous", "continuous with few"],
+)
+def test_a_long_backlog_leaves_the_reserved_slots(policy: Policy):
+    """After 300 s it comes before what arrives then, which is accepted all the same, and in time.
+
+    More than there are reserved slots for are refused at once.
+    """
+    bulk = [_item(30) for _ in range(60)]
+    tight = [_item(6, at_s, 40.0) for at_s in (50.0, 340.0, 400.0)]
+    run = simulate([*bulk, *tight], policy, CONFIG, SECOND, progress=False)
+    for completion in run.completions[len(bulk) :]:
+        timing = completion.timing
+        assert completion.error is None and timing.finished_s is not None
+        assert timing.finished_s - timing.arrival_s <= 40.0
+    assert all(completion.error is None for completion in run.completions)
+    many = [_item(30, 340.0, 40.0) for _ in range(4)]
+    run = simulate([*bulk, *many], policy, CONFIG, SECOND, progress=False)
+    errors = [completion.error for completion in run.completions[len(bulk) :]]
+    assert errors[0] is None and all(isinstance(each, BoundNotMetError) for each in errors[1:])
+
+
 def test_reserved_slots_are_checked():
     """At least none; where all are reserved, one sequence without a bound runs all the same."""
     with pytest.raises(InvalidConfigError, match="reserved_slots=-1"):

@@ -34,6 +34,7 @@ class Idle:
 
     num_device_groups = 1
     makes_way = False
+    reserved_slots = 0
 
     def new_state(self) -> None:
         return None
@@ -55,6 +56,7 @@ class Meddling:
 
     num_device_groups = 1
     makes_way = False
+    reserved_slots = 0
 
     def new_state(self) -> None:
         return None

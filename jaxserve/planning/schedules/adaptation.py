@@ -18,7 +18,12 @@ from jaxserve.planning.schedules.lengths import (
     TaskLengths,
     cautious_level,
 )
-from jaxserve.planning.schedules.observed import AnswerLength, classes_of, tightest
+from jaxserve.planning.schedules.observed import (
+    AnswerLength,
+    RequestClass,
+    classes_of,
+    tightest,
+)
 from jaxserve.planning.schedules.plan import Plan
 from jaxserve.planning.schedules.planner import SchedulePlanner
 
@@ -126,15 +131,13 @@ class Adaptation:
         task = task_of(lengths)
         self.num_searches += 1
         self._tightest = _tightest([], lengths)
+        classes = classes_of(lengths, self._planner.max_slots) if self._heeds_bounds else ()
         try:
-            plan = self._planner.nearest(
-                task,
-                self._bounds,
-                num_lengths=len(lengths),
-                classes=(
-                    classes_of(lengths, self._planner.max_slots) if self._heeds_bounds else ()
-                ),
-            )
+            plan = self._nearest(task, len(lengths), classes)
+            if classes and not plan.keeps_bounds:
+                possible = self._planner.possible(task, classes)
+                if len(possible) < len(classes):
+                    plan = self._nearest(task, len(lengths), possible)
         except DeviceMemoryError as error:
             _log.warning("the schedule stays, because the newest lengths have no plan: %s", error)
             return None
@@ -142,6 +145,9 @@ class Adaptation:
         if changed is not None:
             self._begins_s = max(self._begins_s, np.nextafter(lengths[0].admitted_s, -np.inf))
         return self._adopted(plan, task)
+
+    def _nearest(self, task: TaskLengths, num: int, classes: Sequence[RequestClass]) -> Plan:
+        return self._planner.nearest(task, self._bounds, num_lengths=num, classes=classes)
 
     def keep(self, plan: Plan | None) -> None:
         """Go on with this plan, which is in force."""

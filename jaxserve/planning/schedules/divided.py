@@ -91,6 +91,19 @@ class DividedPlanner(SchedulePlanner):
             num_moves=num_moves,
         )
 
+    def expected(
+        self,
+        plan: Plan,
+        lengths: TaskLengths,
+        *,
+        num_lengths: int,
+        classes: Sequence[RequestClass] = (),
+    ) -> Plan:
+        """See `SchedulePlanner`; the plan is for the present division, and moves nothing."""
+        num_moves = self.num_moves()  # first, see `space`
+        found = super().expected(plan, lengths, num_lengths=num_lengths, classes=classes)
+        return replace(found, num_moves=num_moves)
+
     def _chosen(self, space: DividedSpace, bounds: LatencyBounds) -> Schedule | None:
         return space.chosen(bounds)[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import final
 
 import numpy as np
@@ -71,7 +72,7 @@ class LatencyBounds:
     """The latencies that a schedule must keep; see `Estimates` for what they mean.
 
     Raises:
-      InvalidConfigError: a bound is not above 0.
+      InvalidConfigError: a bound is not a number above 0.
     """
 
     latency_s: float = math.inf
@@ -80,9 +81,9 @@ class LatencyBounds:
 
     def __post_init__(self) -> None:
         for name, bound_s in self.finite().items():
-            if not bound_s > 0:
+            if isinstance(bound_s, bool) or not isinstance(bound_s, Real) or not bound_s > 0:
                 raise InvalidConfigError(
-                    f"{name}={bound_s} is not allowed; pass a number of seconds above 0"
+                    f"{name}={bound_s!r} is not allowed; pass a number of seconds above 0"
                 )
 
     def finite(self) -> dict[str, float]:

@@ -22,6 +22,7 @@ def iteration_of(schedule: Schedule, *, reserved_slots: int = 0) -> RRA | WAA | 
             chunk_tokens=schedule.chunk_tokens,
             max_running=schedule.max_running,
             reserved_slots=reserved_slots,
+            heeds_arrivals=True,
         )
     sizes: dict[str, Any] = {
         "encode_batch": schedule.encode_batch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -126,21 +127,44 @@ class TaskLengths:
         )
 
 
-def lengths_of(lengths: Sequence[tuple[int, int]]) -> TaskLengths:
+def lengths_of(
+    lengths: Sequence[tuple[int, int]] | np.ndarray, max_context: int | None = None
+) -> TaskLengths:
     """Return the distributions of prompt and output lengths.
 
+    Args:
+      max_context: most tokens of a prompt and its answer; None for no limit.
+
     Raises:
-      InvalidConfigError: there are none, or one is below 1.
+      InvalidConfigError: there are none, one is not a pair of whole numbers from 1 on, or a pair is
+        longer than `max_context`.
     """
-    if not lengths or min(map(min, lengths)) < 1:
+    pairs = _pairs(lengths)
+    longest = max(pairs.sum(axis=1).tolist())
+    if max_context is not None and longest > max_context:
         raise InvalidConfigError(
-            f"lengths of {len(lengths)} answers are not allowed; pass (prompt tokens, output "
-            "tokens) of at least one answer, each at least 1"
+            f"lengths of up to {longest} prompt and output tokens together do not fit in a context "
+            f"of {max_context}; pass shorter lengths or a larger max_context"
         )
-    inputs, outputs = zip(*lengths, strict=True)
+    inputs, outputs = pairs.T.tolist()
     return TaskLengths(
         LengthDistribution.of_samples(inputs), LengthDistribution.of_samples(outputs)
     )
+
+
+def _pairs(lengths: Sequence[tuple[int, int]] | np.ndarray) -> np.ndarray:
+    """Return int64 [pairs, 2]."""
+    try:
+        pairs: np.ndarray = np.array([[*pair] for pair in lengths])
+    except (TypeError, ValueError, OverflowError):
+        pairs = np.zeros(0)
+    is_whole = pairs.dtype.kind in "iu" and pairs.ndim == 2 and pairs.shape[1] == 2
+    if not is_whole or pairs.min() < 1:
+        raise InvalidConfigError(
+            f"lengths={reprlib.repr(lengths)} is not allowed; pass (prompt tokens, output tokens) "
+            "of at least one answer, as whole numbers of at least 1"
+        )
+    return pairs
 
 
 def cautious_level(num: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import final
 
 from jaxserve.core.request import Completion, Request
@@ -13,7 +13,7 @@ from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.scheduling.lengths.estimate import LengthEstimate
 from jaxserve.scheduling.scheduler import Scheduler
 
-# More classes are merged, with the tightest bound of each group.
+# More classes are merged, those that are similarly tight.
 _MOST_CLASSES = 4
 # Standard deviations by which the sequences of a class may exceed their expected number, before
 # they preempt others.
@@ -162,27 +162,63 @@ def classes_of(answers: Sequence[AnswerLength], num_slots: int) -> tuple[Request
     Args:
       num_slots: slots of the engine, of which classes may reserve half; each reserves at least one.
     """
-    own = [answer for answer in answers if answer.has_ended and answer.bounds != LatencyBounds()]
-    kinds = sorted({answer.bounds for answer in own}, key=astuple)
+    by_bounds: dict[LatencyBounds, list[AnswerLength]] = {}
+    for answer in answers:
+        if answer.has_ended and answer.bounds != LatencyBounds():
+            by_bounds.setdefault(answer.bounds, []).append(answer)
+    kinds = sorted(map(_Kind.of, by_bounds.values()), key=lambda each: each.tightness)
     num_classes = min(len(kinds), _MOST_CLASSES)
+    most = max(1, num_slots // (2 * max(1, num_classes)))
     classes = []
     for index in range(num_classes):
         begin, end = (len(kinds) * i // num_classes for i in (index, index + 1))
-        merged = kinds[begin:end]
-        ours = [answer for answer in own if answer.bounds in merged]
-        lengths = sorted(answer.num_output for answer in ours)
+        classes.append(_merged(kinds[begin:end], most))
+    return tuple(sorted(classes, key=lambda each: astuple(each.bounds)))
+
+
+@final
+@dataclass(frozen=True)
+class _Kind:
+    """Ended answers with the same bounds."""
+
+    answers: list[AnswerLength]
+    max_tokens: int
+    min_tokens: int
+
+    @classmethod
+    def of(cls, answers: list[AnswerLength]) -> _Kind:
+        lengths = sorted(answer.num_output for answer in answers)
         level = 0.99 + math.sqrt(0.99 * 0.01 / len(lengths))
         last = min(len(lengths) - 1, math.ceil(level * len(lengths)) - 1)
-        most = max(1, num_slots // (2 * num_classes))
-        classes.append(
-            RequestClass(
-                bounds=tightest(merged),
-                max_answer_tokens=lengths[last],
-                min_answer_tokens=lengths[len(lengths) - 1 - last],
-                num_running=_num_running(ours, max(each.latency_s for each in merged), most),
-            )
-        )
-    return tuple(classes)
+        return cls(answers, lengths[last], lengths[len(lengths) - 1 - last])
+
+    @property
+    def bounds(self) -> LatencyBounds:
+        return self.answers[0].bounds
+
+    @property
+    def tightness(self) -> tuple[float, ...]:
+        """What orders kinds, the tightest first: a bound on a whole answer counts by its tokens."""
+        return self.bounds.latency_s / self.max_tokens, *astuple(self.bounds)
+
+
+def _merged(kinds: Sequence[_Kind], most: int) -> RequestClass:
+    """Return the class of kinds in the order of their tightness.
+
+    Its bound on a whole answer is that of the tightest kind, with that kind's length: the tightest
+    of all bounds on the longest of all answers might be one that no request has.
+
+    Args:
+      most: running sequences.
+    """
+    answers = [answer for kind in kinds for answer in kind.answers]
+    first, bounds = kinds[0], tightest(kind.bounds for kind in kinds)
+    return RequestClass(
+        bounds=replace(bounds, latency_s=first.bounds.latency_s),
+        max_answer_tokens=first.max_tokens,
+        min_answer_tokens=min(kind.min_tokens for kind in kinds),
+        num_running=_num_running(answers, max(kind.bounds.latency_s for kind in kinds), most),
+    )
 
 
 def tightest(bounds: Iterable[LatencyBounds]) -> LatencyBounds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -21,6 +22,8 @@ from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.observed import RequestClass
 from jaxserve.planning.schedules.plan import Plan
+
+_log = logging.getLogger(__name__)
 
 # The share by which a throughput may fall short for a shorter latency.
 _BETTER = 1 + 1e-9
@@ -132,6 +135,28 @@ class SchedulePlanner(abc.ABC):
         space = self.space(lengths, classes)
         schedule = space.nearest(plan.schedule)
         return _plan(space, schedule, lengths, plan.bounds, num_lengths, began_s, classes)
+
+    def possible(
+        self, lengths: TaskLengths, classes: Sequence[RequestClass]
+    ) -> tuple[RequestClass, ...]:
+        """Return the classes whose bounds some schedule keeps, each for itself.
+
+        A warning names the others. An engine that was idle may have served them, and any request
+        may ask for a bound that none keeps, so they must not decide how all others are served.
+        """
+        found = []
+        for each in classes:
+            alone = self.space(lengths, [each])
+            best = alone.best(nearest_to(LatencyBounds()))
+            if best is None or float(alone.estimated(best).own_share) <= 1:
+                found.append(each)
+                continue
+            lowest = _by_name(each, alone.own_latencies_s(best))
+            _log.warning(
+                "requests with bounds that no schedule keeps are not planned for: %s",
+                ", ".join(f"{name} (lowest is {s:.4g})" for name, s in lowest.items()),
+            )
+        return tuple(found)
 
     def _chosen(self, space: Any, bounds: LatencyBounds) -> Schedule | None:
         """Return the schedule with the highest throughput under bounds; None if none keeps them."""

@@ -125,8 +125,11 @@ class Player:
 
     @property
     def config(self) -> EngineConfig:
-        """The engine's present configuration."""
-        return self._config()
+        """The engine's present configuration, without speculation.
+
+        A plan does not count on proposals that are right. Where they are, answers end earlier.
+        """
+        return self._config().without_proposals()
 
     @property
     def room(self) -> int:

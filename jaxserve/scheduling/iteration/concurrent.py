@@ -34,6 +34,7 @@ class Concurrent:
 
     num_device_groups: ClassVar[int] = 1
     makes_way = False
+    reserved_slots = 0
 
     def new_state(self) -> Turns:
         return Turns()

@@ -155,6 +155,21 @@ class Workload:
         return None if mean is None else mean * self.encode_batch
 
 
+def first_urgent(step: StepBuilder, reserved_slots: int) -> Sequence | None:
+    """Return the first waiting sequence with a bound that may begin now, making way for it.
+
+    Behind one without a bound, which has waited for long, it may have a reserved slot.
+
+    Args:
+      reserved_slots: slots that only sequences with a bound may take.
+    """
+    sequence = step.make_way()
+    if sequence is not None or not reserved_slots:
+        return sequence
+    num_bounded = len(step.running) - _num_without_bounds(step)
+    return step.first_admissible(only_bounded=True) if num_bounded < reserved_slots else None
+
+
 def admissions(
     step: StepBuilder, batch: EncodeBatch, workload: Workload, reserved_slots: int
 ) -> Iterator[Sequence]:
@@ -169,10 +184,10 @@ def admissions(
     most = max(1, step.config.max_slots - reserved_slots)
     num_others = _num_without_bounds(step)
     while step.num_tokens_left:
-        sequence = step.make_way()
+        sequence = first_urgent(step, reserved_slots)
         if sequence is not None:
             batch.add(tokens_to_encode(sequence))
-            sequence = step.admit()
+            sequence = step.admit(only_bounded=True)
             num_others = _num_without_bounds(step)
         elif num_others < most:
             sequence = workload.next_of(step, batch)

@@ -32,6 +32,7 @@ class IterationLevel:
 
     num_device_groups: ClassVar[int] = 1
     makes_way = False
+    reserved_slots = 0
 
     compacts: bool = True
 

@@ -11,6 +11,7 @@ from jaxserve.scheduling.iteration.encode_batch import (
     Ratio,
     Workload,
     admissions,
+    first_urgent,
 )
 from jaxserve.scheduling.policy import StepBuilder
 from jaxserve.scheduling.sequence import Phase, Sequence
@@ -125,15 +126,16 @@ class RRA:
     def _encode_urgent(self, step: StepBuilder, state: Round) -> bool:
         """Compute prompts with a bound in the middle of a decode phase; False without any."""
         prefilling = step.prefilling
-        if not prefilling and step.make_way() is None:
+        if not prefilling and first_urgent(step, self.reserved_slots) is None:
             return False
         step.add_decoding()
         state.num_iterations_left = max(0, state.num_iterations_left - 1)
         for sequence in prefilling:
             if step.num_tokens_left:
                 step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
-        while step.num_tokens_left and step.make_way() and (sequence := step.admit()):
-            step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
+        while step.num_tokens_left and first_urgent(step, self.reserved_slots):
+            if sequence := step.admit(only_bounded=True):
+                step.add_row(sequence, min(sequence.num_uncomputed, step.num_tokens_left))
         return True
 
     def _decode(self, step: StepBuilder, state: Round) -> None:

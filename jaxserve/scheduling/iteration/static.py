@@ -36,6 +36,7 @@ class Static:
 
     num_device_groups: ClassVar[int] = 1
     makes_way = False
+    reserved_slots = 0
 
     window_s: float = 0.0
 

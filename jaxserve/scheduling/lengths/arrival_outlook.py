@@ -45,19 +45,23 @@ class ArrivalOutlook:
         samples: Seq[Sequence],
         iteration_s: float,
         without: Collection[Sequence],
+        *,
+        at_once: bool = False,
     ) -> Outlook:
         """Return the outlook of a request that was just added.
 
         Args:
           samples: its sequences, all of which wait.
           without: see `outlooks`.
+          at_once: it begins now, whatever waits.
         """
         self._num_changes += 1
-        if self._is_stale(scheduler, without):
+        if not at_once and self._is_stale(scheduler, without):
             self._simulate(scheduler, without)
         tokens = scheduler.lengths.expected_tokens(samples)
         lasts = expected_iterations(samples, tokens, scheduler.config)
-        begins = [self._begins[self._index(scheduler.order_keys.of(each))] for each in samples]
+        places = [] if at_once else [scheduler.order_keys.of(each) for each in samples]
+        begins = [self._begins[self._index(each)] for each in places] or [0.0] * len(samples)
         ends = [start + more for start, more in zip(begins, lasts, strict=True)]
         return Outlook(
             num_tokens=sum(tokens),

@@ -43,6 +43,8 @@ def expected_late(
     pace: Pace | None,
     now_s: float,
     outlook_of: ArrivalOutlook,
+    *,
+    begins_at_once: bool = False,
 ) -> BoundNotMetError | None:
     """Return the error of a submitted request that is expected to miss a bound; None otherwise.
 
@@ -53,13 +55,14 @@ def expected_late(
     Args:
       samples: its sequences; those that have failed do not count.
       pace: None before any step was timed; then nothing is refused.
+      begins_at_once: there are slots for it that no sequence without a bound may take.
     """
     request = samples[0].request
     own = [each for each in samples if each.phase is Phase.WAITING]
     if pace is None or not request.has_bounds or not own:
         return None
     away = _making_way(scheduler, own)
-    outlook = outlook_of.of(scheduler, own, pace.iteration_s, away)
+    outlook = outlook_of.of(scheduler, own, pace.iteration_s, away, at_once=begins_at_once)
     assert outlook.begins_in_s is not None and outlook.ends_in_s is not None
     wait_s = now_s - request.arrival_s + outlook.begins_in_s
     expected_s = {

@@ -211,6 +211,27 @@ def test_a_class_that_appears_is_adapted_to():
     assert np.mean(np.array(late) <= 1.6) >= 0.98
 
 
+def test_a_bound_that_nothing_keeps_is_left_out(caplog: pytest.LogCaptureFixture):
+    """One request asked for it: the plan is the one for all others, and a warning names it."""
+    traffic = _Traffic(4, 1.6, 1.0)
+    absurd = AnswerLength(
+        admitted_s=1.0, num_prompt=50, num_output=30, bounds=LatencyBounds(latency_s=1e-3)
+    )
+    answers = traffic.answers()
+    lengths = lengths_of([(a.num_prompt, a.num_output) for a in answers])
+    classes = classes_of([*answers, absurd], CONFIG.max_slots)
+    with pytest.raises(InfeasibleBoundError):
+        PLANNER.plan(lengths, LatencyBounds(), num_lengths=1, classes=classes)
+    possible = PLANNER.possible(lengths, classes)
+    assert [each.bounds.latency_s for each in possible] == [1.6]
+    assert "latency_bound=0.001 (lowest is" in caplog.text
+    adaptation = Adaptation(PLANNER, LatencyBounds())
+    assert adaptation.observe([*answers, absurd])
+    plan = adaptation.revised([])
+    assert plan is not None and plan.keeps_bounds
+    assert [each.bounds.latency_s for each, _ in plan.classes] == [1.6]
+
+
 def test_an_infeasible_class_is_named():
     """The error and the nearest plan say which class, and what it would take."""
     each = RequestClass(bounds=LatencyBounds(latency_s=0.05), max_answer_tokens=30, num_running=2)
@@ -291,6 +312,23 @@ def _best(lengths: TaskLengths, bounds: LatencyBounds, each: RequestClass) -> fl
     own = [(tokens, each.bounds.latency_s)]
     timeline = RRATimeline(PLANNER.deploy(lengths), lengths, classes=own)
     return enumerate_all([timeline], throughput_under(bounds)).score or None
+
+
+def test_merged_classes_have_bounds_that_some_request_has():
+    """Bounds that grow with the answers stay bounds on as long answers."""
+    answers = [
+        AnswerLength(
+            admitted_s=i,
+            num_prompt=5,
+            num_output=20 * (1 + i % 8),
+            bounds=LatencyBounds(latency_s=1.0 + i % 8),
+        )
+        for i in range(80)
+    ]
+    classes = classes_of(answers, 64)
+    assert len(classes) == 4
+    for each in classes:
+        assert each.max_answer_tokens == pytest.approx(20 * each.bounds.latency_s)
 
 
 def test_classes_are_few_and_the_tightest_bound_of_each_counts():

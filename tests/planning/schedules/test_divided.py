@@ -214,6 +214,18 @@ def test_lengths_that_drift_move_devices_once():
     assert adaptation.plan is not None and adaptation.plan.schedule.division == moves[0]
 
 
+def test_what_is_expected_of_a_plan_is_for_the_groups_that_there_are_now():
+    """After moves its sizes can change, as those of a new plan can."""
+    num_moves = 3
+    planner = replace(_planner(_options(Division(4, 1))), num_moves=lambda: num_moves)
+    plan = _plan(planner, LONG_ANSWERS)
+    longer = lengths_of([(25, 50)] * 20)
+    assert planner.expected(plan, longer, num_lengths=20).num_moves == plan.num_moves == 3
+    num_moves = 4
+    found = planner.expected(plan, longer, num_lengths=20)
+    assert found.num_moves == 4 and found.move is None
+
+
 def test_times_of_sizes_that_were_not_measured_follow_from_those_that_were():
     """Two sizes give the part that devices share; one size counts all as shared."""
     sizes = GroupSizes(_times(1, 2, parallel=0.8))

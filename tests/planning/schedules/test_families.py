@@ -192,6 +192,18 @@ def test_the_same_answers_whenever_they_are_asked_for():
     assert alone.estimate == CLOSED_FORM and alone.name.startswith("RRA encode ")
 
 
+def test_plans_do_not_count_on_proposals():
+    """An engine that speculates has the plan of one that does not: who knows what is right."""
+    speculating = _planner(replace(SMALL, num_proposed=8))
+    planner, lengths = PLANNERS["chats"]
+    bounds = LatencyBounds(latency_s=1.3 * _lowest_s(planner, lengths))
+    found, wanted = (
+        replace(each.plan(lengths, bounds, num_lengths=300), search_s=0.0)
+        for each in (speculating, planner)
+    )
+    assert found == wanted
+
+
 def test_memory_limits_the_sequences_that_run():
     """A small pool: no plan preempts much, and it serves at least what each limit does."""
     config = replace(SMALL, num_pages=40)
