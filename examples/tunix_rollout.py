@@ -141,12 +141,22 @@ class JaxserveRollout(BaseRollout):
 
         They have the bits that sampling reported where the runtime is deterministic and nothing was
         truncated.
+
+        Args:
+          completion_mask: which tokens belong to the completions. Without it, they are those before
+            the padding; and one more, which may be the end of the answer, where the end token is
+            the padding, too.
         """
         self._follow_model()
         pad = self.pad_id()
         prompts, completions = np.asarray(prompt_tokens), np.asarray(completion_tokens)
         prompts = [row[np.argmax(row != pad) :].tolist() for row in prompts]
-        lengths = [int(np.max(np.flatnonzero(row != pad), initial=-1)) + 1 for row in completions]
+        is_valid = completions != pad
+        if completion_mask is not None:
+            is_valid = np.asarray(completion_mask).astype(np.bool_)
+        lengths = [int(np.max(np.flatnonzero(row), initial=-1)) + 1 for row in is_valid]
+        if completion_mask is None and self.eos_id() == pad:
+            lengths = [min(length + 1, completions.shape[1]) for length in lengths]
         rows = [
             [*prompt, *row[:length].tolist()]
             for prompt, row, length in zip(prompts, completions, lengths, strict=True)

@@ -86,10 +86,14 @@ class ServiceOptions:
     quiet: opt.Quiet = False
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters."""
+        return tuple(adapters_of(self.adapter or ()))
+
+    @property
     def only_adapter(self) -> str | None:
         """Name of the adapter, if there is exactly one."""
-        names = list(adapters_of(self.adapter or ()))
-        return names[0] if len(names) == 1 else None
+        return self.adapters[0] if len(self.adapters) == 1 else None
 
     @property
     def is_fleet(self) -> bool:

@@ -114,6 +114,7 @@ def serve(
             raise MissingExtraError(error.name or "fastapi", "serve", "jaxserve serve") from error
         from jaxserve.core.sizes import parse_bytes
 
+        server.check_names(served_name or model, service_options.adapters)
         options = server.ServerOptions(
             model_name=served_name or model,
             host=host,

@@ -54,12 +54,9 @@ class NewestWeights:
 
     def add(self, update: FleetUpdate) -> None:
         """Take note of a numbered update, and drop those of which nothing is left."""
-        self._updates = [
-            each
-            for each in self._updates
-            if update.settings.partial and not _is_replaced(each, update)
-        ]
-        self._updates.append(update)
+        former = self._updates if update.settings.partial else []
+        left = (_without(each, update.paths) for each in former)
+        self._updates = [*filter(None, left), update]
         assert update.settings.version is not None
         self.version = update.settings.version
 
@@ -77,10 +74,16 @@ class NewestWeights:
             )
 
 
-def _is_replaced(former: FleetUpdate, update: FleetUpdate) -> bool:
-    if former.paths is None or update.paths is None:
-        return False
-    return former.paths <= update.paths
+def _without(former: FleetUpdate, paths: frozenset[Any] | None) -> FleetUpdate | None:
+    """Return what counts of a former update beside a later one of these paths; None for nothing.
+
+    Parts come one on top of the other, so that a process takes what is left of each in their order.
+    Nothing is known of the paths of a folder, and all of it counts.
+    """
+    if former.paths is None or paths is None:
+        return former
+    left = former.paths - paths
+    return replace(former, paths=left) if left else None
 
 
 class Failed(NamedTuple):

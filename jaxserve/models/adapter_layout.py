@@ -30,6 +30,8 @@ Path = tuple[Any, ...]
 Arrays = dict[Path, jax.Array]
 # Problems of an adapter that a message names.
 _MAX_PROBLEMS = 5
+# Into how many parts the arrays are divided that are replaced one after the other.
+_PARTS = 8
 
 
 @final
@@ -117,21 +119,26 @@ class AdapterLayout:
 
         return nnx.from_flat_state([(moved(path), v) for path, v in nnx.to_flat_state(params)])
 
-    def put(self, arrays: Arrays, index: int, new: Mapping[Path, Any] | None) -> Arrays:
-        """Return the arrays with one adapter replaced; the given ones stay as they are.
+    def put(self, arrays: Arrays, index: int, new: Mapping[Path, Any] | None) -> Iterator[Arrays]:
+        """Yield the arrays with one adapter replaced, some at a time; the given ones stay.
 
+        So a caller that lets go of those that were replaced holds an eighth more than all of them.
         It is compiled once for each shape, for all adapters.
 
         Args:
           new: `AdapterValues.arrays`; None for zeros.
         """
-        if new is None:
-            new = {p: a for target in self._targets for p, a in target.zeros().items()}
-        return {
-            path: _put(arrays[path], np.int32(index), new[path], target.num_stacked)
-            for target in self._targets
-            for path in target.paths
-        }
+        most = sum(array.nbytes for array in arrays.values()) // _PARTS
+        part: Arrays = {}
+        for target in self._targets:
+            own = target.zeros() if new is None else new
+            for path in target.paths:
+                part[path] = _put(arrays[path], np.int32(index), own[path], target.num_stacked)
+            if sum(array.nbytes for array in part.values()) >= most:
+                yield jax.block_until_ready(part)
+                part = {}
+        if part:
+            yield jax.block_until_ready(part)
 
     @property
     def weight_axes(self) -> dict[Path, WeightAxes]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any, final
 
@@ -69,11 +71,16 @@ class AdapterSource:
         *,
         merges: bool = False,
     ):
-        if not math.isfinite(scale):
+        is_number = isinstance(scale, Real) and not isinstance(scale, bool)
+        if not is_number or not math.isfinite(scale):
             raise InvalidParamsError(f"scale={scale!r} of {where} is not allowed; pass a number")
         self.where = where
         self.scale = float(scale)
         self._arrays = {_name(name): np.asarray(array) for name, array in arrays.items()}
+        if len(self._arrays) < len(arrays):
+            names = Counter(map(_name, arrays))
+            twice = next(name for name, count in names.items() if count > 1)
+            raise InvalidParamsError(f"{where} have {twice!r} twice; pass each matrix once")
         vectors = [name for name in self._arrays if merges and name.endswith(_MAGNITUDE)]
         self.magnitudes = {
             name.removesuffix(_MAGNITUDE): self._arrays.pop(name) for name in vectors

@@ -41,6 +41,8 @@ class Adapted(Trained):
             infinite numbers, or is of a kind that is not served. Nothing has changed.
           InvalidConfigError: the name is taken, or `max_adapters` adapters are loaded.
           EngineBusyError: the memory was given back; see `sleep`.
+          DeviceMemoryError: there is no room for an eighth of the adapters' memory beside the
+            present ones, all of which go on serving.
           RuntimeClosedError, EngineFailedError
         """
         self._maintenance.adapters.load(name, source, scale)

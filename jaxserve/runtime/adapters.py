@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from flax import nnx
 from jaxserve.core.errors import EngineBusyError, InvalidConfigError, UnknownAdapterError
 from jaxserve.core.request import AdapterSlot
 from jaxserve.engine.answers import Answer
+from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.adapter_source import AdapterSource
@@ -56,8 +58,12 @@ class Adapters:
         self._layout = layout
         self._replicas = replicas
         self._most = most
-        # Zeros are put once, so that later calls find the function compiled.
-        self._arrays = {} if layout is None else layout.put(layout.arrays_of(params), 0, None)
+        self._arrays = {} if layout is None else layout.arrays_of(params)
+        if layout is not None:
+            with _making_room():
+                # Zeros are put once, so that later calls find the function compiled.
+                for _ in layout.put(self._arrays, 0, None):
+                    pass
         self._changing = threading.Lock()  # held while an adapter is loaded or dropped
         self._lock = threading.Lock()  # guards the table
         self._slots: dict[str, AdapterSlot] = {}
@@ -92,11 +98,14 @@ class Adapters:
         values = layout.values(AdapterSource.of(source, scale))
         with self._changing:
             index = self._free_index(name)
-            self._arrays = layout.put(self._arrays, index, values.arrays)
-            self.generation += 1
-            state = layout.state(self._arrays)
-            for replica in self._replicas.all:
-                replica.loop.ask(partial(_install, replica.executor, state))
+            with _making_room():
+                # No request has this index yet, so it may be there in part.
+                for part in layout.put(self._arrays, index, values.arrays):
+                    self._arrays = {**self._arrays, **part}
+                    self.generation += 1
+                    state = layout.state(part)
+                    for replica in self._replicas.all:
+                        replica.loop.ask(partial(_install, replica.executor, state))
             with self._lock:
                 self._slots[name] = AdapterSlot(index, values.identity)
 
@@ -196,6 +205,14 @@ class Adapters:
                 "allows; drop one first (rt.drop_adapter)"
             )
         return free[0]
+
+
+def _making_room() -> AbstractContextManager[None]:
+    """Raise XLA's out-of-memory error in the block as a `DeviceMemoryError`."""
+    return out_of_memory_as(
+        "placing an adapter, for which an eighth of the adapters' memory is taken twice",
+        "pass a smaller kv_memory, max_adapters or max_adapter_rank",
+    )
 
 
 def _install(executor: ModelExecutor, state: nnx.State) -> None:

@@ -41,6 +41,8 @@ def whole_processed_logprobs(
             "omit it"
         )
     num_sequences, length = tokens.shape
+    if length < 2:  # no token is after the first
+        return jnp.zeros((num_sequences, 0), jnp.float32)
     logits = model.whole_logits(tokens)[:, :-1]
     num_rows = num_sequences * (length - 1)
     request = Request(id="", prompt=(0,), params=scoring(params), arrival_s=0.0)

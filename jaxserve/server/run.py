@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, final
 
@@ -319,11 +319,25 @@ def running(
 
 
 def _publish(server: _Server, service: Service, outlook: OutlookOf | None) -> None:
-    """Let the server answer with a service, from the event loop's next iteration on."""
+    """Let the server answer with a service, from the event loop's next iteration on.
+
+    Raises:
+      InvalidConfigError: an adapter has the name of the model.
+    """
+    check_names(server.backend.options.model_name, service.adapters)
     # A fleet reads its tokenizer at the first access, which may take seconds.
     _ = service.tokenizer
     service.is_ready()  # executables that an earlier start left are loaded from now on
     server.post(server.backend.serve, service, service.max_length, outlook)
+
+
+def check_names(model_name: str, adapters: Collection[str]) -> None:
+    """Check that no adapter has the name of the model, under which nobody could ask for it."""
+    if model_name in adapters:
+        raise InvalidConfigError(
+            f"the adapter {model_name!r} has the name of the served model; load it under another "
+            "name, or serve the model under another (--served-model-name)"
+        )
 
 
 @final

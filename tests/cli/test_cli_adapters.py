@@ -79,3 +79,10 @@ def test_wrong_adapters_are_refused(model, given, said):
     done = run("generate", *ANSWER, "--model", model, *SMALL, *options)
     assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())
+
+
+def test_an_adapter_with_the_models_name_is_refused_by_the_server():
+    """Nobody could ask for it; the model is not loaded for that message."""
+    done = run("serve", "smollm2-135m", "--served-model-name", "poems", "--adapter", "poems=runs")
+    assert done.exit_code == 2
+    assert "the adapter 'poems' has the name" in " ".join(done.stderr.split())

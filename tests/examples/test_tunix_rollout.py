@@ -117,6 +117,32 @@ def test_log_probabilities_are_those_of_sampling_and_of_tunix(rollout):
         np.testing.assert_allclose(row[:length], own[:length], rtol=1e-4, atol=1e-5)
 
 
+class _OneTokenForBoth(Letters):
+    """Padding is the end token, as with Llama 3."""
+
+    def pad_id(self) -> int:
+        return grpo.END
+
+
+def test_an_end_token_that_is_the_padding_too_has_its_log_probability():
+    """Without a mask the first one after the answer counts; with a mask that decides."""
+    engine = JaxserveRollout(
+        rollout_actor=TunixModel(tiny_llama()),
+        tokenizer=_OneTokenForBoth(),
+        rollout_config=CONFIG,
+        deterministic=True,
+        **OPTIONS,
+    )
+    prompts = np.array([[grpo.END, *grpo.encode("1+2=")]], np.int32)
+    completions = np.array([[*grpo.encode("3"), grpo.END, grpo.END, grpo.END]], np.int32)
+    scores = np.asarray(engine.get_per_token_logps(prompts, completions))[0]
+    assert (scores[:2] < 0).all() and (scores[2:] == 0).all()
+    mask = np.array([[1, 1, 0, 0]])
+    masked = np.asarray(engine.get_per_token_logps(prompts, completions, mask))[0]
+    np.testing.assert_array_equal(masked, scores)
+    engine.close()
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_tunix_trains_with_it():
     """Tunix's learner samples with the weights that it has trained, and they are its own arrays."""

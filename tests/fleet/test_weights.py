@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,7 +21,7 @@ from jaxserve.core.errors import (
     RuntimeClosedError,
 )
 from jaxserve.fleet.dispatcher import Dispatcher
-from jaxserve.fleet.weights import FleetUpdate
+from jaxserve.fleet.weights import FleetUpdate, NewestWeights
 from jaxserve.runtime.weight_update import WeightUpdate
 from tests.fleet.fakes import PAGE_SIZE, World, call
 
@@ -144,6 +145,24 @@ def test_a_later_process_starts_with_the_newest_weights():
         assert world.replicas[1].weights == [("whole", 2), ("b", 4), ("c", 5)]
         assert _versions(dispatcher) == [5]
         assert dispatcher.update_params(_update("next")) == 6
+
+
+def test_a_part_that_several_later_ones_replace_is_dropped():
+    """Each replaces some of it; a trainer that updates a few layers at a time keeps few parts."""
+    newest = NewestWeights()
+    given: list[str] = []
+
+    class Taking:
+        async def prepare_params(self, source: str, *, partial: bool) -> None:
+            given.append(source)
+
+        async def update_params(self, update: WeightUpdate) -> None:
+            pass
+
+    for source, paths in (("a", "xy"), ("b", "yz"), ("c", "x"), ("d", "w")):
+        newest.add(newest.numbered(_update(source, paths)))
+    asyncio.run(newest.give_to(cast(Any, Taking())))
+    assert given == ["b", "c", "d"]
 
 
 def test_weights_that_a_later_process_cannot_take_are_its_error():

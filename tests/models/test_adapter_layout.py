@@ -67,7 +67,10 @@ def test_a_product_is_pefts_formula():
     layout.adapt(model)
     params = nnx.state(model, nnx.Param)
     values = layout.values(AdapterSource(adapter, SCALE))
-    arrays = layout.put(layout.arrays_of(params), 1, values.arrays)
+    arrays = {}
+    for part in layout.put(layout.arrays_of(params), 1, values.arrays):
+        assert part.keys().isdisjoint(arrays)
+        arrays |= part
     for path, variable in nnx.to_flat_state(layout.state(arrays)):
         if path[:4] == ("blocks", 1, "mlp", "down"):
             getattr(model.blocks[1].mlp.down, path[4])[...] = variable.get_value()
@@ -217,8 +220,12 @@ def test_sources_that_are_none_are_refused(tmp_path):
         AdapterSource.of({}, None)
     with pytest.raises(InvalidParamsError, match="omit it"):
         AdapterSource.of(tmp_path, 1.0)
-    with pytest.raises(InvalidParamsError, match="scale=nan"):
-        AdapterSource.of({}, float("nan"))
+    for scale, said in ((float("nan"), "scale=nan"), ("x", "scale='x'"), (True, "scale=True")):
+        with pytest.raises(InvalidParamsError, match=said):
+            AdapterSource.of({}, scale)  # pyright: ignore[reportArgumentType]
+    twice = {"x.lora_A.weight": np.zeros(1), "base_model.model.x.lora_A.weight": np.ones(1)}
+    with pytest.raises(InvalidParamsError, match="'x.lora_A.weight' twice"):
+        AdapterSource.of(twice, 1.0)
 
 
 def _wrong(adapter: dict[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:

@@ -182,6 +182,8 @@ def test_the_trainer_has_the_bits_after_truncation_too(params):
         found = whole_processed_logprobs(model, jnp.asarray(tokens), params)[0, answer]
         return jnp.sum(found), found
 
+    alone = whole_processed_logprobs(tiny_llama(), jnp.asarray(tokens[:, :1]), params)
+    assert alone.shape == (1, 0)
     step = jax.jit(jax.value_and_grad(objective, has_aux=True))
     (_, found), gradient = step(state)
     np.testing.assert_array_equal(found, reported)

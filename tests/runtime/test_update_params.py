@@ -150,6 +150,9 @@ def test_what_does_not_fit_is_refused():
             rt.update_params(wider)
         with pytest.raises(InvalidConfigError, match=r"blocks\.1\.\S+ is missing"):
             rt.update_params(nnx.State({**_params(1), "blocks": {0: _params(1)["blocks"][0]}}))
+        raw = nnx.State(nnx.to_pure_dict(_params(1)))
+        with pytest.raises(InvalidConfigError, match="pass a state of nnx.Param"):
+            rt.update_params(raw)
         with pytest.raises(InvalidConfigError, match="'finish', 'restart', 'abort'"):
             rt.update_params(_params(1), running="wait")
         assert rt.generate(PROMPTS[0], LONG).token_ids == before

@@ -248,6 +248,32 @@ def test_prepared_weights_are_placed_before_the_pause(answers):
             rt.prepare_params(nnx.State({}))
 
 
+def test_prepared_weights_that_were_donated_since_are_refused(answers):
+    """The present weights go on serving, on this runtime and after it."""
+    with Runtime(tiny_llama(0), **OPTIONS) as rt:
+        new = _params(1)
+        prepared = rt.prepare_params(new)
+        for leaf in jax.tree.leaves(new):
+            leaf.delete()  # as a training step does that donates them
+        with pytest.raises(InvalidParamsError, match="was deleted since"):
+            rt.update_params(prepared)
+        assert _answers(rt, 0) == answers[0]
+
+
+def test_prepared_parts_are_refused_where_there_is_no_rest(answers):
+    """The weights were dropped in between; all of them together serve again."""
+    flat = nnx.to_flat_state(_params(1))
+    part = nnx.from_flat_state([(path, v) for path, v in flat if path[:2] == ("blocks", 0)])
+    with Runtime(tiny_llama(0), **OPTIONS) as rt:
+        prepared = rt.prepare_params(part, partial=True)
+        rt.sleep(drops_weights=True)
+        with pytest.raises(InvalidParamsError, match="the weights were dropped"):
+            rt.update_params(prepared)
+        rt.update_params(_params(1))
+        rt.wake_up()
+        assert _answers(rt, 1) == answers[1]
+
+
 def test_prepared_parts_go_on_top_of_what_came_in_between(answers):
     """A part that was prepared before another update keeps that update's other parameters."""
     flat = nnx.to_flat_state(_params(1))

@@ -139,6 +139,27 @@ def test_a_thousand_updates_while_requests_run():
     _check_tokens(done, sets)
 
 
+def test_scores_of_a_prompt_stay_those_that_its_answer_began_with(slow):
+    """Computing the prompt anew for other weights does not exchange them under the first tokens."""
+    asked = SamplingParams(max_tokens=90, prompt_logprobs=0)
+    slow.update_params(_params(0))
+    pending, _ = _begun(slow, asked)
+    slow.update_params(_params(1), running="keep", kv="recompute")
+    done = pending.result(60)
+    assert len(done.samples[0].version_runs) == 2
+    found = {}
+    for seed in (0, 1):
+        slow.update_params(_params(seed))
+        [alone] = slow.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=0))
+        found[seed] = _scores(alone)
+    np.testing.assert_allclose(_scores(done), found[0], rtol=1e-4)
+    assert not np.allclose(found[0], found[1], rtol=1e-2)
+
+
+def _scores(completion: Completion) -> list[float]:
+    return [token.logprob for token in completion.prompt_logprobs or () if token is not None]
+
+
 def test_kept_kv_goes_on_at_once_and_is_not_found_by_others(slow):
     """The next token is of the new weights; no later prompt gets pages of the old ones."""
     before = slow.weights_version
