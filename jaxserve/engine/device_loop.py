@@ -166,8 +166,7 @@ class DeviceLoop(Generic[_Job]):
         Do not call it on the loop's thread (`is_here`), which would wait for itself.
 
         Raises:
-          RuntimeClosedError: the loop was closed.
-          EngineFailedError: the loop failed before.
+          RuntimeClosedError, EngineFailedError
         """
         answer: Future[_T] = Future()
         with self._changed:
@@ -182,8 +181,8 @@ class DeviceLoop(Generic[_Job]):
     ) -> Iterator[None]:
         """Keep the loop's thread from its work within the block.
 
-        No step is in flight in the block. Jobs that are submitted from now on start after the
-        block; calls of `submit`, `cancel` and `close` wait in the block.
+        No step is in flight in the block. Jobs that are submitted or cancelled from now on are
+        taken in after the block; `ask` and `close` wait for its end.
 
         Args:
           running: treatment of the jobs that were submitted before. "finish" waits for their end,
@@ -198,7 +197,20 @@ class DeviceLoop(Generic[_Job]):
           RuntimeClosedError: the loop was closed.
           EngineFailedError: the loop failed before.
         """
-        with self._alone(until_s), self._changed:
+        with self._alone(until_s):
+            try:
+                self._hold(running, until_s)
+                yield
+            finally:
+                with self._changed:
+                    self._pause = None
+                    self._arrived += self._held
+                    self._held = []
+                    self._changed.notify_all()
+
+    def _hold(self, running: Running, until_s: float | None) -> None:
+        """Return when the loop's thread stands still; see `paused`."""
+        with self._changed:
             self._raise_if_over()
             if self.is_halted and running == "finish":
                 raise EngineBusyError(
@@ -207,22 +219,15 @@ class DeviceLoop(Generic[_Job]):
                 )
             pause = self._pause = _Pause(running)
             self._changed.notify_all()
-            try:
-                while not pause.is_held:
-                    left_s = None if until_s is None else until_s - self._clock.now()
-                    if left_s is not None and left_s <= 0:
-                        raise EngineBusyError(
-                            "requests still run after the seconds that this call may wait for "
-                            "their end; pass more seconds (max_wait_s), or call it when less runs"
-                        )
-                    self._changed.wait(left_s)
-                    self._raise_if_over()
-                yield
-            finally:
-                self._pause = None
-                self._arrived += self._held
-                self._held = []
-                self._changed.notify_all()
+            while not pause.is_held:
+                left_s = None if until_s is None else until_s - self._clock.now()
+                if left_s is not None and left_s <= 0:
+                    raise EngineBusyError(
+                        "requests still run after the seconds that this call may wait for "
+                        "their end; pass more seconds (max_wait_s), or call it when less runs"
+                    )
+                self._changed.wait(left_s)
+                self._raise_if_over()
 
     def halt(self, running: Running) -> None:
         """Advance no job from now on, until `go_on`. No step is in flight after the call.
@@ -233,8 +238,7 @@ class DeviceLoop(Generic[_Job]):
           running: as in `paused`.
 
         Raises:
-          RuntimeClosedError: the loop was closed.
-          EngineFailedError: the loop failed before.
+          RuntimeClosedError, EngineFailedError
         """
         with self.paused(running):
             self.is_halted = True
@@ -358,7 +362,7 @@ class DeviceLoop(Generic[_Job]):
             self._work.rest()
             pause.is_held = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._pause is not pause or self._is_closing)
+            self._changed.wait_for(lambda: self._pause is not pause)
         self._work.settle()
 
     def _is_due(self) -> bool:

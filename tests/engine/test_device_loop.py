@@ -11,6 +11,8 @@ from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import EngineBusyError, EngineFailedError, JaxserveError
 from jaxserve.engine.device_loop import DeviceLoop
 
+WAIT_S = 10
+
 
 class _Nothing:
     """See `DeviceWork`; there is never anything to do."""
@@ -22,10 +24,13 @@ class _Nothing:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.failed: list[tuple[JaxserveError, Sequence[str]]] = []
+        self.taken_in: list[str] = []
 
-    def begin(self, job: str) -> None: ...
+    def begin(self, job: str) -> None:
+        self.taken_in.append(f"begin {job}")
 
-    def cancel(self, id: str) -> None: ...
+    def cancel(self, id: str) -> None:
+        self.taken_in.append(f"cancel {id}")
 
     def step(self) -> None: ...
 
@@ -60,6 +65,32 @@ def test_a_pause_waits_for_another_one_no_longer_than_it_is_told():
             pass
     finally:
         loop.close()
+
+
+def test_others_submit_and_cancel_during_a_pause_without_waiting():
+    """As an event loop does that serves other replicas; all is taken in after the pause."""
+    work = _Nothing()
+    loop: DeviceLoop[str] = DeviceLoop(work, WallClock(), name="nothing")
+    with loop.paused("keep"):
+        told = threading.Event()
+
+        def go_on() -> None:
+            loop.submit("job")
+            loop.cancel("job")
+            loop.tell(told.set)
+
+        other = threading.Thread(target=go_on, daemon=True)
+        other.start()
+        other.join(WAIT_S)
+        assert not other.is_alive() and not work.taken_in and not told.is_set()
+    assert told.wait(WAIT_S) and work.taken_in == ["begin job", "cancel job"]
+    closing = threading.Thread(target=loop.close, daemon=True)
+    with loop.paused("keep"):
+        closing.start()
+        closing.join(0.1)
+        assert closing.is_alive()  # what the pause is for may need what closing frees
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
 
 
 def test_a_loop_that_another_thread_fails_ends_every_job_with_that_error():
