@@ -11,6 +11,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -48,9 +49,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of every kind of prompt and number of requests."""
     from benchmarks.common import environment
 
-    kinds = options.kinds.split(",")
-    if unknown := sorted(set(kinds) - set(KINDS)):
-        raise InvalidConfigError(f"--kinds has {unknown}; pass some of {','.join(KINDS)}")
+    kinds = _kinds("--kinds", options.kinds, KINDS)
+    compared_kinds = _kinds("--compare-kinds", options.compare_kinds or options.kinds, kinds)
     counts = [int(count) for count in options.requests.split(",")]
     options.num_requests = max(counts)
     peers = _peers(options)
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for count in counts:
                 print(f"{kind}, {count} requests", file=sys.stderr)
                 cases.append(_case(runtimes, kind, prompts[:count], options))
-            if peers:
+            if peers and kind in compared_kinds:
                 answers[kind] = _items(runtimes[_WITHOUT], prompts, options.output_tokens)
     compared = {kind: _compared(peers, items, counts, options) for kind, items in answers.items()}
     return {
@@ -83,6 +83,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "peers": compared,
         **environment.describe(),
     }
+
+
+def _kinds(option: str, given: str, allowed: Sequence[str]) -> list[str]:
+    kinds = given.split(",")
+    if unknown := sorted(set(kinds) - set(allowed)):
+        raise InvalidConfigError(f"{option} has {unknown}; pass some of {','.join(allowed)}")
+    return kinds
 
 
 def _case(
@@ -232,6 +239,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft-model", default=None, help=text)
     text = f"engines to run beside it, with lookup decoding: {', '.join(_PEERS)}"
     parser.add_argument("--compare", default=None, help=text)
+    text = "kinds of prompts that they answer; by default all, about 20 minutes each on two cores"
+    parser.add_argument("--compare-kinds", default=None, help=text)
     return parser
 
 
