@@ -58,13 +58,15 @@ class Requests:
 
     @classmethod
     def of(cls, items: list[WorkloadItem], seed: int) -> Requests:
-        """Return the requests of a workload, greedy and drawn, some with truncation."""
+        """Return the requests of a workload: greedy and drawn, some truncated or with penalties."""
         params = [
             SamplingParams(
                 max_tokens=item.num_output_tokens,
                 temperature=float(i % 3 > 0),
                 top_p=0.9 if i % 4 == 1 else 1.0,
                 top_k=40 if i % 4 == 2 else 0,
+                repetition_penalty=1.1 if i % 5 == 3 else 1.0,
+                presence_penalty=0.4 if i % 7 == 5 else 0.0,
                 ignore_eos=True,
                 seed=seed + i,
                 logprobs=2,
@@ -114,12 +116,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "small pool": open_runtimes.open(
                 parse_policies("pensieve")[0], **own, kv_memory=_small_pool(rt, requests)
             ),
+            "speculating": open_runtimes.open(policy, **own, speculation="lookup"),
         }
         ways = {
             way: _compared(each, requests, way, -(-options.pairs // len(runtimes)), options.seed)
             for way, each in runtimes.items()
         }
-        scores = _scored(rt, requests)
+        scores, processed = _scored(rt, requests), _processed_scored(rt, requests)
         cost = _cost(open_runtimes, options, requests)
     return {
         "benchmark": "invariance",
@@ -131,6 +134,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "different": requests.different[:_MOST_LISTED],
         "ways": ways,
         "scores": scores,
+        "processed_scores": processed,
         "cost": cost,
         **environment.describe(),
     }
@@ -177,13 +181,30 @@ def _scored(rt: Runtime, requests: Requests) -> dict[str, Any]:
     """Return in how many answers `Runtime.score` differs from what sampling reported."""
     answers = sorted(requests.first.items())
     scores = rt.score([[*requests.prompts[i], *each.token_ids] for i, each in answers])
+    reported = [[token.logprob for token in _logprobs(each)] for _, each in answers]
+    return _differing(scores, reported)
+
+
+def _processed_scored(rt: Runtime, requests: Requests) -> dict[str, Any]:
+    """Return the same of the distributions that tokens were drawn from, where `score` has them."""
+    scores: list[np.ndarray] = []
+    reported: list[list[float]] = []
+    for i, each in sorted(requests.first.items()):
+        params = requests.params[i]
+        if params.temperature and not params.presence_penalty:
+            scores.append(rt.score([*requests.prompts[i], *each.token_ids], params))
+            reported.append([token.processed_logprob for token in _logprobs(each)])
+    return _differing(scores, reported)
+
+
+def _differing(scores: list[np.ndarray], reported: list[list[float]]) -> dict[str, Any]:
+    """Compare the ends of scores, which belong to the answers, with what was reported of these."""
     most, num_different = 0.0, 0
-    for (i, each), score in zip(answers, scores, strict=True):
-        reported = np.array([token.logprob for token in _logprobs(each)], np.float32)
-        own = score[len(requests.prompts[i]) - 1 :]
-        num_different += not np.array_equal(own, reported)
-        most = max(most, float(np.abs(own - reported).max()))
-    return {"num_answers": len(answers), "num_different": num_different, "largest_difference": most}
+    for score, each in zip(scores, reported, strict=True):
+        own, wanted = score[len(score) - len(each) :], np.array(each, np.float32)
+        num_different += not np.array_equal(own, wanted)
+        most = max(most, float(np.abs(own - wanted).max()))
+    return {"num_answers": len(scores), "num_different": num_different, "largest_difference": most}
 
 
 def _cost(
@@ -228,7 +249,8 @@ def _logprobs(completion: Completion) -> tuple[TokenLogprob, ...]:
 
 
 def _is_whole(result: dict[str, Any]) -> bool:
-    return not result["num_different"] and not result["scores"]["num_different"]
+    scores = (result["scores"], result["processed_scores"])
+    return not (result["num_different"] or any(each["num_different"] for each in scores))
 
 
 def _print_table(result: dict[str, Any]) -> None:
@@ -242,12 +264,14 @@ def _print_table(result: dict[str, Any]) -> None:
             way, *(f"{each[name]:.0f}" for name in names), f"{each['num_prefix_hit']:.0f}"
         )
     show(table)
-    scores, share = result["scores"], result["cost"]["throughput_share"]
-    print(
-        f"scores: {scores['num_different']} of {scores['num_answers']} answers differ; throughput "
-        f"of the ordinary mode: {share['median']:.2f}",
-        file=sys.stderr,
-    )
+    for name in ("scores", "processed_scores"):
+        scores = result[name]
+        print(
+            f"{name}: {scores['num_different']} of {scores['num_answers']} answers differ",
+            file=sys.stderr,
+        )
+    share = result["cost"]["throughput_share"]
+    print(f"throughput of the ordinary mode: {share['median']:.2f}", file=sys.stderr)
 
 
 def build_parser() -> argparse.ArgumentParser:

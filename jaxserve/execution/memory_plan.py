@@ -95,6 +95,7 @@ def plan_pool(
     min_pages: int,
     kv_bytes: int | None,
     state_bytes: int = 0,
+    slot_bytes: int = 0,
 ) -> PoolSize:
     """Return the size of the page pool.
 
@@ -106,13 +107,17 @@ def plan_pool(
       min_pages: minimum number of pages.
       kv_bytes: size that the user asks for; None for a fraction of the free memory.
       state_bytes: size of the states in slots, which are not allocated yet.
+      slot_bytes: size of the slots' tokens, and of the index that looks proposals up in them, which
+        are not allocated yet either.
 
     Raises:
       DeviceMemoryError: `kv_bytes` or `state_bytes` are not free, or fewer than `min_pages` fit.
     """
     free = free_device_bytes(device)
-    left = free - step_bytes - state_bytes
+    left = free - step_bytes - state_bytes - slot_bytes
     needed = f"the largest step needs {step_bytes:,}"
+    if slot_bytes:
+        needed += f", the tokens of all slots {slot_bytes:,}"
     if state_bytes:
         needed += f" and the states in slots need {state_bytes:,}"
         if left < min_pages * page_bytes:

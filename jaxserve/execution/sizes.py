@@ -19,6 +19,7 @@ from jaxserve.models.batch import empty_cache
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.steps.drafting import Drafter, united
 from jaxserve.steps.placement import Placement
+from jaxserve.steps.slots import empty_slots
 from jaxserve.steps.step_function import Shelf, StepFunction
 from pallas_kernels.zeros import zeros
 
@@ -129,6 +130,7 @@ class CachePlan:
             page_bytes=self.page_bytes,
             step_bytes=step_bytes,
             state_bytes=nbytes(self.abstract(2).states),
+            slot_bytes=nbytes(jax.eval_shape(partial(empty_slots, draft))),
             wanted_pages=1 + draft.max_slots * draft.max_pages_per_sequence,
             min_pages=MIN_PAGES,
             kv_bytes=None if kv_memory is None else parse_bytes(kv_memory),

@@ -82,3 +82,25 @@ def test_states_that_do_not_fit_are_named(page_bytes, kv_bytes):
     with pytest.raises(DeviceMemoryError, match=r"950,000.*lower max_slots") as caught:
         _plan_with_states(950_000, page_bytes=page_bytes, kv_bytes=kv_bytes)
     assert "kv_memory" not in str(caught.value) and "page_size" not in str(caught.value)
+
+
+def test_tokens_of_slots_have_their_room():
+    """They are allocated after the pool, with the index of proposals, and may take a gigabyte."""
+
+    def planned(kv_bytes: int | None):
+        return plan_pool(
+            _Gpu(1_000_000),
+            page_bytes=1000,
+            step_bytes=100_000,
+            slot_bytes=200_000,
+            wanted_pages=10**6,
+            min_pages=2,
+            kv_bytes=kv_bytes,
+        )
+
+    assert 0.98 * 0.92 * 700 <= planned(None).num_pages <= 0.92 * 700
+    assert planned(700_000).num_pages == 700
+    with pytest.raises(
+        DeviceMemoryError, match="the tokens of all slots 200,000; pass at most 700"
+    ):
+        planned(700_001)

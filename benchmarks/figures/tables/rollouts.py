@@ -31,10 +31,14 @@ def invariance(result: Result, link: str) -> str:
         f"{result.get('arguments')['model']}, in random batches"
     )
     header = ("steps", "pairs", "different", "preempted", "pages restored", "cached tokens")
+    own, drawn = (
+        f"{result.number(name, 'num_different'):.0f} of {result.number(name, 'num_answers'):.0f}"
+        for name in ("scores", "processed_scores")
+    )
     scored = (
-        f"`rt.score` differs in {result.number('scores', 'num_different'):.0f} of "
-        f"{result.number('scores', 'num_answers'):.0f} answers. Output tokens a second: "
-        f"{rates['deterministic']} with `deterministic=True`, {rates['ordinary']} without."
+        f"`rt.score` differs in {own} answers, and in {drawn} for the distributions that tokens "
+        f"were drawn from. Output tokens a second: {rates['deterministic']} with "
+        f"`deterministic=True`, {rates['ordinary']} without."
     )
     return f"{caption(result, what, link)}\n\n{table(header, rows)}\n\n{scored}"
 

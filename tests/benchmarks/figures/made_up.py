@@ -334,6 +334,7 @@ def results() -> dict[str, dict[str, Any]]:
                 for way in ("whole", "small pool")
             },
             "scores": {"num_answers": 4, "num_different": 0, "largest_difference": 0.0},
+            "processed_scores": {"num_answers": 3, "num_different": 1, "largest_difference": 0.1},
             "cost": {
                 mode: summary([{"tokens_per_s": 10.0 * speed} for speed in (1, 2)])
                 for mode in ("ordinary", "deterministic")

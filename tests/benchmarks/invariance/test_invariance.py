@@ -14,9 +14,11 @@ def test_no_pair_of_batches_differs(capsys, tmp_path):
     assert main([*arguments(tmp_path), *more]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["num_pairs"] >= 24 and result["num_different"] == 0 == len(result["different"])
-    assert list(result["ways"]) == ["whole", "short steps", "small pool"]
-    assert all(way["num_pairs"] >= 8 for way in result["ways"].values())
+    assert list(result["ways"]) == ["whole", "short steps", "small pool", "speculating"]
+    assert all(way["num_pairs"] >= 6 for way in result["ways"].values())
     assert result["scores"] == {"num_answers": 6, "num_different": 0, "largest_difference": 0.0}
+    processed = {"num_answers": 3, "num_different": 0, "largest_difference": 0.0}
+    assert result["processed_scores"] == processed
     cost = result["cost"]
     share = cost["deterministic"]["tokens_per_s"] / cost["ordinary"]["tokens_per_s"]
     assert cost["throughput_share"]["median"] == share
