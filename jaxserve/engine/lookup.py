@@ -9,8 +9,10 @@ from typing import final
 _ORDERS = (8, 4, 2)
 # Weight of the earlier proposals after one more.
 _MEMORY = 0.9
-# Tokens of a prompt's end in which places are looked up: each costs a microsecond of the engine's.
+# Tokens of a prompt's end in which places are looked up, and those of them that become known with
+# one step at most: each costs microseconds of the engine's thread.
 _MAX_PROMPT = 8192
+_TOKENS_A_STEP = 512
 # Tokens that proposals must be expected to give, since a step with them takes longer.
 _LEAST_GAIN = 0.3
 
@@ -19,8 +21,8 @@ _LEAST_GAIN = 0.3
 class HostLookup:
     """Finds what followed an answer's newest tokens at an earlier place in it or in its prompt.
 
-    It does for one answer what `steps.proposals` does on the device; of a long prompt, it knows the
-    end alone.
+    It does for one answer what `steps.proposals` does on the device. Of a long prompt it knows the
+    end alone, and that after some steps.
     """
 
     def __init__(self, prompt: Sequence[int]):
@@ -28,6 +30,7 @@ class HostLookup:
         self._num_prompt = len(prompt)
         self._tokens: list[int] = []
         self._places: dict[tuple[int, ...], int] = {}
+        self._num_placed = 0
         self._hits = self._misses = 1.0
         self._next: int | None = None
         self._append(prompt)
@@ -38,6 +41,7 @@ class HostLookup:
         if len(output) < num_known:
             prompt = self._tokens[: self._num_prompt]
             self._tokens, self._places, self._next = [], {}, None
+            self._num_placed = 0
             self._append(prompt)
             num_known = 0
         self._append(output[num_known:])
@@ -74,9 +78,15 @@ class HostLookup:
         self._misses = self._misses * _MEMORY + (num_right < max(1, num_proposed))
 
     def _append(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            # Places that follow the tokens before this one, which is known only now.
+        """Append tokens, and note the places of some that have none yet, the first ones first."""
+        self._tokens += tokens
+        known = self._tokens
+        most = self._num_placed + len(tokens) + _TOKENS_A_STEP
+        if self._num_placed == 0:
+            most = _TOKENS_A_STEP
+        for place in range(self._num_placed, min(most, len(known))):
+            # It follows the tokens before it.
             for order in _ORDERS:
-                if len(self._tokens) >= order:
-                    self._places[tuple(self._tokens[-order:])] = len(self._tokens)
-            self._tokens.append(token)
+                if place >= order:
+                    self._places[tuple(known[place - order : place])] = place
+            self._num_placed = place + 1

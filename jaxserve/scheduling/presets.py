@@ -123,13 +123,20 @@ def get_policy(policy: str | Policy) -> Policy:
 def get_policy_for(policy: str | Policy, *, has_groups: bool) -> Policy:
     """Return `get_policy(policy)`; a planned policy becomes workload-aware on two device groups.
 
+    Plans count memory by expected lengths, and so does its admission there, as on one group.
+
     Raises:
       InvalidConfigError: no preset has that name.
     """
     found = get_policy(policy)
     if not (has_groups and found.is_planned and found.num_device_groups == 1):
         return found
-    return replace(PRESETS["exegpt_waa_c"], name=found.name, is_planned=True)
+    return replace(
+        found,
+        iteration=PRESETS["exegpt_waa_c"].iteration,
+        retention=Stateless(),
+        preemption=LongestRemaining(keeps_state=False),
+    )
 
 
 def check_heeded(request: Request, policy: Policy) -> None:

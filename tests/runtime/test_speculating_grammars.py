@@ -159,3 +159,17 @@ def test_the_host_finds_what_followed_the_newest_tokens():
         lookup.propose(3)
         lookup.learn([9], 1, 3)
     assert lookup.propose(3) == []
+
+
+def test_a_long_prompt_is_looked_up_in_after_some_steps():
+    """Its places become known a part at a time, so that no step waits for all of them."""
+    prompt = [*range(10, 3000), 1, 2, 7, 8, 9]
+    at_once = HostLookup(prompt)
+    at_once.follow([1, 2])
+    assert at_once.propose(2) == []
+    later, output = HostLookup(prompt), []
+    for token in range(5000, 5008):
+        output.append(token)
+        later.follow(output)
+    later.follow([*output, 1, 2])
+    assert later.propose(2) == [7, 8]
