@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -17,7 +18,7 @@ from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.observed import RequestClass
 from jaxserve.planning.schedules.plan import SIMULATED
 from jaxserve.planning.schedules.planner import SchedulePlanner
-from jaxserve.planning.schedules.played import Player
+from jaxserve.planning.schedules.played import Played, Player
 from jaxserve.planning.schedules.rra_planner import RRAPlanner, RRASpace
 
 # Families of one device group.
@@ -226,12 +227,10 @@ class FamiliesSpace:
         estimates = self._of(schedule).estimated(schedule)
         if schedule.layout.policy is Policy.CONTINUOUS:
             return estimates
-        played = self.continuous.player.play(
-            iteration_of(schedule, reserved_slots=self.continuous.num_reserved),
-            self.continuous.lengths,
-            schedule.decode_batch + schedule.encode_batch,
-            warm_up=_WARM_UP,
-        )
+        num_reserved = self.continuous.num_reserved
+        played = self._play(schedule, num_reserved)
+        if num_reserved:
+            played = played.or_worse(self._play(_with_more(schedule, num_reserved), 0))
         longer = played.latency_s / estimates.latency_s
         return replace(
             estimates,
@@ -240,12 +239,31 @@ class FamiliesSpace:
             token_s=estimates.token_s * longer,
         )
 
+    def _play(self, schedule: Schedule, reserved_slots: int) -> Played:
+        return self.continuous.player.play(
+            iteration_of(schedule, reserved_slots=reserved_slots),
+            self.continuous.lengths,
+            schedule.decode_batch + schedule.encode_batch,
+            warm_up=_WARM_UP,
+        )
+
     def own_latencies_s(self, schedule: Schedule) -> Sequence[float]:
         return self._of(schedule).own_latencies_s(schedule)
 
     def _of(self, schedule: Schedule) -> RRASpace | ContinuousSpace:
         is_continuous = schedule.layout.policy is Policy.CONTINUOUS
         return self.continuous if is_continuous else self.rra
+
+
+def _with_more(schedule: Schedule, num: int) -> Schedule:
+    """Return an RRA schedule with so many more sequences that decode, and as often."""
+    share = 1 + num / max(1.0, schedule.decode_batch)
+    return replace(
+        schedule,
+        encode_batch=math.ceil(share * schedule.encode_batch),
+        encode_tokens=share * schedule.encode_tokens,
+        decode_batch=share * schedule.decode_batch,
+    )
 
 
 def _scaled(score: Score, by: float) -> Score:
