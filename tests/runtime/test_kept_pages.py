@@ -17,8 +17,10 @@ from jaxserve import Request, Runtime, SamplingParams
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.engine.engine import Engine
+from jaxserve.execution.protocol import StepHandle
 from jaxserve.report import draw_residency
 from jaxserve.scheduling.kv.transfer import KVPages
+from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import FreeCopiesExecutor, WrapAll, tiny
 from jaxserve.testing.tiny import random_prompts, tiny_llama
@@ -58,6 +60,47 @@ def test_pages_come_back_from_the_host_layer_by_layer(expected):
         assert rt.stats().num_pages_in > 0 and rt.config.num_incoming_pages == 16
     with pytest.raises(InvalidConfigError, match=r"restore='later' .*'on_admission', 'prefetch'"):
         Runtime(tiny_llama(), **OPTIONS, restore="later")
+
+
+@pytest.mark.parametrize(
+    ("restore", "mesh", "kv_memory"),
+    [("on_admission", None, "45kB"), ("per_layer", None, "45kB"), ("both", STAGES, "22kB")],
+    ids=str,
+)
+def test_many_pages_come_back_over_several_steps(
+    restore: str, mesh: StagePlan | None, kv_memory: str
+):
+    """Pages of one token each: no step brings more than 64 while another answer goes on."""
+    options = OPTIONS | {"page_size": 1, "wrap_executor": _SlowCopies}
+    drawn = random_prompts(3, seed=5, longest=100)
+    first, *others = ([token for token in prompt * 100][:100] for prompt in drawn)
+    history, running = [*first, *FOLLOW_UP], SamplingParams(max_tokens=60)
+    with Runtime(tiny_llama(), **{**options, "policy": "vllm_like"}) as rt:
+        wanted = [each.token_ids for each in rt.generate([first, history], PARAMS)]
+        other = rt.generate([7, 8], running).token_ids
+    options |= {"restore": restore, "mesh": mesh, "kv_memory": kv_memory}
+    options |= {"host_memory": "1MiB", "max_decode_iterations": 1}
+    with Runtime(tiny_llama(), **options) as rt:
+        assert rt.generate(first, PARAMS).token_ids == wanted[0]
+        for each in others:  # they take the pages
+            rt.generate(each, PARAMS)
+        pieces: list[object] = []
+        going_on = rt.submit([7, 8], running, on_piece=pieces.append)
+        while not pieces:
+            time.sleep(0.001)
+        assert rt.generate(history, PARAMS).token_ids == wanted[1]
+        assert going_on.result(60).token_ids == other
+        brought = [step.pages_in for step in rt.report().steps]
+        assert max(brought) == 64 and sum(brought) > 70
+        rt.check_integrity()
+
+
+class _SlowCopies(FreeCopiesExecutor):
+    """Copies count as free, and every step takes a little longer, so that answers overlap."""
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        time.sleep(0.02)
+        return super().submit(plan)
 
 
 def test_shards_of_pages_in_eight_bits_come_back_layer_by_layer():
