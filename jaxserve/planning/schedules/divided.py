@@ -8,7 +8,7 @@ placed. So another division has to serve enough more to pay for that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -78,15 +78,17 @@ class DividedPlanner(SchedulePlanner):
     def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> DividedSpace:
         # First, so that a move meanwhile makes the plan one that is not adopted.
         num_moves = self.num_moves()
-        options, config = self.options(), self.config()
-        spaces = {}
-        for option in options:
+        options = {option.division: option for option in self.options()}
+        config = self.config()
+
+        def space_of(division: Division) -> ScheduleSpace:
+            option = options[division]
             own = replace(config, num_pages=option.num_pages)
-            planner = WAAPlanner(times=option.times, config=lambda own=own: own)
-            spaces[option.division] = planner.space(lengths, classes)
+            return WAAPlanner(times=option.times, config=lambda: own).space(lengths, classes)
+
         return DividedSpace(
-            spaces=spaces,
-            options={option.division: option for option in options},
+            spaces=_Spaces(tuple(options), space_of),
+            options=options,
             max_pause_s=self.max_pause_s,
             num_moves=num_moves,
         )
@@ -117,6 +119,36 @@ class DividedPlanner(SchedulePlanner):
 
 
 @final
+class _Spaces(Mapping[Division, ScheduleSpace]):
+    """The schedules of each division, made when they are asked for; the newest alone are kept.
+
+    Their figures take tens of megabytes, and eight devices have dozens of divisions.
+
+    Args:
+      make: returns the schedules of a division.
+    """
+
+    def __init__(self, divisions: Sequence[Division], make: Callable[[Division], ScheduleSpace]):
+        self._divisions = tuple(divisions)
+        self._make = make
+        self._newest: tuple[Division, ScheduleSpace] | None = None
+
+    def __getitem__(self, division: Division) -> ScheduleSpace:
+        if division not in self._divisions:
+            raise KeyError(division)
+        if self._newest is None or self._newest[0] != division:
+            self._newest = None  # so that only one is there
+            self._newest = division, self._make(division)
+        return self._newest[1]
+
+    def __iter__(self) -> Iterator[Division]:
+        return iter(self._divisions)
+
+    def __len__(self) -> int:
+        return len(self._divisions)
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
 class DividedSpace:
     """The WAA schedules of every division, and when a division is worth a move.
@@ -144,23 +176,23 @@ class DividedSpace:
         If a division that would serve more is not worth the move, the second value says why. The
         schedule is None if none keeps the bounds.
         """
-        found = {division: chosen(space, bounds) for division, space in self.spaces.items()}
-        values = {
-            division: float(self.spaces[division].estimated(schedule).throughput)
-            for division, schedule in found.items()
-            if schedule is not None
-        }
+        found: dict[Division, Schedule | None] = {}
+        values: dict[Division, float] = {}
+        for division, space in self.spaces.items():
+            schedule = found[division] = chosen(space, bounds)
+            if schedule is not None:
+                values[division] = float(space.estimated(schedule).throughput)
         return self._judged(found, values)
 
     def nearest_to(self, bounds: LatencyBounds) -> tuple[Schedule | None, Move | None]:
         """Return the schedule that misses the bounds least, and the move; see `chosen`."""
         score = nearest_to(bounds)
-        found = {division: space.best(score) for division, space in self.spaces.items()}
-        values = {
-            division: float(score(self.spaces[division].estimated(schedule)))
-            for division, schedule in found.items()
-            if schedule is not None
-        }
+        found: dict[Division, Schedule | None] = {}
+        values: dict[Division, float] = {}
+        for division, space in self.spaces.items():
+            schedule = found[division] = space.best(score)
+            if schedule is not None:
+                values[division] = float(score(space.estimated(schedule)))
         return self._judged(found, values)
 
     def _judged(
