@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any, final
@@ -29,6 +30,7 @@ _HARMLESS = frozenset(
         *("base_model_name_or_path", "revision", "auto_mapping", "peft_version", "runtime_config"),
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         *("fan_in_fan_out", "ensure_weight_tying", "megatron_config", "megatron_core"),
+        *("rank_pattern", "alpha_pattern"),
         # Options of an initialisation, of `use_qalora`, and of others that are refused themselves.
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
     )
@@ -41,6 +43,12 @@ _SERVED: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
+
+
+# Errors of folders that are none of PEFT's.
+_UNREADABLE = (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError, re.error, SafetensorError),
+)
 
 
 @final
@@ -117,8 +125,10 @@ class AdapterSource:
         try:
             config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
             rank, alpha = int(config["r"]), float(config["lora_alpha"])
+            ranks = {re.compile(k): int(v) for k, v in _pattern(config, "rank_pattern")}
+            alphas = {re.compile(k): float(v) for k, v in _pattern(config, "alpha_pattern")}
             arrays = load_file(folder / _WEIGHTS)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except _UNREADABLE as error:
             raise InvalidParamsError(
                 f"{folder} is not an adapter of PEFT ({type(error).__name__}: {error}); pass a "
                 f"folder with {_CONFIG} and {_WEIGHTS}"
@@ -129,13 +139,22 @@ class AdapterSource:
             for name, value in config.items()
             if value and name not in _HARMLESS and value not in allowed.get(name, ())
         }
-        if others or rank < 1:
+        if min([rank, *ranks.values()]) < 1:
+            others |= {"r": rank, "rank_pattern": config.get("rank_pattern")}
+        if others:
             raise InvalidParamsError(
-                f"the adapter in {folder} has {others or {'r': rank}}, which is not served; pass a "
+                f"the adapter in {folder} has {others}, which is not served; pass a "
                 "LoRA without these settings, or merge it into the weights: a DoRA with "
                 "jaxserve.merge_adapter, others with PEFT (docs/adapters.md)"
             )
-        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        root = math.sqrt if config.get("use_rslora") else float
+        scale = alpha / root(rank)
+        if ranks or alphas:  # then B is multiplied by its module's own factor
+            scale = 1.0
+            for name in [name for name in arrays if ".lora_B" in name]:
+                module = name.removeprefix(_PREFIX).partition(".lora_B")[0]
+                own = _matching(alphas, module, alpha) / root(_matching(ranks, module, rank))
+                arrays[name] = own * arrays[name].astype(np.float32)
         source = cls(arrays, scale, str(folder), merges=merges)
         if merges and bool(config.get("use_dora")) != bool(source.magnitudes):
             raise InvalidParamsError(
@@ -162,6 +181,17 @@ class AdapterSource:
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """See `WeightSource`."""
         return self._arrays[name] if index is None else self._arrays[name][index]
+
+
+def _pattern(config: Mapping[str, Any], name: str) -> Iterable[tuple[str, Any]]:
+    """Return pairs of an expression and what modules have whose names it matches at their end."""
+    return ((rf"(.*\.)?({key})$", value) for key, value in (config.get(name) or {}).items())
+
+
+def _matching(values: Mapping[re.Pattern[str], float], module: str, otherwise: float) -> float:
+    """Return what the first expression says that matches a module, as PEFT does."""
+    found = (value for pattern, value in values.items() if pattern.match(module))
+    return next(found, otherwise)
 
 
 def _name(given: str) -> str:

@@ -134,6 +134,34 @@ def test_a_folder_of_peft_gives_the_same(tmp_path, is_rslora, scale):
     assert got.identity != layout.values(AdapterSource(adapter, 2 * scale)).identity
 
 
+@pytest.mark.parametrize("is_rslora", [False, True])
+def test_modules_have_the_factors_that_their_patterns_say(tmp_path, is_rslora):
+    """The first expression that matches the end of a module's name counts, as in PEFT."""
+    rng = np.random.default_rng(2)
+    config = config_of("llama")
+    adapter = adapter_of(checkpoint_of(config, rng), "llama", rng)
+    folder = folder_of(
+        tmp_path,
+        adapter,
+        use_rslora=is_rslora,
+        rank_pattern={r"layers\.1\..*k_proj": 2, "q_proj": 1},
+        alpha_pattern={"k_proj": 9, "up_proj": 12},
+    )
+    root = np.sqrt if is_rslora else float
+    scaled = {}
+    for name, array in adapter.items():
+        rank = 1 if "q_proj" in name else 2 if "layers.1." in name and "k_proj" in name else RANK
+        alpha = 9 if "k_proj" in name else 12 if "up_proj" in name else 6
+        scaled[name] = array * np.float32(alpha / root(rank)) if "lora_B" in name else array
+    layout = _layout(config)
+    got = layout.values(AdapterSource.of(folder, None)).arrays
+    wanted = layout.values(AdapterSource.of(scaled, 1.0)).arrays
+    for path, array in wanted.items():
+        if path[-1] == "b":
+            own = got[path] * got[(*path[:-1], "scale")].reshape(-1, 1)[0]
+            np.testing.assert_allclose(own, array, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -141,7 +169,8 @@ def test_a_folder_of_peft_gives_the_same(tmp_path, is_rslora, scale):
         {"bias": "all"},
         {"peft_type": "IA3"},
         {"modules_to_save": ["lm_head"]},
-        {"rank_pattern": {"q_proj": 2}},
+        {"rank_pattern": {"q_proj": 0}},
+        {"alpha_pattern": {"q_proj": "much"}},
         {"init_lora_weights": "pissa_niter_4"},
         {"init_lora_weights": "lora_ga"},
         {"init_lora_weights": "an initialisation of tomorrow"},
@@ -157,7 +186,7 @@ def test_a_folder_of_peft_gives_the_same(tmp_path, is_rslora, scale):
 def test_other_kinds_of_adapters_are_refused(tmp_path, settings):
     """The message names the setting, or says what a folder must have."""
     folder = folder_of(tmp_path, {"x.lora_A.weight": np.zeros((2, 2), np.float32)}, **settings)
-    with pytest.raises(InvalidParamsError, match=f"{next(iter(settings))}|TypeError"):
+    with pytest.raises(InvalidParamsError, match=f"{next(iter(settings))}|TypeError|much"):
         AdapterSource.of(folder, None)
 
 
