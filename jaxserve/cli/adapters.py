@@ -25,8 +25,16 @@ def adapters_of(given: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def room_for(adapters: Mapping[str, Path]) -> dict[str, int]:
+def room_for(
+    adapters: Mapping[str, Path],
+    max_adapters: int | None = None,
+    max_adapter_rank: int | None = None,
+) -> dict[str, int]:
     """Return the options of a runtime that has room for these adapters.
+
+    Args:
+      max_adapters: adapters at once; None for these alone.
+      max_adapter_rank: largest rank; None for the largest of these, or the usual one without any.
 
     Raises:
       InvalidParamsError: a folder has no adapter that can be served.
@@ -34,4 +42,7 @@ def room_for(adapters: Mapping[str, Path]) -> dict[str, int]:
     from jaxserve.models.adapter_source import AdapterSource
 
     ranks = [AdapterSource.of(folder, None).rank for folder in adapters.values()]
-    return {"max_adapters": len(ranks), "max_adapter_rank": max(ranks)} if ranks else {}
+    room = {"max_adapters": len(ranks) if max_adapters is None else max_adapters}
+    if max_adapter_rank is not None or ranks:
+        room["max_adapter_rank"] = max(ranks) if max_adapter_rank is None else max_adapter_rank
+    return room if room["max_adapters"] else {}

@@ -108,6 +108,8 @@ def _open_runtime(
     groups: str | None = None,
     data_parallel: int = 1,
     adapter: Sequence[str] = (),
+    max_adapters: int | None = None,
+    max_adapter_rank: int | None = None,
     **given: Any,
 ) -> Runtime:
     """Return the runtime; a process that follows serves the leader first, then exits."""
@@ -143,7 +145,8 @@ def _open_runtime(
         raise InvalidConfigError(str(error)) from error
     is_quiet = quiet or jax.process_index() > 0
     adapters = adapters_of(adapter)
-    rt = Runtime.from_pretrained(model, progress=not is_quiet, **room_for(adapters), **given)
+    room = room_for(adapters, max_adapters, max_adapter_rank)
+    rt = Runtime.from_pretrained(model, progress=not is_quiet, **room, **given)
     if not rt.is_leader:
         with rt:
             rt.follow()

@@ -20,6 +20,8 @@ from jaxserve.core.errors import InvalidConfigError, MissingExtraError
 
 _SERVER = "Server"
 _KEY_VARIABLE = "JAXSERVE_API_KEY"
+# Adapters that clients may load, if the command does not say how many.
+_MORE_ADAPTERS = 4
 
 
 def _server(name: str, text: str) -> Any:
@@ -80,6 +82,27 @@ def serve(
             "header x-latency-class: NAME. Repeat it for more.",
         ),
     ] = None,
+    adapter_folder: Annotated[
+        Path | None,
+        _server(
+            "--adapter-folder", "Clients may load adapters from below this folder, and drop them."
+        ),
+    ] = None,
+    max_adapters: Annotated[
+        int | None,
+        _server(
+            "--max-adapters",
+            f"Adapters at once; by default those of --adapter, and {_MORE_ADAPTERS} more with "
+            "--adapter-folder.",
+        ),
+    ] = None,
+    max_adapter_rank: Annotated[
+        int | None,
+        _server(
+            "--max-adapter-rank",
+            "Their largest rank; by default that of --adapter, or 16 without any.",
+        ),
+    ] = None,
     metrics_prefix: Annotated[
         str, _server("--metrics-prefix", 'First part of metrics\' names; "vllm" is usual too.')
     ] = "jaxserve",
@@ -130,6 +153,7 @@ def serve(
             request_timeout_s=request_timeout or None,
             drain_timeout_s=drain_timeout or None,
             latency_classes=server.parse_latency_classes(latency_class or ()),
+            adapter_folder=adapter_folder,
             metrics_prefix=metrics_prefix,
             log_requests=log_requests,
             log_prompts=log_prompts,
@@ -141,8 +165,10 @@ def serve(
                 err=True,
             )
 
+        room = _room(service_options, adapter_folder, max_adapters, max_adapter_rank)
+
         def open_service() -> Any:
-            service: Any = service_options.open(model, conversations=journal)
+            service: Any = service_options.open(model, conversations=journal, **room)
             # A fleet has no outlook.
             return service, None if service_options.is_fleet else service.outlook
 
@@ -167,6 +193,28 @@ def serve(
         if not is_closed:
             sys.stdout.flush()
             os._exit(0)  # an exit of Python's own would wait for what still runs
+
+
+def _room(
+    options: ServiceOptions, folder: Path | None, most: int | None, rank: int | None
+) -> dict[str, int]:
+    """Return how many adapters of which rank the service has room for, where that was asked for.
+
+    Raises:
+      InvalidConfigError: the folder is none, or the service loads no adapters.
+    """
+    if folder is not None and not folder.is_dir():
+        raise InvalidConfigError(f"--adapter-folder {folder} is no folder; pass one that exists")
+    if folder is not None and most is None:
+        most = len(options.adapters) + _MORE_ADAPTERS
+    room = {"max_adapters": most, "max_adapter_rank": rank}
+    given = {name: value for name, value in room.items() if value is not None}
+    if given and options.is_fleet:
+        raise InvalidConfigError(
+            "--adapter-folder, --max-adapters and --max-adapter-rank are not allowed with "
+            "--replicas or --roles: replicas on Ray load no adapters"
+        )
+    return given
 
 
 def announce_ready(address: str) -> None:

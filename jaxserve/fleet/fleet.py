@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from jaxserve.conversations import Conversation, Conversations, Journal
 from jaxserve.core.clock import WallClock
-from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
+from jaxserve.core.errors import InvalidConfigError, InvalidRequestError, UnknownAdapterError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, drawn_seed
 from jaxserve.core.sampling_params import SamplingParams
@@ -189,6 +189,19 @@ class Fleet(TrainedFleet):
     def adapters(self) -> tuple[str, ...]:
         """Empty: replicas of a fleet load no adapters."""
         return ()
+
+    def load_adapter(self, name: str, source: Any, *, scale: float | None = None) -> None:
+        """Raise InvalidConfigError, see `adapters`."""
+        raise InvalidConfigError(
+            f"adapter {name!r}: replicas on Ray load no adapters; serve them with a Runtime"
+        )
+
+    def drop_adapter(self, name: str) -> None:
+        """Raise UnknownAdapterError, see `adapters`."""
+        raise UnknownAdapterError(
+            f"adapter {name!r} is not loaded: replicas on Ray load no adapters; serve them with a "
+            "Runtime"
+        )
 
     @property
     def vocab_size(self) -> int:

@@ -56,6 +56,14 @@ class Service(Protocol):
         """Names of the loaded adapters, which `SamplingParams.adapter` may have."""
         ...
 
+    def load_adapter(self, name: str, source: Any, *, scale: float | None = None) -> None:
+        """Load an adapter, see `Runtime.load_adapter`."""
+        ...
+
+    def drop_adapter(self, name: str) -> None:
+        """Drop an adapter, see `Runtime.drop_adapter`."""
+        ...
+
     @property
     def conversations(self) -> Conversations:
         """The stored conversations, to list and delete them; `conversation` opens one."""

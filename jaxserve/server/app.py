@@ -26,6 +26,7 @@ from jaxserve.server.errors import Kind, RefusedError, body_of, headers_of, inva
 from jaxserve.server.guard import AccessLog, BodyReader, HostGuard, KeyGuard
 from jaxserve.server.options import is_loopback
 from jaxserve.server.routes import (
+    adapters,
     chat,
     completions,
     conversations,
@@ -93,7 +94,9 @@ def make_app(backend: Backend, traces: TracerProvider | None = None) -> FastAPI:
             Exception: _answer_defect,
         },
     )
-    for routes in (chat, completions, responses, tokens, conversations, operation, page):
+    for routes in (
+        *(chat, completions, responses, tokens, conversations, adapters, operation, page),
+    ):
         app.include_router(routes.router)
     return app
 

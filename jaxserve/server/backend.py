@@ -25,7 +25,7 @@ from jaxserve.server.lengths import LengthComments
 from jaxserve.server.mailbox import Mailbox
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.options import ServerOptions
-from jaxserve.server.schema.models import Status
+from jaxserve.server.schema.models import ModelCard, Status
 
 Phase = Literal["loading", "ready", "draining", "failed"]
 
@@ -154,6 +154,10 @@ class Backend:
     def adapters(self) -> tuple[str, ...]:
         """Names of the loaded adapters; empty before the service is ready."""
         return () if self._service is None else self._service.adapters
+
+    def card_of(self, name: str) -> ModelCard:
+        """Return what `/v1/models` says of the model or of an adapter."""
+        return ModelCard(id=name, created=self.created_s, max_model_len=self.max_model_len)
 
     # ---- open requests ----
 

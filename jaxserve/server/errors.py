@@ -59,6 +59,8 @@ STATUSES: Mapping[type[JaxserveError], Kind] = {
     errors.InfeasibleBoundError: Kind(503, _SERVER, "infeasible_bound"),
     errors.UnheededBoundError: Kind(400, _INVALID, "unheeded_bound"),
     errors.BoundNotMetError: Kind(503, _SERVER, "bound_not_met", True),
+    errors.EngineBusyError: Kind(409, "conflict_error", "engine_busy", True),
+    errors.DeviceMemoryError: Kind(503, _SERVER, "device_memory"),
     errors.RuntimeClosedError: Kind(503, _SERVER, "shutting_down", True),
     errors.ReplicaDiedError: Kind(503, _SERVER, "replica_died", True),
     errors.StepMemoryError: Kind(503, _SERVER, "step_memory", True),
@@ -95,6 +97,11 @@ class RefusedError(JaxserveError):
 def invalid(message: str, param: str | None = None) -> RefusedError:
     """Return the error for a field that cannot be honoured."""
     return RefusedError(message, Kind(400, _INVALID), param=param)
+
+
+def not_allowed(message: str) -> RefusedError:
+    """Return the error for what this server was not started to do."""
+    return RefusedError(message, Kind(404, _INVALID, "not_allowed"))
 
 
 def unknown_model(given: str, served: str) -> RefusedError:

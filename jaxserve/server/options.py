@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import final
 
 from jaxserve.core.errors import InvalidConfigError
@@ -35,6 +36,7 @@ class ServerOptions:
       drain_timeout_s: seconds that running requests have after SIGTERM; None for no limit.
       latency_classes: bounds of requests by the name of a class, which the header `x-latency-class`
         chooses; the bounds of each by their names in `SamplingParams`.
+      adapter_folder: clients may load adapters from below it, and drop them; None for neither.
       metrics_prefix: first part of the names in `/metrics`, e.g. "vllm" for existing dashboards.
       log_requests: write a line of JSON for each request to stdout.
       log_prompts: write bodies of requests to that line too.
@@ -55,6 +57,7 @@ class ServerOptions:
     request_timeout_s: float | None = 3600.0
     drain_timeout_s: float | None = None
     latency_classes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    adapter_folder: Path | None = None
     metrics_prefix: str = "jaxserve"
     log_requests: bool = True
     log_prompts: bool = False

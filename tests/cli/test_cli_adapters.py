@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxserve.cli.adapters import room_for
 from jaxserve.testing import write_chat_model
 from tests.cli.common import run
 
@@ -79,6 +80,33 @@ def test_wrong_adapters_are_refused(model, given, said):
     done = run("generate", *ANSWER, "--model", model, *SMALL, *options)
     assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--adapter-folder", "nowhere"), "is no folder"),
+        (("--adapter-folder", ".", "--replicas", "2"), "load no adapters"),
+        (("--max-adapters", "2", "--replicas", "2"), "load no adapters"),
+    ],
+)
+def test_folders_of_adapters_are_checked_before_the_model_is_loaded(given, said):
+    done = run("serve", "smollm2-135m", *given)
+    assert done.exit_code == 2
+    assert said in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("most", "rank", "room"),
+    [
+        (None, None, {}),
+        (0, None, {}),
+        (3, None, {"max_adapters": 3}),
+        (3, 8, {"max_adapters": 3, "max_adapter_rank": 8}),
+    ],
+)
+def test_room_for_adapters_that_come_later(most, rank, room):
+    assert room_for({}, most, rank) == room
 
 
 def test_an_adapter_with_the_models_name_is_refused_by_the_server():

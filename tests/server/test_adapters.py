@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import openai
 import pytest
 
 from jaxserve import Runtime, SamplingParams
+from tests.models.adapter_checkpoints import folder_of
 from tests.server.serving import CHAT, NAME, client, metrics, post, runtime, server
 
 ADAPTER = "poems"
@@ -76,6 +78,52 @@ def test_adapters_are_listed_while_they_are_loaded(rt: Runtime, url: str):
         rt.drop_adapter("late")
         with pytest.raises(openai.NotFoundError, match="this server has 'tiny, poems'"):
             ai.chat.completions.create(model="late", messages=CHAT)
+
+
+def test_clients_load_and_drop_adapters(tmp_path: Path):
+    """Those below the server's folder, while it runs; one that is in use stays."""
+    with runtime(max_adapters=1, max_adapter_rank=2, step_s=0.02) as rt:
+        shapes = rt.adapter_shapes(2)
+        rng = np.random.default_rng(0)
+        arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+        folder_of(tmp_path / "poems", arrays, r=2, lora_alpha=0.4)
+        folder_of(tmp_path / "wrong", {"lm_head.lora_A.weight": np.ones((2, 2), np.float32)}, r=2)
+        with server(rt, adapter_folder=tmp_path) as url:
+
+            def ask(verb: str, name: str, path: str | None = None) -> tuple[int, Any]:
+                body = {"lora_name": name} | ({} if path is None else {"lora_path": path})
+                answer = post(url, f"/v1/{verb}_lora_adapter", body)
+                return answer.status_code, answer.json()
+
+            status, card = ask("load", ADAPTER, "poems")
+            assert status == 200 and card["id"] == ADAPTER == rt.adapters[0]
+            body = {"token_ids": PROMPT, "sampling_params": EACH, "model": ADAPTER}
+            tokens = post(url, "/inference/v1/generate", body).json()["choices"][0]["token_ids"]
+            assert tokens == _wanted(rt, ADAPTER) != _wanted(rt, None)
+            pending = rt.submit(PROMPT, SamplingParams(max_tokens=60, adapter=ADAPTER))
+            status, said = ask("unload", ADAPTER)
+            assert status == 409 and said["error"]["code"] == "engine_busy"
+            pending.result(60)
+            for name, path, param in (
+                ("a", "../poems", "lora_path"),
+                ("a", "/etc", "lora_path"),
+                (NAME, "poems", "lora_name"),
+                ("a", "nowhere", None),
+                ("a", "wrong", None),
+                (ADAPTER, "poems", None),
+            ):
+                status, said = ask("load", name, path)
+                assert status == 400 and said["error"]["param"] == param, (name, path)
+            assert rt.adapters == (ADAPTER,)
+            assert ask("unload", ADAPTER) == (
+                200,
+                {"id": ADAPTER, "object": "model", "deleted": True},
+            )
+            assert rt.adapters == () and ask("unload", ADAPTER)[0] == 400
+        with server(rt) as url:
+            answer = post(url, "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "poems"})
+            assert answer.status_code == 404
+            assert "--adapter-folder" in answer.json()["error"]["message"]
 
 
 def test_adapters_of_open_requests_are_in_the_metrics():

@@ -21,9 +21,9 @@ from jaxserve.server.schema.base import ErrorReply
 _MEANINGS = {
     400: "The request cannot be served as given.",
     401: "The API key is missing or wrong.",
-    404: "The model or the conversation does not exist.",
+    404: "The model or the conversation does not exist, or the server was not started for this.",
     408: "The body did not arrive in time.",
-    409: "The conversation is being answered, or belongs to another model.",
+    409: "The conversation is being answered or of another model, or the adapter is in use.",
     413: "The body is larger than the server allows.",
     421: "The server is for its own machine, and the Host header names another one.",
     429: "The queue is full.",

@@ -16,19 +16,11 @@ from jaxserve.server.schema.models import ModelCard, ModelList, StateReply, Vers
 router = APIRouter()
 
 
-def _card(backend: Here, name: str) -> ModelCard:
-    return ModelCard(
-        id=name,
-        created=backend.created_s,
-        max_model_len=backend.max_model_len,
-    )
-
-
 @router.get("/v1/models", response_model=ModelList, responses=documented(401), tags=["models"])
 async def list_models(backend: Here) -> Response:
     """Return the model that is served, also while it is being loaded, and its adapters."""
     names = (backend.options.model_name, *backend.adapters)
-    return json_response(ModelList(data=[_card(backend, name) for name in names]))
+    return json_response(ModelList(data=[backend.card_of(name) for name in names]))
 
 
 @router.get(
@@ -40,7 +32,7 @@ async def list_models(backend: Here) -> Response:
 async def retrieve_model(model: str, backend: Here) -> Response:
     """Return the model, or one of its adapters."""
     backend.adapter_of(model)
-    return json_response(_card(backend, model))
+    return json_response(backend.card_of(model))
 
 
 @router.get("/health", response_model=StateReply, responses=documented(500), tags=["operation"])
