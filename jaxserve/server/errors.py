@@ -60,7 +60,6 @@ STATUSES: Mapping[type[JaxserveError], Kind] = {
     errors.UnheededBoundError: Kind(400, _INVALID, "unheeded_bound"),
     errors.BoundNotMetError: Kind(503, _SERVER, "bound_not_met", True),
     errors.EngineBusyError: Kind(409, "conflict_error", "engine_busy", True),
-    errors.DeviceMemoryError: Kind(503, _SERVER, "device_memory"),
     errors.RuntimeClosedError: Kind(503, _SERVER, "shutting_down", True),
     errors.ReplicaDiedError: Kind(503, _SERVER, "replica_died", True),
     errors.StepMemoryError: Kind(503, _SERVER, "step_memory", True),
@@ -102,6 +101,11 @@ def invalid(message: str, param: str | None = None) -> RefusedError:
 def not_allowed(message: str) -> RefusedError:
     """Return the error for what this server was not started to do."""
     return RefusedError(message, Kind(404, _INVALID, "not_allowed"))
+
+
+def no_room(error: JaxserveError) -> RefusedError:
+    """Return the error for what the device has no memory for, while it serves on."""
+    return RefusedError(str(error), Kind(503, _SERVER, "device_memory"))
 
 
 def unknown_model(given: str, served: str) -> RefusedError:

@@ -9,8 +9,9 @@ from anyio import to_thread
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from jaxserve.core.errors import DeviceMemoryError
 from jaxserve.server.backend import Backend
-from jaxserve.server.errors import invalid, not_allowed
+from jaxserve.server.errors import invalid, no_room, not_allowed
 from jaxserve.server.events import json_response
 from jaxserve.server.routes.common import Here, documented
 from jaxserve.server.schema.adapters import (
@@ -37,7 +38,10 @@ async def load_adapter(body: LoadAdapterRequest, backend: Here) -> Response:
     if body.lora_name == backend.options.model_name:
         raise invalid(f"lora_name {body.lora_name!r} is the model's; choose another", "lora_name")
     folder = await to_thread.run_sync(partial(_below, root, body.lora_path))
-    await to_thread.run_sync(partial(service.load_adapter, body.lora_name, folder))
+    try:
+        await to_thread.run_sync(partial(service.load_adapter, body.lora_name, folder))
+    except DeviceMemoryError as error:
+        raise no_room(error) from error
     return json_response(backend.card_of(body.lora_name))
 
 
