@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
@@ -92,6 +92,19 @@ class ServerOptions:
             check_bounds(name, bounds)
         if any(not key or not key.isascii() or not key.isprintable() for key in self.api_keys):
             raise InvalidConfigError("an API key is empty or not printable ASCII; replace it")
+
+
+def check_names(model_name: str, adapters: Collection[str]) -> None:
+    """Check that no adapter has the name of the model: requests with it get the model itself.
+
+    Raises:
+      InvalidConfigError: one has.
+    """
+    if model_name in adapters:
+        raise InvalidConfigError(
+            f"the adapter {model_name!r} has the name of the served model; load it under another "
+            "name, or serve the model under another (--served-model-name)"
+        )
 
 
 def is_loopback(host: str) -> bool:

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, final
 
@@ -19,7 +19,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.runtime import Service
 from jaxserve.server.app import make_app
 from jaxserve.server.backend import Backend, OutlookOf
-from jaxserve.server.options import ServerOptions, url_of
+from jaxserve.server.options import ServerOptions, check_names, url_of
 from jaxserve.server.protocol import TimedProtocol
 
 if TYPE_CHECKING:
@@ -329,15 +329,6 @@ def _publish(server: _Server, service: Service, outlook: OutlookOf | None) -> No
     _ = service.tokenizer
     service.is_ready()  # executables that an earlier start left are loaded from now on
     server.post(server.backend.serve, service, service.max_length, outlook)
-
-
-def check_names(model_name: str, adapters: Collection[str]) -> None:
-    """Check that no adapter has the name of the model, under which nobody could ask for it."""
-    if model_name in adapters:
-        raise InvalidConfigError(
-            f"the adapter {model_name!r} has the name of the served model; load it under another "
-            "name, or serve the model under another (--served-model-name)"
-        )
 
 
 @final

@@ -110,7 +110,7 @@ def test_room_for_adapters_that_come_later(most, rank, room):
 
 
 def test_an_adapter_with_the_models_name_is_refused_by_the_server():
-    """Nobody could ask for it; the model is not loaded for that message."""
+    """Requests with that name get the model. The error comes before the model is loaded."""
     done = run("serve", "smollm2-135m", "--served-model-name", "poems", "--adapter", "poems=runs")
     assert done.exit_code == 2
     assert "the adapter 'poems' has the name" in " ".join(done.stderr.split())

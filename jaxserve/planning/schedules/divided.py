@@ -93,19 +93,6 @@ class DividedPlanner(SchedulePlanner):
             num_moves=num_moves,
         )
 
-    def expected(
-        self,
-        plan: Plan,
-        lengths: TaskLengths,
-        *,
-        num_lengths: int,
-        classes: Sequence[RequestClass] = (),
-    ) -> Plan:
-        """See `SchedulePlanner`; the plan is for the present division, and moves nothing."""
-        num_moves = self.num_moves()  # first, see `space`
-        found = super().expected(plan, lengths, num_lengths=num_lengths, classes=classes)
-        return replace(found, num_moves=num_moves)
-
     def _chosen(self, space: DividedSpace, bounds: LatencyBounds) -> Schedule | None:
         return space.chosen(bounds)[0]
 
@@ -116,6 +103,9 @@ class DividedPlanner(SchedulePlanner):
         keeps = plan.keeps_bounds
         judged = space.chosen(plan.bounds) if keeps else space.nearest_to(plan.bounds)
         return replace(plan, move=judged[1], num_moves=space.num_moves)
+
+    def _as_it_stands(self, plan: Plan, space: DividedSpace) -> Plan:
+        return replace(plan, num_moves=space.num_moves)  # it is for the groups of now
 
 
 @final

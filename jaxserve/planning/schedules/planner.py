@@ -134,7 +134,8 @@ class SchedulePlanner(abc.ABC):
         began_s = time.perf_counter()
         space = self.space(lengths, classes)
         schedule = space.nearest(plan.schedule)
-        return _plan(space, schedule, lengths, plan.bounds, num_lengths, began_s, classes)
+        found = _plan(space, schedule, lengths, plan.bounds, num_lengths, began_s, classes)
+        return self._as_it_stands(found, space)
 
     def possible(
         self, lengths: TaskLengths, classes: Sequence[RequestClass]
@@ -168,6 +169,10 @@ class SchedulePlanner(abc.ABC):
 
     def _finished(self, plan: Plan, space: Any) -> Plan:
         """Return a plan with what else is to be said of its space."""
+        return plan
+
+    def _as_it_stands(self, plan: Plan, space: Any) -> Plan:
+        """Return what is expected of a plan in force, with what else is to be said of its space."""
         return plan
 
     def _infeasible(
