@@ -12,7 +12,7 @@ from typing import final
 
 import numpy as np
 
-from benchmarks.exegpt.served import Served
+from benchmarks.exegpt.served import Served, fitting_batches
 from jaxserve.planning.schedules import Deployment, Layout, Points, Policy, TaskLengths
 from jaxserve.planning.schedules.continuous import (
     CHUNKS,
@@ -129,15 +129,17 @@ class IterationLevel:
 
     def _fitting(self, held_outputs: float) -> np.ndarray:
         """Return the batches whose KV fits, with so many output tokens each."""
-        model, cluster = self.deployment.model, self.deployment.cluster
-        batch = np.arange(1, 1 + self.deployment.max_encode_batch)
-        memory = self._pipeline.memory_bytes(
-            model,
-            num_encode_layers=0 if model.is_decoder_only else model.num_encode_layers,
-            num_decode_layers=model.num_decode_layers,
-            kv_tokens=batch * (self.lengths.inputs.mean + held_outputs),
+        model = self.deployment.model
+        pipeline, held = self._pipeline, self.lengths.inputs.mean + held_outputs
+        return fitting_batches(
+            self.deployment,
+            lambda batch: pipeline.memory_bytes(
+                model,
+                num_encode_layers=0 if model.is_decoder_only else model.num_encode_layers,
+                num_decode_layers=model.num_decode_layers,
+                kv_tokens=batch * held,
+            ),
         )
-        return batch[memory <= cluster.memory_bytes]
 
     def _iteration_s(
         self,

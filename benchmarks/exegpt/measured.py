@@ -1,10 +1,10 @@
 """Schedules on devices beside their simulation: `python -m benchmarks.exegpt.measured --help`.
 
 RRA on one group of devices and WAA on two serve the same requests, all waiting from the start. Each
-schedule runs on the devices and then on the simulated executor with the step times that were
-measured on those devices. They are not fitted to the run. Other policies answer the requests, too,
-for their tokens. Progress and a table on stderr, one JSON object on stdout;
-docs/benchmarks/papers.md says what each figure means.
+schedule runs on the devices and then on the simulated executor with step times of those devices.
+These are measured before and after the run, since the speed of a machine may drift, and are not
+fitted to it. Other policies answer the requests, too, for their tokens. Progress and a table on
+stderr, one JSON object on stdout; docs/benchmarks/papers.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from jaxserve.execution.step_cost import StepCost
+    from jaxserve.planning import GroupTimes, StepTimes
     from jaxserve.runtime import Runtime
 
 _DEVICES = "--xla_force_host_platform_device_count"
@@ -143,8 +144,6 @@ class _Session:
         self._items = _items(options, self._model.config.vocab_size)
         # Those of the first policy.
         self._tokens: list[tuple[int, ...]] = []
-        # By the devices on which they were measured.
-        self._costs: dict[str, StepCost] = {}
 
     def answered(self, policy: Policy) -> Figures:
         """Return whether a policy on one device has the tokens of the first policy."""
@@ -158,7 +157,7 @@ class _Session:
 
         runs, agree = [], True
         with closing(self._runtime(case.policy, case.groups, warmup="full")) as rt:
-            cost = self._cost(rt, case.groups)
+            before = _measured_times(rt, case.groups)
             for number in range(self._options.repeats + 1):
                 # The first run warms up, with as many requests as run at once.
                 asked = self._items if number else self._items[: rt.config.max_slots]
@@ -166,6 +165,7 @@ class _Session:
                 if number:
                     runs.append(_figures(done, wall_s))
                     agree = agree and self._agrees(done)
+            cost = _costs([before, _measured_times(rt, case.groups)])
             played = simulate(self._items, case.policy, rt.config, cost, progress=False)
         measured, simulated = summary(runs), _figures(played.completions, played.wall_s)
         return {
@@ -189,25 +189,33 @@ class _Session:
             policy=policy,
             warmup=warmup,
             max_slots=options.max_slots,
+            max_decode_iterations=max(options.decode_iterations),
             max_context=options.max_context,
             max_step_tokens=options.max_step_tokens,
             host_memory=0,
         )
 
-    def _cost(self, rt: Runtime, groups: str) -> StepCost:
-        """Return the step times of these devices, measured once."""
-        if groups not in self._costs:
-            self._costs[groups] = (
-                rt.measure_group_times(rounds=1).costs()
-                if "/" in groups
-                else rt.measure_step_times(rounds=1)
-            )
-        return self._costs[groups]
-
     def _agrees(self, done: Sequence[Completion]) -> bool:
         tokens = [tuple(each.token_ids) for each in done]
         self._tokens = self._tokens or tokens
         return tokens == self._tokens
+
+
+def _measured_times(rt: Runtime, groups: str) -> StepTimes | GroupTimes:
+    """Return the step times of these devices as they are now."""
+    if "/" in groups:
+        return rt.measure_group_times(rounds=1)
+    return rt.measure_step_times(rounds=1)
+
+
+def _costs(measured: Sequence[StepTimes | GroupTimes]) -> StepCost:
+    """Return the costs of steps by the medians of measurements of the same devices."""
+    from jaxserve.planning import GroupTimes, StepTimes
+
+    of_groups = [times for times in measured if isinstance(times, GroupTimes)]
+    if of_groups:
+        return GroupTimes.median(of_groups).costs()
+    return StepTimes.median([times for times in measured if isinstance(times, StepTimes)])
 
 
 def _figures(done: Sequence[Completion], wall_s: float) -> dict[str, float]:

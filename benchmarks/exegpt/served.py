@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+
+from jaxserve.planning.schedules import Deployment
+
+# Batches beyond this many sequences are tried in steps of a thousandth, smaller ones all.
+_EVERY = 1024
+
+
+def fitting_batches(
+    deployment: Deployment, memory_bytes: Callable[[np.ndarray], np.ndarray], *, step: int = 1
+) -> np.ndarray:
+    """Return the batches that memory holds, in multiples of `step`, ascending.
+
+    Args:
+      memory_bytes: those in use on the fullest device with so many sequences; a straight line.
+    """
+    empty, one = memory_bytes(np.array([0, 1])).tolist()
+    room = deployment.cluster.memory_bytes - empty
+    most = min(room / max(one - empty, 1e-300), deployment.max_encode_batch)
+    batch = np.arange(step, int(max(most, 0)) + 1, step)
+    if step > 1:
+        return batch
+    thousandth = np.exp(np.arange(np.log(_EVERY), np.log(max(most, _EVERY)), 1e-3)).astype(int)
+    return np.unique(np.concatenate([batch[:_EVERY], thousandth[thousandth <= most], batch[-1:]]))
 
 
 @final

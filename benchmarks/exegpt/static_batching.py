@@ -7,7 +7,7 @@ from typing import final
 
 import numpy as np
 
-from benchmarks.exegpt.served import Served
+from benchmarks.exegpt.served import Served, fitting_batches
 from jaxserve.planning.schedules import Deployment, LengthDistribution, Phase, TaskLengths
 from jaxserve.planning.schedules.pipeline import Pipeline
 
@@ -50,14 +50,17 @@ class StaticBatches:
             first_device=0,
             devices_per_machine=cluster.devices_per_machine,
         )
-        batch = np.arange(1, 1 + deployment.max_encode_batch // _STEP) * _STEP
-        memory = pipeline.memory_bytes(
-            model,
-            num_encode_layers=0 if model.is_decoder_only else model.num_encode_layers,
-            num_decode_layers=model.num_decode_layers,
-            kv_tokens=batch * (lengths.inputs.max_length + lengths.outputs.max_length),
+        held = lengths.inputs.max_length + lengths.outputs.max_length
+        batch = fitting_batches(
+            deployment,
+            lambda batch: pipeline.memory_bytes(
+                model,
+                num_encode_layers=0 if model.is_decoder_only else model.num_encode_layers,
+                num_decode_layers=model.num_decode_layers,
+                kv_tokens=batch * held,
+            ),
+            step=_STEP,
         )
-        batch = batch[memory <= cluster.memory_bytes]
         num = np.minimum(batch, pipeline.num_stages)
         part = batch / num
         num_encode = np.minimum(batch, split * pipeline.num_stages)

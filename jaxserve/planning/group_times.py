@@ -5,7 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
 
 from jaxserve.core.clock import Clock
 from jaxserve.execution.page_calls import PAGES_A_CALL
@@ -13,7 +16,12 @@ from jaxserve.execution.protocol import Executor
 from jaxserve.planning.group_costs import GroupCosts
 from jaxserve.planning.origin import Origin
 from jaxserve.planning.profiler import measure, measure_beside
-from jaxserve.planning.step_times import StepTimes
+from jaxserve.planning.step_times import (
+    StepTimes,
+    raise_if_foreign,
+    read_table,
+    write_table,
+)
 from jaxserve.scheduling.plan import LINK, Handover, StepPlan
 
 # The pages of the larger handover that is timed; the smaller one has those of a call.
@@ -38,6 +46,58 @@ class GroupTimes:
     handover_s: float
     page_s: float
     beside: tuple[float, ...] = (1.0, 1.0)
+
+    @classmethod
+    def median(cls, measured: Sequence[GroupTimes]) -> GroupTimes:
+        """Return the medians of at least one measurement of the same two groups.
+
+        Raises:
+          InvalidProfileError: the groups' origins differ.
+        """
+        beside = np.median([times.beside for times in measured], axis=0)
+        return cls(
+            groups=tuple(
+                StepTimes.median(of_group)
+                for of_group in zip(*(times.groups for times in measured), strict=True)
+            ),
+            handover_s=statistics.median(times.handover_s for times in measured),
+            page_s=statistics.median(times.page_s for times in measured),
+            beside=tuple(beside.tolist()),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file, which `load` reads."""
+        groups = [times.to_json() for times in self.groups]
+        rest = {name: getattr(self, name) for name in ("handover_s", "page_s", "beside")}
+        write_table(path, {"groups": groups, **rest})
+
+    @classmethod
+    def load(cls, path: str | Path, *, expected: Sequence[Origin] | None = None) -> GroupTimes:
+        """Read what `save` wrote.
+
+        Args:
+          expected: the origin of each group.
+
+        Raises:
+          InvalidProfileError: the file has no times of two groups, or an origin is not the expected
+            one.
+        """
+        times = read_table(path, cls._from_json, "times of two groups", "GroupTimes.save")
+        for group, origin in enumerate(expected or ()):
+            name = ("encode", "decode")[group]
+            raise_if_foreign(times.groups[group].origin, origin, f"the {name} group of {path}")
+        return times
+
+    @classmethod
+    def _from_json(cls, read: dict[str, Any]) -> GroupTimes:
+        encode, decode = map(StepTimes.from_json, read["groups"])
+        of_encode, of_decode = map(float, read["beside"])
+        return cls(
+            groups=(encode, decode),
+            handover_s=float(read["handover_s"]),
+            page_s=float(read["page_s"]),
+            beside=(of_encode, of_decode),
+        )
 
     def costs(self) -> GroupCosts:
         """Return the costs of a simulated executor's steps."""

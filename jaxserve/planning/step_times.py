@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self, TypeVar, final
 
 import numpy as np
 
@@ -51,6 +51,8 @@ class Curve:
         (x0, y0), (x1, y1) = points[above - 1], points[above]
         return max(0.0, y0 + (y1 - y0) * (positions - x0) / (x1 - x0))
 
+
+Times = TypeVar("Times")
 
 # The entries of `StepTimes` that have curves.
 _CURVES = ("decode_s", "prefill_s", "encode_s")
@@ -152,15 +154,12 @@ class StepTimes:
         """
         first = measured[0]
         for other in measured[1:]:
-            _raise_if_foreign(other.origin, first.origin, "a table to be merged")
+            raise_if_foreign(other.origin, first.origin, "a table to be merged")
         return cls._from_table(first.origin, _median([times._table() for times in measured]))
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, which `load` reads."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = {"origin": asdict(self.origin), **self._table()}
-        path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+        write_table(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path, *, expected: Origin | None = None) -> StepTimes:
@@ -169,18 +168,24 @@ class StepTimes:
         Raises:
           InvalidProfileError: the file has no step times, or their origin is not `expected`.
         """
-        try:
-            table = json.loads(Path(path).read_text(encoding="utf-8"))
-            origin = Origin.from_json(table.pop("origin"))
-            times = cls._from_table(origin, table)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidProfileError(
-                f"{path} does not hold step times ({type(error).__name__}: {error}); pass a file "
-                "that StepTimes.save wrote, or measure again"
-            ) from error
+        times = read_table(path, cls.from_json, "step times", "StepTimes.save")
         if expected is not None:
-            _raise_if_foreign(origin, expected, str(path))
+            raise_if_foreign(times.origin, expected, str(path))
         return times
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the table and its origin in the types of JSON."""
+        return {"origin": asdict(self.origin), **self._table()}
+
+    @classmethod
+    def from_json(cls, read: dict[str, Any]) -> Self:
+        """Make a table of what `to_json` returned.
+
+        Raises:
+          ValueError, KeyError, TypeError, AttributeError, InvalidProfileError: it is something
+            else.
+        """
+        return cls._from_table(Origin.from_json(read.pop("origin")), read)
 
     def _table(self) -> dict[str, Any]:
         """Return all measured entries in the types of JSON."""
@@ -210,6 +215,34 @@ class StepTimes:
         return cls(origin=origin, **{**table, **by_size})
 
 
+def write_table(path: str | Path, table: dict[str, Any]) -> None:
+    """Write measured times into a JSON file; folders that are missing are made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+def read_table(
+    path: str | Path, read: Callable[[dict[str, Any]], Times], what: str, writer: str
+) -> Times:
+    """Return what a JSON file of measured times holds.
+
+    Args:
+      read: makes it of the file's object.
+      what, writer: what it is, and which method wrote it, for the error.
+
+    Raises:
+      InvalidProfileError: the file cannot be read, or holds something else.
+    """
+    try:
+        return read(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidProfileError(
+            f"{path} does not hold {what} ({type(error).__name__}: {error}); pass a file "
+            f"that {writer} wrote, or measure again"
+        ) from error
+
+
 def _median(trees: Sequence[Any]) -> Any:
     """Return the median of each number of equally nested dictionaries and lists."""
     first = trees[0]
@@ -220,7 +253,8 @@ def _median(trees: Sequence[Any]) -> Any:
     return float(np.median(trees))
 
 
-def _raise_if_foreign(given: Origin, expected: Origin, name: str) -> None:
+def raise_if_foreign(given: Origin, expected: Origin, name: str) -> None:
+    """Raise an InvalidProfileError unless times of one origin are good for another."""
     differences = expected.differences(given)
     if differences:
         raise InvalidProfileError(

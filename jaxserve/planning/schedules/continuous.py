@@ -182,9 +182,7 @@ class ContinuousTimeline:
             devices_per_machine=cluster.devices_per_machine,
         )
         self.max_control = len(CHUNKS) if deployment.model.is_decoder_only else 1
-        self.max_encode_batch = int(
-            max(1, min(deployment.max_encode_batch, deployment.max_sequences))
-        )
+        self.max_encode_batch = self._largest_batch()
 
     def estimate(self, points: Points) -> Estimates:
         batch = points.encode_batch
@@ -335,6 +333,15 @@ class ContinuousTimeline:
             num_decode_layers=model.num_decode_layers,
             kv_tokens=batch * self._context,
         )
+
+    def _largest_batch(self) -> int:
+        """Return a B that no fitting configuration exceeds; at least 1."""
+        deployment = self._deployment
+        empty = self._memory(self._pipelines, np.array(0))
+        sequence_bytes = self._memory(self._pipelines, np.array(1)) - empty
+        by_memory = (deployment.cluster.memory_bytes - empty) / np.maximum(sequence_bytes, 1e-300)
+        most = min(by_memory.max(), deployment.max_sequences, deployment.max_encode_batch)
+        return max(1, int(most))
 
     def _fits(self, pipeline: Pipeline, memory: np.ndarray) -> np.ndarray:
         model = self._deployment.model

@@ -22,7 +22,7 @@ class Deployment:
     """A model on a cluster, and what its layers cost there.
 
     Attributes:
-      max_encode_batch: largest B_E to consider.
+      max_encode_batch: largest B_E to consider, as far as memory holds it.
       max_sequences: most sequences in memory at a time, which an engine's slots may limit.
       encode_margin, decode_margin: shares by which encode and decode phases may last longer than
         their mean, for latencies (section 5.2: the threshold that runtime adjustment keeps).
@@ -37,7 +37,7 @@ class Deployment:
     model: TransformerShape
     cluster: Cluster
     cost: LayerCost
-    max_encode_batch: int = 1024
+    max_encode_batch: int = 16_384
     max_sequences: float = math.inf
     encode_margin: float = 0.0
     decode_margin: float = 0.0
