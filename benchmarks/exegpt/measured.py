@@ -2,8 +2,8 @@
 
 RRA on one group of devices and WAA on two serve the same requests, all waiting from the start. Each
 schedule runs on the devices and then on the simulated executor with step times of those devices.
-These are measured before and after the run, since the speed of a machine may drift, and are not
-fitted to it. Other policies answer the requests, too, for their tokens. Progress and a table on
+These are measured just before the run, since the speed of a machine may drift, and not fitted to
+it. Other policies answer the requests, too, for their tokens. Progress and a table on
 stderr, one JSON object on stdout; docs/benchmarks/papers.md says what each figure means.
 """
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from jaxserve.execution.step_cost import StepCost
-    from jaxserve.planning import GroupTimes, StepTimes
     from jaxserve.runtime import Runtime
 
 _DEVICES = "--xla_force_host_platform_device_count"
@@ -157,7 +156,7 @@ class _Session:
 
         runs, agree = [], True
         with closing(self._runtime(case.policy, case.groups, warmup="full")) as rt:
-            before = _measured_times(rt, case.groups)
+            cost = _measured_cost(rt, case.groups)
             for number in range(self._options.repeats + 1):
                 # The first run warms up, with as many requests as run at once.
                 asked = self._items if number else self._items[: rt.config.max_slots]
@@ -165,7 +164,6 @@ class _Session:
                 if number:
                     runs.append(_figures(done, wall_s))
                     agree = agree and self._agrees(done)
-            cost = _costs([before, _measured_times(rt, case.groups)])
             played = simulate(self._items, case.policy, rt.config, cost, progress=False)
         measured, simulated = summary(runs), _figures(played.completions, played.wall_s)
         return {
@@ -201,21 +199,11 @@ class _Session:
         return tokens == self._tokens
 
 
-def _measured_times(rt: Runtime, groups: str) -> StepTimes | GroupTimes:
+def _measured_cost(rt: Runtime, groups: str) -> StepCost:
     """Return the step times of these devices as they are now."""
     if "/" in groups:
-        return rt.measure_group_times(rounds=1)
+        return rt.measure_group_times(rounds=1).costs()
     return rt.measure_step_times(rounds=1)
-
-
-def _costs(measured: Sequence[StepTimes | GroupTimes]) -> StepCost:
-    """Return the costs of steps by the medians of measurements of the same devices."""
-    from jaxserve.planning import GroupTimes, StepTimes
-
-    of_groups = [times for times in measured if isinstance(times, GroupTimes)]
-    if of_groups:
-        return GroupTimes.median(of_groups).costs()
-    return StepTimes.median([times for times in measured if isinstance(times, StepTimes)])
 
 
 def _figures(done: Sequence[Completion], wall_s: float) -> dict[str, float]:

@@ -191,7 +191,7 @@ Groups = Annotated[
     _runtime(
         "--groups",
         text="Devices for prompts / devices for answers, e.g. 1/4 or, with stages, 2/20x2,10x1; "
-        "needs --policy exegpt_waa_c.",
+        "needs --policy exegpt, exegpt_waa_c or exegpt_waa_m.",
     ),
 ]
 DataParallel = Annotated[

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ import typer
 
 from jaxserve.cli import options as opt
 from jaxserve.cli import plan_tables
+from jaxserve.cli.plan_searches import on_cluster, on_engine, on_groups, on_layers
 from jaxserve.cli.training import AsJson, show_wide
 from jaxserve.core.errors import InvalidConfigError
 
@@ -25,7 +27,7 @@ _SCHEDULE = "Schedule"
 _SIMULATED = "Simulated cluster"
 
 # Options of an engine, which measured layers do not have.
-_ENGINE = ("load", "kv_memory")
+_ENGINE = ("load", "kv_memory", "groups")
 # Options of this machine, which a simulated cluster does not have.
 _MACHINE = (
     *_ENGINE,
@@ -78,7 +80,8 @@ def plan(
         _option(
             "--policies",
             text="Families of schedules to choose from, separated by commas: rra and continuous; "
-            "with --layers and --cluster also waa. [default: all of them]",
+            "with --layers and --cluster also waa, and with --groups waa alone. [default: all of "
+            "them]",
             show_default=False,
         ),
     ] = None,
@@ -105,6 +108,15 @@ def plan(
     max_slots: opt.MaxSlots = None,
     max_context: opt.MaxContext = None,
     tensor_parallel: opt.TensorParallel = 1,
+    groups: Annotated[
+        str | None,
+        _option(
+            "--groups",
+            text="Plan WAA for two groups of devices: devices for prompts / devices for answers, "
+            "e.g. 1/1.",
+            panel="Runtime",
+        ),
+    ] = None,
     layers: Annotated[
         bool,
         _option(
@@ -118,8 +130,8 @@ def plan(
         Path | None,
         _option(
             "--profile",
-            text="Step times that `StepTimes.save` wrote, or measured layers. [default: those in "
-            "the cache folder]",
+            text="Step times that `StepTimes.save` or, with --groups, `GroupTimes.save` wrote; or "
+            "measured layers. [default: those in the cache folder]",
             panel="Runtime",
         ),
     ] = None,
@@ -161,9 +173,9 @@ def plan(
         if profile is not None:
             _refuse(context, ("measure_again",), "--profile, which names the times to use")
         if cluster is not None:
-            schedules, where = _on_cluster(model, cluster, devices, task_lengths, families)
+            schedules, where = on_cluster(model, cluster, devices, task_lengths, families)
         elif layers:
-            schedules, where = _on_layers(
+            schedules, where = on_layers(
                 task_lengths,
                 families,
                 profile,
@@ -181,7 +193,8 @@ def plan(
         elif devices is not None:
             raise InvalidConfigError(f"--devices {devices} needs --cluster or --layers; pass one")
         else:
-            schedules, where = _on_engine(
+            on_devices = on_engine if groups is None else partial(on_groups, groups=groups)
+            schedules, where = on_devices(
                 task_lengths,
                 families,
                 profile,
@@ -294,74 +307,6 @@ def _lengths(task: str | None, path: Path | None) -> tuple[TaskLengths, str]:
     if task not in TASKS:
         raise InvalidConfigError(f"--task {task!r} is unknown; pass one of {', '.join(TASKS)}")
     return TaskLengths.of_task(TASKS[task]), f"task {task}"
-
-
-def _on_cluster(
-    model: str,
-    name: str,
-    num_devices: int | None,
-    lengths: TaskLengths,
-    families: tuple[str, ...] | None,
-) -> tuple[ScheduleSearch, str]:
-    """Return the schedules of a model on a simulated cluster."""
-    from jaxserve.planning.schedules import CLUSTERS, MODELS, roofline_deployment
-    from jaxserve.planning.schedules.frontier import ClusterSearch
-    from jaxserve.planning.schedules.search import CLUSTER_FAMILIES
-
-    if name not in CLUSTERS:
-        raise InvalidConfigError(
-            f"--cluster {name!r} is unknown; pass one of {', '.join(CLUSTERS)}"
-        )
-    if model not in MODELS:
-        raise InvalidConfigError(
-            f"--model {model!r} has no shape for --cluster; pass one of {', '.join(MODELS)}"
-        )
-    shape, cluster = MODELS[model], CLUSTERS[name]
-    if num_devices is not None:
-        cluster = cluster.of(num_devices)
-    deployment = roofline_deployment(shape, cluster)
-    schedules = ClusterSearch(deployment, lengths, families or CLUSTER_FAMILIES)
-    return schedules, f"{cluster.num_devices} {name} (rooflines)"
-
-
-def _on_layers(
-    lengths: TaskLengths,
-    families: tuple[str, ...] | None,
-    profile: Path | None,
-    **settings: Any,
-) -> tuple[ScheduleSearch, str]:
-    """Return the schedules of this machine's devices, by measured layers."""
-    import jax
-
-    from jaxserve.cli.profiles import layer_deployment
-    from jaxserve.core.host import cpu_name
-    from jaxserve.planning.schedules.frontier import ClusterSearch
-    from jaxserve.planning.schedules.search import CLUSTER_FAMILIES
-
-    deployment = layer_deployment(profile, lengths, **settings)
-    where = f"{deployment.cluster.num_devices} {jax.devices()[0].device_kind} ({cpu_name()})"
-    schedules = ClusterSearch(deployment, lengths, families or CLUSTER_FAMILIES)
-    return schedules, f"{where}, by layers"
-
-
-def _on_engine(
-    lengths: TaskLengths,
-    families: tuple[str, ...] | None,
-    profile: Path | None,
-    **settings: Any,
-) -> tuple[ScheduleSearch, str]:
-    """Return the schedules of one engine on this machine, under policy `auto`."""
-    from jaxserve.cli.profiles import step_times
-    from jaxserve.planning.schedules.configuration import check_families
-    from jaxserve.planning.schedules.families import FAMILIES
-    from jaxserve.planning.schedules.families_search import FamiliesSearch
-
-    families = FAMILIES if families is None else tuple(families)
-    check_families(families, FAMILIES)
-    times, config = step_times(profile, lengths, **settings)
-    device = times.origin.device
-    where = f"{device['count']} {device['kind']} ({device['host_cpu']})"
-    return FamiliesSearch(times, config, lengths, families=families), where
 
 
 def _check_picture(picture: Path | None) -> None:

@@ -19,8 +19,8 @@ _NAMES = {"rra": "RRA", "waa_c": "WAA-C", "waa_m": "WAA-M", "continuous": "conti
 def frontier_table(frontier: Frontier, chosen: Mapping[float, Outcome]) -> Table:
     """Return a row for each point of the frontier; those that are chosen are marked.
 
-    The control is N_D of RRA, B_m of WAA, and B of continuous batching. Stages are as in
-    `stages_of`.
+    The control is N_D of RRA, B_m of WAA, and B of continuous batching; on two groups that exist it
+    is the iterations of a decode step, N_D. Stages are as in `stages_of`.
     """
     from rich import box
     from rich.table import Table
@@ -49,7 +49,7 @@ def frontier_table(frontier: Frontier, chosen: Mapping[float, Outcome]) -> Table
             seconds(bound_s),
             _NAMES[outcome.policy.value],
             _encode_batch(outcome),
-            f"{outcome.control_name} {outcome.control}",
+            outcome.control_text,
             f"{schedule.decode_batch:.1f}",
             f"{estimates.throughput:.4g}",
             f"{outcome.tokens_per_s:.4g}",

@@ -17,7 +17,7 @@ from jaxserve.core.errors import InvalidConfigError, InvalidProfileError
 if TYPE_CHECKING:
     from jaxserve.core.config import EngineConfig
     from jaxserve.models.config import DecoderConfig
-    from jaxserve.planning import StepTimes
+    from jaxserve.planning import GroupTimes, StepTimes
     from jaxserve.planning.layers import LayerOrigin
     from jaxserve.planning.schedules import Deployment, TaskLengths
 
@@ -60,6 +60,40 @@ def step_times(
         times = rt.measure_step_times()
         with cache_errors("keeping step times"):
             keep_step_times(folder, times)
+        return times, rt.config
+
+
+def group_times(
+    given: Path | None,
+    lengths: TaskLengths,
+    *,
+    measure_again: bool,
+    model: str,
+    quiet: bool,
+    **settings: Any,
+) -> tuple[GroupTimes, EngineConfig]:
+    """Return the step times of a model's two groups of devices; see `step_times`.
+
+    Args:
+      given: a file that `GroupTimes.save` wrote; None for the cache folder.
+      settings: of `opening.open_service`, with `groups`.
+    """
+    from jaxserve.planning import keep_group_times
+    from jaxserve.planning.schedules.frontier import check_context
+
+    folder = cache_folder() / "profiles"
+    settings = {**settings, "policy": "exegpt_waa_c"}
+    with _opened(model, quiet, settings, warmup=False) as rt:
+        check_context(lengths, rt.config.max_context)
+        if given is not None:
+            return rt.load_group_times(given), rt.config
+        kept = None if measure_again else rt.find_group_times(folder)
+        if kept is not None:
+            return kept, rt.config
+    with _opened(model, quiet, settings, warmup=True) as rt:
+        times = rt.measure_group_times()
+        with cache_errors("keeping step times"):
+            keep_group_times(folder, times)
         return times, rt.config
 
 

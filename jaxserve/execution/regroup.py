@@ -36,7 +36,7 @@ from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.step_function import StepFunction
-from sharding import DeviceGroups, state_shardings
+from sharding import DeviceGroups, make_groups, state_shardings
 from sharding.rules import replicated
 from sharding.shards import TENSOR
 
@@ -78,6 +78,20 @@ class GroupMaker:
         """
         places = [state_shardings(params[0], mesh) for mesh in meshes_of(groups)]
         return weights_memory(params, list(map(jax.tree.leaves, places)), shared)
+
+    def divisions(self, params: Any, devices: Sequence[Any]) -> dict[tuple[int, int], DeviceGroups]:
+        """Return the groups that the model allows, by their numbers of devices."""
+        found = {}
+        for encode in range(1, len(devices)):
+            for decode in range(1, len(devices) - encode + 1):
+                groups = make_groups(encode=encode, decode=decode, devices=devices)
+                try:
+                    for mesh in meshes_of(groups):
+                        self.check_fits(params, mesh)
+                except ValueError:  # the model cannot be divided so
+                    continue
+                found[encode, decode] = groups
+        return found
 
     def step_bytes(self, params: Any, groups: DeviceGroups, num_pages: int) -> list[int]:
         """Return the bytes that the largest step of each group needs beside its arguments.

@@ -5,7 +5,12 @@ from jaxserve.planning.group_times import GroupTimes, measure_groups
 from jaxserve.planning.origin import Origin
 from jaxserve.planning.profiler import measure
 from jaxserve.planning.roofline import DeviceRoofs, ModelShape, RooflineCost
-from jaxserve.planning.saved_times import find_step_times, keep_step_times
+from jaxserve.planning.saved_times import (
+    find_group_times,
+    find_step_times,
+    keep_group_times,
+    keep_step_times,
+)
 from jaxserve.planning.simulator import Simulation, simulate
 from jaxserve.planning.step_times import StepTimes
 
@@ -18,7 +23,9 @@ __all__ = [
     "RooflineCost",
     "Simulation",
     "StepTimes",
+    "find_group_times",
     "find_step_times",
+    "keep_group_times",
     "keep_step_times",
     "measure",
     "measure_groups",

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
-
 from jaxserve.core.clock import Clock
 from jaxserve.execution.page_calls import PAGES_A_CALL
 from jaxserve.execution.protocol import Executor
@@ -46,24 +44,6 @@ class GroupTimes:
     handover_s: float
     page_s: float
     beside: tuple[float, ...] = (1.0, 1.0)
-
-    @classmethod
-    def median(cls, measured: Sequence[GroupTimes]) -> GroupTimes:
-        """Return the medians of at least one measurement of the same two groups.
-
-        Raises:
-          InvalidProfileError: the groups' origins differ.
-        """
-        beside = np.median([times.beside for times in measured], axis=0)
-        return cls(
-            groups=tuple(
-                StepTimes.median(of_group)
-                for of_group in zip(*(times.groups for times in measured), strict=True)
-            ),
-            handover_s=statistics.median(times.handover_s for times in measured),
-            page_s=statistics.median(times.page_s for times in measured),
-            beside=tuple(beside.tolist()),
-        )
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, which `load` reads."""

@@ -15,9 +15,9 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxserve.core.clock import Clock
-from jaxserve.execution.protocol import Executor
+from jaxserve.execution.protocol import Executor, StepHandle
 from jaxserve.planning.origin import Origin
-from jaxserve.planning.step_bench import TIMED_STEPS, Measured, Shape, StepBench
+from jaxserve.planning.step_bench import TIMED_STEPS, Measured, Shape, StepBench, planning
 from jaxserve.planning.step_times import StepTimes
 from jaxserve.scheduling.plan import StepPlan
 
@@ -71,10 +71,13 @@ def measure_beside(executor: Executor, clock: Clock) -> tuple[float, ...]:
     The first group computes prompts, and the second one decode loops of all slots with as many
     iterations as take about as long: where groups take turns on something that they share, a step
     waits for one of the other, so that the result depends on how long that one is. Each group runs
-    alone and beside the other in turn, for several rounds, whose median counts. The result is 1
-    where groups share nothing.
+    alone and beside the other in turn, for several rounds, whose median counts. Beside the other,
+    the pages of prompts are handed over as soon as they are computed, and the host plans each step
+    as it does while it serves, because that may take from the groups, too. The result is 1 where
+    they share nothing.
     """
     prompts, decodes = (StepBench(executor, clock, group) for group in (0, 1))
+    handover, plans = prompts.prompt_handover, planning(executor.config)
 
     def step_s(*lanes: Iterator[StepPlan]) -> list[float]:
         return _step_s(executor, clock, lanes)
@@ -88,18 +91,30 @@ def measure_beside(executor: Executor, clock: Clock) -> tuple[float, ...]:
             step_s(prompts.prompt_steps())[0],
             step_s(decodes.decode_loops(num_iterations))[0],
         ]
-        beside = step_s(prompts.prompt_steps(), decodes.decode_loops(num_iterations))
+        lanes = prompts.prompt_steps(), decodes.decode_loops(num_iterations)
+        beside = _step_s(executor, clock, lanes, handover, plans)
         rounds.append(np.divide(beside, alone))
     for bench in (prompts, decodes):
         bench.reset()
     return tuple(np.maximum(1.0, np.median(rounds, axis=0)).tolist())
 
 
-def _step_s(executor: Executor, clock: Clock, plans: Sequence[Iterator[StepPlan]]) -> list[float]:
+def _step_s(
+    executor: Executor,
+    clock: Clock,
+    plans: Sequence[Iterator[StepPlan]],
+    handover: StepPlan | None = None,
+    planned: Iterator[None] | None = None,
+) -> list[float]:
     """Return the mean seconds from one step's end to the next one's, of each lane of steps.
 
     All lanes run at the same time, each with two steps in flight.
+
+    Args:
+      handover: follows each step of the first lane, unless the one before it goes on.
+      planned: does the host's work for a step.
     """
+    copying: StepHandle | None = None
     lanes = [deque(executor.submit(next(lane)) for _ in range(2)) for lane in plans]
     ends: list[list[float]] = [[] for _ in plans]
     end_s = clock.now() + _SHAPE_S
@@ -108,12 +123,21 @@ def _step_s(executor: Executor, clock: Clock, plans: Sequence[Iterator[StepPlan]
         for i in ready:
             lanes[i].popleft().collect()
             ends[i].append(clock.now())
+            if planned is not None:
+                next(planned)
+            if copying is not None and copying.is_ready():
+                copying.collect()
+                copying = None
+            if i == 0 and handover is not None and copying is None:
+                copying = executor.submit(handover)
             lanes[i].append(executor.submit(next(plans[i])))
         if not ready:
             clock.wait()
     for lane in lanes:
         for handle in lane:
             handle.collect()
+    if copying is not None:
+        copying.collect()
     # The steps that were in flight before all lanes ran are not counted.
     return [(each[-1] - each[1]) / (len(each) - 2) for each in ends]
 

@@ -22,7 +22,7 @@ from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.planning.origin import Origin
 from jaxserve.planning.step_times import Curve, StepTimes
-from jaxserve.scheduling.plan import Admission, Row, StepPlan
+from jaxserve.scheduling.plan import LINK, Admission, Handover, Row, StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.steps.slots import ADMISSIONS_A_CALL
 
@@ -201,17 +201,30 @@ class StepBench:
             ]
         )
 
+    @property
+    def prompt_handover(self) -> StepPlan:
+        """The handover of the pages of a step of `prompt_steps`, to the second group."""
+        config = self.config
+        num = config.max_slots * -(-self._short_prompt // config.page_size)
+        pages = tuple(range(1, 1 + min(num, config.num_pages - 1)))
+        return _plan(num_iterations=0, handovers=(Handover(0, 0, 1, pages),), group=LINK)
+
     def prompt_steps(self) -> Iterator[StepPlan]:
         """Yield steps without end that compute short prompts in all slots."""
-        config = self.config
-        num = max(1, min(SHORT_TOKENS, config.max_step_tokens // config.max_slots))
-        num = min(num, config.max_prompt_tokens)
+        config, num = self.config, self._short_prompt
         encodes = config.has_encoder
         context = min(num + (self._first or 1), config.max_context)
         self.reset([context] * config.max_slots, encoded=[num if encodes else 0] * config.max_slots)
         rows = tuple(Row(i, i, 0, num, 0, encodes=encodes) for i in range(config.max_slots))
         while True:
             yield _plan(rows=rows, group=self._group)
+
+    @property
+    def _short_prompt(self) -> int:
+        """Tokens of each prompt of `prompt_steps`."""
+        config = self.config
+        num = min(SHORT_TOKENS, config.max_step_tokens // config.max_slots)
+        return min(max(1, num), config.max_prompt_tokens)
 
     def decode_loops(self, num_iterations: int) -> Iterator[StepPlan]:
         """Yield decode loops of all slots without end; contexts that are full begin again.
@@ -355,6 +368,22 @@ def _curve(points: Iterator[tuple[float, float]] | Sequence[tuple[float, float]]
 
 def _planning_s(config: EngineConfig, clock: Clock) -> float:
     """Return the seconds per step of the scheduler and the engine on the host with full slots."""
+    times, begin_s = [], clock.now()
+    for _ in _planned(config):
+        end_s = clock.now()
+        times.append(end_s - begin_s)
+        begin_s = end_s
+    return statistics.median(times[1:] or times)  # the first one made the engine
+
+
+def planning(config: EngineConfig) -> Iterator[None]:
+    """Do what the host does for a step with full slots, each time it is asked, without end."""
+    while True:
+        yield from _planned(config)
+
+
+def _planned(config: EngineConfig) -> Iterator[None]:
+    """Plan the steps of as many short answers as there are slots, one each time it is asked."""
     virtual = VirtualClock()
     engine = Engine(
         SimulatedExecutor(config, virtual, reads_context=False), PRESETS["auto"], virtual
@@ -362,9 +391,6 @@ def _planning_s(config: EngineConfig, clock: Clock) -> float:
     params = SamplingParams(max_tokens=min(64, config.max_prompt_tokens))
     for i in range(config.max_slots):
         engine.add(Request(id=str(i), prompt=(1,), params=params, arrival_s=0.0))
-    times = []
     while engine.has_work:
-        begin_s = clock.now()
         engine.step()
-        times.append(clock.now() - begin_s)
-    return statistics.median(times)
+        yield

@@ -104,6 +104,8 @@ class Adapter:
     def regroup(self, division: Division, max_pause_s: float) -> float:
         """Move devices between the groups, and drop the plan, which was for others.
 
+        If it was adapted, the next answers make one for these groups, which then stay.
+
         Returns the seconds for which the engine was paused.
 
         Raises:
@@ -113,7 +115,10 @@ class Adapter:
         assert self._regrouper is not None
         with self._lock:
             pause_s = self._regrouper.move(division, max_pause_s)
-            self._adaptation = self._in_force = None
+            self._in_force = None
+            if self._adaptation is not None:
+                # Another one, so that a search that goes on meanwhile has no consequence.
+                self._adaptation = self._adaptation.on_other_groups()
         return pause_s
 
     def close(self) -> None:

@@ -52,6 +52,7 @@ from jaxserve.runtime.planner import ObservedLengths, Planner
 from jaxserve.runtime.processes import claim, own_mesh, processes_of
 from jaxserve.runtime.regrouper import Regrouper
 from jaxserve.runtime.replicas import Replicas
+from jaxserve.runtime.timings import Timings
 from jaxserve.runtime.turn_client import ServiceTurnClient
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import get_policy_for
@@ -213,9 +214,8 @@ def build_parts(
             decode_origin = Origin.of(decoder.config, decode.params, origin.config, decode.stages)
         elif isinstance(mesh, DeviceGroups):  # this process has the parameters of its group alone
             origin, decode_origin = (origin.on(len(each)) for each in mesh.devices)
-        maintenance = Maintenance(
-            replicas, origin, clock, options, adapters, quantiser, decode_origin
-        )
+        timings = Timings(replicas, origin, clock, options, decode_origin)
+        maintenance = Maintenance(replicas, timings, options, adapters, quantiser)
         regrouper = None
         if grouped is not None and isinstance(mesh, DeviceGroups) and _may_move(places[0], decoder):
             maker = GroupMaker(
@@ -226,8 +226,10 @@ def build_parts(
                 probe=probe,
                 takes_masks=takes_masks,
             )
-            regrouper = Regrouper(replicas, grouped, maker, mesh, maintenance, clock)
-        planner = Planner(replicas, maintenance, observed, regrouper)
+            regrouper = Regrouper(
+                replicas, grouped, maker, mesh, maintenance.placing, timings, clock
+            )
+        planner = Planner(replicas, timings, observed, regrouper)
         if_one_fails.callback(planner.close)
         if leads and policy.is_planned:
             planner.start(options.latency_bound)

@@ -1,4 +1,4 @@
-"""Operations while loops are paused: new weights, another pool size, measured step times."""
+"""Operations while loops are paused: new weights, another pool size, sleep."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import logging
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, final
 
-from jaxserve.core.assets import cache_folder
-from jaxserve.core.clock import Clock
 from jaxserve.core.errors import InvalidConfigError, InvalidParamsError, ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
@@ -20,23 +16,12 @@ from jaxserve.engine.device_loop import Running
 from jaxserve.engine.versions import Weights
 from jaxserve.execution.build import resized
 from jaxserve.execution.device_errors import out_of_memory_as
-from jaxserve.execution.warmup import warm_up
 from jaxserve.execution.weights import check_stored, check_usable
-from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier
 from jaxserve.models.quantisation import Quantiser
-from jaxserve.planning import (
-    GroupTimes,
-    Origin,
-    StepTimes,
-    find_step_times,
-    keep_step_times,
-    measure,
-    measure_groups,
-)
 from jaxserve.runtime.adapters import Adapters
-from jaxserve.runtime.replica import Replica
 from jaxserve.runtime.replicas import Replicas
+from jaxserve.runtime.timings import Timings
 from jaxserve.runtime.weight_swap import PreparedParams, check_part, placing_weights, swap
 from jaxserve.runtime.weight_update import WeightUpdate, check_running
 from jaxserve.scheduling.kv.transfer import KVPages
@@ -51,9 +36,7 @@ class Maintenance:
 
     Args:
       quantiser: of the weights of an update; None for dense weights.
-      origin: model, device and configuration of step times. A resize updates its pool size.
-      decode_origin: that of the decode group, if there are two device groups; `origin` is then that
-        of the encode group.
+      timings: knows the devices that weights are placed on.
 
     Attributes:
       adapters: those that are loaded.
@@ -63,25 +46,18 @@ class Maintenance:
     def __init__(
         self,
         replicas: Replicas,
-        origin: Origin,
-        clock: Clock,
+        timings: Timings,
         options: RuntimeOptions,
         adapters: Adapters,
         quantiser: Quantiser | None = None,
-        decode_origin: Origin | None = None,
     ):
         self.adapters = adapters
         self.placing = threading.Lock()
         self._states = threading.Lock()  # held while the runtime falls asleep, wakes up or resumes
         self._replicas = replicas
         self._quantiser = quantiser
-        self._origin = origin
-        self._decode_origin = decode_origin
-        self._group_times: GroupTimes | None = None
-        self._clock = clock
+        self._timings = timings
         self._options = options
-        self._progress = options.progress
-        self._times: StepTimes | None = None
         self._has_weights = True
 
     def dismiss_followers(self) -> None:
@@ -134,7 +110,7 @@ class Maintenance:
     @property
     def _place(self) -> object:
         """What parameters are placed for; it changes when they would be placed otherwise."""
-        return self._origin, self._decode_origin, self.weights, self.adapters.generation
+        return self._timings.origins, self.weights, self.adapters.generation
 
     def _fitted(self, params: Any, partial: bool) -> list[Any]:
         """Return new parameters on the devices of each replica."""
@@ -203,7 +179,7 @@ class Maintenance:
             ):
                 self._replicas.wake_up()
                 for replica in self._replicas.all:
-                    self._warm_up(replica)
+                    replica.warm_up(self._options)
             self._go_on()
 
     def residency(self, token_ids: Sequence[int]) -> list[Tier]:
@@ -250,111 +226,7 @@ class Maintenance:
                 replica.pool_size.step.measure()  # which may compile, while requests run
             with self._replicas.paused("keep"):
                 self._resize(kv_bytes)
-                self._origin = replace(self._origin, config=self._replicas.first.executor.config)
         return self._replicas.first.pool_size.pool_bytes
-
-    def measure_step_times(self, rounds: int, max_wait_s: float | None = None) -> StepTimes:
-        """See `Runtime.measure_step_times`."""
-        self._replicas.check_leads()
-        self._check_one_group()
-        with self._replicas.paused(until_s=self._until_s(max_wait_s)):
-            for replica in self._replicas.all:  # compilations beside them would be timed, too
-                self._warm_up(replica, waits=True)
-            times = measure(
-                self._replicas.first.executor,
-                self._origin,
-                self._clock,
-                rounds=rounds,
-                progress=self._progress,
-            )
-            for replica in self._replicas.all:
-                replica.engine.forget_kept_pages(keeps_disk=True)
-            self._value_pages_by(times.chunk_cost())
-        self._times = times
-        return times
-
-    def measure_group_times(self, rounds: int, max_wait_s: float | None = None) -> GroupTimes:
-        """See `Runtime.measure_group_times`."""
-        self._replicas.check_leads()
-        if self._decode_origin is None:
-            raise InvalidConfigError(
-                "this runtime has one group of devices; call measure_step_times, or create it with "
-                "mesh=sharding.make_groups(...)"
-            )
-        with self._replicas.paused(until_s=self._until_s(max_wait_s)):
-            config = self._replicas.first.executor.config
-            origins = [replace(each, config=config) for each in (self._origin, self._decode_origin)]
-            self._group_times = measure_groups(
-                self._replicas.first.executor,
-                origins,
-                self._clock,
-                rounds=rounds,
-                progress=self._progress,
-            )
-        return self._group_times
-
-    def group_times(self, max_wait_s: float | None = None) -> GroupTimes:
-        """Return the group times that were measured last; measure them if there are none."""
-        return self._group_times or self.measure_group_times(2, max_wait_s)
-
-    def group_origin(self, num_devices: int) -> Origin:
-        """Return the origin of step times of a group of so many devices."""
-        origin = self._origin.on(num_devices)
-        return replace(origin, config=self._replicas.first.executor.config)
-
-    def regrouped(self, encode: int, decode: int, times: GroupTimes | None) -> None:
-        """Take note of other groups.
-
-        Args:
-          encode, decode: numbers of their devices.
-          times: their measured times; None to measure them when they are needed.
-        """
-        self._origin, self._decode_origin = map(self.group_origin, (encode, decode))
-        self._group_times = times
-
-    def load_step_times(self, path: str | Path) -> StepTimes:
-        """See `Runtime.load_step_times`."""
-        self._check_one_group()
-        times = StepTimes.load(Path(path), expected=self._origin)
-        self._use(times)
-        return times
-
-    def find_step_times(self, folder: Path) -> StepTimes | None:
-        """See `Runtime.find_step_times`."""
-        self._check_one_group()
-        times = find_step_times(folder, self._origin)
-        if times is not None:
-            self._use(times)
-        return times
-
-    def step_times(self, max_wait_s: float | None = None) -> StepTimes:
-        """Return the step times that were measured or loaded last, else `kept_step_times`."""
-        return self._times or self.kept_step_times(2, max_wait_s)
-
-    def kept_step_times(self, rounds: int, max_wait_s: float | None = None) -> StepTimes:
-        """Return step times of the cache folder; measure and keep them there if it has none.
-
-        If the file cannot be written, a warning says so, and the next start measures again.
-
-        Args:
-          rounds, max_wait_s: of a measurement, see `Runtime.measure_step_times`.
-        """
-        folder = cache_folder() / "profiles"
-        kept = self.find_step_times(folder)
-        if kept is not None:
-            return kept
-        _log.info("measuring step times once for this model, device and configuration")
-        times = self.measure_step_times(rounds, max_wait_s)
-        try:
-            _log.info("step times are kept in %s", keep_step_times(folder, times))
-        except OSError as error:
-            _log.warning("step times cannot be kept (%s); the next start measures again", error)
-        return times
-
-    def _use(self, times: StepTimes) -> None:
-        with self._replicas.paused("keep"):
-            self._value_pages_by(times.chunk_cost())
-        self._times = times
 
     def _resize(self, kv_bytes: int) -> None:
         """Resize every replica's pool, and compile for the new size.
@@ -366,20 +238,7 @@ class Maintenance:
         for replica, size in zip(replicas, sizes, strict=True):
             if size.num_pages != replica.executor.config.num_pages:
                 replica.resize(size)
-            self._warm_up(replica)
-
-    def _warm_up(self, replica: Replica, *, waits: bool = False) -> None:
-        """Compile for the present pool size, unless that was done; `waits` for all of it."""
-        if self._options.warmup and not replica.executor.is_warm:
-            behind = self._options.warms_up_behind and not waits
-            warm_up(replica.executor, progress=self._progress, behind=behind)
-
-    def _check_one_group(self) -> None:
-        if self._replicas.first.executor.num_device_groups > 1:
-            raise InvalidConfigError(
-                "step times are those of one group of devices, and this runtime has two; call "
-                "measure_group_times"
-            )
+            replica.warm_up(self._options)
 
     def _check_is_alone(self) -> None:
         self._replicas.check_may_wait()
@@ -389,10 +248,3 @@ class Maintenance:
                 "KV is neither exported nor imported where several processes serve one model; use "
                 "one process for each runtime"
             )
-
-    def _until_s(self, max_wait_s: float | None) -> float | None:
-        return None if max_wait_s is None else self._clock.now() + max_wait_s
-
-    def _value_pages_by(self, cost: RecomputeCost) -> None:
-        for replica in self._replicas.all:
-            replica.engine.value_by(cost)

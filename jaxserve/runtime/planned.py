@@ -45,7 +45,8 @@ class Planned(Scored):
         or round-robin allocation (RRA) of ExeGPT, which encodes B_E prompts, decodes N_D
         iterations, and so on (sections 4.1 and 5.1 of the paper). On two device groups it is
         workload-aware allocation (WAA), with the sizes of its batches and steps, and with the
-        division of the devices between the groups that serves the most, if a move pays (`Move`).
+        division of the devices between the groups that serves the most, if a move pays (`Move`);
+        under policies "exegpt_waa_c" and "exegpt_waa_m", of those that the paper's rules give.
         No request is lost by the change, and greedy answers keep their tokens. Only a move of
         devices preempts. Except for that only the iteration shape changes; the policy's admission,
         order, retention and preemption stay. Each replica adopts the same schedule, and the plan's
@@ -73,8 +74,10 @@ class Planned(Scored):
           max_pause_s: seconds for which moving devices between two groups may pause the engine, now
             and when the plan is adapted. Where a longer pause is expected, the devices stay, and
             `plan.move` says so. 0 to keep the groups.
-          policies: families to choose from: "rra" and "continuous", or "waa" on two device groups;
-            by default all that the runtime can run, and RRA alone under policy "exegpt_rra".
+          policies: families to choose from: "rra" and "continuous"; or on two device groups "waa",
+            which compares every division of the devices, or "waa_c" and "waa_m", which have those
+            that equal shares of computation and of memory give. By default all that the runtime can
+            run, and under a policy of the paper, such as "exegpt_rra", that one alone.
 
         Raises:
           EngineBusyError: requests ran for longer than `max_wait_s`. They continue, and nothing was
@@ -144,7 +147,7 @@ class Planned(Scored):
           RuntimeClosedError, EngineFailedError
         """
         _check_limit("max_wait_s", max_wait_s)
-        return self._maintenance.measure_step_times(rounds, max_wait_s)
+        return self._planner.timings.measure_step_times(rounds, max_wait_s)
 
     def measure_group_times(
         self, *, rounds: int = 2, max_wait_s: float | None = None
@@ -161,7 +164,7 @@ class Planned(Scored):
           RuntimeClosedError, EngineFailedError
         """
         _check_limit("max_wait_s", max_wait_s)
-        return self._maintenance.measure_group_times(rounds, max_wait_s)
+        return self._planner.timings.measure_group_times(rounds, max_wait_s)
 
     def load_step_times(self, path: str | Path) -> StepTimes:
         """Load step times that were measured on this model, device and configuration, and saved.
@@ -172,7 +175,7 @@ class Planned(Scored):
           InvalidProfileError: the model, device or configuration differs, or the file is not valid.
           RuntimeClosedError, EngineFailedError
         """
-        return self._maintenance.load_step_times(path)
+        return self._planner.timings.load_step_times(path)
 
     def find_step_times(self, folder: Path) -> StepTimes | None:
         """Load the newest step times in a folder that `load_step_times` accepts; None without any.
@@ -183,7 +186,25 @@ class Planned(Scored):
           InvalidConfigError: the runtime has two groups of devices.
           RuntimeClosedError, EngineFailedError
         """
-        return self._maintenance.find_step_times(folder)
+        return self._planner.timings.find_step_times(folder)
+
+    def load_group_times(self, path: str | Path) -> GroupTimes:
+        """Load times that `GroupTimes.save` wrote, of this model on two groups like these.
+
+        Raises:
+          InvalidConfigError: the runtime has one group of devices.
+          InvalidProfileError: the model, a group or the configuration differs, or the file is not
+            valid.
+        """
+        return self._planner.timings.load_group_times(path)
+
+    def find_group_times(self, folder: Path) -> GroupTimes | None:
+        """Load the newest times in a folder that `load_group_times` accepts; None without any.
+
+        Raises:
+          InvalidConfigError: the runtime has one group of devices.
+        """
+        return self._planner.timings.find_group_times(folder)
 
 
 def _check_limit(name: str, seconds: float | None) -> None:

@@ -15,6 +15,7 @@ from jaxserve.core.errors import InfeasibleBoundError, InvalidConfigError, Regro
 from jaxserve.core.request import Completion, Request
 from jaxserve.planning.schedules.adaptation import Adaptation, task_of
 from jaxserve.planning.schedules.configuration import Division, check_families
+from jaxserve.planning.schedules.configuration import Policy as WAAPolicy
 from jaxserve.planning.schedules.divided import DividedPlanner
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.families import FAMILIES, planner_of
@@ -29,9 +30,9 @@ from jaxserve.planning.schedules.plan import Plan
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Player
 from jaxserve.runtime.adapter import Adapter
-from jaxserve.runtime.maintenance import Maintenance
 from jaxserve.runtime.regrouper import Regrouper
 from jaxserve.runtime.replicas import Replicas
+from jaxserve.runtime.timings import Timings
 
 _log = logging.getLogger(__name__)
 
@@ -39,8 +40,9 @@ _log = logging.getLogger(__name__)
 _MAX_OBSERVED = 100_000
 # Seconds for which a move of devices may pause the engine, if the caller does not say.
 MAX_PAUSE_S = 1.0
-# Families of schedules of two device groups.
-_GROUPED = ("waa",)
+# Families of schedules of two device groups: with every division of the devices, or with those that
+# WAA-C and WAA-M give.
+_GROUPED = ("waa", "waa_c", "waa_m")
 
 
 @final
@@ -78,17 +80,20 @@ class Planner:
 
     Args:
       regrouper: moves devices between two groups; None if the groups stay as they are.
+
+    Attributes:
+      timings: the step times that plans are computed from.
     """
 
     def __init__(
         self,
         replicas: Replicas,
-        maintenance: Maintenance,
+        timings: Timings,
         observed: ObservedLengths,
         regrouper: Regrouper | None = None,
     ):
+        self.timings = timings
         self._replicas = replicas
-        self._maintenance = maintenance
         self._observed = observed
         self._regrouper = regrouper
         self._adapter = Adapter(replicas, regrouper)
@@ -122,8 +127,11 @@ class Planner:
         Args:
           latency_bound: see `RuntimeOptions`.
         """
-        if self._replicas.first.executor.num_device_groups == 1:
-            self._maintenance.kept_step_times(rounds=1)  # the shortest that has every shape
+        # One round is the shortest measurement that has every shape.
+        if self.timings.has_groups:
+            self.timings.group_times(rounds=1)
+        else:
+            self.timings.step_times(rounds=1)
         planner = self._planner(None, max_pause_s=MAX_PAUSE_S)
         bounds = LatencyBounds(latency_s=math.inf if latency_bound is None else latency_bound)
         adaptation = Adaptation(planner, bounds, heeds_bounds=self._heeds_bounds)
@@ -236,28 +244,37 @@ class Planner:
         max_wait_s: float | None = None,
         max_pause_s: float = 0.0,
     ) -> SchedulePlanner:
-        executor = self._replicas.first.executor
         policy = self._replicas.first.engine.scheduler.policy
-        # The page pool may be resized later.
-        if executor.num_device_groups > 1:
-            check_families(_GROUPED if policies is None else policies, _GROUPED)
-            times = self._maintenance.group_times(max_wait_s)
-            regrouper = self._regrouper
-            if regrouper is None:
-                return WAAPlanner(times=times, config=lambda: executor.config)
-            regrouper.learn(times)
-            return DividedPlanner(
-                options=regrouper.options,
-                config=lambda: executor.config,
-                num_moves=lambda: regrouper.num_moves,
-                max_pause_s=max_pause_s,
-            )
+        if self.timings.has_groups:
+            families = policies if policies is not None else policy.families or ("waa",)
+            check_families(families, _GROUPED)
+            return self._grouped(families, max_wait_s, max_pause_s)
         families = policies if policies is not None else policy.families or FAMILIES
         check_families(families, FAMILIES)
-        times = self._maintenance.step_times(max_wait_s)
+        times = self.timings.step_times(max_wait_s)
         player = self._player
         if player is None or player.times is not times:
             # Unlike the executor's, this one has the pool's pages while the runtime is asleep.
             scheduler = self._replicas.first.engine.scheduler
             player = self._player = Player(times, policy, lambda: scheduler.config)
         return planner_of(player, families)
+
+    def _grouped(
+        self, families: Sequence[str], max_wait_s: float | None, max_pause_s: float
+    ) -> SchedulePlanner:
+        """Return the planner of WAA's schedules on two groups of devices."""
+        executor, regrouper = self._replicas.first.executor, self._regrouper
+        rules = () if "waa" in families else tuple(map(WAAPolicy, sorted(families)))
+        times = self.timings.group_times(max_wait_s)
+        # The page pool may be resized later.
+        if regrouper is None:
+            policy = rules[0] if rules else WAAPolicy.WAA_C
+            return WAAPlanner(times=times, config=lambda: executor.config, policy=policy)
+        regrouper.learn(times)
+        return DividedPlanner(
+            options=regrouper.options,
+            config=lambda: executor.config,
+            num_moves=lambda: regrouper.num_moves,
+            max_pause_s=max_pause_s,
+            rules=tuple(map(regrouper.rule, rules)),
+        )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 from typing import Any, final
+
+import jax
 
 from jaxserve.core.assets import cache_folder
 from jaxserve.core.clock import Clock
@@ -24,12 +27,13 @@ from jaxserve.execution.weight_moves import Leaves, WeightsMemory, shared_leaves
 from jaxserve.memory.page_pool import MIN_PAGES
 from jaxserve.planning import GroupTimes, find_step_times
 from jaxserve.planning.group_sizes import GroupSizes
-from jaxserve.planning.schedules.configuration import Division
+from jaxserve.planning.schedules.configuration import Division, Policy
 from jaxserve.planning.schedules.divided import DivisionOption
-from jaxserve.runtime.maintenance import Maintenance
+from jaxserve.planning.schedules.division_rule import DivisionRule
 from jaxserve.runtime.replicas import Replicas
+from jaxserve.runtime.timings import Timings
 from jaxserve.steps.abstract import abstract
-from sharding import DeviceGroups, make_groups
+from sharding import DeviceGroups
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +83,7 @@ class Regrouper:
     Args:
       executor: the executor of both groups, without wrappers.
       groups: the present groups, in one piece each.
+      placing: held while weights are placed, so that the groups of devices stay as they are.
 
     Attributes:
       num_moves: moves so far. With other groups it is another number.
@@ -91,7 +96,8 @@ class Regrouper:
         executor: GroupedExecutor,
         maker: GroupMaker,
         groups: DeviceGroups,
-        maintenance: Maintenance,
+        placing: threading.Lock,
+        timings: Timings,
         clock: Clock,
     ):
         self.num_moves = 0
@@ -99,11 +105,13 @@ class Regrouper:
         self._replicas = replicas
         self._executor = executor
         self._maker = maker
-        self._maintenance = maintenance
+        self._placing = placing
+        self._timings = timings
         self._clock = clock
         self._devices: list[Any] = [device for group in groups.devices for device in group]
         self._groups = groups
-        self._others = self._divided()
+        divisions = maker.divisions(executor.params[0], self._devices)
+        self._others = {Division(*sizes): groups for sizes, groups in divisions.items()}
         self._sizes: GroupSizes | None = None
         # Seconds that placing weights is expected to take, and that the rest of a pause took last.
         self._placing_s: dict[Division, float] = {}
@@ -124,7 +132,7 @@ class Regrouper:
 
         Times of groups of other sizes are taken from the cache folder, if it has them.
         """
-        with self._maintenance.placing:
+        with self._placing:
             self._failed.clear()
             if self._sizes is not None:
                 self._sizes.learn(times)
@@ -132,10 +140,20 @@ class Regrouper:
             self._sizes = GroupSizes(times)
             for size in {size for each in self._others for size in astuple(each)}:
                 if not self._sizes.is_measured(size):
-                    origin = self._maintenance.group_origin(size)
+                    origin = self._timings.group_origin(size)
                     found = find_step_times(cache_folder() / "profiles", origin)
                     if found is not None:
                         self._sizes.add(found)
+
+    def rule(self, policy: Policy) -> DivisionRule:
+        """Return the rule by which WAA-C or WAA-M divides the devices for this model."""
+        mesh = meshes_of(self._groups)[0]
+        page_bytes = self._maker.page_bytes(mesh) * mesh.size
+        return DivisionRule(
+            policy=policy,
+            weights_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(self._executor.params[0])),
+            token_bytes=page_bytes / self._executor.config.page_size,
+        )
 
     def options(self) -> Sequence[DivisionOption]:
         """Return the divisions that the devices allow, the present one first. Call `learn` before.
@@ -145,7 +163,7 @@ class Regrouper:
         Raises:
           RuntimeClosedError, EngineFailedError
         """
-        with self._maintenance.placing:
+        with self._placing:
             self._replicas.first.loop.check()
             return self._options()
 
@@ -260,7 +278,7 @@ class Regrouper:
             num_pages = min(fit.num_pages, measured.num_pages)
             prepared = maker.prepare(groups, shapes, num_pages, self._check_open)
             if_it_fails.callback(prepared.close)
-            with self._maintenance.placing, self._replicas.paused("keep"):
+            with self._placing, self._replicas.paused("keep"):
                 begin_s = self._clock.now()
                 room = self._room()
                 now = self._fit(division, room, step_bytes)
@@ -301,7 +319,7 @@ class Regrouper:
                 self._placing_s.clear()  # weights lie elsewhere now
                 self._memories.clear()
                 times = self._measured(division)
-                self._maintenance.regrouped(division.encode, division.decode, times)
+                self._timings.regrouped(division.encode, division.decode, times)
         return pause_s
 
     def _measured(self, division: Division) -> GroupTimes | None:
@@ -314,21 +332,6 @@ class Regrouper:
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeClosedError("this runtime was closed; create a new one")
-
-    def _divided(self) -> dict[Division, DeviceGroups]:
-        """Return the divisions that the model allows, each with its groups."""
-        found, params = {}, self._executor.params[0]
-        num = len(self._devices)
-        for encode in range(1, num):
-            for decode in range(1, num - encode + 1):
-                groups = make_groups(encode=encode, decode=decode, devices=self._devices)
-                try:
-                    for mesh in meshes_of(groups):
-                        self._maker.check_fits(params, mesh)
-                except ValueError:  # the model cannot be divided so
-                    continue
-                found[Division(encode, decode)] = groups
-        return found
 
     def _room(self) -> _Room:
         shared = shared_leaves(self._executor.params)

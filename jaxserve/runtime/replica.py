@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+from jaxserve.core.options import RuntimeOptions
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loop import EngineLoop
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import ModelExecutor
+from jaxserve.execution.warmup import warm_up
 
 # Pages of a pool without any that a sequence could use: the null page, and one more.
 _NO_PAGES = 2
@@ -24,6 +26,12 @@ class Replica:
     pool_size: PoolSize
     engine: Engine
     loop: EngineLoop
+
+    def warm_up(self, options: RuntimeOptions, *, waits: bool = False) -> None:
+        """Compile for the present pool size, unless that was done; `waits` for all of it."""
+        if options.warmup and not self.executor.is_warm:
+            behind = options.warms_up_behind and not waits
+            warm_up(self.executor, progress=options.progress, behind=behind)
 
     def free_pool(self) -> None:
         """Free the page pool until `take_pool`; no step follows before. The loop is paused.

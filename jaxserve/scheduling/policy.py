@@ -359,7 +359,7 @@ class Policy:
     Attributes:
       is_planned: whether a runtime replaces the iteration shape by schedules that it finds itself,
         once it knows lengths and step times (`docs/latency_bounds.md`).
-      families: of schedules, "rra" or "continuous", to which plans are limited unless they are
+      families: of schedules, such as "rra" or "waa_m", to which plans are limited unless they are
         asked for others; empty for no limit.
 
     Raises:

@@ -78,11 +78,14 @@ PRESETS: dict[str, Policy] = {
             Stateless(),
             families=("rra",),
         ),
-        # ExeGPT with workload-aware allocation. WAA-C and WAA-M share out the devices by computing
-        # time or by memory, which is the planner's matter; they schedule alike.
+        # ExeGPT with workload-aware allocation. Plans of WAA-C and WAA-M share out the devices by
+        # computing time and by memory; they schedule alike.
         *(
-            Policy(name, MaxLength(), DueFirst(), WAA(encode_batch=4), Stateless())
-            for name in ("exegpt_waa_c", "exegpt_waa_m")
+            Policy(
+                *(f"exegpt_{family}", MaxLength(), DueFirst(), WAA(encode_batch=4), Stateless()),
+                families=(family,),
+            )
+            for family in ("waa_c", "waa_m")
         ),
         # Ours.
         Policy(

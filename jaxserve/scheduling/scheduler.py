@@ -105,9 +105,9 @@ class Scheduler:
         return len(self._queues.waiting)
 
     @property
-    def num_preemptions(self) -> int:
-        """Sequences that went back to the waiting pool."""
-        return self._queues.num_preemptions
+    def begun(self) -> Seq[Sequence]:
+        """Sequences that run, or wait and ran before; of all waiting ones no other is looked at."""
+        return *self._queues.running, *self._queues.waiting.begun
 
     def page_usage(self) -> PageUsage:
         """Return what pages are used for now."""

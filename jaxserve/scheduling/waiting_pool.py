@@ -108,6 +108,8 @@ class WaitingPool:
         self._entries: dict[int, _Entry] = {}
         # Keys of sequences with a latency bound of their own.
         self._bounded: set[int] = set()
+        # Sequences that ran before, by their keys.
+        self._begun: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -116,6 +118,11 @@ class WaitingPool:
     def has_bounded(self) -> bool:
         """Whether a sequence with a latency bound of its own waits."""
         return bool(self._bounded)
+
+    @property
+    def begun(self) -> list[Sequence]:
+        """Sequences that ran before, in no order."""
+        return list(self._begun.values())
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter([entry.sequence for block in self._blocks for entry in block.entries])
@@ -215,6 +222,8 @@ class WaitingPool:
         entry = self._entries[sequence.key] = _Entry(place, sequence, least_pages, num_passed)
         if sequence.request.has_bounds:
             self._bounded.add(sequence.key)
+        if sequence.times.admitted_s is not None:
+            self._begun[sequence.key] = sequence
         return entry
 
     def _known_pages(self, block: _Block, entry: _Entry) -> int:
@@ -238,6 +247,7 @@ class WaitingPool:
         """Remove a sequence, and return its passes."""
         entry = self._entries.pop(sequence.key)
         self._bounded.discard(sequence.key)
+        self._begun.pop(sequence.key, None)
         at, index = self._find(entry)
         block = self._blocks[at]
         del block.entries[index]

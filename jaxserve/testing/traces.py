@@ -369,7 +369,7 @@ class Trace:
         engine.scheduler.check_integrity()
         self._require(all(s.phase is Phase.FINISHED for s in sequences), "a sequence never ended")
         num_preemptions = sum(s.num_preemptions for s in sequences)
-        counted = engine.scheduler.num_preemptions
+        counted = engine.scheduler.counters()["num_preemptions"]
         self._require(counted == num_preemptions, "preemptions are miscounted")
         return {
             (s.request.id, s.sample_index): Outcome(

@@ -127,7 +127,7 @@ def test_devices_belong_to_a_cluster():
     assert done.exit_code == 2 and "pass 'int8' or 'int4'" in done.stderr
 
 
-_ENGINE = ("--load random", "--kv-memory 1GiB")
+_ENGINE = ("--load random", "--kv-memory 1GiB", "--groups 1/1")
 _MACHINE = (
     *_ENGINE,
     *("--profile times.json", "--measure-again", "--dtype float32", "--kv-dtype int8"),
@@ -185,6 +185,38 @@ def test_an_engine_is_measured_once(token_model, lengths, tmp_path, monkeypatch)
     named = run(*asked, "--profile", str(kept))
     assert (named.exit_code, named.stdout) == (1, "")
     assert "InvalidProfileError" in named.stderr
+
+
+def test_two_groups_of_devices_are_planned(token_model, lengths, tmp_path, monkeypatch):
+    """Their times are measured and kept once; the table has WAA's sizes, with B_D's neighbours."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
+    small = (*SMALL[:2], "--max-slots", "4", *SMALL[4:])
+    asked = ("plan", "--model", token_model, "--lengths", lengths, "--num-bounds", "3", *small)
+    groups = (*asked, "--groups", "1/1")
+    first = run(*groups, "--json")
+    assert first.exit_code == 0, first.stderr
+    (kept,) = (tmp_path / "cache" / "profiles").iterdir()
+    said = json.loads(first.stdout)
+    (chosen,) = said["chosen"]
+    assert chosen["policy"] == "waa_c" and chosen["fits"] and said["devices"].startswith("1/1 cpu")
+    assert 1 <= chosen["encode_batch"] <= chosen["decode_batch"] <= 4
+    assert {"B_D - 1", "B_D + 1"} & set(chosen["neighbours"])
+    for name, other in chosen["neighbours"].items():
+        step = {"B_D": "decode_batch", "B_E": "encode_batch"}[name[:3]]
+        assert other[step] == chosen[step] + (1 if "+" in name else -1)
+    again = run(*groups, "--profile", str(kept), "--policies", "waa")
+    assert again.exit_code == 0, again.stderr
+    assert "WAA-C" in again.stdout and "N_D " in again.stdout and "B_D" in again.stdout
+    for more, code, text in (
+        (("--policies", "rra"), 2, "pass some of ('waa',)"),
+        (("--tensor-parallel", "2"), 2, "--groups says how each group is split"),
+        (("--groups", "1/3/5"), 2, "1/3/5"),
+        (("-b", "1e-9"), 1, "InfeasibleBoundError"),
+    ):
+        done = run(*groups, *more)
+        assert done.exit_code == code and text in " ".join(done.stderr.split()), done.stderr
+    of_one_group = run(*asked, "--profile", str(kept))
+    assert of_one_group.exit_code == 1 and "does not hold step times" in of_one_group.stderr
 
 
 def test_lengths_must_fit_the_engine(token_model, tmp_path, monkeypatch):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import InvalidProfileError
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost, StepWork
-from jaxserve.planning import GroupCosts, Origin, measure_groups
+from jaxserve.planning import GroupCosts, GroupTimes, Origin, measure_groups
 from jaxserve.planning.profiler import measure_beside
 from jaxserve.scheduling.plan import LINK, Handover, StepPlan
+from tests.planning.step_times import made_up
 
 CONFIG = EngineConfig(page_size=4, num_pages=80, max_slots=4, max_context=64, max_step_tokens=32)
 ORIGIN = Origin(model={}, device={}, config=CONFIG, versions={})
@@ -61,3 +64,26 @@ def test_steps_are_slowed_only_by_what_groups_share(has_encoder, beside):
     clock = VirtualClock()
     executor = SimulatedExecutor(config, clock, cost=costs)
     assert measure_beside(executor, clock) == pytest.approx(beside, rel=0.02)
+
+
+def _made_up(num_encode: int = 1, num_decode: int = 2) -> GroupTimes:
+    times = made_up()
+    groups = tuple(replace(times, origin=times.origin.on(num)) for num in (num_encode, num_decode))
+    return GroupTimes(groups=groups, handover_s=0.25, page_s=0.5, beside=(1.25, 2.0))
+
+
+def test_saved_times_of_two_groups_are_loaded_for_the_same_two_groups(tmp_path: Path):
+    """Another size of one of the groups, or a file of one group's times, is refused."""
+    times, path = _made_up(), tmp_path / "new" / "groups.json"
+    times.save(path)
+    origins = [each.origin for each in times.groups]
+    found = GroupTimes.load(path, expected=origins)
+    assert (found.handover_s, found.page_s, found.beside) == (0.25, 0.5, (1.25, 2.0))
+    for own, loaded in zip(times.groups, found.groups, strict=True):
+        assert replace(loaded, origin=own.origin) == own
+        assert not own.origin.differences(loaded.origin)
+    with pytest.raises(InvalidProfileError, match=r"the decode group of .*device.count is 2"):
+        GroupTimes.load(path, expected=[origins[0], origins[0]])
+    times.groups[0].save(path)
+    with pytest.raises(InvalidProfileError, match="does not hold times of two groups"):
+        GroupTimes.load(path)

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from jaxserve.planning import StepTimes, find_step_times, keep_step_times
+from jaxserve.planning import (
+    GroupTimes,
+    StepTimes,
+    find_group_times,
+    find_step_times,
+    keep_group_times,
+    keep_step_times,
+)
 from tests.planning.step_times import made_up
 
 
@@ -51,6 +58,22 @@ def test_steps_of_other_kernels_or_loops_are_another_origin(tmp_path: Path, name
     assert find_step_times(tmp_path, other) is None
     [difference] = times.origin.differences(other)
     assert difference.startswith(f"{name} is {value!r}")
+
+
+def test_times_of_two_groups_are_found_by_the_origins_of_both(tmp_path: Path):
+    """They are files of their own: neither kind is taken for the other."""
+    times = made_up()
+    two = replace(times, origin=times.origin.on(2))
+    groups = GroupTimes(groups=(times, two), handover_s=0.5, page_s=0.25)
+    keep_step_times(tmp_path, times)
+    origins = [times.origin, two.origin]
+    assert find_group_times(tmp_path, origins) is None
+    keep_group_times(tmp_path, groups)
+    assert keep_group_times(tmp_path, replace(groups, page_s=0.75)).is_file()
+    found = find_group_times(tmp_path, origins)
+    assert found is not None and found.page_s == 0.75
+    assert find_group_times(tmp_path, origins[::-1]) is None
+    assert find_step_times(tmp_path, two.origin) is None
 
 
 def _found(folder: Path, times: StepTimes) -> StepTimes:

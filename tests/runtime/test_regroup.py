@@ -18,7 +18,12 @@ from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import EngineFailedError, InvalidConfigError, RegroupError
+from jaxserve.core.errors import (
+    EngineFailedError,
+    InvalidConfigError,
+    InvalidProfileError,
+    RegroupError,
+)
 from jaxserve.execution import weight_moves
 from jaxserve.execution.protocol import StepHandle
 from jaxserve.planning import StepTimes, keep_step_times
@@ -37,6 +42,7 @@ POLICY = replace(
     PRESETS["exegpt_waa_c"],
     name="waa on demand",
     admission=OnDemand(0.0),
+    families=(),  # every division of the devices
     iteration=WAA(encode_batch=4, decode_iterations=2),
 )
 SMALL: dict[str, Any] = OPTIONS | dict(policy=POLICY)
@@ -390,3 +396,79 @@ def test_a_plan_moves_devices_and_so_does_a_drift(
         assert now is not None and now.schedule.division == Division(2, 1)
         assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted
         rt.check_integrity()
+
+
+def test_times_of_both_groups_are_kept_for_the_next_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A plan reads them from the cache folder; a saved file is taken, one of one group refused."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
+    lengths = [(20, 8)] * 9
+    groups = make_groups(encode=1, decode=1)
+    with _runtime(mesh=groups) as rt:
+        first = rt.plan(lengths=lengths, max_pause_s=0.0)
+        (kept,) = (tmp_path / "profiles").glob("groups-*.json")
+        times = rt.find_group_times(tmp_path / "profiles")
+        assert times is not None
+        times.save(tmp_path / "saved.json")
+        with pytest.raises(InvalidConfigError, match="this runtime has two"):
+            rt.find_step_times(tmp_path)
+    written = kept.stat().st_mtime_ns
+    with _runtime(mesh=groups) as rt:
+        again = rt.plan(lengths=lengths, max_pause_s=0.0)
+        assert again.schedule == first.schedule and again.tokens_per_s == first.tokens_per_s
+        assert rt.load_group_times(tmp_path / "saved.json").page_s == times.page_s
+        assert kept.stat().st_mtime_ns == written
+        times.groups[0].save(tmp_path / "one.json")
+        with pytest.raises(InvalidProfileError, match="does not hold times of two groups"):
+            rt.load_group_times(tmp_path / "one.json")
+    with (
+        _runtime(mesh=None, policy="auto") as rt,
+        pytest.raises(InvalidConfigError, match="one group of devices"),
+    ):
+        rt.load_group_times(tmp_path / "saved.json")
+
+
+def test_the_papers_rules_divide_the_devices(wanted, tmp_path: Path, monkeypatch):
+    """WAA-C by computation, WAA-M by memory: each moves to its own division, with equal tokens."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
+    seen = WrapAll(SlowSteps)
+    with _runtime(wrap_executor=seen) as rt:
+        (executor,) = seen.executors
+        rt.regroup(encode=1, decode=1, max_pause_s=60)
+        times = rt.measure_group_times(rounds=1).groups[0]
+        keep_step_times(tmp_path / "profiles", _scaled(times, 2, decode=1.0, prefill=0.01))
+        lengths = [(60, 2)] * 9
+        by_computing = rt.plan(lengths=lengths, policies=("waa_c",), adopt=False, max_pause_s=60)
+        by_memory = rt.plan(lengths=lengths, policies=("waa_m",), adopt=False, max_pause_s=60)
+        assert by_computing.schedule.layout.policy.value == "waa_c"
+        assert by_memory.schedule.layout.policy.value == "waa_m"
+        for plan in (by_computing, by_memory):
+            assert plan.schedule.division is not None
+        # A prompt takes longer than an iteration, and the KV of both groups is about as large.
+        encode, decode = (each.schedule.division.encode for each in (by_computing, by_memory))
+        assert encode > decode
+        rt.plan(lengths=lengths, policies=("waa_c",), max_pause_s=60, adapt=False)
+        division = by_computing.schedule.division
+        assert [len(each) for each in _devices(executor)] == [division.encode, division.decode]
+        assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted
+        with pytest.raises(InvalidConfigError, match="pass some of"):
+            rt.plan(lengths=lengths, policies=("rra",))
+
+
+def test_a_plan_is_adapted_after_devices_were_moved_by_hand(tmp_path: Path, monkeypatch):
+    """The next answers make a plan for the groups of now, which stay."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
+    prompts = [tuple(range(i % 40, i % 40 + 20)) for i in range(70)]
+    with _runtime() as rt:
+        rt.plan(lengths=[(20, 4)] * 90, max_pause_s=0.0)
+        rt.regroup(encode=2, decode=1, max_pause_s=60)
+        assert rt.stats().plan is None
+        moves = rt.stats().num_moves
+        for _ in range(20):
+            if rt.stats().plan is not None:
+                break
+            rt.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
+        plan = rt.stats().plan
+        assert plan is not None and plan.schedule.division == Division(2, 1)
+        assert rt.stats().num_moves == moves

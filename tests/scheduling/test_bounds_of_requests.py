@@ -136,14 +136,14 @@ def test_nothing_makes_way_for_what_awaits_the_disk(tmp_path):
     for _ in range(6):
         engine.step()
     assert engine.awaits_disk
-    assert len(engine.scheduler.running) == 4 and not engine.scheduler.num_preemptions
+    assert len(engine.scheduler.running) == 4 and not engine.scheduler.counters()["num_preemptions"]
     files.reading.open()
     while engine.has_work:
         while engine.awaits_disk and not disk.has_arrived:
             time.sleep(0.001)
         engine.step()
     engine.scheduler.check_integrity()
-    assert len(bounded.output) == 4 and engine.scheduler.num_preemptions == 1
+    assert len(bounded.output) == 4 and engine.scheduler.counters()["num_preemptions"] == 1
     assert engine.stats.num_prefix_hit_on_disk > 0
     engine.close(is_whole=True)
 
@@ -263,7 +263,7 @@ def test_bounds_change_no_token(name: str):
         ends = {(s.request.id, s.sample_index): tuple(s.output) for s in sequences}
         wanted = trace.expected(trace.requests)
         assert ends == {key: end.output for key, end in wanted.items()}, f"seed {seed}"
-        num_preemptions += engine.scheduler.num_preemptions
+        num_preemptions += engine.scheduler.counters()["num_preemptions"]
     assert num_preemptions > 0
 
 

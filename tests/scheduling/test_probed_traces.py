@@ -111,7 +111,7 @@ def _served(policy: Policy, noise: float | None, seed: int = 0) -> tuple[int, in
         )
     while engine.has_work:
         engine.step()
-    return engine.stats.num_iterations, engine.scheduler.num_preemptions
+    return engine.stats.num_iterations, engine.scheduler.counters()["num_preemptions"]
 
 
 def test_readings_make_better_schedules():

@@ -140,7 +140,7 @@ def _overload(policy: Policy, seed: int, kind: str, probe: str | None = None) ->
             assert num_steps < most, f"seed {seed}, {kind}: {victim.request.id} starves"
             load.step()
             num_steps += 1
-    return load.engine.scheduler.num_preemptions
+    return load.engine.scheduler.counters()["num_preemptions"]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)

@@ -153,6 +153,19 @@ class Adaptation:
         """Go on with this plan, which is in force."""
         self.plan = plan
 
+    def on_other_groups(self) -> Adaptation:
+        """Return an adaptation that has no plan yet, for other groups of devices, which then stay.
+
+        It knows the same answers, so that its search runs at the next test. Any thread may call it.
+        """
+        return Adaptation(
+            self._planner.staying(),
+            self._bounds,
+            answers=[*self._known, *self._since],
+            begins_s=self._begins_s,
+            heeds_bounds=self._heeds_bounds,
+        )
+
     def refuse(self, before: Plan | None) -> None:
         """Go on with the plan before, because the one that was found could not be carried out.
 

@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
+import numpy as np
+
 from jaxserve.core.config import EngineConfig
 from jaxserve.planning.group_times import GroupTimes
 from jaxserve.planning.schedules.candidate import Score, nearest_to
-from jaxserve.planning.schedules.configuration import Division, Schedule
+from jaxserve.planning.schedules.configuration import Division, Policy, Schedule
+from jaxserve.planning.schedules.division_rule import DivisionRule
 from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
@@ -64,12 +67,15 @@ class DividedPlanner(SchedulePlanner):
       config: returns the present configuration.
       num_moves: returns how many moves there were.
       max_pause_s: the longest pause that a move may be expected to take.
+      rules: WAA-C's or WAA-M's, or both: devices move only to a division that one of them gives.
+        Without any, every division is compared.
     """
 
     options: Callable[[], Sequence[DivisionOption]]
     config: Callable[[], EngineConfig]
     num_moves: Callable[[], int]
     max_pause_s: float
+    rules: Sequence[DivisionRule] = ()
 
     @property
     def max_slots(self) -> int:
@@ -81,17 +87,47 @@ class DividedPlanner(SchedulePlanner):
         options = {option.division: option for option in self.options()}
         config = self.config()
 
+        allowed = self._allowed(tuple(options.values()), lengths, config.max_slots)
+        policy = self.rules[0].policy if self.rules else Policy.WAA_C
+
         def space_of(division: Division) -> ScheduleSpace:
             option = options[division]
             own = replace(config, num_pages=option.num_pages)
-            return WAAPlanner(times=option.times, config=lambda: own).space(lengths, classes)
+            planner = WAAPlanner(
+                times=option.times,
+                config=lambda: own,
+                policy=policy,
+                allowed=allowed[division],
+            )
+            return planner.space(lengths, classes)
 
         return DividedSpace(
-            spaces=_Spaces(tuple(options), space_of),
+            spaces=_Spaces(tuple(allowed), space_of),
             options=options,
             max_pause_s=self.max_pause_s,
             num_moves=num_moves,
         )
+
+    def staying(self) -> DividedPlanner:
+        return replace(self, max_pause_s=0.0)
+
+    def _allowed(
+        self, options: Sequence[DivisionOption], lengths: TaskLengths, max_slots: int
+    ) -> dict[Division, np.ndarray]:
+        """Return the B_E that the rules allow, [slots], of each division that they allow at all.
+
+        The present division comes first, and has all of them.
+        """
+        present, *others = [option.division for option in options]
+        every = np.ones(max_slots, bool)
+        if not self.rules:
+            return dict.fromkeys([present, *others], every)
+        times = options[0].times
+        given = [
+            rule.divisions([present, *others], times, lengths, max_slots) for rule in self.rules
+        ]
+        found = {each: np.any([[g == each for g in by] for by in given], axis=0) for each in others}
+        return {present: every} | {each: batch for each, batch in found.items() if batch.any()}
 
     def _chosen(self, space: DividedSpace, bounds: LatencyBounds) -> Schedule | None:
         return space.chosen(bounds)[0]

@@ -54,8 +54,13 @@ class Outcome:
 
     @property
     def control(self) -> int:
-        """The policy's own variable: N_D of RRA, B_m of WAA, B of continuous batching."""
+        """The policy's own variable: N_D of RRA, B_m of WAA, B of continuous batching.
+
+        On two groups that exist WAA has no stages to choose, and B_D is its variable.
+        """
         schedule = self.schedule
+        if self._is_on_groups:
+            return round(schedule.decode_batch)
         if self.policy is Policy.CONTINUOUS:
             return schedule.max_running
         return schedule.num_decodes if self.policy is Policy.RRA else schedule.num_micro_batches
@@ -65,7 +70,20 @@ class Outcome:
         """The name of `control`."""
         if self.policy is Policy.CONTINUOUS:
             return "B"
+        if self._is_on_groups:
+            return "B_D"
         return "N_D" if self.policy is Policy.RRA else "B_m"
+
+    @property
+    def control_text(self) -> str:
+        """The variable and its value; of WAA on two groups N_D, which is not its neighbours'."""
+        if self._is_on_groups:
+            return f"N_D {self.schedule.num_decodes}"
+        return f"{self.control_name} {self.control}"
+
+    @property
+    def _is_on_groups(self) -> bool:
+        return self.policy in (Policy.WAA_C, Policy.WAA_M) and not self.schedule.stages
 
     def figures(self) -> dict[str, Any]:
         """Return the schedule and its figures as values of JSON."""

@@ -50,22 +50,30 @@ class WAAPlanner(SchedulePlanner):
     Attributes:
       times: measured step times of both groups.
       config: returns the present configuration, whose slots and page pool limit the schedule.
+      policy: the policy that its schedules name.
+      allowed: whether a B_E of 1, 2, ... is allowed, bool [slots]; None for all.
     """
 
     times: GroupTimes
     config: Callable[[], EngineConfig]
+    policy: Policy = Policy.WAA_C
+    allowed: np.ndarray | None = None
 
     @property
     def max_slots(self) -> int:
         return self.config().max_slots
 
-    def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> _Grid:
-        return _Grid.of(self.times, self.config(), lengths, spans_of(classes), _reserved(classes))
+    def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> WAASpace:
+        config, spans = self.config(), spans_of(classes)
+        allowed = np.ones(config.max_slots, bool) if self.allowed is None else self.allowed
+        return WAASpace.of(
+            *(self.times, config, lengths, spans, _reserved(classes), self.policy, allowed)
+        )
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class _Grid:
+class WAASpace:
     """The estimates of all schedules, in arrays over B_E, N and decoding sequences, flattened.
 
     Attributes:
@@ -75,6 +83,7 @@ class _Grid:
       own_s: seconds that each span of the classes takes, [spans, schedules].
     """
 
+    policy: Policy
     lengths: TaskLengths
     encode_batch: np.ndarray
     num_iterations: np.ndarray
@@ -90,7 +99,9 @@ class _Grid:
         lengths: TaskLengths,
         spans: Sequence[OwnSpan],
         num_reserved: int,
-    ) -> _Grid:
+        policy: Policy,
+        allowed: np.ndarray,
+    ) -> WAASpace:
         iterations = lengths.outputs.less_one()
         mean_iterations = max(iterations.mean, 1e-9)
         longest = iterations.percentile(lengths.level)
@@ -101,11 +112,11 @@ class _Grid:
         level = np.arange(1, most + 1, dtype=np.float64)[None, None, :]
         host_s = _host_s(times)
 
-        encode_s = times.beside[0] * _encode_s(times, lengths, batch)
+        prompts_s = times.beside[0] * encode_s(times, lengths, batch)
         pages = batch * np.ceil(lengths.inputs.mean / config.page_size)
         link_s = times.handover_s + pages * times.page_s
-        iteration_s = times.beside[1] * _iteration_s(times, lengths, steps, config.max_slots)
-        step_s = np.maximum(np.array(steps)[:, None] * iteration_s, host_s)
+        decoding_s = times.beside[1] * iteration_s(times, lengths, steps, config.max_slots)
+        step_s = np.maximum(np.array(steps)[:, None] * decoding_s, host_s)
         low, high = level * (1 - THRESHOLD), level * (1 + THRESHOLD)
         _, mean_s, running = _between(step_s, low, high)
         length = lengths.inputs.mean + iterations.mean_position
@@ -116,39 +127,40 @@ class _Grid:
         # Answers are cut into whole steps; on average half of the last one is idle.
         num_steps = mean_iterations / step + (step - 1) / (2 * step)
 
-        by_encode = batch / np.maximum(encode_s, host_s)
+        by_encode = batch / np.maximum(prompts_s, host_s)
         by_link = batch / np.maximum(link_s, host_s)
         # Where no more may run, sequences are encoded one by one as others end.
-        before_s = encode_s[:1] + link_s[:1] + _MEAN_STEPS_BEFORE * mean_s
+        before_s = prompts_s[:1] + link_s[:1] + _MEAN_STEPS_BEFORE * mean_s
         by_level = running / (before_s + num_steps * mean_s)
         rate = np.minimum(np.minimum(by_encode, by_link), by_level)
         # A period has an encode step, a handover, and the decode steps beside them.
         host_share = host_s * (2 / batch + 1 / (rate * mean_s))
         rate = rate / np.maximum(1.0, rate * host_share)
 
-        busy = rate * encode_s / batch
-        first_s = (1 + THRESHOLD) * encode_s * (1 + busy)
-        handed_s = link_s + busy * encode_s
+        busy = rate * prompts_s / batch
+        first_s = (1 + THRESHOLD) * prompts_s * (1 + busy)
+        handed_s = link_s + busy * prompts_s
         latency_s = first_s + handed_s + (_STEPS_BEFORE + np.ceil(longest / step)) * longest_s
-        fits = (level * length <= held) & (batch <= level)
+        fits = (level * length <= held) & (batch <= level) & allowed[:, None, None]
         shape = np.broadcast_shapes(rate.shape, latency_s.shape)
 
         def flat(values: np.ndarray) -> np.ndarray:
             return np.broadcast_to(values, shape).reshape(-1)
 
         # A prompt may be long, and every step that may be in flight before it is.
-        long_s = encode_s[:1] * lengths.inputs.percentile(lengths.level) / lengths.inputs.mean
-        own_first_s = (1 + THRESHOLD) * encode_s * (1 + _STEPS_BEFORE) + long_s
+        long_s = prompts_s[:1] * lengths.inputs.percentile(lengths.level) / lengths.inputs.mean
+        own_first_s = (1 + THRESHOLD) * prompts_s * (1 + _STEPS_BEFORE) + long_s
 
         def own_s(span: OwnSpan) -> np.ndarray:
             num_later = span.num_tokens - span.is_whole
-            handed_s = (1 + _STEPS_BEFORE) * link_s + _STEPS_BEFORE * encode_s
+            handed_s = (1 + _STEPS_BEFORE) * link_s + _STEPS_BEFORE * prompts_s
             later_s = handed_s + (_STEPS_BEFORE + np.ceil(num_later / step)) * longest_s
             return own_first_s * span.is_whole + (later_s if num_later else 0.0)
 
         own = np.array([flat(own_s(span)) for span in spans]).reshape(len(spans), math.prod(shape))
         bounds_s = np.array([span.bound_s for span in spans]).reshape(-1, 1)
         return cls(
+            policy=policy,
             lengths=lengths,
             encode_batch=flat(batch),
             num_iterations=flat(step),
@@ -160,7 +172,7 @@ class _Grid:
                 first_token_s=flat(first_s),
                 token_s=flat((latency_s - first_s) / max(longest, 1)),
                 period_s=flat(batch / rate),
-                encode_s=flat(encode_s),
+                encode_s=flat(prompts_s),
                 decode_batch=flat(running),
                 memory_bytes=flat(level * length),
                 own_share=np.max(own / bounds_s, axis=0, initial=0.0),
@@ -186,6 +198,12 @@ class _Grid:
         index = self._index(schedule)
         return tuple(float(each[index]) for each in self.own_s)
 
+    def find(self, encode_batch: int, num_iterations: int, num_running: int) -> Schedule | None:
+        """Return the schedule with this B_E, N and number of sequences; None if there is none."""
+        same = (self.encode_batch == encode_batch) & (self.num_iterations == num_iterations)
+        found = np.flatnonzero(same & (self.num_running == num_running))
+        return self._schedule(int(found[0])) if len(found) else None
+
     def _index(self, schedule: Schedule) -> int:
         """Return the index of a schedule's B_E and N, with the number of sequences that it has."""
         same = (self.encode_batch == schedule.encode_batch) & (
@@ -197,7 +215,7 @@ class _Grid:
     def _schedule(self, index: int) -> Schedule:
         batch = int(self.encode_batch[index])
         return Schedule(
-            layout=Layout(policy=Policy.WAA_C),
+            layout=Layout(policy=self.policy),
             encode_batch=batch,
             encode_tokens=batch * self.lengths.inputs.mean,
             decode_batch=float(self.num_running[index]),
@@ -230,7 +248,7 @@ def _cost(times: GroupTimes, lengths: TaskLengths, group: int, num_decodes: int)
     )
 
 
-def _encode_s(times: GroupTimes, lengths: TaskLengths, batch: np.ndarray) -> np.ndarray:
+def encode_s(times: GroupTimes, lengths: TaskLengths, batch: np.ndarray) -> np.ndarray:
     """Return the seconds of the encode group for a batch of prompts."""
     cost, inputs = _cost(times, lengths, 0, 1), lengths.inputs
     rest_s = cost.rest_s(Phase.ENCODE, batch * inputs.mean, 1)
@@ -239,7 +257,7 @@ def _encode_s(times: GroupTimes, lengths: TaskLengths, batch: np.ndarray) -> np.
     return rest_s + attention_s - (times.groups[0].plan_s + times.groups[0].submit_s)
 
 
-def _iteration_s(
+def iteration_s(
     times: GroupTimes, lengths: TaskLengths, steps: list[int], max_decoding: int
 ) -> np.ndarray:
     """Return the decode group's seconds per iteration [steps, max_decoding] for 1, 2, ...

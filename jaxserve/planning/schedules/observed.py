@@ -133,7 +133,7 @@ def unfinished(scheduler: Scheduler) -> list[AnswerLength]:
             estimate=scheduler.lengths.estimate(sequence),
             bounds=own_bounds(sequence.request.params),
         )
-        for sequence in (*scheduler.running, *scheduler.waiting)
+        for sequence in scheduler.begun
         if sequence.times.admitted_s is not None
     ]
 

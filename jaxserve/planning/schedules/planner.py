@@ -61,6 +61,10 @@ class SchedulePlanner(abc.ABC):
     def max_slots(self) -> int:
         """Slots of the engine, of which requests with bounds of their own may reserve half."""
 
+    def staying(self) -> SchedulePlanner:
+        """Return a planner of the same schedules that moves no devices."""
+        return self
+
     @abc.abstractmethod
     def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> ScheduleSpace:
         """Return the schedules for requests of these lengths.

@@ -17,7 +17,9 @@ from jaxserve.planning.group_sizes import GroupSizes, derived
 from jaxserve.planning.schedules import LatencyBounds, lengths_of
 from jaxserve.planning.schedules.adaptation import Adaptation
 from jaxserve.planning.schedules.configuration import Division
+from jaxserve.planning.schedules.configuration import Policy as WAAPolicy
 from jaxserve.planning.schedules.divided import DividedPlanner, DivisionOption
+from jaxserve.planning.schedules.division_rule import DivisionRule
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength
 from jaxserve.planning.schedules.plan import Plan
@@ -224,6 +226,77 @@ def test_what_is_expected_of_a_plan_is_for_the_groups_that_there_are_now():
     num_moves = 4
     found = planner.expected(plan, longer, num_lengths=20)
     assert found.num_moves == 4 and found.move is None
+
+
+def _rule(policy: WAAPolicy, *, weights_bytes: int = 1000, token_bytes: float = 1.0):
+    return DivisionRule(policy=policy, weights_bytes=weights_bytes, token_bytes=token_bytes)
+
+
+def test_shares_of_memory_and_of_computation_by_hand():
+    """WAA-M: 1000 bytes of weights each; with B_E = 2 and answers of 10 iterations 20 sequences.
+
+    These hold 2 x 2 x 100 encoded tokens, and, as many as the slots, 12 x 105.5 decoded ones.
+    """
+    options = [Division(1, 1), Division(1, 2), Division(2, 1), Division(1, 4)]
+    lengths, times = lengths_of([(100, 11)] * 4), _times(1, 1)
+    given = _rule(WAAPolicy.WAA_M).divisions(options, times, lengths, SMALL.max_slots)
+    encode, decode = 1000 + 2 * 2 * 100, 1000 + 12 * (100 + 5.5)
+    assert encode / (encode + decode) == pytest.approx(0.382, abs=1e-3)
+    assert given[1] == Division(1, 2)  # 1/3 is nearer than 1/2
+    assert given[9] == Division(1, 1) and len(given) == SMALL.max_slots  # 3000 of 5266
+    # KV of encoded and decoded tokens counts for little beside large weights.
+    same = _rule(WAAPolicy.WAA_M, weights_bytes=10**9)
+    assert set(same.divisions(options, times, lengths, 12)) == {Division(1, 1)}
+    # WAA-C: a prompt takes 0.031 s, and an iteration of all slots 0.017 s, or ten times as long.
+    by_computing, short = _rule(WAAPolicy.WAA_C), lengths_of([(1, 60)] * 4)
+    assert by_computing.divisions(options, times, short, 12)[0] == Division(2, 1)
+    encode, decode = times.groups
+    ten_times = {
+        key: replace(curve, points=tuple((x, 10 * s) for x, s in curve.points))
+        for key, curve in decode.decode_s.items()
+    }
+    slow = replace(times, groups=(encode, replace(decode, decode_s=ten_times)))
+    assert by_computing.divisions(options, slow, short, 12)[0] == Division(1, 4)
+
+
+@pytest.mark.parametrize("policy", [WAAPolicy.WAA_C, WAAPolicy.WAA_M])
+def test_under_a_rule_devices_move_only_to_a_division_that_it_gives(policy: WAAPolicy):
+    """Or stay; and the schedule is named after the rule."""
+    present = Division(4, 1)
+    rule = _rule(policy)
+    for lengths in (LONG_ANSWERS, LONG_PROMPTS):
+        options = _options(present)
+        ruled = replace(_planner(options), rules=(rule,))
+        plan, free = _plan(ruled, lengths), _plan(_planner(options), lengths)
+        task, times = lengths_of(lengths), options[0].times
+        every = [option.division for option in options]
+        given = set(rule.divisions(every, times, task, SMALL.max_slots))
+        assert plan.schedule.division in given | {present}
+        assert plan.schedule.layout.policy is policy and plan.family == "waa"
+        assert plan.answers_per_s <= free.answers_per_s
+        if plan.schedule.division != present:
+            batch = plan.schedule.encode_batch
+            of_batch = rule.divisions(every, times, task, SMALL.max_slots)[batch - 1]
+            assert plan.schedule.division == of_batch
+    both = replace(_planner(options), rules=tuple(map(_rule, (WAAPolicy.WAA_C, WAAPolicy.WAA_M))))
+    assert _plan(both, LONG_PROMPTS).answers_per_s >= plan.answers_per_s
+
+
+def test_an_adaptation_goes_on_after_devices_were_moved_by_hand():
+    """It plans for the new groups from the answers that it knows, and moves no devices itself."""
+    planner = _planner(_options(Division(1, 4), pause_s=0.01))
+    plan = _plan(planner, LONG_PROMPTS)
+    assert plan.schedule.division != Division(1, 4)  # it would move them
+    first = [AnswerLength(admitted_s=float(i), num_prompt=300, num_output=4) for i in range(80)]
+    adaptation = Adaptation(planner, LatencyBounds(), plan=plan, answers=first).on_other_groups()
+    assert adaptation.plan is None
+    found = None
+    for i in range(80, 112):
+        answer = AnswerLength(admitted_s=float(i), num_prompt=300, num_output=4)
+        if adaptation.observe([answer]):
+            found = adaptation.revised([])
+    assert found is not None and found.schedule.division == Division(1, 4)
+    assert found.move is not None and "max_pause_s is 0" in found.move.refused
 
 
 def test_times_of_sizes_that_were_not_measured_follow_from_those_that_were():

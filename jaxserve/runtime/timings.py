@@ -1,0 +1,215 @@
+"""The measured step times of a runtime's devices: measured once, kept, and found again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, final
+
+from jaxserve.core.assets import cache_folder
+from jaxserve.core.clock import Clock
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.options import RuntimeOptions
+from jaxserve.memory.eviction import RecomputeCost
+from jaxserve.planning import (
+    GroupTimes,
+    Origin,
+    StepTimes,
+    find_group_times,
+    find_step_times,
+    keep_group_times,
+    keep_step_times,
+    measure,
+    measure_groups,
+)
+from jaxserve.runtime.replicas import Replicas
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class Timings:
+    """Times the steps of a replica while all replicas are idle. `Runtime` documents each method.
+
+    Args:
+      origin: model, device and configuration of step times.
+      decode_origin: that of the decode group, if there are two device groups; `origin` is then that
+        of the encode group.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        origin: Origin,
+        clock: Clock,
+        options: RuntimeOptions,
+        decode_origin: Origin | None = None,
+    ):
+        self._replicas = replicas
+        self._origin = origin
+        self._decode_origin = decode_origin
+        self._clock = clock
+        self._options = options
+        self._times: StepTimes | None = None
+        self._group_times: GroupTimes | None = None
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether there are two groups of devices."""
+        return self._decode_origin is not None
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """The origin of each group's step times, with the present configuration."""
+        config = self._replicas.first.executor.config
+        both = (self._origin, self._decode_origin)
+        return tuple(replace(each, config=config) for each in both if each is not None)
+
+    # ---- one group of devices ----
+
+    def measure_step_times(self, rounds: int, max_wait_s: float | None = None) -> StepTimes:
+        """See `Runtime.measure_step_times`."""
+        self._replicas.check_leads()
+        self._check_one_group()
+        with self._replicas.paused(until_s=self._until_s(max_wait_s)):
+            self._warm_up()
+            times = measure(
+                self._replicas.first.executor,
+                self.origins[0],
+                self._clock,
+                rounds=rounds,
+                progress=self._options.progress,
+            )
+            for replica in self._replicas.all:
+                replica.engine.forget_kept_pages(keeps_disk=True)
+            self._value_pages_by(times.chunk_cost())
+        self._times = times
+        return times
+
+    def load_step_times(self, path: str | Path) -> StepTimes:
+        """See `Runtime.load_step_times`."""
+        self._check_one_group()
+        times = StepTimes.load(Path(path), expected=self._origin)
+        self._use(times)
+        return times
+
+    def find_step_times(self, folder: Path) -> StepTimes | None:
+        """See `Runtime.find_step_times`."""
+        self._check_one_group()
+        times = find_step_times(folder, self._origin)
+        if times is not None:
+            self._use(times)
+        return times
+
+    def step_times(self, max_wait_s: float | None = None, *, rounds: int = 2) -> StepTimes:
+        """Return the step times that were measured or loaded last, else those of the cache folder.
+
+        If it has none, they are measured, and kept there. If the file cannot be written, a warning
+        says so, and the next start measures again.
+
+        Args:
+          max_wait_s, rounds: of a measurement, see `Runtime.measure_step_times`.
+        """
+        found = self._times or self.find_step_times(_folder())
+        if found is None:
+            _log.info("measuring step times once for this model, device and configuration")
+            found = self.measure_step_times(rounds, max_wait_s)
+            _keep(keep_step_times, found)
+        return found
+
+    # ---- two groups of devices ----
+
+    def measure_group_times(self, rounds: int, max_wait_s: float | None = None) -> GroupTimes:
+        """See `Runtime.measure_group_times`."""
+        self._replicas.check_leads()
+        self._check_two_groups()
+        with self._replicas.paused(until_s=self._until_s(max_wait_s)):
+            self._warm_up()
+            self._group_times = measure_groups(
+                self._replicas.first.executor,
+                self.origins,
+                self._clock,
+                rounds=rounds,
+                progress=self._options.progress,
+            )
+        return self._group_times
+
+    def load_group_times(self, path: str | Path) -> GroupTimes:
+        """See `Runtime.load_group_times`."""
+        self._check_two_groups()
+        self._group_times = GroupTimes.load(path, expected=self.origins)
+        return self._group_times
+
+    def find_group_times(self, folder: Path) -> GroupTimes | None:
+        """See `Runtime.find_group_times`."""
+        self._check_two_groups()
+        found = find_group_times(folder, self.origins)
+        self._group_times = found or self._group_times
+        return found
+
+    def group_times(self, max_wait_s: float | None = None, *, rounds: int = 2) -> GroupTimes:
+        """Return the times of both groups; see `step_times`."""
+        found = self._group_times or self.find_group_times(_folder())
+        if found is None:
+            _log.info("measuring step times once for this model, these groups and configuration")
+            found = self.measure_group_times(rounds, max_wait_s)
+            _keep(keep_group_times, found)
+        return found
+
+    def group_origin(self, num_devices: int) -> Origin:
+        """Return the origin of step times of a group of so many devices."""
+        return self.origins[0].on(num_devices)
+
+    def regrouped(self, encode: int, decode: int, times: GroupTimes | None) -> None:
+        """Take note of other groups.
+
+        Args:
+          encode, decode: numbers of their devices.
+          times: their measured times; None to measure them when they are needed.
+        """
+        self._origin, self._decode_origin = map(self.group_origin, (encode, decode))
+        self._group_times = times
+
+    def _use(self, times: StepTimes) -> None:
+        with self._replicas.paused("keep"):
+            self._value_pages_by(times.chunk_cost())
+        self._times = times
+
+    def _warm_up(self) -> None:
+        """Compile all that is left, which would be timed, too, if it were compiled beside."""
+        for replica in self._replicas.all:
+            replica.warm_up(self._options, waits=True)
+
+    def _check_one_group(self) -> None:
+        if self.has_groups:
+            raise InvalidConfigError(
+                "step times are those of one group of devices, and this runtime has two; call "
+                "measure_group_times"
+            )
+
+    def _check_two_groups(self) -> None:
+        if not self.has_groups:
+            raise InvalidConfigError(
+                "this runtime has one group of devices; call measure_step_times, or create it with "
+                "mesh=sharding.make_groups(...)"
+            )
+
+    def _until_s(self, max_wait_s: float | None) -> float | None:
+        return None if max_wait_s is None else self._clock.now() + max_wait_s
+
+    def _value_pages_by(self, cost: RecomputeCost) -> None:
+        for replica in self._replicas.all:
+            replica.engine.value_by(cost)
+
+
+def _folder() -> Path:
+    return cache_folder() / "profiles"
+
+
+def _keep(keep: Callable[[Path, Any], Path], times: StepTimes | GroupTimes) -> None:
+    try:
+        _log.info("step times are kept in %s", keep(_folder(), times))
+    except OSError as error:
+        _log.warning("step times cannot be kept (%s); the next start measures again", error)
