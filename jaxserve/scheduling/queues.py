@@ -279,6 +279,8 @@ class Queues:
         assert len(set(taken)) == len(taken) == num_live, "slots do not add up"
         assert all(each.phase is Phase.RUNNING for each in self.running), "one does not run"
         assert all(each.phase is Phase.WAITING for each in self.waiting), "one does not wait"
+        begun = {each.key for each in self.waiting if each.times.admitted_s is not None}
+        assert {each.key for each in self.waiting.begun} == begun, "others have begun"
 
 
 def admission(sequence: Sequence) -> Admission:
