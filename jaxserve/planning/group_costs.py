@@ -22,7 +22,8 @@ class GroupCosts:
       link_bytes_per_s: bandwidth of all links between two groups together. Over the host's memory,
         as in ExeGPT's runner (section 3), a page passes two links in turn, at half the bandwidth.
       handover_s: seconds of a handover besides its bytes.
-      beside: how many times as long a step of each group takes while the other one computes.
+      beside: how many times as long a step of each group takes while the other one computes; see
+        `GroupTimes`.
       copies_follow_steps: whether a handover begins when its source has run the steps that were
         submitted before it, as on devices.
     """

@@ -36,8 +36,9 @@ class GroupTimes:
       groups: step times of the encode group and of the decode group.
       handover_s: a handover without its pages, from its submission to its arrival.
       page_s: each of its pages.
-      beside: how many times as long a step of each group takes while the other one computes. It is
-        more than 1 where both share something, as host devices share cores.
+      beside: how many times as long a step of each group takes while the other one computes, pages
+        are handed over, and the host plans. It is more than 1 where they share something, as host
+        devices share cores.
     """
 
     groups: tuple[StepTimes, ...]

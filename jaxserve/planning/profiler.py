@@ -74,7 +74,7 @@ def measure_beside(executor: Executor, clock: Clock) -> tuple[float, ...]:
     alone and beside the other in turn, for several rounds, whose median counts. Beside the other,
     the pages of prompts are handed over as soon as they are computed, and the host plans each step
     as it does while it serves, because that may take from the groups, too. The result is 1 where
-    they share nothing.
+    they share nothing, and steps take longer than to plan them.
     """
     prompts, decodes = (StepBench(executor, clock, group) for group in (0, 1))
     handover, plans = prompts.prompt_handover, planning(executor.config)

@@ -29,6 +29,8 @@ from jaxserve.steps.slots import ADMISSIONS_A_CALL
 # Timed steps of a shape per round; one untimed step before them fills the pipeline.
 TIMED_STEPS = 3
 SHORT_TOKENS = 16
+# Tokens of the answers whose planning is timed.
+_SHORT_ANSWER = 64
 # Name -> size -> (positions attended to, seconds).
 Measured = defaultdict[str, defaultdict[int, list[tuple[float, float]]]]
 
@@ -369,7 +371,7 @@ def _curve(points: Iterator[tuple[float, float]] | Sequence[tuple[float, float]]
 def _planning_s(config: EngineConfig, clock: Clock) -> float:
     """Return the seconds per step of the scheduler and the engine on the host with full slots."""
     times, begin_s = [], clock.now()
-    for _ in _planned(config):
+    for _ in _planned(config, _SHORT_ANSWER):
         end_s = clock.now()
         times.append(end_s - begin_s)
         begin_s = end_s
@@ -379,16 +381,16 @@ def _planning_s(config: EngineConfig, clock: Clock) -> float:
 def planning(config: EngineConfig) -> Iterator[None]:
     """Do what the host does for a step with full slots, each time it is asked, without end."""
     while True:
-        yield from _planned(config)
+        yield from _planned(config, config.max_prompt_tokens)
 
 
-def _planned(config: EngineConfig) -> Iterator[None]:
-    """Plan the steps of as many short answers as there are slots, one each time it is asked."""
+def _planned(config: EngineConfig, num_tokens: int) -> Iterator[None]:
+    """Plan the steps of as many answers as there are slots, one each time it is asked."""
     virtual = VirtualClock()
     engine = Engine(
         SimulatedExecutor(config, virtual, reads_context=False), PRESETS["auto"], virtual
     )
-    params = SamplingParams(max_tokens=min(64, config.max_prompt_tokens))
+    params = SamplingParams(max_tokens=min(num_tokens, config.max_prompt_tokens))
     for i in range(config.max_slots):
         engine.add(Request(id=str(i), prompt=(1,), params=params, arrival_s=0.0))
     while engine.has_work:

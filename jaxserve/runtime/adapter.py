@@ -116,9 +116,10 @@ class Adapter:
         with self._lock:
             pause_s = self._regrouper.move(division, max_pause_s)
             self._in_force = None
-            if self._adaptation is not None:
+            adaptation = self._adaptation
+            if adaptation is not None and not self._is_closed:
                 # Another one, so that a search that goes on meanwhile has no consequence.
-                self._adaptation = self._adaptation.on_other_groups()
+                self._adaptation = adaptation.on_other_groups()
         return pause_s
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -26,8 +25,6 @@ from jaxserve.runtime.weight_swap import PreparedParams, check_part, placing_wei
 from jaxserve.runtime.weight_update import WeightUpdate, check_running
 from jaxserve.scheduling.kv.transfer import KVPages
 from sharding import split_replicas
-
-_log = logging.getLogger(__name__)
 
 
 @final
@@ -110,7 +107,7 @@ class Maintenance:
     @property
     def _place(self) -> object:
         """What parameters are placed for; it changes when they would be placed otherwise."""
-        return self._timings.origins, self.weights, self.adapters.generation
+        return self._timings.devices, self.weights, self.adapters.generation
 
     def _fitted(self, params: Any, partial: bool) -> list[Any]:
         """Return new parameters on the devices of each replica."""

@@ -52,9 +52,10 @@ class Planned(Scored):
         order, retention and preemption stay. Each replica adopts the same schedule, and the plan's
         figures are those of one replica.
 
-        The first call measures step times, unless `measure_step_times` or `load_step_times` was
-        called before. It waits for the end of the requests that run, for at most `max_wait_s`, and
-        then measures for up to minutes. Requests that are submitted meanwhile start after it.
+        The first call measures step times, unless the cache folder has them, or they were measured
+        or loaded before (`measure_step_times`, `load_step_times`, and the same of groups). It waits
+        for the end of the requests that run, for at most `max_wait_s`, and then measures for up to
+        minutes. Requests that are submitted meanwhile start after it.
         `docs/promises/latency_bounds.md` says what a plan does not cover.
 
         Args:
@@ -109,7 +110,8 @@ class Planned(Scored):
 
         Requests go on: those that run keep their tokens, and their KV is computed anew. Executables
         are made before the pause, in which weights are placed. A plan in force is dropped, and its
-        schedule stays; `plan` moves devices by itself.
+        schedule stays. If it was adapted, the next answers make a plan for these groups, from which
+        devices move no more; `plan` moves devices by itself.
 
         Args:
           encode, decode: devices of each group, of those that the runtime has.

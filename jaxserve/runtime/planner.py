@@ -246,10 +246,12 @@ class Planner:
     ) -> SchedulePlanner:
         policy = self._replicas.first.engine.scheduler.policy
         if self.timings.has_groups:
-            families = policies if policies is not None else policy.families or ("waa",)
+            own = [family for family in policy.families if family in _GROUPED]
+            families = policies if policies is not None else own or ("waa",)
             check_families(families, _GROUPED)
             return self._grouped(families, max_wait_s, max_pause_s)
-        families = policies if policies is not None else policy.families or FAMILIES
+        own = [family for family in policy.families if family in FAMILIES]
+        families = policies if policies is not None else own or FAMILIES
         check_families(families, FAMILIES)
         times = self.timings.step_times(max_wait_s)
         player = self._player

@@ -147,13 +147,17 @@ class Regrouper:
 
     def rule(self, policy: Policy) -> DivisionRule:
         """Return the rule by which WAA-C or WAA-M divides the devices for this model."""
-        mesh = meshes_of(self._groups)[0]
-        page_bytes = self._maker.page_bytes(mesh) * mesh.size
-        return DivisionRule(
-            policy=policy,
-            weights_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(self._executor.params[0])),
-            token_bytes=page_bytes / self._executor.config.page_size,
-        )
+        with self._placing:
+            mesh = meshes_of(self._groups)[0]
+            # Beyond one shard for each KV head, shards have copies.
+            num_shards = min(mesh.size, self._maker.model_config.num_kv_heads)
+            page_bytes = self._maker.page_bytes(mesh) * num_shards
+            leaves = jax.tree.leaves(self._executor.params[0])
+            return DivisionRule(
+                policy=policy,
+                weights_bytes=sum(leaf.nbytes for leaf in leaves),
+                token_bytes=page_bytes / self._executor.config.page_size,
+            )
 
     def options(self) -> Sequence[DivisionOption]:
         """Return the divisions that the devices allow, the present one first. Call `learn` before.

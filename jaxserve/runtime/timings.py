@@ -67,6 +67,11 @@ class Timings:
         both = (self._origin, self._decode_origin)
         return tuple(replace(each, config=config) for each in both if each is not None)
 
+    @property
+    def devices(self) -> tuple[dict[str, Any], ...]:
+        """A description of the devices of each group, which changes when they move."""
+        return tuple(each.device for each in self.origins)
+
     # ---- one group of devices ----
 
     def measure_step_times(self, rounds: int, max_wait_s: float | None = None) -> StepTimes:
@@ -150,13 +155,29 @@ class Timings:
         return found
 
     def group_times(self, max_wait_s: float | None = None, *, rounds: int = 2) -> GroupTimes:
-        """Return the times of both groups; see `step_times`."""
-        found = self._group_times or self.find_group_times(_folder())
+        """Return the times of both groups; see `step_times`.
+
+        Where several processes serve, they are not kept: copies between groups depend on how their
+        processes reach each other.
+        """
+        found = self._times_of_present_groups()
+        is_kept = self._replicas.group is None
+        if found is None and is_kept:
+            found = self.find_group_times(_folder())
         if found is None:
             _log.info("measuring step times once for this model, these groups and configuration")
             found = self.measure_group_times(rounds, max_wait_s)
-            _keep(keep_group_times, found)
+            if is_kept:
+                _keep(keep_group_times, found)
         return found
+
+    def _times_of_present_groups(self) -> GroupTimes | None:
+        """Return the times that are known; None if devices have moved since they were read."""
+        times = self._group_times
+        if times is None:
+            return None
+        counts = [each.origin.device["count"] for each in times.groups]
+        return times if counts == [each.device["count"] for each in self.origins] else None
 
     def group_origin(self, num_devices: int) -> Origin:
         """Return the origin of step times of a group of so many devices."""

@@ -106,7 +106,7 @@ class Scheduler:
 
     @property
     def begun(self) -> Seq[Sequence]:
-        """Sequences that run, or wait and ran before; of all waiting ones no other is looked at."""
+        """Sequences that were admitted: those that run, and preempted ones that wait again."""
         return *self._queues.running, *self._queues.waiting.begun
 
     def page_usage(self) -> PageUsage:

@@ -142,8 +142,9 @@ def test_a_bound_needs_a_policy_that_keeps_it():
         Runtime(tiny_llama(), policy="exegpt", latency_bound=-1, **OPTIONS)
 
 
-def test_the_preset_plans_on_two_device_groups_too():
+def test_the_preset_plans_on_two_device_groups_too(tmp_path, monkeypatch):
     """There the schedule is workload-aware; a policy that does not plan refuses the option."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
     mesh = make_groups(encode=1, decode=1)
     with Runtime(tiny_llama(), **OPTIONS) as rt:
         answers = [one.token_ids for one in rt.generate(PROMPTS, LONG)]

@@ -43,7 +43,7 @@ class DivisionRule:
     ) -> list[Division]:
         """Return the division for a B_E of 1, 2, ... `max_slots`.
 
-        It is the one whose share of encode devices is nearest; of two, that with more devices.
+        It is the one whose fullest device has the least; of two, that with more devices.
 
         Args:
           options: the divisions to choose from, at least one.
@@ -63,6 +63,7 @@ class DivisionRule:
             decode = self.weights_bytes + num_decoding * length * self.token_bytes
         share = encode / (encode + decode)
         order = sorted(options, key=lambda each: -(each.encode + each.decode))
-        shares = np.array([each.encode / (each.encode + each.decode) for each in order])
-        nearest = np.abs(shares[None] - share[:, None]).argmin(axis=1)
-        return [order[index] for index in nearest]
+        sizes = np.array([[each.encode, each.decode] for each in order])
+        parts = np.stack([share, 1 - share], axis=1)
+        most = (parts[:, None] / sizes[None]).max(axis=2)
+        return [order[index] for index in most.argmin(axis=1)]

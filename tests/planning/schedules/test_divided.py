@@ -237,16 +237,20 @@ def test_shares_of_memory_and_of_computation_by_hand():
 
     These hold 2 x 2 x 100 encoded tokens, and, as many as the slots, 12 x 105.5 decoded ones.
     """
-    options = [Division(1, 1), Division(1, 2), Division(2, 1), Division(1, 4)]
+    options = [Division(1, 1), Division(1, 2), Division(2, 1)]
     lengths, times = lengths_of([(100, 11)] * 4), _times(1, 1)
     given = _rule(WAAPolicy.WAA_M).divisions(options, times, lengths, SMALL.max_slots)
     encode, decode = 1000 + 2 * 2 * 100, 1000 + 12 * (100 + 5.5)
     assert encode / (encode + decode) == pytest.approx(0.382, abs=1e-3)
-    assert given[1] == Division(1, 2)  # 1/3 is nearer than 1/2
-    assert given[9] == Division(1, 1) and len(given) == SMALL.max_slots  # 3000 of 5266
+    assert given[1] == Division(1, 2)  # a device has 0.382 of all, and 0.618 with 1/1 or 2/1
+    assert given[9] == Division(2, 1) and len(given) == SMALL.max_slots  # 3000 of 5266
     # KV of encoded and decoded tokens counts for little beside large weights.
     same = _rule(WAAPolicy.WAA_M, weights_bytes=10**9)
-    assert set(same.divisions(options, times, lengths, 12)) == {Division(1, 1)}
+    assert set(same.divisions(options[:1], times, lengths, 12)) == {Division(1, 1)}
+    # Five devices: two have 0.19 each of 0.382, and three 0.206 of the rest.
+    five = [Division(1, 2), Division(1, 4), Division(2, 3), Division(3, 2)]
+    rule = _rule(WAAPolicy.WAA_M)
+    assert rule.divisions(five, times, lengths, SMALL.max_slots)[1] == Division(2, 3)
     # WAA-C: a prompt takes 0.031 s, and an iteration of all slots 0.017 s, or ten times as long.
     by_computing, short = _rule(WAAPolicy.WAA_C), lengths_of([(1, 60)] * 4)
     assert by_computing.divisions(options, times, short, 12)[0] == Division(2, 1)
@@ -256,7 +260,7 @@ def test_shares_of_memory_and_of_computation_by_hand():
         for key, curve in decode.decode_s.items()
     }
     slow = replace(times, groups=(encode, replace(decode, decode_s=ten_times)))
-    assert by_computing.divisions(options, slow, short, 12)[0] == Division(1, 4)
+    assert by_computing.divisions([*options, Division(1, 4)], slow, short, 12)[0] == Division(1, 4)
 
 
 @pytest.mark.parametrize("policy", [WAAPolicy.WAA_C, WAAPolicy.WAA_M])
