@@ -64,13 +64,18 @@ class Timings:
     def origins(self) -> tuple[Origin, ...]:
         """The origin of each group's step times, with the present configuration."""
         config = self._replicas.first.executor.config
-        both = (self._origin, self._decode_origin)
-        return tuple(replace(each, config=config) for each in both if each is not None)
+        return tuple(replace(each, config=config) for each in self._stored)
 
     @property
     def devices(self) -> tuple[dict[str, Any], ...]:
         """A description of the devices of each group, which changes when they move."""
-        return tuple(each.device for each in self.origins)
+        return tuple(each.device for each in self._stored)
+
+    @property
+    def _stored(self) -> tuple[Origin, ...]:
+        """The origins with the configuration of the start, which a resize leaves behind."""
+        both = (self._origin, self._decode_origin)
+        return tuple(each for each in both if each is not None)
 
     # ---- one group of devices ----
 
@@ -177,7 +182,7 @@ class Timings:
         if times is None:
             return None
         counts = [each.origin.device["count"] for each in times.groups]
-        return times if counts == [each.device["count"] for each in self.origins] else None
+        return times if counts == [each["count"] for each in self.devices] else None
 
     def group_origin(self, num_devices: int) -> Origin:
         """Return the origin of step times of a group of so many devices."""
