@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import typer
 
@@ -45,22 +46,14 @@ def step_times(
       InvalidProfileError: `given` is damaged, or was measured on something else.
     """
     from jaxserve.planning import keep_step_times
-    from jaxserve.planning.schedules.frontier import check_context
 
-    folder = cache_folder() / "profiles"
-    with _opened(model, quiet, settings, warmup=False) as rt:
-        check_context(lengths, rt.config.max_context)
-        if given is not None:
-            return rt.load_step_times(given), rt.config
-        kept = None if measure_again else rt.find_step_times(folder)
-        if kept is not None:
-            return kept, rt.config
-    # Executables are compiled before they are timed.
-    with _opened(model, quiet, settings, warmup=True) as rt:
-        times = rt.measure_step_times()
-        with cache_errors("keeping step times"):
-            keep_step_times(folder, times)
-        return times, rt.config
+    kind = _Kind(
+        load=lambda rt, path: rt.load_step_times(path),
+        find=lambda rt, folder: rt.find_step_times(folder),
+        measure=lambda rt: rt.measure_step_times(),
+        keep=keep_step_times,
+    )
+    return _times(kind, given, lengths, measure_again, model, quiet, settings)
 
 
 def group_times(
@@ -79,21 +72,53 @@ def group_times(
       settings: of `opening.open_service`, with `groups`.
     """
     from jaxserve.planning import keep_group_times
+
+    kind = _Kind(
+        load=lambda rt, path: rt.load_group_times(path),
+        find=lambda rt, folder: rt.find_group_times(folder),
+        measure=lambda rt: rt.measure_group_times(),
+        keep=keep_group_times,
+    )
+    settings = {**settings, "policy": "exegpt_waa_c"}
+    return _times(kind, given, lengths, measure_again, model, quiet, settings)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """How a runtime loads, finds in a folder, and measures its times, and how these are kept."""
+
+    load: Callable[[Any, Path], Any]
+    find: Callable[[Any, Path], Any]
+    measure: Callable[[Any], Any]
+    keep: Callable[[Path, Any], Path]
+
+
+def _times(
+    kind: _Kind,
+    given: Path | None,
+    lengths: TaskLengths,
+    measure_again: bool,
+    model: str,
+    quiet: bool,
+    settings: dict[str, Any],
+) -> tuple[Any, EngineConfig]:
+    """Return times of one kind and the engine's configuration; see `step_times`."""
     from jaxserve.planning.schedules.frontier import check_context
 
     folder = cache_folder() / "profiles"
-    settings = {**settings, "policy": "exegpt_waa_c"}
     with _opened(model, quiet, settings, warmup=False) as rt:
         check_context(lengths, rt.config.max_context)
         if given is not None:
-            return rt.load_group_times(given), rt.config
-        kept = None if measure_again else rt.find_group_times(folder)
+            return kind.load(rt, given), rt.config
+        kept = None if measure_again else kind.find(rt, folder)
         if kept is not None:
             return kept, rt.config
+    # Executables are compiled before they are timed.
     with _opened(model, quiet, settings, warmup=True) as rt:
-        times = rt.measure_group_times()
+        times = kind.measure(rt)
         with cache_errors("keeping step times"):
-            keep_group_times(folder, times)
+            kind.keep(folder, times)
         return times, rt.config
 
 

@@ -8,14 +8,13 @@ from typing import final
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.planning.schedules.candidate import shortest
 from jaxserve.planning.schedules.configuration import Policy, Schedule
 from jaxserve.planning.schedules.continuous_planner import ContinuousSpace
-from jaxserve.planning.schedules.estimates import Best, Estimates, LatencyBounds
+from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.families import FAMILIES, planner_of
-from jaxserve.planning.schedules.frontier import EngineSearch, Outcome
+from jaxserve.planning.schedules.frontier import EngineSearch, Outcome, outcome_of
 from jaxserve.planning.schedules.lengths import TaskLengths
-from jaxserve.planning.schedules.planner import SchedulePlanner, ScheduleSpace
+from jaxserve.planning.schedules.planner import SchedulePlanner, ScheduleSpace, lowest_latency_s
 from jaxserve.planning.schedules.played import Player
 from jaxserve.planning.step_times import StepTimes
 from jaxserve.scheduling.policy import Policy as SchedulingPolicy
@@ -74,14 +73,7 @@ class FamiliesSearch:
         return self._outcome(nearest, self._space.estimated(nearest))
 
     def lowest_s(self, fixed: LatencyBounds) -> float:
-        score = shortest("latency_s")
-
-        def lowest(figures: Estimates | Best) -> np.ndarray:
-            return np.where(fixed.met(figures), score(figures), 0.0)
-
-        best = self._space.best(lowest)
-        assert best is not None, "some schedule keeps the bounds, or `best` says that none does"
-        return float(self._space.estimated(best).latency_s)
+        return lowest_latency_s(self._space, fixed)
 
     def drawn(self, rng: np.random.Generator) -> np.ndarray:
         parts = []
@@ -93,5 +85,4 @@ class FamiliesSearch:
         return np.concatenate(parts)
 
     def _outcome(self, schedule: Schedule, estimates: Estimates) -> Outcome:
-        tokens_per_s = float(estimates.throughput) * self.lengths.outputs.mean
-        return Outcome(schedule=schedule, estimates=estimates, tokens_per_s=tokens_per_s)
+        return outcome_of(schedule, estimates, self.lengths)

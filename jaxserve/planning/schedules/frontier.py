@@ -54,9 +54,9 @@ class Outcome:
 
     @property
     def control(self) -> int:
-        """The policy's own variable: N_D of RRA, B_m of WAA, B of continuous batching.
+        """The policy's own variable: N_D of RRA, B of continuous batching, B_m of WAA on a cluster.
 
-        On two groups that exist WAA has no stages to choose, and B_D is its variable.
+        WAA on two groups that exist has no stages to choose, and B_D is its variable.
         """
         schedule = self.schedule
         if self._is_on_groups:
@@ -76,10 +76,9 @@ class Outcome:
 
     @property
     def control_text(self) -> str:
-        """The variable and its value; of WAA on two groups N_D, which is not its neighbours'."""
-        if self._is_on_groups:
-            return f"N_D {self.schedule.num_decodes}"
-        return f"{self.control_name} {self.control}"
+        """The variable and its value for tables, which have B_D anyway: on two groups it is N_D."""
+        on_groups = f"N_D {self.schedule.num_decodes}"
+        return on_groups if self._is_on_groups else f"{self.control_name} {self.control}"
 
     @property
     def _is_on_groups(self) -> bool:
@@ -159,7 +158,7 @@ class ClusterSearch:
 
     def best(self, bounds: LatencyBounds) -> Outcome:
         choice = search_among(self.timelines, bounds)
-        return _outcome(choice.schedule, choice.estimates, self.lengths)
+        return outcome_of(choice.schedule, choice.estimates, self.lengths)
 
     def estimated(self, schedule: Schedule, encode_batch: int, control: int) -> Outcome | None:
         for timeline in self.timelines:
@@ -204,7 +203,7 @@ class EngineSearch:
 
     def best(self, bounds: LatencyBounds) -> Outcome:
         choice = search_among(self.timelines, bounds)
-        return _outcome(choice.schedule, choice.estimates, self.lengths)
+        return outcome_of(choice.schedule, choice.estimates, self.lengths)
 
     def estimated(self, schedule: Schedule, encode_batch: int, control: int) -> Outcome | None:
         return _estimated(self.timelines[0], schedule, encode_batch, control, self.lengths)
@@ -382,7 +381,7 @@ def _estimated(
     if not (1 <= encode_batch <= timeline.max_encode_batch and control >= 1):
         return None
     point = Points.one(timeline.layouts.index(schedule.layout), encode_batch, control)
-    return _outcome(timeline.schedule(point), timeline.estimate(point)[0], lengths)
+    return outcome_of(timeline.schedule(point), timeline.estimate(point)[0], lengths)
 
 
 def _most(timeline: Timeline, schedule: Schedule) -> int:
@@ -392,7 +391,8 @@ def _most(timeline: Timeline, schedule: Schedule) -> int:
     return sum(stage.num_decode_layers > 0 for stage in schedule.stages)
 
 
-def _outcome(schedule: Schedule, estimates: Estimates, lengths: TaskLengths) -> Outcome:
+def outcome_of(schedule: Schedule, estimates: Estimates, lengths: TaskLengths) -> Outcome:
+    """Return a schedule with its estimates, for requests of these lengths."""
     return Outcome(
         schedule=schedule,
         estimates=estimates,

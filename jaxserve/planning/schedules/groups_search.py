@@ -9,12 +9,12 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.planning.group_times import GroupTimes
-from jaxserve.planning.schedules.candidate import shortest
 from jaxserve.planning.schedules.configuration import Schedule
-from jaxserve.planning.schedules.estimates import Best, Estimates, LatencyBounds
-from jaxserve.planning.schedules.frontier import Outcome, check_context
+from jaxserve.planning.schedules.estimates import LatencyBounds
+from jaxserve.planning.schedules.frontier import Outcome, check_context, outcome_of
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_waa import WAAPlanner, WAASpace
+from jaxserve.planning.schedules.planner import lowest_latency_s
 
 # Schedules drawn for the background of a picture.
 _NUM_DRAWN = 1500
@@ -53,14 +53,7 @@ class GroupsSearch:
         return None if found is None else self._outcome(found)
 
     def lowest_s(self, fixed: LatencyBounds) -> float:
-        score = shortest("latency_s")
-
-        def lowest(figures: Estimates | Best) -> np.ndarray:
-            return np.where(fixed.met(figures), score(figures), 0.0)
-
-        best = self._space.best(lowest)
-        assert best is not None, "some schedule keeps the bounds, or `best` says that none does"
-        return float(self._space.estimated(best).latency_s)
+        return lowest_latency_s(self._space, fixed)
 
     def drawn(self, rng: np.random.Generator) -> np.ndarray:
         estimates = self._space.estimates
@@ -69,6 +62,4 @@ class GroupsSearch:
         return np.stack([estimates.throughput[which], estimates.latency_s[which]], axis=1)
 
     def _outcome(self, schedule: Schedule) -> Outcome:
-        estimates = self._space.estimated(schedule)
-        tokens_per_s = float(estimates.throughput) * self.lengths.outputs.mean
-        return Outcome(schedule=schedule, estimates=estimates, tokens_per_s=tokens_per_s)
+        return outcome_of(schedule, self._space.estimated(schedule), self.lengths)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError
 from jaxserve.planning.schedules.candidate import (
     Score,
@@ -18,7 +20,7 @@ from jaxserve.planning.schedules.candidate import (
     throughput_under,
 )
 from jaxserve.planning.schedules.configuration import Schedule
-from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
+from jaxserve.planning.schedules.estimates import Best, Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.observed import RequestClass
 from jaxserve.planning.schedules.plan import Plan
@@ -213,6 +215,18 @@ def chosen(space: ScheduleSpace, bounds: LatencyBounds) -> Schedule | None:
         return None
     least = float(space.estimated(most).throughput) / _BETTER
     return space.best(shortest_with(bounds, least)) or most
+
+
+def lowest_latency_s(space: ScheduleSpace, fixed: LatencyBounds) -> float:
+    """Return the lowest latency in a space, of the schedules that keep `fixed`; there is one."""
+    score = shortest("latency_s")
+
+    def lowest(figures: Estimates | Best) -> np.ndarray:
+        return np.where(fixed.met(figures), score(figures), 0.0)
+
+    best = space.best(lowest)
+    assert best is not None, "some schedule keeps the bounds, or a search says that none does"
+    return float(space.estimated(best).latency_s)
 
 
 def _plan(
