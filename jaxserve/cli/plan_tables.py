@@ -25,8 +25,9 @@ def frontier_table(frontier: Frontier, chosen: Mapping[float, Outcome]) -> Table
     from rich import box
     from rich.table import Table
 
+    [estimate] = {outcome.estimate for _, outcome in frontier.points}
     table = Table(
-        title="best schedule for each latency bound",
+        title=f"best schedule for each latency bound ({estimate})",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -104,7 +105,7 @@ def neighbours_table(
 def remark(bounds: LatencyBounds, outcome: Outcome) -> str:
     """Return why a schedule cannot be chosen for bounds, if it cannot."""
     if not outcome.estimates.fits:
-        return "does not fit in memory"
+        return "not possible: memory, slots or chunk"
     return "" if bounds.met(outcome.estimates) else "misses the bound"
 
 

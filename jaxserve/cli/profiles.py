@@ -104,11 +104,9 @@ def _times(
     settings: dict[str, Any],
 ) -> tuple[Any, EngineConfig]:
     """Return times of one kind and the engine's configuration; see `step_times`."""
-    from jaxserve.planning.schedules.frontier import check_context
-
     folder = cache_folder() / "profiles"
     with _opened(model, quiet, settings, warmup=False) as rt:
-        check_context(lengths, rt.config.max_context)
+        lengths.check_fits(rt.config)
         if given is not None:
             return kind.load(rt, given), rt.config
         kept = None if measure_again else kind.find(rt, folder)
@@ -163,10 +161,9 @@ def layer_deployment(
         layers_deployment,
         measure_layers,
     )
-    from jaxserve.planning.schedules.frontier import check_context
 
     config = replace(_model_config(model, quiet), dtype=dtype or platform_defaults().dtype)
-    check_context(lengths, config.max_position_embeddings)
+    lengths.check_context(config.max_position_embeddings)
     devices = jax.devices()
     num = len(devices) if num_devices is None else num_devices
     if not 1 <= num <= len(devices):

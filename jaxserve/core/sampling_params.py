@@ -138,6 +138,11 @@ class SamplingParams:
         return {name: bound_s for name, bound_s in given.items() if bound_s is not None}
 
     @property
+    def only_scores(self) -> bool:
+        """Whether the log-probabilities of the prompt are asked for, and no answer to speak of."""
+        return self.prompt_logprobs is not None and self.max_tokens == 1
+
+    @property
     def is_constrained(self) -> bool:
         return self.json_object or not (
             self.json_schema is self.regex is self.grammar is self.choice is None
@@ -174,14 +179,14 @@ class SamplingParams:
         _whole("seed", self.seed, 0, 2**32 - 1, optional=True)
         _whole("logprobs", self.logprobs, 0, top, optional=True)
         _whole("prompt_logprobs", self.prompt_logprobs, 0, top, optional=True)
-        _real("temperature", self.temperature, 0.0, 100.0)
-        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _real("min_p", self.min_p, 0.0, 1.0, open_high=True)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _real("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        for name, bound_s in self.bounds.items():
-            _real(name, bound_s, 0.0, 1e9, open_low=True)
-        _real("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        self._keep_real("temperature", 0.0, 100.0)
+        self._keep_real("top_p", 0.0, 1.0, open_low=True)
+        self._keep_real("min_p", 0.0, 1.0, open_high=True)
+        self._keep_real("repetition_penalty", 0.0, 100.0, open_low=True)
+        self._keep_real("presence_penalty", -100.0, 100.0)
+        self._keep_real("frequency_penalty", -100.0, 100.0)
+        for name in self.bounds:
+            self._keep_real(name, 0.0, 1e9, open_low=True)
         if self.adapter is not None and (not isinstance(self.adapter, str) or not self.adapter):
             raise InvalidSamplingParamsError(
                 f"adapter={self.adapter!r} is not allowed; pass the name of a loaded adapter, or "
@@ -202,6 +207,13 @@ class SamplingParams:
         for token_id, bias in (self.logit_bias or {}).items():
             _whole("a logit_bias token id", token_id, 0, inf)
             _real(f"logit_bias[{token_id}]", bias, -1e9, 1e9)
+
+    def _keep_real(self, name: str, low: float, high: float, **is_open: bool) -> None:
+        """Check a field, and keep a scalar of another library as a number of Python."""
+        value = getattr(self, name)
+        number = _real(name, value, low, high, **is_open)
+        if not isinstance(value, (int, float)):
+            object.__setattr__(self, name, number)
 
     def _check_contradictions(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -262,7 +274,7 @@ def _real(
     *,
     open_low: bool = False,
     open_high: bool = False,
-) -> None:
+) -> float:
     try:
         number = math.nan if isinstance(value, (bool, str)) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -274,3 +286,4 @@ def _real(
         raise InvalidSamplingParamsError(
             f"{name}={value!r} is not allowed; pass a number in {bounds}"
         )
+    return number

@@ -226,7 +226,7 @@ class DeviceLoop(Generic[_Job]):
                         "requests still run after the seconds that this call may wait for "
                         "their end; pass more seconds (max_wait_s), or call it when less runs"
                     )
-                self._changed.wait(left_s)
+                self._changed.wait(None if left_s is None else min(left_s, threading.TIMEOUT_MAX))
                 self._raise_if_over()
 
     def halt(self, running: Running) -> None:

@@ -53,9 +53,6 @@ class Adapter:
 
         Its figures are those expected with the newest lengths, if it is adapted.
         """
-        adaptation = self._adaptation
-        if adaptation is not None and adaptation.plan is not None and self._in_force is not None:
-            return adaptation.plan
         return self._in_force
 
     def put(self, lengths: Sequence[AnswerLength]) -> None:
@@ -146,7 +143,7 @@ class Adapter:
                 "devices have moved between the groups while the plan was made, which is for the "
                 "groups before; plan again"
             )
-        if regrouper is not None and move is not None and not move.refused:
+        if regrouper is not None and move is not None and move.is_due:
             try:
                 pause_s = regrouper.move(move.division, move.max_pause_s)
             except InvalidConfigError as error:  # the page pool was resized meanwhile
@@ -185,7 +182,11 @@ class Adapter:
         plan = adaptation.revised(self.running())
         with self._lock:
             # Another plan may have been asked for during the search.
-            if plan is None or self._adaptation is not adaptation:
+            if self._adaptation is not adaptation:
+                return
+            if plan is None:
+                if self._in_force is not None:
+                    self._in_force = adaptation.plan  # as expected with the newest lengths
                 return
             try:
                 adaptation.keep(self._carry_out(plan))

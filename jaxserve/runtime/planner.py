@@ -151,22 +151,19 @@ class Planner:
         """See `Runtime.plan`."""
         self._replicas.check_leads()
         self._replicas.check_may_wait()
-        observed = self._observed.newest()
-        if lengths is None and not observed:
+        given = None
+        if lengths is not None:
+            given = lengths_of(lengths)
+            given.check_fits(self._replicas.first.engine.scheduler.config)
+        elif not self._observed.newest():
             raise InvalidConfigError(
                 "no answer has ended in this runtime, so no lengths are known; pass lengths=[("
                 "prompt tokens, output tokens), ...], or plan after some requests"
             )
         planner = self._planner(policies, max_wait_s, max_pause_s)
-        if lengths is None:
-            used = observed
-            task = task_of(used)
-        else:
-            task = lengths_of(lengths, self._replicas.first.engine.scheduler.config.max_context)
-            used = [
-                AnswerLength(admitted_s=-math.inf, num_prompt=int(prompt), num_output=int(output))
-                for prompt, output in lengths
-            ]
+        # Answers may have ended while step times were measured, the long ones of the queue then.
+        used = self._observed.newest() if lengths is None else _answers(lengths)
+        task = task_of(used) if given is None else given
         has_classes = self._heeds_bounds and any(a.bounds != LatencyBounds() for a in used)
         classes = classes_of(used, planner.max_slots) if has_classes else ()
         while True:
@@ -280,3 +277,11 @@ class Planner:
             max_pause_s=max_pause_s,
             rules=tuple(map(regrouper.rule, rules)),
         )
+
+
+def _answers(lengths: Sequence[tuple[int, int]] | np.ndarray) -> tuple[AnswerLength, ...]:
+    """Return answers of given prompt and output tokens."""
+    return tuple(
+        AnswerLength(admitted_s=-math.inf, num_prompt=int(prompt), num_output=int(output))
+        for prompt, output in lengths
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -118,6 +119,27 @@ def test_a_plan_waits_for_running_requests_no_longer_than_it_is_told(
         assert not list(tmp_path.iterdir())
 
 
+def test_a_plan_knows_the_answers_that_it_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The shortest of eight answers has ended: step times are measured after the longest."""
+    slow = WrapAll(SlowExecutor)
+    with Runtime(tiny_llama(), wrap_executor=slow, **OPTIONS) as rt:
+        monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))  # without kept step times
+        pending = [rt.submit(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
+        pending[0].result(60)
+        running = sum(not each.future.done() for each in pending)
+        [executor] = slow.executors
+
+        def hurry() -> None:
+            executor.step_s = 0.0
+
+        threading.Timer(0.2, hurry).start()
+        plan = rt.plan(math.inf, adopt=False)
+        assert running and plan.num_lengths == len(PROMPTS)
+        assert plan.max_answer_tokens == PARAMS[-1].max_tokens
+
+
 def test_an_infeasible_bound_is_refused_with_the_lowest_one(measured: tuple[list, Path]):
     """The error's bound is feasible, and a refused plan leaves the runtime as it was."""
     answers, path = measured
@@ -152,13 +174,14 @@ def test_families_of_plans_are_chosen(measured: tuple[list, Path]):
 
 
 def test_without_answers_or_a_bound_there_is_no_plan(measured: tuple[list, Path]):
-    """Cancelled answers are no lengths; errors are typed, also after the end."""
+    """Cancelled answers and scores are no lengths; errors are typed, also after the end."""
     rt = Runtime(tiny_llama(), wrap_executor=SlowExecutor, **OPTIONS)
     with rt:
         rt.load_step_times(measured[1])
         pending = rt.submit(PROMPTS[0], SamplingParams(max_tokens=60))
         pending.cancel()
         pending.result(60)
+        assert len(rt.score(PROMPTS[0])) == len(PROMPTS[0]) - 1
         with pytest.raises(InvalidConfigError, match="no answer has ended"):
             rt.plan(1.0)
         with pytest.raises(InvalidConfigError, match="latency_s=-1"):

@@ -6,8 +6,10 @@ import pickle
 import random
 import time
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -215,6 +217,18 @@ def test_a_long_backlog_leaves_the_reserved_slots(policy: Policy):
     run = simulate([*bulk, *many], policy, CONFIG, SECOND, progress=False)
     errors = [completion.error for completion in run.completions[len(bulk) :]]
     assert errors[0] is None and all(isinstance(each, BoundNotMetError) for each in errors[1:])
+
+
+def test_bounded_answers_in_reserved_slots_hold_up_no_others():
+    """Three slots are always taken by bounded answers: those without a bound begin all the same.
+
+    The schedule has one running answer on average.
+    """
+    policy = _rra(encode_batch=1, decode_batch=1.0, decode_iterations=4, reserved_slots=3)
+    bounded = [_item(20, float(at), 900.0) for at in range(0, 600, 7)]
+    items = [*bounded, *(_item(4, 30.0) for _ in range(6))]
+    done = simulate(items, policy, CONFIG, SECOND, progress=False).completions[len(bounded) :]
+    assert max(each.timing.finished_s or 1e9 for each in done) < 300
 
 
 def test_reserved_slots_are_checked():
@@ -464,6 +478,9 @@ def test_a_bound_is_a_number_of_seconds():
     for wrong in (0, -1.0, "soon"):
         with pytest.raises(InvalidSamplingParamsError, match="latency_bound"):
             SamplingParams(latency_bound=wrong)  # type: ignore[arg-type]
+    for scalar in (np.array(1.5), np.float32(1.5), Decimal("1.5"), jnp.float32(1.5)):
+        params = SamplingParams(latency_bound=scalar)  # type: ignore[arg-type]
+        assert type(params.latency_bound) is float and params == SamplingParams(latency_bound=1.5)
     clock = VirtualClock()
     clock.advance_to(7.0)
     assert _request("a", 5, 2.5, clock).due_s == 9.5

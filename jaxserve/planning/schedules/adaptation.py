@@ -57,7 +57,7 @@ class Adaptation:
     answers since the first ones have doubled, because more answers tell more of the longest ones.
 
     The search also runs when an answer had a tighter latency bound of its own than all answers of
-    the last search.
+    the last search, or while they are few, when twice as many have had one.
 
     Hysteresis: another schedule is adopted only if the present one is expected to miss a bound, to
     exceed the memory, or to serve 2 % less. If no schedule keeps the bounds, the one that misses
@@ -98,8 +98,9 @@ class Adaptation:
         self._since: list[AnswerLength] = []
         self._num_untested = 0
         self._is_refused = False
-        # The tightest bounds of single answers in the last search.
+        # The tightest bounds of single answers in the last search, and how many had one.
         self._tightest = _tightest([], self._known)
+        self._num_bounded = _num_bounded(self._known)
 
     def observe(self, answers: Iterable[AnswerLength]) -> bool:
         """Take in ended answers; return whether `revised` should be called."""
@@ -120,8 +121,9 @@ class Adaptation:
         if sum(answer.has_ended for answer in (*known, *newest)) < LEAST_ANSWERS:
             return None
         changed = _changed(known, newest)
-        has_tighter = self._heeds_bounds and _tightest([self._tightest], newest) != self._tightest
-        is_due = self.plan is None or len(newest) >= len(known) or has_tighter
+        is_due = (
+            self.plan is None or len(newest) >= len(known) or self._has_other_bounds(known, newest)
+        )
         is_due |= self._is_refused and len(newest) >= LEAST_ANSWERS
         if changed is None and not is_due:
             return None
@@ -130,7 +132,7 @@ class Adaptation:
             return None
         task = task_of(lengths)
         self.num_searches += 1
-        self._tightest = _tightest([], lengths)
+        self._tightest, self._num_bounded = _tightest([], lengths), _num_bounded(lengths)
         classes = classes_of(lengths, self._planner.max_slots) if self._heeds_bounds else ()
         try:
             plan = self._nearest(task, len(lengths), classes)
@@ -145,6 +147,18 @@ class Adaptation:
         if changed is not None:
             self._begins_s = max(self._begins_s, np.nextafter(lengths[0].admitted_s, -np.inf))
         return self._adopted(plan, task)
+
+    def _has_other_bounds(
+        self, known: Sequence[AnswerLength], newest: Sequence[AnswerLength]
+    ) -> bool:
+        """Return whether the newest answers have tighter bounds, or many more of them have some."""
+        if not self._heeds_bounds:
+            return False
+        num = _num_bounded(known) + _num_bounded(newest)
+        # As many as reserve half of the slots reserve no more.
+        before = self._num_bounded
+        has_more = 2 * before < self._planner.max_slots and num > before and num >= 2 * before
+        return has_more or _tightest([self._tightest], newest) != self._tightest
 
     def _nearest(self, task: TaskLengths, num: int, classes: Sequence[RequestClass]) -> Plan:
         return self._planner.nearest(task, self._bounds, num_lengths=num, classes=classes)
@@ -201,11 +215,14 @@ class Adaptation:
         if not present.fits:
             is_better = True
         elif present.keeps_bounds:
-            is_better = plan.answers_per_s >= _GAIN * present.answers_per_s
+            is_more = plan.answers_per_s >= _GAIN * present.answers_per_s
+            is_better = plan.keeps_bounds and is_more
         else:
             is_better = plan.keeps_bounds or _GAIN * plan.worst_share <= present.worst_share
         before = self.plan
-        self.plan = plan if is_better else replace(present, lowest=plan.lowest)
+        # What is known of the last move of devices stays.
+        lowest = {} if present.keeps_bounds else plan.lowest
+        self.plan = plan if is_better else replace(present, lowest=lowest, move=before.move)
         _warn(before, self.plan)
         return self.plan if is_better or _is_uneven(before, present) else None
 
@@ -255,6 +272,11 @@ def _tightest(known: Sequence[LatencyBounds], answers: Sequence[AnswerLength]) -
     return tightest([LatencyBounds(), *known, *(a.bounds for a in answers if a.has_ended)])
 
 
+def _num_bounded(answers: Sequence[AnswerLength]) -> int:
+    """Return how many ended answers had latency bounds of their own."""
+    return sum(answer.has_ended and answer.bounds != LatencyBounds() for answer in answers)
+
+
 def task_of(answers: Sequence[AnswerLength]) -> TaskLengths:
     """Return the distributions of lengths of answers of which some go on, with a cautious level."""
     prompts = LengthDistribution.of_samples([answer.num_prompt for answer in answers])
@@ -282,6 +304,10 @@ def _expected(answer: AnswerLength) -> np.ndarray:
     if not whole.any():  # it is longer than was predicted
         whole = np.zeros(answer.num_output + 2)
         whole[-1] = 1.0
+    if answer.limit is not None and len(whole) > answer.limit + 1:
+        beyond = whole[answer.limit + 1 :].sum()
+        whole = whole[: answer.limit + 1]
+        whole[answer.limit] += beyond
     return whole / whole.sum()
 
 

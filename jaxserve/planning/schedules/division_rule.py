@@ -19,10 +19,11 @@ from jaxserve.planning.schedules.measured_waa import encode_s, iteration_s
 class DivisionRule:
     """Gives the encode group its share of what each encode batch takes, for groups that exist.
 
-    WAA-C shares out the computation: an encode phase of B_E sequences, and a decode iteration of
-    the B_D = B_E S_D sequences that run then, at most one in each slot. WAA-M shares out the
-    memory: the weights, of which each group has a copy, the KV of two encode batches, and that of
-    B_D sequences.
+    WAA-C shares out the computation: an encode phase of B_E sequences, and the decode iterations
+    that B_E answers of S_D iterations take. One iteration of B_D = B_E S_D sequences is enough, as
+    in the paper; with fewer slots, as many more are needed. WAA-M shares out the memory: the
+    weights, of which each group has a copy, the KV of two encode batches, and that of B_D
+    sequences.
 
     Attributes:
       policy: `Policy.WAA_C` or `Policy.WAA_M`.
@@ -56,7 +57,9 @@ class DivisionRule:
         if self.policy is Policy.WAA_C:
             encode = encode_s(times, lengths, batch) * options[0].encode
             by_number = iteration_s(times, lengths, [1], max_slots)[0]
-            decode = np.interp(num_decoding, batch, by_number) * options[0].decode
+            num_iterations = batch * max(iterations.mean, 1.0) / num_decoding
+            iteration = np.interp(num_decoding, batch, by_number)
+            decode = num_iterations * iteration * options[0].decode
         else:
             encode_tokens = 2 * batch * lengths.inputs.mean
             encode = self.weights_bytes + encode_tokens * self.token_bytes

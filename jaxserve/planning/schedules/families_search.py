@@ -14,6 +14,7 @@ from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.families import FAMILIES, planner_of
 from jaxserve.planning.schedules.frontier import EngineSearch, Outcome, outcome_of
 from jaxserve.planning.schedules.lengths import TaskLengths
+from jaxserve.planning.schedules.plan import SIMULATED
 from jaxserve.planning.schedules.planner import SchedulePlanner, ScheduleSpace, lowest_latency_s
 from jaxserve.planning.schedules.played import Player
 from jaxserve.planning.step_times import StepTimes
@@ -32,7 +33,7 @@ class FamiliesSearch:
       families: those to choose from, see `planner_of`.
 
     Raises:
-      InvalidConfigError: see `check_context` and `planner_of`.
+      InvalidConfigError: see `TaskLengths.check_fits` and `planner_of`.
     """
 
     times: StepTimes
@@ -85,4 +86,4 @@ class FamiliesSearch:
         return np.concatenate(parts)
 
     def _outcome(self, schedule: Schedule, estimates: Estimates) -> Outcome:
-        return outcome_of(schedule, estimates, self.lengths)
+        return outcome_of(schedule, estimates, self.lengths, SIMULATED)

@@ -18,6 +18,7 @@ from jaxserve.planning.schedules.continuous import CHUNKS
 from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_cost import measured_deployment
+from jaxserve.planning.schedules.plan import CLOSED_FORM
 from jaxserve.planning.schedules.rra import RRATimeline
 from jaxserve.planning.schedules.search import (
     CLUSTER_FAMILIES,
@@ -42,11 +43,13 @@ class Outcome:
     Attributes:
       estimates: of this schedule, each a scalar.
       tokens_per_s: throughput in output tokens.
+      estimate: where the figures are from, see `Plan`.
     """
 
     schedule: Schedule
     estimates: Estimates
     tokens_per_s: float
+    estimate: str
 
     @property
     def policy(self) -> Policy:
@@ -105,6 +108,7 @@ class Outcome:
             "first_token_s": float(estimates.first_token_s),
             "token_s": float(estimates.token_s),
             "fits": bool(estimates.fits),
+            "estimate": self.estimate,
         }
 
 
@@ -187,7 +191,7 @@ class EngineSearch:
       config: the engine's present configuration; its slots and page pool limit the schedules.
 
     Raises:
-      InvalidConfigError: see `check_context`.
+      InvalidConfigError: see `TaskLengths.check_fits`.
     """
 
     times: StepTimes
@@ -196,7 +200,7 @@ class EngineSearch:
     timelines: tuple[Timeline, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_context(self.lengths, self.config.max_context)
+        self.lengths.check_fits(self.config)
         means = self.lengths.inputs.mean, self.lengths.outputs.less_one().mean
         deployment = measured_deployment(self.times, self.config, *means)
         object.__setattr__(self, "timelines", (RRATimeline(deployment, self.lengths),))
@@ -213,20 +217,6 @@ class EngineSearch:
 
     def drawn(self, rng: np.random.Generator) -> np.ndarray:
         return _drawn(self.timelines, rng)
-
-
-def check_context(lengths: TaskLengths, max_context: int) -> None:
-    """Check that requests of these lengths can be served.
-
-    Raises:
-      InvalidConfigError: the longest prompt and answer together exceed the longest context.
-    """
-    longest_input, longest_output = lengths.inputs.max_length, lengths.outputs.max_length
-    if longest_input + longest_output > max_context:
-        raise InvalidConfigError(
-            f"lengths of up to {longest_input} prompt and {longest_output} output tokens do not "
-            f"fit in a context of {max_context}; pass shorter lengths or a larger max_context"
-        )
 
 
 @final
@@ -375,7 +365,8 @@ def _estimated(
         if encode_batch != schedule.encode_batch:
             return None
         chunk_tokens = schedule.chunk_tokens // schedule.num_micro_batches
-        encode_batch, control = control, 1 + CHUNKS.index(chunk_tokens)
+        # Prompts of an encoder are whole.
+        encode_batch, control = control, 1 + CHUNKS.index(chunk_tokens) if chunk_tokens else 1
     elif control > _most(timeline, schedule):
         return None
     if not (1 <= encode_batch <= timeline.max_encode_batch and control >= 1):
@@ -391,10 +382,13 @@ def _most(timeline: Timeline, schedule: Schedule) -> int:
     return sum(stage.num_decode_layers > 0 for stage in schedule.stages)
 
 
-def outcome_of(schedule: Schedule, estimates: Estimates, lengths: TaskLengths) -> Outcome:
+def outcome_of(
+    schedule: Schedule, estimates: Estimates, lengths: TaskLengths, estimate: str = CLOSED_FORM
+) -> Outcome:
     """Return a schedule with its estimates, for requests of these lengths."""
     return Outcome(
         schedule=schedule,
         estimates=estimates,
+        estimate=estimate,
         tokens_per_s=float(estimates.throughput) * lengths.outputs.mean,
     )

@@ -11,7 +11,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.planning.group_times import GroupTimes
 from jaxserve.planning.schedules.configuration import Schedule
 from jaxserve.planning.schedules.estimates import LatencyBounds
-from jaxserve.planning.schedules.frontier import Outcome, check_context, outcome_of
+from jaxserve.planning.schedules.frontier import Outcome, outcome_of
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_waa import WAAPlanner, WAASpace
 from jaxserve.planning.schedules.planner import lowest_latency_s
@@ -29,7 +29,7 @@ class GroupsSearch:
       config: the engine's present configuration; its slots and page pool limit the schedules.
 
     Raises:
-      InvalidConfigError: see `check_context`.
+      InvalidConfigError: see `TaskLengths.check_fits`.
     """
 
     times: GroupTimes
@@ -39,7 +39,7 @@ class GroupsSearch:
     _space: WAASpace = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_context(self.lengths, self.config.max_context)
+        self.lengths.check_fits(self.config)
         planner = WAAPlanner(times=self.times, config=lambda: self.config)
         object.__setattr__(self, "_planner", planner)
         object.__setattr__(self, "_space", planner.space(self.lengths, ()))

@@ -11,6 +11,7 @@ from typing import final
 
 import numpy as np
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload.tasks import Lengths, Task
 from predictor import LengthDistributions
@@ -114,11 +115,13 @@ class TaskLengths:
 
     Attributes:
       level: quantile of the output lengths for which a latency bound must hold.
+      max_together: most tokens of a prompt and its answer; None for the longest of both.
     """
 
     inputs: LengthDistribution
     outputs: LengthDistribution
     level: float = 0.99
+    max_together: int | None = None
 
     @classmethod
     def of_task(cls, task: Task) -> TaskLengths:
@@ -126,29 +129,49 @@ class TaskLengths:
             LengthDistribution.of_task(task.inputs), LengthDistribution.of_task(task.outputs)
         )
 
+    def check_context(self, max_context: int) -> None:
+        """Check that each prompt and its answer fit in a context.
 
-def lengths_of(
-    lengths: Sequence[tuple[int, int]] | np.ndarray, max_context: int | None = None
-) -> TaskLengths:
+        Raises:
+          InvalidConfigError
+        """
+        longest = self.inputs.max_length + self.outputs.max_length
+        if self.max_together is not None:
+            longest = self.max_together
+        if longest > max_context:
+            raise InvalidConfigError(
+                f"lengths of up to {longest} prompt and output tokens together do not fit in a "
+                f"context of {max_context}; pass shorter lengths or a larger max_context"
+            )
+
+    def check_fits(self, config: EngineConfig) -> None:
+        """Check that an engine serves requests of these lengths, as far as its context decides.
+
+        Raises:
+          InvalidConfigError: the context is too short, or a step for prompts of an encoder.
+        """
+        self.check_context(config.max_context)
+        longest, most = self.inputs.max_length, config.max_prompt_tokens
+        if config.has_encoder and longest > most:
+            raise InvalidConfigError(
+                f"prompts of up to {longest} tokens are refused by this engine, whose encoder "
+                f"takes {most} in a step; pass shorter lengths or a larger max_step_tokens"
+            )
+
+
+def lengths_of(lengths: Sequence[tuple[int, int]] | np.ndarray) -> TaskLengths:
     """Return the distributions of prompt and output lengths.
 
-    Args:
-      max_context: most tokens of a prompt and its answer; None for no limit.
-
     Raises:
-      InvalidConfigError: there are none, one is not a pair of whole numbers from 1 on, or a pair is
-        longer than `max_context`.
+      InvalidConfigError: there are none, or one is not a pair of whole numbers from 1 on.
     """
     pairs = _pairs(lengths)
     longest = max(pairs.sum(axis=1).tolist())
-    if max_context is not None and longest > max_context:
-        raise InvalidConfigError(
-            f"lengths of up to {longest} prompt and output tokens together do not fit in a context "
-            f"of {max_context}; pass shorter lengths or a larger max_context"
-        )
     inputs, outputs = pairs.T.tolist()
     return TaskLengths(
-        LengthDistribution.of_samples(inputs), LengthDistribution.of_samples(outputs)
+        LengthDistribution.of_samples(inputs),
+        LengthDistribution.of_samples(outputs),
+        max_together=longest,
     )
 
 
@@ -175,50 +198,3 @@ def cautious_level(num: int) -> float:
     plan for their distribution.
     """
     return min(1.0, 0.99 + math.sqrt(0.99 * 0.01 / num))
-
-
-def paper_ending(iterations: LengthDistribution, num_decodes: int) -> np.ndarray:
-    """Return the paper's P_D(U): the share of a decode batch that ends in iteration U of a phase.
-
-    An answer of S iterations ends with probability 1 / ceil(S / N_D), in iteration
-    1 + (S - 1 mod N_D) (section 6, P_D(U|S)). This takes S of the answers in the batch as S of new
-    answers, although long ones are in more batches; `resident` is exact.
-
-    Args:
-      num_decodes: N_D, iterations of a decode phase.
-
-    Returns:
-      P_D(U) for U = 1 ... N_D, float [num_decodes].
-    """
-    lengths = np.arange(1, iterations.max_length + 1)
-    shares = iterations.probabilities[1:] / -(-lengths // num_decodes)
-    return np.bincount((lengths - 1) % num_decodes, shares, minlength=num_decodes)
-
-
-def resident(iterations: LengthDistribution, num_decodes: int) -> np.ndarray:
-    """Return the sequences that take part in each iteration of a phase, per new sequence.
-
-    A sequence with D iterations takes part in iteration u of every phase k with k N_D + u <= D. In
-    a steady state with B_E new sequences a phase, iteration u has B_E sum_k P(D >= k N_D + u) of
-    them. The sum over u is E(D).
-
-    Args:
-      num_decodes: N_D, iterations of a decode phase.
-
-    Returns:
-      float [num_decodes], for u = 1 ... N_D; it never rises.
-    """
-    return _folded(iterations.survival[1:], num_decodes)
-
-
-def resident_tokens(iterations: LengthDistribution, num_decodes: int) -> np.ndarray:
-    """Return the output tokens of the sequences that `resident` counts, float [num_decodes]."""
-    positions = np.arange(1, iterations.max_length + 1)
-    return _folded(iterations.survival[1:] * positions, num_decodes)
-
-
-def _folded(values: np.ndarray, num_columns: int) -> np.ndarray:
-    """Return the sums of every `num_columns`-th value, by column."""
-    padded = np.zeros(max(1, -(-len(values) // num_columns)) * num_columns)
-    padded[: len(values)] = values
-    return padded.reshape(-1, num_columns).sum(0)

@@ -104,6 +104,7 @@ class AnswerLength:
         known.
       num_prompt, num_output: tokens; of an answer that goes on, those so far.
       estimate: what is predicted of one that goes on, if anything is.
+      limit: the output tokens at which one that goes on ends in any case; None where not known.
       bounds: its own latency bounds (`SamplingParams.bounds`).
       ran_s: seconds from its admission to its end, if both are known.
     """
@@ -113,6 +114,7 @@ class AnswerLength:
     num_output: int
     has_ended: bool = True
     estimate: LengthEstimate | None = None
+    limit: int | None = None
     bounds: LatencyBounds = LatencyBounds()
     ran_s: float | None = None
 
@@ -123,7 +125,10 @@ def own_bounds(params: SamplingParams) -> LatencyBounds:
 
 
 def unfinished(scheduler: Scheduler) -> list[AnswerLength]:
-    """Return the answers that were admitted and go on; call it on the engine's thread."""
+    """Return the answers that were admitted and go on; call it on the engine's thread.
+
+    Scores are no answers.
+    """
     return [
         AnswerLength(
             admitted_s=sequence.times.admitted_s,
@@ -132,16 +137,20 @@ def unfinished(scheduler: Scheduler) -> list[AnswerLength]:
             has_ended=False,
             estimate=scheduler.lengths.estimate(sequence),
             bounds=own_bounds(sequence.request.params),
+            limit=sequence.max_length - len(sequence.request.prompt),
         )
         for sequence in scheduler.begun
-        if sequence.times.admitted_s is not None
+        if sequence.times.admitted_s is not None and not sequence.request.params.only_scores
     ]
 
 
 def answer_lengths(request: Request, completion: Completion) -> list[AnswerLength]:
-    """Return the lengths of a completion's samples that ended by themselves or at their limit."""
+    """Return the lengths of a completion's samples that ended by themselves or at their limit.
+
+    Scores are no answers.
+    """
     admitted_s, ended_s = completion.timing.admitted_s, completion.timing.finished_s
-    if admitted_s is None:
+    if admitted_s is None or request.params.only_scores:
         return []
     return [
         AnswerLength(
@@ -228,13 +237,17 @@ def tightest(bounds: Iterable[LatencyBounds]) -> LatencyBounds:
 
 
 def _num_running(answers: Sequence[AnswerLength], longest_s: float, most: int) -> int:
-    """Return the sequences of a class that run at a time; `most` where times are not known.
+    """Return the sequences of a class that run at a time, at most `most`.
+
+    Where times are not known, all of the observed ones may run at once, and as many more as chance
+    may have kept away meanwhile.
 
     Args:
       longest_s: the longest bound on a whole answer of the class; infinity if one has none.
     """
     if longest_s == math.inf:
         longest_s = max((a.ran_s for a in answers if a.ran_s is not None), default=math.inf)
+    most = min(most, math.ceil(len(answers) + _SPREAD * math.sqrt(len(answers))))
     times = [answer.admitted_s for answer in answers if math.isfinite(answer.admitted_s)]
     span_s = max(times) - min(times) if len(times) > 1 else 0.0
     if not span_s or longest_s == math.inf:

@@ -7,7 +7,7 @@ from typing import final
 
 import numpy as np
 
-from jaxserve.planning.schedules.lengths import LengthDistribution, resident, resident_tokens
+from jaxserve.planning.schedules.lengths import LengthDistribution
 
 # Parts of a decode phase, each with its mean batch.
 NUM_PARTS = 4
@@ -71,23 +71,41 @@ class DecodePhases:
     def of(cls, num_input_tokens: float, iterations: LengthDistribution) -> DecodePhases:
         """Return the phases of answers that take so many decode iterations.
 
+        A sequence with D iterations takes part in iteration u of every phase k with k N_D + u <= D.
+        In a steady state with one new sequence a phase, iteration u has sum_k P(D >= k N_D + u) of
+        them, which never rises with u.
+
         Args:
           num_input_tokens: mean length of the inputs, whose KV is held too.
         """
         num = max(1, iterations.max_length)
-        batch, tokens = np.zeros((num + 1, NUM_PARTS)), np.zeros((num + 1, NUM_PARTS))
-        peak_tokens, first_batch = np.zeros(num + 1), np.zeros(num + 1)
+        # By iteration of an answer, from 0 on; the last phase may last beyond the longest answer.
+        running = np.zeros(2 * num + 1)
+        running[1 : iterations.max_length + 1] = iterations.survival[1:]
+        held = running * (num_input_tokens + np.arange(2 * num + 1))
+        # The phases of a longest answer, for N_D = 1, 2, ... one after another.
+        num_phases = -(-num // np.arange(1, num + 1))
+        first = np.cumsum(num_phases) - num_phases
+        num_decodes = np.repeat(np.arange(1, num + 1), num_phases)
+        before = (np.arange(len(num_decodes)) - np.repeat(first, num_phases)) * num_decodes
+
+        def by_num_decodes(values: np.ndarray) -> np.ndarray:
+            return np.concatenate([np.zeros_like(values[:1]), np.add.reduceat(values, first)])
+
+        batch = by_num_decodes(_part_means(running, before, num_decodes))
+        tokens = by_num_decodes(_part_means(held, before, num_decodes))
+        first_batch = by_num_decodes(running[before + 1])
         # Answers that end with their first token need no iteration, but memory.
         at_once = float(iterations.probabilities[0])
-        for num_decodes in range(1, num + 1):
-            sequences = resident(iterations, num_decodes)
-            held = num_input_tokens * sequences + resident_tokens(iterations, num_decodes)
-            batch[num_decodes] = _part_means(sequences)
-            tokens[num_decodes] = _part_means(held)
-            peak_tokens[num_decodes] = held.max() + at_once * num_input_tokens
-            first_batch[num_decodes] = sequences[0]
+        most_held = [
+            held[1 : most * each + 1].reshape(most, each).sum(0).max()
+            for each, most in enumerate(num_phases.tolist(), start=1)
+        ]
+        peak_tokens = np.array([0.0, *most_held]) + at_once * num_input_tokens
+        peak_tokens[0] = 0.0
         # Where nothing is expected to run, one token attends to the inputs.
         length = np.where(batch > 0, tokens / np.where(batch > 0, batch, 1.0), num_input_tokens)
+        length = np.clip(length, num_input_tokens, num_input_tokens + num)
         decoded = np.arange(num + 1)[:, None] / NUM_PARTS * batch
         return cls(
             batch=batch,
@@ -104,9 +122,16 @@ class DecodePhases:
         )
 
 
-def _part_means(values: np.ndarray) -> np.ndarray:
-    """Return the means of `NUM_PARTS` equal parts of a step function, float [NUM_PARTS]."""
-    num = len(values)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.interp(np.linspace(0, num, NUM_PARTS + 1), np.arange(num + 1), sums)
-    return np.diff(ends) * NUM_PARTS / num
+def _part_means(values: np.ndarray, before: np.ndarray, num_decodes: np.ndarray) -> np.ndarray:
+    """Return the means of `NUM_PARTS` equal parts of each phase, float [phases, NUM_PARTS].
+
+    Args:
+      values: of each iteration of an answer, from 0 on, as a step function.
+      before: iterations of an answer before each phase [phases].
+      num_decodes: N_D of each phase [phases].
+    """
+    parts = np.arange(NUM_PARTS + 1) / NUM_PARTS
+    ends = before[:, None] + num_decodes[:, None] * parts
+    whole = ends.astype(np.int64)
+    sums = np.cumsum(values)[whole] + (ends - whole) * values[whole + 1]
+    return np.maximum(np.diff(sums, axis=1), 0.0) * NUM_PARTS / num_decodes[:, None]

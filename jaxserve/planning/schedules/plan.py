@@ -47,11 +47,17 @@ class Move:
     refused: str = ""
     pause_s: float | None = None
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the plan needs the move, and it has not been made."""
+        return not self.refused and self.pause_s is None
+
     def figures(self) -> dict[str, Any]:
-        """Return all of it as values of JSON; an infinite gain is None."""
+        """Return all of it as values of JSON; an infinite gain or limit is None."""
         return {
             **{name: getattr(self, name) for name in _OF_A_MOVE},
             "gain": None if self.gain == math.inf else self.gain,
+            "max_pause_s": None if self.max_pause_s == math.inf else self.max_pause_s,
             "present": str(self.present),
             "division": str(self.division),
         }
@@ -71,7 +77,7 @@ class Move:
         )
 
 
-_OF_A_MOVE = ("expected_pause_s", "max_pause_s", "is_measured", "refused", "pause_s")
+_OF_A_MOVE = ("expected_pause_s", "is_measured", "refused", "pause_s")
 
 
 @final

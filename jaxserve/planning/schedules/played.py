@@ -60,6 +60,7 @@ class Played:
       first_token_s: seconds from admission to the first token; 99 % of all answers take no longer.
       token_s: seconds per token after the first of an answer of the percentile length, as
         `latency_s`.
+      step_s: seconds of a step on average, longer than simulated as the latencies are.
       mean_running: sequences that run, on average over steps.
       preempted_share: share of the answers that were preempted.
       advances: when running answers advanced, in seconds, and the tokens that each has got until
@@ -70,6 +71,7 @@ class Played:
     latency_s: float
     first_token_s: float
     token_s: float
+    step_s: float
     mean_running: float
     preempted_share: float
     advances: np.ndarray = field(compare=False, repr=False)
@@ -78,18 +80,22 @@ class Played:
         """Return the seconds in which a running answer gets `num_tokens` tokens.
 
         99 % of the spans of the simulation are no longer. If it was too short for one, they are
-        those of an answer of the percentile length, in proportion.
+        those of an answer of the percentile length, in proportion; where all answers are of one
+        token, those of so many steps.
         """
         at_s, gained = self.advances
         reached = np.searchsorted(gained, gained + num_tokens)
         starts = np.flatnonzero(reached < len(gained))
         if not len(starts):
-            return num_tokens * self.token_s
+            return num_tokens * (self.token_s or self.step_s)
         return LONGER * _quantile(at_s[reached[starts]] - at_s[starts], _FIRST_WITHIN)
 
     def or_worse(self, other: Played) -> Played:
         """Return the worse figure of each of two simulations; the spans are those of `other`."""
-        longest = ("latency_s", "first_token_s", "token_s", "mean_running", "preempted_share")
+        longest = (
+            *("latency_s", "first_token_s", "token_s"),
+            *("step_s", "mean_running", "preempted_share"),
+        )
         return replace(
             other,
             answers_per_s=min(self.answers_per_s, other.answers_per_s),
@@ -310,6 +316,7 @@ class _Trace:
             latency_s=LONGER * latency_s,
             first_token_s=LONGER * _quantile(firsts_s, _FIRST_WITHIN),
             token_s=LONGER * _quantile(decoding_s, _WITHIN) / max(1, self._num_tokens),
+            step_s=LONGER * elapsed_s / len(self._running),
             mean_running=mean_running,
             preempted_share=len(self._preempted) / max(1, len(self._spans)),
             advances=np.array([self._gained_s, self._gained], np.float64),

@@ -28,6 +28,10 @@ class RRATimeline:
     Args:
       layouts: the layouts to consider; by default all that the cluster allows.
       classes: bounds of requests with bounds of their own, as (output tokens, seconds) each.
+      phases: those of another timeline for the same lengths, so that they are not computed anew.
+
+    Attributes:
+      phases: the decode phases of every length.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class RRATimeline:
         lengths: TaskLengths,
         layouts: Sequence[Layout] | None = None,
         classes: Sequence[tuple[int, float]] = (),
+        phases: DecodePhases | None = None,
     ):
         model, cluster = deployment.model, deployment.cluster
         self._deployment = deployment
@@ -44,7 +49,7 @@ class RRATimeline:
         self._level = lengths.level
         self._longest = self._iterations.percentile(lengths.level)
         self._classes = [(num - model.is_decoder_only, bound_s) for num, bound_s in classes]
-        self._phases = DecodePhases.of(lengths.inputs.mean, self._iterations)
+        self.phases = phases or DecodePhases.of(lengths.inputs.mean, self._iterations)
         self.layouts = tuple(layouts or layouts_of((Policy.RRA,), cluster))
         self._pipelines = Pipeline.of(
             np.full(len(self.layouts), cluster.num_devices),
@@ -58,7 +63,7 @@ class RRATimeline:
 
     def estimate(self, points: Points) -> Estimates:
         batch, num_decodes = points.encode_batch, points.control
-        pipeline, phases = self._pipelines[points.layout], self._phases
+        pipeline, phases = self._pipelines[points.layout], self.phases
         parts = self._parts(points)
         latency_s = self._latency_s(parts, num_decodes, self._longest)
         encode_s = parts.encode_s + self._slack_s(parts, 0)
@@ -107,7 +112,7 @@ class RRATimeline:
         """
         batch, most = boxes.low.encode_batch, boxes.high.control
         controls = boxes.low.control, most
-        deployment, phases = self._deployment.at(*controls), self._phases
+        deployment, phases = self._deployment.at(*controls), self.phases
         pipeline = self._pipelines[boxes.low.layout]
 
         def parts_of(encode_batch: np.ndarray, sequences: np.ndarray) -> RoundParts:
@@ -170,8 +175,8 @@ class RRATimeline:
             self._pipelines[points.layout],
             self._inputs,
             points.encode_batch,
-            self._phases.batch[num_decodes],
-            self._phases.length[num_decodes],
+            self.phases.batch[num_decodes],
+            self.phases.length[num_decodes],
         )
 
     def _latency_s(self, parts: RoundParts, num_decodes: np.ndarray, longest: int) -> np.ndarray:
@@ -249,7 +254,7 @@ class RRATimeline:
         self, pipeline: Pipeline, controls: tuple[np.ndarray, np.ndarray]
     ) -> np.ndarray:
         """Return a B_E that none that fits exceeds, with any N_D of a range."""
-        deployment, phases = self._deployment, self._phases
+        deployment, phases = self._deployment, self.phases
         empty = self._memory(pipeline, 0.0)
         token_bytes = self._memory(pipeline, 1.0) - empty
         free = np.maximum(deployment.cluster.memory_bytes - empty, 0.0)
@@ -292,7 +297,7 @@ class RRATimeline:
 
     def _largest_batch(self) -> int:
         """Return a B_E that no fitting configuration exceeds; at least 1."""
-        deployment, phases = self._deployment, self._phases
+        deployment, phases = self._deployment, self.phases
         empty = self._memory(self._pipelines, 0.0)
         token_bytes = self._memory(self._pipelines, 1.0) - empty
         tokens = (deployment.cluster.memory_bytes - empty) / np.maximum(token_bytes, 1e-300)

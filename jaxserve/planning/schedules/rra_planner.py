@@ -81,9 +81,8 @@ class RRAPlanner(SchedulePlanner):
         # A batch that runs until all have ended has no more sequences than it began with.
         most = max(limited.max_sequences, self.num_slots * _ROUNDED)
         filled = replace(limited, max_sequences=most)
-        timeline, whole = (
-            RRATimeline(each, lengths, self.layouts, own) for each in (limited, filled)
-        )
+        timeline = RRATimeline(limited, lengths, self.layouts, own)
+        whole = RRATimeline(filled, lengths, self.layouts, own, timeline.phases)
         return RRASpace(timeline, whole, lengths.inputs.max_length)
 
 

@@ -116,13 +116,17 @@ class Workload:
                 "less than 1"
             )
 
-    def next_of(self, step: StepBuilder, batch: EncodeBatch) -> Sequence | None:
-        """Admit the next sequence into the batch and return it; None where it takes no more."""
+    def next_of(self, step: StepBuilder, batch: EncodeBatch, num_running: int) -> Sequence | None:
+        """Admit the next sequence into the batch and return it; None where it takes no more.
+
+        Args:
+          num_running: sequences that run and have no slots reserved for them.
+        """
         candidate = step.first_admissible()
         if candidate is None:
             return None
         num_tokens = tokens_to_encode(candidate)
-        if not self._takes(num_tokens, len(step.running), batch):
+        if not self._takes(num_tokens, num_running, batch):
             return None
         batch.add(num_tokens)
         return step.admit()
@@ -190,7 +194,8 @@ def admissions(
             sequence = step.admit(only_bounded=True)
             num_others = _num_without_bounds(step)
         elif num_others < most:
-            sequence = workload.next_of(step, batch)
+            num_running = max(num_others, len(step.running) - reserved_slots)
+            sequence = workload.next_of(step, batch, num_running)
             num_others += sequence is not None and not sequence.request.has_bounds
         if sequence is None:
             return

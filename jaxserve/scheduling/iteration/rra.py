@@ -56,8 +56,8 @@ class RRA:
     - The number of sequences is adjusted as `Workload` says.
     - A sequence with a latency bound of its own does not wait for an encode phase. The step after
       those in flight computes its prompt, and one token of each running answer beside it. Others
-      are preempted where it finds no slot or memory. It counts as a running sequence in the next
-      encode phase.
+      are preempted where it finds no slot or memory. Beyond `reserved_slots` it counts as a running
+      sequence in the next encode phase.
 
     Attributes:
       encode_batch: B_E, sequences of an encode phase on average.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +16,13 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.planning import GroupTimes, simulate
 from jaxserve.planning.schedules import LatencyBounds, RRAPlanner
 from jaxserve.planning.schedules.adaptation import Adaptation, task_of
+from jaxserve.planning.schedules.configuration import Division
 from jaxserve.planning.schedules.lengths import lengths_of
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength
 from jaxserve.planning.schedules.pilot import AdaptingPilot
+from jaxserve.planning.schedules.plan import Move, Plan
+from jaxserve.planning.schedules.planner import SchedulePlanner, ScheduleSpace
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.lengths.estimate import LengthEstimate
 from jaxserve.scheduling.order.fcfs import FCFS
@@ -149,6 +154,55 @@ def test_predictions_tell_the_rest_of_answers_that_run():
     assert outputs.mean == pytest.approx((20 + 75.5) / 2)
     over = AnswerLength(admitted_s=1, num_prompt=5, num_output=120, has_ended=False, estimate=even)
     assert task_of([over]).outputs.percentile(0.5) == 121
+
+
+def test_predictions_end_at_the_limit():
+    """Half of the predicted lengths are beyond `max_tokens`, where the answer ends."""
+    even = LengthEstimate(LengthPrediction(LengthBuckets.equal_width(100, 10), np.full(10, 0.1)))
+    running = AnswerLength(
+        admitted_s=1, num_prompt=5, num_output=20, has_ended=False, estimate=even, limit=60
+    )
+    outputs = task_of([running]).outputs
+    assert outputs.max_length == 60
+    assert outputs.probabilities[60] == pytest.approx(0.5 + 1 / 80)
+    late = replace(running, num_output=120, limit=122)
+    assert task_of([late]).outputs.percentile(0.5) == 121
+
+
+class _Careless(SchedulePlanner):
+    """A planner whose new plans serve more than twice as much, and miss their bounds."""
+
+    max_slots = PLANNER.max_slots
+
+    def space(self, *arguments: Any) -> ScheduleSpace:
+        return PLANNER.space(*arguments)
+
+    def nearest(self, *arguments: Any, **named: Any) -> Plan:
+        plan = PLANNER.nearest(*arguments, **named)
+        late_s = 1.1 * plan.bounds.latency_s
+        rate = 3 * plan.answers_per_s
+        return replace(plan, answers_per_s=rate, latency_s=late_s, lowest={"latency_s": late_s})
+
+
+def test_a_schedule_that_keeps_the_bounds_stays():
+    """The search finds none that does; what is known of the last move of devices stays, too."""
+    known, bounds = _answers(100, 120, seed=0), LatencyBounds(latency_s=4.0)
+    move = Move(
+        present=Division(1, 3),
+        division=Division(2, 2),
+        gain=1.5,
+        expected_pause_s=0.1,
+        max_pause_s=math.inf,
+        is_measured=True,
+        pause_s=0.2,
+    )
+    plan = replace(PLANNER.plan(task_of(known), bounds, num_lengths=len(known)), move=move)
+    adaptation = Adaptation(_Careless(), bounds, plan=plan, answers=known)
+    assert _after(adaptation, _answers(128, 120, seed=1, begin_s=1000)) is None
+    assert adaptation.num_searches == 1 and adaptation.plan is not None
+    assert adaptation.plan.keeps_bounds and not adaptation.plan.lowest
+    assert adaptation.plan.move == move and not move.is_due
+    assert json.loads(json.dumps(move.figures(), allow_nan=False))["max_pause_s"] is None
 
 
 def test_a_tighter_bound_is_searched_for_once():

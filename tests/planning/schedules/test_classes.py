@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.core.errors import BoundNotMetError, InfeasibleBoundError
-from jaxserve.core.request import Completion
+from jaxserve.core.request import Completion, Request, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.planning import GroupTimes, simulate
 from jaxserve.planning.schedules import (
@@ -29,6 +29,7 @@ from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import (
     AnswerLength,
     RequestClass,
+    answer_lengths,
     classes_of,
     own_bounds,
 )
@@ -36,6 +37,7 @@ from jaxserve.planning.schedules.pilot import AdaptingPilot
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Player
 from jaxserve.planning.schedules.search import enumerate_all
+from jaxserve.runtime.scored import scoring
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.order.due_first import DueFirst
 from jaxserve.scheduling.policy import Policy
@@ -312,6 +314,46 @@ def _best(lengths: TaskLengths, bounds: LatencyBounds, each: RequestClass) -> fl
     own = [(tokens, each.bounds.latency_s)]
     timeline = RRATimeline(PLANNER.deploy(lengths), lengths, classes=own)
     return enumerate_all([timeline], throughput_under(bounds)).score or None
+
+
+def test_few_requests_with_a_bound_take_few_slots():
+    """One takes three slots of 64, since two more may have come as well; two take five."""
+    plain = [AnswerLength(admitted_s=i, num_prompt=5, num_output=20) for i in range(64)]
+    bounds = LatencyBounds(latency_s=60.0)
+    for num, most in ((1, 3), (2, 5)):
+        own = [replace(each, bounds=bounds) for each in plain[:num]]
+        together = [replace(each, admitted_s=7.0) for each in own]
+        for bounded in (own, together):
+            [each] = classes_of([*plain, *bounded], 64)
+            assert each.num_running == most
+
+
+def test_scores_are_no_answers():
+    """A request for the log-probabilities of its prompt alone tells nothing of lengths."""
+    timing = Timing(arrival_s=0.0, admitted_s=1.0, first_token_s=2.0, finished_s=3.0)
+    for params, num in (
+        (SamplingParams(max_tokens=1), 1),
+        (scoring(SamplingParams(temperature=1.0)), 0),
+    ):
+        completion = Completion(
+            request_id="a",
+            prompt_token_ids=(1, 2),
+            samples=(Sample(text="", token_ids=(5,), finish_reason="length"),),
+            timing=timing,
+        )
+        request = Request(id="a", prompt=(1, 2), params=params, arrival_s=0.0)
+        assert len(answer_lengths(request, completion)) == num
+
+
+@pytest.mark.parametrize("family", ["continuous", "both"])
+def test_classes_of_one_token_take_time(family: str):
+    """All answers end with their first token: a bound below two steps is infeasible."""
+    lengths = lengths_of([(50, 1)] * 64)
+    each = RequestClass(bounds=LatencyBounds(latency_s=1e-6), max_answer_tokens=1, num_running=2)
+    with pytest.raises(InfeasibleBoundError) as refused:
+        PLANNERS[family].plan(lengths, LatencyBounds(), num_lengths=64, classes=[each])
+    [lowest_s] = refused.value.lowest.values()
+    assert lowest_s > 1e-3
 
 
 def test_merged_classes_have_bounds_that_some_request_has():

@@ -251,9 +251,14 @@ def test_shares_of_memory_and_of_computation_by_hand():
     five = [Division(1, 2), Division(1, 4), Division(2, 3), Division(3, 2)]
     rule = _rule(WAAPolicy.WAA_M)
     assert rule.divisions(five, times, lengths, SMALL.max_slots)[1] == Division(2, 3)
-    # WAA-C: a prompt takes 0.031 s, and an iteration of all slots 0.017 s, or ten times as long.
-    by_computing, short = _rule(WAAPolicy.WAA_C), lengths_of([(1, 60)] * 4)
-    assert by_computing.divisions(options, times, short, 12)[0] == Division(2, 1)
+    # WAA-C: a prompt takes 0.058 s, and an iteration of two sequences 0.011 s.
+    by_computing = _rule(WAAPolicy.WAA_C)
+    long = lengths_of([(100, 3)] * 4)
+    assert by_computing.divisions(options, times, long, 12)[0] == Division(2, 1)
+    # A prompt of one token takes 0.031 s. Its 59 iterations are those of 4.9 steps of 12 slots,
+    # of 0.017 s each, or ten times as long.
+    short = lengths_of([(1, 60)] * 4)
+    assert by_computing.divisions(options, times, short, 12)[0] == Division(1, 2)
     encode, decode = times.groups
     ten_times = {
         key: replace(curve, points=tuple((x, 10 * s) for x, s in curve.points))

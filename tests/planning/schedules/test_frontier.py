@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from jaxserve.planning.schedules import (
     LatencyBounds,
     LengthDistribution,
     TaskLengths,
+    lengths_of,
     search,
     timelines_of,
 )
@@ -91,11 +93,20 @@ def test_other_bounds_hold_along_the_whole_frontier():
 
 
 @pytest.mark.parametrize(
-    ("families", "controls"), [(("rra", "waa"), {"N_D", "B_m"}), (("continuous",), {"B"})]
+    ("families", "controls", "is_decoder_only"),
+    [
+        (("rra", "waa"), {"N_D", "B_m"}, True),
+        (("continuous",), {"B"}, True),
+        (("continuous",), {"B"}, False),
+    ],
 )
-def test_neighbours_differ_in_one_step(families: tuple[str, ...], controls: set[str]):
+def test_neighbours_differ_in_one_step(
+    families: tuple[str, ...], controls: set[str], is_decoder_only: bool
+):
     """Each neighbour has its own estimates, and those beyond the limits are left out."""
     deployment, lengths = _roomy()
+    model = replace(deployment.model, is_decoder_only=is_decoder_only)
+    deployment = replace(deployment, model=model)
     schedules = ClusterSearch(deployment, lengths, families)
     for _, outcome in frontier_of(schedules, num_bounds=6).points:
         own = outcome.schedule.encode_batch, outcome.control
@@ -140,3 +151,16 @@ def test_lengths_beyond_an_engines_context_are_refused():
     lengths = TaskLengths(LengthDistribution.of_samples([200]), LengthDistribution.of_samples([57]))
     with pytest.raises(InvalidConfigError, match="do not fit in a context of 256"):
         EngineSearch(made_up(), CONFIG, lengths)
+    pairs = [(200, 5), (20, 57)]  # no prompt of 200 tokens has an answer of 57
+    assert EngineSearch(made_up(), CONFIG, lengths_of(pairs)).timelines
+    with pytest.raises(InvalidConfigError, match="up to 257 prompt and output tokens together"):
+        lengths_of([(200, 57)]).check_fits(CONFIG)
+
+
+def test_prompts_that_an_encoder_refuses_are_not_planned_for():
+    """A step is shorter than the longest prompt, which an encoder computes whole."""
+    lengths, most = lengths_of([(150, 5)]), CONFIG.max_step_tokens
+    assert most < 150 < CONFIG.max_prompt_tokens
+    lengths.check_fits(CONFIG)
+    with pytest.raises(InvalidConfigError, match=f"encoder takes {most} in a step"):
+        lengths.check_fits(replace(CONFIG, has_encoder=True))

@@ -7,7 +7,6 @@ import pytest
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.planning.schedules import LengthDistribution, TaskLengths
-from jaxserve.planning.schedules.lengths import paper_ending, resident, resident_tokens
 from jaxserve.planning.schedules.phases import NUM_PARTS, DecodePhases
 from jaxserve.workload.tasks import TASKS
 from predictor import LengthBuckets, LengthDistributions
@@ -15,6 +14,36 @@ from tests.planning.schedules.made_up import always
 
 # Half of the answers take one iteration, half of them three.
 ONE_OR_THREE = LengthDistribution.of_samples([1, 3])
+
+
+def paper_ending(iterations: LengthDistribution, num_decodes: int) -> np.ndarray:
+    """Return the paper's P_D(U): the share of a decode batch that ends in iteration U of a phase.
+
+    An answer of S iterations ends with probability 1 / ceil(S / N_D), in iteration
+    1 + (S - 1 mod N_D) (section 6 of ExeGPT). This takes S of the answers in the batch as S of new
+    answers, although long ones are in more batches.
+    """
+    lengths = np.arange(1, iterations.max_length + 1)
+    shares = iterations.probabilities[1:] / -(-lengths // num_decodes)
+    return np.bincount((lengths - 1) % num_decodes, shares, minlength=num_decodes)
+
+
+def resident(iterations: LengthDistribution, num_decodes: int) -> np.ndarray:
+    """Return the sequences in iterations 1 ... N_D of a phase, per new sequence a phase."""
+    return _folded(iterations.survival[1:], num_decodes)
+
+
+def resident_tokens(iterations: LengthDistribution, num_decodes: int) -> np.ndarray:
+    """Return the output tokens of the sequences that `resident` counts."""
+    positions = np.arange(1, iterations.max_length + 1)
+    return _folded(iterations.survival[1:] * positions, num_decodes)
+
+
+def _folded(values: np.ndarray, num_columns: int) -> np.ndarray:
+    """Return the sums of every `num_columns`-th value, by column."""
+    padded = np.zeros(max(1, -(-len(values) // num_columns)) * num_columns)
+    padded[: len(values)] = values
+    return padded.reshape(-1, num_columns).sum(0)
 
 
 def test_moments_and_percentiles_of_samples():
@@ -123,6 +152,26 @@ def test_phases_hold_means_peaks_and_minima():
     least = phases.least_peak_tokens(first, most)
     np.testing.assert_allclose(least, [min(phases.peak_tokens[1:3]), min(phases.peak_tokens[2:4])])
     np.testing.assert_allclose(phases.least_batch(first, most)[1], phases.batch[2:4].min(0))
+
+
+@pytest.mark.parametrize("longest", [1, 2, 5, 37, 200])
+def test_phases_of_every_length_are_those_of_the_sums(longest: int):
+    """Random distributions: means of four parts, peaks and first batches for every N_D."""
+    rng = np.random.default_rng(longest)
+    weights = rng.random(longest + 1) * (rng.random(longest + 1) < 0.4)
+    weights[longest] += 0.01
+    iterations = LengthDistribution(weights)
+    phases = DecodePhases.of(30.0, iterations)
+    at_once = 30.0 * iterations.probabilities[0]
+    for num_decodes in range(1, longest + 1):
+        sequences = resident(iterations, num_decodes)
+        held = 30.0 * sequences + resident_tokens(iterations, num_decodes)
+        fine = np.repeat(np.stack([sequences, held]), NUM_PARTS, axis=1)
+        batch, tokens = fine.reshape(2, NUM_PARTS, num_decodes).mean(2)
+        np.testing.assert_allclose(phases.batch[num_decodes], batch, atol=1e-12)
+        np.testing.assert_allclose(phases.length[num_decodes] * batch, tokens, rtol=1e-9)
+        assert phases.first_batch[num_decodes] == pytest.approx(sequences[0])
+        assert phases.peak_tokens[num_decodes] == pytest.approx(held.max() + at_once)
 
 
 def test_answers_of_one_token_need_memory_but_no_iteration():
