@@ -155,17 +155,20 @@ def _played(points: list[dict[str, Any]]) -> dict[str, Any] | None:
     if not runs:
         return None
     shares = [run["within"] for run in runs]
+    weights = np.array([run["num_answers"] for run in runs], np.float64)
+    longer = np.array([run["longer_share"] for run in runs])
+    missed = np.array([run["missed_by_others"] for run in runs])
     errors = [run["per_s"] / run["expected_per_s"] - 1 for run in runs]
     policies = [run["policy"] for run in runs]
     return {
         "num_runs": len(runs),
         "num_runs_of": {policy: policies.count(policy) for policy in sorted(set(policies))},
-        "num_answers": sum(run["num_answers"] for run in runs),
-        "within": {"mean": float(np.mean(shares)), "least": min(shares)},
-        "longer_share": float(np.mean([run["longer_share"] for run in runs])),
+        "num_answers": int(weights.sum()),
+        "within": {"mean": float(np.average(shares, weights=weights)), "least": min(shares)},
+        "longer_share": float(np.average(longer, weights=weights)),
         "missed_by_others": {
-            "mean": float(np.mean([run["missed_by_others"] for run in runs])),
-            "most": max(run["missed_by_others"] for run in runs),
+            "mean": float(np.average(missed, weights=weights * (1 - longer))),
+            "most": float(missed.max()),
         },
         "throughput_error": {"least": min(errors), "most": max(errors)},
     }

@@ -233,19 +233,22 @@ class _Session:
 
     def summary(self, task: str) -> list[dict[str, Any]]:
         """Return each bound of a task with the best of every policy, and what the plan did."""
-        own = [each for each in self.runs if each["task"] == task and "failed" not in each]
+        runs = [each for each in self.runs if each["task"] == task]
+        own = [each for each in runs if "failed" not in each]
         policies = (STATIC, *self.options.policies.split(","))
         points = []
         for bound_s in self.bounds(task):
             shown_s = None if math.isinf(bound_s) else bound_s
-            planned = [r for r in own if r["policy"] == PLANNED and r["bound_s"] == shown_s]
+            tried = [r for r in runs if r["policy"] == PLANNED and r["bound_s"] == shown_s]
+            planned = [run for run in tried if "failed" not in run]
             point: dict[str, Any] = {
                 "bound_s": shown_s,
                 "best": {policy: best_under(own, policy, bound_s) for policy in policies},
                 PLANNED: None,
             }
-            if planned:
+            if 2 * len(planned) > len(tried):
                 point[PLANNED] = _medians(planned) | {
+                    "num_failed": len(tried) - len(planned),
                     **{
                         name: statistics.median(run[name] for run in planned)
                         for name in ("within", "longer_share", "missed_share")

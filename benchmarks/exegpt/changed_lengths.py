@@ -25,7 +25,7 @@ from jaxserve.planning.schedules.search import maximise
 from jaxserve.workload.tasks import TASKS, Lengths
 
 # Section 7.6: the translation task on OPT 13B and four A40.
-_SCENARIO = Scenario("OPT-13B", "A40", 4, "T")
+SCENARIO = Scenario("OPT-13B", "A40", 4, "T")
 _FACTORS = (0.7, 0.85, 1.0, 1.15, 1.3)
 _SKEWNESSES = (-0.4, -0.2, 0.0, 0.2, 0.4)
 
@@ -59,7 +59,7 @@ def skewed(lengths: Lengths, skewness: float) -> LengthDistribution:
 
 def changed_outputs() -> dict[str, list[tuple[float, LengthDistribution]]]:
     """Return the distributions of figures 11a, 11b and 11c, with what was changed by how much."""
-    outputs = TASKS[_SCENARIO.task].outputs
+    outputs = TASKS[SCENARIO.task].outputs
     of = LengthDistribution.of_task
     return {
         "mean": [(f, of(replace(outputs, mean=f * outputs.mean))) for f in _FACTORS],
@@ -74,7 +74,7 @@ def figure_11() -> list[dict[str, Any]]:
     The bound is the lowest of the bottom 10, 30 and 70 % of FasterTransformer's latencies that a
     policy keeps, from 30 % on; the paper's is 30 %.
     """
-    deployment, lengths = _SCENARIO.deployment(), _SCENARIO.lengths()
+    deployment, lengths = SCENARIO.deployment(), SCENARIO.lengths()
     bounds = StaticBatches.of(deployment, lengths).bounds()[1:]
     return [
         row

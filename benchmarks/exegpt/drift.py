@@ -24,6 +24,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.common.output import arguments_of, command, show
+from benchmarks.exegpt.changed_lengths import SCENARIO, skewed
 from benchmarks.exegpt.scenarios import Scenario
 from benchmarks.exegpt.static_batching import StaticBatches
 from jaxserve.core.config import EngineConfig
@@ -50,14 +51,13 @@ from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.tasks import TASKS, Lengths
 
-# Section 7.6: the translation task, OPT 13B on four A40.
-SCENARIO = Scenario("OPT-13B", "A40", 4, "T")
 STATISTICS = ("mean", "std", "skewness")
 FACTORS = (0.7, 0.85, 1.15, 1.3)
 SKEWNESSES = (-0.4, -0.2, 0.2, 0.4)
 # Shares by which phases may last longer than their mean, as for plans from measured step times.
 _MARGIN = 0.1
 _PAGE_TOKENS = 32
+_NUM_SLOTS = 512
 
 
 @final
@@ -74,36 +74,12 @@ class Drift:
     value: float
 
     def probabilities(self, before: Lengths) -> np.ndarray:
-        """Return the probabilities of the lengths 1 ... `before.most`."""
+        """Return the probabilities of the lengths 1, 2, 3, ..., at most `before.most`."""
         if self.name == "mean":
             return replace(before, mean=before.mean * self.value).probabilities()
         if self.name == "std":
             return replace(before, std=before.std * self.value).probabilities()
-        return skewed(before, self.value)
-
-
-def skewed(lengths: Lengths, skewness: float) -> np.ndarray:
-    """Return a skew normal distribution, truncated to 1 ... `most`, with mean and deviation kept.
-
-    Args:
-      skewness: that of the distribution before truncation, in (-0.995, 0.995).
-    """
-    part = abs(skewness) ** (2 / 3)
-    tilt = math.sqrt(math.pi / 2 * part / (part + ((4 - math.pi) / 2) ** (2 / 3)))
-    shape = math.copysign(tilt / math.sqrt(1 - tilt**2), skewness)
-    at = np.arange(1, lengths.most + 1)
-    probabilities = np.full(lengths.most, 1 / lengths.most)
-    centre, width = lengths.mean, lengths.std
-    for _ in range(200):
-        z = (at - centre) / width
-        tails = np.array([1 + math.erf(shape * each / math.sqrt(2)) for each in z])
-        weights = np.exp(-(z**2) / 2) * tails
-        probabilities = weights / weights.sum()
-        mean = probabilities @ at
-        std = math.sqrt(probabilities @ (at - mean) ** 2)
-        centre += lengths.mean - mean
-        width *= lengths.std / std
-    return probabilities
+        return skewed(before, self.value).probabilities[1:]
 
 
 @final
@@ -133,7 +109,12 @@ class Setting:
                 f"--before {num_before} --after {num_after} is not allowed; pass at least 1 each"
             )
         static = StaticBatches.of(scenario.deployment(), scenario.lengths())
-        deployment = replace(scenario.deployment(), encode_margin=_MARGIN, decode_margin=_MARGIN)
+        deployment = replace(
+            scenario.deployment(),
+            encode_margin=_MARGIN,
+            decode_margin=_MARGIN,
+            max_sequences=_NUM_SLOTS,
+        )
         bounds = LatencyBounds(latency_s=static.bounds()[names.index(bound)])
         layouts = [Layout(policy=Policy.RRA)]
         layouts += [
@@ -158,7 +139,6 @@ class Setting:
         the last ones, beside which no new ones are admitted.
         """
         longest = max(map(sum, lengths))
-        num_slots = 512
         simulation = simulate(
             [
                 WorkloadItem(prompt_token_ids=(1,) * prompt, num_output_tokens=output)
@@ -167,8 +147,8 @@ class Setting:
             ServingPolicy("rra", OnDemand(), FCFS(), plan.iteration(), Stateless()),
             EngineConfig(
                 page_size=_PAGE_TOKENS,
-                num_pages=num_slots * (longest // _PAGE_TOKENS + 2),
-                max_slots=num_slots,
+                num_pages=_NUM_SLOTS * (longest // _PAGE_TOKENS + 2),
+                max_slots=_NUM_SLOTS,
                 max_context=longest + 1,
                 max_step_tokens=64 * longest,
                 max_decode_iterations=64,

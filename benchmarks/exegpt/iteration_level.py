@@ -68,20 +68,30 @@ class IterationLevel:
 
         With a limit of c prompt tokens, a share f = (prompt tokens an iteration) / c of iterations
         has a chunk, where f is at most 1. Micro-batches are scheduled independently, and an
-        iteration of all of them is as long as the slowest one.
+        iteration of all of them is as long as the slowest one. With several stages, a prompt's
+        chunks may as well be in all micro-batches at once, as in `ContinuousTimeline`: vLLM's
+        authors do not have that, but nothing in its layout is against it.
         """
         mean_held = self.lengths.outputs.mean_position
         batch = self._fitting(mean_held)
         if not self.deployment.model.is_decoder_only:
-            return self._of_encoder(batch)
-        return Served.joined(self._chunked(batch, tokens) for tokens in CHUNKS)
+            return self._as_planned(batch, 0)
+        kinds = (self._chunked, self._as_planned)
+        return Served.joined(kind(batch, tokens) for kind in kinds for tokens in CHUNKS)
 
-    def _of_encoder(self, batch: np.ndarray) -> Served:
-        """Return vLLM's batches of an encoder-decoder model: prompts are whole."""
+    def _as_planned(self, batch: np.ndarray, tokens: int) -> Served:
+        """Return continuous batching as plans have it; 0 tokens for whole prompts of an encoder."""
         timeline = ContinuousTimeline(self.deployment, self.lengths, (self.layout,))
         ones = np.ones_like(batch)
-        estimates = timeline.estimate(Points(0 * ones, batch, ones))
-        return Served(batch=batch, throughput=estimates.throughput, latency_s=estimates.latency_s)
+        control = 1 + CHUNKS.index(tokens) if tokens else 1
+        estimates = timeline.estimate(Points(0 * ones, batch, control * ones))
+        fits = estimates.fits
+        return Served(
+            batch=batch[fits],
+            throughput=estimates.throughput[fits],
+            latency_s=estimates.latency_s[fits],
+            tokens=tokens,
+        )
 
     def _chunked(self, batch: np.ndarray, tokens: int) -> Served:
         inputs, outputs = self.lengths.inputs, self.lengths.outputs

@@ -126,7 +126,7 @@ class Contest:
             "p99_length_s": None if math.isnan(p99_s) else p99_s,
             "within": played.within(bound_s),
             "longer_share": float(is_long.mean()),
-            "missed_by_others": float(((played.latency_s > bound_s) & ~is_long).mean()),
+            "missed_by_others": float((played.latency_s > bound_s)[~is_long].mean()),
             "num_preemptions": played.num_preemptions,
         }
 

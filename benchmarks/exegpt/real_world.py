@@ -89,16 +89,15 @@ def _rows(
             "bound_s": None if math.isinf(bound_s) else bound_s,
             "static_per_s": static.served.best(bound_s),
         }
+        kept = []
         for policy, timeline in planned.items():
             score = throughput_under(LatencyBounds(latency_s=bound_s))
             found = maximise([timeline], score).found
             figures = found and served[policy].estimate(found.point)
             row[f"{policy}_per_s"] = figures and float(figures.throughput[0])
             row[f"{policy}_latency_s"] = figures and float(figures.latency_s[0])
-        kept = [
-            row[f"{policy}_per_s"]
-            for policy in planned
-            if row[f"{policy}_per_s"] and row[f"{policy}_latency_s"] <= bound_s
-        ]
+            row[f"{policy}_fits"] = figures and bool(figures.fits[0])
+            if figures and figures.fits[0] and figures.latency_s[0] <= bound_s:
+                kept.append(float(figures.throughput[0]))
         rows.append(row | {"gain": max(kept, default=0.0) / row["static_per_s"]})
     return rows

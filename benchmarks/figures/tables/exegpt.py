@@ -52,8 +52,10 @@ def bounds(result: Result, link: str) -> str:
             ]
             own = ["NS", "", ""]
             if planned:
+                failed = planned.get("num_failed", 0)
+                rounds = f" (NS in {failed} of {failed + planned['num_runs']})" if failed else ""
                 own = [
-                    linked(planned["answers_per_s"], ".3f", link),
+                    linked(planned["answers_per_s"], ".3f", link) + rounds,
                     f"{planned['p99_s']:.2f}",
                     f"{planned['within']:.0%}",
                 ]
@@ -252,9 +254,10 @@ def _lost(result: Result) -> str:
             else f"No baseline is ahead of the plan under any of {len(points)} bounds. "
         )
         + (f"Ahead of the better one of RRA and WAA are {own}. " if own else "")
-        + f"The plan is {counts}. Baselines have the same kernels and latency margins as the "
-        "schedules, and no host time a step. vLLM is continuous batching with all devices of a "
-        "machine in one shard group, so the plan, which chooses the groups, has all that it has."
+        + f"The plan is {counts}. Baselines have the same kernels as the schedules and no host "
+        "time a step; ORCA and vLLM have the same latency margins, too, and the others none. vLLM "
+        "is continuous batching with all devices of a machine in one shard group, so the plan, "
+        "which chooses the groups, has all that it has."
     )
 
 

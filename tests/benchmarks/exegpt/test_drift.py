@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.exegpt.drift import Drift, main, skewed
+from benchmarks.exegpt.drift import Drift, main
 from jaxserve.workload.tasks import TASKS, Lengths
 
 
@@ -16,8 +16,8 @@ from jaxserve.workload.tasks import TASKS, Lengths
 def test_a_skewed_distribution_keeps_mean_and_deviation(skewness: float):
     """The third moment has the sign of the skewness, and about its size."""
     lengths = Lengths(100, 20, 300)
-    probabilities = skewed(lengths, skewness)
-    at = np.arange(1, 301)
+    probabilities = Drift("skewness", skewness).probabilities(lengths)
+    at = np.arange(1, len(probabilities) + 1)
     mean = probabilities @ at
     std = np.sqrt(probabilities @ (at - mean) ** 2)
     assert (mean, std) == pytest.approx((100, 20), rel=1e-3)

@@ -21,6 +21,7 @@ from jaxserve.execution.step_cost import StepWork
 from jaxserve.planning.schedules import (
     MODELS,
     Deployment,
+    LatencyBounds,
     Layout,
     LengthDistribution,
     Points,
@@ -28,6 +29,9 @@ from jaxserve.planning.schedules import (
     TaskLengths,
     timelines_of,
 )
+from jaxserve.planning.schedules.candidate import throughput_under
+from jaxserve.planning.schedules.continuous import ContinuousTimeline
+from jaxserve.planning.schedules.search import maximise
 from jaxserve.planning.schedules.step_cost import MixedStepCost, pipeline_of
 from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.workload.tasks import TASKS
@@ -106,6 +110,22 @@ def test_iterations_of_orca_and_vllm_by_hand():
     mean_s = without_s + 2 / 2 * 4 / 64 * (with_s - without_s)
     assert vllm.throughput[1] == pytest.approx(2 / (2 * mean_s))
     assert vllm.latency_s[1] == pytest.approx(with_s + mean_s)
+
+
+def test_vllm_serves_no_less_than_continuous_batching_on_its_layout():
+    """Two stages: chunks in all of them at once are at hand for vLLM, too, where they pay."""
+    deployment = Deployment(
+        model=model_of(4),
+        cluster=cluster_of(2, per_machine=1),
+        cost=MadeUpCost(),
+        max_encode_batch=40,
+    )
+    lengths = TaskLengths(always(300), LengthDistribution.of_samples([5, 40, 60]))
+    level = IterationLevel(deployment, lengths)
+    vllm, timeline = level.vllm(), ContinuousTimeline(deployment, lengths, (level.layout,))
+    for bound_s in (*np.quantile(vllm.latency_s, [0.01, 0.1, 0.3, 0.7]), math.inf):
+        score = throughput_under(LatencyBounds(latency_s=float(bound_s)))
+        assert vllm.best(bound_s) >= (1 - 1e-9) * maximise([timeline], score).score
 
 
 def test_micro_batches_wait_for_the_slowest():
