@@ -11,7 +11,13 @@ from typing import final
 import numpy as np
 
 from jaxserve.core.errors import DeviceMemoryError
-from jaxserve.planning.schedules.drift import Lifetimes, drift, kaplan_meier, share_beyond
+from jaxserve.planning.schedules.drift import (
+    Lifetimes,
+    drift,
+    kaplan_meier,
+    num_known,
+    share_beyond,
+)
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.lengths import (
     LengthDistribution,
@@ -41,6 +47,10 @@ _MOST_UNKNOWN = 0.002
 # Another schedule is adopted if it serves this much more, or misses its bounds by as much less. A
 # smaller gain is within the estimates' error.
 _GAIN = 1.02
+# Answers from whose lengths a schedule is adopted that only serves more. The window that differs
+# most from the answers before differs more than all later ones will, so that the schedule of a
+# small one may miss the bound.
+_LEAST_FOR_GAIN = 256
 # The sizes that the runner keeps even are adjusted from this relative difference on.
 _UNEVEN = 0.05
 
@@ -57,11 +67,11 @@ class Adaptation:
     answers since the first ones have doubled, because more answers tell more of the longest ones.
 
     The search also runs when an answer had a tighter latency bound of its own than all answers of
-    the last search, or while they are few, when twice as many have had one.
+    the last search, or, while they are few, when twice as many have had one.
 
     Hysteresis: another schedule is adopted only if the present one is expected to miss a bound, to
-    exceed the memory, or to serve 2 % less. If no schedule keeps the bounds, the one that misses
-    them least serves; a warning says so.
+    exceed the memory, or, by the lengths of 256 answers or more, to serve 2 % less. If no schedule
+    keeps the bounds, the one that misses them least serves; a warning says so.
 
     It is not thread-safe.
 
@@ -216,7 +226,7 @@ class Adaptation:
             is_better = True
         elif present.keeps_bounds:
             is_more = plan.answers_per_s >= _GAIN * present.answers_per_s
-            is_better = plan.keeps_bounds and is_more
+            is_better = plan.keeps_bounds and is_more and plan.num_lengths >= _LEAST_FOR_GAIN
         else:
             is_better = plan.keeps_bounds or _GAIN * plan.worst_share <= present.worst_share
         before = self.plan
@@ -285,13 +295,15 @@ def task_of(answers: Sequence[AnswerLength]) -> TaskLengths:
     size = 1 + max(answer.num_output for answer in answers)
     expected = [_expected(answer) for answer in told]
     size = max(size, *(len(each) for each in expected)) if expected else size
-    total = np.zeros(size)
+    total, num = np.zeros(size), float(len(told))
     if others:
-        probabilities = kaplan_meier(_lifetimes(others)[1])
+        _, lifetimes = _lifetimes(others)
+        probabilities = kaplan_meier(lifetimes)
         total[: len(probabilities)] += len(others) * probabilities
+        num += num_known(lifetimes, 0.01)
     for each in expected:
         total[: len(each)] += each
-    return TaskLengths(prompts, LengthDistribution(total), level=cautious_level(len(answers)))
+    return TaskLengths(prompts, LengthDistribution(total), level=cautious_level(num))
 
 
 def _expected(answer: AnswerLength) -> np.ndarray:

@@ -116,6 +116,25 @@ def share_beyond(lifetimes: Lifetimes) -> float:
     return float(np.prod(1.0 - _shares_ended(lifetimes)))
 
 
+def num_known(lifetimes: Lifetimes, share: float) -> float:
+    """Return how many whole lengths would tell as much of the lengths that a share of all exceeds.
+
+    Greenwood's formula gives the relative variance of the estimated share s that is longer than a
+    length: the sum, up to that length, of d / (n (n - d)), where d of the n that reach a length end
+    there. With N whole lengths it is (1 - s) / (s N).
+    """
+    size = 1 + int(lifetimes.lengths.max())
+    ended, reached = lifetimes.ended_at(size), lifetimes.at_risk(size)
+    longer = np.cumprod(1.0 - ended / np.maximum(reached, 1))
+    num_reached = int((longer >= share).sum())
+    parts = ended / np.maximum(reached * (reached - ended), 1)
+    variance = float(parts[:num_reached].sum())
+    if not variance:  # none has ended before all did
+        return float(len(lifetimes.lengths))
+    beyond = float(longer[num_reached - 1])
+    return min((1 - beyond) / (beyond * variance), len(lifetimes.lengths))
+
+
 def _shares_ended(lifetimes: Lifetimes) -> np.ndarray:
     """Return, at each length, the share of the answers reaching it that end there."""
     size = 1 + int(lifetimes.lengths.max())

@@ -190,7 +190,7 @@ def _pairs(lengths: Sequence[tuple[int, int]] | np.ndarray) -> np.ndarray:
     return pairs
 
 
-def cautious_level(num: int) -> float:
+def cautious_level(num: float) -> float:
     """Return the quantile of `num` lengths that reaches the 99th percentile of all lengths.
 
     The share of lengths below that percentile has a standard deviation of sqrt(0.99 0.01 / num),

@@ -80,16 +80,17 @@ def test_equal_lengths_keep_the_schedule():
     assert adaptation.plan.schedule.num_decodes == pytest.approx(schedule.num_decodes, rel=0.3)
 
 
-@pytest.mark.parametrize("longest", [60, 240])
-def test_other_lengths_change_the_schedule_soon(longest: int):
-    """Answers of half or twice the length: another schedule within 200 answers, within the bound.
+@pytest.mark.parametrize(("longest", "soon"), [(60, 320), (240, 200)])
+def test_other_lengths_change_the_schedule_soon(longest: int, soon: int):
+    """Answers of half or twice the length: another schedule, within the bound.
 
-    The plan is the one that is best for the new lengths alone.
+    The plan is the one that is best for the new lengths alone. One that only serves more needs the
+    lengths of 256 answers.
     """
     adaptation = _adaptation(_answers(300, 120, seed=0), 4.0)
     newest = _answers(400, longest, seed=1, begin_s=1000)
     changed = _after(adaptation, newest)
-    assert changed is not None and changed <= 200
+    assert changed is not None and changed <= soon
     assert adaptation.plan is not None and adaptation.plan.keeps_bounds
     assert adaptation.plan.max_answer_tokens == pytest.approx(longest, rel=0.1)
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.planning.schedules.drift import Lifetimes, drift, kaplan_meier, share_beyond
+from jaxserve.planning.schedules.drift import (
+    Lifetimes,
+    drift,
+    kaplan_meier,
+    num_known,
+    share_beyond,
+)
 
 
 def _normal(mean: float, std: float, num: int, rng: np.random.Generator) -> np.ndarray:
@@ -77,6 +83,26 @@ def test_the_share_beyond_every_ended_answer():
     lengths, has_ended = np.array([2, 4, 4, 4]), np.array([True, True, False, False])
     assert share_beyond(Lifetimes(lengths, has_ended)) == pytest.approx(0.5)
     assert share_beyond(Lifetimes.whole(lengths)) == 0
+
+
+def test_whole_lengths_are_known_and_cut_ones_in_part():
+    """Of 1,000 whole lengths all are known; cut at random, the tail is told by fewer.
+
+    The estimated share of the longest ones varies as with so many whole lengths.
+    """
+    rng = np.random.default_rng(5)
+    shares, known = [], []
+    for _ in range(300):
+        whole = _normal(100, 30, 1000, rng)
+        assert num_known(Lifetimes.whole(whole), 0.01) == pytest.approx(1000)
+        cut = rng.integers(1, 300, 1000)
+        lifetimes = Lifetimes(np.minimum(whole, cut), whole <= cut)
+        shares.append(kaplan_meier(lifetimes)[150:].sum())
+        known.append(num_known(lifetimes, 0.05))
+    mean = np.mean(shares)
+    as_many = mean * (1 - mean) / np.var(shares)
+    assert np.median(known) == pytest.approx(as_many, rel=0.2) and as_many < 800
+    assert num_known(Lifetimes.whole(np.full(7, 5)), 0.01) == 7
 
 
 def test_few_answers_say_nothing():
