@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError, PromptTooLongError
-from jaxserve.testing import SlowExecutor
+from jaxserve.testing import SlowExecutor, WrapAll
 from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
 from sharding import make_mesh
 
@@ -74,15 +74,19 @@ def test_running_requests_go_on_with_the_same_tokens(answers, num_shards):
     """The pool shrinks below the pages of running requests and grows again; memory is freed."""
     mesh = None if num_shards == 1 else make_mesh(tensor=num_shards)
     others = _cache_bytes()
-    slow = {"wrap_executor": SlowExecutor, "strict": True, "warmup": True}
-    with Runtime(tiny_llama(), mesh=mesh, **OPTIONS | slow) as rt:
+    slow = WrapAll(SlowExecutor)
+    options = {"wrap_executor": slow, "strict": True, "warmup": True}
+    with Runtime(tiny_llama(), mesh=mesh, **OPTIONS | options) as rt:
+        [executor] = slow.executors
         whole, page = rt.stats().pool_bytes, _page_bytes(rt)
         compiled = rt.stats().num_compilations
         pending = _begun(rt)
+        executor.step_s = 0.3  # no answer ends until the pool grows again
         assert rt.resize_kv(FEW_PAGES * page) == FEW_PAGES * page
         assert rt.stats().num_pages == rt.config.num_pages == FEW_PAGES
         _until_cache_bytes(others + num_shards * FEW_PAGES * page)
         assert rt.resize_kv(whole) == whole
+        executor.step_s = 0.02
         _until_cache_bytes(others + num_shards * whole)
         rt.check_integrity()
         assert _tokens(p.result(60) for p in pending) == answers
