@@ -139,7 +139,7 @@ class SamplingParams:
 
     @property
     def only_scores(self) -> bool:
-        """Whether the log-probabilities of the prompt are asked for, and no answer to speak of."""
+        """Whether it asks for log-probabilities of the prompt and one token, as `rt.score` does."""
         return self.prompt_logprobs is not None and self.max_tokens == 1
 
     @property

@@ -76,13 +76,7 @@ def _range_s(frontier: Frontier, chosen: Mapping[float, Outcome]) -> tuple[float
 def _draw_drawn(axes: Any, frontier: Frontier, highest_s: float) -> None:
     shown = frontier.drawn[frontier.drawn[:, 1] <= highest_s]
     axes.scatter(
-        shown[:, 1],
-        shown[:, 0],
-        s=8,
-        color="0.80",
-        linewidths=0,
-        label="others, by closed form",
-        zorder=1,
+        shown[:, 1], shown[:, 0], s=8, color="0.80", linewidths=0, label="other schedules", zorder=1
     )
 
 
