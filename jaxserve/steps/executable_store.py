@@ -41,8 +41,8 @@ class ExecutableStore:
     A key must name everything that decides the program, see `steps.executable_identity`. Several
     processes may use a folder at once: an entry is written aside and renamed. It starts with a
     digest of its key and contents. An entry that cannot be loaded counts as absent, is removed, and
-    causes one line in the log; one that calls a kernel that this process cannot compile stays. If
-    the folder cannot be used, the store is empty and keeps nothing.
+    causes one line in the log; one that calls a kernel that this process cannot compile, or not any
+    more because it ends, stays. If the folder cannot be used, the store is empty and keeps nothing.
 
     Args:
       folder: created if it does not exist, for this user alone.
@@ -137,7 +137,8 @@ class ExecutableStore:
             serialized, in_tree, out_tree = pickle.loads(contents)
             try:
                 register_called(serialized)
-            except NotImplementedError as error:  # without the compiler of an earlier start
+            # Without the compiler of an earlier start, or when this process is about to end.
+            except (NotImplementedError, RuntimeError) as error:
                 _log.info("the executable %s is not used: %s", self._path(key), error)
                 return None
             return serialize_executable.deserialize_and_load(

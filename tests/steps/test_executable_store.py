@@ -25,6 +25,7 @@ from jaxserve.steps.executable_identity import Unnameable, key_of
 from jaxserve.steps.executable_store import ExecutableStore
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.step_function import Shelf, StepFunction, shelf_of
+from pallas_kernels import build
 from pallas_kernels.cpu_targets import target_names
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -288,6 +289,37 @@ def test_an_executable_whose_kernel_is_not_there_stays(tmp_path, caplog):
         assert store.load("key", jax.devices()[:1]) is None
     assert len(caplog.records) == 1 and "which is not there" in caplog.text
     assert store.read("key") is not None
+
+
+_LOADS_AT_THE_END = """
+import pickle, sys, threading
+from pathlib import Path
+from jaxserve.steps.executable_store import ExecutableStore
+from pallas_kernels.cpu_targets import target_names
+
+store = ExecutableStore(Path(sys.argv[1]))
+store.write("key", pickle.dumps((target_names()[0].encode(), None, None)))
+
+def load():
+    threading.main_thread().join()
+    print(store.load("key", [None]), store.read("key") is not None)
+
+threading.Thread(target=load).start()
+"""
+
+
+@pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
+def test_an_entry_that_is_loaded_while_its_process_ends_stays(tmp_path):
+    """Then no thread begins that would register its kernel; a later start finds the entry."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LOADS_AT_THE_END, str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout.split() == ["None", "True"], done.stderr
+    assert "compiled again" not in done.stderr
 
 
 def test_a_prepared_executable_serves_without_compiling(tmp_path, compiled):
