@@ -26,8 +26,10 @@ test: style ## install the test tools, then lint, type check and run every test
 	@$(MAKE) --no-print-directory -j2 types tests
 
 tests: $(TEST_STAMP)
-	@# A file stays in one worker, so that its fixtures are made once.
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 $(ARGS)
+	@# A file stays in one worker, so that its fixtures are made once. A test that hangs fails after
+	@# ten minutes and says where.
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 600 \
+	    --durations 15 $(ARGS)
 
 page-test: $(TEST_STAMP) ## install a Chromium where that is possible, and test the page in it
 	@if scripts/install_browser.sh $(BIN)/python; then \

@@ -16,6 +16,10 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload.tasks import Lengths, Task
 from predictor import LengthDistributions
 
+# Distributions hold a number for each length, so that an absurd one would take all memory; no
+# model's context is as long.
+MAX_LENGTH = 1 << 24
+
 
 @final
 class LengthDistribution:
@@ -163,7 +167,8 @@ def lengths_of(lengths: Sequence[tuple[int, int]] | np.ndarray) -> TaskLengths:
     """Return the distributions of prompt and output lengths.
 
     Raises:
-      InvalidConfigError: there are none, or one is not a pair of whole numbers from 1 on.
+      InvalidConfigError: there are none, or one is not a pair of whole numbers from 1 to
+        `MAX_LENGTH`.
     """
     pairs = _pairs(lengths)
     longest = max(pairs.sum(axis=1).tolist())
@@ -182,10 +187,10 @@ def _pairs(lengths: Sequence[tuple[int, int]] | np.ndarray) -> np.ndarray:
     except (TypeError, ValueError, OverflowError):
         pairs = np.zeros(0)
     is_whole = pairs.dtype.kind in "iu" and pairs.ndim == 2 and pairs.shape[1] == 2
-    if not is_whole or pairs.min() < 1:
+    if not is_whole or pairs.min() < 1 or pairs.max() > MAX_LENGTH:
         raise InvalidConfigError(
             f"lengths={reprlib.repr(lengths)} is not allowed; pass (prompt tokens, output tokens) "
-            "of at least one answer, as whole numbers of at least 1"
+            f"of at least one answer, as whole numbers of 1 to {MAX_LENGTH:,}"
         )
     return pairs
 
