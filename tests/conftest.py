@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,18 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Return the memory that compilations of a file have freed, which otherwise adds up."""
     if _malloc_trim is not None and (nextitem is None or nextitem.path != item.path):
         _malloc_trim(0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """End the run if a worker was killed: pytest-xdist would wait for its tests for ever."""
+    if error:
+        work = node.config.pluginmanager.get_plugin("dsession").sched.assigned_work.get(node, {})
+        left = [test for tests in work.values() for test, has_run in tests.items() if not has_run]
+        pytest.exit(
+            f"a worker ended ({error}), perhaps for lack of memory, in {', '.join(left[:1])}",
+            returncode=1,
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

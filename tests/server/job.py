@@ -1,7 +1,7 @@
 """A server as a process of its own, on a tiny model whose steps take 10 ms.
 
 The argument, if there is one, is the journal of its conversations, or "late" for a service that
-takes a minute to close.
+takes a minute to close, and whose steps take 100 ms.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def main() -> None:
     )
     argument = sys.argv[1] if len(sys.argv) > 1 else None
     journal = None if argument == "late" else argument
-    with runtime(step_s=0.01, max_decode_iterations=1, conversations=journal) as rt:
+    step_s = 0.1 if argument == "late" else 0.01
+    with runtime(step_s=step_s, max_decode_iterations=1, conversations=journal) as rt:
         service: Any = _Late(rt) if argument == "late" else rt
         is_closed = serve(
             options,

@@ -72,7 +72,7 @@ def test_sigterm_under_load(tmp_path: Path):
 
 
 def test_second_signal_ends_at_once(tmp_path: Path):
-    """The second signal waits neither for a queue of seconds nor for a service that closes late."""
+    """The second signal waits for no queue of a minute, nor for a service that closes in one."""
     process, url = _start(tmp_path, "-m", "tests.server.job", "late")
     try:
         _until_ready(url)
@@ -95,7 +95,7 @@ def test_second_signal_ends_at_once(tmp_path: Path):
             assert time.monotonic() < end_s
         begun_s = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0 and time.monotonic() - begun_s < 5
+        assert process.wait(30) == 0 and time.monotonic() - begun_s < 20
         assert "64 go on" in (tmp_path / "stderr").read_text()
         asking.join(30)
         assert errors
@@ -119,7 +119,7 @@ def test_second_signal_while_closing(tmp_path: Path, sig: signal.Signals):
         assert process.poll() is None
         begun_s = time.monotonic()
         process.send_signal(sig)
-        assert process.wait(30) == 0 and time.monotonic() - begun_s < 5
+        assert process.wait(30) == 0 and time.monotonic() - begun_s < 20
         assert "Traceback" not in (tmp_path / "stderr").read_text()
     finally:
         process.kill()
