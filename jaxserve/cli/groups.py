@@ -58,6 +58,8 @@ class ServiceOptions:
 
     policy: opt.Policy = "auto"
     latency_bound: opt.LatencyBound = None
+    first_token_bound: opt.FirstTokenBound = None
+    token_bound: opt.TokenBound = None
     load: opt.Load = "auto"
     dtype: opt.DType = None
     kv_memory: opt.KvMemory = None

@@ -88,6 +88,20 @@ LatencyBound = Annotated[
         text="For --policy exegpt: seconds that a long answer (99th percentile) may take.",
     ),
 ]
+FirstTokenBound = Annotated[
+    float | None,
+    _runtime(
+        "--first-token-bound",
+        text="For --policy exegpt: seconds that its first token may take.",
+    ),
+]
+TokenBound = Annotated[
+    float | None,
+    _runtime(
+        "--token-bound",
+        text="For --policy exegpt: seconds that each later token may take, on average.",
+    ),
+]
 Load = Annotated[str, _runtime("--load", text="auto, or random for random weights.")]
 DType = Annotated[str | None, _runtime("--dtype", text="dtype of weights and KV, e.g. bfloat16.")]
 KvMemory = Annotated[str | None, _runtime("--kv-memory", text="Size of the KV pool, e.g. 2GiB.")]

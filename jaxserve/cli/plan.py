@@ -153,13 +153,16 @@ def plan(
     with opt.exit_codes():
         _check_picture(picture)
         from jaxserve.planning.schedules import LatencyBounds
+        from jaxserve.planning.schedules.configuration import check_num_bounds
 
+        # What is not allowed is refused before anything is measured.
+        check_num_bounds(num_bounds)
         task_lengths, what = _lengths(task, lengths)
         families = None if policies is None else tuple(policies.split(","))
         asked = latency_bound or [math.inf]
         fixed = LatencyBounds(first_token_s=first_token_bound, token_s=token_bound)
         for bound_s in asked:
-            replace(fixed, latency_s=bound_s)  # refuses what is not allowed before it measures
+            replace(fixed, latency_s=bound_s)
         if cluster is not None and layers:
             raise InvalidConfigError("--cluster and --layers cannot be combined; pass one of them")
         if layers and tensor_parallel != 1:

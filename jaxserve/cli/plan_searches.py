@@ -51,13 +51,15 @@ def on_layers(
 
     from jaxserve.cli.profiles import layer_deployment
     from jaxserve.core.host import cpu_name
+    from jaxserve.planning.schedules.configuration import check_families
     from jaxserve.planning.schedules.frontier import ClusterSearch
     from jaxserve.planning.schedules.search import CLUSTER_FAMILIES
 
+    families = families or CLUSTER_FAMILIES
+    check_families(families, CLUSTER_FAMILIES)
     deployment = layer_deployment(profile, lengths, **settings)
     where = f"{deployment.cluster.num_devices} {jax.devices()[0].device_kind} ({cpu_name()})"
-    schedules = ClusterSearch(deployment, lengths, families or CLUSTER_FAMILIES)
-    return schedules, f"{where}, by layers"
+    return ClusterSearch(deployment, lengths, families), f"{where}, by layers"
 
 
 def on_engine(

@@ -20,7 +20,8 @@ def frontier_table(frontier: Frontier, chosen: Mapping[float, Outcome]) -> Table
     """Return a row for each point of the frontier; those that are chosen are marked.
 
     The control is N_D of RRA, B_m of WAA, and B of continuous batching; on two groups that exist it
-    is the iterations of a decode step, N_D. Stages are as in `stages_of`.
+    is the iterations of a decode step, N_D. Stages, which only schedules of a cluster have, are as
+    in `stages_of`.
     """
     from rich import box
     from rich.table import Table
@@ -40,7 +41,9 @@ def frontier_table(frontier: Frontier, chosen: Mapping[float, Outcome]) -> Table
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("answers/s", "tokens/s", "p99 answer", "1st token", "a token"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("stages", overflow="fold")
+    has_stages = any(outcome.schedule.stages for _, outcome in frontier.points)
+    if has_stages:
+        table.add_column("stages", overflow="fold")
     marked = [outcome.schedule for outcome in chosen.values()]
     for bound_s, outcome in frontier.points:
         schedule, estimates = outcome.schedule, outcome.estimates
@@ -57,7 +60,7 @@ def frontier_table(frontier: Frontier, chosen: Mapping[float, Outcome]) -> Table
             seconds(float(estimates.latency_s)),
             seconds(float(estimates.first_token_s)),
             seconds(float(estimates.token_s)),
-            stages_of(schedule),
+            *([stages_of(schedule)] if has_stages else []),
             style="bold green" if is_marked else None,
         )
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any, final
 
@@ -39,6 +40,8 @@ class RuntimeOptions:
       policy: name of a preset, or a `jaxserve.scheduling.policy.Policy`.
       latency_bound: for policy "exegpt", seconds that an answer of the 99th-percentile length may
         take from its admission to its end; None for the most throughput.
+      first_token_bound, token_bound: for policy "exegpt", seconds that its first token may take,
+        and its later tokens on average.
       kv_memory: memory of the page pool, in bytes or as "4GiB"; by default all that is left.
       kv_dtype: dtype of the pages, by default the model's. Pages in one of `KV_DTYPES` are
         approximate, and take half the memory of bfloat16 and little more than a quarter of
@@ -117,6 +120,8 @@ class RuntimeOptions:
 
     policy: Any = "auto"
     latency_bound: float | None = None
+    first_token_bound: float | None = None
+    token_bound: float | None = None
     kv_memory: int | str | None = None
     kv_dtype: str | None = None
     quantize: str | None = None
@@ -150,6 +155,12 @@ class RuntimeOptions:
     journal_limits: JournalLimits = JournalLimits()
     huge_pages: bool = True
     progress: bool = True
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """The bounds in seconds that policy "exegpt" keeps, those that are given, by name."""
+        names = ("latency_bound", "first_token_bound", "token_bound")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property
     def warms_up_behind(self) -> bool:
@@ -215,12 +226,12 @@ class RuntimeOptions:
                 f"adapter_dtype={self.adapter_dtype!r} is not supported; pass 'bfloat16', or omit "
                 "it for the dtype of the weights"
             )
-        bound = self.latency_bound
-        if bound is not None and (not isinstance(bound, (int, float)) or not bound > 0):
-            raise InvalidConfigError(
-                f"latency_bound={bound!r} is not allowed; pass a number of seconds above 0, or "
-                "omit it for the most throughput"
-            )
+        for name, bound in self.bounds.items():
+            if isinstance(bound, bool) or not isinstance(bound, Real) or not bound > 0:
+                raise InvalidConfigError(
+                    f"{name}={bound!r} is not allowed; pass a number of seconds above 0, or omit "
+                    "it for the most throughput"
+                )
         for name in ("kv_memory", "host_memory", "disk_memory"):
             size = getattr(self, name)
             if size is not None and (name, size) != ("host_memory", 0):

@@ -42,6 +42,7 @@ from jaxserve.models.quantisation import (
 )
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.planning import Origin
+from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.disks import check_disk, open_disks
 from jaxserve.runtime.drafter import load_drafter
@@ -232,7 +233,7 @@ def build_parts(
         planner = Planner(replicas, timings, observed, regrouper)
         if_one_fails.callback(planner.close)
         if leads and policy.is_planned:
-            planner.start(options.latency_bound)
+            planner.start(LatencyBounds.of(**options.bounds))
         return Parts(
             group=group,
             replicas=replicas,
@@ -283,10 +284,11 @@ def check_early(
             f"mesh has two device groups, {mesh}, and policy={policy.name!r} plans for one; pass "
             'policy="exegpt" or "exegpt_waa_c", or a mesh of one group (sharding.make_mesh)'
         )
-    if options.latency_bound is not None and not policy.is_planned:
+    if options.bounds and not policy.is_planned:
+        given = ", ".join(f"{name}={bound!r}" for name, bound in options.bounds.items())
         raise InvalidConfigError(
-            f"latency_bound={options.latency_bound!r} is kept by policy 'exegpt' only, and policy="
-            f"{policy.name!r} was given; pass policy='exegpt', or call rt.plan(latency_bound)"
+            f"{given} is kept by policy 'exegpt' only, and policy={policy.name!r} was given; pass "
+            "policy='exegpt', or call rt.plan(latency_bound)"
         )
     check_disk(options, policy, has_processes=group is not None)
     if group is None or group.is_leader:

@@ -91,8 +91,7 @@ class Planned(Scored):
           ProcessGroupError: this process follows.
           RuntimeClosedError, EngineFailedError
         """
-        given = dict(latency_s=latency_bound, first_token_s=first_token_bound, token_s=token_bound)
-        bounds = LatencyBounds(**{name: s for name, s in given.items() if s is not None})
+        bounds = LatencyBounds.of(latency_bound, first_token_bound, token_bound)
         _check_limit("max_wait_s", max_wait_s)
         _check_limit("max_pause_s", max_pause_s)
         return self._planner.plan(

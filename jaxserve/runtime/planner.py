@@ -19,7 +19,7 @@ from jaxserve.planning.schedules.configuration import Policy as WAAPolicy
 from jaxserve.planning.schedules.divided import DividedPlanner
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.families import FAMILIES, planner_of
-from jaxserve.planning.schedules.lengths import lengths_of
+from jaxserve.planning.schedules.lengths import lengths_of, pairs_of
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import (
     AnswerLength,
@@ -121,11 +121,11 @@ class Planner:
         """Seconds for which moves have paused the engine."""
         return 0.0 if self._regrouper is None else self._regrouper.pause_s
 
-    def start(self, latency_bound: float | None) -> None:
+    def start(self, bounds: LatencyBounds) -> None:
         """Plan by itself as soon as lengths are known; measure step times first if there are none.
 
         Args:
-          latency_bound: see `RuntimeOptions`.
+          bounds: those of the options, see `RuntimeOptions`.
         """
         # One round is the shortest measurement that has every shape.
         if self.timings.has_groups:
@@ -133,7 +133,6 @@ class Planner:
         else:
             self.timings.step_times(rounds=1)
         planner = self._planner(None, max_pause_s=MAX_PAUSE_S)
-        bounds = LatencyBounds(latency_s=math.inf if latency_bound is None else latency_bound)
         adaptation = Adaptation(planner, bounds, heeds_bounds=self._heeds_bounds)
         self._adapter.adopt(None, adaptation)
 
@@ -153,6 +152,7 @@ class Planner:
         self._replicas.check_may_wait()
         given = None
         if lengths is not None:
+            lengths = pairs_of(lengths)
             given = lengths_of(lengths)
             given.check_fits(self._replicas.first.engine.scheduler.config)
         elif not self._observed.newest():
@@ -170,7 +170,7 @@ class Planner:
             try:
                 plan = planner.plan(task, bounds, num_lengths=len(used), classes=classes)
             except InfeasibleBoundError:
-                possible = planner.possible(task, classes)
+                possible = planner.possible(task, bounds, classes)
                 if len(possible) == len(classes):
                     raise
                 classes = possible
@@ -246,7 +246,7 @@ class Planner:
             own = [family for family in policy.families if family in _GROUPED]
             families = policies if policies is not None else own or ("waa",)
             check_families(families, _GROUPED)
-            return self._grouped(families, max_wait_s, max_pause_s)
+            return self._grouped(families, policies, max_wait_s, max_pause_s)
         own = [family for family in policy.families if family in FAMILIES]
         families = policies if policies is not None else own or FAMILIES
         check_families(families, FAMILIES)
@@ -259,10 +259,19 @@ class Planner:
         return planner_of(player, families)
 
     def _grouped(
-        self, families: Sequence[str], max_wait_s: float | None, max_pause_s: float
+        self,
+        families: Sequence[str],
+        policies: Sequence[str] | None,
+        max_wait_s: float | None,
+        max_pause_s: float,
     ) -> SchedulePlanner:
         """Return the planner of WAA's schedules on two groups of devices."""
         executor, regrouper = self._replicas.first.executor, self._regrouper
+        if regrouper is None and policies is not None and "waa" not in policies:
+            raise InvalidConfigError(
+                f"policies={policies!r} divides the devices by a rule, and here they cannot move "
+                "between the groups; pass policies=('waa',), or None"
+            )
         rules = () if "waa" in families else tuple(map(WAAPolicy, sorted(families)))
         times = self.timings.group_times(max_wait_s)
         # The page pool may be resized later.
@@ -279,9 +288,9 @@ class Planner:
         )
 
 
-def _answers(lengths: Sequence[tuple[int, int]] | np.ndarray) -> tuple[AnswerLength, ...]:
-    """Return answers of given prompt and output tokens."""
+def _answers(pairs: np.ndarray) -> tuple[AnswerLength, ...]:
+    """Return answers of given prompt and output tokens, int [pairs, 2]."""
     return tuple(
-        AnswerLength(admitted_s=-math.inf, num_prompt=int(prompt), num_output=int(output))
-        for prompt, output in lengths
+        AnswerLength(admitted_s=-math.inf, num_prompt=prompt, num_output=output)
+        for prompt, output in pairs.tolist()
     )

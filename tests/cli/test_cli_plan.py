@@ -127,6 +127,17 @@ def test_devices_belong_to_a_cluster():
     assert done.exit_code == 2 and "pass 'int8' or 'int4'" in done.stderr
 
 
+@pytest.mark.parametrize("where", [(), ("--layers",), ("--groups", "1/1")], ids=str)
+@pytest.mark.parametrize("wrong", [("--num-bounds", "1"), ("--policies", "no")], ids=str)
+def test_bad_options_are_refused_before_anything_is_measured(where, wrong, tmp_path, monkeypatch):
+    """Neither the model is looked for nor a profile is kept."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
+    done = run("plan", "--task", "S", "--model", str(tmp_path / "none"), *where, *wrong)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert "num_bounds=1 is not" in done.stderr or "policies=('no',) is not" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 _ENGINE = ("--load random", "--kv-memory 1GiB", "--groups 1/1")
 _MACHINE = (
     *_ENGINE,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -26,7 +27,7 @@ from jaxserve.execution.protocol import StepHandle
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.testing import ExecutorWrapper, RecordingExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from sharding import StagePlan, make_mesh
+from sharding import DeviceGroups, StagePlan, make_mesh
 
 PROMPTS = random_prompts(8, longest=30)
 PARAMS = [SamplingParams(max_tokens=4 + 5 * i) for i in range(len(PROMPTS))]
@@ -198,14 +199,15 @@ def test_without_answers_or_a_bound_there_is_no_plan(measured: tuple[list, Path]
         (dict(first_token_bound=True), "first_token_s=True"),
         (dict(lengths=[]), r"lengths=\[\]"),
         (dict(lengths=[(10,)]), r"lengths=\[\(10,\)\]"),
-        (dict(lengths=[(1, 2, 3)]), "whole numbers of 1 to 16,777,216"),
-        (dict(lengths=[5]), "whole numbers of 1 to 16,777,216"),
-        (dict(lengths=[(1.9, 5.7)]), "whole numbers of 1 to 16,777,216"),
-        (dict(lengths=[(3, 0)]), "whole numbers of 1 to 16,777,216"),
+        (dict(lengths=[(1, 2, 3)]), "whole numbers of 1 to 16,777,216 and 1 to 131,072"),
+        (dict(lengths=[5]), "whole numbers of 1 to 16,777,216 and 1 to 131,072"),
+        (dict(lengths=[(1.9, 5.7)]), "whole numbers of 1 to 16,777,216 and 1 to 131,072"),
+        (dict(lengths=[(3, 0)]), "whole numbers of 1 to 16,777,216 and 1 to 131,072"),
         (dict(lengths=[(10**6, 5)]), "up to 1000005 .* do not fit in a context of"),
-        # Distributions of this length would take the memory of the machine.
-        (dict(lengths=[(10**9, 5)]), "whole numbers of 1 to 16,777,216"),
-        (dict(lengths=[(10**30, 5)]), "whole numbers of 1 to 16,777,216"),
+        # Distributions of these lengths would take the memory of the machine.
+        (dict(lengths=[(5, 200_000)]), "whole numbers of 1 to 16,777,216 and 1 to 131,072"),
+        (dict(lengths=[(10**9, 5)]), "whole numbers of 1 to 16,777,216 and 1 to 131,072"),
+        (dict(lengths=[(10**30, 5)]), "whole numbers of 1 to 16,777,216 and 1 to 131,072"),
         (dict(max_pause_s=math.nan), "max_pause_s=nan"),
         (dict(max_wait_s=-1.0), "max_wait_s=-1.0"),
         (dict(max_wait_s="soon"), "max_wait_s='soon'"),
@@ -219,11 +221,32 @@ def test_arguments_are_checked(loaded: Runtime, arguments: dict[str, Any], messa
     assert loaded.plan(None, lengths=np.array([[10, 20]]), adopt=False).num_lengths == 1
 
 
+def test_lengths_may_come_from_an_iterator(loaded: Runtime):
+    """It is read once: the plan is made of all of its answers, and knows how many there were."""
+    given = [10, 12, 9], [20, 5, 7]
+    plan = loaded.plan(None, lengths=zip(*given, strict=True), adopt=False)
+    wanted = loaded.plan(None, lengths=list(zip(*given, strict=True)), adopt=False)
+    assert plan.num_lengths == 3 and plan.schedule == wanted.schedule
+
+
 @pytest.fixture(scope="module")
 def loaded(measured: tuple[list, Path]):
     with Runtime(tiny_llama(), **OPTIONS) as rt:
         rt.load_step_times(measured[1])
         yield rt
+
+
+def test_rules_divide_only_devices_that_can_move():
+    """Groups of stages stay as they are, so that WAA-M's rule would have no effect."""
+    devices = jax.devices()
+    mesh = DeviceGroups(
+        StagePlan.of([1, 1], devices=devices), StagePlan.of([1, 1], devices=devices[2:])
+    )
+    with (
+        Runtime(tiny_llama(), mesh=mesh, policy="exegpt_waa_c", **OPTIONS) as rt,
+        pytest.raises(InvalidConfigError, match="cannot move between the groups; pass policies="),
+    ):
+        rt.plan(lengths=[(10, 20)], policies=("waa_m",))
 
 
 class _Watching(ExecutorWrapper):

@@ -14,6 +14,7 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import BoundNotMetError, InfeasibleBoundError, InvalidConfigError
+from jaxserve.planning.schedules import LatencyBounds
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import make_groups
 
@@ -138,8 +139,24 @@ def test_a_bound_needs_a_policy_that_keeps_it():
     """The option is refused with another policy, and when it is not above 0."""
     with pytest.raises(InvalidConfigError, match="policy='exegpt'"):
         Runtime(tiny_llama(), latency_bound=2.0, **OPTIONS)
-    with pytest.raises(InvalidConfigError, match="latency_bound=-1"):
-        Runtime(tiny_llama(), policy="exegpt", latency_bound=-1, **OPTIONS)
+    with pytest.raises(InvalidConfigError, match="first_token_bound=1, token_bound=2 is kept by"):
+        Runtime(tiny_llama(), first_token_bound=1, token_bound=2, **OPTIONS)
+    for given in (dict(latency_bound=-1), dict(token_bound=True), dict(first_token_bound="1")):
+        [(name, bound)] = given.items()
+        with pytest.raises(InvalidConfigError, match=f"{name}={bound!r} is not allowed"):
+            Runtime(tiny_llama(), policy="exegpt", **given, **OPTIONS)
+
+
+def test_the_preset_keeps_bounds_on_tokens(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """Bounds of each kind are options of the runtime, too."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(cache))
+    bounds = dict(latency_bound=50.0, first_token_bound=40.0, token_bound=30.0)
+    with Runtime(tiny_llama(), policy="exegpt", **bounds, **OPTIONS) as rt:
+        rt.generate(PROMPTS, SHORT)
+        _until(lambda: rt.stats().plan is not None)
+        plan = rt.stats().plan
+        assert plan is not None and plan.keeps_bounds
+        assert plan.bounds == LatencyBounds.of(**bounds)
 
 
 def test_the_preset_plans_on_two_device_groups_too(tmp_path, monkeypatch):

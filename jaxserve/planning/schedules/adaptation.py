@@ -146,10 +146,12 @@ class Adaptation:
         classes = classes_of(lengths, self._planner.max_slots) if self._heeds_bounds else ()
         try:
             plan = self._nearest(task, len(lengths), classes)
-            if classes and not plan.keeps_bounds:
-                possible = self._planner.possible(task, classes)
-                if len(possible) < len(classes):
-                    plan = self._nearest(task, len(lengths), possible)
+            while classes and not plan.keeps_bounds:
+                possible = self._planner.possible(task, self._bounds, classes)
+                if len(possible) == len(classes):
+                    break
+                classes = possible
+                plan = self._nearest(task, len(lengths), classes)
         except DeviceMemoryError as error:
             _log.warning("the schedule stays, because the newest lengths have no plan: %s", error)
             return None

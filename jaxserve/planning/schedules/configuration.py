@@ -93,8 +93,9 @@ class Schedule:
         of a decode phase.
       num_decodes: N_D, decode iterations per encode phase; for WAA, iterations of a decode step (1
         on a cluster).
-      num_micro_batches: B_m, parts of a decode batch; for RRA the number of stages.
-      stages: in the order of the devices; WAA's encode group comes first.
+      num_micro_batches: B_m, parts of a decode batch; for RRA the number of stages. 1 for an
+        engine, whose step times are those of all its stages.
+      stages: in the order of the devices; WAA's encode group comes first. Empty for an engine.
       max_running: B of continuous batching, the most sequences that run at once; 0 for others.
         Continuous batching has no B_E and N_D: `encode_batch` is 1 and `num_decodes` 0.
       chunk_tokens: prompt tokens of a step of continuous batching at most; 0 for all that fit.
@@ -158,3 +159,13 @@ def check_families(families: Sequence[str], allowed: Sequence[str]) -> None:
             f"policies={families!r} is not allowed here; pass some of {tuple(allowed)}, or None "
             "for all of them"
         )
+
+
+def check_num_bounds(num_bounds: int) -> None:
+    """Check a number of bounds of a frontier.
+
+    Raises:
+      InvalidConfigError: it is below 2.
+    """
+    if num_bounds < 2:
+        raise InvalidConfigError(f"num_bounds={num_bounds} is not allowed; pass at least 2")

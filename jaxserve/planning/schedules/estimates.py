@@ -86,6 +86,17 @@ class LatencyBounds:
                     f"{name}={bound_s!r} is not allowed; pass a number of seconds above 0"
                 )
 
+    @classmethod
+    def of(
+        cls,
+        latency_bound: float | None = None,
+        first_token_bound: float | None = None,
+        token_bound: float | None = None,
+    ) -> LatencyBounds:
+        """Return the bounds that users give by these names; None is no bound."""
+        given = dict(latency_s=latency_bound, first_token_s=first_token_bound, token_s=token_bound)
+        return cls(**{name: bound_s for name, bound_s in given.items() if bound_s is not None})
+
     def finite(self) -> dict[str, float]:
         """Return the bounds that are given, by name."""
         bounds = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.planning.schedules.candidate import shortest
-from jaxserve.planning.schedules.configuration import Points, Policy, Schedule
+from jaxserve.planning.schedules.configuration import Points, Policy, Schedule, check_num_bounds
 from jaxserve.planning.schedules.continuous import CHUNKS
 from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import TaskLengths
@@ -268,8 +268,7 @@ def frontier_of(
       DeviceMemoryError: no schedule fits in memory.
       InvalidConfigError: `num_bounds` is below 2.
     """
-    if num_bounds < 2:
-        raise InvalidConfigError(f"num_bounds={num_bounds} is not allowed; pass at least 2")
+    check_num_bounds(num_bounds)
     fixed = replace(bounds or LatencyBounds(), latency_s=math.inf)
 
     def best(bound_s: float) -> tuple[float, Outcome]:

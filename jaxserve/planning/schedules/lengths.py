@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
@@ -16,9 +16,9 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload.tasks import Lengths, Task
 from predictor import LengthDistributions
 
-# Distributions hold a number for each length, so that an absurd one would take all memory; no
-# model's context is as long.
-MAX_LENGTH = 1 << 24
+# Longest prompt and answer in tokens that are planned for. Distributions hold a number for each
+# length, and schedules several, so that an absurd one would take all memory.
+MAX_PROMPT, MAX_OUTPUT = 1 << 24, 1 << 17
 
 
 @final
@@ -163,14 +163,13 @@ class TaskLengths:
             )
 
 
-def lengths_of(lengths: Sequence[tuple[int, int]] | np.ndarray) -> TaskLengths:
+def lengths_of(lengths: Iterable[tuple[int, int]] | np.ndarray) -> TaskLengths:
     """Return the distributions of prompt and output lengths.
 
     Raises:
-      InvalidConfigError: there are none, or one is not a pair of whole numbers from 1 to
-        `MAX_LENGTH`.
+      InvalidConfigError: see `pairs_of`.
     """
-    pairs = _pairs(lengths)
+    pairs = pairs_of(lengths)
     longest = max(pairs.sum(axis=1).tolist())
     inputs, outputs = pairs.T.tolist()
     return TaskLengths(
@@ -180,19 +179,25 @@ def lengths_of(lengths: Sequence[tuple[int, int]] | np.ndarray) -> TaskLengths:
     )
 
 
-def _pairs(lengths: Sequence[tuple[int, int]] | np.ndarray) -> np.ndarray:
-    """Return int64 [pairs, 2]."""
+def pairs_of(lengths: Iterable[tuple[int, int]] | np.ndarray) -> np.ndarray:
+    """Return prompt and output lengths as int64 [pairs, 2].
+
+    Raises:
+      InvalidConfigError: there are none, or one is not a pair of whole numbers from 1 to
+        `MAX_PROMPT` and `MAX_OUTPUT`.
+    """
     try:
         pairs: np.ndarray = np.array([[*pair] for pair in lengths])
     except (TypeError, ValueError, OverflowError):
         pairs = np.zeros(0)
     is_whole = pairs.dtype.kind in "iu" and pairs.ndim == 2 and pairs.shape[1] == 2
-    if not is_whole or pairs.min() < 1 or pairs.max() > MAX_LENGTH:
+    if not is_whole or pairs.min() < 1 or (pairs > (MAX_PROMPT, MAX_OUTPUT)).any():
         raise InvalidConfigError(
             f"lengths={reprlib.repr(lengths)} is not allowed; pass (prompt tokens, output tokens) "
-            f"of at least one answer, as whole numbers of 1 to {MAX_LENGTH:,}"
+            f"of at least one answer, as whole numbers of 1 to {MAX_PROMPT:,} and 1 to "
+            f"{MAX_OUTPUT:,}"
         )
-    return pairs
+    return pairs.astype(np.int64)
 
 
 def cautious_level(num: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -11,6 +12,8 @@ from jaxserve.planning.schedules.lengths import LengthDistribution
 
 # Parts of a decode phase, each with its mean batch.
 NUM_PARTS = 4
+# Longest phases whose peaks of memory are all computed, and the steps between longer ones.
+_EXACT, _LONGER = 512, 1.01
 
 
 @final
@@ -97,12 +100,7 @@ class DecodePhases:
         first_batch = by_num_decodes(running[before + 1])
         # Answers that end with their first token need no iteration, but memory.
         at_once = float(iterations.probabilities[0])
-        most_held = [
-            held[1 : most * each + 1].reshape(most, each).sum(0).max()
-            for each, most in enumerate(num_phases.tolist(), start=1)
-        ]
-        peak_tokens = np.array([0.0, *most_held]) + at_once * num_input_tokens
-        peak_tokens[0] = 0.0
+        peak_tokens = np.concatenate([[0.0], _most_held(held, num) + at_once * num_input_tokens])
         # Where nothing is expected to run, one token attends to the inputs.
         length = np.where(batch > 0, tokens / np.where(batch > 0, batch, 1.0), num_input_tokens)
         length = np.clip(length, num_input_tokens, num_input_tokens + num)
@@ -120,6 +118,29 @@ class DecodePhases:
             least_decoded=RangeLeast(decoded),
             least_negated=RangeLeast(-batch),
         )
+
+
+def _most_held(held: np.ndarray, num: int) -> np.ndarray:
+    """Return the most that is held in an iteration of a phase, for N_D = 1 ... num.
+
+    Of long phases only some are computed, each less than a hundredth longer than the one before.
+    Those between them have the larger one of their neighbours' values.
+
+    Args:
+      held: tokens of an answer in each of its iterations, from 0 on; [2 num + 1].
+    """
+    exact = np.arange(1, min(num, _EXACT) + 1)
+    steps = math.ceil(math.log(max(1.0, num / _EXACT)) / math.log(_LONGER))
+    some = np.unique(np.concatenate([exact, np.geomspace(len(exact), num, steps + 1).astype(int)]))
+    most = np.array(
+        [
+            held[1 : -(-num // each) * each + 1].reshape(-1, each).sum(0).max()
+            for each in some.tolist()
+        ]
+    )
+    above = np.searchsorted(some, np.arange(1, num + 1))
+    is_exact = some[above] == np.arange(1, num + 1)
+    return np.where(is_exact, most[above], np.maximum(most[above - 1], most[above]))
 
 
 def _part_means(values: np.ndarray, before: np.ndarray, num_decodes: np.ndarray) -> np.ndarray:

@@ -144,25 +144,39 @@ class SchedulePlanner(abc.ABC):
         return self._as_it_stands(found, space)
 
     def possible(
-        self, lengths: TaskLengths, classes: Sequence[RequestClass]
+        self, lengths: TaskLengths, bounds: LatencyBounds, classes: Sequence[RequestClass]
     ) -> tuple[RequestClass, ...]:
-        """Return the classes whose bounds some schedule keeps, each for itself.
+        """Return fewer classes, if no schedule keeps the bounds of all and those of each class.
 
-        A warning names the others. An engine that was idle may have served them, and any request
-        may ask for a bound that none keeps, so they must not decide how all others are served.
+        Classes whose bounds no schedule keeps are left out; or if there is none, but the slots that
+        all reserve together are too many for `bounds`, the class that is farthest from its own. A
+        warning names them. An engine that was idle may have served them, and any request may ask
+        for any bound, so they must not decide how all others are served.
         """
-        found = []
+        found, shares = [], []
         for each in classes:
             alone = self.space(lengths, [each])
             best = alone.best(nearest_to(LatencyBounds()))
-            if best is None or float(alone.estimated(best).own_share) <= 1:
+            share = 0.0 if best is None else float(alone.estimated(best).own_share)
+            if best is None or share <= 1:
                 found.append(each)
+                shares.append(share)
                 continue
             lowest = _by_name(each, alone.own_latencies_s(best))
             _log.warning(
                 "requests with bounds that no schedule keeps are not planned for: %s",
                 ", ".join(f"{name} (lowest is {s:.4g})" for name, s in lowest.items()),
             )
+        if not found or len(found) < len(classes):
+            return tuple(found)
+        if self._chosen(self.space(lengths, ()), bounds) is None:
+            return tuple(found)
+        loosest = found.pop(int(np.argmin(shares)))
+        _log.warning(
+            "no slots are reserved for requests with %s, since the bounds of all others could not "
+            "be kept beside them",
+            ", ".join(_by_name(loosest, [span.bound_s for span in loosest.spans])),
+        )
         return tuple(found)
 
     def _chosen(self, space: Any, bounds: LatencyBounds) -> Schedule | None:
@@ -190,6 +204,7 @@ class SchedulePlanner(abc.ABC):
     ) -> InfeasibleBoundError | DeviceMemoryError:
         """Return the error that says which bounds would be feasible, each for itself."""
         lowest, asked = {}, bounds.finite()
+        space = self.space(lengths, ()) if classes else space
         for name in bounds.finite():
             found = space.best(shortest(name))
             if found is None:

@@ -112,7 +112,7 @@ class RRASpace:
 
     def best(self, score: Score) -> Schedule | None:
         found = maximise([self._known], score).found
-        return None if found is None else self.timeline.schedule(found.point)
+        return None if found is None else self._schedule(self.timeline, found.point)
 
     def whole(self, score: Score) -> Schedule | None:
         """Return the best schedule whose decode phases last until all answers have ended."""
@@ -121,10 +121,10 @@ class RRASpace:
         layout, batch = np.unravel_index(np.arange(np.prod(shape)), shape)
         points = Points(layout, batch + 1, np.full(len(layout), timeline.max_control))
         found = Candidate().improved(self._known_whole, points, score).found
-        return None if found is None else timeline.schedule(found.point)
+        return None if found is None else self._schedule(timeline, found.point)
 
     def nearest(self, schedule: Schedule) -> Schedule:
-        return self.timeline.schedule(self._point(schedule))
+        return self._schedule(self.timeline, self._point(schedule))
 
     def estimated(self, schedule: Schedule) -> Estimates:
         is_whole = schedule.num_decodes >= self.timeline.max_control
@@ -146,6 +146,10 @@ class RRASpace:
         batch = float(schedule.encode_batch)
         tokens = batch * max(1, self.longest_prompt)
         return replace(schedule, encode_tokens=tokens, decode_batch=batch)
+
+    def _schedule(self, timeline: RRATimeline, point: Points) -> Schedule:
+        """Return a schedule without stages: step times are of an engine as it is."""
+        return replace(timeline.schedule(point), stages=())
 
     def _point(self, schedule: Schedule) -> Points:
         # No phase lasts longer than the longest answer.

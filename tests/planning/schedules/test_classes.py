@@ -224,7 +224,7 @@ def test_a_bound_that_nothing_keeps_is_left_out(caplog: pytest.LogCaptureFixture
     classes = classes_of([*answers, absurd], CONFIG.max_slots)
     with pytest.raises(InfeasibleBoundError):
         PLANNER.plan(lengths, LatencyBounds(), num_lengths=1, classes=classes)
-    possible = PLANNER.possible(lengths, classes)
+    possible = PLANNER.possible(lengths, LatencyBounds(), classes)
     assert [each.bounds.latency_s for each in possible] == [1.6]
     assert "latency_bound=0.001 (lowest is" in caplog.text
     adaptation = Adaptation(PLANNER, LatencyBounds())

@@ -174,6 +174,24 @@ def test_phases_of_every_length_are_those_of_the_sums(longest: int):
         assert phases.peak_tokens[num_decodes] == pytest.approx(held.max() + at_once)
 
 
+def test_peaks_of_long_phases_are_at_most_those_of_neighbours():
+    """From 512 iterations on: within a percent below their own, and not above all within 1 %."""
+    longest = 1500
+    weights = np.zeros(longest + 1)
+    for length in np.random.default_rng(0).lognormal(5, 1, 200).astype(int):
+        weights[min(longest, length)] += 1
+    iterations = LengthDistribution(weights + (np.arange(longest + 1) == longest))
+    found = DecodePhases.of(30.0, iterations).peak_tokens[1:]
+    exact = []
+    for each in range(1, longest + 1):
+        held = 30.0 * resident(iterations, each) + resident_tokens(iterations, each)
+        exact.append(held.max() + 30.0 * iterations.probabilities[0])
+    np.testing.assert_allclose(found[:512], exact[:512])
+    for i in range(512, longest):
+        near = exact[int(0.99 * i) - 1 : int(1.01 * i) + 3]
+        assert 0.99 * exact[i] <= found[i] <= max(near) * (1 + 1e-9)
+
+
 def test_answers_of_one_token_need_memory_but_no_iteration():
     """A third of the answers end with the prompt: two thirds decode, all hold their input."""
     phases = DecodePhases.of(10.0, LengthDistribution.of_samples([0, 1, 1]))
