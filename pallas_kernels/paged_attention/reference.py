@@ -37,15 +37,24 @@ def paged_attention(
         keys *= np.asarray(k_scales, np.float64)[layer][..., None]
         values *= np.asarray(v_scales, np.float64)[layer][..., None]
     tables = np.asarray(rows.page_table)
+    starts, lengths, positions, contexts = (
+        np.asarray(each).tolist()
+        for each in (
+            *(rows.query_start, rows.query_length),
+            *(rows.first_position, rows.context_length),
+        )
+    )
+    slopes = None if alibi_slopes is None else np.asarray(alibi_slopes, np.float64)
+    biases = None if distance_bias is None else np.asarray(distance_bias, np.float64)
     page_size = keys.shape[2]
     group = queries.shape[1] // keys.shape[1]
     out = np.zeros(queries.shape)
     for row in range(tables.shape[0]):
-        for i in range(int(rows.query_length[row])):
-            token = int(rows.query_start[row]) + i
-            position = int(rows.first_position[row]) + i
+        for i in range(lengths[row]):
+            token = starts[row] + i
+            position = positions[row] + i
             first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-            seen = np.arange(first, min(position + 1, int(rows.context_length[row])))
+            seen = np.arange(first, min(position + 1, contexts[row]))
             if not seen.size:
                 continue
             page, offset = tables[row, seen // page_size], seen % page_size
@@ -56,10 +65,10 @@ def paged_attention(
                 logits = k @ queries[token, head] * scale
                 if soft_cap is not None:
                     logits = soft_cap * np.tanh(logits / soft_cap)
-                if alibi_slopes is not None:
-                    logits = logits + float(alibi_slopes[head]) * (seen - position)
-                if distance_bias is not None:
-                    bias = np.asarray(distance_bias, np.float64)[head]
+                if slopes is not None:
+                    logits = logits + slopes[head] * (seen - position)
+                if biases is not None:
+                    bias = biases[head]
                     logits = logits + bias[np.minimum(position - seen, bias.size - 1)]
                 weights = np.exp(logits - logits.max())
                 out[token, head] = (weights / weights.sum()) @ v

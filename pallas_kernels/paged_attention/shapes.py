@@ -58,7 +58,7 @@ TEST_SHAPES = (
         num_kv_heads=1,
         head_dim=16,
         page_size=8,
-        rows=((3, 20), (1, 33)),
+        rows=((4, 20), (1, 33)),
     ),
     AttentionShape(
         name="multi_head",

@@ -26,17 +26,27 @@ OPTIONS = {
 
 QUANTIZED = ("int8", "float8_e4m3fn")
 
+# Compiled as a whole, once for all calls of the same shapes and options.
+_attend = jax.jit(
+    paged_attention,
+    static_argnames=(
+        *("layer", "scale", "sliding_window", "soft_cap"),
+        *("max_query_length", "implementation"),
+    ),
+)
+_quantize = jax.jit(quantize, static_argnames="dtype")
+
 
 @pytest.fixture(params=["xla", "cpu", "triton_interpreted"])
 def attention(request):
     """`paged_attention` of each implementation that is compared with the reference."""
-    return partial(paged_attention, implementation=request.param)
+    return partial(_attend, implementation=request.param)
 
 
 @pytest.fixture(params=["xla", "cpu"])
 def compiled_attention(request):
     """The implementations that run compiled on this machine."""
-    return partial(paged_attention, implementation=request.param)
+    return partial(_attend, implementation=request.param)
 
 
 def _options(name: str, shape: AttentionShape) -> dict:
@@ -50,12 +60,14 @@ def _check(attention, inputs, layer=1, max_query_length=None, **options) -> None
     """Compare the rows' tokens in relative norm; other tokens must be finite."""
     q, k_pages, v_pages, rows = inputs
     work = _plan(q, k_pages, rows, max_query_length)
-    attend = partial(attention, max_query_length=max_query_length, plan=work, **options)
-    got = np.asarray(jax.jit(attend, static_argnums=3)(q, k_pages, v_pages, layer, rows))
-    wanted = np.asarray(attend(q, k_pages, v_pages, layer, rows, implementation="reference"))
+    given = (q, k_pages, v_pages, layer, rows)
+    options = dict(max_query_length=max_query_length, plan=work, **options)
+    got = np.asarray(attention(*given, **options))
+    wanted = np.asarray(paged_attention(*given, **options, implementation="reference"))
     owned = np.zeros(len(q), bool)
-    for start, length in zip(rows.query_start, rows.query_length, strict=True):
-        owned[int(start) : int(start) + int(length)] = True
+    of_rows = np.asarray(rows.query_start), np.asarray(rows.query_length)
+    for start, length in zip(*of_rows, strict=True):
+        owned[start : start + length] = True
     error = np.linalg.norm(got[owned] - wanted[owned]) / np.linalg.norm(wanted[owned])
     assert error < 2e-6
     assert np.isfinite(got).all()
@@ -116,7 +128,7 @@ def test_one_row_with_not_a_number_leaves_the_others_alone(attention):
     """A sequence with NaN among its values does not affect the rest of the batch."""
     q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=4)
     work = _plan(q, k_pages, rows, 1)
-    run = jax.jit(partial(attention, layer=0, rows=rows, max_query_length=1, plan=work))
+    run = partial(attention, layer=0, rows=rows, max_query_length=1, plan=work)
     wanted = run(q, k_pages, v_pages)
     victim = int(rows.page_table[3, 0])
     got = run(q, k_pages.at[:, victim].set(jnp.nan), v_pages.at[:, victim].set(jnp.nan))
@@ -143,9 +155,8 @@ def test_bfloat16_is_computed_in_float32():
     """bfloat16 queries and pages give the float32 answer, rounded once."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=6)
     half = [x.astype(jnp.bfloat16) for x in (q, k_pages, v_pages)]
-    run = jax.jit(paged_attention, static_argnums=3)
-    got = run(*half, 1, rows)
-    wanted = run(*(x.astype(jnp.float32) for x in half), 1, rows)
+    got = _attend(*half, 1, rows)
+    wanted = _attend(*(x.astype(jnp.float32) for x in half), 1, rows)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(got.astype(jnp.float32), wanted, rtol=2**-7, atol=1e-6)
 
@@ -153,8 +164,10 @@ def test_bfloat16_is_computed_in_float32():
 def test_layer_may_be_traced(compiled_attention):
     """A traced layer index reads the same layer as a static one."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=7)
-    static = jax.jit(compiled_attention, static_argnums=3)(q, k_pages, v_pages, 1, rows)
-    traced = jax.jit(compiled_attention)(q, k_pages, v_pages, jnp.int32(1), rows)
+    static = compiled_attention(q, k_pages, v_pages, 1, rows)
+    traced = jax.jit(partial(paged_attention, **compiled_attention.keywords))(
+        q, k_pages, v_pages, jnp.int32(1), rows
+    )
     np.testing.assert_allclose(static, traced, rtol=1e-6, atol=1e-6)
 
 
@@ -190,27 +203,36 @@ def test_the_cache_is_not_copied(compiled_attention, max_query_length):
     [("cpu", None), ("cpu", "int8"), ("cpu", "float8_e4m3fn"), ("triton_interpreted", None)],
 )
 def test_a_row_has_the_same_bits_in_any_batch(implementation, dtype, decode):
-    """Other rows of the batch, and the split of its work, do not change a row's bits."""
+    """Other rows of the batch, and the split of its work, do not change a row's bits.
+
+    A row is alone where the others are unused, and in a batch of its own. The interpreter is
+    compiled for each shape, so that there only the first row has such a batch.
+    """
     shape = dataclasses.replace(_shape("chunk"), head_dim=64, rows=((1, 200), (1, 7), (1, 130)))
     if not decode:
         shape = dataclasses.replace(shape, rows=((40, 200), (7, 7), (130, 130)))
     q, k_pages, v_pages, rows = make_inputs(shape, seed=10)
     longest = 1 if decode else None
-    attend = partial(paged_attention, layer=1, implementation=implementation)
+    run = partial(_attend, layer=1, implementation=implementation, max_query_length=longest)
     if dtype is not None:
-        (k_pages, k_scales), (v_pages, v_scales) = (quantize(x, dtype) for x in (k_pages, v_pages))
-        attend = partial(attend, k_scales=k_scales, v_scales=v_scales)
-    run = jax.jit(partial(attend, max_query_length=longest))
-    work = _plan(q, k_pages, rows, longest)
-    together = np.asarray(run(q, k_pages, v_pages, rows=rows, plan=work))
+        (k_pages, k_scales), (v_pages, v_scales) = (_quantize(x, dtype) for x in (k_pages, v_pages))
+        run = partial(run, k_scales=k_scales, v_scales=v_scales)
+
+    def attended(q: jax.Array, rows: Rows) -> np.ndarray:
+        work = _plan(q, k_pages, rows, longest)
+        return np.asarray(run(q, k_pages, v_pages, rows=rows, plan=work))
+
+    together = attended(q, rows)
+    starts = np.asarray(rows.query_start)
     for row, (queries, _) in enumerate(shape.rows):
-        start = int(rows.query_start[row])
-        alone = jax.tree.map(lambda x, row=row: x[row : row + 1], rows)
-        alone = dataclasses.replace(alone, query_start=jnp.zeros(1, jnp.int32))
-        own = q[start : start + queries]
-        work = _plan(own, k_pages, alone, longest)
-        got = np.asarray(run(own, k_pages, v_pages, rows=alone, plan=work))
-        np.testing.assert_array_equal(got, together[start : start + queries])
+        own = slice(starts[row], starts[row] + queries)
+        lengths = jnp.where(jnp.arange(len(shape.rows)) == row, rows.query_length, 0)
+        got = attended(q, dataclasses.replace(rows, query_length=lengths))
+        np.testing.assert_array_equal(got[own], together[own])
+        if implementation == "cpu" or row == 0:
+            alone = jax.tree.map(lambda x, row=row: x[row : row + 1], rows)
+            alone = dataclasses.replace(alone, query_start=jnp.zeros(1, jnp.int32))
+            np.testing.assert_array_equal(attended(q[own], alone), together[own])
 
 
 @pytest.mark.parametrize("options", ["plain", "all"])
@@ -231,17 +253,17 @@ def test_a_thread_with_many_rows_changes_no_bit(dtype, options):
     held = _held(rows, k_pages)
     scales = {}
     if dtype is not None:
-        (k_pages, k_scales), (v_pages, v_scales) = (quantize(x, dtype) for x in (k_pages, v_pages))
+        (k_pages, k_scales), (v_pages, v_scales) = (_quantize(x, dtype) for x in (k_pages, v_pages))
         scales = {
             name: jnp.where(held[..., 0], each, jnp.nan)
             for name, each in (("k_scales", k_scales), ("v_scales", v_scales))
         }
     else:
         k_pages, v_pages = (jnp.where(held, pages, jnp.nan) for pages in (k_pages, v_pages))
-    attend = partial(paged_attention, implementation="cpu")
+    attend = partial(_attend, implementation="cpu")
     options = {**scales, **_options(options, shape)}
     _check(attend, (q, k_pages, v_pages, rows), max_query_length=1, **options)
-    run = jax.jit(partial(attend, max_query_length=1, layer=1, **options))
+    run = partial(attend, max_query_length=1, layer=1, **options)
     together = np.asarray(run(q, k_pages, v_pages, rows=rows))
     for row in (0, count // 2, count - 1):
         alone = jax.tree.map(lambda x, row=row: x[row : row + 1], rows)
@@ -280,8 +302,10 @@ def test_a_context_that_ends_before_the_queries(compiled_attention, context, win
     """Queries past the context attend to the rest of it; their output is 0 if there is none."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=12)
     rows = dataclasses.replace(rows, context_length=jnp.minimum(rows.context_length, context))
-    attend = partial(compiled_attention, q, k_pages, v_pages, 1, rows, sliding_window=window)
-    np.testing.assert_allclose(attend(), attend(implementation="reference"), atol=2e-6)
+    given = (q, k_pages, v_pages, 1, rows)
+    wanted = paged_attention(*given, sliding_window=window, implementation="reference")
+    got = compiled_attention(*given, sliding_window=window)
+    np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "cpu", "triton_interpreted"])
@@ -289,7 +313,7 @@ def test_a_context_that_ends_before_the_queries(compiled_attention, context, win
 def test_quantized_pages_are_multiplied_by_their_scales(implementation, dtype):
     """With a scale per token and head, the answer is that of the restored pages."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=13)
-    (k, k_scales), (v, v_scales) = (quantize(pages, dtype) for pages in (k_pages, v_pages))
+    (k, k_scales), (v, v_scales) = (_quantize(pages, dtype) for pages in (k_pages, v_pages))
     assert k.dtype == dtype and k_scales.shape == k_pages.shape[:4]
     restored = (
         k.astype(jnp.float32) * k_scales[..., None],
@@ -297,7 +321,8 @@ def test_quantized_pages_are_multiplied_by_their_scales(implementation, dtype):
     )
     assert np.linalg.norm(restored[0] - k_pages) < 0.04 * np.linalg.norm(k_pages)
     wanted = paged_attention(q, *restored, 1, rows, implementation="reference")
-    got = paged_attention(
+    attend = paged_attention if implementation == "reference" else _attend
+    got = attend(
         *(q, k, v, 1, rows),
         k_scales=k_scales,
         v_scales=v_scales,
@@ -312,19 +337,19 @@ def test_quantized_pages_are_multiplied_by_their_scales(implementation, dtype):
 def test_quantized_pages_on_the_cpu(shape, dtype):
     """Ragged batches of all kinds of heads and pages agree, with every option; NaN is not read."""
     q, k_pages, v_pages, rows = make_inputs(shape, seed=16, padding=5)
-    (k, k_scales), (v, v_scales) = (quantize(pages, dtype) for pages in (k_pages, v_pages))
+    (k, k_scales), (v, v_scales) = (_quantize(pages, dtype) for pages in (k_pages, v_pages))
     held = _held(rows, k)[..., 0]
     scales = dict(
         k_scales=jnp.where(held, k_scales, jnp.nan), v_scales=jnp.where(held, v_scales, jnp.nan)
     )
-    attend = partial(paged_attention, implementation="cpu")
+    attend = partial(_attend, implementation="cpu")
     _check(attend, (q, k, v, rows), **scales, **_options("all", shape))
 
 
 def test_one_scale_that_is_not_a_number_leaves_the_other_rows_alone(attention):
     """The row itself is NaN, which 8 bits cannot represent without the scale."""
     q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=17)
-    (k, k_scales), (v, v_scales) = (quantize(pages, "int8") for pages in (k_pages, v_pages))
+    (k, k_scales), (v, v_scales) = (_quantize(pages, "int8") for pages in (k_pages, v_pages))
     work = _plan(q, k, rows, 1)
     run = partial(attention, q, k, v, 0, rows, max_query_length=1, plan=work, k_scales=k_scales)
     wanted = run(v_scales=v_scales)
@@ -357,7 +382,7 @@ def test_the_cpu_kernel_refuses_other_pages():
     scales = dict.fromkeys(("k_scales", "v_scales"), k_pages[..., 0])
     for dtype, options in (("int8", {}), ("float32", scales), ("bfloat16", {})):
         pages = [x.astype(dtype) for x in (k_pages, v_pages)]
-        attend = partial(paged_attention, q, *pages, 0, rows, **options)
+        attend = partial(_attend, q, *pages, 0, rows, **options)
         with pytest.raises(NotImplementedError, match=f"float32 .* not float32 with {dtype}"):
             attend(implementation="cpu")
         np.testing.assert_array_equal(attend(), attend(implementation="xla"))
@@ -373,21 +398,15 @@ def test_a_row_that_shrank_since_the_plan():
         context_length=rows.context_length + 5,
     )
     work = _plan(q, k_pages, longer, 1)
-    attend = partial(paged_attention, q, k_pages, v_pages, 1, rows, max_query_length=1)
     live = np.asarray(rows.query_length) > 0  # the output of others is undefined, but finite
-
-    def check(got: jax.Array, wanted: jax.Array) -> None:
+    shorter = dataclasses.replace(rows, context_length=rows.context_length - 5)
+    for now in (rows, shorter):
+        given = (q, k_pages, v_pages, 1, now)
+        options = dict(max_query_length=1, plan=work)
+        got = _attend(*given, **options, implementation="triton_interpreted")
+        wanted = paged_attention(*given, **options, implementation="reference")
         assert np.isfinite(got).all() and not live.all()
         np.testing.assert_allclose(got[live], wanted[live], atol=2e-6)
-
-    check(
-        attend(plan=work, implementation="triton_interpreted"), attend(implementation="reference")
-    )
-    shorter = dataclasses.replace(rows, context_length=rows.context_length - 5)
-    attend = partial(paged_attention, q, k_pages, v_pages, 1, shorter, max_query_length=1)
-    check(
-        attend(plan=work, implementation="triton_interpreted"), attend(implementation="reference")
-    )
 
 
 def test_a_plan_of_other_heads_is_refused():
@@ -431,7 +450,7 @@ def _plan(q, k_pages, rows: Rows, max_query_length: int | None = None) -> Plan:
     tiling = Tiling(
         kv_heads=k_pages.shape[2],
         group=q.shape[1] // k_pages.shape[2],
-        split_rows=8,
+        split_rows=16,
         tile_rows=16,
         split_keys=32,
         launches=Launches(block_keys=16),
@@ -470,7 +489,8 @@ def _held(rows: Rows, pages: jax.Array) -> jax.Array:
     """Return the places of the rows' contexts, bool [1, pages, 1, page_size, 1]."""
     page_size = pages.shape[3]
     held = np.zeros((pages.shape[1], page_size), bool)
-    for table, context in zip(np.asarray(rows.page_table), rows.context_length, strict=True):
-        position = np.arange(int(context))
+    of_rows = np.asarray(rows.page_table), np.asarray(rows.context_length)
+    for table, context in zip(*of_rows, strict=True):
+        position = np.arange(context)
         held[table[position // page_size], position % page_size] = True
     return jnp.asarray(held)[None, :, None, :, None]
