@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,25 +24,36 @@ TOKENS = st.sampled_from([1, 3, 16, 17, 33, 64, 65, 130])
 DEPTHS = st.sampled_from([5, 64, 100, 192, 1024, 1100])
 WIDTHS = st.sampled_from([1, 16, 70, 150])
 
+# Compiled as a whole, since each of its operations alone would be compiled for each shape.
+_product = jax.jit(
+    partial(quantised_matmul, implementation="triton_interpreted"),
+    static_argnames=("rounds_activations", "out_dtype"),
+)
+_dequantise = jax.jit(dequantise)
+_rounded_activations = jax.jit(rounded_activations, static_argnums=1)
+
+
+@partial(jax.jit, static_argnums=1)
+def _packed(weight, format: str):
+    return FORMATS[format].packed(weight)
+
 
 def _draw(tokens: int, depth: int, width: int, format: str, dtype: str = "bfloat16"):
     rng = np.random.default_rng(tokens * depth + width)
     x = jnp.asarray(rng.standard_normal((tokens, depth)), dtype)
     weight = rng.standard_normal((width, depth), np.float32)
-    return x, weight, FORMATS[format].packed(jnp.asarray(weight))
+    return x, weight, _packed(weight, format)
 
 
 def _times(x, packed, format: str, **options):
-    rounding = FORMATS[format].rounds_activations
-    options = {"implementation": "triton_interpreted", **options}
-    return quantised_matmul(x, packed, rounds_activations=rounding, **options)
+    return _product(x, packed, rounds_activations=FORMATS[format].rounds_activations, **options)
 
 
 def _wanted(x, packed, format: str) -> np.ndarray:
     x = x.astype(jnp.float32)
     if FORMATS[format].rounds_activations:
-        x = rounded_activations(x, x.shape[1])
-    numbers = np.asarray(dequantise(packed), np.float64)[:, : x.shape[1]]
+        x = _rounded_activations(x, x.shape[1])
+    numbers = np.asarray(_dequantise(packed), np.float64)[:, : x.shape[1]]
     return np.asarray(x, np.float64) @ numbers.T
 
 
@@ -89,7 +102,7 @@ def test_zero_points(bits, kind, group, tokens):
 def test_extreme_scales(format, factor):
     """Weights of any magnitude are as exact as those around one."""
     x, weight, packed = _draw(3, 100, 20, format)
-    scaled = FORMATS[format].packed(jnp.asarray(weight) * np.float32(factor))
+    scaled = _packed(weight * np.float32(factor), format)
     got = np.asarray(_times(x, scaled, format, out_dtype=jnp.float32)) / factor
     _assert_close(got, _wanted(x, packed, format), ALLOWED["bfloat16"])
 
@@ -101,12 +114,12 @@ def test_zeros_and_what_is_not_finite_stay_in_their_place(format):
     x = np.array(x, np.float32)
     weight[7], x[1] = 0, 0
     weight[8, :128] = 0
-    before = _times(jnp.asarray(x, "bfloat16"), FORMATS[format].packed(jnp.asarray(weight)), format)
+    before = _times(jnp.asarray(x, "bfloat16"), _packed(weight, format), format)
     before = np.asarray(before, np.float32)[:, :40]
     assert not before[:, 7].any() and not before[1].any() and np.isfinite(before).all()
     x[2, 7], x[3, 0] = np.nan, np.inf
     weight[5, 3], weight[30, 199] = np.nan, -np.inf
-    packed = FORMATS[format].packed(jnp.asarray(weight))
+    packed = _packed(weight, format)
     got = np.asarray(_times(jnp.asarray(x, "bfloat16"), packed, format), np.float32)[:, :40]
     rows, columns = [0, 1, 4], np.setdiff1d(np.arange(40), [5, 30])
     # Infinity may stay where activations are not rounded.
@@ -127,10 +140,9 @@ def test_more_axes_of_columns():
     """A weight with leading axes of columns gives the numbers of its matrix, by axis."""
     weight = jax.random.normal(jax.random.key(0), (2, 2, 20, 70))
     x = jax.random.normal(jax.random.key(1), (5, 70), "bfloat16")
-    format = FORMATS["w4a16"]
-    got = _times(x, format.packed(weight), "w4a16")
+    got = _times(x, _packed(weight, "w4a16"), "w4a16")
     assert got.shape == (5, 2, 2, 32)
-    np.testing.assert_array_equal(got[:, 1, 0], _times(x, format.packed(weight[1, 0]), "w4a16"))
+    np.testing.assert_array_equal(got[:, 1, 0], _times(x, _packed(weight[1, 0], "w4a16"), "w4a16"))
 
 
 def test_no_wide_copy_and_few_partial_sums():
