@@ -45,6 +45,9 @@ VECTORS = ("-DNO_SQUARES",)
 
 # Compiled as a whole, since each of its operations alone would be compiled for each shape.
 _quantise = jax.jit(quantise, static_argnames=("bits", "group", "has_minima"))
+_dequantise = jax.jit(dequantise)
+_product = jax.jit(quantised_matmul, static_argnames=("rounds_activations", "implementation"))
+_pack = jax.jit(pack, static_argnames=("bits", "group"))
 
 
 def _draw(rows: int, depth: int, width: int, format: str):
@@ -102,11 +105,9 @@ def test_matrix_instructions_change_no_bit(format):
 def test_agrees_with_numpy(rows, depth, width, format, implementation):
     """Any rows, depth and width agree, in each format, on each instruction set and in XLA."""
     x, _, packed = _draw(rows, depth, width, format)
-    restored = np.asarray(jax.jit(dequantise)(packed), np.float64)[:width, :depth]
+    restored = np.asarray(_dequantise(packed), np.float64)[:width, :depth]
     if implementation == "xla":
-        got = quantised_matmul(
-            jnp.asarray(x), packed, rounds_activations="groups", implementation="xla"
-        )
+        got = _product(jnp.asarray(x), packed, rounds_activations="groups", implementation="xla")
     else:
         got = _by_kernel(x, packed, implementation)
     # One activation between two codes may be rounded either way.
@@ -122,7 +123,7 @@ def test_whole_numbers_are_exact(format, instructions):
     codes = rng.choice([0, 1, 2**bits - 2, 2**bits - 1], (32, depth)).astype(np.uint8)
     codes[0], codes[1] = 0, 2**bits - 1
     scales = np.ones((32, 2), np.float16)
-    packed = pack(
+    packed = _pack(
         jnp.asarray(codes),
         jnp.ones(32),
         jnp.asarray(scales) if bits == 4 else None,
@@ -142,14 +143,14 @@ def test_float8(factor):
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((40, 70), np.float32) * np.float32(factor)
     weight[3], weight[5, 7] = 0, np.nan
-    packed = quantise_float8(jnp.asarray(weight), group=32)
-    got = np.asarray(dequantise(packed))[:40, :70]
+    packed = jax.jit(quantise_float8, static_argnames="group")(jnp.asarray(weight), group=32)
+    got = np.asarray(_dequantise(packed))[:40, :70]
     assert not got[3].any() and np.isnan(got[5]).all()
     rest = np.setdiff1d(np.arange(40), [5])
     _assert_close(got[rest] / factor, weight[rest] / factor, 0.03)
     np.testing.assert_allclose(np.abs(got[rest]).max(1), np.abs(weight[rest]).max(1), rtol=1e-5)
     x = rng.standard_normal((6, 70), np.float32)
-    product = quantised_matmul(jnp.asarray(x), packed, rounds_activations=None)[:, rest]
+    product = _product(jnp.asarray(x), packed, rounds_activations=None)[:, rest]
     _assert_close(product / factor, x @ (got[rest] / factor).T, 1e-5)
     with pytest.raises(NotImplementedError, match="multiplies integers"):
         quantised_matmul(jnp.asarray(x), packed, rounds_activations="groups", implementation="cpu")
@@ -167,7 +168,7 @@ def test_zero_points(bits, kind, scales_dtype, implementation):
     if scales_dtype is not None:
         scales = rng.uniform(0.5, 2, zeros.shape).astype(scales_dtype)
     channels = rng.uniform(0.5, 2, width).astype(np.float32)
-    packed = pack(
+    packed = _pack(
         *(jnp.asarray(codes), jnp.asarray(channels)),
         *(None if scales is None else jnp.asarray(scales), None),
         bits=bits,
@@ -178,16 +179,14 @@ def test_zero_points(bits, kind, scales_dtype, implementation):
     if scales is not None:
         numbers *= np.repeat(scales.astype(np.float64), group, axis=1)
     numbers *= channels[:, None]
-    np.testing.assert_allclose(dequantise(packed)[:width], numbers, rtol=1e-6)
+    np.testing.assert_allclose(_dequantise(packed)[:width], numbers, rtol=1e-6)
     np.testing.assert_array_equal(
-        dequantised_rows(packed, jnp.asarray([39, 0, 17])),
-        dequantise(packed)[jnp.asarray([39, 0, 17])],
+        jax.jit(dequantised_rows)(packed, jnp.asarray([39, 0, 17])),
+        np.asarray(_dequantise(packed))[[39, 0, 17]],
     )
     x = rng.standard_normal((7, depth), np.float32)
     if implementation == "xla":
-        got = quantised_matmul(
-            jnp.asarray(x), packed, rounds_activations="groups", implementation="xla"
-        )
+        got = _product(jnp.asarray(x), packed, rounds_activations="groups", implementation="xla")
     else:
         got = _by_kernel(x, packed, implementation)
     _assert_close(got[:, :width], _rounded(x, group) @ numbers.T, 1e-3)
@@ -208,7 +207,7 @@ def test_the_bits_of_a_row_are_its_own(format, instructions):
 def test_the_error_is_that_of_the_format(format):
     """The product is about the dense one: within 2 % with 8 bits, 16 % with 4."""
     x, weight, packed = _draw(40, 300, 200, format)
-    got = quantised_matmul(jnp.asarray(x), packed, rounds_activations="groups")[:, :200]
+    got = _product(jnp.asarray(x), packed, rounds_activations="groups")[:, :200]
     _assert_close(got, x @ weight.T, 0.02 if FORMATS[format][0] == 8 else 0.16)
 
 
@@ -218,7 +217,7 @@ def test_extreme_scales(format, factor):
     """Weights of any magnitude are as exact as those around one."""
     x, weight, _ = _draw(3, 100, 20, format)
     bits, group, has_minima = FORMATS[format]
-    packed = quantise(jnp.asarray(weight * factor), bits=bits, group=group, has_minima=has_minima)
+    packed = _quantise(jnp.asarray(weight * factor), bits=bits, group=group, has_minima=has_minima)
     got = _by_kernel(x, packed)[:, :20] / factor
     _assert_close(got, x @ weight.T, 0.02 if bits == 8 else 0.16)
     if factor > 1e-30:  # the product itself would underflow
@@ -235,7 +234,7 @@ def test_groups_of_zeros_are_exact(format):
     weight[7] = 0
     x[1, 128:] = 0
     x[2] = 0
-    packed = quantise(jnp.asarray(weight), bits=bits, group=group, has_minima=has_minima)
+    packed = _quantise(jnp.asarray(weight), bits=bits, group=group, has_minima=has_minima)
     got = _by_kernel(x, packed)
     assert not got[:, 7].any() and not got[1:3].any() and np.isfinite(got).all()
     x[:, :128] = 0
@@ -252,13 +251,13 @@ def test_what_is_not_finite_stays_in_its_row_and_column(format, implementation):
     def times(x, packed):
         x = jnp.asarray(x)
         return np.asarray(
-            quantised_matmul(x, packed, rounds_activations="groups", implementation=implementation)
+            _product(x, packed, rounds_activations="groups", implementation=implementation)
         )
 
     before = times(x, packed)[:, :40]
     x[4, 7], x[9, 0] = np.nan, np.inf
     weight[5, 3], weight[30, 99] = np.nan, -np.inf
-    broken = quantise(jnp.asarray(weight), bits=bits, group=group, has_minima=has_minima)
+    broken = _quantise(jnp.asarray(weight), bits=bits, group=group, has_minima=has_minima)
     got = times(x, broken)[:, :40]
     assert np.isnan(got[[4, 9]]).all() and np.isnan(got[:, [5, 30]]).all()
     rows = np.setdiff1d(np.arange(20), [4, 9])
@@ -272,13 +271,13 @@ def test_more_axes_of_columns():
     """A weight with leading axes of columns gives the numbers of its matrix, by axis."""
     weight = jax.random.normal(jax.random.key(0), (2, 3, 20, 70))
     x = jax.random.normal(jax.random.key(1), (5, 70))
-    packed = quantise(weight, bits=4, group=32)
-    got = quantised_matmul(x, packed, rounds_activations="groups")
+    packed = _quantise(weight, bits=4, group=32)
+    got = _product(x, packed, rounds_activations="groups")
     assert got.shape == (5, 2, 3, 32)
     for i in range(2):
         for j in range(3):
-            one = quantise(weight[i, j], bits=4, group=32)
-            alone = quantised_matmul(x, one, rounds_activations="groups")
+            one = _quantise(weight[i, j], bits=4, group=32)
+            alone = _product(x, one, rounds_activations="groups")
             np.testing.assert_array_equal(got[:, i, j], alone)
 
 
@@ -296,8 +295,8 @@ def test_the_kernel_says_what_it_refuses():
     x = jnp.asarray(x)
     with pytest.raises(NotImplementedError, match="rounds activations"):
         quantised_matmul(x, packed, rounds_activations=None, implementation="cpu")
-    got = quantised_matmul(x, packed, rounds_activations=None)
-    _assert_close(got, x @ np.asarray(dequantise(packed)).T, 1e-6)
+    got = _product(x, packed, rounds_activations=None)
+    _assert_close(got, x @ np.asarray(_dequantise(packed)).T, 1e-6)
     product = jax.jit(lambda x, packed: quantised_matmul(x, packed, rounds_activations="groups"))
     with jax.set_mesh(make_mesh(tensor=2)):
         assert "custom-call" not in product.lower(x, packed).compile().as_text()
