@@ -18,23 +18,21 @@ def gated_cell(
     """See `api.gated_cell`; the products are in float64."""
     batch, _ = products[0].rows[0].shape
     dtype = products[0].weight.dtype
-    rows = []
-    for row in range(batch):
-        gates = []
-        for product, num in zip(products, KINDS[kind].num_gates, strict=True):
-            x = np.concatenate([_row(one, row) for one in product.rows])
-            found = x @ np.asarray(product.weight, np.float64) + np.asarray(
-                product.bias, np.float64
-            )
-            if product.added is not None:
-                found = found + _row(product.added, row)
-            gates += np.split(found, num)
-        held = [jnp.asarray(_row(one, row), jnp.float32) for one in carried]
-        gates = [jnp.asarray(gate, jnp.float32) for gate in gates]
-        rows.append(KINDS[kind].finish(gates, held))
-    return tuple(jnp.stack(states).astype(dtype) for states in zip(*rows, strict=True))
+    gates = []
+    for product, num in zip(products, KINDS[kind].num_gates, strict=True):
+        inputs = [_rows(one) for one in product.rows]
+        added = None if product.added is None else _rows(product.added)
+        weight, bias = (np.asarray(x, np.float64) for x in (product.weight, product.bias))
+        found = []
+        for row in range(batch):
+            sums = np.concatenate([each[row] for each in inputs]) @ weight + bias
+            found.append(sums if added is None else sums + added[row])
+        gates += np.split(np.stack(found), num, axis=1)
+    held = [jnp.asarray(_rows(one), jnp.float32) for one in carried]
+    states = KINDS[kind].finish([jnp.asarray(gate, jnp.float32) for gate in gates], held)
+    return tuple(each.astype(dtype) for each in states)
 
 
-def _row(rows: RowsAt, row: int) -> np.ndarray:
-    place = row if rows.index is None else int(rows.index[row])
-    return np.asarray(rows.values[place], np.float64)
+def _rows(rows: RowsAt) -> np.ndarray:
+    values = np.asarray(rows.values, np.float64)
+    return values if rows.index is None else values[np.asarray(rows.index)]

@@ -20,10 +20,11 @@ def kv_write(
     offset: Int[Array, " tokens"],
 ) -> Real[Array, "layers pages kv_heads page_size head_dim"]:
     """See `xla.kv_write`. Of several tokens at one offset of one page, the last is kept."""
-    out = np.array(pages)
-    for token in range(values.shape[0]):
-        for head in range(values.shape[1]):
-            out[int(layer), int(page[token]), head, int(offset[token])] = values[token, head]
+    out, new = np.array(pages), np.asarray(values)
+    places = zip(np.asarray(page).tolist(), np.asarray(offset).tolist(), strict=True)
+    for token, (page_id, place) in enumerate(places):
+        for head in range(new.shape[1]):
+            out[int(layer), page_id, head, place] = new[token, head]
     return jnp.asarray(out)
 
 

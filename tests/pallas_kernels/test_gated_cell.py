@@ -13,6 +13,9 @@ from pallas_kernels import Product, RowsAt, build, gated_cell
 from pallas_kernels.gated_cell.shapes import TEST_SHAPES, GatedShape, make_inputs
 from pallas_kernels.gated_cell.triton import tile_of
 
+# Compiled as a whole, once for all calls of the same shapes.
+_gated_cell = jax.jit(gated_cell, static_argnames=("kind", "implementation"))
+
 ALLOWED = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
@@ -22,7 +25,7 @@ def test_agrees_with_the_reference(shape, implementation):
     """New states are those of the reference; rows that the task does not read are NaN."""
     inputs = _poisoned(make_inputs(shape, seed=1))
     wanted = gated_cell(shape.kind, **inputs, implementation="reference")
-    got = gated_cell(shape.kind, **inputs, implementation=implementation)
+    got = _gated_cell(shape.kind, **inputs, implementation=implementation)
     assert len(got) == len(wanted)
     for new, right in zip(got, wanted, strict=True):
         assert (new.shape, new.dtype) == ((shape.batch, shape.hidden), right.dtype)
@@ -45,12 +48,12 @@ def test_the_kernel_of_cpus(shape, has_added):
         added = RowsAt(jnp.asarray(rows, jnp.float32))
         inputs["products"] = (dataclasses.replace(product, added=added),)
     wanted = gated_cell(shape.kind, **inputs, implementation="reference")
-    got = gated_cell(shape.kind, **inputs, implementation="cpu")
+    got = _gated_cell(shape.kind, **inputs, implementation="cpu")
     for new, right in zip(got, wanted, strict=True):
         error = np.linalg.norm(np.asarray(new) - np.asarray(right))
         assert error <= 1e-5 * np.linalg.norm(np.asarray(right))
     last = shape.batch - 1
-    alone = gated_cell(
+    alone = _gated_cell(
         shape.kind, **_with_rows(inputs, lambda rows: _one_row(rows, last)), implementation="cpu"
     )
     for new, one in zip(got, alone, strict=True):
@@ -71,11 +74,11 @@ def test_equal_rows_at_the_end(shape, num_equal):
 
     given = _with_rows(inputs, repeated)
     wanted = gated_cell(shape.kind, **given, implementation="reference")
-    got = gated_cell(shape.kind, **given, implementation="cpu")
+    got = _gated_cell(shape.kind, **given, implementation="cpu")
     for new, right in zip(got, wanted, strict=True):
         error = np.linalg.norm(np.asarray(new) - np.asarray(right))
         assert error <= 1e-5 * np.linalg.norm(np.asarray(right))
-    distinct = gated_cell(shape.kind, **inputs, implementation="cpu")
+    distinct = _gated_cell(shape.kind, **inputs, implementation="cpu")
     for new, one in zip(got, distinct, strict=True):
         np.testing.assert_array_equal(np.asarray(new)[: first + 1], np.asarray(one)[: first + 1])
 
@@ -100,7 +103,7 @@ def test_gradients_and_numbers_out_of_range_are_those_of_xla(shape):
     else:
         (product,) = wrong["products"]
         wrong["products"] = [dataclasses.replace(product, rows=(bad, *product.rows[1:]))]
-    ours, xla = (gated_cell(shape.kind, **wrong, implementation=name) for name in ("cpu", "xla"))
+    ours, xla = (_gated_cell(shape.kind, **wrong, implementation=name) for name in ("cpu", "xla"))
     for one, other in zip(ours, xla, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
@@ -111,7 +114,8 @@ def test_gradients_and_numbers_out_of_range_are_those_of_xla(shape):
         return sum(jnp.sum(jnp.sin(each)) for each in out)
 
     weight = inputs["products"][0].weight
-    one, other = (jax.grad(loss)(weight, name) for name in ("cpu", "xla"))
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    one, other = (gradient(weight, name) for name in ("cpu", "xla"))
     assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
 
 
@@ -125,7 +129,7 @@ def test_tanh_near_zero_and_far_from_it():
         product = Product((RowsAt(jnp.ones((1, 1))),), weight, bias, added)
         given = {"products": [product], "carried": [RowsAt(jnp.ones((1, 10)))]}
         ours, xla = (
-            gated_cell("lstm", **given, implementation=name) for name in ("cpu", "xla")
+            _gated_cell("lstm", **given, implementation=name) for name in ("cpu", "xla")
         )  # fmt: skip
         for one, other in zip(ours, xla, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-30)
@@ -138,10 +142,8 @@ def test_random_shapes():
         batch, hidden, width = (int(random.integers(1, most)) for most in (40, 50, 50))
         shape = GatedShape(kind=kind, batch=batch, hidden=hidden, width=width, num_slots=batch + 3)
         inputs = make_inputs(shape, seed=batch)
-        wanted, got = (
-            gated_cell(kind, **inputs, implementation=name)
-            for name in ("reference", "triton_interpreted")
-        )
+        wanted = gated_cell(kind, **inputs, implementation="reference")
+        got = _gated_cell(kind, **inputs, implementation="triton_interpreted")
         for new, right in zip(got, wanted, strict=True):
             error = np.linalg.norm(np.asarray(new) - np.asarray(right))
             assert error <= 1e-5 * np.linalg.norm(np.asarray(right)), str(shape)
@@ -156,7 +158,7 @@ def test_bits_do_not_depend_on_other_rows():
 
     others = _with_rows(inputs, turned)
     first, second = (
-        gated_cell("lstm", **given, implementation="triton_interpreted")
+        _gated_cell("lstm", **given, implementation="triton_interpreted")
         for given in (inputs, others)
     )
     for one, other in zip(first, second, strict=True):
@@ -169,7 +171,7 @@ def test_arrays_stand_for_all_of_their_rows():
     inputs = make_inputs(shape, seed=5)
     gathered = _with_rows(inputs, lambda rows: RowsAt(rows.gathered()))
     wanted, got = (
-        gated_cell("lstm", **given, implementation="triton_interpreted")
+        _gated_cell("lstm", **given, implementation="triton_interpreted")
         for given in (inputs, gathered)
     )
     for new, right in zip(got, wanted, strict=True):
@@ -223,8 +225,9 @@ def _poisoned(inputs):
     def poison(one: RowsAt) -> RowsAt:
         is_used = np.zeros((len(one.values), 1), bool)
         is_used[sorted(used[id(one.values)])] = True
-        nan = jnp.asarray(np.nan, one.values.dtype)
-        return RowsAt(jnp.where(jnp.asarray(is_used), one.values, nan), one.index)
+        values = np.asarray(one.values)
+        poisoned = np.where(is_used, values, np.asarray(np.nan, values.dtype))
+        return RowsAt(jnp.asarray(poisoned), one.index)
 
     return _with_rows(inputs, poison)
 
