@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,10 +17,10 @@ from sharding import make_mesh
 from tests.common.instructions import instruction_sets
 
 # Compiled as a whole, since each of their operations alone would be compiled for each shape.
-_rms_norm, _layer_norm_of, _log_sum_exp_of, _gated_silu = (
-    jax.jit(function, static_argnames=("eps", "offset", "implementation"))
-    for function in (rms_norm, layer_norm, log_sum_exp, gated_silu)
-)
+_xla_rms_norm = jax.jit(partial(rms_norm, implementation="xla"), static_argnames=("eps", "offset"))
+_xla_layer_norm = jax.jit(partial(layer_norm, implementation="xla"), static_argnames="eps")
+_xla_log_sum_exp = jax.jit(partial(log_sum_exp, implementation="xla"))
+_xla_gated_silu = jax.jit(partial(gated_silu, implementation="xla"))
 
 INSTRUCTIONS = instruction_sets()
 ROWS = st.sampled_from([1, 2, 7, 33, 200])
@@ -65,7 +67,7 @@ def test_norms_agree_with_float64(rows, width, offset, instructions):
     """Any number and width of rows agree, with and without an offset of the scale."""
     x, scale = _normal(rows, width), _normal(width)
     if instructions == "xla":
-        got = rms_norm(*map(jnp.asarray, (x, scale)), eps=1e-5, offset=offset, implementation="xla")
+        got = _xla_rms_norm(x, scale, eps=1e-5, offset=offset)
     else:
         got = _norm(x, scale, instructions, offset=offset)
     wide = x.astype(np.float64)
@@ -79,7 +81,7 @@ def test_layer_norms_agree_with_float64(rows, width, instructions):
     """Any number and width of rows agree, and so do rows far from zero."""
     x, scale, bias = 3 + _normal(rows, width), _normal(width), _normal(width + 1)[1:]
     if instructions == "xla":
-        got = layer_norm(*map(jnp.asarray, (x, scale, bias)), eps=1e-2, implementation="xla")
+        got = _xla_layer_norm(x, scale, bias, eps=1e-2)
     else:
         got = _layer_norm(x, scale, bias, instructions, eps=1e-2)
     wide = x.astype(np.float64) - x.astype(np.float64).mean(1, keepdims=True)
@@ -93,9 +95,7 @@ def test_layer_norms_agree_with_float64(rows, width, instructions):
 def test_log_sum_exp_agrees_with_float64(rows, width, instructions):
     """Any number and width of rows agree, however large their numbers are."""
     x = 20 * _normal(rows, width) + 300
-    got = log_sum_exp(jnp.asarray(x), implementation="xla") if instructions == "xla" else (
-        _log_sum_exp(x, instructions)
-    )  # fmt: skip
+    got = _xla_log_sum_exp(x) if instructions == "xla" else _log_sum_exp(x, instructions)
     wide = x.astype(np.float64)
     top = wide.max(1)
     wanted = top + np.log(np.exp(wide - top[:, None]).sum(1))
@@ -108,7 +108,7 @@ def test_gates_agree_with_float64(rows, width, instructions):
     """Any number and width of rows agree."""
     x = 10 * _normal(rows, 2, width)
     if instructions == "xla":
-        got = gated_silu(jnp.asarray(x), implementation="xla")
+        got = _xla_gated_silu(x)
     else:
         got = _gate(x, instructions)
     gate, up = x[:, 0].astype(np.float64), x[:, 1].astype(np.float64)
@@ -139,7 +139,7 @@ def test_numbers_that_are_not_finite_are_as_in_xla(instructions):
     both = np.stack([gate, up])[None]
     np.testing.assert_allclose(
         _gate(both, instructions),
-        np.asarray(gated_silu(jnp.asarray(both), implementation="xla")),
+        np.asarray(_xla_gated_silu(both)),
         rtol=1e-5,
         atol=1e-30,
     )
@@ -147,13 +147,13 @@ def test_numbers_that_are_not_finite_are_as_in_xla(instructions):
     x[:, 3] = special
     np.testing.assert_allclose(
         _norm(x, scale, instructions),
-        np.asarray(rms_norm(jnp.asarray(x), jnp.asarray(scale), eps=1e-5, implementation="xla")),
+        np.asarray(_xla_rms_norm(x, scale, eps=1e-5)),
         rtol=1e-5,
         atol=1e-30,
     )
     none = np.full((1, 40), -np.inf, np.float32)
     for each in (x, none):
-        wanted = log_sum_exp(jnp.asarray(each), implementation="xla")
+        wanted = _xla_log_sum_exp(each)
         np.testing.assert_allclose(_log_sum_exp(each, instructions), wanted, rtol=1e-5)
 
 
@@ -167,8 +167,9 @@ def test_they_can_be_differentiated():
         rows = log_sum_exp(norm * layer, implementation=implementation)[:, None]
         return jnp.sum(jnp.sin(norm) * gated_silu(both, implementation=implementation) * rows)
 
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)
     for got, wanted in zip(
-        *(jax.grad(loss, (0, 1, 2))(x, scale, both, each) for each in ("cpu", "xla")), strict=True
+        *(gradients(x, scale, both, each) for each in ("cpu", "xla")), strict=True
     ):
         _close = np.linalg.norm(got - wanted) < 1e-5 * np.linalg.norm(wanted)
         assert _close
@@ -207,7 +208,8 @@ def test_the_maximum_of_a_row_is_exact(implementation, width):
     x[2, -1] = x[3, width // 2] = 99.0
     x[4, width // 2 :] = 77.0
     x[5, width // 3] = np.nan
-    index, value, has_nan = row_maximum(jnp.asarray(x), implementation=implementation)
+    find = jax.jit(partial(row_maximum, implementation=implementation))
+    index, value, has_nan = map(np.asarray, find(x))
     np.testing.assert_array_equal(index[:5], x[:5].argmax(axis=1))
     np.testing.assert_array_equal(value[:5], x[:5].max(axis=1))
     np.testing.assert_array_equal(has_nan, [False] * 5 + [True])
