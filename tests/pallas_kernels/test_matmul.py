@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from pallas_kernels import grouped_matmul, matmul
 from sharding import make_mesh
 
+# Compiled as a whole, once for all calls of the same shapes.
+_matmul = jax.jit(matmul, static_argnames=("transposed", "implementation"))
+_grouped_matmul = jax.jit(grouped_matmul, static_argnames="implementation")
+
 # Numbers of rows around a tile, a row block and the threshold for packing; widths around a panel
 # and a strip; depths around a block.
 ROWS = st.sampled_from([1, 2, 3, 7, 8, 9, 31, 32, 33, 63, 64, 65, 128, 129, 200])
@@ -37,7 +41,7 @@ def _draw(rows: int, depth: int, width: int, transposed: bool) -> tuple[jax.Arra
 def test_agrees_with_float64(rows, depth, width, transposed, implementation):
     """Any rows, depth, width and orientation agree, for each implementation."""
     x, weight = _draw(rows, depth, width, transposed)
-    got = matmul(x, weight, transposed=transposed, implementation=implementation)
+    got = np.asarray(_matmul(x, weight, transposed=transposed, implementation=implementation))
     wide = np.asarray(weight, np.float64)
     wanted = np.asarray(x, np.float64) @ (wide.T if transposed else wide)
     assert got.shape == wanted.shape
@@ -48,9 +52,10 @@ def test_agrees_with_float64(rows, depth, width, transposed, implementation):
 def test_the_bits_of_a_row_are_its_own(transposed):
     """A row has the same bits alone, with a few rows, and with a packed weight."""
     x, weight = _draw(200, 700, 130, transposed)
-    whole = np.asarray(matmul(x, weight, transposed=transposed, implementation="cpu"))
+    whole = np.asarray(_matmul(x, weight, transposed=transposed, implementation="cpu"))
     for first, count in ((0, 1), (3, 8), (5, 33), (17, 64), (40, 150)):
-        some = matmul(x[first : first + count], weight, transposed=transposed, implementation="cpu")
+        part = x[first : first + count]
+        some = _matmul(part, weight, transposed=transposed, implementation="cpu")
         np.testing.assert_array_equal(some, whole[first : first + count])
 
 
@@ -63,9 +68,8 @@ def test_it_can_be_differentiated(transposed):
         y = matmul(x, weight, transposed=transposed, implementation=implementation)
         return jnp.sum(jnp.sin(y))
 
-    for got, wanted in zip(
-        *(jax.grad(loss, (0, 1))(x, weight, each) for each in ("cpu", "xla")), strict=True
-    ):
+    gradients = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
+    for got, wanted in zip(*(gradients(x, weight, each) for each in ("cpu", "xla")), strict=True):
         assert np.linalg.norm(got - wanted) < 1e-5 * np.linalg.norm(wanted)
 
 
@@ -100,7 +104,7 @@ def _draw_groups(sizes: tuple[int, ...], rows: int, depth: int = 100, width: int
 def test_groups_agree_with_float64(sizes, implementation):
     """Each group is multiplied with its matrix, and tokens after the last group get zeros."""
     x, weight, counts = _draw_groups(sizes, rows=sum(sizes) + 2)
-    got = np.asarray(grouped_matmul(x, weight, counts, implementation=implementation))
+    got = np.asarray(_grouped_matmul(x, weight, counts, implementation=implementation))
     matrix = np.repeat(np.arange(len(sizes)), sizes)
     wide = np.asarray(x, np.float64)[: len(matrix), None]
     wanted = (wide @ np.asarray(weight, np.float64)[matrix])[:, 0]
@@ -124,9 +128,8 @@ def test_groups_can_be_differentiated():
     def loss(x, weight, implementation):
         return jnp.sum(jnp.sin(grouped_matmul(x, weight, counts, implementation=implementation)))
 
-    for got, wanted in zip(
-        *(jax.grad(loss, (0, 1))(x, weight, each) for each in ("cpu", "xla")), strict=True
-    ):
+    gradients = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
+    for got, wanted in zip(*(gradients(x, weight, each) for each in ("cpu", "xla")), strict=True):
         assert np.linalg.norm(got - wanted) < 1e-5 * np.linalg.norm(wanted)
 
 

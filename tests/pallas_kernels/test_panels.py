@@ -15,6 +15,11 @@ from sharding import make_mesh
 from tests.common.instructions import instruction_sets
 
 INSTRUCTIONS = instruction_sets()
+# Compiled as a whole, since each of their operations alone would be compiled for each shape.
+_to_panels = jax.jit(to_panels, static_argnums=1)
+_from_panels = jax.jit(from_panels, static_argnums=1)
+_panel_matmul = jax.jit(panel_matmul, static_argnames=("columns", "implementation"))
+
 # Rows around a tile and an item; depths around a block; widths around a panel.
 ROWS = st.sampled_from([1, 2, 3, 5, 7, 8, 9, 33, 255, 257])
 DEPTHS = st.sampled_from([1, 3, 4, 95, 96, 97, 193, 576, 1153])
@@ -31,7 +36,7 @@ def _by_kernel(
 ) -> np.ndarray:
     flags = (*INSTRUCTIONS[instructions], *panels.STORED[dtype])
     target = build.cpu_target(panels.SOURCE, panels.SYMBOL, flags)
-    own = to_panels(jnp.asarray(weight), dtype)
+    own = _to_panels(jnp.asarray(weight), dtype)
     return np.asarray(panels.call(target, jnp.asarray(x), own, columns=weight.shape[1]))
 
 
@@ -41,8 +46,8 @@ def test_agrees_with_float64(rows, depth, width, instructions):
     """Any rows, depth and width agree, on each instruction set and in XLA."""
     x, weight = _draw(rows, depth, width)
     if instructions == "xla":
-        own = to_panels(jnp.asarray(weight))
-        got = panel_matmul(jnp.asarray(x), own, columns=width, implementation="xla")
+        own = _to_panels(jnp.asarray(weight))
+        got = np.asarray(_panel_matmul(x, own, columns=width, implementation="xla"))
     else:
         got = _by_kernel(x, weight, instructions)
     wanted = x.astype(np.float64) @ weight.astype(np.float64)
@@ -91,9 +96,9 @@ def test_panels_in_bfloat16_are_multiplied_in_float32(instructions):
         assert np.any(rounded != weight)
         got = _by_kernel(x, weight, instructions, "bfloat16")
         np.testing.assert_array_equal(got, _by_kernel(x, rounded, instructions))
-    own = to_panels(jnp.asarray(weight), jnp.bfloat16)
+    own = _to_panels(jnp.asarray(weight), jnp.bfloat16)
     by_xla, by_choice = (
-        panel_matmul(jnp.asarray(x), own, columns=width, implementation=implementation)
+        _panel_matmul(jnp.asarray(x), own, columns=width, implementation=implementation)
         for implementation in ("xla", None)
     )
     assert np.linalg.norm(by_xla - got) < 2e-6 * np.linalg.norm(got)
@@ -105,11 +110,11 @@ def test_panels_in_bfloat16_are_multiplied_in_float32(instructions):
 def test_panels_hold_the_weight(columns):
     """The weight and its columns come back, and zeros fill the last panel."""
     _, weight = _draw(1, 7, columns)
-    own = to_panels(jnp.asarray(weight))
-    np.testing.assert_array_equal(from_panels(own, columns), weight)
+    own = _to_panels(jnp.asarray(weight))
+    np.testing.assert_array_equal(_from_panels(own, columns), weight)
     index = jnp.asarray([columns - 1, 0])
     np.testing.assert_array_equal(columns_of(own, index), weight.T[np.asarray(index)])
-    wide = from_panels(own, own.shape[0] * own.shape[2])
+    wide = _from_panels(own, own.shape[0] * own.shape[2])
     assert not np.asarray(wide)[:, columns:].any()
 
 
@@ -124,7 +129,7 @@ def test_it_can_be_differentiated():
         return jnp.sum(jnp.sin(x @ weight))
 
     for got, wanted in zip(
-        *(jax.grad(loss, (0, 1))(x, weight) for loss in (of_panels, of_dense)), strict=True
+        *(jax.jit(jax.grad(loss, (0, 1)))(x, weight) for loss in (of_panels, of_dense)), strict=True
     ):
         assert np.linalg.norm(got - wanted) < 1e-5 * np.linalg.norm(wanted)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Rows, paged_attention, rotate_and_write, whole_attention
+
+# Compiled as a whole, once for all calls of the same shapes.
+_whole_attention, _paged_attention, _rotate_and_write = (
+    jax.jit(function, static_argnames=names)
+    for function, names in (
+        (partial(whole_attention, implementation="cpu"), "length"),
+        (partial(paged_attention, implementation="cpu"), "layer"),
+        (rotate_and_write, "layer"),
+    )
+)
 
 # KV heads, query heads of each, head_dim.
 SHAPE = (2, 3, 16)
@@ -46,6 +57,7 @@ def test_kernels_agree_with_xla(options: dict[str, Any], is_rotated):
         return jnp.sum(jnp.sin(out(qkv, implementation)))
 
     for function in (out, jax.grad(loss)):
+        function = jax.jit(function, static_argnums=1)
         got, wanted = (np.asarray(function(qkv, each)) for each in ("cpu", "xla"))
         assert got.shape == wanted.shape
         assert np.linalg.norm(got - wanted) < 2e-6 * np.linalg.norm(wanted)
@@ -59,10 +71,10 @@ def test_the_bits_are_those_of_serving(shape):
     """
     length, page_size = 50, 8
     qkv, tables = _draw(1, length, shape)
-    whole = np.asarray(whole_attention(qkv, tables, length=length, implementation="cpu"))
+    whole = np.asarray(_whole_attention(qkv, tables, length=length))
     pages = jnp.zeros((1, 8, shape[0], page_size, shape[2]))
     position = jnp.arange(length)
-    q, keys, values, _, _ = rotate_and_write(
+    q, keys, values, _, _ = _rotate_and_write(
         qkv, tables, pages, pages, 0, 1 + position // page_size, position % page_size
     )
     for first, count in ((0, 50), (0, 9), (9, 41), (47, 3), (48, 2), (49, 1)):
@@ -73,11 +85,11 @@ def test_the_bits_are_those_of_serving(shape):
             context_length=jnp.full(1, first + count),
             page_table=1 + jnp.arange(7)[None],
         )
-        got = paged_attention(q[first : first + count], keys, values, 0, rows, implementation="cpu")
+        got = _paged_attention(q[first : first + count], keys, values, 0, rows)
         np.testing.assert_array_equal(got, whole[first : first + count])
     padded = jnp.pad(qkv, ((0, 30), (0, 0), (0, 0), (0, 0)))
     long = [jnp.pad(each, ((0, 30), (0, 0))) for each in tables]
-    got = whole_attention(padded, (long[0], long[1]), length=80, implementation="cpu")
+    got = _whole_attention(padded, (long[0], long[1]), length=80)
     np.testing.assert_array_equal(got[:length], whole)
 
 
