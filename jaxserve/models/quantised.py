@@ -138,13 +138,10 @@ class QuantisedWeight(nnx.Module):
 
     def dequantised(self) -> Float32[Array, " *stacked_and_out in"]:
         """Return the whole weight in float32, with its in axes as one and last; for tests."""
-        numbers = dequantise(self.matrix)[..., : self.out, : self.width]
         order = getattr(self, "order", None)
-        if order is None:
-            return numbers
-        places = jnp.argsort(order[...], axis=-1)
-        places = places.reshape(*places.shape[:-1], *(1,) * (numbers.ndim - places.ndim), -1)
-        return jnp.take_along_axis(numbers, places, axis=-1)
+        return _dequantised(
+            self.matrix, None if order is None else order[...], self.out, self.width
+        )
 
     def product(
         self,
@@ -232,6 +229,18 @@ class QuantisedWeight(nnx.Module):
             out_specs=PartitionSpec(None, *columns),
         )
         return product(x, matrix)
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _dequantised(
+    matrix: PackedMatrix, order: Int32[Array, " *stacked in"] | None, out: int, width: int
+) -> Float32[Array, " *stacked_and_out in"]:
+    numbers = dequantise(matrix)[..., :out, :width]
+    if order is None:
+        return numbers
+    places = jnp.argsort(order, axis=-1)
+    places = places.reshape(*places.shape[:-1], *(1,) * (numbers.ndim - places.ndim), -1)
+    return jnp.take_along_axis(numbers, places, axis=-1)
 
 
 @partial(jax.jit, static_argnums=(1, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -43,16 +44,34 @@ def _starts() -> list[int]:
     return [-(-len(prompt) // PAGE) * PAGE for prompt in PROMPTS]
 
 
+@partial(jax.jit, static_argnums=0)
+def _encode(graphdef, params, batch):
+    return nnx.merge(graphdef, params).encode(batch)
+
+
+@partial(jax.jit, static_argnums=0)
+def _write_encoded(graphdef, params, encoded, batch, cache):
+    return nnx.merge(graphdef, params).write_encoded(encoded, batch, cache)
+
+
+@partial(jax.jit, static_argnums=0)
+def _step(graphdef, params, tokens, batch, cache):
+    model = nnx.merge(graphdef, params)
+    hidden, cache = model(tokens, batch, cache)
+    return model.logits(hidden), cache
+
+
 class _Server:
     """Two sequences over a paged cache, whose prompts are encoded together."""
 
     def __init__(self, folder, layer_layout="unrolled"):
         loaded = load_model(folder, layer_layout=layer_layout, progress=False)
         self.model = nnx.merge(loaded.graphdef, loaded.params)
+        self._parts = loaded.graphdef, loaded.params
         config = self.model.config
         self._cache = empty_cache(config, 41, PAGE, "float32", layer_layout)
         batch = jax.tree.map(jnp.asarray, pack_prompts(CONFIG, PROMPTS))
-        self.encoded = self.model.encode(batch)
+        self.encoded = _encode(*self._parts, batch)
         row, positions = np.asarray(batch.prompt), np.asarray(batch.positions)
         page = np.where(row < 2, TABLES[np.minimum(row, 1), positions // PAGE], 0)
         write = AttentionBatch(
@@ -62,7 +81,7 @@ class _Server:
             rows=Rows(*np.zeros((4, 2), np.int32), page_table=jnp.asarray(TABLES)),
             max_query_length=None,
         )
-        self._cache = self.model.write_encoded(self.encoded, write, self._cache)
+        self._cache = _write_encoded(*self._parts, self.encoded, write, self._cache)
 
     def step(self, spans: list[tuple[int, int]]) -> list[np.ndarray]:
         """Compute [start, end) of each decoder's tokens; return logits of each."""
@@ -93,8 +112,10 @@ class _Server:
             max_query_length=1 if lengths == [1, 1] else None,
             cross_rows=cross,
         )
-        hidden, self._cache = self.model(jnp.asarray(tokens, jnp.int32), batch, self._cache)
-        return np.split(np.asarray(self.model.logits(hidden)), [lengths[0]])
+        logits, self._cache = _step(
+            *self._parts, jnp.asarray(tokens, jnp.int32), batch, self._cache
+        )
+        return np.split(np.asarray(logits), [lengths[0]])
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
