@@ -35,6 +35,16 @@ KINDS = ("causal", "bidirectional", "cross")
 PAGE_SIZE = 8
 
 
+@partial(jax.jit, static_argnums=1)
+def _written(cache: KVCache, layer: int, kv: jax.Array, batch: AttentionBatch) -> KVCache:
+    return cache.write(layer, kv, batch)
+
+
+@partial(jax.jit, static_argnums=1)
+def _read(cache: KVCache, layer: int, q: jax.Array, batch: AttentionBatch) -> jax.Array:
+    return cache.read(layer, q, batch)
+
+
 def _dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray) -> np.ndarray:
     """Return one sequence's attention: q [n, heads, d]; k, v [m, kv_heads, d]; seen bool [n, m]."""
     group = q.shape[1] // k.shape[1]
@@ -124,7 +134,7 @@ def _plan(rows: Rows, num_tokens: int, kv_heads: int, group: int) -> Plan:
     tiling = Tiling(
         kv_heads=kv_heads,
         group=group,
-        split_rows=8,
+        split_rows=16,
         tile_rows=16,
         split_keys=32,
         launches=Launches(block_keys=16),
@@ -169,7 +179,7 @@ def test_each_kind_is_dense_attention(implementation, kind, seed):
 
     kv, q = normal(keys.sum(), kv_heads, (2,)), normal(queries.sum(), kv_heads * group)
     rows = _rows(kind, queries, keys, pages.table)
-    cache = pages.cache(config).write(1, kv, pages.batch(keys, rows))
+    cache = _written(pages.cache(config), 1, kv, pages.batch(keys, rows))
     batch = AttentionBatch(
         positions=jnp.zeros(len(q), jnp.int32),
         page=None,
@@ -179,14 +189,14 @@ def test_each_kind_is_dense_attention(implementation, kind, seed):
         plan=_plan(rows, len(q), kv_heads, group),
         implementation=implementation,
     )
-    got = jax.jit(lambda cache, q, batch: cache.read(1, q, batch))(cache, q, batch)
+    got = np.asarray(_read(cache, 1, q, batch))
     for i, (first, begin) in enumerate(zip(_starts(queries), _starts(keys), strict=True)):
         n, m = queries[i], keys[i]
-        own = kv[begin : begin + m]
+        own = np.asarray(kv)[begin : begin + m]
         seen = np.ones((n, m), bool)
         if kind == "causal":
             seen = np.arange(m) <= np.arange(m - n, m)[:, None]
-        wanted = _dense(q[first : first + n], own[:, :, 0], own[:, :, 1], seen)
+        wanted = _dense(np.asarray(q)[first : first + n], own[:, :, 0], own[:, :, 1], seen)
         _assert_close(got[first : first + n], wanted)
 
 
@@ -199,14 +209,16 @@ def test_cross_attention_of_a_decode_batch(implementation):
     kv = jnp.asarray(random.standard_normal((keys.sum(), 2, 2, 16)), jnp.float32)
     q = jnp.asarray(random.standard_normal((3, 6, 16)), jnp.float32)
     rows = _rows("cross", queries, keys, pages.table)
-    cache = pages.cache(config).write(0, kv, pages.batch(keys, rows))
+    cache = _written(pages.cache(config), 0, kv, pages.batch(keys, rows))
     batch = replace(
         pages.batch(keys, rows, implementation), page=None, offset=None, max_query_length=1
     )
-    got = cache.read(0, q, batch)
+    got = np.asarray(_read(cache, 0, q, batch))
     for i in (0, 2):
-        own = kv[_starts(keys)[i] :][: keys[i]]
-        wanted = _dense(q[i : i + 1], own[:, :, 0], own[:, :, 1], np.ones((1, keys[i]), bool))
+        own = np.asarray(kv)[_starts(keys)[i] :][: keys[i]]
+        wanted = _dense(
+            np.asarray(q)[i : i + 1], own[:, :, 0], own[:, :, 1], np.ones((1, keys[i]), bool)
+        )
         _assert_close(got[i : i + 1], wanted)
     assert np.isfinite(got).all()
 
@@ -226,8 +238,7 @@ def test_a_self_attention_layer_of_either_kind(kind):
     batch = pages.batch(lengths, rows)
     x = jax.random.normal(jax.random.key(2), (lengths.sum(), 24))
     tables = rope_tables(batch.positions, 16, config.rope)
-    context = PagedContext(0, tables, None, batch, pages.cache(config))
-    got = layer(x, context)
+    got = np.asarray(_attended(*nnx.split(layer), x, tables, batch, pages.cache(config)))
     qkv = np.einsum("te,ekxd->tkxd", np.asarray(x, np.float64), _numpy(layer.wqkv))
     qkv = jnp.asarray(qkv + _numpy(layer.bqkv), jnp.float32)
     rotated, v = np.asarray(apply_rope(qkv[:, :, :4], tables)), np.asarray(qkv[:, :, 4])
@@ -238,6 +249,11 @@ def test_a_self_attention_layer_of_either_kind(kind):
         attended = _dense(q, rotated[own, :, 3], v[own], seen).reshape(length, 2, 3, 16)
         wanted = np.einsum("tkgd,kgde->te", attended, _numpy(layer.wo)) + _numpy(layer.bo)
         _assert_close(got[own], wanted)
+
+
+@partial(jax.jit, static_argnums=0)
+def _attended(graphdef, params, x, tables, batch, cache):
+    return nnx.merge(graphdef, params)(x, PagedContext(0, tables, None, batch, cache))
 
 
 @pytest.mark.parametrize(("num_shards", "dtype"), [(1, "float32"), (1, "int8"), (4, "float32")])

@@ -93,7 +93,7 @@ def test_it_finds_the_hypotheses_of_a_plain_search(translator, num_beams, expone
     """All hypotheses and their scores are the same, also when requests are batched."""
     sentences = _sentences(12)
     model = _model(translator, num_beams=num_beams, length_penalty=exponent, end=end)
-    with CellRuntime(model.cells, model.unfold, progress=False) as rt:
+    with CellRuntime(model.cells, model.unfold, warmup=False, progress=False) as rt:
         answers = rt.generate(sentences)
     for tokens, found in zip(sentences, answers, strict=True):
         expected = translator.search(tokens, num_beams, len(tokens) + 5, end, exponent)
@@ -115,7 +115,7 @@ def test_one_beam_is_the_likeliest_tokens(translator):
     sentences = _sentences(12)
     answers = []
     for model in (_model(translator, num_beams=1), _model(translator)):
-        with CellRuntime(model.cells, model.unfold, progress=False) as rt:
+        with CellRuntime(model.cells, model.unfold, warmup=False, progress=False) as rt:
             answers.append([found["token"].tolist() for found in rt.generate(sentences)])
     assert answers[0] == answers[1]
 
@@ -125,7 +125,7 @@ def test_more_beams_find_likelier_answers(translator):
     found = []
     for num_beams in (1, VOCAB):
         model = _model(translator, num_beams=num_beams)
-        with CellRuntime(model.cells, model.unfold, progress=False) as rt:
+        with CellRuntime(model.cells, model.unfold, warmup=False, progress=False) as rt:
             found.append([float(one["score"]) for one in rt.generate(_sentences(12))])
     assert np.mean(np.array(found[1]) >= np.array(found[0]) - 1e-4) > 0.8
 
