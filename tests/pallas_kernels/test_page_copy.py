@@ -12,6 +12,12 @@ import pytest
 from pallas_kernels import gather_pages, move_pages, scatter_pages
 from pallas_kernels.page_copy.shapes import TEST_SHAPES, CopyShape
 
+# Compiled once for all calls of the same shapes.
+_gather, _scatter, _move = (
+    jax.jit(function, static_argnames="implementation")
+    for function in (gather_pages, scatter_pages, move_pages)
+)
+
 SHAPES = pytest.mark.parametrize("shape", TEST_SHAPES, ids=str)
 SEEDS = pytest.mark.parametrize("seed", range(2))
 
@@ -30,7 +36,7 @@ def _random(random: np.random.Generator, dtype: str, *size: int) -> jax.Array:
     return jnp.asarray(np.where(random.random(size) < 0.1, np.nan, values), dtype)
 
 
-def _bytes(array: jax.Array) -> np.ndarray:
+def _bytes(array: jax.Array | np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(np.uint8)
 
 
@@ -49,7 +55,7 @@ def test_pages_are_gathered(implementation, shape, seed):
     """Pages may come in any order and repeat; no other page is read."""
     random = np.random.default_rng(seed)
     pages, (source, _) = _random(random, shape.dtype, *shape.array), _places(random, shape)
-    got = jax.jit(partial(gather_pages, implementation=implementation))(pages, source)
+    got = _gather(pages, source, implementation=implementation)
     wanted = gather_pages(pages, source, implementation="reference")
     assert got.dtype == pages.dtype
     np.testing.assert_array_equal(_bytes(got), _bytes(wanted))
@@ -62,7 +68,7 @@ def test_pages_are_scattered(implementation, shape, seed):
     random = np.random.default_rng(seed)
     pages, (_, target) = _random(random, shape.dtype, *shape.array), _places(random, shape)
     values = _random(random, shape.dtype, shape.layers, shape.count, *shape.page)
-    got = jax.jit(partial(scatter_pages, implementation=implementation))(pages, target, values)
+    got = _scatter(pages, target, values, implementation=implementation)
     wanted = scatter_pages(pages, target, values, implementation="reference")
     np.testing.assert_array_equal(_bytes(got), _bytes(wanted))
 
@@ -73,7 +79,7 @@ def test_pages_are_moved(implementation, shape, seed):
     """A page may go to several places; the targets are overwritten, and the rest is unchanged."""
     random = np.random.default_rng(seed)
     pages, places = _random(random, shape.dtype, *shape.array), _places(random, shape)
-    got = jax.jit(partial(move_pages, implementation=implementation))(pages, *places)
+    got = _move(pages, *places, implementation=implementation)
     wanted = move_pages(pages, *places, implementation="reference")
     assert not np.array_equal(_bytes(got), _bytes(pages))
     np.testing.assert_array_equal(_bytes(got), _bytes(wanted))
@@ -86,8 +92,9 @@ def test_overlapping_moves_go_through_a_copy(implementation, seed):
     shape = TEST_SHAPES[0]
     pages = _random(random, shape.dtype, *shape.array)
     source, target = (jnp.asarray(random.permutation(shape.num_pages), jnp.int32) for _ in range(2))
-    staged = gather_pages(pages, source, implementation=implementation)
-    got = scatter_pages(pages, target, staged, implementation=implementation)
+    staged = _gather(pages, source, implementation=implementation)
+    got = _scatter(pages, target, staged, implementation=implementation)
+    got, pages, source, target = map(np.asarray, (got, pages, source, target))
     np.testing.assert_array_equal(_bytes(got[:, target]), _bytes(pages[:, source]))
 
 
@@ -98,9 +105,10 @@ def test_every_array_of_a_tree(implementation):
         "keys": _random(random, "int8", 2, 9, 2, 8, 64),
         "scales": _random(random, "float32", 2, 9, 8, 8),
     }
-    source, target = jnp.asarray([3, 8, 1]), jnp.asarray([8, 1, 4])
-    staged = gather_pages(cache, source, implementation=implementation)
-    got = scatter_pages(cache, target, staged, implementation=implementation)
+    source, target = np.asarray([3, 8, 1], np.int32), np.asarray([8, 1, 4], np.int32)
+    staged = _gather(cache, source, implementation=implementation)
+    got = _scatter(cache, target, staged, implementation=implementation)
+    got, cache = jax.tree.map(np.asarray, (got, cache))
     for name, pages in cache.items():
         np.testing.assert_array_equal(_bytes(got[name][:, target]), _bytes(pages[:, source]))
         rest = np.setdiff1d(np.arange(9), target)

@@ -115,7 +115,7 @@ def test_folded_products_give_the_same():
     module = embedded_from_torch(lstm_from_torch(tensors, "rnn."), tensors, "embedding.")
     model = sequence_model(folded(module), batch_sizes=(1, 4), returns=["c"])
     sentences = [[3, 1, 12, 0, 7], [5], [2, 2]]
-    with CellRuntime(model.cells, model.unfold, progress=False) as rt:
+    with CellRuntime(model.cells, model.unfold, warmup=False, progress=False) as rt:
         for tokens, found in zip(sentences, rt.generate(sentences), strict=True):
             assert found.values.keys() == {"c"} and _close(found["c"], reader(tokens)[1][0])
     leaf, internal = tree_lstm_from_torch(_tensors(tree_lstm))
@@ -147,7 +147,7 @@ def test_layers_read_as_torch(kind):
         embedded_from_torch(load(tensors, "rnn."), tensors, "embedding."), batch_sizes=(1, 4)
     )
     sentences = [[3, 1, 12, 0, 7], [5], [2, 2]]
-    with CellRuntime(model.cells, model.unfold, progress=False) as rt:
+    with CellRuntime(model.cells, model.unfold, warmup=False, progress=False) as rt:
         answers = rt.generate(sentences)
     for tokens, found in zip(sentences, answers, strict=True):
         expected = reader(tokens)
