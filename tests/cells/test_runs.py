@@ -90,7 +90,7 @@ def test_bits_do_not_depend_on_runs(name):
     inputs = [random.integers(0, VOCAB, num).tolist() for num in (7, 2, 12, 1, 9, 6, 8)]
     found = []
     for num_tasks in (1, 16):
-        options = {"max_tasks_to_submit": num_tasks, "progress": False}
+        options = {"max_tasks_to_submit": num_tasks, "warmup": False, "progress": False}
         with CellRuntime(model.cells, model.unfold, **options) as rt:
             found.append(rt.generate(inputs))
     for one, many in zip(*found, strict=True):

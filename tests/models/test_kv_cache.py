@@ -79,6 +79,13 @@ def _batch(step, lengths: list[int]) -> AttentionBatch:
     )
 
 
+@partial(jax.jit, static_argnums=1)
+def _attend(
+    cache: KVCache, layer: int, qkv: jax.Array, batch: AttentionBatch
+) -> tuple[jax.Array, KVCache]:
+    return cache.attend(layer, qkv, None, batch)
+
+
 def _restored(values: jax.Array, dtype: str) -> jax.Array:
     quantized, scales = quantize(values, dtype)
     return quantized.astype(jnp.float32) * scales[..., None]
@@ -100,8 +107,9 @@ def test_attention_sees_what_was_written_rounded_once(dtype, layout):
             shape = (len(batch.positions), config.num_kv_heads, config.group + 2, 8)
             qkv = jnp.asarray(rng.normal(0, 2, shape), jnp.float32)
             rounded = qkv.at[:, :, -2:].set(_restored(qkv[:, :, -2:], dtype))
-            got, narrow = narrow.attend(layer, qkv, None, batch)
-            wanted, wide = wide.attend(layer, rounded, None, batch)
+            got, narrow = _attend(narrow, layer, qkv, batch)
+            wanted, wide = _attend(wide, layer, rounded, batch)
+            got, wanted = np.asarray(got), np.asarray(wanted)
             assert np.linalg.norm(got - wanted) < 1e-6 * np.linalg.norm(wanted)
     for pages, scales, rounded in (
         (narrow.k_pages, narrow.k_scales, wide.k_pages),
