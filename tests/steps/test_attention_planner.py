@@ -26,7 +26,7 @@ def test_planned_steps_give_the_same_tokens():
     options = {"max_slots": 2, "max_step_tokens": 16, "page_size": 8, "progress": False}
     prompts, params = random_prompts(5, longest=40), SamplingParams(max_tokens=12)
     model = tiny_llama(layer_layout="scanned")
-    with Runtime(model, **options) as rt:
+    with Runtime(model, warmup=False, **options) as rt:
         wanted = [c.token_ids for c in rt.generate(prompts, params)]
     with Runtime(
         model, attention="triton_interpreted", kv_memory=18_000, strict=True, **options
