@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import final
 
 import numpy as np
@@ -74,8 +75,8 @@ class MeasuredCost:
         self, phase: Phase, batch: Numbers, length: Numbers, degree: Numbers
     ) -> np.ndarray:
         if phase is Phase.DECODE:
-            positions = np.multiply(batch, length)
-            return self._iteration_s(batch, positions) - self._iteration_s(batch, 0.0)
+            shares, positions = self._window_shares(batch), np.multiply(batch, length)
+            return self._iteration_s(shares, positions) - self._iteration_s(shares, 0.0)
         largest = self._config.token_buckets[-1]
         if self.times.encode_s:
             # A prompt of n tokens attends to n positions with each.
@@ -87,7 +88,8 @@ class MeasuredCost:
     def rest_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         if phase is Phase.ENCODE:
             return self._encode_s(np.asarray(num_tokens, np.float64))
-        return self._iteration_s(num_tokens, 0.0) + self._loops_a_decode * self._loop_s(num_tokens)
+        shares = self._window_shares(num_tokens)
+        return self._iteration_s(shares, 0.0) + self._loops_a_decode * self._loop_s(shares)
 
     def sync_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
         return np.zeros(np.shape(num_tokens))
@@ -120,18 +122,24 @@ class MeasuredCost:
         has_multiple = most // longest * longest >= fewest
         return np.where(has_multiple, 1 / longest, -(-most // longest) / most)
 
-    def _iteration_s(self, batch: Numbers, positions: Numbers) -> np.ndarray:
-        """Return the seconds of a decode iteration that attends to so many positions in all."""
+    def _window_shares(self, batch: Numbers) -> np.ndarray:
+        """Return the `_shares_padded` of windows for so many decoding sequences."""
+        return _shares_padded(self._rows(batch), self._config.slot_buckets)
+
+    def _iteration_s(self, shares: np.ndarray, positions: Numbers) -> np.ndarray:
+        """Return the seconds of a decode iteration that attends to so many positions in all.
+
+        Args:
+          shares: those of windows, see `_window_shares`.
+        """
         windows = self._config.slot_buckets
         seconds = [_seconds(self.times.decode_s[size], positions) for size in windows]
-        by_window = np.stack(np.broadcast_arrays(*seconds), axis=-1)
-        return _padded(self._rows(batch), windows, by_window)
+        return _mean_s(shares, np.stack(seconds, axis=-1))
 
-    def _loop_s(self, batch: Numbers) -> np.ndarray:
-        """Return the seconds of a decode loop without its iterations."""
-        windows = self._config.slot_buckets
-        seconds = np.array([self.times.loop_s[size] for size in windows])
-        return _padded(self._rows(batch), windows, seconds) + self.times.edit_s
+    def _loop_s(self, shares: np.ndarray) -> np.ndarray:
+        """Return the seconds of a decode loop without its iterations; see `_iteration_s`."""
+        seconds = np.array([self.times.loop_s[size] for size in self._config.slot_buckets])
+        return _mean_s(shares, seconds) + self.times.edit_s
 
     def _rows(self, batch: Numbers) -> np.ndarray:
         """Return the rows that windows span for so many decoding sequences; see the class."""
@@ -256,17 +264,30 @@ def _padded(batch: Numbers, sizes: tuple[int, ...], seconds: np.ndarray) -> np.n
     Args:
       seconds: of each size [..., sizes]; measured times that fall with the size are raised.
     """
-    rising = np.maximum.accumulate(seconds, axis=-1)
+    return _mean_s(_shares_padded(batch, sizes), seconds)
+
+
+def _mean_s(shares: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Return the mean seconds of batches of which such shares are padded to each size.
+
+    Args:
+      seconds: see `_padded`.
+    """
+    return (shares * np.maximum.accumulate(seconds, axis=-1)).sum(-1)
+
+
+def _shares_padded(batch: Numbers, sizes: tuple[int, ...]) -> np.ndarray:
+    """Return the shares of batches around `batch` that are padded to each of `sizes`."""
     most = np.asarray(batch, np.float64)[..., None] * _SPREAD
     fewer = np.floor(most)
-    shares = _shares(fewer, 1 - (most - fewer), sizes) + _shares(fewer + 1, most - fewer, sizes)
-    return (shares * rising).sum(-1)
+    return _shares(fewer, 1 - (most - fewer), sizes) + _shares(fewer + 1, most - fewer, sizes)
 
 
 def _shares(batch: np.ndarray, weight: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
     """Return the mean weight of the batches that are padded to each of `sizes` [..., sizes]."""
     which = np.minimum(np.searchsorted(sizes, batch), len(sizes) - 1)
-    return np.stack([(weight * (which == i)).mean(-1) for i in range(len(sizes))], axis=-1)
+    is_padded_to = which[..., None, :] == np.arange(len(sizes))[:, None]
+    return (weight[..., None, :] * is_padded_to).mean(-1)
 
 
 def _seconds(curve: Curve, positions: Numbers) -> np.ndarray:
@@ -274,14 +295,20 @@ def _seconds(curve: Curve, positions: Numbers) -> np.ndarray:
 
     Beyond the measured points the curve goes on in a line, as `Curve` does.
     """
-    at, seconds = np.array(curve.points).T
-    seconds = np.maximum.accumulate(seconds)
+    at, seconds, slope = _rising(curve)
     positions = np.asarray(positions, np.float64)
     if len(at) == 1:
         return np.full(positions.shape, seconds[0])
     above = np.clip(np.searchsorted(at, positions), 1, len(at) - 1)
-    slope = np.diff(seconds) / np.diff(at)
     return np.maximum(0.0, seconds[above - 1] + slope[above - 1] * (positions - at[above - 1]))
+
+
+@lru_cache(maxsize=1024)
+def _rising(curve: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return a curve's positions, its raised seconds, and the slopes between them."""
+    at, seconds = np.array(curve.points).T
+    seconds = np.maximum.accumulate(seconds)
+    return at, seconds, np.diff(seconds) / np.diff(at)
 
 
 def _slope(curve: Curve) -> float:

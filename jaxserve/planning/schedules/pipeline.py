@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import final
 
@@ -94,9 +95,7 @@ class Pipeline:
                 + cost.sync_s(phase, num_tokens, degree)
             )
 
-        in_single, in_sharded, through_s = self._layers_s(
-            num_layers, layer_s(1), layer_s(self.degree)
-        )
+        in_single, in_sharded, through_s = self._layers_s(num_layers, layer_s)
         if num_head_tokens is not None:
             head_s = cost.head_s(num_head_tokens, np.where(self.num_sharded > 0, self.degree, 1))
             in_sharded = in_sharded + head_s * (self.num_sharded > 0)
@@ -116,14 +115,21 @@ class Pipeline:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds that all layers take to project encoder outputs, as `pass_s` does."""
         in_single, in_sharded, through_s = self._layers_s(
-            num_layers, cost.join_s(num_tokens, 1), cost.join_s(num_tokens, self.degree)
+            num_layers, lambda degree: cost.join_s(num_tokens, degree)
         )
         return np.maximum(in_single, in_sharded), through_s
 
     def _layers_s(
-        self, num_layers: int, single_s: np.ndarray, sharded_s: np.ndarray
+        self, num_layers: int, layer_s: Callable[[Numbers], np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the seconds in the fullest single and sharded stage, and through all of them."""
+        """Return the seconds in the fullest single and sharded stage, and through all of them.
+
+        Args:
+          layer_s: returns the seconds of a layer on so many devices.
+        """
+        single_s = layer_s(1)
+        # Without sharded stages theirs count for nothing.
+        sharded_s = layer_s(self.degree) if self.num_sharded.any() else single_s
         most_single, most_sharded = self.most_layers(num_layers)
         all_s = self.num_single * single_s + self.num_sharded * self.degree * sharded_s
         return (

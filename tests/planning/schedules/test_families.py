@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError, Invali
 from jaxserve.core.request import Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.planning import simulate
-from jaxserve.planning.schedules import LatencyBounds, Plan, TaskLengths, lengths_of
+from jaxserve.planning.schedules import LatencyBounds, Plan, lengths_of
 from jaxserve.planning.schedules.adaptation import Adaptation
 from jaxserve.planning.schedules.candidate import throughput_under
 from jaxserve.planning.schedules.families import FamiliesPlanner, planner_of
@@ -65,10 +66,19 @@ def _timings(
     return [completion.timing for completion in run.completions]
 
 
-PLANNERS = {
-    "uniform": (_planner(SMALL), lengths_of(_pairs(0))),
-    "chats": (_planner(SMALL), lengths_of(_heavy(0))),
-}
+DRAWN = {"uniform": _pairs, "chats": _heavy}
+PLANNERS = {name: (_planner(SMALL), lengths_of(draw(0))) for name, draw in DRAWN.items()}
+# Plans of more slots, for more lengths.
+LARGER = {name: (_planner(), lengths_of(draw(0, 2000))) for name, draw in DRAWN.items()}
+
+
+@cache
+def _lowest_s(name: str, *, is_larger: bool = False) -> float:
+    """Return the lowest bound on latency that one of the `PLANNERS` or `LARGER` ones keeps."""
+    planner, lengths = (LARGER if is_larger else PLANNERS)[name]
+    with pytest.raises(InfeasibleBoundError) as refused:
+        planner.plan(lengths, LatencyBounds(latency_s=1e-6), num_lengths=300)
+    return refused.value.lowest["latency_s"]
 
 
 @pytest.mark.parametrize("name", PLANNERS)
@@ -81,7 +91,7 @@ def test_no_schedule_serves_more_under_any_bound(name: str):
     planner, lengths = PLANNERS[name]
     limits = planner.continuous.space(lengths, ())
     each = [limits.of(size)[1] for size in range(1, SMALL.max_slots + 1)]
-    lowest_s = _lowest_s(planner, lengths)
+    lowest_s = _lowest_s(name)
     families = set()
     for share in (1.0001, 1.1, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, math.inf):
         bounds = LatencyBounds(latency_s=share * lowest_s)
@@ -112,13 +122,12 @@ def test_bounds_on_tokens_are_searched_too(name: str):
         assert getattr(plan, name) <= bound_s and plan.answers_per_s <= 1.01 * free.answers_per_s
 
 
-@pytest.mark.parametrize("kind", ["uniform", "chats"])
+@pytest.mark.parametrize("name", LARGER)
 @pytest.mark.parametrize("share", [1.5, 3.0, math.inf])
-def test_a_plan_is_as_good_as_it_says(kind: str, share: float):
+def test_a_plan_is_as_good_as_it_says(name: str, share: float):
     """Lengths of other seeds: 98 % of the answers keep the bound, and throughput is within 10 %."""
-    draw = _pairs if kind == "uniform" else _heavy
-    planner, lengths = _planner(), lengths_of(draw(0, 2000))
-    bound_s = share * _lowest_s(planner, lengths)
+    draw, (planner, lengths) = DRAWN[name], LARGER[name]
+    bound_s = share * _lowest_s(name, is_larger=True)
     plan = planner.plan(lengths, LatencyBounds(latency_s=bound_s), num_lengths=2000)
     for seed in (1, 2):
         times = _timings(draw(seed, 500), plan)
@@ -179,7 +188,7 @@ def test_batches_that_run_until_all_have_ended_are_compared(name: str):
 def test_the_same_answers_whenever_they_are_asked_for():
     """A second search simulates nothing; figures say what they are estimated by."""
     planner, lengths = PLANNERS["uniform"]
-    bounds = LatencyBounds(latency_s=1.2 * _lowest_s(planner, lengths))
+    bounds = LatencyBounds(latency_s=1.2 * _lowest_s("uniform"))
     first = planner.plan(lengths, bounds, num_lengths=300)
     num_played = planner.continuous.player.num_played
     again = planner.plan(lengths, bounds, num_lengths=300)
@@ -196,7 +205,7 @@ def test_plans_do_not_count_on_proposals():
     """An engine that speculates has the plan of one that does not: who knows what is right."""
     speculating = _planner(replace(SMALL, num_proposed=8))
     planner, lengths = PLANNERS["chats"]
-    bounds = LatencyBounds(latency_s=1.3 * _lowest_s(planner, lengths))
+    bounds = LatencyBounds(latency_s=1.3 * _lowest_s("chats"))
     found, wanted = (
         replace(each.plan(lengths, bounds, num_lengths=300), search_s=0.0)
         for each in (speculating, planner)
@@ -331,9 +340,3 @@ def test_the_frontier_has_both_families():
         figures["policy"] in ("rra", "continuous")
         and figures["max_running"] == most.schedule.max_running
     )
-
-
-def _lowest_s(planner: FamiliesPlanner, lengths: TaskLengths) -> float:
-    with pytest.raises(InfeasibleBoundError) as refused:
-        planner.plan(lengths, LatencyBounds(latency_s=1e-6), num_lengths=300)
-    return refused.value.lowest["latency_s"]
