@@ -119,5 +119,8 @@ class DecodeGroup:
         """
         num = full
         for _ in range(_NUM_REFINEMENTS):
+            before = num
             num = np.minimum(num, per_s * self.num_iterations * self.iteration_s(num)[0])
+            if np.array_equal(num, before):
+                break
         return num

@@ -27,6 +27,7 @@ from jaxserve.planning.schedules import (
 )
 from jaxserve.planning.schedules.candidate import shortest, throughput_under
 from jaxserve.planning.schedules.misses import misses_of
+from jaxserve.planning.schedules.remembered import RememberedTimeline
 from jaxserve.planning.schedules.search import enumerate_all, maximise
 from jaxserve.planning.schedules.timeline import Boxes
 from jaxserve.workload.tasks import TASKS
@@ -125,7 +126,10 @@ def _rows(boxes: Boxes) -> list[Points]:
 
 def test_algorithm_1_alone_misses_schedules_and_the_report_counts_them():
     """On jagged random cases it misses some; where it finds one, it keeps the bounds."""
-    cases = list(_cases(60, 11))
+    cases = [
+        ([RememberedTimeline(each) for each in timelines], bounds)
+        for timelines, bounds in _cases(60, 11)
+    ]
     report = misses_of(cases)
     assert 0 < report.num_missed < report.num_cases <= 60
     assert 0.0 <= report.worst_share < 1.0
