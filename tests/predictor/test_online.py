@@ -14,7 +14,7 @@ from predictor.data import columns
 from tests.predictor.tiny import FailingTokenizer, examples, tiny_predictor
 
 CONFIG = OnlineConfig(
-    batch_size=32,
+    batch_size=16,
     learning_rate=3e-3,
     max_epochs=40,
     capacity=256,
@@ -36,7 +36,7 @@ def _stream(num: int, seed: int, times: int = 1) -> list[Example]:
 def trained_folder(tmp_path_factory):
     """A predictor trained on lengths up to 12."""
     predictor = tiny_predictor()
-    config = TrainingConfig(batch_size=32, learning_rate=3e-3, num_epochs=8, patience=8)
+    config = TrainingConfig(batch_size=32, learning_rate=3e-3, num_epochs=3, patience=3)
     train(predictor, _stream(1500, 0), _stream(200, 1), config, progress=False)
     predictor.calibrate(*columns(_stream(400, 2)))
     folder = tmp_path_factory.mktemp("predictor")
@@ -203,7 +203,9 @@ def test_a_failure_ends_learning_and_nothing_else(caplog):
 
 def test_too_little_to_learn_from(trained_folder):
     """There is no step before there is a batch, and none after the allowed epochs."""
-    config = OnlineConfig(**(vars(CONFIG) | {"max_epochs": 1, "holdout_every": 1000}))
+    config = OnlineConfig(
+        **(vars(CONFIG) | {"batch_size": 32, "max_epochs": 1, "holdout_every": 1000})
+    )
     learner = OnlineLearner.load(trained_folder, config)
     assert not learner.step_once()
     for one in _stream(64, 40):

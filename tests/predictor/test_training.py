@@ -21,7 +21,7 @@ from predictor.data import padded, read_jsonl, shuffled_batches, write_jsonl
 from sharding import make_mesh
 from tests.predictor.tiny import BUCKETS, examples, tiny_predictor
 
-CONFIG = TrainingConfig(batch_size=32, learning_rate=3e-3, num_epochs=8, patience=8)
+CONFIG = TrainingConfig(batch_size=32, learning_rate=3e-3, num_epochs=4, patience=4)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_three_parts():
 
 def test_half_precision_learns_too():
     """Computation is in bfloat16, parameters stay float32, and the loss falls about as much."""
-    learn, held_out = examples(600), examples(100, seed=1)
+    learn, held_out = examples(320), examples(60, seed=1)
     losses = []
     for dtype in ("float32", "bfloat16"):
         predictor = tiny_predictor()
