@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 from jaxserve.core.bound_outcomes import Outcome
@@ -126,7 +127,8 @@ class Recorder:
         self._config = config
         self._replica = replica
         self._records = Records()
-        self._in_flight: dict[int, StepRecord] = {}
+        # Records that lack the time at which the step is collected.
+        self._in_flight: dict[int, Callable[..., StepRecord]] = {}
         self._collected_s: dict[int, float] = {}  # device group -> the newest
 
     @property
@@ -187,7 +189,8 @@ class Recorder:
             buckets = self._config.token_buckets
             batches = (encoded, plan.num_tokens - encoded)
             padding = sum(bucket(size, buckets) - size for size in batches if size)
-        self._in_flight[plan.index] = StepRecord(
+        self._in_flight[plan.index] = partial(
+            StepRecord,
             index=plan.index,
             kind=kind,
             num_rows=len(plan.rows),
@@ -214,7 +217,7 @@ class Recorder:
           The seconds that the devices took for it, at most: since it was submitted, or since the
           step of their group that was collected before it.
         """
-        step = replace(self._in_flight.pop(index), collected_s=now_s)
+        step = self._in_flight.pop(index)(collected_s=now_s)
         self._records.add_step(step)
         before_s = self._collected_s.get(step.group, 0.0)
         self._collected_s[step.group] = now_s
