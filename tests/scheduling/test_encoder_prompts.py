@@ -47,7 +47,7 @@ def test_random_traces(policy):
     """Each request has the tokens that it has alone; the simulated model refuses cut prompts."""
     chosen = PRESETS[policy]
     num_preempted = num_hit = 0
-    for seed in range(30):
+    for seed in range(20):
         trace = encoder_trace(
             seed,
             with_faults=seed % 2 == 0,
@@ -64,7 +64,7 @@ def test_random_traces(policy):
 
 def test_random_traces_with_resizes():
     """Pools that shrink and grow change no answer, or end one that has no room, with an error."""
-    for seed in range(30):
+    for seed in range(20):
         trace = encoder_trace(seed, with_conversations=True)
         together = trace.run(PRESETS["auto"], resize_rate=0.05)
         for key, alone in trace.expected().items():

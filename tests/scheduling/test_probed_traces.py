@@ -68,6 +68,7 @@ CONFIG = EngineConfig(
 )
 NUM_ANSWERS = 120
 BUCKETS = LengthBuckets.logarithmic(128, 7)
+MIDDLES = np.log(BUCKETS.middle(np.arange(BUCKETS.num)))
 
 
 def _served(policy: Policy, noise: float | None, seed: int = 0) -> tuple[int, int]:
@@ -86,8 +87,7 @@ def _served(policy: Policy, noise: float | None, seed: int = 0) -> tuple[int, in
             return np.full(BUCKETS.num, np.nan)
         left = max(1, lengths[int(request.id)] - elapsed)
         at = np.log(left) + noise * random.normal()
-        middle = np.log(BUCKETS.middle(np.arange(BUCKETS.num)))
-        return -0.5 * ((middle - at) / 0.5) ** 2
+        return -0.5 * ((MIDDLES - at) / 0.5) ** 2
 
     executor = SimulatedExecutor(
         CONFIG,
