@@ -81,7 +81,7 @@ def test_pages_that_come_over_several_plans(policy: Policy, incoming_pages: int)
     In between it is cancelled or preempted, the pool is resized, and the weights are exchanged.
     """
     counts = Counter()
-    for seed in range(NUM_SEEDS):
+    for seed in range(2 * NUM_SEEDS):
         trace = Trace(seed, with_conversations=True, incoming_pages=incoming_pages)
         rates = (0.05, 0.0, 0.0) if seed % 2 else (0.0, 0.05, 0.05)
         cancel_rate, resize_rate, update_rate = rates
