@@ -31,7 +31,7 @@ from jaxserve.planning.schedules import (
 )
 from jaxserve.testing.tiny import tiny_llama, tiny_t5
 
-SIZES = LayerSizes(max_tokens=16, max_batch=2, max_length=32, page_size=8)
+SIZES = LayerSizes(max_tokens=4, max_batch=2, max_length=8, page_size=4)
 
 
 @pytest.mark.parametrize(("kv_dtype", "quantize"), [(None, None), ("int8", None), (None, "int8")])
