@@ -255,7 +255,7 @@ def test_a_schedule_that_exceeds_the_memory_is_replaced():
 def test_a_simulated_engine_adapts_and_loses_nothing():
     """Answers become twice as long in the middle; with adaptation most keep the bound again."""
     rng = random.Random(4)
-    lengths = [(rng.randint(20, 100), rng.randint(8, 60 if i < 400 else 120)) for i in range(1600)]
+    lengths = [(rng.randint(20, 100), rng.randint(8, 60 if i < 400 else 120)) for i in range(1200)]
     items = [
         WorkloadItem(prompt_token_ids=(1,) * p, num_output_tokens=o, max_tokens=200)
         for p, o in lengths

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -35,13 +38,15 @@ from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.workload import WorkloadItem
 from tests.planning.schedules.step_times import CONFIG, like_a_small_model, plan_rra
 
+Lengths: TypeAlias = Sequence[tuple[int, int]]
 
-def _lengths(num: int, seed: int) -> list[tuple[int, int]]:
+
+def _lengths(num: int, seed: int) -> tuple[tuple[int, int], ...]:
     rng = random.Random(seed)
-    return [(rng.randint(20, 100), rng.randint(8, 120)) for _ in range(num)]
+    return tuple((rng.randint(20, 100), rng.randint(8, 120)) for _ in range(num))
 
 
-def _throughput(lengths: list[tuple[int, int]], iteration: RRA) -> tuple[float, list[float]]:
+def _throughput(lengths: Lengths, iteration: RRA) -> tuple[float, list[float]]:
     """Simulate answers that all wait; return answers/s of the middle third, and all seconds."""
     return _rate(_simulated(lengths, iteration))
 
@@ -53,9 +58,7 @@ def _rate(timings: list[Timing]) -> tuple[float, list[float]]:
     return (high - low) / (ends[high] - ends[low]), spent
 
 
-def _simulated(
-    lengths: list[tuple[int, int]], iteration: RRA, config: EngineConfig = CONFIG
-) -> list[Timing]:
+def _simulated(lengths: Lengths, iteration: RRA, config: EngineConfig = CONFIG) -> list[Timing]:
     simulation = simulate(
         [
             WorkloadItem(prompt_token_ids=(1,) * num_prompt, num_output_tokens=num_output)
@@ -196,11 +199,8 @@ def test_a_plan_keeps_its_bound_in_the_simulation(share: float):
 def test_a_bound_on_tokens_is_kept_in_the_simulation(kind: str, share: float):
     """Time to first token, or per token: in 99 % of answers, at some cost in throughput."""
     lengths = _lengths(600, seed=5)
-    free = _plan(lengths, math.inf)
-    with pytest.raises(InfeasibleBoundError) as refused:
-        plan_rra(like_a_small_model(), CONFIG, lengths, math.inf, **{f"{kind}_bound_s": 1e-6})
-    name = f"{kind}_s"
-    bound_s = share * refused.value.lowest[name]
+    free, name = _free_plan(lengths), f"{kind}_s"
+    bound_s = share * _lowest_on_tokens_s(lengths, kind)
     plan = plan_rra(like_a_small_model(), CONFIG, lengths, math.inf, **{f"{kind}_bound_s": bound_s})
     assert getattr(plan, name) <= bound_s < getattr(free, name)
     assert plan.keeps_bounds and plan.answers_per_s < free.answers_per_s
@@ -290,11 +290,24 @@ def test_answers_of_one_token_need_no_decode_phase():
     assert plan.answers_per_s > 0
 
 
-def _plan(lengths: list[tuple[int, int]], bound_s: float) -> Plan:
+def _plan(lengths: Lengths, bound_s: float) -> Plan:
     return plan_rra(like_a_small_model(), CONFIG, lengths, bound_s)
 
 
-def _lowest_s(lengths: list[tuple[int, int]]) -> float:
+@cache
+def _free_plan(lengths: Lengths) -> Plan:
+    return _plan(lengths, math.inf)
+
+
+@cache
+def _lowest_on_tokens_s(lengths: Lengths, kind: str) -> float:
+    with pytest.raises(InfeasibleBoundError) as refused:
+        plan_rra(like_a_small_model(), CONFIG, lengths, math.inf, **{f"{kind}_bound_s": 1e-6})
+    return refused.value.lowest[f"{kind}_s"]
+
+
+@cache
+def _lowest_s(lengths: Lengths) -> float:
     with pytest.raises(InfeasibleBoundError) as refused:
         _plan(lengths, 1e-6)
     return refused.value.lowest["latency_s"]
