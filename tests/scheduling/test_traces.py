@@ -61,7 +61,7 @@ BASELINES = (
     *("fastertransformer", "triton_window", "concurrent_instances", "oracle", "s3_oracle"),
     *("exegpt_rra", "exegpt_waa_c"),
 )
-SEEDS = [range(0, 100), range(100, 160)]
+SEEDS = [range(0, 60), range(60, 100)]
 CASES = [(policy, seeds) for policy in POLICIES for seeds in SEEDS]
 CASES += [(policy, seeds) for policy in PREDICTED for seeds in SEEDS[:1]]
 RESIZED = [
