@@ -339,9 +339,8 @@ class SimulatedExecutor:
                 slot.is_inert = len(slot.tokens) >= slot.max_length
             result.tokens[index, :count] = token
             result.num_tokens[index] = count
-        counts = result.num_tokens[:, None]
-        iterations = np.arange(counts.max(initial=0))
-        return ((lengths[:, None] + iterations) * (counts > iterations)).sum(0).tolist()
+        later = np.arange(result.num_tokens.max(initial=0))
+        return ((lengths[:, None] + later) * (result.num_tokens[:, None] > later)).sum(0).tolist()
 
     def _write(self, slot: _Slot, start: int, count: int) -> None:
         """Write the hashes of `count` tokens from position `start` on."""
