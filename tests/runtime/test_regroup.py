@@ -26,7 +26,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.execution import weight_moves
 from jaxserve.execution.protocol import StepHandle
-from jaxserve.planning import StepTimes, keep_step_times
+from jaxserve.planning import GroupTimes, StepTimes, keep_step_times
 from jaxserve.planning.schedules.configuration import Division
 from jaxserve.planning.step_times import Curve
 from jaxserve.scheduling.admission.on_demand import OnDemand
@@ -46,6 +46,8 @@ POLICY = replace(
     iteration=WAA(encode_batch=4, decode_iterations=2),
 )
 SMALL: dict[str, Any] = OPTIONS | dict(policy=POLICY)
+# Of a runtime whose steps are all measured.
+FEW_SHAPES = dict(max_slots=2, max_step_tokens=32)
 PROMPTS = random_prompts(12, longest=60)
 PARAMS = [
     SamplingParams(
@@ -349,8 +351,27 @@ class SlowSteps(ExecutorWrapper):
         return _Late(handle, 0.008 if plan.is_decode_loop else 0.015)
 
 
+@pytest.fixture(scope="module")
+def slow_times() -> GroupTimes:
+    """The times of `SlowSteps` on groups of one device, to which devices were moved."""
+    with _runtime(wrap_executor=WrapAll(SlowSteps)) as rt:
+        rt.regroup(encode=1, decode=1, max_pause_s=60)
+        return rt.measure_group_times(rounds=1)
+
+
+def _load(rt: Runtime, times: GroupTimes, folder: Path) -> None:
+    """Give a runtime the times of its groups, through a file."""
+    path = folder / "measured.json"
+    times.save(path)
+    rt.load_group_times(path)
+
+
 def test_a_plan_moves_devices_and_so_does_a_drift(
-    wanted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wanted,
+    slow_times,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ):
     """By times of two devices from the cache folder, which encode faster and decode slower."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
@@ -360,8 +381,8 @@ def test_a_plan_moves_devices_and_so_does_a_drift(
     with _runtime(wrap_executor=seen) as rt:
         (executor,) = seen.executors
         rt.regroup(encode=1, decode=1, max_pause_s=60)
-        times = rt.measure_group_times(rounds=1).groups[0]
-        two = _scaled(times, 2, decode=100.0, prefill=0.001)
+        _load(rt, slow_times, tmp_path)
+        two = _scaled(slow_times.groups[0], 2, decode=100.0, prefill=0.001)
         keep_step_times(tmp_path / "profiles", two)
 
         stays = rt.plan(lengths=[(60, 2)] * 9, max_pause_s=0.0)
@@ -404,8 +425,8 @@ def test_times_of_both_groups_are_kept_for_the_next_runtime(
     """A plan reads them from the cache folder; a saved file is taken, one of one group refused."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
     lengths = [(20, 8)] * 9
-    groups = make_groups(encode=1, decode=1)
-    with _runtime(mesh=groups) as rt:
+    options = FEW_SHAPES | dict(mesh=make_groups(encode=1, decode=1))
+    with _runtime(**options) as rt:
         first = rt.plan(lengths=lengths, max_pause_s=0.0)
         (kept,) = (tmp_path / "profiles").glob("groups-*.json")
         times = rt.find_group_times(tmp_path / "profiles")
@@ -414,7 +435,7 @@ def test_times_of_both_groups_are_kept_for_the_next_runtime(
         with pytest.raises(InvalidConfigError, match="this runtime has two"):
             rt.find_step_times(tmp_path)
     written = kept.stat().st_mtime_ns
-    with _runtime(mesh=groups) as rt:
+    with _runtime(**options) as rt:
         again = rt.plan(lengths=lengths, max_pause_s=0.0)
         assert again.schedule == first.schedule and again.tokens_per_s == first.tokens_per_s
         assert rt.load_group_times(tmp_path / "saved.json").page_s == times.page_s
@@ -429,15 +450,16 @@ def test_times_of_both_groups_are_kept_for_the_next_runtime(
         rt.load_group_times(tmp_path / "saved.json")
 
 
-def test_the_papers_rules_divide_the_devices(wanted, tmp_path: Path, monkeypatch):
+def test_the_papers_rules_divide_the_devices(wanted, slow_times, tmp_path: Path, monkeypatch):
     """WAA-C by computation, WAA-M by memory: each moves to its own division, with equal tokens."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
     seen = WrapAll(SlowSteps)
     with _runtime(wrap_executor=seen) as rt:
         (executor,) = seen.executors
         rt.regroup(encode=1, decode=1, max_pause_s=60)
-        times = rt.measure_group_times(rounds=1).groups[0]
-        keep_step_times(tmp_path / "profiles", _scaled(times, 2, decode=1.0, prefill=0.01))
+        _load(rt, slow_times, tmp_path)
+        two = _scaled(slow_times.groups[0], 2, decode=1.0, prefill=0.01)
+        keep_step_times(tmp_path / "profiles", two)
         lengths = [(60, 2)] * 9
         by_computing = rt.plan(lengths=lengths, policies=("waa_c",), adopt=False, max_pause_s=60)
         by_memory = rt.plan(lengths=lengths, policies=("waa_m",), adopt=False, max_pause_s=60)
@@ -454,11 +476,16 @@ def test_the_papers_rules_divide_the_devices(wanted, tmp_path: Path, monkeypatch
             rt.plan(lengths=lengths, policies=("rra",))
 
 
-def test_a_plan_is_adapted_after_devices_were_moved_by_hand(tmp_path: Path, monkeypatch):
-    """The next answers make a plan for the groups of now, which stay."""
+def test_a_plan_is_adapted_after_devices_were_moved_by_hand(
+    slow_times, tmp_path: Path, monkeypatch
+):
+    """The next answers make a plan for the groups of now, which are measured, and stay."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
     prompts = [tuple(range(i % 40, i % 40 + 20)) for i in range(70)]
+    one, other = slow_times.groups
     with _runtime() as rt:
+        two = _scaled(other, 2, decode=1.0, prefill=1.0)
+        _load(rt, replace(slow_times, groups=(one, two)), tmp_path)
         rt.plan(lengths=[(20, 4)] * 90, max_pause_s=0.0)
         rt.regroup(encode=2, decode=1, max_pause_s=60)
         assert rt.stats().plan is None
