@@ -62,34 +62,41 @@ def test_pages_come_back_from_the_host_layer_by_layer(expected):
         Runtime(tiny_llama(), **OPTIONS, restore="later")
 
 
+SMALL_PAGES = OPTIONS | {"page_size": 1}
+LONG_PROMPTS = [list(prompt * 100)[:100] for prompt in random_prompts(3, seed=5, longest=100)]
+GOING_ON = SamplingParams(max_tokens=60)
+
+
+@pytest.fixture(scope="module")
+def small_pages():
+    """The tokens for a long prompt, its continuation and a short one, without cached pages."""
+    prompts = [LONG_PROMPTS[0], [*LONG_PROMPTS[0], *FOLLOW_UP], [7, 8]]
+    with Runtime(tiny_llama(), **{**SMALL_PAGES, "policy": "vllm_like"}) as rt:
+        return [each.token_ids for each in rt.generate(prompts, [PARAMS, PARAMS, GOING_ON])]
+
+
 @pytest.mark.parametrize(
     ("restore", "mesh", "kv_memory"),
     [("on_admission", None, "45kB"), ("per_layer", None, "45kB"), ("both", STAGES, "22kB")],
     ids=str,
 )
 def test_many_pages_come_back_over_several_steps(
-    restore: str, mesh: StagePlan | None, kv_memory: str
+    small_pages, restore: str, mesh: StagePlan | None, kv_memory: str
 ):
     """Pages of one token each: no step brings more than 64 while another answer goes on."""
-    options = OPTIONS | {"page_size": 1, "wrap_executor": _SlowCopies}
-    drawn = random_prompts(3, seed=5, longest=100)
-    first, *others = ([token for token in prompt * 100][:100] for prompt in drawn)
-    history, running = [*first, *FOLLOW_UP], SamplingParams(max_tokens=60)
-    with Runtime(tiny_llama(), **{**options, "policy": "vllm_like"}) as rt:
-        wanted = [each.token_ids for each in rt.generate([first, history], PARAMS)]
-        other = rt.generate([7, 8], running).token_ids
-    options |= {"restore": restore, "mesh": mesh, "kv_memory": kv_memory}
-    options |= {"host_memory": "1MiB", "max_decode_iterations": 1}
+    wanted, history, going = small_pages
+    options = SMALL_PAGES | {"restore": restore, "mesh": mesh, "kv_memory": kv_memory}
+    options |= {"host_memory": "1MiB", "max_decode_iterations": 1, "wrap_executor": _SlowCopies}
     with Runtime(tiny_llama(), **options) as rt:
-        assert rt.generate(first, PARAMS).token_ids == wanted[0]
-        for each in others:  # they take the pages
+        assert rt.generate(LONG_PROMPTS[0], PARAMS).token_ids == wanted
+        for each in LONG_PROMPTS[1:]:  # they take the pages
             rt.generate(each, PARAMS)
         pieces: list[object] = []
-        going_on = rt.submit([7, 8], running, on_piece=pieces.append)
+        going_on = rt.submit([7, 8], GOING_ON, on_piece=pieces.append)
         while not pieces:
             time.sleep(0.001)
-        assert rt.generate(history, PARAMS).token_ids == wanted[1]
-        assert going_on.result(60).token_ids == other
+        assert rt.generate([*LONG_PROMPTS[0], *FOLLOW_UP], PARAMS).token_ids == history
+        assert going_on.result(60).token_ids == going
         brought = [step.pages_in for step in rt.report().steps]
         assert max(brought) == 64 and sum(brought) > 70
         rt.check_integrity()
