@@ -53,7 +53,7 @@ def _until_cache_bytes(wanted: int) -> None:
     end_s = time.monotonic() + 20
     while (given := _cache_bytes()) != wanted:
         assert time.monotonic() < end_s, f"{given:,} bytes of pages, and not {wanted:,}"
-        time.sleep(0.001)
+        time.sleep(0.02)
 
 
 def _page_bytes(rt: Runtime) -> int:
@@ -65,7 +65,7 @@ def _begun(rt: Runtime):
     target = rt.stats().num_tokens + 180
     pending = [rt.submit(prompt, each) for prompt, each in zip(PROMPTS, LONG, strict=True)]
     while rt.stats().num_tokens < target:
-        time.sleep(0.001)
+        time.sleep(0.005)
     return pending
 
 
