@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +36,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def answers() -> list[tuple[int, ...]]:
+    """The tokens of long answers under the default policy."""
+    with Runtime(tiny_llama(), **OPTIONS) as rt:
+        return _tokens(rt, LONG)
+
+
+def _tokens(rt: Runtime, params: Sequence[SamplingParams]) -> list[tuple[int, ...]]:
+    return [one.token_ids for one in rt.generate(PROMPTS, params)]
+
+
 def _until(holds: Callable[[], bool]) -> None:
     end_s = time.monotonic() + 60
     while not holds():
@@ -43,21 +54,19 @@ def _until(holds: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_the_preset_plans_by_itself(cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_preset_plans_by_itself(answers, cache: Path, monkeypatch: pytest.MonkeyPatch):
     """After 64 answers there is a schedule; stats and report name it, its bound and figures."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(cache))
-    with Runtime(tiny_llama(), **OPTIONS) as rt:
-        answers = [one.token_ids for one in rt.generate(PROMPTS, LONG)]
     with Runtime(tiny_llama(), policy="exegpt", latency_bound=50, **OPTIONS) as rt:
         assert rt.stats().plan is None and rt.report().policy == "exegpt"
-        assert [one.token_ids for one in rt.generate(PROMPTS, LONG)] == answers
+        assert _tokens(rt, LONG) == answers
         _until(lambda: rt.stats().plan is not None)
         plan = rt.stats().plan
         assert plan is not None and plan.latency_bound_s == 50 and plan.keeps_bounds
         assert plan.num_lengths >= 64 and rt.stats().num_plans == 1
         assert rt.report().policy == f"exegpt ({plan.name})"
         assert rt.report().figures()["plan"]["answers_per_s"] == plan.answers_per_s
-        assert [one.token_ids for one in rt.generate(PROMPTS, LONG)] == answers
+        assert _tokens(rt, LONG) == answers
         rt.check_integrity()
 
 
@@ -71,7 +80,7 @@ def _tight_bound(rt: Runtime) -> float:
 
 
 def test_a_plan_follows_the_lengths_while_requests_run(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    answers, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """Longer answers than planned, with cancellations: another schedule, and the same tokens.
 
@@ -79,8 +88,6 @@ def test_a_plan_follows_the_lengths_while_requests_run(
     present schedule.
     """
     monkeypatch.setenv("JAXSERVE_CACHE", str(cache))
-    with Runtime(tiny_llama(), **OPTIONS) as rt:
-        answers = [one.token_ids for one in rt.generate(PROMPTS, LONG)]
     [path] = (cache / "profiles").glob("steps-*.json")
     with Runtime(tiny_llama(), **OPTIONS) as rt, caplog.at_level(logging.WARNING):
         rt.load_step_times(path)
@@ -104,7 +111,7 @@ def test_a_plan_follows_the_lengths_while_requests_run(
         if not now.keeps_bounds:
             assert now.lowest["latency_s"] > plan.latency_bound_s
             assert "no schedule keeps the bounds" in caplog.text
-        assert [one.token_ids for one in rt.generate(PROMPTS, LONG)] == answers
+        assert _tokens(rt, LONG) == answers
         rt.check_integrity()
 
 
@@ -118,20 +125,20 @@ def test_a_plan_that_is_not_adapted_stays(cache: Path, monkeypatch: pytest.Monke
         assert rt.stats().plan == plan and rt.stats().num_plans == 1
 
 
-def test_a_request_with_a_bound_of_its_own(cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_request_with_a_bound_of_its_own(answers, cache: Path, monkeypatch: pytest.MonkeyPatch):
     """It is refused alone where it cannot be in time; else it is served, and the plan knows it."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(cache))
     with Runtime(tiny_llama(), policy="exegpt", **OPTIONS) as rt:
-        before = [one.token_ids for one in rt.generate(PROMPTS, LONG)]
+        assert _tokens(rt, LONG) == answers
         with pytest.raises(BoundNotMetError, match="latency_bound=1e-06"):
             rt.generate(PROMPTS[0], SamplingParams(max_tokens=60, latency_bound=1e-6))
         bounded = [replace(params, latency_bound=100.0) for params in LONG]
-        assert [one.token_ids for one in rt.generate(PROMPTS, bounded)] == before
+        assert _tokens(rt, bounded) == answers
         plan = rt.plan()
         [(each, expected_s)] = plan.classes
         assert each.bounds.latency_s == 100.0 and expected_s["latency_bound"] < 100
         mixed = [each if i % 2 else LONG[i] for i, each in enumerate(bounded)]
-        assert [one.token_ids for one in rt.generate(PROMPTS, mixed)] == before
+        assert _tokens(rt, mixed) == answers
         rt.check_integrity()
 
 
@@ -159,19 +166,19 @@ def test_the_preset_keeps_bounds_on_tokens(cache: Path, monkeypatch: pytest.Monk
         assert plan.bounds == LatencyBounds.of(**bounds)
 
 
-def test_the_preset_plans_on_two_device_groups_too(tmp_path, monkeypatch):
+def test_the_preset_plans_on_two_device_groups_too(answers, tmp_path, monkeypatch):
     """There the schedule is workload-aware; a policy that does not plan refuses the option."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
     mesh = make_groups(encode=1, decode=1)
-    with Runtime(tiny_llama(), **OPTIONS) as rt:
-        answers = [one.token_ids for one in rt.generate(PROMPTS, LONG)]
-    with Runtime(tiny_llama(), mesh=mesh, policy="exegpt", latency_bound=50, **OPTIONS) as rt:
+    # Few slots, since steps of every number of them are measured.
+    options = OPTIONS | dict(max_slots=2, mesh=mesh, policy="exegpt", latency_bound=50)
+    with Runtime(tiny_llama(), **options) as rt:
         assert rt.stats().plan is None and rt.report().policy == "exegpt"
-        assert [one.token_ids for one in rt.generate(PROMPTS, LONG)] == answers
+        assert _tokens(rt, LONG) == answers
         _until(lambda: rt.stats().plan is not None)
         plan = rt.stats().plan
         assert plan is not None and plan.family == "waa" and plan.latency_bound_s == 50
-        assert [one.token_ids for one in rt.generate(PROMPTS, LONG)] == answers
+        assert _tokens(rt, LONG) == answers
         rt.check_integrity()
     with pytest.raises(InvalidConfigError, match="policy='exegpt'"):
         Runtime(tiny_llama(), mesh=mesh, policy="exegpt_waa_c", latency_bound=50, **OPTIONS)
