@@ -65,20 +65,24 @@ def _begun(rt: Runtime):
 
 def test_running_requests_finish_with_the_old_weights(answers):
     """Requests before the update have the old weights' answers, later ones the new weights'."""
-    with Runtime(tiny_llama(0), wrap_executor=SlowExecutor, **OPTIONS) as rt:
+    slow = WrapAll(SlowExecutor)
+    with Runtime(tiny_llama(0), wrap_executor=slow, **OPTIONS) as rt:
         pending = _begun(rt)
         update = threading.Thread(target=rt.update_params, args=(_params(1),))
         update.start()
         assert [p.result(60).token_ids for p in pending] == answers[0]
         update.join(60)
+        slow.executors[0].step_s = 0.0
         assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[1]
 
 
 def test_running_requests_start_over(answers):
     """Every answer is the new weights' from its first token on."""
-    with Runtime(tiny_llama(0), wrap_executor=SlowExecutor, **OPTIONS) as rt:
+    slow = WrapAll(SlowExecutor)
+    with Runtime(tiny_llama(0), wrap_executor=slow, **OPTIONS) as rt:
         pending = _begun(rt)
         rt.update_params(_params(1), running="restart")
+        slow.executors[0].step_s = 0.0
         got = [p.result(60).token_ids for p in pending]
         # The first request may have ended before the update.
         assert all(tokens in (answers[0][i], answers[1][i]) for i, tokens in enumerate(got))
@@ -88,10 +92,12 @@ def test_running_requests_start_over(answers):
 
 def test_a_stream_goes_on_with_the_new_weights(answers):
     """Tokens that were shown stay; the following tokens come from the new weights."""
-    with Runtime(tiny_llama(0), wrap_executor=SlowExecutor, **OPTIONS) as rt:
+    slow = WrapAll(SlowExecutor)
+    with Runtime(tiny_llama(0), wrap_executor=slow, **OPTIONS) as rt:
         pieces = rt.stream(PROMPTS[0], LONG)
         shown = [*next(pieces).token_ids, *next(pieces).token_ids]
         rt.update_params(_params(1), running="restart")
+        slow.executors[0].step_s = 0.0
         tokens = shown + [token for piece in pieces for token in piece.token_ids]
         num_old = next(i for i, token in enumerate(tokens) if token != answers[0][0][i])
         assert num_old >= len(shown)
@@ -103,9 +109,11 @@ def test_a_stream_goes_on_with_the_new_weights(answers):
 
 def test_running_requests_are_aborted(answers):
     """They end as cancelled with their tokens, and later ones are served."""
-    with Runtime(tiny_llama(0), wrap_executor=SlowExecutor, **OPTIONS) as rt:
+    slow = WrapAll(SlowExecutor)
+    with Runtime(tiny_llama(0), wrap_executor=slow, **OPTIONS) as rt:
         pending = _begun(rt)
         rt.update_params(_params(1), running="abort")
+        slow.executors[0].step_s = 0.0
         reasons = [p.result(60).finish_reason for p in pending]
         assert "cancelled" in reasons and set(reasons) <= {"cancelled", "length"}
         assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[1]
