@@ -72,14 +72,19 @@ def _greedy(seed: int, tokens: Sequence[int]) -> list[int]:
     """Return the greedy token after each token, by a forward pass over all of them."""
     padded = np.zeros(MAX_CONTEXT, np.int32)
     padded[: len(tokens)] = tokens
-    logits = tiny_llama(seed).whole_logits(jnp.asarray(padded)[None])[0]
-    return np.asarray(jnp.argmax(logits, -1))[: len(tokens)].tolist()
+    logits = np.asarray(_logits(_params(seed), jnp.asarray(padded)[None]))[0]
+    return np.argmax(logits, -1)[: len(tokens)].tolist()
+
+
+@jax.jit
+def _logits(params: nnx.State, tokens: jax.Array) -> jax.Array:
+    return nnx.merge(nnx.graphdef(tiny_llama()), params).whole_logits(tokens)
 
 
 @jax.jit
 def _gaps(params: nnx.State, tokens: jax.Array) -> jax.Array:
     """Return by how much each token's logit is below the greedy one, [rows, tokens - 1]."""
-    logits = nnx.merge(nnx.graphdef(tiny_llama()), params).whole_logits(tokens)[:, :-1]
+    logits = _logits(params, tokens)[:, :-1]
     chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], 2)[..., 0]
     return logits.max(-1) - chosen
 
