@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,10 +50,23 @@ def _params(rng: random.Random) -> SamplingParams:
     ][kind]
 
 
+def _asked(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Return prompts, and parameters of a random kind for each."""
+    rng = random.Random(seed)
+    prompts = _prompts()
+    return prompts, [_params(rng) for _ in prompts]
+
+
 @pytest.fixture(scope="module")
 def plain() -> Any:
     with Runtime(tiny_llama(), **OPTIONS, deterministic=True) as runtime:
         yield runtime
+
+
+@pytest.fixture(scope="module")
+def wanted(plain) -> Callable[[int], list[Any]]:
+    """A function that returns the answers to `_asked(seed)` without speculation."""
+    return cache(lambda seed: plain.generate(*_asked(seed)))
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +96,13 @@ def _check_same(given: Any, wanted: Any, *, has_same_bits: bool = True) -> None:
             )
 
 
-def test_tokens_and_logprobs_are_those_without_speculation(plain, speculating):
+def test_tokens_and_logprobs_are_those_without_speculation(plain, wanted, speculating):
     """Greedy and drawn, with penalties and log-probabilities; nothing compiles meanwhile."""
     for seed in range(12):
         # Loops speculate as long as it pays by measured times, which vary with the machine's load.
         if seed >= 4 and speculating.stats().num_accepted_tokens > 20:
             break
-        rng = random.Random(seed)
-        prompts = _prompts()
-        params = [_params(rng) for _ in prompts]
-        _check_same(speculating.generate(prompts, params), plain.generate(prompts, params))
+        _check_same(speculating.generate(*_asked(seed)), wanted(seed))
     stats = speculating.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert plain.stats().num_draft_tokens == 0
@@ -172,7 +183,7 @@ PLACES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_stages_and_device_groups_speculate_too(plain, where):
+def test_stages_and_device_groups_speculate_too(wanted, where):
     """Any parameters, several rounds, and a pool that preempts; a warm-up compiles everything.
 
     No bit changes, except under tensor parallelism, which promises none.
@@ -183,11 +194,8 @@ def test_stages_and_device_groups_speculate_too(plain, where):
     options |= PLACES[where]()
     with Runtime(tiny_llama(), **options) as runtime:
         for seed in range(3):
-            rng = random.Random(seed)
-            prompts = _prompts()
-            params = [_params(rng) for _ in prompts]
-            given, wanted = runtime.generate(prompts, params), plain.generate(prompts, params)
-            _check_same(given, wanted, has_same_bits=has_same_bits)
+            given = runtime.generate(*_asked(seed))
+            _check_same(given, wanted(seed), has_same_bits=has_same_bits)
             if not seed:  # answers before are proposed no more
                 runtime.forget_kept_pages()
         stats = runtime.stats()
@@ -196,17 +204,15 @@ def test_stages_and_device_groups_speculate_too(plain, where):
     assert stats.num_preemptions > 0
 
 
-def test_the_decode_group_alone_speculates_also_after_devices_have_moved(plain):
+def test_the_decode_group_alone_speculates_also_after_devices_have_moved(wanted):
     seen, where = WrapAll(), {"mesh": make_groups(encode=2, decode=1), "policy": "exegpt_waa_c"}
-    options = {**OPTIONS, **where, "wrap_executor": seen, "speculation": "lookup"}
+    # Few slots, since a move prepares the steps of every number of them.
+    options = {**OPTIONS, "max_slots": 2, **where, "wrap_executor": seen, "speculation": "lookup"}
     with Runtime(tiny_llama(), **options) as runtime:
         for seed in range(2):
-            rng = random.Random(seed)
-            prompts = _prompts()
-            params = [_params(rng) for _ in prompts]
             num_before = runtime.stats().num_accepted_tokens
-            given, wanted = runtime.generate(prompts, params), plain.generate(prompts, params)
-            _check_same(given, wanted, has_same_bits=False)  # two devices share the prompts
+            given = runtime.generate(*_asked(seed))
+            _check_same(given, wanted(seed), has_same_bits=False)  # two devices share the prompts
             assert runtime.stats().num_accepted_tokens > num_before
             groups = seen.executors[0].groups
             assert [group.config.num_proposed for group in groups] == [0, 8]
@@ -219,9 +225,7 @@ def test_every_stage_knows_what_the_last_one_chose():
     seen, plan = WrapAll(), StagePlan.of([1, 1], micro_batches=2)
     options = {**OPTIONS, "mesh": plan, "wrap_executor": seen, "speculation": "lookup"}
     with Runtime(tiny_llama(), **options) as runtime:
-        rng = random.Random(5)
-        prompts = _prompts()
-        runtime.generate(prompts, [_params(rng) for _ in prompts])
+        runtime.generate(*_asked(5))
         assert runtime.stats().num_accepted_tokens > 0
         runtime.pause("finish")  # steps behind the last answer may be in flight
         first, last = seen.executors[0].stages
@@ -242,22 +246,22 @@ def test_models_with_recurrent_layers_refuse_it():
 
 
 @pytest.mark.parametrize("layout", ["unrolled", "scanned"])
-def test_a_draft_model_changes_no_token_and_no_bit(plain, layout):
-    """Greedy and drawn, with penalties; the model itself as a draft model is always right."""
+def test_a_draft_model_changes_no_token_and_no_bit(wanted, layout):
+    """Greedy and drawn, with penalties; the model itself as a draft model is always right.
+
+    Nothing compiles after a warm-up, which is for the draft model of one layer.
+    """
     for seed, is_alike in ((0, True), (7, False)):
         draft = tiny_llama(seed, num_layers=2 if is_alike else 1, layer_layout=layout)
         options: dict[str, Any] = {
-            **WARM,
+            **(OPTIONS if is_alike else WARM),
             "deterministic": True,
             "speculation": "draft",
             "draft_model": draft,
         }
         with Runtime(tiny_llama(), **options) as runtime:
             for i in range(4):
-                rng = random.Random(i)
-                prompts = _prompts()
-                params = [_params(rng) for _ in prompts]
-                _check_same(runtime.generate(prompts, params), plain.generate(prompts, params))
+                _check_same(runtime.generate(*_asked(i)), wanted(i))
             stats = runtime.stats()
         assert stats.num_draft_tokens > 0
         if is_alike and layout == "unrolled":  # scanned layers draw other weights
