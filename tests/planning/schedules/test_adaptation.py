@@ -207,7 +207,7 @@ def test_a_schedule_that_keeps_the_bounds_stays():
 
 
 def test_a_tighter_bound_is_searched_for_once():
-    """Also for two device groups, whose plans have no classes: later searches wait as ever."""
+    """Also for two device groups: later searches wait as ever."""
     times = GroupTimes(
         groups=(like_a_small_model(), like_a_small_model()), handover_s=1e-3, page_s=2e-4
     )
