@@ -121,6 +121,8 @@ def measured(result: Result, link: str) -> str:
             f"{p99['most']:.1%}. In both, {result.get('num_within_5%')} of {len(rows)} schedules "
             f"are within 5%, and {result.get('num_within_10%')} within 10%."
         )
+    if skipped := result.get("skipped"):
+        parts.append(f"Left out, since the time was up: {', '.join(skipped)} devices.")
     named = [
         f"{each['schedule']} on {each['groups']}"
         for _, each in result.items("schedules")
