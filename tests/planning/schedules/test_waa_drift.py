@@ -69,7 +69,7 @@ def _served(
 
 @pytest.mark.parametrize("changed", ["mean", "std"])
 def test_the_bound_is_kept_again_when_lengths_grow(changed: str):
-    """Left alone, over 1 % of the answers miss it; adapted, it serves as much as if planned anew."""
+    """Left alone, over 1 % of answers miss it; adapted, it serves as much as if planned anew."""
     rng = np.random.default_rng(0)
     known = _drawn(OUTPUTS, 2 * NUM_BEFORE, rng)
     after = _drawn(replace(OUTPUTS, **{changed: 1.3 * getattr(OUTPUTS, changed)}), NUM_AFTER, rng)
