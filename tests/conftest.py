@@ -25,6 +25,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla")
 )
+# C++ kernels are compiled once, also for tests with a cache folder of their own.
+os.environ.setdefault(
+    "PALLAS_KERNELS_CACHE",
+    str(Path(os.environ.get("JAXSERVE_CACHE", Path.home() / ".cache" / "jaxserve")) / "kernels"),
+)
 # Dtypes are promoted only by explicit casts; child processes inherit the variable.
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 # Tests use meshes of up to eight devices, without accelerators.

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from jaxserve import Runtime, SamplingParams
-from jaxserve.core.assets import cache_folder
 from jaxserve.report import Report
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 
@@ -18,10 +17,8 @@ def runtime(tmp_path_factory):
 
     It has no executables of an earlier start: those are not traced, and name no kernels.
     """
-    kernels, cache = cache_folder() / "kernels", tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PALLAS_KERNELS_CACHE", str(kernels))
-        patch.setenv("JAXSERVE_CACHE", str(cache))
+        patch.setenv("JAXSERVE_CACHE", str(tmp_path_factory.mktemp("cache")))
         runtime = Runtime(tiny_llama(), **OPTIONS)
     with runtime:
         params = [SamplingParams(max_tokens=n) for n in range(3, 13)]

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.core.assets import cache_folder
 from jaxserve.steps.abstract import abstract
 from jaxserve.steps.executable_identity import Unnameable, key_of
 from jaxserve.steps.executable_store import ExecutableStore
@@ -349,11 +348,7 @@ def test_a_second_process_traces_no_step(tmp_path):
 
     It knows the kernels that serve it, too.
     """
-    environment = {
-        **os.environ,
-        "JAXSERVE_CACHE": str(tmp_path),
-        "PALLAS_KERNELS_CACHE": str(cache_folder() / "kernels"),
-    }
+    environment = {**os.environ, "JAXSERVE_CACHE": str(tmp_path)}
     begin = partial(
         subprocess.Popen,
         [sys.executable, "-c", _SERVES],

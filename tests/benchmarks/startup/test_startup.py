@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from benchmarks.startup.starts import start
-from jaxserve.core.assets import cache_folder
 from tests.models.gguf_models import TOKENIZER, write_gguf
 
 
@@ -18,7 +17,7 @@ def test_a_second_start_loads_what_the_first_compiled(tmp_path):
     settings |= {"warmup": "full", "host_memory": 0}
     cache = tmp_path / "cache"
     cache.mkdir()
-    kernels = Path(os.environ.get("PALLAS_KERNELS_CACHE", cache_folder() / "kernels"))
+    kernels = Path(os.environ["PALLAS_KERNELS_CACHE"])
     kernels.mkdir(parents=True, exist_ok=True)  # compiled in tests before, most likely
     (cache / "kernels").symlink_to(kernels, target_is_directory=True)
     cold, warm = (start(str(model), settings, str(cache)) for _ in range(2))
