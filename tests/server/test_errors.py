@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from jaxserve.core import errors
+from jaxserve.core.sampling_params import MAX_LOGIT_BIAS
 from jaxserve.scheduling.order.priority import Priority
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.server.errors import STATUSES, headers_of, kind_of
+from jaxserve.server.schema.chat import ChatRequest
+from jaxserve.server.schema.completions import CompletionRequest
+from jaxserve.server.schema.responses import ResponseRequest
+from jaxserve.server.schema.tokens import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from tests.server.serving import CHAT, NAME, client, metrics, post, runtime, server
 
 
@@ -144,6 +151,71 @@ def test_errors_are_of_what_was_meant(url: str, path: str, body: bytes, said: st
     answer = post(url, path, body)
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
+
+
+_MANY: dict[str, Any] = {str(number): 1 for number in range(10_000)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [*[""] * 10_000, 1]}),
+        (CompletionRequest, {"prompt": [*["a"] * 10_000, 1]}),
+        (CompletionRequest, {"prompt": [["a"] * 10_000] * 2}),
+        (CompletionRequest, {"prompt": [-1] * 10_000}),
+        (ChatRequest, {"messages": [1] * 10_000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [1] * 10_000}]}),
+        (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [1] * 10_000}]}),
+        (ChatRequest, {"messages": CHAT, **_MANY}),
+        (ChatRequest, {"messages": [{**CHAT[0], **_MANY}]}),
+        (ChatRequest, {"messages": CHAT, "logit_bias": dict.fromkeys(_MANY, "a")}),
+        (ChatRequest, {"messages": CHAT, "stop": [1] * 10_000}),
+        (ChatRequest, {"messages": CHAT, "guided_choice": [1] * 10_000}),
+        (ChatRequest, {"messages": CHAT, "structured_outputs": {"choice": [1] * 10_000}}),
+        (ResponseRequest, {"input": [1] * 10_000}),
+        (ResponseRequest, {"input": [{"role": "user", "content": [1] * 10_000}]}),
+        (
+            ResponseRequest,
+            {"input": [{"type": "function_call_output", "call_id": "1", "output": [1] * 10_000}]},
+        ),
+        (ResponseRequest, {"input": "a", "include": [1] * 10_000}),
+        (ResponseRequest, {"input": "a", "metadata": _MANY}),
+        (TokenizeRequest, {"messages": [1] * 10_000}),
+        (DetokenizeRequest, {"tokens": ["a"] * 10_000}),
+        (GenerateRequest, {"token_ids": ["a"] * 10_000}),
+    ],
+)
+def test_errors_of_a_body_are_few(kind: type[BaseModel], body: dict[str, Any]):
+    """A body with thousands of bad values is refused for the first ones, which takes no time."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() <= MAX_LOGIT_BIAS + 1
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"prompt": [*[""] * 250_000, 1]}, "prompt.0: String should have at least 1 character"),
+        ({"prompt": "a", **{f"x{i}": 1 for i in range(80_000)}}, "the field x0 is not supported"),
+    ],
+    ids=["prompts", "fields"],
+)
+def test_large_bad_bodies_are_refused_at_once(body: dict[str, Any], said: str):
+    """A body of 1 MB with nothing but mistakes does not stop the server, which others use too."""
+    with runtime() as rt, server(rt) as url:
+        begun_s = time.monotonic()
+        refused = post(url, "/v1/completions", body)
+        assert time.monotonic() < begun_s + 5
+        assert refused.status_code == 400 and said in refused.json()["error"]["message"]
+        assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_metadata_has_any_number_of_pairs(url: str):
+    """It is checked in parts, and returned as a whole."""
+    body = {"input": "a", "max_output_tokens": 1, "metadata": {str(i): "x" for i in range(300)}}
+    assert post(url, "/v1/responses", body).json()["metadata"] == body["metadata"]
+    refused = post(url, "/v1/responses", {**body, "metadata": {**body["metadata"], "last": 1}})
+    assert "metadata.last: Input should be a valid string" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from itertools import islice
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from jaxserve.core.sampling_params import (
     MAX_LOGIT_BIAS,
@@ -18,6 +27,24 @@ from jaxserve.core.sampling_params import (
 MAX_INT32 = 2**31 - 1
 # Of objects and lists inside each other, where any are allowed. Pydantic writes 255 at most.
 MAX_DEPTH = 128
+
+Item = TypeVar("Item")
+# A list of a request is checked up to its first bad item: pydantic would describe all of them, in
+# several kilobytes each.
+Items = Annotated[list[Item], Field(fail_fast=True)]
+
+
+def _in_parts(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Check the entries of an object up to the first part that has bad ones, as `Items` does."""
+    if not isinstance(given, dict):
+        return check(given)
+    entries, checked = iter(given.items()), {}
+    while part := dict(islice(entries, MAX_LOGIT_BIAS + 1)):  # one too many, in one part
+        checked |= check(part)
+    return checked
+
+
+IN_PARTS = WrapValidator(_in_parts)
 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
@@ -65,6 +92,16 @@ class Strict(BaseModel):
     """The body of a request: an unknown field, or a value of another type, is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_one_unknown(cls, given: Any) -> Any:
+        """Return a body with the first of its unknown fields only: each one is an error."""
+        if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
+            return given
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in given if name not in names)
+        return {name: given[name] for name in (*names & given.keys(), unknown)}
 
 
 class Reply(BaseModel):
@@ -117,7 +154,7 @@ class StructuredOutputs(Strict):
 
     json_: JsonObject | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -129,7 +166,7 @@ class Choosing(Strict):
     guided_json: JsonObject | str | None = Field(None, description="A JSON schema.")
     guided_regex: str | None = None
     guided_grammar: str | None = Field(None, description="In Lark's notation, or GBNF.")
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
 
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; default 1.")
     top_p: float | None = Field(None, gt=0, le=1)
@@ -138,9 +175,15 @@ class Choosing(Strict):
     presence_penalty: float | None = Field(None, ge=-100, le=100)
     frequency_penalty: float | None = Field(None, ge=-100, le=100)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    logit_bias: dict[str, Annotated[float, Field(ge=-1e9, le=1e9)]] | None = Field(
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-1e9, le=1e9)]],
+            Field(max_length=MAX_LOGIT_BIAS),
+            IN_PARTS,
+        ]
+        | None
+    ) = Field(
         None,
-        max_length=MAX_LOGIT_BIAS,
         description="Token id -> number added to its logit.",
         json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}},
     )
@@ -152,10 +195,10 @@ class Choosing(Strict):
     )
     stop: (
         Annotated[str, Field(max_length=MAX_STOP_CHARS)]
-        | Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+        | Annotated[Items[StopText], Field(max_length=MAX_STOPS)]
         | None
     ) = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    stop_token_ids: Items[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
     skip_special_tokens: bool | None = None

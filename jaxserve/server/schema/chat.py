@@ -14,6 +14,7 @@ from jaxserve.server.schema.base import (
     Asking,
     ConversationId,
     FinishReason,
+    Items,
     PromptLogprobs,
     Reply,
     ScoredChoice,
@@ -34,7 +35,7 @@ class TextPart(Strict):
     text: str
 
 
-Content = str | list[TextPart]
+Content = str | Items[TextPart]
 
 
 class CalledFunction(Strict):
@@ -75,7 +76,7 @@ class AssistantMessage(Strict):
     content: Content | None = None
     name: str | None = None
     refusal: None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_calls: Annotated[Items[ToolCall], Field(min_length=1)] | None = None
     # Fields that an answer has where OpenAI's client writes all of them.
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = unused()
@@ -100,13 +101,13 @@ Message = Annotated[
 class ChatRequest(Asking):
     """A chat, and how its next message is generated."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     max_tokens: int | None = Field(
         None, ge=1, le=MAX_INT32, description="The former name of max_completion_tokens."
     )
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tools: Annotated[Items[Tool], Field(min_length=1, max_length=128)] | None = None
     tool_choice: ToolChoice | None = Field(None, description='"auto" by default.')
     parallel_tool_calls: bool | None = Field(None, description="Whether an answer may call twice.")
     logprobs: bool | None = None
@@ -116,7 +117,7 @@ class ChatRequest(Asking):
         description="Continue the conversation with this id, or begin it. `messages` are then the "
         "new ones only, and the server keeps the history.",
     )
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    modalities: Annotated[Items[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     service_tier: Literal["auto", "default"] | None = Field(
         None, description="Both are the only tier that there is, which the answer then names."
     )

@@ -11,6 +11,7 @@ from jaxserve.server.schema.base import (
     MAX_INT32,
     Asking,
     FinishReason,
+    Items,
     PromptLogprobs,
     Reply,
     TokenId,
@@ -20,7 +21,7 @@ from jaxserve.server.schema.base import (
     unused,
 )
 
-Tokens = Annotated[list[TokenId], Field(min_length=1)]
+Tokens = Annotated[Items[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -29,9 +30,9 @@ class CompletionRequest(Asking):
 
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1)]
+        | Annotated[Items[Text], Field(min_length=1)]
         | Tokens
-        | Annotated[list[Tokens], Field(min_length=1)]
+        | Annotated[Items[Tokens], Field(min_length=1)]
     )
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT32, description="16 by default.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -8,8 +8,10 @@ from pydantic import Discriminator, Field, Tag
 
 from jaxserve.core.sampling_params import MAX_LOGPROBS
 from jaxserve.server.schema.base import (
+    IN_PARTS,
     MAX_INT32,
     ConversationId,
+    Items,
     Reply,
     ScoredChoice,
     Strict,
@@ -41,7 +43,7 @@ class InputMessage(Strict):
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Annotated[InputText | GivenOutputText, Field(discriminator="type")]]
+    content: str | Items[Annotated[InputText | GivenOutputText, Field(discriminator="type")]]
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
     phase: None = None
@@ -63,7 +65,7 @@ class CallOutput(Strict):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Annotated[list[InputText], Field(min_length=1)]
+    output: str | Annotated[Items[InputText], Field(min_length=1)]
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
@@ -103,7 +105,7 @@ class ConversationParam(Strict):
 class ResponseRequest(Strict):
     """Messages, and how the next one is generated."""
 
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1)]
+    input: Annotated[str, Field(min_length=1)] | Annotated[Items[InputItem], Field(min_length=1)]
     model: str | None = None
     instructions: str | None = None
     conversation: ConversationId | ConversationParam | None = Field(
@@ -113,17 +115,19 @@ class ResponseRequest(Strict):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Items[Literal["message.output_text.logprobs"]] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     store: Literal[False] | None = Field(None, description="Responses are not stored.")
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
+    tools: Annotated[Items[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: ResponseToolChoice | None = Field(None, description='"auto" by default.')
     parallel_tool_calls: bool | None = Field(None, description="Whether an answer may call twice.")
-    metadata: dict[str, str] | None = Field(None, description="Returned with the response.")
+    metadata: Annotated[dict[str, str], IN_PARTS] | None = Field(
+        None, description="Returned with the response."
+    )
     user: str | None = None
     safety_identifier: str | None = None
     max_tool_calls: None = unused()

@@ -10,6 +10,7 @@ from jaxserve.core.sampling_params import MAX_LOGPROBS
 from jaxserve.server.schema.base import (
     MAX_INT32,
     Choosing,
+    Items,
     Reply,
     Strict,
     TokenId,
@@ -25,7 +26,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = Field(None, description="Of a prompt; true by default.")
     add_generation_prompt: bool | None = Field(None, description="Of a chat; true by default.")
     return_token_strs: bool | None = None
@@ -44,7 +45,7 @@ class DetokenizeRequest(Strict):
     """Token ids."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]
 
 
 class DetokenizeReply(Reply):
@@ -64,7 +65,7 @@ class GenerateParams(Choosing):
 class GenerateRequest(Strict):
     """A prompt of token ids, answered with token ids."""
 
-    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    token_ids: Annotated[Items[TokenId], Field(min_length=1)]
     sampling_params: GenerateParams = Field(
         default_factory=lambda: GenerateParams.model_validate({})
     )
