@@ -6,7 +6,6 @@ import hashlib
 import importlib
 import json
 import os
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -41,9 +40,8 @@ class Tokenizer:
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ):
+        backend.encode_special_tokens = False
         self._backend = backend
-        # `encode_special_tokens` is a setting of the backend, not an argument of its `encode`.
-        self._lock = threading.Lock()
         self.eos_token_ids = tuple(eos_token_ids)
         self.chat_template = chat_template
         self.special_tokens = dict(special_tokens or {})
@@ -140,9 +138,10 @@ class Tokenizer:
           parse_special: control tokens spelt out in the text ("<|im_end|>") become those tokens;
             otherwise they stay ordinary text.
         """
-        with self._lock:
-            self._backend.encode_special_tokens = not parse_special
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        backend = self._backend if parse_special else self._plain_backend
+        # Unlike `encode`, this lets other threads run, which a long text would stop for seconds.
+        (found,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return found.ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`, spaces as they are; invalid UTF-8 becomes U+FFFD."""
@@ -225,6 +224,13 @@ class Tokenizer:
         if token_id in self._control_ids:
             return skip_special_tokens
         return self._backend.id_to_token(token_id) is None
+
+    @cached_property
+    def _plain_backend(self) -> tokenizers.Tokenizer:
+        """A copy that takes control tokens for text, which is a setting of the whole backend."""
+        plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        plain.encode_special_tokens = True
+        return plain
 
     @cached_property
     def _template(self) -> ChatTemplate:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -96,6 +98,22 @@ def test_smollm2_chat_template(smollm2):
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
         "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize("parse_special", [True, False])
+def test_other_threads_run_while_a_long_text_is_encoded(smollm2, parse_special):
+    """The longest pause of another thread is a part of the time that 1 MB takes."""
+    text = "The quick brown fox jumps over the lazy dog, 今天天气 123. " * 18_000
+    smollm2.encode("x", parse_special=parse_special)
+    with ThreadPoolExecutor(1) as pool:
+        begun_s = last_s = time.monotonic()
+        encoded, longest_s = pool.submit(smollm2.encode, text, parse_special=parse_special), 0.0
+        while not encoded.done():
+            time.sleep(0.001)
+            now_s = time.monotonic()
+            longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    assert len(encoded.result()) > 300_000
+    assert longest_s < (last_s - begun_s) / 2
 
 
 @pytest.mark.parametrize("extra", ["", "\ue000", "\ue000\ue000\U000f0001"])
