@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -10,8 +11,10 @@ from jaxserve.core.errors import InvalidRequestError
 
 Message = Mapping[str, Any]
 
-# Stand-ins for control tokens spelt out in chat messages: private-use characters.
-_MARK, _FIRST_STAND_IN = "\ue000", 0xF0000
+# A stand-in for a control token spelt out in chat messages is a mark and a character for the token.
+# The mark is drawn from private-use characters, so that no message can be written to contain it.
+_MARK_CHARACTERS, _MARK_LENGTH = "".join(map(chr, range(0xE000, 0xF900))), 4
+_FIRST_STAND_IN = 0xF0000
 # Stands for an answer, to see what a template puts after one.
 _PROBE = "answer"
 
@@ -149,9 +152,9 @@ class ChatTemplate:
         control = re.compile("|".join(map(re.escape, self._control_texts)))
         if not control.search(everything):
             return messages, None
-        mark = _MARK
+        mark = _drawn_mark()
         while mark in everything:
-            mark += _MARK
+            mark = _drawn_mark()
         stand_in = {t: mark + chr(_FIRST_STAND_IN + i) for i, t in enumerate(self._control_texts)}
 
         def shield(value: Any) -> Any:
@@ -165,6 +168,10 @@ class ChatTemplate:
 
         last = chr(_FIRST_STAND_IN + len(self._control_texts) - 1)
         return shield(messages), f"{mark}([{chr(_FIRST_STAND_IN)}-{last}])"
+
+
+def _drawn_mark() -> str:
+    return "".join(secrets.choice(_MARK_CHARACTERS) for _ in range(_MARK_LENGTH))
 
 
 def _strings(value: Any) -> Iterable[str]:

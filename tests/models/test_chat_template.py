@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -228,3 +229,16 @@ def test_messages_that_are_no_plain_data_are_refused(messages):
     """Templates could call the methods of other objects."""
     with pytest.raises(InvalidRequestError, match="chat template refuses"):
         _tokenizer(CHATML).apply_chat_template(messages)
+
+
+def test_private_use_characters_are_text():
+    """Neither many of them, nor a row across two messages, stands for a control token."""
+    joined = _tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    said = ["\ue000", "\ue000\U000f0000", "</s>"]
+    token_ids = joined.apply_chat_template([{"role": "user", "content": each} for each in said])
+    assert token_ids == joined.encode("".join(said), parse_special=False)
+    begun_s = time.monotonic()
+    many = "\ue000" * 150_000 + "</s>"
+    token_ids = joined.apply_chat_template([{"role": "user", "content": many}])
+    assert token_ids == joined.encode(many, parse_special=False)
+    assert time.monotonic() < begun_s + 6
