@@ -138,17 +138,9 @@ class Exchange:
             self._submit()
 
     def _check(self) -> None:
-        options = self._backend.options
-        num_samples = sum(job.params.n for job in self.jobs)
-        if num_samples > options.max_samples:
-            raise invalid(
-                f"{num_samples} samples were asked for, and this server allows "
-                f"{options.max_samples} in one request; lower n, or send fewer prompts",
-                "n",
-            )
         if any(job.priority for job in self.jobs):
             self._check_has_priorities()
-        most = options.max_prompt_tokens
+        most = self._backend.options.max_prompt_tokens
         longest = max(len(job.prompt) for job in self.jobs)
         if most is not None and longest > most:
             raise PromptTooLongError(

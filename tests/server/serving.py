@@ -24,9 +24,8 @@ CHAT: Any = [{"role": "user", "content": "hi"}]
 def runtime(*, step_s: float = 0.0, **options: Any) -> Iterator[Runtime]:
     """Yield a tiny model's runtime, whose steps take at least `step_s` seconds."""
     wrap = (lambda executor: SlowExecutor(executor, step_s)) if step_s else None
-    with Runtime(
-        tiny_llama(), tokenizer=letter_tokenizer(), wrap_executor=wrap, **{**OPTIONS, **options}
-    ) as rt:
+    given = {**OPTIONS, "tokenizer": letter_tokenizer(), **options}
+    with Runtime(tiny_llama(), wrap_executor=wrap, **given) as rt:
         yield rt
 
 

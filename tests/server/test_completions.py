@@ -156,6 +156,19 @@ def test_tokenize_and_back(url: str):
     assert post(url, "/detokenize", {"tokens": [97]}).status_code == 400
 
 
+def test_texts_of_tokens_have_a_limit(url: str):
+    """`/tokenize` counts the tokens of any text, and has the texts of 131,072 of them at most."""
+    long: dict[str, Any] = {"prompt": "a" * (131_072 + 1)}
+    refused = post(url, "/tokenize", {**long, "return_token_strs": True})
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == "return_token_strs"
+    assert "return_token_strs allows 131072 tokens, and there are 131073" in error["message"]
+    assert post(url, "/tokenize", long).json()["count"] == 131_073
+    most = {"prompt": "a" * 131_072, "return_token_strs": True}
+    assert len(post(url, "/tokenize", most).json()["token_strs"]) == 131_072
+
+
 def test_models(ai: openai.OpenAI):
     """The model is listed and found by its name, and no other is."""
     assert [model.id for model in ai.models.list()] == [NAME]

@@ -9,10 +9,12 @@ from typing import Any
 
 import openai
 import pytest
+import tokenizers
 from pydantic import BaseModel, ValidationError
 
 from jaxserve.core import errors
 from jaxserve.core.sampling_params import MAX_LOGIT_BIAS
+from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.scheduling.order.priority import Priority
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.server.errors import STATUSES, headers_of, kind_of
@@ -234,6 +236,22 @@ def test_null_asks_for_nothing(url: str, path: str, body: dict[str, Any]):
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     answer = post(url, path, {**body, limit: 2})
     assert answer.status_code == 200, answer.text
+
+
+def test_too_many_samples_are_refused_before_prompts_are_tokenized():
+    """Their number is told, although the tokenizer has no word for the prompts, and so raises."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="missing"))
+    tokenizer = Tokenizer(words, eos_token_ids=())
+    with runtime(tokenizer=tokenizer) as rt, server(rt, max_samples=8) as own:
+        for path, body, count in (
+            ("/v1/completions", {"prompt": ["b"] * 9}, 9),
+            ("/v1/completions", {"prompt": ["b"] * 4, "n": 3}, 12),
+            ("/inference/v1/generate", {"token_ids": [0], "sampling_params": {"n": 9}}, 9),
+        ):
+            refused = post(own, path, body)
+            assert refused.status_code == 400, refused.text
+            assert f"{count} samples were asked for" in refused.json()["error"]["message"]
+        assert post(own, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
 def test_lone_surrogates_are_400(url: str):

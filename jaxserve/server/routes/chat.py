@@ -35,6 +35,7 @@ from jaxserve.server.routes.common import (
     ANSWERING,
     Here,
     InClass,
+    check_num_samples,
     documented,
     is_short,
     need_tokenizer,
@@ -74,6 +75,7 @@ async def chat(body: ChatRequest, http: Request, backend: Here, own: InClass) ->
     answer = _Chat(body, params, tools, adapter or backend.options.model_name, tokenizer)
     if body.conversation_id is not None:
         return await _turn(body, body.conversation_id, answer, http, backend)
+    check_num_samples(params.n, backend)
     exchange = Exchange(backend, answer.id, at_once=is_short(http, backend, answer.params))
     if body.stream:
         lengths = backend.length_comments(answer.params)

@@ -114,6 +114,21 @@ def need_tokenizer(service: Service) -> Tokenizer:
     return service.tokenizer
 
 
+def check_num_samples(num_samples: int, backend: Backend) -> None:
+    """Check the number of samples of a request, over all its prompts.
+
+    Raises:
+      RefusedError: there are more than the server allows.
+    """
+    most = backend.options.max_samples
+    if num_samples > most:
+        raise invalid(
+            f"{num_samples} samples were asked for, and this server allows {most} in one request; "
+            "lower n, or send fewer prompts",
+            "n",
+        )
+
+
 def is_short(http: Request, backend: Backend, params: SamplingParams) -> bool:
     """Return whether a prompt is made and submitted in about a millisecond.
 

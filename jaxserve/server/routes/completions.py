@@ -32,6 +32,7 @@ from jaxserve.server.routes.common import (
     ANSWERING,
     Here,
     InClass,
+    check_num_samples,
     documented,
     is_short,
     need_tokenizer,
@@ -63,15 +64,23 @@ async def complete(body: CompletionRequest, http: Request, backend: Here, own: I
     tokenizer = need_tokenizer(backend.ready_service())
     reply_id = new_id("cmpl")
     params = own.apply(replace(params_of.of_completion(body), adapter=adapter))
+    prompts = _prompts(body)
+    check_num_samples(len(prompts) * params.n, backend)
     exchange = Exchange(backend, reply_id, at_once=is_short(http, backend, params))
     model = adapter or backend.options.model_name
-    answer = _Answer(reply_id, body, params, exchange, model, tokenizer)
+    answer = _Answer(reply_id, body, prompts, params, exchange, model, tokenizer)
     if body.stream:
         events = _Chunks(answer, backend.length_comments(params))
         return EventStream(exchange.stream(answer.jobs), events, exchange.close)
     return json_response(
         answer.reply(await unless_gone(http.receive, exchange.answer(answer.jobs)))
     )
+
+
+def _prompts(body: CompletionRequest) -> Any:
+    """Return a list of prompts, also where one was given."""
+    given: Any = body.prompt
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 @final
@@ -81,6 +90,7 @@ class _Answer:
 
     id: str
     body: CompletionRequest
+    prompts: list[str] | list[list[int]]
     params: SamplingParams
     exchange: Exchange
     model: str
@@ -91,10 +101,9 @@ class _Answer:
 
     def jobs(self, _: Service) -> list[Job]:
         """Return the prompts."""
-        given: Any = self.body.prompt
-        if isinstance(given, str) or isinstance(given[0], int):
-            given = [given]
-        prompts = [self.tokenizer.encode(one) if isinstance(one, str) else one for one in given]
+        prompts = [
+            self.tokenizer.encode(one) if isinstance(one, str) else one for one in self.prompts
+        ]
         return [Job(prompt, self.params, self.body.priority or 0) for prompt in prompts]
 
     def reply(self, completions: list[Completion]) -> CompletionReply:

@@ -30,6 +30,7 @@ from jaxserve.server.routes.common import (
     READING,
     Here,
     InClass,
+    check_num_samples,
     documented,
     is_short,
     need_tokenizer,
@@ -50,6 +51,9 @@ from jaxserve.server.schema.tokens import (
 from jaxserve.server.scores import finite, text_of
 
 router = APIRouter()
+
+# Tokens of which `/tokenize` returns the texts; each of them is decoded by itself.
+_MAX_TOKEN_STRS = 1 << 17
 
 
 @router.post(
@@ -73,13 +77,22 @@ async def tokenize(body: TokenizeRequest, backend: Here) -> Response:
         add = body.add_generation_prompt is not False
         return tokenizer.apply_chat_template(messages, add_generation_prompt=add)
 
-    found = await to_thread.run_sync(encode)
-    texts = [text_of(token, tokenizer) for token in found] if body.return_token_strs else None
-    return json_response(
-        TokenizeReply(
+    def answer() -> Response:
+        found, texts = encode(), None
+        if body.return_token_strs:
+            if len(found) > _MAX_TOKEN_STRS:
+                raise invalid(
+                    f"return_token_strs allows {_MAX_TOKEN_STRS} tokens, and there are "
+                    f"{len(found)}; shorten the prompt, or leave return_token_strs out",
+                    "return_token_strs",
+                )
+            texts = [text_of(token, tokenizer) for token in found]
+        reply = TokenizeReply(
             tokens=found, count=len(found), max_model_len=backend.max_model_len, token_strs=texts
         )
-    )
+        return json_response(reply)
+
+    return await to_thread.run_sync(answer)
 
 
 @router.post(
@@ -110,6 +123,7 @@ async def generate(body: GenerateRequest, http: Request, backend: Here, own: InC
     adapter = backend.adapter_of(body.model)
     reply_id, model = new_id("gen"), adapter or backend.options.model_name
     params = own.apply(replace(params_of.of_generate(body), adapter=adapter))
+    check_num_samples(params.n, backend)
     exchange = Exchange(backend, reply_id, at_once=is_short(http, backend, params))
     job = Job(body.token_ids, params, body.priority or 0)
     if body.stream:
