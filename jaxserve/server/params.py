@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -181,7 +182,7 @@ def of_format(form: Any) -> dict[str, Any]:
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:
-    bad = next((key for key in given if not (key.isascii() and key.isdigit())), None)
+    bad = next((key for key in given if not re.fullmatch("[0-9]{1,10}", key)), None)
     if bad is not None:
-        raise invalid(f"the key {bad!r} of logit_bias is not a token id", "logit_bias")
+        raise invalid(f"the key {bad!r:.40} of logit_bias is not a token id", "logit_bias")
     return {int(key): bias for key, bias in given.items()}

@@ -46,6 +46,8 @@ def url() -> Iterator[str]:
         ({"n": 2, "temperature": 0}, "identical samples"),
         ({"n": 9}, "allows 8"),
         ({"logit_bias": {"x": 1}}, "not a token id"),
+        ({"logit_bias": {"9" * 5000: 1}}, "not a token id"),
+        ({"logit_bias": {"9999999999": 1}}, "outside the vocabulary"),
         ({"logit_bias": {"97": 1}}, "outside the vocabulary"),
         ({"stop": ["a", ""]}, "stop"),
         ({"stop": ["a"] * 65}, "stop: List should have at most 64 items"),
