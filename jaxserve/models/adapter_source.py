@@ -22,6 +22,7 @@ _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MAGNITUDE = ".lora_magnitude_vector"
+_MAX_RANK = 2**31 - 1
 # Settings of PEFT that may have any value: they say how an adapter was trained, or where, or are
 # read here.
 _HARMLESS = frozenset(
@@ -48,6 +49,7 @@ _SERVED: Mapping[str, tuple[Any, ...]] = {
 # Errors of folders that are none of PEFT's.
 _UNREADABLE = (
     *(OSError, ValueError, KeyError, TypeError, AttributeError, re.error, SafetensorError),
+    *(OverflowError, RecursionError),
 )
 
 
@@ -139,8 +141,10 @@ class AdapterSource:
             for name, value in config.items()
             if value and name not in _HARMLESS and value not in allowed.get(name, ())
         }
-        if min([rank, *ranks.values()]) < 1:
+        if not all(1 <= each <= _MAX_RANK for each in (rank, *ranks.values())):
             others |= {"r": rank, "rank_pattern": config.get("rank_pattern")}
+        if not all(map(math.isfinite, (alpha, *alphas.values()))):
+            others |= {"lora_alpha": alpha, "alpha_pattern": config.get("alpha_pattern")}
         if others:
             raise InvalidParamsError(
                 f"the adapter in {folder} has {others}, which is not served; pass a "

@@ -179,14 +179,29 @@ def test_modules_have_the_factors_that_their_patterns_say(tmp_path, is_rslora):
         {"arrow_config": {"top_k": 3}},
         {"a_setting_of_tomorrow": 1},
         {"r": 0},
+        {"r": float("inf")},
+        {"r": 10**400},
+        {"rank_pattern": {"q_proj": 10**400}},
         {"lora_alpha": None},
+        {"lora_alpha": 10**400},
+        {"lora_alpha": float("inf"), "alpha_pattern": {"q_proj": 1}},
+        {"alpha_pattern": {"q_proj": float("nan")}},
     ],
-    ids=str,
+    ids=lambda settings: f"{settings!s:.60}",
 )
 def test_other_kinds_of_adapters_are_refused(tmp_path, settings):
     """The message names the setting, or says what a folder must have."""
     folder = folder_of(tmp_path, {"x.lora_A.weight": np.zeros((2, 2), np.float32)}, **settings)
-    with pytest.raises(InvalidParamsError, match=f"{next(iter(settings))}|TypeError|much"):
+    known = f"{next(iter(settings))}|TypeError|OverflowError|much"
+    with pytest.raises(InvalidParamsError, match=known):
+        AdapterSource.of(folder, None)
+
+
+def test_a_config_that_is_nested_too_deeply_is_refused(tmp_path):
+    """Python's JSON cannot read it, which is no failure of the server."""
+    folder = folder_of(tmp_path, {"x.lora_A.weight": np.zeros((2, 2), np.float32)})
+    (folder / "adapter_config.json").write_text('{"r": ' + "[" * 100_000)
+    with pytest.raises(InvalidParamsError, match="RecursionError"):
         AdapterSource.of(folder, None)
 
 

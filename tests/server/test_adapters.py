@@ -87,6 +87,7 @@ def test_clients_load_and_drop_adapters(tmp_path: Path):
         rng = np.random.default_rng(0)
         arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
         folder_of(tmp_path / "poems", arrays, r=2, lora_alpha=0.4)
+        folder_of(tmp_path / "huge", arrays, r=2, lora_alpha=10**400)
         folder_of(tmp_path / "wrong", {"lm_head.lora_A.weight": np.ones((2, 2), np.float32)}, r=2)
         with server(rt, adapter_folder=tmp_path) as url:
 
@@ -110,6 +111,7 @@ def test_clients_load_and_drop_adapters(tmp_path: Path):
                 (NAME, "poems", "lora_name"),
                 ("a", "nowhere", None),
                 ("a", "wrong", None),
+                ("a", "huge", None),
                 (ADAPTER, "poems", None),
             ):
                 status, said = ask("load", name, path)
