@@ -129,7 +129,13 @@ class Journal:
             rows = db.execute(
                 f"SELECT {_TURN} FROM turn WHERE conversation = ? ORDER BY number", (entry.key,)
             ).fetchall()
-        return History.of([_turn(row) for row in rows])
+        try:
+            return History.of([_turn(row) for row in rows])
+        except (struct.error, ValueError, TypeError, RecursionError) as error:
+            raise JournalError(
+                f"the journal {self.where} has a damaged turn of conversation {entry.id!r} "
+                f"({error}); delete the conversation, or put back a copy of the file"
+            ) from error
 
     def append(
         self,
@@ -357,7 +363,7 @@ def _turn(row: tuple[Any, ...]) -> Turn:
         num_kept=num_kept,
         prompt=_unpacked(prompt),
         answer=_unpacked(answer),
-        messages=None if messages is None else tuple(json.loads(messages)),
+        messages=None if messages is None else tuple(map(dict, json.loads(messages))),
         text=text,
         finish_reason=finish_reason,
         finished_s=finished_s,

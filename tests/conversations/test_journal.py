@@ -268,6 +268,36 @@ def as_nobody() -> Iterator[Path]:
                 os.seteuid(0)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "prompt = x'0102030405'",
+        "answer = 7",
+        "messages = '[{'",
+        "messages = '7'",
+        "messages = '[7]'",
+        f"messages = '{'[' * 100_000}'",
+        "num_kept = 'x'",
+    ],
+    ids=lambda damage: damage[:20],
+)
+def test_a_damaged_turn_is_an_error_of_its_conversation(tmp_path, damage):
+    """It is typed and names the conversation; others are read, and the damaged one is deleted."""
+    path = tmp_path / "journal"
+    _say(Journal(path), "sound")
+    journal = Journal(path)
+    _say(journal, "damaged")
+    with sqlite3.connect(path) as db:
+        db.execute(f"UPDATE turn SET {damage} WHERE conversation = 2")
+    sound, damaged = journal.find("sound"), journal.find("damaged")
+    assert sound is not None and damaged is not None
+    with pytest.raises(JournalError, match="damaged turn of conversation 'damaged'"):
+        journal.history(damaged)
+    assert len(journal.history(sound).turns) == 1
+    journal.delete("damaged")
+    assert journal.find("damaged") is None
+
+
 def test_a_read_only_journal(as_nobody):
     """The journal is refused at once."""
     path = as_nobody / "journal"
