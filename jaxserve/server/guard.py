@@ -26,6 +26,8 @@ _PROBED = frozenset(("/health", "/ready", "/version", "/metrics"))
 # Paths that need no key, because they tell nothing about requests; the page asks for a key.
 OPEN_PATHS = _PROBED | {"/", "/page.css", "/page.js"}
 
+_SMALL_BYTES, _NUM_LARGEST = 1 << 16, 64
+
 # Fields that an endpoint adds to the line of its request in the access log.
 _notes: ContextVar[dict[str, Any] | None] = ContextVar("notes", default=None)
 
@@ -101,11 +103,16 @@ class HostGuard:
 
 @final
 class BodyReader:
-    """Reads the whole body before the application runs, within limits of size and time."""
+    """Reads the whole body before the application runs, within limits of size and time.
+
+    All bodies that are being read have as many bytes as 64 largest ones, at most; those of up to
+    64 KiB, which are as many as connections, are read in any case.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float):
         self._app = app
         self._max_bytes = max_bytes
+        self._num_bytes = 0  # of all bodies that are being read
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,22 +140,36 @@ class BodyReader:
         if announced.isdigit() and int(announced) > self._max_bytes:
             raise self._too_large()
         parts, num_bytes = [], 0
-        while True:
-            message = await receive()
-            if message["type"] != "http.request":
-                return message
-            parts.append(message.get("body", b""))
-            num_bytes += len(parts[-1])
-            if num_bytes > self._max_bytes:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                return {"type": "http.request", "body": b"".join(parts), "more_body": False}
+        try:
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return message
+                parts.append(message.get("body", b""))
+                num_bytes += len(parts[-1])
+                self._num_bytes += len(parts[-1])
+                if num_bytes > self._max_bytes:
+                    raise self._too_large()
+                if not message.get("more_body", False):
+                    return {"type": "http.request", "body": b"".join(parts), "more_body": False}
+                if num_bytes > _SMALL_BYTES and self._num_bytes > _NUM_LARGEST * self._max_bytes:
+                    raise self._too_many()
+        finally:
+            self._num_bytes -= num_bytes
 
     def _too_large(self) -> RefusedError:
         return RefusedError(
             f"the body is larger than the {self._max_bytes} bytes that this server allows; send "
             "less, or raise --max-body",
             Kind(413, "invalid_request_error", "body_too_large"),
+        )
+
+    def _too_many(self) -> RefusedError:
+        return RefusedError(
+            f"the server is reading large bodies of {self._num_bytes} bytes, which is its limit; "
+            "try again in a second",
+            Kind(503, "server_error", "bodies_busy", True),
+            retry_after_s=1.0,
         )
 
     def _too_slow(self) -> RefusedError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import threading
 import time
@@ -152,6 +153,27 @@ def test_bodies_of_100_mb(url: str, is_announced: bool):
                 large.settimeout(20)
     assert num_sent < 60 << 20
     assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).is_success
+
+
+def test_large_bodies_that_do_not_end(slow: Runtime):
+    """Beyond 64 of the largest ones another is 503; small ones are read, and later large ones."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\n"
+    with server(slow, max_body_bytes=100_000) as url:
+        with ExitStack() as clients:
+            sent = [clients.enter_context(connect(url)) for _ in range(66)]
+            for large in sent:
+                large.sendall(head + b" " * 99_000)
+            refused, _, _ = select.select(sent, [], [], 20)
+            answer = ""
+            while "bodies_busy" not in answer:
+                part = refused[0].recv(4096)
+                assert part, f"the connection ended after {answer!r}"
+                answer += part.decode()
+            assert answer.startswith("HTTP/1.1 503")
+            assert "retry-after: 1\r\n" in answer and "x-should-retry: true\r\n" in answer
+            assert post(url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).is_success
+        large = json.dumps({"prompt": "a", "max_tokens": 1}).encode().ljust(99_000)
+        _until(lambda: post(url, "/v1/completions", large).is_success)
 
 
 def test_ten_thousand_wait(slow: Runtime, url: str):

@@ -29,7 +29,7 @@ _MEANINGS = {
     429: "The queue is full.",
     500: "The server failed.",
     501: "The server lacks an optional package that the request needs.",
-    503: "The server is loading or shutting down.",
+    503: "The server is loading or shutting down, or reads too many large bodies.",
     504: "The answer was not complete in time.",
 }
 # An event of a stream, as FastAPI describes its own ones.
