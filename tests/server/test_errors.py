@@ -173,6 +173,7 @@ _MANY: dict[str, Any] = {str(number): 1 for number in range(10_000)}
         (ChatRequest, {"messages": CHAT, **_MANY}),
         (ChatRequest, {"messages": [{**CHAT[0], **_MANY}]}),
         (ChatRequest, {"messages": CHAT, "logit_bias": dict.fromkeys(_MANY, "a")}),
+        (ChatRequest, {"messages": CHAT, "guided_json": {f"\ud800{i}": 1 for i in range(10_000)}}),
         (ChatRequest, {"messages": CHAT, "stop": [1] * 10_000}),
         (ChatRequest, {"messages": CHAT, "guided_choice": [1] * 10_000}),
         (ChatRequest, {"messages": CHAT, "structured_outputs": {"choice": [1] * 10_000}}),
@@ -193,7 +194,7 @@ def test_errors_of_a_body_are_few(kind: type[BaseModel], body: dict[str, Any]):
     """A body with thousands of bad values is refused for the first ones, which takes no time."""
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)
-    assert caught.value.error_count() <= MAX_LOGIT_BIAS + 1
+    assert caught.value.error_count() <= MAX_LOGIT_BIAS + 2
 
 
 @pytest.mark.parametrize(
@@ -261,6 +262,24 @@ def test_lone_surrogates_are_400(url: str):
     assert post(url, "/v1/completions", {"prompt": "\ud800"}).status_code == 400
     said = [{"role": "user", "content": "\ud800"}]
     assert post(url, "/v1/chat/completions", {"messages": said}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"user": "\ud800"},
+        {"metadata": {"key": "\ud800"}},
+        {"metadata": {"\ud800": "value"}},
+        {"tools": [{"type": "function", "name": "f", "description": "\ud800"}]},
+        {"text": {"format": {"type": "json_schema", "name": "\ud800", "schema": {}}}},
+    ],
+    ids=str,
+)
+def test_texts_that_an_answer_repeats_are_unicode(url: str, fields: dict[str, Any]):
+    """One that is not is refused before anything is generated; it could not be returned."""
+    answer = post(url, "/v1/responses", {"input": "a", "max_output_tokens": 1, **fields})
+    assert answer.status_code == 400, answer.text
+    assert "unicode" in answer.json()["error"]["message"]
 
 
 def test_priority_needs_a_priority_order(url: str):

@@ -70,7 +70,7 @@ def checked_json(value: Any) -> Any:
     return value
 
 
-JsonObject = Annotated[dict[str, Any], AfterValidator(checked_json)]
+JsonObject = Annotated[dict[str, Any], IN_PARTS, AfterValidator(checked_json)]
 
 
 def predicted() -> Any:
@@ -91,7 +91,12 @@ def unused() -> Any:
 class Strict(BaseModel):
     """The body of a request: an unknown field, or a value of another type, is an error."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        str_min_length=0,  # with any limit, a text with lone surrogates is an error
+    )
 
     @model_validator(mode="before")
     @classmethod
