@@ -36,6 +36,7 @@ from jaxserve.core.errors import (
     JaxserveError,
     UnfoldError,
 )
+from jaxserve.core.request import check_id
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.device_loop import DeviceLoop
 from jaxserve.engine.pending import PendingRequest, wait_for_all
@@ -293,11 +294,7 @@ class CellRuntime:
 
     def _answer(self, input: Any, request_id: str | None, sink: CellSink | None) -> CellAnswer:
         number = next(self._numbers)
-        if request_id is not None and request_id.startswith(_OWN_IDS):
-            raise InvalidRequestError(
-                f"request_id={request_id!r}: ids that start with {_OWN_IDS!r} are reserved; choose "
-                "another"
-            )
+        check_id(request_id, _OWN_IDS)
         now_s = self._clock.now()
         return CellAnswer(request_id or f"{_OWN_IDS}{number}", self._unfolded(input), now_s, sink)
 

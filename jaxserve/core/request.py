@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, final
 
-from jaxserve.core.errors import JaxserveError
+from jaxserve.core.errors import InvalidRequestError, JaxserveError
 from jaxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
 
     from jaxserve.core.prediction import LengthPrediction
+
+# Priorities are at most this, and at least its negative.
+MAX_PRIORITY = 2**31 - 1
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -144,6 +149,49 @@ class EncoderPrompts:
         """Return `Request.prompt`, `num_encoded` and `num_padding` for the encoder's tokens."""
         padded = padded_to_pages(tokens, self.page_size)
         return (*padded, self.start_token_id), len(padded), len(padded) - len(tokens)
+
+
+def check_id(request_id: object, own_ids: str) -> None:
+    """Check the id that a caller gives a request; None for one that starts with `own_ids`.
+
+    Raises:
+      InvalidRequestError: it is not text, or starts with `own_ids`.
+    """
+    if request_id is None:
+        return
+    if not isinstance(request_id, str):
+        raise InvalidRequestError(
+            f"request_id={request_id!r} is not allowed; pass a string, or None for a generated id"
+        )
+    if request_id.startswith(own_ids):
+        raise InvalidRequestError(
+            f"request_id={request_id!r}: ids that start with {own_ids!r} are reserved; choose "
+            "another"
+        )
+
+
+def deadline_at(deadline_s: object, now_s: float) -> float | None:
+    """Return the deadline on a clock that shows `now_s`; None without one.
+
+    Args:
+      deadline_s: seconds from now.
+
+    Raises:
+      InvalidRequestError: it is neither a number nor None.
+    """
+    if deadline_s is None:
+        return None
+    try:
+        is_text = isinstance(deadline_s, (bool, str))
+        seconds = math.nan if is_text else float(deadline_s)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise InvalidRequestError(
+            f"deadline_s={reprlib.repr(deadline_s)} is not allowed; pass a number of seconds from "
+            "now, or None"
+        )
+    return now_s + seconds
 
 
 def drawn_seed(seed: int, number: int) -> int:

@@ -170,7 +170,7 @@ class SamplingParams:
     def _check_ranges(self) -> None:
         top = MAX_LOGPROBS
         inf = math.inf
-        _whole("max_tokens", self.max_tokens, 1, inf, optional=True)
+        _whole("max_tokens", self.max_tokens, 1, _INT32_MAX, optional=True)
         _whole("min_tokens", self.min_tokens, 0, _INT32_MAX)
         _whole("top_k", self.top_k, 0, _INT32_MAX)
         _whole("n", self.n, 1, 1024)
@@ -182,7 +182,7 @@ class SamplingParams:
         self._keep_real("temperature", 0.0, 100.0)
         self._keep_real("top_p", 0.0, 1.0, open_low=True)
         self._keep_real("min_p", 0.0, 1.0, open_high=True)
-        self._keep_real("repetition_penalty", 0.0, 100.0, open_low=True)
+        self._keep_real("repetition_penalty", 0.01, 100.0)
         self._keep_real("presence_penalty", -100.0, 100.0)
         self._keep_real("frequency_penalty", -100.0, 100.0)
         for name in self.bounds:
@@ -277,7 +277,7 @@ def _real(
 ) -> float:
     try:
         number = math.nan if isinstance(value, (bool, str)) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     above = number > low if open_low else number >= low
     below = number < high if open_high else number <= high

@@ -327,14 +327,14 @@ class DeviceLoop(Generic[_Job]):
             self._stand_still(pause)
         with self._changed:
             while not (self._arrived or self._cancelled or self._is_closing or self._is_due()):
-                if self._pause is not pause or self._questions or self._has_idle_work():
-                    break
-                if self._failure is not None:
+                is_over = self._failure is not None or self._pause is not pause
+                if is_over or self._questions or self._has_idle_work():
                     break
                 self._work.rest()
                 may_wake = self._work.has_work and not self.is_halted
                 wake_s = self._work.idle_until_s if may_wake else None
-                self._changed.wait(None if wake_s is None else wake_s - self._clock.now())
+                left_s = math.inf if wake_s is None else wake_s - self._clock.now()
+                self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
             if self._failure is not None:
                 raise self._failure
             cancelled, self._cancelled = self._cancelled, []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -14,7 +15,14 @@ from jaxserve.core.errors import (
     PromptTooLongError,
     TokenOutOfRangeError,
 )
-from jaxserve.core.request import EncoderPrompts, Request, drawn_seed
+from jaxserve.core.request import (
+    MAX_PRIORITY,
+    EncoderPrompts,
+    Request,
+    check_id,
+    deadline_at,
+    drawn_seed,
+)
 from jaxserve.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.engine.grammars import CompiledGrammar, Grammars
 from jaxserve.models.tokenizer import Tokenizer
@@ -132,13 +140,14 @@ class RequestBuilder:
           RuntimeClosedError: it has a grammar, and the runtime was closed.
         """
         number = next(self._numbers)
-        if request_id is not None and request_id.startswith(_OWN_IDS):
+        check_id(request_id, _OWN_IDS)
+        is_whole = isinstance(priority, int) and not isinstance(priority, bool)
+        if not is_whole or abs(priority) > MAX_PRIORITY:
             raise InvalidRequestError(
-                f"request_id={request_id!r}: ids that start with {_OWN_IDS!r} are reserved; choose "
-                "another"
+                f"priority={reprlib.repr(priority)} is not allowed; pass a whole number of "
+                f"{-MAX_PRIORITY} to {MAX_PRIORITY}"
             )
-        if not isinstance(priority, int):
-            raise InvalidRequestError(f"priority={priority!r} is not allowed; pass a whole number")
+        deadline_at_s = deadline_at(deadline_s, arrival_s)
         stop_token_ids = self._check_params(params)
         tokens = self.prompt_tokens(prompt)
         grammar = self._compiled(params)
@@ -153,7 +162,7 @@ class RequestBuilder:
             stop_token_ids=stop_token_ids,
             seed=drawn_seed(self._seed, number) if params.seed is None else params.seed,
             priority=priority,
-            deadline_s=deadline_s,
+            deadline_s=deadline_at_s,
             conversation_id=conversation_id,
             num_encoded=num_encoded,
             num_padding=num_padding,
@@ -181,7 +190,7 @@ class RequestBuilder:
             item.params(),
             arrival_s,
             priority=item.priority,
-            deadline_s=None if item.deadline_s is None else arrival_s + item.deadline_s,
+            deadline_s=item.deadline_s,
         )
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:

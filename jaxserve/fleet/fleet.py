@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 from jaxserve.conversations import Conversation, Conversations, Journal
 from jaxserve.core.clock import WallClock
-from jaxserve.core.errors import InvalidConfigError, InvalidRequestError, UnknownAdapterError
+from jaxserve.core.errors import InvalidConfigError, UnknownAdapterError
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.core.request import Completion, drawn_seed
+from jaxserve.core.request import Completion, check_id, deadline_at, drawn_seed
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.engine.requests import Prompt
@@ -295,14 +295,12 @@ class Fleet(TrainedFleet):
         be served gets a completion with the error.
 
         Raises:
-          InvalidRequestError: the id is reserved, or a request with this id is still running.
+          InvalidRequestError: the id or deadline is not allowed, or a request with this id is still
+            running.
           RuntimeClosedError
         """
-        if request_id is not None and request_id.startswith(_OWN_IDS):
-            raise InvalidRequestError(
-                f"request_id={request_id!r}: ids that start with {_OWN_IDS!r} are reserved; choose "
-                "another"
-            )
+        check_id(request_id, _OWN_IDS)
+        deadline_at_s = deadline_at(deadline_s, self._clock.now())
         number = next(self._numbers)
         params = params or SamplingParams()
         if params.seed is None:
@@ -313,7 +311,7 @@ class Fleet(TrainedFleet):
             params,
             priority=priority,
             page_size=self.options.page_size,
-            deadline_s=None if deadline_s is None else self._clock.now() + deadline_s,
+            deadline_s=deadline_at_s,
             conversation_id=conversation_id,
         )
         return Pending(call.id, self._dispatcher.submit(call, on_piece), self.cancel)

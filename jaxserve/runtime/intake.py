@@ -58,7 +58,6 @@ class Intake:
         prompt: Prompt,
         params: SamplingParams | None,
         *,
-        deadline_s: float | None = None,
         on_piece: PieceSink | None = None,
         **others: Any,
     ) -> Pending:
@@ -68,7 +67,6 @@ class Intake:
             prompt,
             params or SamplingParams(),
             now,
-            deadline_s=None if deadline_s is None else now + deadline_s,
             **others,
         )
         with ExitStack() as if_refused:

@@ -408,6 +408,8 @@ def test_ids_of_running_requests_are_unique(runtime: CellRuntime):
     first.result(60)
     with pytest.raises(InvalidRequestError, match="reserved"):
         runtime.submit(Sentence((1, 2)), request_id="cells-1")
+    with pytest.raises(InvalidRequestError, match="request_id=3"):
+        runtime.submit(Sentence((1, 2)), request_id=3)
 
 
 def test_the_records_make_a_report(runtime: CellRuntime):

@@ -301,6 +301,9 @@ def _script(service: Service) -> list[tuple[int, ...]]:
     endless = service.submit(prompt, SamplingParams(max_tokens=None), request_id="mine")
     with pytest.raises(InvalidRequestError, match="'mine' is still running"):
         service.submit(prompt, request_id="mine")
+    for wrong in ({"request_id": 3}, {"deadline_s": "3"}, {"deadline_s": 10**400}):
+        with pytest.raises(InvalidRequestError, match="is not allowed"):
+            service.submit(prompt, **wrong)
     service.cancel("mine")
     assert endless.result(WAIT_S).finish_reason == "cancelled"
     chat = service.conversation()

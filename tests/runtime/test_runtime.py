@@ -7,6 +7,7 @@ import gc
 import json
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -30,6 +31,8 @@ from jaxserve.core.errors import (
     UnknownModelError,
 )
 from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.scheduling.iteration.static import Static
+from jaxserve.scheduling.presets import get_policy
 from jaxserve.steps.step_function import COMPILED_EVENT, LOADED_EVENT
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor, RecordingExecutor, WrapAll
 from jaxserve.testing.tiny import (
@@ -246,6 +249,17 @@ def test_a_time_window_delays_the_batch():
     assert second.admitted_s == pytest.approx(first.admitted_s, abs=0.05)
 
 
+def test_a_window_longer_than_a_lock_can_wait_ends_nothing():
+    """A batch that waits for a window of centuries is cancelled like any other."""
+    policy = replace(get_policy("triton_window"), iteration=Static(window_s=1e10))
+    with Runtime(tiny_llama(), **OPTIONS | {"policy": policy}) as runtime:
+        waiting = runtime.submit([1, 2], GREEDY)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        waiting.cancel()
+        assert waiting.result(30).finish_reason == "cancelled"
+
+
 def test_leaving_an_asyncio_stream_cancels_only_its_request(runtime):
     """Closing a loop in the middle of a stream cancels only that request."""
 
@@ -307,8 +321,28 @@ def test_a_running_id_is_refused_again(runtime):
     assert runtime.submit([2], GREEDY, request_id="twice").result(30).finish_reason == "length"
     with pytest.raises(InvalidRequestError, match="choose another"):
         runtime.submit([2], request_id="request-1")
-    with pytest.raises(InvalidRequestError, match="priority"):
-        runtime.submit([2], priority="high")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"request_id": 3},
+        {"priority": "high"},
+        {"priority": True},
+        {"priority": 2**31},
+        {"priority": 10**400},
+        {"deadline_s": "3"},
+        {"deadline_s": 10**400},
+        {"deadline_s": float("nan")},
+    ],
+)
+def test_a_wrong_argument_of_a_request_is_refused_alone(runtime, wrong):
+    """The error names the argument, and other requests are answered."""
+    [name] = wrong
+    running = runtime.submit([1], GREEDY, deadline_s=float("inf"))
+    with pytest.raises(InvalidRequestError, match=name):
+        runtime.submit([2], GREEDY, **wrong)
+    assert running.result(30).finish_reason == "length"
 
 
 def test_a_prompt_longer_than_the_pool_is_refused():
@@ -418,6 +452,11 @@ def test_bytes_are_no_token_ids(runtime):
 
 BAD_PARAMS = {
     "no tokens": {"max_tokens": 0},
+    "max_tokens past int32": {"max_tokens": 2**31},
+    "max_tokens past any float": {"max_tokens": 10**400},
+    "temperature past any float": {"temperature": 10**400},
+    "a bound past any float": {"latency_bound": 10**400},
+    "a penalty of nothing": {"repetition_penalty": 1e-38},
     "negative temperature": {"temperature": -1.0},
     "nan": {"temperature": float("nan")},
     "top_p of zero": {"top_p": 0.0},
