@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
@@ -23,6 +24,21 @@ SPECULATIONS = ("lookup", "draft")
 
 # Defaults of `num_speculative_tokens` and `max_adapter_rank`.
 _NUM_SPECULATIVE_TOKENS, _MAX_ADAPTER_RANK = 8, 16
+
+# Lowest and highest values of the whole numbers. Where arrays or counters of the device depend on
+# one, the highest is above any use, and keeps an absurd number from taking all memory.
+_RANGES = {
+    "max_slots": (1, 1 << 16),
+    "max_waiting": (1, math.inf),
+    "max_context": (1, math.inf),
+    "max_step_tokens": (1, 1 << 20),
+    "max_decode_iterations": (1, 1 << 16),
+    "num_speculative_tokens": (1, 1 << 12),
+    "page_size": (1, math.inf),
+    "max_adapters": (0, 1 << 16),
+    "max_adapter_rank": (1, 1 << 16),
+    "seed": (-math.inf, math.inf),
+}
 
 # When executables are made.
 WARMUPS = (True, False, "full", "background")
@@ -195,26 +211,17 @@ class RuntimeOptions:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_slots",
-            "max_waiting",
-            "max_context",
-            "max_step_tokens",
-            "max_decode_iterations",
-            "num_speculative_tokens",
-            "page_size",
-            "max_adapter_rank",
-        ):
-            value = getattr(self, name)
-            if value is not None and (not _is_int(value) or value < 1):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in _RANGES or (value is None and field.default is None):
+                continue
+            least, most = _RANGES[field.name]
+            if not _is_int(value) or not least <= value <= most:
+                low = "" if least == -math.inf else f" of at least {least}"
+                high = "" if most == math.inf else f" and at most {most}"
                 raise InvalidConfigError(
-                    f"{name}={value!r} is not allowed; pass a whole number of at least 1"
+                    f"{field.name}={value!r} is not allowed; pass a whole number{low}{high}"
                 )
-        if not _is_int(self.max_adapters) or self.max_adapters < 0:
-            raise InvalidConfigError(
-                f"max_adapters={self.max_adapters!r} is not allowed; pass a whole number of at "
-                "least 0"
-            )
         for name in ("max_adapter_rank", "adapter_dtype"):
             value = getattr(self, name)
             if value is not None and not self.max_adapters:

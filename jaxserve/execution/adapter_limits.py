@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
+from jaxserve.execution.memory_plan import free_device_bytes
 from jaxserve.steps.placement import Placement
 
 
@@ -39,3 +40,23 @@ def check_adapters(
                 "serve a decoder with dense weights and attention alone on one device "
                 "(docs/adapters.md)"
             )
+
+
+def check_adapters_fit(num_bytes: int, options: RuntimeOptions, params: Any) -> None:
+    """Check that the arrays of all adapters fit on the device, before they are allocated.
+
+    Args:
+      num_bytes: size of the arrays.
+      params: on their device.
+
+    Raises:
+      DeviceMemoryError: they do not fit.
+    """
+    device = next(iter(jax.tree.leaves(params)[0].devices()))
+    free = free_device_bytes(device)
+    if num_bytes > free:
+        raise DeviceMemoryError(
+            f"max_adapters={options.max_adapters} of max_adapter_rank={options.adapter_rank} need "
+            f"{num_bytes:,} bytes, and {free:,} are free on {device}; pass fewer adapters or a "
+            "lower max_adapter_rank"
+        )

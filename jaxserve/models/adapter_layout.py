@@ -80,6 +80,12 @@ class AdapterLayout:
         self._num_adapters = num_adapters
         self._max_rank = max_rank
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays of all adapters."""
+        arrays = (array for target in self._targets for array in target.arrays)
+        return self._num_adapters * sum(math.prod(shape) * kind.itemsize for shape, kind in arrays)
+
     def adapt(self, model: nnx.Module) -> None:
         """Put adapters of zeros beside the weights of a model, on its device."""
         place = jax.tree.leaves(nnx.state(model))[0].sharding
@@ -262,7 +268,7 @@ class _Target:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Paths of the arrays, in the order of `shapes`."""
+        """Paths of the arrays."""
         return tuple((*self.path, name) for name in ("a", "b", "scale"))
 
     @property
@@ -276,15 +282,20 @@ class _Target:
     def _shape(self) -> tuple[int, ...]:
         return self.dense.get_value().shape
 
-    def zeros(self) -> dict[Path, np.ndarray]:
-        """Return the arrays of one adapter that changes nothing."""
+    @property
+    def arrays(self) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Shapes and dtypes of the arrays of one adapter, in the order of `paths`."""
         stacked, summed, out = self.axes.split(self._shape)
         ranks = len(self.modules) * self.max_rank
         shapes = ((*stacked, *summed, ranks), (*stacked, self.max_rank, *out), stacked)
         kinds = (self.dtype, self.dtype, np.dtype(np.float32))
+        return list(zip(shapes, kinds, strict=True))
+
+    def zeros(self) -> dict[Path, np.ndarray]:
+        """Return the arrays of one adapter that changes nothing."""
         return {
             path: np.zeros(shape, kind)
-            for path, shape, kind in zip(self.paths, shapes, kinds, strict=True)
+            for path, (shape, kind) in zip(self.paths, self.arrays, strict=True)
         }
 
     def change(self, a: np.ndarray, b: np.ndarray, scale: np.ndarray) -> np.ndarray:

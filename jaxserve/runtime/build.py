@@ -18,7 +18,7 @@ from jaxserve.core.request import EncoderPrompts
 from jaxserve.engine.grammars import Grammars, has_grammars
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.engine.requests import RequestBuilder
-from jaxserve.execution.adapter_limits import check_adapters
+from jaxserve.execution.adapter_limits import check_adapters, check_adapters_fit
 from jaxserve.execution.build import build_executor
 from jaxserve.execution.build_groups import build_groups
 from jaxserve.execution.device_errors import out_of_memory_as
@@ -142,6 +142,7 @@ def build_parts(
             max_rank=options.adapter_rank,
             dtype=options.adapter_dtype,
         )
+        check_adapters_fit(layout.nbytes, options, used)
         adapted = nnx.merge(graphdef, used)
         layout.adapt(adapted)
         graphdef, used = nnx.split(adapted)

@@ -362,6 +362,7 @@ def test_what_prevents_a_start_is_raised(ray, tmp_path):
         ({"replicas": 0}, "replicas=0"),
         ({"tensor_parallel": True}, "tensor_parallel=True"),
         ({"max_slot": 3}, "max_slot"),
+        ({"seed": "abc"}, "seed='abc'"),
         ({"policy": "vlm"}, "vllm_like"),
         ({"record": "a.jsonl"}, "does not record"),
         ({"disk_memory": "1GB"}, "one folder"),

@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxserve import Runtime, SamplingParams, merge_adapter
 from jaxserve.core.errors import (
+    DeviceMemoryError,
     EngineBusyError,
     InvalidConfigError,
     InvalidParamsError,
@@ -428,7 +429,9 @@ def test_adapters_in_bfloat16_are_rounded_and_nothing_else():
         (dict(mesh=lambda: make_groups(encode=1, decode=1), policy="exegpt_waa_c"), "a mesh"),
         (dict(quantize="int8"), "weights in few bits"),
         (dict(max_adapters=-1), "max_adapters=-1"),
+        (dict(max_adapters=10**9), "at most 65536"),
         (dict(max_adapter_rank=0), "max_adapter_rank=0"),
+        (dict(max_adapter_rank=10**9), "at most 65536"),
         (dict(adapter_dtype="float16"), "adapter_dtype='float16'"),
     ],
 )
@@ -438,6 +441,12 @@ def test_unsupported_runtimes_are_refused(options, message):
         options = options | {"mesh": options["mesh"]()}
     with pytest.raises(InvalidConfigError, match=message):
         Runtime(tiny_llama(), **OPTIONS | options)
+
+
+def test_more_adapters_than_fit_are_refused():
+    """Their size is computed before any of it is allocated."""
+    with pytest.raises(DeviceMemoryError, match=r"need 17,592,\d{3},\d{3},\d{3} bytes"):
+        Runtime(tiny_llama(), **OPTIONS | dict(max_adapters=1 << 16, max_adapter_rank=1 << 16))
 
 
 def test_models_without_adapters_are_refused():

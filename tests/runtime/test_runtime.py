@@ -506,6 +506,17 @@ def test_bad_options_are_refused_before_anything_is_loaded():
         Runtime(tiny_llama(), kv_memory="lots")
     with pytest.raises(InvalidConfigError, match="max_slots=0"):
         Runtime(tiny_llama(), max_slots=0)
+    absurd = {
+        "max_slots": 10**9,
+        "max_step_tokens": 10**9,
+        "max_decode_iterations": 10**30,
+        "num_speculative_tokens": 10**6,
+        "page_size": None,
+        "seed": "abc",
+    }
+    for name, value in absurd.items():
+        with pytest.raises(InvalidConfigError, match=f"{name}={value!r} is not allowed"):
+            Runtime(tiny_llama(), speculation="lookup", **{name: value})
     with pytest.raises(InvalidConfigError, match="bfloat16"):
         Runtime.from_pretrained("smollm2-135m", dtype="flaot32")
     with pytest.raises(UnknownModelError, match="smollm2-135m"):
