@@ -191,6 +191,18 @@ def check_readable(given: Mapping[str, Any], required: Sequence[str]) -> None:
         )
 
 
+def check_sizes(given: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError if a size in config.json is not a whole number, or absurd."""
+    for name, (least, most) in _RANGES.items():
+        value = given.get(name)
+        is_whole = hasattr(value, "__index__") and not isinstance(value, bool)
+        if value is not None and not (is_whole and least <= value <= most):
+            raise UnsupportedModelError(
+                f"{name}={value!r} is not supported; a model has a whole number of {least} to "
+                f"{most} there"
+            )
+
+
 def plain_sizes(
     given: Mapping[str, Any],
     *,
@@ -263,6 +275,19 @@ def check_fits(mesh: Mesh, config: DecoderConfig) -> None:
     except ValueError as error:
         raise InvalidConfigError(str(error)) from error
 
+
+# Lowest and highest sizes in a config.json, by their names there. The highest are above those of
+# any model: a model of as many layers can still be laid out, to be compared with its checkpoint.
+_RANGES = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), (1, 1 << 10)),
+    **dict.fromkeys(("num_layers", "num_decoder_layers"), (1, 1 << 10)),
+    **dict.fromkeys(("num_experts", "num_local_experts"), (0, 1 << 12)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), (1, 1 << 16)),
+    **dict.fromkeys(("num_heads", "n_head", "head_dim", "d_kv"), (1, 1 << 16)),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), (1, 1 << 20)),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), (1, 1 << 24)),
+    **dict.fromkeys(("n_inner", "d_ff", "ffn_dim", "vocab_size"), (1, 1 << 24)),
+}
 
 _SIZES = (
     "vocab_size",

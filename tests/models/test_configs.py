@@ -43,6 +43,7 @@ def test_qwen_windows_start_at_max_window_layers():
     assert config_from_hf(qwen).sliding_windows == (None, None, None)
     used = {**qwen, "use_sliding_window": True}
     assert config_from_hf(used).sliding_windows == (None, None, 8)
+    assert config_from_hf(used | {"max_window_layers": 10**12}).sliding_windows == (None,) * 3
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,12 @@ def test_qwen_windows_start_at_max_window_layers():
         (dict(model_type="bloom"), "supported are"),
         (dict(hidden_act="gelu"), "only 'silu' and 'swish'"),
         (dict(vocab_size=None), "lacks"),
+        (dict(num_hidden_layers=20_000), "num_hidden_layers=20000 .* 1 to 1024"),
+        (dict(num_hidden_layers=10**9), "num_hidden_layers=1000000000 is not supported"),
+        (dict(num_hidden_layers="two"), "num_hidden_layers='two' is not supported"),
+        (dict(num_attention_heads=0), "num_attention_heads=0 is not supported"),
+        (dict(head_dim=10**9), "head_dim=1000000000 is not supported"),
+        (dict(model_type="mixtral", num_local_experts=10**9), "num_local_experts=1000000000"),
         (dict(num_key_value_heads=3), "multiple of num_kv_heads=3"),
         (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "'dynamic' is not supported"),
         (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor"),

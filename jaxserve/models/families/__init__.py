@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxserve.core.errors import UnsupportedModelError
-from jaxserve.models.config import DecoderConfig
+from jaxserve.models.config import DecoderConfig, check_sizes
 from jaxserve.models.families import bamba, gemma, gpt2, gpt_neox, gptj, llama, mamba2, moe, opt, t5
 from jaxserve.models.family import Family
 
@@ -28,6 +28,7 @@ def config_from_hf(given: Mapping[str, Any]) -> DecoderConfig:
         raise UnsupportedModelError(
             f"model_type={kind!r} is not supported here; supported are {tuple(FAMILIES)}"
         )
+    check_sizes(given)
     return FAMILIES[kind].config.from_hf(given)
 
 

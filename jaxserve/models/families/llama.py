@@ -85,7 +85,7 @@ def _sliding_windows(given: Mapping[str, Any]) -> tuple[int | None, ...]:
         return (None,) * num_layers
     kinds = given.get("layer_types")
     if kinds is None:
-        first = given.get("max_window_layers", 28)
+        first = min(given.get("max_window_layers", 28), num_layers)
         kinds = (["full_attention"] * first + ["sliding_attention"] * num_layers)[:num_layers]
     return windows_by_kind(kinds, window, num_layers)
 
