@@ -16,6 +16,7 @@ from jaxserve.planning.origin import Origin
 from jaxserve.planning.profiler import measure, measure_beside
 from jaxserve.planning.step_times import (
     StepTimes,
+    checked_number,
     raise_if_foreign,
     read_table,
     write_table,
@@ -72,11 +73,13 @@ class GroupTimes:
     @classmethod
     def _from_json(cls, read: dict[str, Any]) -> GroupTimes:
         encode, decode = map(StepTimes.from_json, read["groups"])
-        of_encode, of_decode = map(float, read["beside"])
+        of_encode, of_decode = map(checked_number, read["beside"])
+        if min(of_encode, of_decode) < 1:
+            raise ValueError(f"beside={read['beside']}: a step beside another takes no less time")
         return cls(
             groups=(encode, decode),
-            handover_s=float(read["handover_s"]),
-            page_s=float(read["page_s"]),
+            handover_s=checked_number(read["handover_s"]),
+            page_s=checked_number(read["page_s"]),
             beside=(of_encode, of_decode),
         )
 

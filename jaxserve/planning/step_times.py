@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -53,6 +54,9 @@ class Curve:
 
 
 Times = TypeVar("Times")
+
+# Far above any seconds or positions that are measured, and far from overflows in sums of them.
+_MAX_NUMBER = 1e18
 
 # The entries of `StepTimes` that have curves.
 _CURVES = ("decode_s", "prefill_s", "encode_s")
@@ -209,10 +213,45 @@ class StepTimes:
         }
         for name in _CURVES:
             by_size[name] = {
-                size: Curve(tuple((float(x), float(s)) for x, s in points))
+                size: Curve(tuple((checked_number(x), checked_number(s)) for x, s in points))
                 for size, points in by_size[name].items()
             }
-        return cls(origin=origin, **{**table, **by_size})
+        for name in ("loop_s", "head_s"):
+            by_size[name] = {size: checked_number(s) for size, s in by_size[name].items()}
+        for size, curve in by_size["decode_s"].items():
+            if not any(seconds for _, seconds in curve.points):
+                raise InvalidProfileError(
+                    f"iterations of {size} rows take 0 seconds, but each takes some; measure again"
+                )
+        others = {
+            name: checked_number(value) for name, value in table.items() if name not in by_size
+        }
+        return cls(origin=origin, **by_size, **others)
+
+
+# Errors of the readers of measured times for a file that holds something else. Of these,
+# `RecursionError` is for values that are nested too deeply.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+
+
+def checked_number(value: Any) -> float:
+    """Return a number of seconds, positions or the like that was read from a file.
+
+    Raises:
+      ValueError: it is something else, negative or over `_MAX_NUMBER`.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= _MAX_NUMBER:
+        raise ValueError(f"{reprlib.repr(value)} is not a number of 0 to {_MAX_NUMBER:g}")
+    return float(value)
 
 
 def write_table(path: str | Path, table: dict[str, Any]) -> None:
@@ -236,7 +275,7 @@ def read_table(
     """
     try:
         return read(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         raise InvalidProfileError(
             f"{path} does not hold {what} ({type(error).__name__}: {error}); pass a file "
             f"that {writer} wrote, or measure again"

@@ -84,6 +84,10 @@ def test_saved_times_of_two_groups_are_loaded_for_the_same_two_groups(tmp_path: 
         assert not own.origin.differences(loaded.origin)
     with pytest.raises(InvalidProfileError, match=r"the decode group of .*device.count is 2"):
         GroupTimes.load(path, expected=[origins[0], origins[0]])
+    for wrong in ({"page_s": float("nan")}, {"handover_s": -1.0}, {"beside": (0.0, 1.0)}):
+        replace(times, **wrong).save(path)
+        with pytest.raises(InvalidProfileError, match="does not hold times of two groups"):
+            GroupTimes.load(path)
     times.groups[0].save(path)
     with pytest.raises(InvalidProfileError, match="does not hold times of two groups"):
         GroupTimes.load(path)

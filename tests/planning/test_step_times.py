@@ -103,6 +103,37 @@ def test_a_file_of_something_else_is_refused(tmp_path, text):
         StepTimes.load(path)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"plan_s": float("nan")},
+        {"submit_s": -1.0},
+        {"edit_s": float("inf")},
+        {"move_s": "1"},
+        {"admit_s": True},
+        {"page_in_s": 10**400},
+        {"head_s": {8: -0.5}},
+        {"decode_s": dict.fromkeys(CONFIG.slot_buckets, Curve(((0.0, float("nan")),)))},
+        {"decode_s": dict.fromkeys(CONFIG.slot_buckets, Curve(((0.0, 0.0), (9.0, 0.0))))},
+        {"prefill_s": dict.fromkeys(CONFIG.token_buckets, Curve(((-1.0, 2.0),)))},
+    ],
+)
+def test_a_file_of_impossible_times_is_refused(tmp_path, changes):
+    """Seconds and positions are finite and not negative, and an iteration takes some time."""
+    path = tmp_path / "times.json"
+    replace(made_up(), **changes).save(path)
+    with pytest.raises(InvalidProfileError, match="measure again"):
+        StepTimes.load(path)
+
+
+def test_a_file_of_deeply_nested_values_is_refused(tmp_path):
+    """Its reader goes no deeper than Python's stack."""
+    path = tmp_path / "times.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(InvalidProfileError, match="does not hold step times"):
+        StepTimes.load(path)
+
+
 def test_tables_merge_entry_by_entry():
     """Each entry is the median over the tables that have it."""
     slow = replace(made_up(), edit_s=9.0, loop_s={w: 0.0 for w in CONFIG.slot_buckets})

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from jaxserve.core.errors import InvalidProfileError
 from jaxserve.planning.layers.adaptive import Range
 from jaxserve.planning.layers.origin import LayerOrigin, LayerSizes
+from jaxserve.planning.step_times import UNREADABLE, checked_number
 
 # Curves of a degree, over the unit in brackets; ExeGPT's profiler (section 3) measures the same.
 LAUNCH = "launch"  # an empty pass [1]
@@ -163,13 +163,13 @@ class LayerProfile:
                 origin=LayerOrigin(**whole["origin"]),
                 path=path,
                 seconds={
-                    name: {int(at): _checked(s) for at, s in points.items()}
+                    name: {int(at): checked_number(s) for at, s in points.items()}
                     for name, points in whole["seconds"].items()
                 },
                 is_complete=bool(whole["is_complete"]),
             )
             profile.degrees  # noqa: B018 - refuses sizes and names of curves that are not valid
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except UNREADABLE as error:
             raise InvalidProfileError(
                 f"{path} does not hold measured layers ({type(error).__name__}: {error}); remove "
                 "it, or pass a file that jaxserve wrote"
@@ -180,9 +180,3 @@ class LayerProfile:
                 f"{path} was measured on something else: {'; '.join(differences)}; measure again"
             )
         return profile
-
-
-def _checked(seconds: Any) -> float:
-    if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds < 0:
-        raise ValueError(f"{seconds!r} is not a number of seconds")
-    return float(seconds)
