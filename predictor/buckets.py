@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -10,6 +11,9 @@ import numpy as np
 from jaxtyping import Float
 
 NUM_BUCKETS = 10
+# Distributions hold a number for each length, so that an absurd one would take all memory; no
+# model's context is as long.
+MAX_LENGTH = 1 << 24
 KINDS = ("equal", "log", "quantile")
 
 
@@ -19,15 +23,25 @@ class LengthBuckets:
     """Ranges of output lengths: bucket i holds lengths in (edges[i], edges[i + 1]].
 
     Attributes:
-      edges: int [buckets + 1], in tokens, strictly increasing from 0.
+      edges: int [buckets + 1], in tokens, strictly increasing from 0 to at most `MAX_LENGTH`.
     """
 
     edges: tuple[int, ...]
 
     def __post_init__(self) -> None:
         edges = self.edges
-        if len(edges) < 2 or edges[0] != 0 or any(a >= b for a, b in zip(edges, edges[1:])):  # noqa: B905
-            raise ValueError(f"edges={edges} are not allowed; pass 0 and then increasing lengths")
+        is_whole = set(map(type, edges)) == {int}
+        if (
+            not is_whole
+            or len(edges) < 2
+            or edges[0] != 0
+            or edges[-1] > MAX_LENGTH
+            or any(a >= b for a, b in zip(edges, edges[1:]))  # noqa: B905
+        ):
+            raise ValueError(
+                f"edges={reprlib.repr(edges)} are not allowed; pass 0 and then increasing lengths, "
+                f"whole numbers of at most {MAX_LENGTH:,}"
+            )
 
     @classmethod
     def of(
@@ -50,11 +64,13 @@ class LengthBuckets:
     @classmethod
     def equal_width(cls, max_length: int, num: int = NUM_BUCKETS) -> LengthBuckets:
         """Make buckets of width `max_length / num`, as in the paper."""
+        _check(max_length, num, most=max_length)
         return cls._rounded(np.linspace(0, max_length, num + 1), max_length, num)
 
     @classmethod
     def logarithmic(cls, max_length: int, num: int = NUM_BUCKETS) -> LengthBuckets:
         """Make buckets whose edges grow by a constant factor; short lengths get narrow buckets."""
+        _check(max_length, num, most=max_length)
         edges = np.concatenate([[0], np.geomspace(max_length ** (1 / num), max_length, num)])
         return cls._rounded(edges, max_length, num)
 
@@ -68,11 +84,7 @@ class LengthBuckets:
         """
         if not len(lengths):
             raise ValueError("quantile buckets need lengths, and there are none; pass at least 1")
-        if num < 1 or max_length < 1:
-            raise ValueError(
-                f"num={num} buckets of lengths up to {max_length} are not allowed; pass 1 or more "
-                "of both"
-            )
+        _check(max_length, num, most=MAX_LENGTH)
         inner = np.quantile(np.minimum(lengths, max_length), np.arange(1, num) / num)
         edges = [0]
         for edge in (*np.ceil(inner).astype(int), max_length):
@@ -85,11 +97,6 @@ class LengthBuckets:
         cls, edges: Float[np.ndarray, " edges"], max_length: int, num: int
     ) -> LengthBuckets:
         """Round edges to whole numbers so that each bucket holds at least one length."""
-        if num < 1 or max_length < num:
-            raise ValueError(
-                f"num={num} buckets of lengths up to {max_length} are not allowed; pass at least 1 "
-                "and at most max_length"
-            )
         least = np.arange(num + 1)
         whole = np.maximum(np.round(edges).astype(int), least)
         whole = np.minimum(np.maximum.accumulate(whole - least) + least, max_length - num + least)
@@ -117,3 +124,16 @@ class LengthBuckets:
         """Return the mean length of each bucket, with its lengths equally likely."""
         edges, index = np.asarray(self.edges), np.asarray(buckets)
         return (edges[index] + 1 + edges[index + 1]) / 2
+
+
+def _check(max_length: int, num: int, *, most: int) -> None:
+    """Check a number of buckets before their edges are allocated.
+
+    Raises:
+      ValueError: it is not 1 to `most`, or `max_length` is not 1 to `MAX_LENGTH`.
+    """
+    if not 1 <= num <= most or not 1 <= max_length <= MAX_LENGTH:
+        raise ValueError(
+            f"num={num} buckets of lengths up to {max_length} are not allowed; pass 1 to {most:,} "
+            f"buckets, and a longest length of 1 to {MAX_LENGTH:,}"
+        )

@@ -116,6 +116,7 @@ def test_gone_on_after_it_was_cut_off(folder, monkeypatch):
     [
         (("--buckets", "even"), "buckets='even' is unknown; pass one of"),
         (("--num-buckets", "0"), "0 buckets"),
+        (("--num-buckets", "10000000000"), "num=10000000000 buckets"),
         (("--epochs", "0"), "num_epochs=0 is not allowed; pass 1 or more"),
         (("--held-out", "0.7"), "between 0 and a half"),
         (("--max-examples", "3"), "pass more, or another --held-out"),

@@ -42,9 +42,11 @@ def test_quantiles_share_out_the_lengths():
     assert LengthBuckets.quantiles([7] * 100, 50).edges == (0, 7, 50)
 
 
-@pytest.mark.parametrize("edges", [(), (0,), (1, 2), (0, 5, 5), (0, 9, 3)])
+@pytest.mark.parametrize(
+    "edges", [(), (0,), (1, 2), (0, 5, 5), (0, 9, 3), (0, 1.5), (0, 10**10), (0, "a")]
+)
 def test_edges_that_are_none(edges):
-    """Edges that do not begin at 0 or do not rise are refused."""
+    """Edges that do not begin at 0, do not rise, or are no lengths are refused."""
     with pytest.raises(ValueError, match="increasing lengths"):
         LengthBuckets(edges)
 
@@ -53,6 +55,11 @@ def test_more_buckets_than_lengths():
     """The error has the requested number."""
     with pytest.raises(ValueError, match="num=10 buckets of lengths up to 9"):
         LengthBuckets.equal_width(9)
+    for kind in ("equal", "log", "quantile"):
+        with pytest.raises(ValueError, match="num=10000000000 buckets"):
+            LengthBuckets.of(kind, [3], 1024, 10**10)
+        with pytest.raises(ValueError, match="lengths up to 10000000000 are not allowed"):
+            LengthBuckets.of(kind, [3], 10**10, 10**10)
     with pytest.raises(ValueError, match="there are none"):
         LengthBuckets.quantiles([], 100)
 
