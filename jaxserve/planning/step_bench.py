@@ -365,7 +365,8 @@ def _admission(config: EngineConfig, slot: int, num_tokens: int, encoded: int) -
 
 
 def _curve(points: Iterator[tuple[float, float]] | Sequence[tuple[float, float]]) -> Curve:
-    return Curve(tuple(sorted(points)))
+    # The difference of two timings may be below zero on a busy machine.
+    return Curve(tuple(sorted((x, max(1e-9, s)) for x, s in points)))
 
 
 def _planning_s(config: EngineConfig, clock: Clock) -> float:
