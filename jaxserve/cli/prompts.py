@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from jaxserve.core.sampling_params import SamplingParams
 Message = dict[str, str]
 Prompt = str | list[int] | list[Message]
 
+_MAX_DIGITS = 18  # of a token id
 _PROMPT_KEYS = ("prompt", "messages")
 _PARAM_KEYS = tuple(field.name for field in fields(SamplingParams))
 
@@ -62,6 +64,8 @@ def from_jsonl(path: Path, params: SamplingParams) -> list[Job]:
             raise InvalidRequestError(f"{path} line {number} is not JSON: {error}") from error
         except InvalidRequestError as error:
             raise type(error)(f"{path} line {number}: {error}") from error
+        except (ValueError, RecursionError) as error:  # a number of many digits, or deep nesting
+            raise InvalidRequestError(f"{path} line {number} cannot be read: {error}") from error
     return jobs
 
 
@@ -135,9 +139,9 @@ def _job(record: object, index: int, params: SamplingParams) -> Job:
 
 
 def _token_id(key: str) -> int:
-    if not key.isdigit():
+    if not key.isdecimal() or len(key) > _MAX_DIGITS:
         raise InvalidRequestError(
-            f"logit_bias key {key!r} is not a token id; pass whole numbers as keys"
+            f"logit_bias key {reprlib.repr(key)} is not a token id; pass whole numbers as keys"
         )
     return int(key)
 

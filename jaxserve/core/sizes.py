@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 
 from jaxserve.core.errors import InvalidConfigError
 
@@ -21,12 +22,13 @@ def parse_bytes(size: int | str) -> int:
     Raises:
       InvalidConfigError: `size` is in another form, or less than one byte.
     """
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(size))
+    found = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-zA-Z]*)\s*", str(size))
     unit = _SPELLING.get(found[2].lower()) if found else None
     num_bytes = int(float(found[1]) * _UNITS[unit]) if found and unit is not None else 0
     if num_bytes < 1:
         raise InvalidConfigError(
-            f'{size!r} is not a size of memory; pass bytes, or a number and a unit such as "4GiB"'
+            f"{reprlib.repr(size)} is not a size of memory; pass bytes, or a number and a unit "
+            'such as "4GiB"'
         )
     return num_bytes
 

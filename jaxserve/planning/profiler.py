@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxserve.core.clock import Clock
+from jaxserve.core.errors import InvalidConfigError
 from jaxserve.execution.protocol import Executor, StepHandle
 from jaxserve.planning.origin import Origin
 from jaxserve.planning.step_bench import TIMED_STEPS, Measured, Shape, StepBench, planning
@@ -47,7 +48,14 @@ def measure(
       origin: origin of the returned table.
       clock: the executor's clock if it is simulated, otherwise a `WallClock`.
       group: the device group to time.
+
+    Raises:
+      InvalidConfigError: `rounds` is not a whole number of at least 1.
     """
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
+        raise InvalidConfigError(
+            f"rounds={rounds!r} is not allowed; pass a whole number of at least 1"
+        )
     bench = StepBench(executor, clock, group)
     shapes = bench.shapes()
     tables: list[StepTimes] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -143,7 +145,7 @@ class Planned(Scored):
 
         Raises:
           EngineBusyError: requests ran for longer than `max_wait_s`.
-          InvalidConfigError: the runtime has two groups of devices.
+          InvalidConfigError: the runtime has two groups of devices, or an argument is not allowed.
           ProcessGroupError: this process follows.
           RuntimeClosedError, EngineFailedError
         """
@@ -160,7 +162,7 @@ class Planned(Scored):
 
         Raises:
           EngineBusyError: requests ran for longer than `max_wait_s`.
-          InvalidConfigError: the runtime has one group of devices.
+          InvalidConfigError: the runtime has one group of devices, or an argument is not allowed.
           ProcessGroupError: this process follows.
           RuntimeClosedError, EngineFailedError
         """
@@ -210,7 +212,8 @@ class Planned(Scored):
 
 def _check_limit(name: str, seconds: float | None) -> None:
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if seconds is not None and not (is_number and seconds >= 0):
+    most = sys.float_info.max  # whole numbers over it are no floats
+    if seconds is not None and not (is_number and (0 <= seconds <= most or seconds == math.inf)):
         raise InvalidConfigError(
             f"{name}={seconds!r} is not allowed; pass a number of seconds of at least 0"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ _FORMS = (
 )
 # Answers that ended by themselves or at their limit; others say nothing of lengths.
 _WHOLE = ("stop", "length")
+_MAX_DIGITS = 18
 
 
 def read_lengths(path: str | Path) -> list[tuple[int, int]]:
@@ -59,30 +61,35 @@ def _of_trace(path: str | Path) -> list[tuple[int, int]]:
 def _of_json(path: str | Path, text: str) -> list[tuple[int, int]]:
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidConfigError(f"{path} is not JSON: {error}; {_FORMS}") from error
     return [_pair(path, f"item {number}", item) for number, item in enumerate(given, start=1)]
 
 
 def _of_csv(path: str | Path, text: str) -> list[tuple[int, int]]:
-    rows = [
-        (number, [field.strip() for field in row])
-        for number, row in enumerate(csv.reader(io.StringIO(text)), start=1)
-        if any(field.strip() for field in row)
-    ]
-    if rows and not any(field.isdigit() for field in rows[0][1]):
+    try:
+        rows = [
+            (number, [field.strip() for field in row])
+            for number, row in enumerate(csv.reader(io.StringIO(text)), start=1)
+            if any(field.strip() for field in row)
+        ]
+    except csv.Error as error:
+        raise InvalidConfigError(f"{path} is not CSV: {error}; {_FORMS}") from error
+    if rows and not any(field.isdecimal() for field in rows[0][1]):
         rows = rows[1:]  # a header
-    return [
-        _pair(path, f"line {number}", [int(f) if f.isdigit() else f for f in fields])
-        for number, fields in rows
-    ]
+    return [_pair(path, f"line {number}", list(map(_number, fields))) for number, fields in rows]
+
+
+def _number(field: str) -> int | str:
+    """Return a field's whole number; the field itself if it is none, or longer than any length."""
+    return int(field) if field.isdecimal() and len(field) <= _MAX_DIGITS else field
 
 
 def _pair(path: str | Path, where: str, given: Any) -> tuple[int, int]:
     is_pair = isinstance(given, list) and len(given) == 2
     if not is_pair or not all(type(length) is int and length >= 1 for length in given):
         raise InvalidConfigError(
-            f"{path} {where}: {given!r} is not allowed; use two whole numbers of at least 1, "
-            "prompt tokens and output tokens"
+            f"{path} {where}: {reprlib.repr(given)} is not allowed; use two whole numbers of at "
+            "least 1, prompt tokens and output tokens"
         )
     return given[0], given[1]

@@ -19,6 +19,7 @@ import logging
 import math
 import operator
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,8 +27,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, final, get_args
 
-from jaxserve.core.errors import InvalidConfigError, InvalidSamplingParamsError
-from jaxserve.core.request import Completion, FinishReason, Request
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.request import MAX_PRIORITY, Completion, FinishReason, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.workload.item import WorkloadItem
 
@@ -179,7 +180,7 @@ def read(path: str | Path) -> list[RecordedRequest]:
                 _log.warning("%s line %d is cut off and is skipped", path, number)
                 continue
             raise InvalidConfigError(f"{path} line {number} is not JSON: {error}") from error
-        except (InvalidConfigError, InvalidSamplingParamsError) as error:
+        except (ValueError, RecursionError) as error:  # a typed error, a long number, or nesting
             raise InvalidConfigError(f"{path} line {number}: {error}") from error
     return sorted(requests, key=lambda request: request.arrival_s)
 
@@ -253,11 +254,15 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return _is_whole(value) and value >= 0
+    return _is_whole(value) and 0 <= value < 2**31
 
 
 def _is_number(value: Any) -> bool:
-    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+    return (_is_whole(value) or isinstance(value, float)) and abs(value) <= sys.float_info.max
+
+
+def _is_priority(value: Any) -> bool:
+    return _is_whole(value) and abs(value) <= MAX_PRIORITY
 
 
 def _are(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -271,7 +276,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "arrival_s": (_is_number, "a number"),
     "prompt_token_ids": (_are(_is_count), "a list of token ids"),
     "params": (lambda value: isinstance(value, dict), "an object"),
-    "priority": (_is_whole, "a whole number"),
+    "priority": (_is_priority, f"a whole number of {-MAX_PRIORITY} to {MAX_PRIORITY}"),
     "deadline_s": (lambda value: value is None or _is_number(value), "a number or null"),
     "num_output_tokens": (_are(_is_count), "a list of whole numbers of at least 0"),
     "finish_reasons": (_are(lambda value: value in get_args(FinishReason)), "a list of reasons"),

@@ -102,6 +102,13 @@ def _file(folder: Path, text: str) -> str:
         (("--jsonl", "{file}"), '{"prompt": 3}', "prompt=3 is not allowed"),
         (("--jsonl", "{file}"), '{"prompt": "a", "top_p": 2}', "line 1: top_p=2"),
         (("--jsonl", "{file}"), '{"prompt": "a", "logit_bias": {"x": 1}}', "not a token id"),
+        (("--jsonl", "{file}"), '{"prompt": "a", "logit_bias": {"\u00b2": 1}}', "not a token id"),
+        (
+            *(("--jsonl", "{file}"), '{"prompt": "a", "logit_bias": {"%s": 1}}' % ("9" * 5000)),
+            "not a token id",
+        ),
+        (("--jsonl", "{file}"), '{"prompt": [%s]}' % ("9" * 5000), "line 1 cannot be read"),
+        (("--jsonl", "{file}"), "[" * 100_000, "line 1 cannot be read"),
     ],
 )
 def test_bad_input_of_generate(tmp_path, arguments, text, said):

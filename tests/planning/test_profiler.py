@@ -9,7 +9,7 @@ import pytest
 from jaxserve import Runtime
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import InvalidProfileError, RuntimeClosedError
+from jaxserve.core.errors import InvalidConfigError, InvalidProfileError, RuntimeClosedError
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.planning import StepTimes, measure
@@ -64,6 +64,14 @@ def test_finds_the_cost_that_was_simulated(config):
             else:
                 assert value == pytest.approx(expected[size]), (field.name, size)
     assert found.plan_s + found.submit_s == pytest.approx(true.plan_s + true.submit_s)
+
+
+@pytest.mark.parametrize("rounds", [0, -1, True, "x"])
+def test_a_measurement_has_rounds(rounds):
+    """Anything but a whole number of at least 1 is refused before a step runs."""
+    executor = SimulatedExecutor(CONFIG, VirtualClock(), cost=made_up())
+    with pytest.raises(InvalidConfigError, match=f"rounds={rounds!r} is not allowed"):
+        measure(executor, made_up().origin, VirtualClock(), rounds=rounds, progress=False)
 
 
 def test_measures_a_device_and_leaves_it_as_it_was(tmp_path):

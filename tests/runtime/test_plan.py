@@ -166,7 +166,7 @@ def test_families_of_plans_are_chosen(measured: tuple[list, Path]):
         assert rt.report().policy == f"auto (continuous, at most {limit})"
         stats = rt.stats().plan
         assert stats is not None and stats.figures()["max_running"] == limit
-        for wrong in (("waa",), (), "rra"):
+        for wrong in (("waa",), (), "rra", 7, [["rra"]]):
             with pytest.raises(InvalidConfigError, match="policies="):
                 rt.plan(lengths=[(10, 20)], policies=wrong)
     with Runtime(tiny_llama(), policy="exegpt_rra", **OPTIONS) as rt:
@@ -211,6 +211,8 @@ def test_without_answers_or_a_bound_there_is_no_plan(measured: tuple[list, Path]
         (dict(max_pause_s=math.nan), "max_pause_s=nan"),
         (dict(max_wait_s=-1.0), "max_wait_s=-1.0"),
         (dict(max_wait_s="soon"), "max_wait_s='soon'"),
+        (dict(max_wait_s=10**400), "max_wait_s=10000"),
+        (dict(token_bound=10**400), "token_s=10000"),
     ],
     ids=str,
 )

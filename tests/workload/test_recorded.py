@@ -164,6 +164,9 @@ def test_lines_are_in_the_file_as_soon_as_they_are_written(tmp_path):
     [
         ({"arrival_s": "soon"}, "arrival_s='soon'"),
         ({"arrival_s": math.nan}, "arrival_s=nan"),
+        ({"arrival_s": 10**400}, "arrival_s=10000"),
+        ({"priority": 2**31}, "use a whole number of -2147483647 to 2147483647"),
+        ({"prompt_token_ids": [2**31]}, "list of token ids"),
         ({"prompt_token_ids": []}, "list of token ids"),
         ({"prompt_token_ids": [1, True]}, "list of token ids"),
         ({"params": []}, "use an object"),
@@ -192,7 +195,9 @@ def test_bad_lines_are_refused_by_file_and_line(trace, changes, said):
     assert said in str(raised.value)
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", "7", '{"id": "x"}'])
+@pytest.mark.parametrize(
+    "line", ["{", "[1]", "7", '{"id": "x"}', '{"arrival_s": %s}' % ("9" * 5000), "[" * 100_000]
+)
 def test_lines_that_are_no_request_are_refused(trace, line):
     """Truncated JSON in the middle of the file, and other JSON, are refused."""
     text = trace.read_text()

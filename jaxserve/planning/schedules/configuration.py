@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import final
@@ -154,7 +154,8 @@ def check_families(families: Sequence[str], allowed: Sequence[str]) -> None:
     Raises:
       InvalidConfigError
     """
-    if isinstance(families, str) or not families or not set(families) <= set(allowed):
+    is_list = isinstance(families, Collection) and not isinstance(families, str)
+    if not is_list or not families or not all(family in allowed for family in families):
         raise InvalidConfigError(
             f"policies={families!r} is not allowed here; pass some of {tuple(allowed)}, or None "
             "for all of them"

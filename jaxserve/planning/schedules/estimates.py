@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import final
@@ -81,7 +82,8 @@ class LatencyBounds:
 
     def __post_init__(self) -> None:
         for name, bound_s in self.finite().items():
-            if isinstance(bound_s, bool) or not isinstance(bound_s, Real) or not bound_s > 0:
+            is_number = isinstance(bound_s, Real) and not isinstance(bound_s, bool)
+            if not is_number or not 0 < bound_s <= sys.float_info.max:
                 raise InvalidConfigError(
                     f"{name}={bound_s!r} is not allowed; pass a number of seconds above 0"
                 )
