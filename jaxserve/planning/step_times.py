@@ -223,7 +223,7 @@ class StepTimes:
                 raise InvalidProfileError(
                     f"iterations of {size} rows take 0 seconds, but each takes some; measure again"
                 )
-        others = {
+        others: dict[str, Any] = {
             name: checked_number(value) for name, value in table.items() if name not in by_size
         }
         return cls(origin=origin, **by_size, **others)
