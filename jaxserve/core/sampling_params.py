@@ -32,14 +32,15 @@ class SamplingParams:
     top-p threshold are all kept.
 
     Attributes:
-      max_tokens: maximum number of output tokens; None for as many as the context holds.
+      max_tokens: maximum number of output tokens, at most 2**31 - 1; None for as many as the
+        context holds.
       min_tokens: stop tokens are forbidden before this number of output tokens.
       temperature: 0 is greedy.
       top_k: keep the k likeliest tokens; 0 keeps all.
       top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
       min_p: drop tokens less likely than this times the likeliest one, in [0, 1).
       repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
-        output; 1 is off.
+        output; 0.01 to 100, 1 is off.
       presence_penalty, frequency_penalty: subtracted once, or per occurrence, for output tokens.
       logit_bias: token id -> number added to its logit; at most 128 ids.
       seed: the random stream depends on it and on the position only, never on the batch.
