@@ -207,10 +207,12 @@ class EngineSearch:
 
     def best(self, bounds: LatencyBounds) -> Outcome:
         choice = search_among(self.timelines, bounds)
-        return outcome_of(choice.schedule, choice.estimates, self.lengths)
+        schedule = replace(choice.schedule, stages=())  # the engine stays as it is
+        return outcome_of(schedule, choice.estimates, self.lengths)
 
     def estimated(self, schedule: Schedule, encode_batch: int, control: int) -> Outcome | None:
-        return _estimated(self.timelines[0], schedule, encode_batch, control, self.lengths)
+        found = _estimated(self.timelines[0], schedule, encode_batch, control, self.lengths)
+        return found and replace(found, schedule=replace(found.schedule, stages=()))
 
     def lowest_s(self, fixed: LatencyBounds) -> float:
         return _lowest_s(self.timelines, fixed)
