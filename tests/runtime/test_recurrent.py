@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -174,11 +177,14 @@ def test_a_model_without_attention_has_no_pool_to_resize(tmp_path):
         assert len(rt.generate(PROMPTS[1], PARAMS).token_ids) == 12
 
 
-def test_states_that_do_not_fit_are_named(bamba):
+def test_states_that_do_not_fit_are_named(bamba, tmp_path):
     """The error at construction asks for fewer slots, before anything is compiled."""
-    many = dict(max_slots=10**10, max_step_tokens=10**10)
+    config = json.loads((Path(bamba) / "config.json").read_text())
+    large = json.dumps(config | {"mamba_d_state": 1 << 14})  # 768 GiB in all slots
+    (tmp_path / "config.json").write_text(large)
+    many = dict(max_slots=1 << 16, max_step_tokens=1 << 16, load="random")
     with pytest.raises(DeviceMemoryError, match="states in slots do not fit.*lower max_slots"):
-        Runtime.from_pretrained(bamba, **OPTIONS | many)
+        Runtime.from_pretrained(tmp_path, **OPTIONS | many)
 
 
 @pytest.mark.parametrize(
