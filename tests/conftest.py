@@ -14,6 +14,8 @@ import pytest
 
 from tests.common import shapes
 
+pytest_plugins = ["tests.common.times"]
+
 # Workers keep every core busy, so that more threads only wait for each other. NumPy, PyTorch and
 # XLA read these when they are imported.
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NPROC"):
