@@ -66,7 +66,7 @@ class Times:
         result = yield
         line = {
             "test": item.nodeid,
-            "tiers": [mark.name for mark in item.iter_markers() if mark.name in ("fast", "whole")],
+            "tiers": [mark.name for mark in item.iter_markers() if mark.name in ("fast", "release")],
             "wall_s": time.perf_counter() - began,
             "own_cpu_s": time.process_time() - own,
             "children_cpu_s": _children_s() - children,
