@@ -249,9 +249,3 @@ def test_surroundings_may_be_set():
     """A test may set environment variables, the working directory and importable modules."""
     text = "m.setenv('A', 'b')\nm.chdir('/')\nm.setitem(sys.modules, 'ray', None)"
     assert wiring.patches(made_up({"tests/a.py": text})) == []
-
-
-def test_a_long_module_is_found():
-    """A file with one line too many is found."""
-    lengths = {"a.py": 400, "b.py": 401, "c.cc": 900}
-    assert wiring.too_long(lengths, 400, {"c.cc"}) == ["b.py has 401 lines; 400 are allowed"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 
 from tests.architecture.sources import Source
 
@@ -132,12 +132,3 @@ def _alternatives(node: ast.expr) -> list[ast.expr]:
     if isinstance(node, ast.BinOp):
         return [*_alternatives(node.left), *_alternatives(node.right)]
     return [node]
-
-
-def too_long(lengths: Mapping[str, int], most: int, allowed: Collection[str] = ()) -> list[str]:
-    """Return the files with more than `most` lines, by path, except those that are allowed."""
-    return [
-        f"{path} has {length} lines; {most} are allowed"
-        for path, length in lengths.items()
-        if length > most and path not in allowed
-    ]
