@@ -13,7 +13,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 TEST_STAMP := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test tests page-test lint style types format clean gpu-check kernel-gate compile-times
+.PHONY: help demo test test-fast test-all tests page-test lint style types format clean gpu-check kernel-gate compile-times
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -21,15 +21,22 @@ help: ## show this list
 demo: $(DEMO_STAMP) ## install, fetch a 135M instruct model, answer eight prompts in one batch
 	@$(BIN)/python -m scripts.demo
 
-test: style ## install the test tools, then lint, type check and run every test
+test: style ## install the test tools, then lint, type check and test what must hold at every change
 	@# The type checker runs beside the tests, on what they leave of the cores.
 	@$(MAKE) --no-print-directory -j2 types tests
 
+test-fast: $(TEST_STAMP) ## test what compiles nothing, in under two minutes
+	@$(MAKE) --no-print-directory tests TIER=fast
+
+test-all: style ## run every test there is, sweeps and matrices too: before a release
+	@$(MAKE) --no-print-directory -j2 types tests TIER=
+
+TIER := not release
 tests: $(TEST_STAMP)
 	@# A file stays in one worker, so that its fixtures are made once. A test that hangs fails after
 	@# ten minutes and says where.
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 600 \
-	    --durations 15 $(ARGS)
+	$(BIN)/python -m pytest -m "$(TIER)" -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	    --timeout 600 --durations 15 $(ARGS)
 
 page-test: $(TEST_STAMP) ## install a Chromium where that is possible, and test the page in it
 	@if scripts/install_browser.sh $(BIN)/python; then \

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 
 from tests.architecture import imports, ownership, wiring
-from tests.architecture.sources import ROOT, sources_of
+from tests.architecture.sources import ROOT, Source, sources_of
 
 # Package -> our packages that it may import.
 PACKAGES = {
@@ -118,10 +118,18 @@ TESTS_MAY_ASSIGN = {
     "AdaptedWeight": {"tests/models/test_linear.py"},
 }
 
-HOUSE = sources_of(*PACKAGES)
-TESTS = sources_of("tests")
-CLASSES = ownership.classes_of(HOUSE)
-REPLACEABLE = ownership.classes_of(HOUSE, with_methods=True)
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture(scope="module")
+def house() -> list[Source]:
+    """Return the sources of the four packages."""
+    return sources_of(*PACKAGES)
+
+
+@pytest.fixture(scope="module")
+def tests() -> list[Source]:
+    return sources_of("tests")
 
 
 def _none(found: Iterable[object]) -> None:
@@ -131,70 +139,74 @@ def _none(found: Iterable[object]) -> None:
         pytest.fail("\n".join(lines), pytrace=False)
 
 
-def test_packages_import_only_along_the_arrows():
+def test_packages_import_only_along_the_arrows(house: list[Source]):
     """Each top-level package imports only those of ours to which its arrow points."""
     arrows = PACKAGES | {visitor: set() for visitor in VISITORS}
-    _none(imports.off_the_arrows(HOUSE, arrows))
+    _none(imports.off_the_arrows(house, arrows))
 
 
-def test_rooms_import_only_from_rows_below():
+def test_rooms_import_only_from_rows_below(house: list[Source]):
     """A module of jaxserve imports only from its own room and from lower rooms."""
-    _none(imports.upward(HOUSE, ROWS))
+    _none(imports.upward(house, ROWS))
 
 
-def test_no_modules_import_each_other():
+def test_no_modules_import_each_other(house: list[Source]):
     """There is no cycle of imports at run time, in a function, or for type checkers."""
-    _none(imports.circles(HOUSE))
+    _none(imports.circles(house))
 
 
-def test_every_room_has_its_row():
+def test_every_room_has_its_row(house: list[Source]):
     """Every folder and module of jaxserve/ is in the map of rooms."""
-    rooms = {source.room for source in HOUSE} - {None}
+    rooms = {source.room for source in house} - {None}
     assert rooms <= {room for rooms in ROWS for room in rooms}
 
 
-def test_rooms_do_not_write_each_others_objects():
+def test_rooms_do_not_write_each_others_objects(house: list[Source]):
     """An attribute is assigned in the room of its class; other rooms call a method."""
-    stores = ownership.foreign_stores(HOUSE, CLASSES, {})
+    stores = ownership.foreign_stores(house, ownership.classes_of(house), {})
     _none(ownership.across_rooms(stores))
 
 
-def test_objects_say_what_they_can():
+def test_objects_say_what_they_can(house: list[Source]):
     """No code checks the class of an executor or service, or the attributes of an object."""
-    _none(wiring.probes(HOUSE))
+    _none(wiring.probes(house))
 
 
-def test_private_names_are_used_by_their_own():
+def test_private_names_are_used_by_their_own(house: list[Source]):
     """No module uses a private name of another module or of another class's object."""
-    _none(wiring.private_reaches(HOUSE, MAY_REACH))
+    _none(wiring.private_reaches(house, MAY_REACH))
 
 
-def test_tests_use_public_names():
+def test_tests_use_public_names(tests: list[Source]):
     """Tests use public names, except those listed here."""
-    _none(wiring.private_reaches(TESTS, TESTS_MAY_REACH))
+    _none(wiring.private_reaches(tests, TESTS_MAY_REACH))
 
 
-def test_tests_replace_nothing():
+def test_tests_replace_nothing(house: list[Source], tests: list[Source]):
     """Slow, faulty and watched parts are arguments, not patches; see `jaxserve.testing`."""
-    _none(wiring.patches(TESTS, TESTS_MAY_PATCH))
-    _none(ownership.foreign_stores(TESTS, REPLACEABLE, TESTS_MAY_ASSIGN))
+    _none(wiring.patches(tests, TESTS_MAY_PATCH))
+    _none(
+        ownership.foreign_stores(
+            tests, ownership.classes_of(house, with_methods=True), TESTS_MAY_ASSIGN
+        )
+    )
 
 
-def test_forced_lengths_are_hidden_from_policies():
+def test_forced_lengths_are_hidden_from_policies(house: list[Source]):
     """Only code that carries out or checks an answer's end names its forced length."""
-    for source in HOUSE:
+    for source in house:
         if "forced_length" in source.text or "end_length" in source.text:
             if source.package == "jaxserve" and source.room != "testing":
                 assert source.path.removeprefix("jaxserve/") in KNOW_FORCED_LENGTHS, source.path
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_third_party_imports_are_core_dependencies(package: str):
+def test_third_party_imports_are_core_dependencies(package: str, house: list[Source]):
     """Module-level imports are core dependencies or the room's extra; others are at their use."""
     allowed = THIRD_PARTY[package] | set(PACKAGES) | set(sys.stdlib_module_names)
     _none(
         f"{found.where} imports {found.name}"
-        for source in HOUSE
+        for source in house
         for found in source.imports
         if source.package == package and found.at_module_level and not found.for_type_checkers
         if found.top not in allowed | EXTRAS.get(source.room or "", set())
@@ -202,19 +214,19 @@ def test_third_party_imports_are_core_dependencies(package: str):
 
 
 @pytest.mark.parametrize("room", JAX_FREE_ROOMS)
-def test_bookkeeping_names_no_jax(room: str):
+def test_bookkeeping_names_no_jax(room: str, house: list[Source]):
     """The rooms without JAX import no package that imports JAX."""
     _none(
         f"{found.where} imports {found.name}"
-        for source in HOUSE
+        for source in house
         for found in source.imports
         if source.room == room and found.top in JAX_PACKAGES and not found.for_type_checkers
     )
 
 
-def test_bookkeeping_loads_no_jax():
+def test_bookkeeping_loads_no_jax(house: list[Source]):
     """After importing every module of the JAX-free rooms, JAX is not in the process."""
-    modules = [source.module for source in HOUSE if source.room in JAX_FREE_ROOMS]
+    modules = [source.module for source in house if source.room in JAX_FREE_ROOMS]
     program = (
         "import importlib, sys\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"

@@ -55,9 +55,17 @@ def classes_of(sources: Iterable[Source], *, with_methods: bool = False) -> tupl
     return tuple(
         OurClass(node.name.lstrip("_"), source, frozenset(_declared(node, with_methods)))
         for source in sources
-        for node in ast.walk(source.tree)
+        for node in _statements(source.tree)
         if isinstance(node, ast.ClassDef)
     )
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements below a node, and none of their expressions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):
+            yield child
+            yield from _statements(child)
 
 
 def foreign_stores(

@@ -9,6 +9,7 @@ Only annotations that name shapes are checked; other types are the type checker'
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ CHECKED = ("jaxserve.models", "jaxserve.steps", "pallas_kernels", "predictor", "
 NUM_CALLS = 500
 # Names of jaxtyping's annotations with a shape; `Array` alone has no shape.
 _DTYPES = ("Bool", "Float", "Inexact", "Int", "Key", "Num", "Real", "Shaped", "UInt")
+
+_SHAPE = re.compile(rf"\b({'|'.join(_DTYPES)})\d*\[".encode())
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +122,8 @@ class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         """Compile again at each import, since `__pycache__` has modules without checks."""
         path = self.get_filename(fullname)
-        return with_checks(self.get_data(path), path)
+        source = self.get_data(path)
+        return with_checks(source, path) if _SHAPE.search(source) else super().get_code(fullname)
 
 
 class _Finder(MetaPathFinder):

@@ -19,7 +19,13 @@ from jaxserve.server.app import make_app
 from jaxserve.server.backend import Backend
 from tests.server.serving import NAME, post, runtime, server
 
-SCHEMA = schemathesis.openapi.from_dict(make_app(Backend(ServerOptions(model_name=NAME))).openapi())
+SCHEMA = schemathesis.pytest.from_fixture("published")
+
+
+@pytest.fixture(scope="module")
+def published() -> schemathesis.BaseSchema:
+    app = make_app(Backend(ServerOptions(model_name=NAME)))
+    return schemathesis.openapi.from_dict(app.openapi())
 
 
 @pytest.fixture(scope="module")

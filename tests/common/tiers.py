@@ -1,0 +1,33 @@
+"""The tiers of tests: what only `make test-all` runs has the marker `release`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def some(values: Iterable[Any], *kept: int) -> list[Any]:
+    """Return values to parametrize with: `make test` runs those at the indices `kept`.
+
+    `make test-all` runs all of them. Without `kept`, `make test` runs the first one.
+    """
+    kept = kept or (0,)
+    return [value if i in kept else _in_release(value) for i, value in enumerate(values)]
+
+
+def seeds(num: int, num_kept: int = 20) -> pytest.MarkDecorator:
+    """Parametrize a test with `seeds`, a range to loop over.
+
+    `make test` runs the first `num_kept` seeds, and `make test-all` those up to `num`, too.
+    """
+    ranges = [range(num_kept), range(num_kept, num)]
+    return pytest.mark.parametrize("seeds", some(ranges), ids=lambda r: f"{r.start}-{r.stop}")
+
+
+def _in_release(value: Any) -> Any:
+    if isinstance(value, type(pytest.param())):
+        return pytest.param(*value.values, marks=(*value.marks, pytest.mark.release), id=value.id)
+    values = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*values, marks=pytest.mark.release)
