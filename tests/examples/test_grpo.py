@@ -17,6 +17,8 @@ from examples import grpo
 from jaxserve import Runtime
 from jaxserve.testing import WrapAll
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).parents[2]
 SHORT = ["--steps=3", "--problems=4", "--group=4", "--worked-steps=2"]
 

@@ -24,6 +24,8 @@ from tunix.rl.rollout.base_rollout import RolloutConfig  # noqa: E402
 
 from examples.tunix_rollout import JaxserveRollout, TunixModel  # noqa: E402
 
+pytestmark = pytest.mark.release
+
 PAD = len(grpo.SYMBOLS)
 CONFIG = RolloutConfig(
     max_tokens_to_generate=6,

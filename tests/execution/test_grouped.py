@@ -29,6 +29,7 @@ from jaxserve.steps.heads import Chosen
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import DeviceGroups, Stage, StagePlan, make_groups, make_mesh
+from tests.common.tiers import some
 from tests.models.t5_checkpoints import random_prompts as t5_prompts
 from tests.models.t5_checkpoints import write_checkpoint
 
@@ -97,7 +98,7 @@ def _memory(groups: DeviceGroups, num_pages: int) -> int:
     return num_pages * max(sizes)
 
 
-@pytest.mark.parametrize("groups", _groups().values(), ids=_groups().keys())
+@pytest.mark.parametrize("groups", some(_groups().values()), ids=_groups().keys())
 def test_groups_answer_alike(wanted, groups):
     """Greedy and sampled, one sample and two, in a pool that preempts; nothing compiles if warm."""
     memory = _memory(groups, 14)
@@ -116,6 +117,7 @@ SMALL = OPTIONS | dict(policy=POLICY)
 ONE_EACH = make_groups(encode=1, decode=1)
 
 
+@pytest.mark.release
 def test_pages_of_eight_bits_and_their_scales():
     """Their KV heads go from four shards to two, in a scanned model, as they are on one device."""
     model = _model(layer_layout="scanned")
@@ -181,6 +183,7 @@ def test_pages_that_do_not_arrive_are_computed_anew(wanted):
         rt.check_integrity()
 
 
+@pytest.mark.release
 def test_groups_go_on_after_steps_without_memory(wanted):
     """Requests of those steps fail; the others are computed anew, and so are pages on their way."""
     faulty = partial(FaultyExecutor, out_of_memory_every=9)
@@ -245,6 +248,7 @@ def test_meshes_and_policies_that_do_not_fit_are_refused(options, message):
         Runtime(_model(), **options)
 
 
+@pytest.mark.release
 def test_a_plan_is_found_and_adopted_while_requests_run(wanted):
     """It is a WAA schedule from measured times; a table of one group's times is refused."""
     with Runtime(_model(), mesh=ONE_EACH, **SMALL) as rt:
@@ -263,6 +267,7 @@ def test_a_plan_is_found_and_adopted_while_requests_run(wanted):
         rt.check_integrity()
 
 
+@pytest.mark.release
 def test_an_encoder_decoder_model_is_handed_over(tmp_path):
     """The keys of the encoder are copied too; both groups have stages or shards of their own."""
     write_checkpoint("t5", tmp_path)

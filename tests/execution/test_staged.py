@@ -13,6 +13,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.testing import WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import StagePlan, make_mesh, stages_of
+from tests.common.tiers import some
 from tests.models.hf_checkpoints import VOCAB_SIZE, write_checkpoint
 
 NUM_LAYERS = 4
@@ -53,7 +54,7 @@ def _same(got, wanted):
             np.testing.assert_allclose(mine_, theirs_, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize("plan", some(PLANS.values()), ids=PLANS.keys())
 def test_stages_answer_alike(whole, plan):
     """The load is mixed, the pool is too small, and nothing compiles after a warm-up."""
     model = tiny_llama(num_layers=NUM_LAYERS)
@@ -64,6 +65,7 @@ def test_stages_answer_alike(whole, plan):
     _same(got, whole)
 
 
+@pytest.mark.release
 def test_stacked_layers_and_a_mesh_with_a_stage_axis(whole):
     """The layers of a scanned model are cut from their stack."""
     model = tiny_llama(num_layers=NUM_LAYERS, layer_layout="scanned")
@@ -77,6 +79,7 @@ def test_stacked_layers_and_a_mesh_with_a_stage_axis(whole):
         _same(rt.generate(PROMPTS, PARAMS), whole)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("variant", ["opt_350m", "gemma3"])
 def test_every_end_finds_its_stage(variant, tmp_path):
     """Tied embeddings, learned positions, projections and windows by layer are read onto stages."""
@@ -158,6 +161,7 @@ def _pages(plan, num_pages):
     return num_pages * max(heads) * 8 * 8 * 4 * 2
 
 
+@pytest.mark.release
 def test_the_pools_of_all_stages_are_resized(whole):
     """Running requests are preempted if necessary, and have the same answers."""
     seen = WrapAll()

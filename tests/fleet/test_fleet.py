@@ -95,6 +95,7 @@ def _until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.release
 def test_a_killed_replica_loses_no_request(fleet, wanted):
     """After kill -9 in the middle of answers, all answers come, equal to one runtime's."""
     pending = [fleet.submit(p, s) for p, s in zip(PROMPTS, _seeded(LONG), strict=True)]
@@ -111,6 +112,7 @@ def test_a_killed_replica_loses_no_request(fleet, wanted):
     assert victim.started.pid not in _pids(fleet)
 
 
+@pytest.mark.release
 def test_a_conversation_outlives_its_replicas(fleet, model):
     """After kill -9 between turns and in the middle of one, tokens are those of one runtime.
 
@@ -151,6 +153,7 @@ def test_a_conversation_outlives_its_replicas(fleet, model):
     _until(lambda: all(state.started is not None for state in fleet.replicas))
 
 
+@pytest.mark.release
 def test_a_stream_goes_on_when_its_replica_is_killed(fleet, wanted):
     """The tokens are those of one runtime, without repeats; leaving early ends the request."""
     stream = fleet.stream(PROMPTS[0], replace(LONG[0], seed=0))
@@ -173,6 +176,7 @@ def test_a_stream_goes_on_when_its_replica_is_killed(fleet, wanted):
         list(fleet.stream([]))
 
 
+@pytest.mark.release
 def test_requests_over_http_survive_a_killed_replica(fleet, wanted):
     """Every accepted request, streamed or not, has its whole answer; the server stays healthy."""
     options = ServerOptions(model_name="tiny", port=0, log_requests=False)
@@ -204,6 +208,7 @@ def _kill(state: ReplicaState) -> None:
     os.kill(state.started.pid, signal.SIGKILL)
 
 
+@pytest.mark.release
 def test_kv_goes_from_prefill_replicas_to_decode_replicas(ray, model, wanted):
     """Greedy and sampled answers are those of one runtime, also after kill -9 of either replica."""
     prompts = [list(PROMPTS[i]) + [i, *range(1, 90)] for i in range(6)]
@@ -240,6 +245,7 @@ def test_roles_that_cannot_work_are_refused(model, arguments, said):
         Fleet(model, **arguments)
 
 
+@pytest.mark.release
 def test_bad_requests_fail_alone(fleet, wanted):
     """In a batch they are completions with an error; a single one raises."""
     first, empty, outside, last = fleet.generate(
@@ -254,6 +260,7 @@ def test_bad_requests_fail_alone(fleet, wanted):
     assert fleet.generate([]) == []
 
 
+@pytest.mark.release
 def test_a_cancelled_request_returns_what_there_is(fleet):
     """The completion has the tokens so far, whichever replica runs the request."""
     pending = fleet.submit([1, 2, 3], SamplingParams(max_tokens=None))
@@ -317,12 +324,14 @@ def _script(service: Service) -> list[tuple[int, ...]]:
     return [*(each.token_ids for each in tokens), *turns, tuple(streamed), *asyncio.run(arun())]
 
 
+@pytest.mark.release
 def test_a_runtime_and_a_fleet_are_one_service(fleet, model):
     """The same script runs on both, with the same tokens."""
     with Runtime.from_pretrained(model, **OPTIONS) as rt:
         assert _script(fleet) == _script(rt)
 
 
+@pytest.mark.release
 def test_the_command_line_serves_from_a_fleet(ray, model, tmp_path):
     """`jaxserve generate` with --replicas or --roles prints the same as without the option."""
     jobs = tmp_path / "jobs.jsonl"
@@ -340,12 +349,14 @@ def test_the_command_line_serves_from_a_fleet(ray, model, tmp_path):
     assert len(alone) == 4 and fleets == [alone, alone]
 
 
+@pytest.mark.release
 def test_an_id_of_the_fleets_own_is_refused(fleet):
     """A user's id can therefore not equal a generated one."""
     with pytest.raises(InvalidRequestError, match="'fleet-' are reserved"):
         fleet.submit([1], request_id="fleet-1")
 
 
+@pytest.mark.release
 def test_what_prevents_a_start_is_raised(ray, tmp_path):
     """The error has its own type, and no replica remains."""
     with pytest.raises(UnknownModelError, match="nowhere"):
@@ -397,6 +408,7 @@ with Fleet(model, replicas=1, num_cpus=0.5, **options) as fleet:
 """
 
 
+@pytest.mark.release
 def test_a_fleet_of_its_own_leaves_nothing_behind(model, wanted):
     """It starts and stops Ray, an interrupt returns the tokens so far, and seeds are equal."""
     pytest.importorskip("ray")
@@ -418,6 +430,7 @@ def test_a_fleet_of_its_own_leaves_nothing_behind(model, wanted):
     _until(lambda: not _marked(mark))
 
 
+@pytest.mark.release
 def test_more_than_ray_has_is_refused():
     """Without the check the fleet would wait forever for resources."""
     has = {"CPU": 2.0}

@@ -30,6 +30,7 @@ from jaxserve.models.loading import abstract_model, random_params
 from jaxserve.runtime import whole_processed_logprobs
 from jaxserve.testing import OPTIONS, random_prompts, tiny_llama
 from sharding import StagePlan, make_groups, make_mesh
+from tests.common.tiers import some
 
 ON = OPTIONS | {"deterministic": True}
 # Two pairs of prompts begin alike, for the prefix cache.
@@ -74,12 +75,15 @@ def test_batches_and_cached_prefixes_change_nothing(alone):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        dict(max_step_tokens=16, max_slots=3, page_size=4, max_decode_iterations=1),
-        dict(policy="pensieve", kv_memory="40kB", restore="both"),
-        dict(policy="vllm_like", kv_memory="40kB", host_memory=0),
-        dict(speculation="lookup"),
-    ],
+    some(
+        [
+            dict(max_step_tokens=16, max_slots=3, page_size=4, max_decode_iterations=1),
+            dict(policy="pensieve", kv_memory="40kB", restore="both"),
+            dict(policy="vllm_like", kv_memory="40kB", host_memory=0),
+            dict(speculation="lookup"),
+        ],
+        1,
+    ),
     ids=["chunks", "restored", "recomputed", "speculating"],
 )
 def test_how_a_request_is_computed_changes_nothing(alone, options):
@@ -91,11 +95,14 @@ def test_how_a_request_is_computed_changes_nothing(alone, options):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        dict(mesh=lambda: make_groups(encode=1, decode=1), policy="exegpt_waa_c"),
-        dict(mesh=lambda: StagePlan.of([1, 1])),
-        dict(mesh=lambda: make_mesh(data=2)),
-    ],
+    some(
+        [
+            dict(mesh=lambda: make_groups(encode=1, decode=1), policy="exegpt_waa_c"),
+            dict(mesh=lambda: StagePlan.of([1, 1])),
+            dict(mesh=lambda: make_mesh(data=2)),
+        ],
+        1,
+    ),
     ids=["groups", "stages", "replicas"],
 )
 def test_where_a_request_is_computed_changes_nothing(alone, options):
@@ -165,7 +172,9 @@ def test_scores_and_the_trainer_have_the_bits_that_sampling_reports():
     assert disagreements(tiny_llama()) == []
 
 
-@pytest.mark.parametrize("params", [PARAMS[1], PARAMS[2], PARAMS[4]], ids=["p", "k", "penalty"])
+@pytest.mark.parametrize(
+    "params", some([PARAMS[1], PARAMS[2], PARAMS[4]]), ids=["p", "k", "penalty"]
+)
 def test_the_trainer_has_the_bits_after_truncation_too(params):
     """`whole_processed_logprobs` has them within a training step, whose gradient is as expected."""
     prompt = PROMPTS[0]
@@ -260,6 +269,7 @@ json.dump(found, sys.stdout)
 """
 
 
+@pytest.mark.release
 def test_code_that_xla_optimises_gives_the_same_bits():
     """Norms, experts and log-probabilities do, in batches of other sizes, scores and training."""
     environment = {name: v for name, v in os.environ.items() if name != "XLA_FLAGS"}
@@ -287,6 +297,7 @@ def test_what_cannot_be_promised_is_refused(options, message):
         Runtime(model, **ON | made)
 
 
+@pytest.mark.release
 def test_weights_in_few_bits_are_deterministic():
     """Weights in eight bits keep the bits of a request, too."""
     with Runtime(tiny_llama(), **ON | {"quantize": "int8"}) as rt:

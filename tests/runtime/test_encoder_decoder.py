@@ -23,6 +23,7 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import OPTIONS as TINY
 from jaxserve.testing import FreeCopiesExecutor, tiny_llama
 from sharding import make_groups, make_mesh
+from tests.common.tiers import some
 from tests.models.t5_checkpoints import (
     VARIANTS,
     greedy,
@@ -48,7 +49,7 @@ PROMPTS = random_prompts(7)
 ON_GROUPS = ("exegpt_waa_c", "exegpt_waa_m")
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=some(VARIANTS))
 def checkpoint(request, tmp_path_factory):
     """A folder, and PyTorch's model of it."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -101,7 +102,7 @@ def _tokens(answers) -> list[list[int]]:
     return [list(answer.token_ids) for answer in answers]
 
 
-@pytest.mark.parametrize("policy", sorted(PRESETS.keys() - {"exegpt", *ON_GROUPS}))
+@pytest.mark.parametrize("policy", some(sorted(PRESETS.keys() - {"exegpt", *ON_GROUPS})))
 def test_every_policy_gives_the_same_answers(t5, policy):
     """Prompts of which one alone may fill a step are scheduled whole, and nothing is compiled."""
     folder, wanted = t5
@@ -110,6 +111,7 @@ def test_every_policy_gives_the_same_answers(t5, policy):
         rt.check_integrity()
 
 
+@pytest.mark.release
 def test_the_policy_exegpt_plans_by_itself(t5, tmp_path, monkeypatch):
     """It measures step times at its start, and plans after 64 answers; tokens stay."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
@@ -126,6 +128,7 @@ def test_the_policy_exegpt_plans_by_itself(t5, tmp_path, monkeypatch):
         rt.check_integrity()
 
 
+@pytest.mark.release
 def test_a_plan_under_a_latency_bound_is_carried_out(t5):
     """From measured step times, the encoder's among them; tokens stay, and nothing is compiled."""
     folder, wanted = t5
@@ -194,6 +197,7 @@ def test_a_disk_tier_keeps_prompts_for_the_next_runtime(t5, tmp_path):
             assert (rt.stats().num_prefix_hit_on_disk > 0) == is_second
 
 
+@pytest.mark.release
 def test_samples_share_their_prompt(t5):
     """Several samples of one prompt are those of as many requests."""
     folder, _ = t5
@@ -205,7 +209,7 @@ def test_samples_share_their_prompt(t5):
     assert len({sample.token_ids for sample in together.samples}) > 1
 
 
-@pytest.mark.parametrize("mesh", [dict(tensor=2), dict(stage=2), dict(stage=2, tensor=2)])
+@pytest.mark.parametrize("mesh", some([dict(tensor=2), dict(stage=2), dict(stage=2, tensor=2)]))
 def test_meshes_have_the_answers_of_one_device(t5, mesh):
     """Heads are split over devices, and the decoder's layers over stages."""
     folder, wanted = t5
@@ -219,6 +223,7 @@ def test_meshes_have_the_answers_of_one_device(t5, mesh):
         rt.check_integrity()
 
 
+@pytest.mark.release
 def test_scanned_layers_have_the_same_answers(t5):
     """Encoder and decoder layers that are stacked, over one cache buffer, change nothing."""
     folder, wanted = t5
@@ -229,6 +234,7 @@ def test_scanned_layers_have_the_same_answers(t5):
         assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("options", [dict(dtype="bfloat16"), dict(dtype="float16")])
 def test_half_precision_is_close(t5, options):
     """Half precision changes the encoder's output by little, and answers are finite."""
@@ -283,6 +289,7 @@ def test_a_model_without_an_encoder_encodes_nothing():
             rt.encode([[1, 2]])
 
 
+@pytest.mark.release
 def test_device_groups_have_the_answers_of_one_device(t5):
     """One group encodes, and hands the pages of prompts over to the group that decodes.
 

@@ -107,6 +107,7 @@ def test_two_processes_answer_like_one(alone):
     assert "ProcessGroupError" in err and "process 0" in err and "rt.follow()" in err
 
 
+@pytest.mark.release
 def test_two_processes_swap_pages_to_their_hosts(alone):
     """Each has its shards of a page. Sequences are preempted, and cached pages come back."""
     with _job(2, *JOB, "swaps") as started:
@@ -117,6 +118,7 @@ def test_two_processes_swap_pages_to_their_hosts(alone):
     assert all(int(count) > 0 for count in counts.split()), counts
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("num_processes", "what", "groups"), [(2, "rounds", "0/1"), (3, "lossy", "1/0,2")]
 )
@@ -138,6 +140,7 @@ def test_groups_in_several_processes_answer_like_one(alone, num_processes, what,
     assert num_preemptions > 0 and num_handed_over > 0 and (num_lost > 0) == (what == "lossy")
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("groups", ["0/1", "1/0"])
 def test_a_process_that_dies_in_a_handover_ends_the_leader(groups):
     """It is killed before it gets the pages, or before it sends them; nothing hangs."""
@@ -148,6 +151,7 @@ def test_a_process_that_dies_in_a_handover_ends_the_leader(groups):
     assert "process 1 of 2" in err and "has died" in err and "start all processes again" in err
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(("num_processes", "victim"), [(2, 0), (4, 2)])
 def test_a_killed_process_ends_all(alone, num_processes, victim):
     """In the middle of answers it takes seconds; each prints its name and exits with an error."""
@@ -167,6 +171,7 @@ def test_a_killed_process_ends_all(alone, num_processes, victim):
         assert "start all processes again" in err
 
 
+@pytest.mark.release
 def test_options_must_be_alike():
     """All processes print the difference and fail."""
     with _job(2, *JOB, "differ") as started:
@@ -176,6 +181,7 @@ def test_options_must_be_alike():
         assert "max_slots is 2 on process 0 and 3 on process 1" in err
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("process_id", ["0", "1"])
 def test_a_missing_process_ends_the_others(process_id):
     """After the start-up timeout the others exit, with the address in the message."""
@@ -210,6 +216,7 @@ def _prompts(folder: Path, *max_tokens: int) -> str:
     return str(path)
 
 
+@pytest.mark.release
 def test_the_launched_command_answers_once(folder, tmp_path):
     """`launch_local.sh` runs the command line; a terminal's Ctrl-C goes to the whole job.
 
@@ -230,6 +237,7 @@ def test_the_launched_command_answers_once(folder, tmp_path):
     assert _group_is_gone(launched)
 
 
+@pytest.mark.release
 def test_a_mesh_must_reach_all_processes(folder, tmp_path):
     """A mesh with fewer devices than the processes have is refused on all of them."""
     launched = _launch(folder, "--jsonl", _prompts(tmp_path, 4), "--tensor-parallel", "1")
@@ -239,6 +247,7 @@ def test_a_mesh_must_reach_all_processes(folder, tmp_path):
     assert _group_is_gone(launched)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("groups", "said"),
     [

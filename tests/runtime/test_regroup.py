@@ -120,6 +120,7 @@ def test_requests_streams_and_conversations_go_on(wanted):
         assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted and rt.stats().num_moves == 3
 
 
+@pytest.mark.release
 def test_moves_under_random_cancellations(wanted):
     """Every answer that was not cancelled is whole, and the others are beginnings of it."""
     rng = random.Random(7)
@@ -178,6 +179,7 @@ def test_a_move_that_fails_leaves_the_groups_serving(wanted, monkeypatch):
         assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted
 
 
+@pytest.mark.release
 def test_weights_that_cannot_be_put_back_end_every_request(monkeypatch):
     """The move, the requests, the waiting ones and later ones fail alike; nothing hangs."""
     seen = WrapAll(partial(SlowExecutor, step_s=0.02))
@@ -213,6 +215,7 @@ def _live_bytes() -> Counter[int]:
     return total
 
 
+@pytest.mark.release
 def test_no_device_needs_more_memory_than_the_fullest_one_had(monkeypatch):
     """With a pool that is small beside the weights, of which no device has two copies."""
     gc.collect()
@@ -246,6 +249,7 @@ def test_no_device_needs_more_memory_than_the_fullest_one_had(monkeypatch):
         rt.check_integrity()
 
 
+@pytest.mark.release
 def test_steps_are_measured_for_the_new_groups():
     """What a step needs is what it needs in a runtime that began with these groups."""
     more = dict(max_slots=32)  # pages enough for the whole weights on a device
@@ -285,6 +289,7 @@ def test_what_is_refused():
             rt.regroup(encode=1, decode=1)
 
 
+@pytest.mark.release
 def test_nothing_compiles_after_a_move(wanted):
     """The executables are made before the pause, in strict mode too."""
     sizes = dict(max_slots=2, max_step_tokens=16, max_decode_iterations=1)
@@ -366,6 +371,7 @@ def _load(rt: Runtime, times: GroupTimes, folder: Path) -> None:
     rt.load_group_times(path)
 
 
+@pytest.mark.release
 def test_a_plan_moves_devices_and_so_does_a_drift(
     wanted,
     slow_times,
@@ -419,6 +425,7 @@ def test_a_plan_moves_devices_and_so_does_a_drift(
         rt.check_integrity()
 
 
+@pytest.mark.release
 def test_times_of_both_groups_are_kept_for_the_next_runtime(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -450,6 +457,7 @@ def test_times_of_both_groups_are_kept_for_the_next_runtime(
         rt.load_group_times(tmp_path / "saved.json")
 
 
+@pytest.mark.release
 def test_the_papers_rules_divide_the_devices(wanted, slow_times, tmp_path: Path, monkeypatch):
     """WAA-C by computation, WAA-M by memory: each moves to its own division, with equal tokens."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
@@ -476,6 +484,7 @@ def test_the_papers_rules_divide_the_devices(wanted, slow_times, tmp_path: Path,
             rt.plan(lengths=lengths, policies=("rra",))
 
 
+@pytest.mark.release
 def test_a_plan_is_adapted_after_devices_were_moved_by_hand(
     slow_times, tmp_path: Path, monkeypatch
 ):

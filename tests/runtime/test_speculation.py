@@ -25,6 +25,7 @@ from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import OPTIONS, WrapAll, tiny_llama
 from sharding import DeviceGroups, StagePlan, make_groups, make_mesh
+from tests.common.tiers import some
 
 WARM = OPTIONS | {"strict": True, "warmup": True}
 QUOTED = [7, 3, 9, 4, 11, 6, 2, 8]
@@ -130,6 +131,7 @@ def test_drawn_answers_have_the_distribution_of_the_model(speculating):
     _check_distribution(speculating)
 
 
+@pytest.mark.release
 def test_drawn_answers_with_a_draft_model_have_the_distribution_of_the_model():
     """With the proposals of a model that differs."""
     draft: dict[str, Any] = {"speculation": "draft", "draft_model": tiny_llama(7, num_layers=1)}
@@ -182,7 +184,7 @@ PLACES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", some(PLACES))
 def test_stages_and_device_groups_speculate_too(wanted, where):
     """Any parameters, several rounds, and a pool that preempts; a warm-up compiles everything.
 
@@ -204,6 +206,7 @@ def test_stages_and_device_groups_speculate_too(wanted, where):
     assert stats.num_preemptions > 0
 
 
+@pytest.mark.release
 def test_the_decode_group_alone_speculates_also_after_devices_have_moved(wanted):
     seen, where = WrapAll(), {"mesh": make_groups(encode=2, decode=1), "policy": "exegpt_waa_c"}
     # Few slots, since a move prepares the steps of every number of them.
@@ -245,7 +248,7 @@ def test_models_with_recurrent_layers_refuse_it():
         check_speculation(model_config, RuntimeOptions(speculation="lookup"))
 
 
-@pytest.mark.parametrize("layout", ["unrolled", "scanned"])
+@pytest.mark.parametrize("layout", some(["unrolled", "scanned"]))
 def test_a_draft_model_changes_no_token_and_no_bit(wanted, layout):
     """Greedy and drawn, with penalties; the model itself as a draft model is always right.
 
@@ -268,6 +271,7 @@ def test_a_draft_model_changes_no_token_and_no_bit(wanted, layout):
             assert stats.num_accepted_tokens > 0.7 * stats.num_draft_tokens
 
 
+@pytest.mark.release
 def test_a_draft_model_knows_pages_that_came_back():
     """Prefixes that are found on the host have the draft model's keys and values too."""
     options: dict[str, Any] = {

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from scripts.soak import soak
+
+pytestmark = pytest.mark.release
 
 
 def test_nothing_leaks_and_every_request_ends_once():

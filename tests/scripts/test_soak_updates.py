@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from scripts.soak_updates import NUM_SETS, Compilations, soak_updates
+
+pytestmark = pytest.mark.release
 
 
 def test_thirty_updates_mix_nothing_and_compile_nothing():

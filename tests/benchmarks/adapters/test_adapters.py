@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks.adapters.__main__ import main
 from tests.benchmarks.tiny_model import arguments
+
+pytestmark = pytest.mark.release
 
 
 def test_each_number_of_adapters_is_compared_with_none(capsys, tmp_path):

@@ -26,6 +26,8 @@ from jaxserve.cells.policies import GraphMerging, Padding
 from jaxserve.core.errors import InvalidConfigError
 from tests.cells.examples import OneSecond
 
+pytestmark = pytest.mark.release
+
 # Figure 2.5: requests 1 to 4 arrive at 0; its text does not say when the others do, and gives the
 # lengths of the first four, and 7 for the longest of the others.
 LENGTHS = (2, 3, 3, 5, 5, 7, 3, 1)

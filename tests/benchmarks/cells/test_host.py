@@ -9,6 +9,8 @@ import pytest
 from benchmarks.cells.applications import APPLICATIONS, requests_of, simulated
 from benchmarks.cells.host import main, measure
 
+pytestmark = pytest.mark.release
+
 
 @pytest.mark.parametrize("application", APPLICATIONS)
 def test_every_request_ends(application):

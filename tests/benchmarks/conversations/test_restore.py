@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.conversations.restore import FIGURES, SITUATIONS, main
 from tests.fleet.test_fleet import CONFIG
+
+pytestmark = pytest.mark.release
 
 
 def _arguments(folder: Path) -> list[str]:

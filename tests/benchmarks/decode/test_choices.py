@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.decode.choices import _print_table
+
+pytestmark = pytest.mark.release
 
 
 def test_a_batch_without_memory_is_said(capsys):

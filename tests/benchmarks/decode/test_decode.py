@@ -14,6 +14,8 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.testing.tiny import OPTIONS, tiny_llama
 
+pytestmark = pytest.mark.release
+
 MACHINE = Machine(flops_per_s=1e12, bytes_per_s=1e11)
 LENGTHS = dict(prompt_tokens=20, output_tokens=12)
 

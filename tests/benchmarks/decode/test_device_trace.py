@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.decode.device_trace import Event, summarise, trace
 
+pytestmark = pytest.mark.release
+
 US = 1000
 
 

@@ -9,6 +9,8 @@ import pytest
 from benchmarks.decode.predicted import BATCHES, build_parser, run, table
 from benchmarks.decode.step_time import Device, Launches, counted, fits, predict
 
+pytestmark = pytest.mark.release
+
 ROUND = Device(bytes_per_s=1e12, flops_per_s=1e15, launch_s=1e-6, host_s=1e-5, memory_bytes=20e9)
 ROOT = Path(__file__).parents[3]
 

@@ -12,6 +12,8 @@ from benchmarks.exegpt.bounds import best_under, bounds_of, figures_of, main, mi
 from jaxserve.core.request import Completion, Sample, Timing
 from tests.models.gguf_models import TOKENIZER, write_gguf
 
+pytestmark = pytest.mark.release
+
 
 def _run(policy: str, batch: int, answers_per_s: float, p99_s: float) -> dict[str, object]:
     return {"policy": policy, "batch": batch, "answers_per_s": answers_per_s, "p99_s": p99_s}

@@ -11,6 +11,8 @@ import pytest
 from benchmarks.exegpt.drift import Drift, main
 from jaxserve.workload.tasks import TASKS, Lengths
 
+pytestmark = pytest.mark.release
+
 
 @pytest.mark.parametrize("skewness", [-0.4, -0.2, 0.2, 0.4])
 def test_a_skewed_distribution_keeps_mean_and_deviation(skewness: float):

@@ -37,6 +37,8 @@ from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.workload.tasks import TASKS
 from tests.planning.schedules.made_up import MadeUpCost, always, cluster_of, model_of
 
+pytestmark = pytest.mark.release
+
 
 def _options(models: str) -> argparse.Namespace:
     return build_parser().parse_args(["--models", models, "--seeds", "0"])

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.exegpt import measured
 
+pytestmark = pytest.mark.release
+
 SIZES = {
     **{"--num-requests": 6, "--prompt-tokens": 12, "--output-tokens": 8, "--repeats": 1},
     **{"--encode-batches": 2, "--decode-iterations": 2, "--policies": "auto,orca"},

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.common.repeats import Spread
 from benchmarks.figures.losses import behind_by, losses
+
+pytestmark = pytest.mark.release
 
 
 def _spreads(**values: list[float]) -> dict[str, Spread]:

@@ -22,6 +22,8 @@ from jaxserve.workload import random_items
 from tests.benchmarks.tiny_model import arguments
 from tests.server.serving import server
 
+pytestmark = pytest.mark.release
+
 
 def test_both_ways_answer_the_same_requests(capsys, tmp_path):
     """Each number of connections has figures of both ways, and what HTTP costs."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.http.prompts import DistinctPrompts
 from jaxserve.workload import random_items
+
+pytestmark = pytest.mark.release
 
 
 def test_no_prompt_comes_twice():

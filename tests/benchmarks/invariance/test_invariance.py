@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks.invariance.__main__ import main
 from tests.benchmarks.tiny_model import arguments
+
+pytestmark = pytest.mark.release
 
 
 def test_no_pair_of_batches_differs(capsys, tmp_path):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 
 from benchmarks.invariance.residual import differences, main
 from tests.benchmarks.tiny_model import arguments
+
+pytestmark = pytest.mark.release
 
 
 def test_the_deterministic_mode_has_no_residual_and_int8_has_one(capsys, tmp_path):

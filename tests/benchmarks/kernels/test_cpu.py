@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks.kernels.cpu import FORMATS, PAGES, PRODUCTS, main
+
+pytestmark = pytest.mark.release
 
 
 def test_it_prints_each_case(capsys):

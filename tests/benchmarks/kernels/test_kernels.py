@@ -19,6 +19,8 @@ from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention import planned_tiling
 from pallas_kernels.paged_attention.shapes import TEST_SHAPES, AttentionShape
 
+pytestmark = pytest.mark.release
+
 FLOAT32 = jnp.dtype("float32")
 
 

@@ -17,6 +17,8 @@ from benchmarks.kernels.peers.flex import block_mask
 from pallas_kernels import Rows, paged_attention
 from pallas_kernels.paged_attention.shapes import AttentionShape
 
+pytestmark = pytest.mark.release
+
 CPU = torch.device("cpu")
 HEADS = dict(num_heads=4, num_kv_heads=2, head_dim=16, page_size=8)
 RAGGED = AttentionShape(name="ragged", rows=((1, 130), (1, 1), (1, 128), (1, 257)), **HEADS)

@@ -12,6 +12,8 @@ from pallas_kernels.cross import H100, H100_CORES
 from pallas_kernels.paged_attention import tilings
 from pallas_kernels.paged_attention.tilings import entry_for, is_tuned, tiling_for
 
+pytestmark = pytest.mark.release
+
 VALUES = {("a",): (1, 2, 3), ("b", "c"): (1, 2, 3)}
 HEADS = dict(device=H100, num_cores=H100_CORES, kv_heads=8)
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks.lengths import predictor as benchmark
 from predictor import LengthPredictor, write_jsonl
 from tests.predictor.encoders import write_encoder
 from tests.predictor.tiny import examples
+
+pytestmark = pytest.mark.release
 
 
 def test_one_object_with_every_figure(tmp_path, capsys):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 
 from benchmarks.lengths.probe import main
 from tests.cli.common import TOKEN_CONFIG
+
+pytestmark = pytest.mark.release
 
 
 def test_it_says_what_a_probe_knows_and_costs(tmp_path, capsys):

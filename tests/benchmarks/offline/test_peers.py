@@ -32,6 +32,8 @@ from jaxserve.workload import WorkloadItem
 from tests.common.processes import HEED_INTERRUPTS
 from tests.models.gguf_models import TOKENIZER, VOCAB, write_gguf
 
+pytestmark = pytest.mark.release
+
 LENGTHS = [2, 3]
 ANSWERS = [[5, 6], [7, 8, 9]]
 OTHER_ANSWERS = [[5, 6], [7, 8, 1]]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks.online.__main__ import main
 from tests.benchmarks.tiny_model import arguments
+
+pytestmark = pytest.mark.release
 
 
 def test_every_rate_has_its_runs(capsys, tmp_path):

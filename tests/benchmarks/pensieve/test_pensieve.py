@@ -19,6 +19,8 @@ from benchmarks.pensieve.setup import MACHINES, PANELS, STATELESS
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload.conversations import Talk, Turn
 
+pytestmark = pytest.mark.release
+
 
 def _talks(count: int) -> list[Talk]:
     """Return long histories, each of which begins a second after the previous one."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks.common.paths import ROOT
 from benchmarks.planning.__main__ import HERE, OTHER, main
 from benchmarks.planning.host_time import measure
+
+pytestmark = pytest.mark.release
 
 ARGUMENTS = ("--policies", "orca,auto", "--slots", "4", "--waiting", "10,20", "--steps", "5")
 ARGUMENTS += ("--contexts", "1024")

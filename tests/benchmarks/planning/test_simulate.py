@@ -9,6 +9,8 @@ import pytest
 from benchmarks.planning.simulate import JUDGED, main
 from tests.benchmarks.tiny_model import arguments
 
+pytestmark = pytest.mark.release
+
 
 def test_each_run_has_its_own_prediction(capsys, tmp_path):
     """The error is that of a whole run, and equal schedules have equal numbers of iterations."""

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.policies.grid import main
 
+pytestmark = pytest.mark.release
+
 # An all-at-once run ends with a few long answers, so that few requests differ by chance.
 _NOISE = 0.01
 

@@ -9,6 +9,8 @@ import pytest
 from benchmarks.policies.__main__ import main, with_split
 from tests.benchmarks.tiny_model import arguments
 
+pytestmark = pytest.mark.release
+
 
 def test_every_run_is_kept_and_the_median_reported(capsys, tmp_path):
     """Each policy has two runs, and median and range come from their figures."""

@@ -11,6 +11,8 @@ from benchmarks.quality.__main__ import main
 from benchmarks.quality.figures import FORMATS, LIMITS, problems
 from tests.models.gguf_models import TOKENIZER, write_gguf
 
+pytestmark = pytest.mark.release
+
 
 def test_every_format_is_measured_beside_the_unquantised_model(tmp_path, monkeypatch, capsys):
     """Rounding costs something, but little; kept blocks of a float file cost nothing."""

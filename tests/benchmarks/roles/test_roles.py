@@ -10,6 +10,8 @@ import pytest
 from benchmarks.roles.__main__ import CONTENDERS, main
 from tests.fleet.test_fleet import CONFIG
 
+pytestmark = pytest.mark.release
+
 SETTINGS = {
     **{"load": "random", "max_slots": 4, "max_step_tokens": 32, "max_context": 128},
     **{"kv_memory": "2MB", "host_memory": "2MB", "warmup": False, "seed": 3},

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from benchmarks.s3.__main__ import POLICIES
 from benchmarks.s3.playing import Run, imitated
 from benchmarks.s3.setup import machines
 from jaxserve.workload import WorkloadItem
+
+pytestmark = pytest.mark.release
 
 
 def _items(count: int) -> list[WorkloadItem]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks.speculation.__main__ import main
 from benchmarks.speculation.bounds import most_by_lookup
 from benchmarks.speculation.prompts import KINDS, prompts_of
 from tests.benchmarks.tiny_model import arguments
+
+pytestmark = pytest.mark.release
 
 
 def test_both_ways_give_the_same_answers(capsys, tmp_path):

@@ -7,6 +7,8 @@ import pytest
 from benchmarks.startup import loading
 from jaxserve.core.errors import InvalidConfigError
 
+pytestmark = pytest.mark.release
+
 
 def test_loading_takes_little_more_than_the_checkpoint(tmp_path):
     """Peak resident memory, with mapped files, grows by less than 1.2 times the checkpoint's size.

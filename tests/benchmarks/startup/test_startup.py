@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from benchmarks.startup.starts import start
 from tests.models.gguf_models import TOKENIZER, write_gguf
+
+pytestmark = pytest.mark.release
 
 
 def test_a_second_start_loads_what_the_first_compiled(tmp_path):

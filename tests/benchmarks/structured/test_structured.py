@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks.structured.__main__ import main
 from tests.benchmarks.tiny_model import arguments
 from tests.models.gguf_models import TOKENIZER, write_gguf
+
+pytestmark = pytest.mark.release
 
 # Letters and what JSON is written with, as many as the tiny model has tokens.
 _TOKENS = [*"abcdefghijklmnopqrstuvwxyz", *'{}":,[]_Ġ12', "ab", "<|end|>", "<|bos|>"]
