@@ -22,7 +22,7 @@ import time
 import tomllib
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -99,6 +99,10 @@ class Outcome:
     seconds: float
     first: str
     error: str
+
+    @property
+    def is_caught(self) -> bool:
+        return bool(self.by_test or self.by_all)
 
 
 def read_mutants() -> list[Mutant]:
@@ -279,11 +283,10 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
     console.print(table)
     by_test, by_all = sum(bool(o.by_test) for o in outcomes), sum(bool(o.by_all) for o in outcomes)
-    num_errors = sum(bool(o.error) for o in outcomes)
-    num_neither = len(outcomes) - num_errors - sum(bool(o.by_test or o.by_all) for o in outcomes)
+    num_neither = sum(not (o.is_caught or o.error) for o in outcomes)
     console.print(
         f"{len(outcomes)} mutants: make test catches {by_test}, make test-all {by_all}, neither "
-        f"{num_neither}; {num_errors} could not be judged"
+        f"{num_neither}; {sum(bool(o.error) for o in outcomes)} could not be judged"
     )
 
 
@@ -312,31 +315,31 @@ def main(arguments: list[str] | None = None) -> int:
         sets = dict.fromkeys(each.tests for each in mutants)
         mutants = [Mutant(" ".join(each), "", "", "", each, "no fault") for each in sets]
     known: dict[str, Outcome] = {}
-    if options.out is not None and options.out.exists() and not options.again:
-        for line in options.out.read_text(encoding="utf-8").splitlines():
+    out: Path | None = options.out
+    if out is not None and out.exists() and not options.again:
+        for line in out.read_text(encoding="utf-8").splitlines():
             each = Outcome(**json.loads(line))
             if (each.commit, each.tier, each.error) == (commit, options.tier, ""):
                 known[each.mutant] = each
     todo = [each for each in mutants if each.name not in known]
     num_left = len(todo)
+    outcomes = judged(todo, options.tier, commit, options.jobs, options.timeout)
     try:
-        judging = judged(todo, options.tier, commit, options.jobs, options.timeout)
-        with closing(judging):
-            for each in judging:
-                known[each.mutant], num_left = each, num_left - 1
-                said = f"{each.error or each.first or 'not caught'} ({each.seconds:.0f} s)"
-                print(f"{each.mutant}: {said}; {num_left} left", file=sys.stderr, flush=True)
-                if options.out is not None:
-                    with options.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(asdict(each)) + "\n")
+        for each in outcomes:
+            known[each.mutant], num_left = each, num_left - 1
+            said = f"{each.error or each.first or 'not caught'} ({each.seconds:.0f} s)"
+            print(f"{each.mutant}: {said}; {num_left} left", file=sys.stderr, flush=True)
+            if out is not None:
+                with out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(each)) + "\n")
     except KeyboardInterrupt:
         print("interrupted; --out, if given, has what was judged so far", file=sys.stderr)
         return 130
-    outcomes = [known[each.name] for each in mutants]
-    print_table(outcomes)
-    is_caught = [bool(each.by_test or each.by_all) for each in outcomes]
-    is_right = not any(is_caught) if options.check else all(is_caught)
-    return 0 if is_right and not any(each.error for each in outcomes) else 1
+    finally:
+        outcomes.close()
+    of_all = [known[each.name] for each in mutants]
+    print_table(of_all)
+    return int(any(each.error or each.is_caught == options.check for each in of_all))
 
 
 if __name__ == "__main__":
