@@ -299,7 +299,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--jobs", type=int, default=1, help="mutants at a time, each in a copy of the sources")
     add("--out", type=Path, help="file of JSON lines; what it has of this commit is not run again")
     add("--again", action="store_true", help="run also what --out has")
-    add("--timeout", type=float, default=3600.0, help="seconds of one run of pytest")
+    add("--timeout", type=float, default=1800.0, help="seconds of one run of pytest")
     add("--check", action="store_true", help="run the tests without a fault, each set once")
     return parser
 
