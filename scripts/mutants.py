@@ -1,0 +1,346 @@
+"""Apply the faults of `mutants.toml` to copies of the last commit; print which of them tests catch.
+
+A test that fails catches a mutant, and so do tests that crash, take too long or cannot be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import tomllib
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import final
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve.core.assets import CACHE_VARIABLE, cache_folder
+
+ROOT = Path(__file__).parents[1]
+_PACKAGES = ("jaxserve", "pallas_kernels", "predictor", "sharding")
+_PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
+# The tests of a run: those of `make test`, the others of `make test-all`, or all of these.
+_MARKERS = {"test": ("-m", "not release"), "release": ("-m", "release"), "all": ()}
+_RUNS = {"test": ("test",), "all": ("all",), "both": ("test", "release")}
+# Exit codes of pytest, and of tests that crash.
+_PASSED, _FAILED, _STOPPED, _USAGE, _NO_TESTS = 0, 1, 2, 4, 5
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+# What a mutant may get of another one, because its name depends on its contents: C++ libraries, and
+# executables, which a key finds that depends on all sources, or one of the lowered program.
+_NAMED_BY_CONTENT = ("assets", "executables", "kernels")
+
+
+@final
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: `old`, which occurs once in the file at `path`, becomes `new`.
+
+    Attributes:
+      path: "" for no fault.
+      tests: files and folders of tests that should notice it.
+      what: what is wrong with it.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    what: str
+
+    def applied(self, source: str) -> str:
+        """Return the source of the file with the fault.
+
+        Raises:
+          ValueError: `old` does not occur exactly once.
+        """
+        if source.count(self.old) != 1:
+            raise ValueError(
+                f"{self.name}: {self.old!r} occurs {source.count(self.old)} times in {self.path}; "
+                "it must occur once"
+            )
+        return source.replace(self.old, self.new)
+
+
+@final
+@dataclass(frozen=True)
+class Outcome:
+    """Whether the tests caught a mutant.
+
+    Attributes:
+      by_test, by_all: whether `make test` and `make test-all` do; None where that is not known.
+      seconds: of all its runs.
+      first: the test that failed first, or what else ended the run.
+      error: why its tests could not be run; "" if they could.
+    """
+
+    mutant: str
+    commit: str
+    tier: str
+    by_test: bool | None
+    by_all: bool | None
+    seconds: float
+    first: str
+    error: str
+
+    @property
+    def is_caught(self) -> bool:
+        return bool(self.by_test or self.by_all)
+
+
+def read_mutants() -> list[Mutant]:
+    """Return the mutants of `mutants.toml`, in its order."""
+    given = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    return [Mutant(**{**each, "tests": tuple(each["tests"])}) for each in given["mutant"]]
+
+
+def verdict_of(returncode: int, output: str) -> tuple[bool, str]:
+    """Return whether a run of pytest caught a fault, and by what.
+
+    Raises:
+      RuntimeError: the run says nothing about the fault.
+    """
+    first = re.search(r"^(?:FAILED|ERROR) (\S+)|^ImportError while loading conftest", output, re.M)
+    if returncode in (_PASSED, _NO_TESTS):
+        return False, ""
+    if returncode == _FAILED or (returncode in (_STOPPED, _USAGE) and first):
+        return True, (first and first.group(1)) or "at import"
+    if -returncode in _CRASHES:
+        return True, f"killed by {signal.Signals(-returncode).name}"
+    raise RuntimeError(f"pytest ended with {returncode}: {output.strip()[-300:]}")
+
+
+@final
+class Workplace:
+    """A copy of the last commit in which pytest runs, with a cache folder of its own.
+
+    Args:
+      folder: empty; whoever made it removes it.
+      timeout_s: of a run; one that takes longer catches the mutant.
+    """
+
+    def __init__(self, folder: Path, timeout_s: float):
+        self._copy, self._cache, self._scratch = (folder / n for n in ("copy", "cache", "tmp"))
+        self._timeout_s = timeout_s
+        # Bytecode is made again if the second of a change, or the size, is another.
+        self._changed_s = itertools.count(int(time.time()))
+        self._process: subprocess.Popen[str] | None = None
+        self._is_closed = False
+        command = ["git", "archive", "--format=tar", "HEAD"]
+        archive = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(self._copy, filter="data")
+        self._cache.mkdir(mode=0o700)
+        for name in ("assets", "kernels"):
+            (cache_folder() / name).mkdir(exist_ok=True, mode=0o700)
+            (self._cache / name).symlink_to(cache_folder() / name)
+        with suppress(FileNotFoundError):  # its files are replaced, and never written to
+            executables = cache_folder() / "executables"
+            shutil.copytree(executables, self._cache / "executables", copy_function=os.link)
+        self._environment = os.environ | {
+            "PYTHONPATH": str(self._copy),
+            "TMPDIR": str(self._scratch),
+            CACHE_VARIABLE: str(self._cache),
+        }
+        # XLA's executables have names of their programs.
+        default = str(ROOT / ".pytest_cache" / "xla")
+        self._environment.setdefault("JAX_COMPILATION_CACHE_DIR", default)
+
+    def judge(self, mutant: Mutant, tier: str, commit: str) -> Outcome:
+        """Run the tests of a mutant until they catch it."""
+        begin_s, found, first, error = time.monotonic(), dict[str, bool](), "", ""
+        path = self._copy / mutant.path
+        source = path.read_text(encoding="utf-8") if mutant.path else ""
+        try:
+            if mutant.path:
+                self._write(path, mutant.applied(source))
+            for run in _RUNS[tier]:
+                if not any(found.values()):
+                    found[run], first = self._run(mutant.tests, _MARKERS[run])
+        except (RuntimeError, ValueError) as reason:
+            error = str(reason)
+        if mutant.path:
+            self._write(path, source)
+        for kept in self._cache.iterdir():
+            if kept.name not in _NAMED_BY_CONTENT:
+                shutil.rmtree(kept, ignore_errors=True)
+        by_test = found.get("test")
+        by_all = found.get("all", by_test or found.get("release"))
+        seconds = round(time.monotonic() - begin_s, 1)
+        return Outcome(mutant.name, commit, tier, by_test, by_all, seconds, first, error)
+
+    def check_imports(self) -> None:
+        """Check that processes in other folders, too, import the copy and no installed package."""
+        say = (f"import {name}; print({name}.__file__)" for name in _PACKAGES)
+        command = [sys.executable, "-c", "\n".join(say)]
+        files = subprocess.check_output(command, cwd="/", env=self._environment, text=True).split()
+        if not all(Path(file).is_relative_to(self._copy) for file in files):
+            raise RuntimeError(f"tests would import {files}, and not the copy in {self._copy}")
+
+    def close(self) -> None:
+        """End the run, from any thread, and begin no other."""
+        self._is_closed = True
+        if self._process is not None:
+            _kill(self._process)
+
+    def _run(self, tests: Sequence[str], markers: Sequence[str]) -> tuple[bool, str]:
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.mkdir()
+        process = self._process = subprocess.Popen(
+            [sys.executable, *_PYTEST, *markers, *tests],
+            cwd=self._copy,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        if self._is_closed:  # meanwhile
+            _kill(process)
+        try:
+            output, _ = process.communicate(timeout=self._timeout_s)
+        except subprocess.TimeoutExpired:
+            return True, f"not over after {self._timeout_s:g} s"
+        finally:
+            _kill(process)  # and what its tests have left
+            process.wait()
+        return verdict_of(process.returncode, output)
+
+    def _write(self, path: Path, source: str) -> None:
+        path.write_text(source, encoding="utf-8")
+        second = next(self._changed_s)
+        os.utime(path, (second, second))
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a process that leads a session, and all of its group."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def judged(
+    mutants: Sequence[Mutant], tier: str, commit: str, num_jobs: int, timeout_s: float
+) -> Generator[Outcome, None, None]:
+    """Yield the outcome of each mutant, as they come; no process and no folder is left then."""
+    places: queue.SimpleQueue[Workplace] = queue.SimpleQueue()
+
+    def judge(mutant: Mutant) -> Outcome:
+        place = places.get()
+        try:
+            return place.judge(mutant, tier, commit)
+        finally:
+            places.put(place)
+
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix=".mutants-", dir=cache_folder(), ignore_cleanup_errors=True
+    ) as folder:
+        every = []
+        for job in range(min(num_jobs, len(mutants))):
+            own = Path(folder, str(job))
+            own.mkdir()
+            every.append(Workplace(own, timeout_s))
+            every[-1].check_imports()
+            places.put(every[-1])
+        pool = ThreadPoolExecutor(num_jobs)
+        try:
+            for done in as_completed([pool.submit(judge, mutant) for mutant in mutants]):
+                yield done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for place in every:
+                place.close()
+            pool.shutdown()
+
+
+def print_table(outcomes: Sequence[Outcome]) -> None:
+    """Print which tests caught each mutant, and how many are caught."""
+    table = Table("mutant", "make test", "make test-all", "seconds", "first failing test")
+    said = {True: "caught", False: "-", None: ""}
+    for each in outcomes:
+        last = f"error: {each.error}" if each.error else each.first
+        columns = said[each.by_test], said[each.by_all], f"{each.seconds:.0f}", last
+        table.add_row(each.mutant, *columns)
+    console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
+    console.print(table)
+    by_test, by_all = sum(bool(o.by_test) for o in outcomes), sum(bool(o.by_all) for o in outcomes)
+    num_neither = sum(not (o.is_caught or o.error) for o in outcomes)
+    console.print(
+        f"{len(outcomes)} mutants: make test catches {by_test}, make test-all {by_all}, neither "
+        f"{num_neither}; {sum(bool(o.error) for o in outcomes)} could not be judged"
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.mutants", description=__doc__)
+    add = parser.add_argument
+    add("--only", metavar="PATTERN", default="*", help="mutants with such a name or path")
+    add("--tier", choices=tuple(_RUNS), default="both", help="tests that are run")
+    add("--jobs", type=int, default=1, help="mutants at a time, each in a copy of the sources")
+    add("--out", type=Path, help="file of JSON lines; what it has of this commit is not run again")
+    add("--again", action="store_true", help="run also what --out has")
+    add("--timeout", type=float, default=1800.0, help="seconds of one run of pytest")
+    add("--check", action="store_true", help="run the tests without a fault, each set once")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Judge mutants, and print a table; return 0 if all are caught, or with --check none."""
+    options = build_parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    command = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.check_output(command, cwd=ROOT, text=True).strip()
+    mutants = [m for m in read_mutants() if any(fnmatch(s, options.only) for s in (m.name, m.path))]
+    if options.check:
+        sets = dict.fromkeys(each.tests for each in mutants)
+        mutants = [Mutant(" ".join(each), "", "", "", each, "no fault") for each in sets]
+    known: dict[str, Outcome] = {}
+    out: Path | None = options.out
+    if out is not None and out.exists() and not options.again:
+        for line in out.read_text(encoding="utf-8").splitlines():
+            each = Outcome(**json.loads(line))
+            if (each.commit, each.tier, each.error) == (commit, options.tier, ""):
+                known[each.mutant] = each
+    todo = [each for each in mutants if each.name not in known]
+    num_left = len(todo)
+    outcomes = judged(todo, options.tier, commit, options.jobs, options.timeout)
+    try:
+        for each in outcomes:
+            known[each.mutant], num_left = each, num_left - 1
+            said = f"{each.error or each.first or 'not caught'} ({each.seconds:.0f} s)"
+            print(f"{each.mutant}: {said}; {num_left} left", file=sys.stderr, flush=True)
+            if out is not None:
+                with out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(each)) + "\n")
+    except KeyboardInterrupt:
+        print("interrupted; --out, if given, has what was judged so far", file=sys.stderr)
+        return 130
+    finally:
+        outcomes.close()
+    of_all = [known[each.name] for each in mutants]
+    print_table(of_all)
+    return int(any(each.error or each.is_caught == options.check for each in of_all))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
