@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 
 
-def some(values: Iterable[Any], *kept: int) -> list[Any]:
+def some(values: Iterable[Any], *kept: int, are_tuples: bool = False) -> list[Any]:
     """Return values to parametrize with: `make test` runs those at the indices `kept`.
 
     `make test-all` runs all of them. Without `kept`, `make test` runs the first one.
+
+    Args:
+      are_tuples: each value is a tuple for one argument, and not one value for each of several.
     """
     kept = kept or (0,)
-    return [value if i in kept else _in_release(value) for i, value in enumerate(values)]
+    params = (pytest.param(value) if are_tuples else value for value in values)
+    return [value if i in kept else _in_release(value) for i, value in enumerate(params)]
 
 
 def seeds(num: int, num_kept: int = 20) -> pytest.MarkDecorator:

@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import Product, RowsAt, build, gated_cell
 from pallas_kernels.gated_cell.shapes import TEST_SHAPES, GatedShape, make_inputs
 from pallas_kernels.gated_cell.triton import tile_of
+from tests.common.tiers import some
 
 # Compiled as a whole, once for all calls of the same shapes.
 _gated_cell = jax.jit(gated_cell, static_argnames=("kind", "implementation"))
@@ -20,7 +21,7 @@ ALLOWED = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton_interpreted"])
-@pytest.mark.parametrize("shape", TEST_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", some(TEST_SHAPES), ids=str)
 def test_agrees_with_the_reference(shape, implementation):
     """New states are those of the reference; rows that the task does not read are NaN."""
     inputs = _poisoned(make_inputs(shape, seed=1))
@@ -38,7 +39,7 @@ CPU_SHAPES = [s for s in TEST_SHAPES if s.kind != "gru" and s.dtype == "float32"
 
 @pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
 @pytest.mark.parametrize("has_added", [False, True])
-@pytest.mark.parametrize("shape", CPU_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", some(CPU_SHAPES), ids=str)
 def test_the_kernel_of_cpus(shape, has_added):
     """It agrees with the reference, and a row alone has the bits that it has beside others."""
     inputs = _poisoned(make_inputs(shape, seed=1))
@@ -61,8 +62,8 @@ def test_the_kernel_of_cpus(shape, has_added):
 
 
 @pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
-@pytest.mark.parametrize("num_equal", [2, 3, 100])
-@pytest.mark.parametrize("shape", CPU_SHAPES, ids=str)
+@pytest.mark.parametrize("num_equal", some([3, 2, 100]))
+@pytest.mark.parametrize("shape", some(CPU_SHAPES), ids=str)
 def test_equal_rows_at_the_end(shape, num_equal):
     """The kernel of CPUs computes them once; each has the states that it has alone."""
     inputs = make_inputs(shape, seed=3)
@@ -89,7 +90,7 @@ def _one_row(rows: RowsAt, number: int) -> RowsAt:
 
 
 @pytest.mark.skipif(not build.has_compiler(), reason="needs a C++ compiler")
-@pytest.mark.parametrize("shape", CPU_SHAPES[:3], ids=str)
+@pytest.mark.parametrize("shape", some(CPU_SHAPES[:3]), ids=str)
 def test_gradients_and_numbers_out_of_range_are_those_of_xla(shape):
     """Cells can be trained, and a wrong number of a row changes no other row."""
     inputs = make_inputs(shape, seed=1)

@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels import kv_write, quantize, rotate_and_write
 from pallas_kernels.kv_write import reference
 from pallas_kernels.kv_write.shapes import TEST_SHAPES, WriteShape, make_inputs
+from tests.common.tiers import some
 
 # Compiled as a whole, once for all calls of the same shapes.
 _rotate_and_write = jax.jit(rotate_and_write, static_argnames=("layer", "implementation"))
@@ -45,7 +46,7 @@ def _inputs(seed: int, dtype: str):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_random_ragged_steps(seed, dtype):
     """Every page except the null page has the reference's bits, with a static or traced layer."""
     pages, layer, *step = _inputs(seed, dtype)
@@ -78,8 +79,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("implementation", "shape"), CASES, ids=lambda value: str(value))
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("implementation", "shape"),
+    some(CASES, 0, len(TEST_SHAPES), 2 * len(TEST_SHAPES)),
+    ids=lambda value: str(value),
+)
+@pytest.mark.parametrize("seed", some(range(2)))
 def test_rotated_and_written(implementation, shape, seed):
     """Queries are returned, keys and values are in their places, and nothing else changes.
 
@@ -218,7 +223,7 @@ def test_quantized_values_are_restored_within_half_a_step(dtype, share, of_scale
     np.testing.assert_allclose(jnp.abs(restored).max(-1), largest, rtol=1e-6)
 
 
-@pytest.mark.parametrize("wrong", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("wrong", some([jnp.nan, jnp.inf, -jnp.inf]))
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_what_is_not_a_number_stays_none(dtype, wrong):
     """NaN is in the scale, and so in the whole vector; neighbouring vectors are unchanged."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import add_low_rank
+from tests.common.tiers import some
 
 # tokens, in, rank, out, adapters
 SHAPES = [(1, 32, 4, 48, 1), (3, 96, 16, 200, 2), (20, 65, 48, 1100, 5), (40, 160, 18, 33, 3)]
@@ -64,7 +65,7 @@ def _expected(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["cpu", "xla"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", some(SHAPES, are_tuples=True))
 def test_each_token_goes_through_its_own_adapter(shape, implementation, dtype):
     arguments = _arguments(shape, dtype=dtype)
     found = jax.jit(lambda *each: add_low_rank(*each, implementation=implementation))(*arguments)
@@ -73,7 +74,7 @@ def test_each_token_goes_through_its_own_adapter(shape, implementation, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["cpu", "xla"])
-@pytest.mark.parametrize("shape", SHAPES[1:])
+@pytest.mark.parametrize("shape", some(SHAPES[1:], are_tuples=True))
 def test_columns_go_with_the_change_of_their_own_module(shape, implementation, dtype):
     spans = SPANS[shape[3]]
     arguments = _arguments(shape, changes=3, dtype=dtype)

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import gather_pages, move_pages, scatter_pages
 from pallas_kernels.page_copy.shapes import TEST_SHAPES, CopyShape
+from tests.common.tiers import some
 
 # Compiled once for all calls of the same shapes.
 _gather, _scatter, _move = (
@@ -18,8 +19,8 @@ _gather, _scatter, _move = (
     for function in (gather_pages, scatter_pages, move_pages)
 )
 
-SHAPES = pytest.mark.parametrize("shape", TEST_SHAPES, ids=str)
-SEEDS = pytest.mark.parametrize("seed", range(2))
+SHAPES = pytest.mark.parametrize("shape", some(TEST_SHAPES), ids=str)
+SEEDS = pytest.mark.parametrize("seed", some(range(2)))
 
 
 @pytest.fixture(params=["xla", "triton_interpreted"])

@@ -14,6 +14,7 @@ import pytest
 from pallas_kernels import Rows, kv_write, paged_attention, quantize
 from pallas_kernels.paged_attention import Capacity, Launches, Plan, Tiling, plan
 from pallas_kernels.paged_attention.shapes import TEST_SHAPES, AttentionShape, make_inputs
+from tests.common.tiers import some
 
 OPTIONS = {
     "plain": {},
@@ -73,7 +74,7 @@ def _check(attention, inputs, layer=1, max_query_length=None, **options) -> None
     assert np.isfinite(got).all()
 
 
-@pytest.mark.parametrize("shape", TEST_SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", some(TEST_SHAPES), ids=lambda shape: shape.name)
 def test_agrees_with_the_reference(attention, shape):
     """Ragged batches agree in the mixed form, with every option at once."""
     _check(attention, make_inputs(shape, seed=1, padding=5), **_options("all", shape))
@@ -88,7 +89,7 @@ def test_each_option_alone(compiled_attention, options):
     _check(attend, _decode_inputs(shape, seed=2), max_query_length=1, **_options(options, shape))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", some(range(4)))
 def test_random_ragged_batches(attention, seed):
     """Random rows, contexts, pages and options agree; the seed is the test's name."""
     random = np.random.default_rng(seed)
@@ -112,7 +113,7 @@ def test_random_ragged_batches(attention, seed):
 
 
 @pytest.mark.parametrize("max_query_length", [None, 1])
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("poison", some([np.nan, np.inf]))
 def test_garbage_outside_the_context_is_never_seen(attention, poison, max_query_length):
     """NaN in the null page, unused pages and page tails does not change the output."""
     if max_query_length == 1:
@@ -297,7 +298,7 @@ def test_rows_outside_the_cache_fail_the_call(field, added, message):
 
 
 @pytest.mark.parametrize("window", [None, 2, 6])
-@pytest.mark.parametrize("context", [-(2**31), -7, 0, 3])
+@pytest.mark.parametrize("context", some([-(2**31), -7, 0, 3], 1))
 def test_a_context_that_ends_before_the_queries(compiled_attention, context, window):
     """Queries past the context attend to the rest of it; their output is 0 if there is none."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=12)
@@ -333,7 +334,7 @@ def test_quantized_pages_are_multiplied_by_their_scales(implementation, dtype):
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
-@pytest.mark.parametrize("shape", TEST_SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", some(TEST_SHAPES), ids=lambda shape: shape.name)
 def test_quantized_pages_on_the_cpu(shape, dtype):
     """Ragged batches of all kinds of heads and pages agree, with every option; NaN is not read."""
     q, k_pages, v_pages, rows = make_inputs(shape, seed=16, padding=5)
@@ -358,7 +359,7 @@ def test_one_scale_that_is_not_a_number_leaves_the_other_rows_alone(attention):
     np.testing.assert_allclose(got[:3], wanted[:3], rtol=1e-6)
 
 
-@pytest.mark.parametrize("width", [256, 264])
+@pytest.mark.parametrize("width", some([264, 256]))
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_every_number_of_eight_bits_is_read_as_it_is(dtype, width):
     """The C++ kernel reads them in vectors of either width; a token attends only to itself."""

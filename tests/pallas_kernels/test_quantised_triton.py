@@ -16,6 +16,7 @@ from pallas_kernels.cross import targeting
 from pallas_kernels.quantised_matmul import pack
 from pallas_kernels.quantised_matmul.rounding import rounded_activations
 from pallas_kernels.quantised_matmul.shapes import FORMATS
+from tests.common.tiers import some
 
 # Relative norm of the error: weights and results are rounded to the activations' dtype.
 ALLOWED = {"bfloat16": 8e-3, "float16": 1e-3}
@@ -79,7 +80,7 @@ def test_agrees_with_numpy(tokens, depth, width, format, dtype):
     _assert_close(got, _wanted(x, packed, format), ALLOWED[dtype])
 
 
-@pytest.mark.parametrize("tokens", [2, 70])
+@pytest.mark.parametrize("tokens", some([70, 2]))
 @pytest.mark.parametrize(("bits", "kind", "group"), [(4, np.uint8, 96), (8, np.int16, 16)])
 def test_zero_points(bits, kind, group, tokens):
     """Zero points and float32 scales agree, in groups that are no power of two or are small."""
@@ -97,7 +98,7 @@ def test_zero_points(bits, kind, group, tokens):
     _assert_close(_times(x, packed, "w4a16"), _wanted(x, packed, "w4a16"), ALLOWED["bfloat16"])
 
 
-@pytest.mark.parametrize("factor", [1e-30, 1e30])
+@pytest.mark.parametrize("factor", some([1e-30, 1e30]))
 @pytest.mark.parametrize("format", FORMATS)
 def test_extreme_scales(format, factor):
     """Weights of any magnitude are as exact as those around one."""
