@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import platform
 import sys
 from collections.abc import Iterator
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,6 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NPROC"):
 # Each module is compiled once, and not by every process that a test starts.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Executables are kept between runs and shared by parallel workers. JAX reads this at its import.
-os.environ.setdefault(
-    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla")
-)
-# C++ kernels are compiled once, also for tests with a cache folder of their own.
-os.environ.setdefault(
-    "PALLAS_KERNELS_CACHE",
-    str(Path(os.environ.get("JAXSERVE_CACHE", Path.home() / ".cache" / "jaxserve")) / "kernels"),
-)
 # Dtypes are promoted only by explicit casts; child processes inherit the variable.
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 # Tests use meshes of up to eight devices, without accelerators.
@@ -45,6 +39,24 @@ os.environ.setdefault(
     # less than half of the time.
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
 )
+
+
+def _this_machine() -> str:
+    """Return a name of what executables depend on: JAX, the flags above, and the processor."""
+    try:
+        about = Path("/proc/cpuinfo").read_text()
+        processor = next(line for line in about.splitlines() if line.startswith("flags"))
+    except (OSError, StopIteration):
+        processor = platform.processor()
+    parts = version("jax"), version("jaxlib"), os.environ["XLA_FLAGS"], processor
+    return sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+# Executables and C++ kernels are kept outside of the checkout, for the next run and for parallel
+# workers, also for tests with a cache folder of their own. JAX reads this at its import.
+_cache = Path(os.environ.get("JAXSERVE_CACHE", Path.home() / ".cache" / "jaxserve"))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_cache / "test-xla" / _this_machine()))
+os.environ.setdefault("PALLAS_KERNELS_CACHE", str(_cache / "kernels"))
 
 
 # Runs before the import of any module that is checked.
