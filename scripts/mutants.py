@@ -44,7 +44,7 @@ _PASSED, _FAILED, _STOPPED, _USAGE, _NO_TESTS = 0, 1, 2, 4, 5
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 # What a mutant may get of another one, because its name depends on its contents: C++ libraries, and
 # executables, which a key finds that depends on all sources, or one of the lowered program.
-_NAMED_BY_CONTENT = ("assets", "executables", "kernels")
+_NAMED_BY_CONTENT = ("assets", "executables", "kernels", "test-xla")
 
 
 @final
@@ -148,7 +148,7 @@ class Workplace:
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             files.extractall(self._copy, filter="data")
         self._cache.mkdir(mode=0o700)
-        for name in ("assets", "kernels"):
+        for name in ("assets", "kernels", "test-xla"):
             (cache_folder() / name).mkdir(exist_ok=True, mode=0o700)
             (self._cache / name).symlink_to(cache_folder() / name)
         with suppress(FileNotFoundError):  # its files are replaced, and never written to
@@ -159,9 +159,6 @@ class Workplace:
             "TMPDIR": str(self._scratch),
             CACHE_VARIABLE: str(self._cache),
         }
-        # XLA's executables have names of their programs.
-        default = str(ROOT / ".pytest_cache" / "xla")
-        self._environment.setdefault("JAX_COMPILATION_CACHE_DIR", default)
 
     def judge(self, mutant: Mutant, tier: str, commit: str) -> Outcome:
         """Run the tests of a mutant until they catch it."""
