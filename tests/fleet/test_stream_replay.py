@@ -8,6 +8,7 @@ from jaxserve.core.errors import ReplicaDiedError
 from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.engine.answers import Piece, failed_completion
 from jaxserve.fleet.stream_replay import StreamReplay
+from tests.common.tiers import seeds
 
 NUM_SAMPLES = 3
 
@@ -32,9 +33,10 @@ def _replay(rng: random.Random) -> list[Piece]:
     return played
 
 
-def test_whatever_was_shown_is_not_shown_again():
+@seeds(300)
+def test_whatever_was_shown_is_not_shown_again(seeds):
     """Replicas die anywhere; the last answer is whole, or a completion has the rest."""
-    for seed in range(300):
+    for seed in seeds:
         rng = random.Random(seed)
         seen: list[Piece] = []
         replay = StreamReplay(seen.append, NUM_SAMPLES)

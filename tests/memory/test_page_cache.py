@@ -11,6 +11,7 @@ from jaxserve.memory.eviction import LRU, CostOverTime, RecomputeCost
 from jaxserve.memory.host_pool import HostPool
 from jaxserve.memory.page_cache import PageCache
 from jaxserve.memory.page_values import PageValues
+from tests.common.tiers import seeds
 
 COST = RecomputeCost.analytic(attention=1.0, other=100.0, longest=1024)
 
@@ -181,9 +182,10 @@ def test_costs_are_interpolated_between_powers_of_two():
     assert cost(3) == 10.0 and cost(8) == 64.0 and cost(10) == 88.0
 
 
-def test_counts_stay_right_under_random_use():
+@seeds(150)
+def test_counts_stay_right_under_random_use(seeds):
     """The counts stay right under random adds, hits, shares, restores, allocations and clears."""
-    for seed in range(150):
+    for seed in seeds:
         rng = random.Random(seed)
         num_pages, host = rng.randint(3, 20), HostPool(rng.choice([0, 2, 30]))
         cache, _, clock = _cache(num_pages, host=host)

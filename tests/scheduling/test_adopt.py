@@ -20,6 +20,7 @@ from jaxserve.scheduling.iteration.static import Static
 from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import Trace
+from tests.common.tiers import seeds
 
 SHAPES = [
     RRA(encode_batch=1, decode_iterations=2),
@@ -31,11 +32,12 @@ SHAPES = [
 ]
 
 
+@seeds(40)
 @pytest.mark.parametrize("name", ["exegpt_rra", "vllm_like", "pensieve"])
-def test_the_same_tokens_whatever_shapes_follow_each_other(name):
+def test_the_same_tokens_whatever_shapes_follow_each_other(seeds, name):
     """Shapes change with steps in flight, in the middle of prompts and of decode phases."""
     num_adopted = 0
-    for seed in range(40):
+    for seed in seeds:
         trace = Trace(seed, with_faults=seed % 4 == 0)
         rng = random.Random(f"adopt {seed}")
         clock = VirtualClock()

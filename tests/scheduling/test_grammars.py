@@ -12,6 +12,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import RecordingExecutor, Trace
+from tests.common.tiers import seeds
 
 POLICIES = (
     *("vllm_like", "orca", "auto", "s3", "fastertransformer", "concurrent_instances"),
@@ -19,11 +20,12 @@ POLICIES = (
 )
 
 
+@seeds(24)
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_answer_has_the_tokens_it_has_alone(name):
+def test_every_answer_has_the_tokens_it_has_alone(seeds, name):
     """Forced tokens, preemptions, cancellations, faults and other requests change no token."""
     num_preemptions = 0
-    for seed in range(24):
+    for seed in seeds:
         trace = Trace(seed, with_faults=seed % 2 == 0, has_grammars=True)
         together = trace.run(PRESETS[name], cancel_rate=0.02 if seed % 3 else 0.0)
         for key, wanted in trace.expected().items():

@@ -23,6 +23,7 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.testing import Trace
 from predictor import LengthBuckets
+from tests.common.tiers import seeds
 
 ORDERS: dict[str, Order] = {
     "shortest": ShortestPredictedFirst(),
@@ -41,12 +42,13 @@ def _waiting_and_running(scheduler: Scheduler) -> tuple[list[Sequence], list[Seq
     return list(scheduler.waiting), scheduler.running
 
 
+@seeds(25)
 @pytest.mark.parametrize("name", ORDERS)
-def test_lists_are_in_the_order_of_the_keys_that_were_taken(name: str):
+def test_lists_are_in_the_order_of_the_keys_that_were_taken(seeds, name: str):
     """A key is fixed while a sequence waits; otherwise the lists would not be sorted."""
     order, num_unsorted, num_taken_again = ORDERS[name], 0, 0
     policy = replace(PRESETS["vllm_like"], name=name, order=order)
-    for seed in range(25):
+    for seed in seeds:
         trace = Trace(seed, probe="any")
         engine, rng = trace.engine(policy), random.Random(seed)
         scheduler, arriving = engine.scheduler, list(trace.requests)

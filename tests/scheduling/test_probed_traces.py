@@ -21,6 +21,7 @@ from jaxserve.scheduling.sequence import Phase
 from jaxserve.testing import Trace
 from jaxserve.testing.traces import PROBES
 from predictor import LengthBuckets, Refinement
+from tests.common.tiers import seeds
 from tests.scheduling.test_traces import PREDICTED
 
 AUTO = PRESETS["auto"]
@@ -48,9 +49,10 @@ def test_readings_never_change_a_token(policy, probe, count):
     assert (num_refined > 0) == (probe not in ("misshapen", "nan"))
 
 
-def test_resized_pools_serve_on():
+@seeds(30)
+def test_resized_pools_serve_on(seeds):
     """Preempted sequences keep their readings."""
-    for seed in range(30):
+    for seed in seeds:
         trace = Trace(seed, probe="any")
         together = trace.run(AUTO, resize_rate=0.15)
         for key, wanted in trace.expected().items():

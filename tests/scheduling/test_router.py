@@ -13,6 +13,7 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.scheduling.router import Router, page_hashes, predicted_tokens
 from predictor import LengthBuckets
+from tests.common.tiers import seeds
 
 PAGE = 4
 WEIGHT = 4.0
@@ -49,10 +50,11 @@ def test_predicted_tokens_end_at_the_context():
     assert predicted_tokens(10, SamplingParams(max_tokens=2), sure, max_context=100) == 12
 
 
-def test_strangers_go_to_the_least_work():
+@seeds(300)
+def test_strangers_go_to_the_least_work(seeds):
     """The replicas' loads stay within one request of each other."""
     router, rng = _router(), random.Random(0)
-    for seed in range(300):
+    for seed in seeds:
         router.route(page_hashes(_prompt(seed), PAGE), rng.randint(1, 100))
         assert max(router.work) - min(router.work) <= 100
     assert min(router.work) > 0
@@ -91,10 +93,11 @@ def test_an_overloaded_home_spills_over():
     assert router.route(pages, 1) == 1, "the least work of those that have its pages"
 
 
-def test_a_shared_system_prompt_leaves_no_replica_idle():
+@seeds(64)
+def test_a_shared_system_prompt_leaves_no_replica_idle(seeds):
     """A prefix that all replicas have does not gather requests on one of them."""
     router, system = _router(4), _prompt(0, num_pages=16)
-    for seed in range(64):
+    for seed in seeds:
         router.route(page_hashes(system + _prompt(seed + 1), PAGE), 100)
     assert max(router.work) - min(router.work) <= WEIGHT * len(system) + 100
 
@@ -109,11 +112,12 @@ def test_a_dead_replica_is_removed_from_the_router():
     assert router.route(pages, 10) == 1 - home
 
 
+@seeds(50)
 @pytest.mark.parametrize("max_pages", [1, 10])
-def test_memory_is_bounded(max_pages):
+def test_memory_is_bounded(seeds, max_pages):
     """The most recent pages are remembered, and a prompt's first pages before its last."""
     router = _router(1, max_pages=max_pages)
-    for seed in range(50):
+    for seed in seeds:
         router.route(page_hashes(_prompt(seed, num_pages=seed % 20), PAGE), 1)
         assert router.num_remembered(0) <= max_pages
     long = page_hashes(_prompt(99, num_pages=30), PAGE)

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from jaxserve.scheduling.slot_table import SlotTable, fewest_moves_window
+from tests.common.tiers import seeds
 
 
 def test_window_needs_the_fewest_moves():
@@ -24,9 +25,10 @@ def test_flover_figure_3():
     assert sum(not x for x in live[start : start + 6]) == 2
 
 
-def test_random_use_keeps_live_slots_apart_and_inside_the_window():
+@seeds(300)
+def test_random_use_keeps_live_slots_apart_and_inside_the_window(seeds):
     """Compaction moves live slots only onto free ones and does not widen the window."""
-    for seed in range(300):
+    for seed in seeds:
         rng = random.Random(seed)
         num = rng.randint(1, 40)
         buckets = tuple(sorted({*rng.sample(range(1, num + 1), min(3, num)), num}))

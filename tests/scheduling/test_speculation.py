@@ -12,6 +12,7 @@ from jaxserve.scheduling.plan import ProposalCount, Row, StepPlan, StepResult
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.speculation import Speculating, Speculation
 from jaxserve.testing import Trace
+from tests.common.tiers import seeds
 
 POLICIES = (
     *("vllm_like", "orca", "auto", "s3", "fastertransformer", "concurrent_instances"),
@@ -19,11 +20,12 @@ POLICIES = (
 )
 
 
+@seeds(40)
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_answer_has_the_tokens_it_has_alone(name):
+def test_every_answer_has_the_tokens_it_has_alone(seeds, name):
     """Also where loops deliver fewer tokens than they may, which they do in half of the traces."""
     num_accepted = 0
-    for seed in range(40):
+    for seed in seeds:
         trace = Trace(seed, with_faults=seed % 3 == 0, falls_short=seed % 2 == 0, speculates=True)
         together = trace.run(
             PRESETS[name],

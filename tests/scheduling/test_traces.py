@@ -28,6 +28,7 @@ from jaxserve.scheduling.preemption.longest_remaining import LongestRemaining
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.testing import Trace
+from tests.common.tiers import seeds, some
 
 POLICIES = [
     PRESETS["orca"],
@@ -61,16 +62,20 @@ BASELINES = (
     *("fastertransformer", "triton_window", "concurrent_instances", "oracle", "s3_oracle"),
     *("exegpt_rra", "exegpt_waa_c"),
 )
-SEEDS = [range(0, 60), range(60, 100)]
+SEEDS = [range(0, 20), range(20, 60), range(60, 100)]
 CASES = [(policy, seeds) for policy in POLICIES for seeds in SEEDS]
-CASES += [(policy, seeds) for policy in PREDICTED for seeds in SEEDS[:1]]
+CASES += [(policy, seeds) for policy in PREDICTED for seeds in SEEDS[:2]]
+# In few traces a quantile is missed, so that these are one test.
+CASES = [case for case in CASES if case[0].name != "quantiles"]
+CASES.append((PREDICTED[1], range(60)))
 RESIZED = [
     *POLICIES,
     *PREDICTED,
     *(PRESETS[name] for name in ("fastertransformer", "concurrent_instances")),
     *(PRESETS[name] for name in ("exegpt_rra", "exegpt_waa_c")),
 ]
-CASES += [(PRESETS[name], seeds) for name in BASELINES for seeds in SEEDS[:1]]
+CASES += [(PRESETS[name], seeds) for name in BASELINES for seeds in SEEDS[:2]]
+IN_TEST = [i for i, (_, seeds) in enumerate(CASES) if seeds.start == 0]
 # Steps of one iteration hardly fall short.
 LONG_STEPS = {
     name: replace(PRESETS[name], iteration=WAA(encode_batch=4, decode_iterations=8))
@@ -80,7 +85,7 @@ SHORT = [*{**PRESETS, **LONG_STEPS}.values(), POLICIES[3], *PREDICTED]
 
 
 @pytest.mark.parametrize(
-    "policy, seeds", CASES, ids=lambda value: getattr(value, "name", str(value))
+    "policy, seeds", some(CASES, *IN_TEST), ids=lambda value: getattr(value, "name", str(value))
 )
 def test_every_request_ends_once_with_the_tokens_it_has_alone(policy, seeds):
     """The batch, preemptions, cancellations and faults of others do not matter."""
@@ -96,12 +101,13 @@ def test_every_request_ends_once_with_the_tokens_it_has_alone(policy, seeds):
     assert (num_preemptions == 0) == reserves_all, "who reserves less than all preempts, and must"
 
 
+@seeds(40)
 @pytest.mark.parametrize("policy", RESIZED, ids=lambda policy: policy.name)
-def test_a_resized_pool_serves_the_same_tokens(policy):
+def test_a_resized_pool_serves_the_same_tokens(seeds, policy):
     """Pages move and sequences are preempted; only what no longer fits is cut short or fails."""
     ends = Counter()
     num_moved = 0
-    for seed in range(40):
+    for seed in seeds:
         trace = Trace(seed, with_faults=seed % 4 == 0)
         together = trace.run(policy, cancel_rate=0.01 if seed % 3 == 0 else 0, resize_rate=0.15)
         num_moved += trace.num_moved
@@ -122,14 +128,15 @@ def test_a_resized_pool_serves_the_same_tokens(policy):
     assert num_moved and min(ends[end] for end in ("as alone", "length", "error")) > 5, ends
 
 
+@seeds(25)
 @pytest.mark.parametrize("policy", SHORT, ids=lambda policy: policy.name)
-def test_plans_are_upper_bounds(policy):
+def test_plans_are_upper_bounds(seeds, policy):
     """Steps that deliver fewer tokens than planned, or none, keep tokens right and lose no page.
 
     Sequences are preempted, swapped, cancelled, resized and closed with such steps in flight.
     """
     counts = Counter()
-    for seed in range(25):
+    for seed in seeds:
         with_faults, resizes = seed % 4 == 0, seed % 5 == 0
         trace = Trace(seed, with_faults=with_faults, falls_short=True)
         together = trace.run(
@@ -147,11 +154,12 @@ def test_plans_are_upper_bounds(policy):
     assert counts["short"] > 500 and counts["reopened"] > 0 < counts["preempted"], counts
 
 
+@seeds(40)
 @pytest.mark.parametrize("name", ["pensieve", "auto"])
-def test_kept_pages_are_right_although_steps_fall_short(name):
+def test_kept_pages_are_right_although_steps_fall_short(seeds, name):
     """Conversations continue with cached pages of answers whose steps differed from plans."""
     num_hit = 0
-    for seed in range(40):
+    for seed in seeds:
         trace = Trace(seed, with_conversations=True, falls_short=True)
         together = trace.run(PRESETS[name], cancel_rate=0.02 if seed % 3 else 0.0)
         num_hit += trace.counters["num_prefix_hit"]
@@ -160,9 +168,10 @@ def test_kept_pages_are_right_although_steps_fall_short(name):
     assert num_hit > 1000
 
 
-def test_samples_share_the_full_pages_of_their_prompt():
+@seeds(200)
+def test_samples_share_the_full_pages_of_their_prompt(seeds):
     """The full pages of a prompt with three samples exist once."""
-    for seed in range(200):
+    for seed in seeds:
         trace = Trace(seed)
         request = next((r for r in trace.requests if r.params.n == 3), None)
         if request is None or trace.config.max_slots < 3:

@@ -19,6 +19,7 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.device_only import DeviceOnly
 from jaxserve.scheduling.retention.tiered import Tiered
 from jaxserve.testing import Trace
+from tests.common.tiers import seeds
 
 SWAPS = LastInOrder(keeps_state=True)
 POLICIES = [
@@ -30,14 +31,15 @@ POLICIES = [
 ]
 
 
+@seeds(30)
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-def test_requests_go_on_with_new_weights(policy: Policy):
+def test_requests_go_on_with_new_weights(seeds, policy: Policy):
     """KV is kept or computed anew, no page of former weights is found, and every request ends.
 
     The simulated weights are always the same, so that tokens are those of a run without updates.
     """
     counts: Counter[str] = Counter()
-    for seed in range(30):
+    for seed in seeds:
         trace = Trace(seed, with_faults=seed % 2 == 0, with_conversations=True)
         together = trace.run(policy, cancel_rate=0.02 if seed % 3 else 0.0, update_rate=0.1)
         for key, alone in trace.expected().items():

@@ -33,6 +33,7 @@ from jaxserve.scheduling.retention.tiered import Tiered
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor, Trace, check_policy
 from jaxserve.testing.tiny import tiny_llama
 from jaxserve.workload import WorkloadItem
+from tests.common.tiers import seeds
 
 EXEGPT = PRESETS["exegpt_waa_c"]
 CONFIG = EngineConfig(page_size=4, num_pages=80, max_slots=8, max_context=64, max_step_tokens=64)
@@ -136,11 +137,12 @@ def test_random_traces(policy):
     assert (checked.num_preemptions == 0) == (policy is EXEGPT)
 
 
+@seeds(25)
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-def test_caches_are_exchanged_on_random_traces(policy):
+def test_caches_are_exchanged_on_random_traces(seeds, policy):
     """As a move of devices does it: all KV is lost, and every token is as without the loss."""
     sizes = 0
-    for seed in range(25):
+    for seed in seeds:
         trace = Trace(seed, with_faults=seed % 2 == 1)
         found = trace.run(policy, cancel_rate=0.03, recompute_rate=0.05)
         expected = trace.expected()
