@@ -426,6 +426,7 @@ def test_the_records_make_a_report(runtime: CellRuntime):
     assert stats.num_calls < stats.num_tasks < stats.num_nodes
 
 
+@pytest.mark.release
 def test_eight_devices():
     """Values follow the nodes that take them; bad and cancelled requests harm no others."""
     options = {"devices": jax.devices()[:8], "max_tasks_to_submit": 1, "max_in_flight": 1}

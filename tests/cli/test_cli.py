@@ -121,6 +121,7 @@ def test_bad_input_of_generate(tmp_path, arguments, text, said):
     assert done.stdout == ""
 
 
+@pytest.mark.release
 def test_prompts_and_answers_on_separate_devices(model):
     """Both groups are split as the option says; the answer is that of one device."""
     common = ("generate", "hello", "--ignore-eos", "--max-tokens", "5", "--model", model, *SMALL)

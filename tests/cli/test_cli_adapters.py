@@ -42,6 +42,7 @@ def _tokens(done) -> list:
     return [json.loads(line)["text"] for line in done.stdout.splitlines()]
 
 
+@pytest.mark.release
 def test_one_adapter_is_that_of_all_prompts(model, tmp_path):
     """One of zeros changes nothing, and a large one does."""
     common = ("generate", *ANSWER, "--model", model, *SMALL)

@@ -172,6 +172,7 @@ def test_options_without_an_effect_are_refused(mode, options):
         assert said.startswith(f"InvalidConfigError: {names} would have no effect with"), said
 
 
+@pytest.mark.release
 def test_an_engine_is_measured_once(token_model, lengths, tmp_path, monkeypatch):
     """The first call measures and keeps step times, the next one reads them; both agree."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
@@ -198,6 +199,7 @@ def test_an_engine_is_measured_once(token_model, lengths, tmp_path, monkeypatch)
     assert "InvalidProfileError" in named.stderr
 
 
+@pytest.mark.release
 def test_two_groups_of_devices_are_planned(token_model, lengths, tmp_path, monkeypatch):
     """Their times are measured and kept once; the table has WAA's sizes, with B_D's neighbours."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
@@ -238,6 +240,7 @@ def test_lengths_must_fit_the_engine(token_model, tmp_path, monkeypatch):
     assert not (tmp_path / "cache" / "profiles").exists()
 
 
+@pytest.mark.release
 def test_devices_are_planned_by_measured_layers(token_model, lengths, tmp_path, monkeypatch):
     """A file of measured layers gives schedules on devices; one of other sizes is refused."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))

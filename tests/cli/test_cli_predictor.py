@@ -86,6 +86,7 @@ def test_a_predictor_is_described(folder):
         assert text in done.stdout, text
 
 
+@pytest.mark.release
 def test_gone_on_after_it_was_cut_off(folder, monkeypatch):
     """Ctrl-C leaves the last epoch beside the output; --resume continues after it."""
     original, asked = LengthPredictor.logits_of, 0

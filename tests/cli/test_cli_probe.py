@@ -38,6 +38,7 @@ def _train(folder, model, *more: str):
     )
 
 
+@pytest.mark.release
 def test_training_ends_with_a_probe_and_its_figures(folder):
     """The probe is trained on the recorded run; figures of every way exist at every interval."""
     said = json.loads((folder / "said.json").read_text())
@@ -59,6 +60,7 @@ def test_a_probe_is_described(folder):
     assert "run.jsonl" in done.stdout
 
 
+@pytest.mark.release
 def test_it_serves(folder, token_model):
     """Answers with and without the probe are the same."""
     ask = ("generate", "--jsonl", str(folder / "prompts.jsonl"), "--model", token_model, *SMALL)

@@ -67,6 +67,7 @@ def test_each_example_touches_one_file_beside_its_own():
     assert len({block.path for block in found}) == 3
 
 
+@pytest.mark.release
 def test_the_examples_serve(tmp_path: Path):
     """They decide as the page says, keep the invariants, and serve by their names."""
     package = package_with("adding_a_policy.md", tmp_path)

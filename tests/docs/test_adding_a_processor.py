@@ -55,6 +55,7 @@ def test_the_example_touches_two_files_beside_its_own():
     assert len({block.path for block in found}) == 3
 
 
+@pytest.mark.release
 def test_the_example_serves(tmp_path: Path):
     """A runtime of the changed package validates the parameter, and drops the right tokens.
 

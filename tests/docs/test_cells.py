@@ -9,6 +9,7 @@ from typing import Any
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cells.md"
 
 
+@pytest.mark.release
 def test_the_examples_run(capsys):
     """They follow each other, as a reader would type them."""
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

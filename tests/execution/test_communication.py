@@ -51,6 +51,7 @@ def test_a_step_sums_twice_a_layer_and_chooses_among_the_shards_best():
     assert sum(each.num_bytes for each in choosing) <= ROWS * 4 * (64 + 5 * 4)
 
 
+@pytest.mark.release
 def test_stages_sum_within_themselves_only():
     """No collective is compiled between stages: arrays are copied."""
     plan = StagePlan.of([1, 1], tensor=[4, 1])

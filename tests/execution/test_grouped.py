@@ -129,6 +129,7 @@ def test_pages_of_eight_bits_and_their_scales():
         assert _samples(rt.generate(PROMPTS, PARAMS)) == wanted
 
 
+@pytest.mark.release
 def test_requests_go_on_while_weights_pages_and_others_change(wanted):
     """Cancellations, another pool, other weights and other batch sizes, without a compilation."""
     seen = WrapAll(partial(SlowExecutor, step_s=0.0))
@@ -288,6 +289,7 @@ def test_an_encoder_decoder_model_is_handed_over(tmp_path):
         ]
 
 
+@pytest.mark.release
 def test_tokens_in_transit_to_released_slots_are_dropped():
     """Those of an encode group's stages, whose sequences are handed over after one token each."""
     first, second = jax.devices()[:2], jax.devices()[2:4]

@@ -28,6 +28,7 @@ from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs
 from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
+from tests.common.tiers import some
 
 CONFIG = EngineConfig(
     page_size=4,
@@ -54,12 +55,15 @@ STEP_S = 0.01
 
 @pytest.fixture(
     scope="module",
-    params=[
-        ("cpu", None, "unrolled", "prefetch"),
-        ("xla", None, "scanned", "per_layer"),
-        ("cpu", "int8", "unrolled", "per_layer"),
-        ("cpu", "float8_e4m3fn", "unrolled", "both"),
-    ],
+    params=some(
+        [
+            ("cpu", None, "unrolled", "prefetch"),
+            ("xla", None, "scanned", "per_layer"),
+            ("cpu", "int8", "unrolled", "per_layer"),
+            ("cpu", "float8_e4m3fn", "unrolled", "both"),
+        ],
+        are_tuples=True,
+    ),
     ids=lambda param: "-".join(filter(None, param)),
 )
 def executor(request):
@@ -174,7 +178,7 @@ def _evict_some(engine: Engine, history: tuple[int, ...], rng: random.Random) ->
     engine.evict(history, rng.sample(range(num_pages), num_pages // 2))
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", some(POLICIES))
 def test_conversations_have_the_tokens_of_fresh_runs(executor, name):
     """Tokens are equal under eviction, swaps, drops, cancellations and preemption."""
     policy, num_host = POLICIES[name]

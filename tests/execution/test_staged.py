@@ -111,6 +111,7 @@ def test_a_stage_holds_its_layers_and_no_more():
         assert mine.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
 
 
+@pytest.mark.release
 def test_new_weights_reach_every_stage(whole):
     """After an update, the answers are those of the new weights, and nothing compiles."""
     params = nnx.state(tiny_llama(num_layers=NUM_LAYERS))

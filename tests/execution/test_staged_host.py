@@ -16,6 +16,7 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor, FreeCopiesExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import StagePlan
+from tests.common.tiers import some
 
 # The first stage has two shards, of a KV head each.
 PLAN = StagePlan.of([1, 1], tensor=[2, 1])
@@ -41,7 +42,7 @@ def wanted():
         return [each.token_ids for each in rt.generate(PROMPTS, PARAMS)]
 
 
-@pytest.mark.parametrize("restore", ["prefetch", "per_layer"])
+@pytest.mark.parametrize("restore", some(["prefetch", "per_layer"]))
 def test_preempted_sequences_come_back(wanted, restore):
     """Greedy and drawn tokens are the same; sequences are cancelled; nothing compiles."""
     options = OPTIONS | dict(mesh=PLAN, policy=SWAPS, restore=restore, strict=True, warmup=True)

@@ -11,6 +11,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.testing import WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import make_mesh
+from tests.common.tiers import some
 from tests.models.hf_checkpoints import VOCAB_SIZE, torch_logits, write_checkpoint
 from tests.models.serving import Server
 
@@ -18,7 +19,7 @@ PROMPT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 37)
 VARIANTS = ("llama", "qwen3", "gpt2", "opt_350m", "gptj", "gpt_neox", "gemma3", "qwen3_moe")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", some(VARIANTS))
 def test_two_shards_have_the_logits_of_pytorch(variant, tmp_path):
     """Every family agrees in prefill and decode, with weights read onto the shards."""
     model = write_checkpoint(variant, tmp_path)
@@ -40,7 +41,7 @@ def alone():
         return prompts, params, rt.generate(prompts, params)
 
 
-@pytest.mark.parametrize("num_shards", [2, 4, 8])
+@pytest.mark.parametrize("num_shards", some([2, 4, 8]))
 def test_the_engine_answers_alike(alone, num_shards):
     """Two shards have one KV head each; more shards hold copies. The pool is too small.
 

@@ -69,6 +69,7 @@ def test_the_page_has_a_file_and_two_edits():
     assert len(edited) == 2 and all((ROOT / name).is_file() for name in edited)
 
 
+@pytest.mark.release
 def test_the_example_has_the_logits_of_pytorch(sources):
     """The parity tests pass for the family on the page, in every kind of batch."""
     path = os.pathsep.join((str(sources), str(ROOT)))

@@ -16,6 +16,7 @@ from predictor import SIZES, LengthBuckets
 from predictor.weights import config_of
 
 
+@pytest.mark.release
 def test_minilm_is_the_smallest_of_the_paper():
     """The downloaded encoder has the shape of table 5's first row, and a predictor can use it."""
     folder = encoder_folder("minilm", progress=False)

@@ -83,6 +83,7 @@ def _devices(executor: Any) -> list[list[int]]:
     ]
 
 
+@pytest.mark.release
 def test_requests_streams_and_conversations_go_on(wanted):
     """Before, through and after moves; then other weights, and another page pool."""
     seen = WrapAll(partial(SlowExecutor, step_s=0.0))

@@ -151,6 +151,7 @@ def test_a_stop_string_and_an_end_token_end_an_answer_in_the_middle_of_what_was_
         assert runtime.generate(prompt, ends).finish_reason == "stop"
 
 
+@pytest.mark.release
 def test_tensor_parallel_runtimes_speculate_too(plain):
     prompts = _prompts()[:4]
     params = SamplingParams(max_tokens=40, logit_bias={token: 30.0 for token in QUOTED[:2]})
@@ -249,26 +250,26 @@ def test_models_with_recurrent_layers_refuse_it():
 
 
 @pytest.mark.parametrize("layout", some(["unrolled", "scanned"]))
-def test_a_draft_model_changes_no_token_and_no_bit(wanted, layout):
+@pytest.mark.parametrize(("seed", "is_alike"), some([(0, True), (7, False)]))
+def test_a_draft_model_changes_no_token_and_no_bit(wanted, layout, seed, is_alike):
     """Greedy and drawn, with penalties; the model itself as a draft model is always right.
 
     Nothing compiles after a warm-up, which is for the draft model of one layer.
     """
-    for seed, is_alike in ((0, True), (7, False)):
-        draft = tiny_llama(seed, num_layers=2 if is_alike else 1, layer_layout=layout)
-        options: dict[str, Any] = {
-            **(OPTIONS if is_alike else WARM),
-            "deterministic": True,
-            "speculation": "draft",
-            "draft_model": draft,
-        }
-        with Runtime(tiny_llama(), **options) as runtime:
-            for i in range(4):
-                _check_same(runtime.generate(*_asked(i)), wanted(i))
-            stats = runtime.stats()
-        assert stats.num_draft_tokens > 0
-        if is_alike and layout == "unrolled":  # scanned layers draw other weights
-            assert stats.num_accepted_tokens > 0.7 * stats.num_draft_tokens
+    draft = tiny_llama(seed, num_layers=2 if is_alike else 1, layer_layout=layout)
+    options: dict[str, Any] = {
+        **(OPTIONS if is_alike else WARM),
+        "deterministic": True,
+        "speculation": "draft",
+        "draft_model": draft,
+    }
+    with Runtime(tiny_llama(), **options) as runtime:
+        for i in range(4):
+            _check_same(runtime.generate(*_asked(i)), wanted(i))
+        stats = runtime.stats()
+    assert stats.num_draft_tokens > 0
+    if is_alike and layout == "unrolled":  # scanned layers draw other weights
+        assert stats.num_accepted_tokens > 0.7 * stats.num_draft_tokens
 
 
 @pytest.mark.release

@@ -10,6 +10,7 @@ from benchmarks.offline.__main__ import main
 from tests.benchmarks.tiny_model import arguments
 
 
+@pytest.mark.release
 def test_every_run_is_whole(capsys, tmp_path):
     """Each run computes all prompts again, and the bound is compared with the median."""
     options = ["random" if each == "uniform" else each for each in arguments(tmp_path)]
