@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.docs.blocks import blocks, package_with, run_with
 
 # Runs in a separate process, where `jaxserve` is the changed copy.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.docs.blocks import blocks, package_with, run_with
 
 # A script for the copy. It runs in a separate process, in which `jaxserve` is the copy.
