@@ -154,6 +154,7 @@ class _Ray:
         return lambda _: SimpleNamespace(remote=lambda: actor)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("error", "is_over"),
     [

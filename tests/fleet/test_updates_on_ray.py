@@ -29,6 +29,8 @@ from jaxserve.models.loading import random_params
 from jaxserve.testing.tiny import random_prompts
 from tests.fleet.tiny_model import CONFIG, OPTIONS
 
+pytestmark = pytest.mark.release
+
 PROMPTS = random_prompts(8, longest=40)
 EACH = SamplingParams(max_tokens=12)
 WAIT_S = 240
