@@ -19,6 +19,7 @@ from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import Trace
 from jaxserve.workload.recorded import RecordedRequest, TraceWriter, read
+from tests.common.tiers import some
 
 ORACLES = ("oracle", "s3_oracle")
 LONGER_THAN_ANY = 10_000
@@ -142,7 +143,9 @@ def _again(recorded: RecordedRequest, prediction: LengthPrediction | None) -> Re
     )
 
 
-@pytest.mark.parametrize("policy", PRESETS)
+@pytest.mark.parametrize(
+    "policy", some(PRESETS, *map([*PRESETS].index, ("auto", "s3", "pensieve", "exegpt_waa_c")))
+)
 def test_a_recorded_trace_replays_to_the_same_schedule(policy: str, tmp_path: Path):
     """Steps, rows, slots, pages, tokens and times are equal, although lengths are forced now."""
     reasons = set()

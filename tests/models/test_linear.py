@@ -21,6 +21,7 @@ from jaxserve.models.linear import Linear, WeightAxes, replace_weights
 from jaxserve.models.quantised import INT4, INT8, QuantisedWeight, WeightFormat
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import make_mesh, state_shardings
+from tests.common.tiers import some
 from tests.models.hf_checkpoints import VARIANTS, VOCAB_SIZE
 from tests.models.serving import Server
 
@@ -338,7 +339,7 @@ def _mesh(num_shards: int):
     return None if num_shards == 1 else make_mesh(tensor=num_shards)
 
 
-@pytest.mark.parametrize(("variant", "layer_layout", "num_shards"), CASES)
+@pytest.mark.parametrize(("variant", "layer_layout", "num_shards"), some(CASES))
 def test_a_quantised_model_is_the_dequantised_one(variant, layer_layout, num_shards):
     """If every product's weight has 8 bits, logits are those of the restored weights."""
     quantised, restored = (_model(variant, layer_layout) for _ in range(2))
@@ -363,7 +364,7 @@ def test_all_matrices_are_weights_of_products(variant):
     assert names <= {"bias", "bqkv", "bo", "bgate_up", "bup", "bdown", "positions"}
 
 
-@pytest.mark.parametrize(("variant", "layer_layout", "num_shards"), CASES)
+@pytest.mark.parametrize(("variant", "layer_layout", "num_shards"), some(CASES))
 def test_sequences_have_the_adapters_of_their_rows(variant, layer_layout, num_shards):
     """Each sequence of a batch has the logits of a model with its adapter's merged weights."""
     adapters = (1, -1, 2)

@@ -89,6 +89,7 @@ def test_eight_bits_of_keys_and_values_are_close(loaded, reference, kv_dtype):
     assert 0.0 <= divergence.mean() < most_divergence
 
 
+@pytest.mark.release
 def test_greedy_tokens_equal_pytorch(runtime, reference):
     """There are more prompts than slots; each answer has PyTorch's tokens."""
     completions = runtime.generate(PROMPTS, SamplingParams(max_tokens=16, ignore_eos=True))

@@ -26,6 +26,7 @@ from jaxserve.models.quantisation import Quantisation, Quantiser
 from jaxserve.testing import FreeCopiesExecutor, SlowExecutor, tiny
 from jaxserve.testing.tiny import random_prompts, tiny_llama, tiny_t5
 from sharding import StagePlan, make_groups, make_mesh, state_shardings
+from tests.common.tiers import some
 
 RANK, NUM_TOKENS = 4, 16
 OPTIONS: dict[str, Any] = tiny.OPTIONS | {"max_adapters": 3, "max_adapter_rank": RANK}
@@ -163,12 +164,14 @@ def test_loading_and_dropping_compiles_nothing(rt):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        dict(policy="pensieve", kv_memory="40kB", restore="both"),
-        dict(policy="vllm_like", kv_memory="40kB", host_memory=0),
-        dict(max_step_tokens=16, page_size=4, max_decode_iterations=1),
-        dict(speculation="lookup"),
-    ],
+    some(
+        [
+            dict(policy="pensieve", kv_memory="40kB", restore="both"),
+            dict(policy="vllm_like", kv_memory="40kB", host_memory=0),
+            dict(max_step_tokens=16, page_size=4, max_decode_iterations=1),
+            dict(speculation="lookup"),
+        ]
+    ),
     ids=["restored", "recomputed", "chunks", "speculating"],
 )
 def test_how_a_request_is_computed_changes_nothing(options):

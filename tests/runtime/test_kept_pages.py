@@ -25,6 +25,7 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import FreeCopiesExecutor, WrapAll, tiny
 from jaxserve.testing.tiny import random_prompts, tiny_llama
 from sharding import StagePlan, make_mesh
+from tests.common.tiers import some
 
 PROMPTS = [prompt[:30] + (1,) * 10 for prompt in random_prompts(4, seed=3, longest=60)]
 PARAMS = SamplingParams(max_tokens=12)
@@ -77,7 +78,7 @@ def small_pages():
 
 @pytest.mark.parametrize(
     ("restore", "mesh", "kv_memory"),
-    [("on_admission", None, "45kB"), ("per_layer", None, "45kB"), ("both", STAGES, "22kB")],
+    some([("on_admission", None, "45kB"), ("per_layer", None, "45kB"), ("both", STAGES, "22kB")]),
     ids=str,
 )
 def test_many_pages_come_back_over_several_steps(
@@ -110,6 +111,7 @@ class _SlowCopies(FreeCopiesExecutor):
         return super().submit(plan)
 
 
+@pytest.mark.release
 def test_shards_of_pages_in_eight_bits_come_back_layer_by_layer():
     """Layers are scanned, over two devices; also after a resize and after timing steps."""
     options, model = OPTIONS | {"kv_dtype": "int8"}, tiny_llama(layer_layout="scanned")
@@ -145,7 +147,9 @@ def test_the_next_turn_finds_the_one_before(expected, policy):
         assert _talk(rt) == expected[0]
 
 
-@pytest.mark.parametrize(("kv_dtype", "mesh"), [(None, None), ("int8", None), ("int8", STAGES)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "mesh"), some([(None, None), ("int8", None), ("int8", STAGES)])
+)
 def test_another_runtime_goes_on_from_exported_pages(kv_dtype, mesh):
     """It finds the full pages of prompts that it never computed; nothing compiles."""
     options = OPTIONS | {"policy": "auto", "kv_dtype": kv_dtype, "mesh": mesh}
