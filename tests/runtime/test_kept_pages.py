@@ -317,6 +317,7 @@ def _answers(engine: Engine, prompts: Iterable[Sequence[int]]) -> list[tuple[int
     return [tuple(sequence.output) for sequence in sequences]
 
 
+@pytest.mark.release
 def test_pages_come_back_to_stages_layer_by_layer(expected):
     """The pool holds half of the cached pages; the first micro-batch brings them. It is resized."""
     options = FREE | {"restore": "both", "kv_memory": "20kB", "strict": True, "warmup": True}

@@ -13,6 +13,7 @@ from jaxserve.execution.sizes import nbytes
 from jaxserve.testing import FreeCopiesExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import StagePlan, make_mesh
+from tests.common.tiers import some
 
 PROMPTS = random_prompts(10, seed=4, longest=50)
 PARAMS = [
@@ -33,7 +34,7 @@ def _tokens(completions) -> list[tuple[int, ...]]:
     return [c.token_ids for c in completions]
 
 
-@pytest.fixture(scope="module", params=KV_DTYPES)
+@pytest.fixture(scope="module", params=some(KV_DTYPES))
 def alone(request):
     """The dtype, and the answer to each prompt alone, in a pool that holds all of them."""
     with _runtime(request.param, num_pages=60) as rt:

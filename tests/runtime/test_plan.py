@@ -28,6 +28,7 @@ from jaxserve.scheduling.plan import StepPlan
 from jaxserve.testing import ExecutorWrapper, RecordingExecutor, SlowExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from sharding import DeviceGroups, StagePlan, make_mesh
+from tests.common.tiers import some
 
 PROMPTS = random_prompts(8, longest=30)
 PARAMS = [SamplingParams(max_tokens=4 + 5 * i) for i in range(len(PROMPTS))]
@@ -84,7 +85,7 @@ def test_a_plan_that_is_not_adopted_changes_nothing(measured: tuple[list, Path])
         assert [(step.kind, step.num_rows) for step in rt.report().steps] == steps * 2
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", some([1, 2]))
 def test_running_requests_survive_plans(measured: tuple[list, Path], num_replicas: int):
     """Plans of different families and bounds: nothing is lost, and the tokens stay."""
     answers, path = measured
@@ -263,6 +264,7 @@ class _Watching(ExecutorWrapper):
         return self.inner.submit(plan)
 
 
+@pytest.mark.release
 def test_steps_are_timed_when_all_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A first start compiles behind its requests, and its times are kept for all later ones."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
