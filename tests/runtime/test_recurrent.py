@@ -13,6 +13,7 @@ from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
 from jaxserve.models.store import load_model
 from jaxserve.testing import RecordingExecutor, WrapAll
 from sharding import StagePlan, make_groups, make_mesh
+from tests.common.tiers import some
 from tests.models.hf_checkpoints import (
     VOCAB_SIZE,
     greedy_shortfall,
@@ -76,10 +77,12 @@ def _cut(wanted: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        *("auto", "orca", "vllm_like", "fastertransformer", "concurrent_instances", "flover"),
-        *("s3", "pensieve", "pensieve_device_only", "exegpt_rra", "triton_window"),
-    ],
+    some(
+        [
+            *("auto", "orca", "vllm_like", "fastertransformer", "concurrent_instances", "flover"),
+            *("s3", "pensieve", "pensieve_device_only", "exegpt_rra", "triton_window"),
+        ]
+    ),
 )
 def test_every_policy_gives_the_same_answers(checkpoint, policy):
     """Chunks of prompts beside decoding, answers that end apart, and repeated prompts."""

@@ -26,6 +26,7 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.testing import Trace
+from tests.common.tiers import some
 
 AGEING_S = 0.02
 HIGHEST = 3
@@ -143,7 +144,9 @@ def _overload(policy: Policy, seed: int, kind: str, probe: str | None = None) ->
     return load.engine.scheduler.counters()["num_preemptions"]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize(
+    "policy", some(POLICIES, *range(0, len(POLICIES), 4)), ids=lambda policy: policy.name
+)
 def test_no_request_starves(policy: Policy):
     """Each ends within a number of steps that depends on the work ahead of it."""
     num_preemptions = 0
@@ -166,7 +169,7 @@ def test_no_request_starves_whatever_a_probe_reads(policy: Policy, probe: str):
     assert num_preemptions > 0
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS.keys() - PACKED.keys()))
+@pytest.mark.parametrize("name", some(sorted(PRESETS.keys() - PACKED.keys()), 0, 4, 8))
 def test_a_big_prompt_is_not_overtaken(name: str):
     """Small requests that would fit wait behind a big one that does not fit."""
     for seed in range(5):
