@@ -7,6 +7,8 @@ import pytest
 from tests.architecture import imports, ownership, wiring
 from tests.architecture.sources import made_up
 
+pytestmark = pytest.mark.fast
+
 ROWS = (("runtime",), ("engine",), ("memory",))
 ARROWS = {"jaxserve": {"predictor"}, "predictor": set(), "tests": set()}
 

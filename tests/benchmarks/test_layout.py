@@ -7,8 +7,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from benchmarks.__main__ import commands, main
 from benchmarks.common.paths import ROOT
+
+pytestmark = pytest.mark.fast
 
 COMMANDS = {name: summary for name, summary in commands()}
 

@@ -22,6 +22,8 @@ from jaxserve.cells.simulated import SimulatedCells
 from jaxserve.core.clock import VirtualClock
 from tests.cells.examples import OneSecond, chain_cell, layout_of, random_graphs, three_cells
 
+pytestmark = pytest.mark.fast
+
 A = CellType("a", priority=0, batch_sizes=(1, 2, 4))
 B = CellType("b", priority=1, batch_sizes=(1, 2, 4))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +13,8 @@ from jaxserve.cells.flat_graph import flatten
 from jaxserve.cells.policy import CellType
 from jaxserve.cells.tree_shape import TreeShape
 from tests.cells.examples import layout_of, leaf_cell, merge_cell, tree
+
+pytestmark = pytest.mark.fast
 
 
 def test_a_tree_has_a_subgraph_per_leaf_and_one_for_the_rest():

@@ -8,6 +8,8 @@ from jaxserve.cells.executor import calls_of
 from jaxserve.cells.policy import Task
 from tests.cells.examples import chain_cell, layout_of
 
+pytestmark = pytest.mark.fast
+
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 

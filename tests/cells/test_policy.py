@@ -9,6 +9,8 @@ from jaxserve.cells.batchmaker import BatchMaker
 from jaxserve.cells.cell_graph import chain_graph
 from jaxserve.cells.policy import CellType, Task, TaskGroup, groups_of, nodes_of, with_ended
 
+pytestmark = pytest.mark.fast
+
 
 def test_a_group_makes_its_tasks():
     """They have its type and worker, and the nodes and padding of their places."""

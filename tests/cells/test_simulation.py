@@ -17,6 +17,8 @@ from jaxserve.cells.simulation import simulate_cells
 from jaxserve.core.errors import InvalidCellError, InvalidConfigError, InvalidGraphError
 from tests.cells.examples import OneSecond, chain, chain_cell, layout_of, leaf_cell
 
+pytestmark = pytest.mark.fast
+
 
 def run(
     lengths: list[int],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +11,8 @@ from jaxserve.cells.flat_graph import flatten
 from jaxserve.cells.layout import NUM_RESERVED_SLOTS, TRASH_SLOT
 from jaxserve.cells.value_table import ValueTable
 from tests.cells.examples import layout_of, random_graphs, three_cells
+
+pytestmark = pytest.mark.fast
 
 CELLS = three_cells()
 

@@ -12,6 +12,8 @@ from jaxserve.cells.tree_shape import TreeShape, numbered
 from jaxserve.core.errors import InvalidGraphError
 from jaxserve.workload.trees import random_trees, with_tokens
 
+pytestmark = pytest.mark.fast
+
 
 class _Token(IntEnum):
     """Numbers that are not plain ones."""

@@ -18,6 +18,8 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.runtime import Runtime
 
+pytestmark = pytest.mark.fast
+
 # Commands that open a service, and the groups of options that each takes.
 COMMANDS = {
     "generate": (SamplingOptions, ServiceOptions, ProcessOptions),

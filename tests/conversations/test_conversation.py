@@ -24,6 +24,8 @@ from jaxserve.core.sampling_params import SamplingParams
 from tests.conversations.chats import TEMPLATE, chat_tokenizer
 from tests.conversations.fakes import FakeTurnClient, conversations
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.fixture(scope="module")
 def tokenizer():

@@ -26,6 +26,8 @@ from jaxserve.core.errors import (
 from jaxserve.core.journal_limits import JournalLimits
 from tests.conversations.fakes import Connections
 
+pytestmark = pytest.mark.fast
+
 TURN = Turn(
     num_kept=0,
     prompt=(1, 2**32 - 1, 3),

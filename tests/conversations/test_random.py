@@ -5,11 +5,14 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import TurnCancelledError
 from tests.conversations.fakes import END_ID, FakeTurnClient, conversations
+
+pytestmark = pytest.mark.fast
 
 IDS = ("a", "b", "c")
 OPERATIONS = st.one_of(

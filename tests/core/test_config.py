@@ -7,6 +7,8 @@ import pytest
 from jaxserve.core.config import EngineConfig, bucket, fine_slot_buckets, fine_token_buckets
 from jaxserve.core.errors import InvalidConfigError
 
+pytestmark = pytest.mark.fast
+
 
 def test_fine_windows_have_little_room_to_spare():
     """For any number of slots over 8, padding is under a third, and the largest window has all."""

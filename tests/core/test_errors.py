@@ -19,6 +19,8 @@ from jaxserve.core.errors import (
     UnknownConversationError,
 )
 
+pytestmark = pytest.mark.fast
+
 ERRORS = [
     InvalidConfigError("slots=0 is not allowed"),
     ConversationTooLongError("mine", 50, num_new_tokens=20, max_prompt_tokens=60),

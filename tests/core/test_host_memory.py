@@ -8,6 +8,8 @@ import pytest
 
 from jaxserve.core.host_memory import available_host_bytes
 
+pytestmark = pytest.mark.fast
+
 GIB = 2**30
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")

@@ -8,6 +8,8 @@ from jaxserve.core.errors import EmptyPromptError
 from jaxserve.core.metrics import goodput, spread, summarise
 from jaxserve.core.request import Completion, Sample, Timing
 
+pytestmark = pytest.mark.fast
+
 
 def _completion(num_output: int, first_s: float, last_s: float) -> Completion:
     return Completion(

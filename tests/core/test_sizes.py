@@ -7,6 +7,8 @@ import pytest
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sizes import format_bytes, parse_bytes
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize(
     ("size", "num_bytes"),

@@ -7,10 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from typer.main import get_command
 
 from jaxserve.cli import app
+
+pytestmark = pytest.mark.fast
 
 TEXT = (Path(__file__).parents[2] / "docs" / "deploying.md").read_text(encoding="utf-8")
 

@@ -6,8 +6,12 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from jaxserve.cli.options import DEFAULT_MODEL
 from jaxserve.models.registry import resolve
+
+pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

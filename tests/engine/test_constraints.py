@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 
+import pytest
+
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
@@ -12,6 +14,8 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.presets import PRESETS
 from tests.engine.any_text import AnyText
+
+pytestmark = pytest.mark.fast
 
 
 def test_those_that_run_share_the_proposals_of_a_step():

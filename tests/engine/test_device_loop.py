@@ -12,6 +12,8 @@ from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import EngineBusyError, EngineFailedError, JaxserveError
 from jaxserve.engine.device_loop import DeviceLoop
 
+pytestmark = pytest.mark.fast
+
 WAIT_S = 10
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.sampling_params import SamplingParams
@@ -11,6 +13,8 @@ from jaxserve.engine.loop import engine_loop
 from jaxserve.engine.requests import RequestBuilder
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.presets import PRESETS
+
+pytestmark = pytest.mark.fast
 
 
 def test_first_tokens_are_delivered_before_those_of_running_answers():

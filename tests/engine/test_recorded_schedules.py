@@ -21,6 +21,8 @@ from jaxserve.testing import Trace
 from jaxserve.workload.recorded import RecordedRequest, TraceWriter, read
 from tests.common.tiers import some
 
+pytestmark = pytest.mark.fast
+
 ORACLES = ("oracle", "s3_oracle")
 LONGER_THAN_ANY = 10_000
 

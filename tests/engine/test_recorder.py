@@ -9,6 +9,8 @@ from jaxserve.scheduling.plan import LINK, Handover, Row, StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import Trace
 
+pytestmark = pytest.mark.fast
+
 
 def test_a_step_takes_the_time_since_the_last_one_of_its_group():
     """Two groups compute at once, one of them a loop of four iterations, and pages go between."""

@@ -6,6 +6,8 @@ import pytest
 
 from jaxserve.engine.text import TextAssembler
 
+pytestmark = pytest.mark.fast
+
 
 class _Letters:
     """A decoder of letters that holds the last letter of each push back, as UTF-8 decoders may."""

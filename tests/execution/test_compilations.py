@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jaxserve.execution.compilations import CompilationCounter
+
+pytestmark = pytest.mark.fast
 
 
 def test_a_counter_whose_listener_is_gone_closes():

@@ -9,6 +9,8 @@ import pytest
 from jaxserve.core.errors import DeviceMemoryError
 from jaxserve.execution.memory_plan import plan_pool, plan_resize
 
+pytestmark = pytest.mark.fast
+
 GIB = 2**30
 
 GIB = 2**30

@@ -21,6 +21,8 @@ from jaxserve.scheduling.plan import Admission, Row, StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.workload import WorkloadItem
 
+pytestmark = pytest.mark.fast
+
 CONFIG = EngineConfig(
     page_size=4, num_pages=60, max_slots=6, max_context=64, max_step_tokens=32, num_host_pages=20
 )

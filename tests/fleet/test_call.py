@@ -11,6 +11,8 @@ from jaxserve.core.errors import CheckpointError, MissingExtraError
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.fleet.call import Call, make_call
 
+pytestmark = pytest.mark.fast
+
 
 def _call(prompt: object) -> Call:
     return make_call("a", prompt, SamplingParams(), priority=0, page_size=4)

@@ -8,6 +8,8 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.fleet.checks import check_host_pages
 from jaxserve.fleet.replica import Started
 
+pytestmark = pytest.mark.fast
+
 
 def _started(num_host_pages: int) -> Started:
     return Started(

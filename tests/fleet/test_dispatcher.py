@@ -25,6 +25,8 @@ from jaxserve.fleet.call import make_call
 from jaxserve.fleet.dispatcher import Dispatcher
 from tests.fleet.fakes import ANSWER, EACH_COUNTER, PAGE_SIZE, World, call
 
+pytestmark = pytest.mark.fast
+
 WAIT_S = 20
 
 

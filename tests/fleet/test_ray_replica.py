@@ -31,6 +31,8 @@ from jaxserve.runtime.pending import Pending
 from jaxserve.scheduling.kv.transfer import KVPages
 from tests.fleet.fakes import call
 
+pytestmark = pytest.mark.fast
+
 KV = ((1, 2, 3), KVPages(b"weights", [b"page"]))
 
 

@@ -25,6 +25,8 @@ from jaxserve.fleet.weights import FleetUpdate, NewestWeights
 from jaxserve.runtime.weight_update import WeightUpdate
 from tests.fleet.fakes import PAGE_SIZE, World, call
 
+pytestmark = pytest.mark.fast
+
 WAIT_S = 20
 
 

@@ -15,6 +15,8 @@ from jaxserve.memory.page_files import PageFiles
 from tests.common.processes import heeding_interrupts, interrupt
 from tests.memory.gate import GatedFiles
 
+pytestmark = pytest.mark.fast
+
 KEYS = [bytes([i]) * 16 for i in range(10)]
 
 

@@ -4,6 +4,8 @@ import pytest
 
 from jaxserve.memory.host_pool import HostPool
 
+pytestmark = pytest.mark.fast
+
 
 def test_pages_are_allocated_once_and_can_be_allocated_again():
     """Two owners do not share a page, and a freed page can be allocated."""

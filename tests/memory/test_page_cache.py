@@ -13,6 +13,8 @@ from jaxserve.memory.page_cache import PageCache
 from jaxserve.memory.page_values import PageValues
 from tests.common.tiers import seeds
 
+pytestmark = pytest.mark.fast
+
 COST = RecomputeCost.analytic(attention=1.0, other=100.0, longest=1024)
 
 

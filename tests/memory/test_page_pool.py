@@ -7,6 +7,8 @@ import pytest
 from jaxserve.memory.page_pool import NULL_PAGE, PagePool
 from jaxserve.memory.page_table import PageTable
 
+pytestmark = pytest.mark.fast
+
 
 def test_reserved_pages_are_not_available():
     """A reservation reduces the number of available pages without allocating pages."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from jaxserve.memory.cached_page import Branch, CachedPage
 from jaxserve.memory.eviction import CostOverTime, RecomputeCost
 from jaxserve.memory.host_pool import HostPool
@@ -11,6 +13,8 @@ from jaxserve.memory.page_cache import PageCache
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.prefetch import Prefetch
+
+pytestmark = pytest.mark.fast
 
 COST = RecomputeCost.analytic(attention=1.0, other=100.0, longest=1024)
 

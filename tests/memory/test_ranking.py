@@ -9,6 +9,8 @@ import pytest
 from jaxserve.memory.cached_page import Branch, CachedPage
 from jaxserve.memory.ranking import Ranking
 
+pytestmark = pytest.mark.fast
+
 
 class _Pool:
     """Pages whose value is their index, of conversations, and how many were ranked.

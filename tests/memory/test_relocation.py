@@ -9,6 +9,8 @@ from jaxserve.memory.page_pool import NULL_PAGE, PagePool
 from jaxserve.memory.page_table import PageTable
 from jaxserve.memory.relocation import fewest_moves, page_sources, page_targets
 
+pytestmark = pytest.mark.fast
+
 
 def test_only_pages_beyond_the_end_move():
     """Each such page moves once, onto a free page below the end, and not onto the null page."""

@@ -16,6 +16,8 @@ from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.retrieval import Retrieval
 from tests.memory.gate import GatedFiles
 
+pytestmark = pytest.mark.fast
+
 NUM_HOST_PAGES = 6
 COST = RecomputeCost.analytic(attention=1.0, other=100.0, longest=1024)
 

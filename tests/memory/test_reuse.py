@@ -9,6 +9,8 @@ from jaxserve.memory.eviction import CostOverTime, RecomputeCost
 from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.reuse import ReuseRate
 
+pytestmark = pytest.mark.fast
+
 # Computing a page costs ten of its copies.
 COST = RecomputeCost(((1, 10.0), (2, 10.0)))
 

@@ -14,6 +14,8 @@ from jaxserve.core.errors import InvalidRequestError
 from jaxserve.models.jinja import render
 from jaxserve.models.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.fast
+
 CONTROL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for m in messages %}{% if loop.first and m.role != 'system' %}"

@@ -11,6 +11,8 @@ from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.families.gpt2 import GPT3_SHAPES
 
+pytestmark = pytest.mark.fast
+
 LLAMA = dict(
     model_type="llama",
     vocab_size=32,

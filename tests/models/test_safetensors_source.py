@@ -12,6 +12,8 @@ from safetensors.numpy import save_file
 from jaxserve.core.errors import CheckpointError, UnknownModelError
 from jaxserve.models.safetensors_source import SafetensorsSource
 
+pytestmark = pytest.mark.fast
+
 ARRAY = np.arange(24, dtype=np.float32).reshape(4, 6)
 
 

@@ -19,6 +19,8 @@ from jaxserve.engine.text import TextAssembler
 from jaxserve.models.gguf_tokenizer import read_gguf_tokenizer
 from jaxserve.models.tokenizer import StreamDecoder, Tokenizer
 
+pytestmark = pytest.mark.fast
+
 EXPECTED = Path(__file__).parent.parent / "data" / "smollm2_tokenizer_llamacpp.json"
 
 

@@ -21,6 +21,8 @@ from jaxserve.models.tool_calls import (
     with_instruction,
 )
 
+pytestmark = pytest.mark.fast
+
 A = Call("add", '{"x": 1, "y": "<b>"}')
 B = Call("now", "{}")
 NOW = '{"name": "now", "arguments": {}}'

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from jaxserve.models.weights import Tensor, Weight, gate_and_up, split_qkv
 
+pytestmark = pytest.mark.fast
+
 LAYER = 3
 GROUP = 2
 # Sizes of a parameter by the names of its axes.

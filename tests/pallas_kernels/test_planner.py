@@ -10,6 +10,8 @@ import pytest
 from pallas_kernels.paged_attention.planner import Capacity, Launches, Plan, Tiling, plan
 from tests.common.tiers import some
 
+pytestmark = pytest.mark.fast
+
 # A small device, so that small batches have every kind of item.
 TILING = Tiling(
     kv_heads=2,

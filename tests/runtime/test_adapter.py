@@ -22,6 +22,8 @@ from jaxserve.runtime.replicas import Replicas
 from jaxserve.scheduling.presets import get_policy
 from tests.planning.schedules.step_times import CONFIG, like_a_small_model
 
+pytestmark = pytest.mark.fast
+
 PLANNER = RRAPlanner.measured(like_a_small_model(), lambda: CONFIG)
 ANSWERS = [AnswerLength(admitted_s=i, num_prompt=20, num_output=8 + i % 9) for i in range(64)]
 WAIT_S = 30

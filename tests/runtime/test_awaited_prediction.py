@@ -11,6 +11,8 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.runtime.awaited_prediction import AwaitedPrediction
 from predictor import LengthBuckets
 
+pytestmark = pytest.mark.fast
+
 REQUEST = Request(id="r", prompt=(1,), params=SamplingParams(max_tokens=2), arrival_s=0.0)
 PREDICTION = LengthPrediction(LengthBuckets.equal_width(8, 2), np.array([0.5, 0.5]))
 

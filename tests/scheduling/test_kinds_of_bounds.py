@@ -29,6 +29,8 @@ from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.presets import PRESETS, check_heeded
 from jaxserve.workload import WorkloadItem
 
+pytestmark = pytest.mark.fast
+
 SECOND = FlatCost(per_iteration_s=1.0, per_token_s=0.0)
 CONFIG = EngineConfig(
     num_pages=100, max_slots=4, max_context=200, max_step_tokens=64, max_decode_iterations=4

@@ -28,6 +28,8 @@ from jaxserve.scheduling.scheduler import Scheduler
 from predictor import LengthBuckets
 from tests.engine.any_text import AnyText
 
+pytestmark = pytest.mark.fast
+
 CONFIG = EngineConfig(num_pages=41, max_slots=8, max_context=256, max_step_tokens=64, page_size=16)
 LONG = EngineConfig(
     num_pages=30_000, max_slots=8, max_context=400_000, max_step_tokens=256, page_size=16

@@ -14,6 +14,8 @@ from jaxserve.scheduling.speculation import Speculating, Speculation
 from jaxserve.testing import Trace
 from tests.common.tiers import seeds
 
+pytestmark = pytest.mark.fast
+
 POLICIES = (
     *("vllm_like", "orca", "auto", "s3", "fastertransformer", "concurrent_instances"),
     *("pensieve", "exegpt_rra", "exegpt_waa_c", "flover"),

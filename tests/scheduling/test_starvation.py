@@ -28,6 +28,8 @@ from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.testing import Trace
 from tests.common.tiers import some
 
+pytestmark = pytest.mark.fast
+
 AGEING_S = 0.02
 HIGHEST = 3
 MIXED = (

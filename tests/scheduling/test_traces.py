@@ -30,6 +30,8 @@ from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.testing import Trace
 from tests.common.tiers import seeds, some
 
+pytestmark = pytest.mark.fast
+
 POLICIES = [
     PRESETS["orca"],
     PRESETS["vllm_like"],

@@ -16,6 +16,8 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.recorded import RecordedRequest, TraceWriter, read, recorded_items
 
+pytestmark = pytest.mark.fast
+
 PARAMS = SamplingParams(
     max_tokens=40,
     min_tokens=2,

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks.common.record import Record
+
+pytestmark = pytest.mark.fast
 
 
 def test_the_file_is_whole_after_every_figure(tmp_path):

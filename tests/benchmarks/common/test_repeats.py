@@ -7,6 +7,8 @@ import pytest
 from benchmarks.common.repeats import Spread, in_turns, ratios, summary
 from jaxserve.core.errors import InvalidConfigError
 
+pytestmark = pytest.mark.fast
+
 
 def _run(wall_s: float, first_s: float, hit: int | None = None) -> dict:
     return {

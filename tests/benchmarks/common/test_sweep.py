@@ -7,6 +7,8 @@ import pytest
 from benchmarks.common import sweep
 from jaxserve.core.errors import InvalidConfigError
 
+pytestmark = pytest.mark.fast
+
 TOKENS = 100
 
 

@@ -13,6 +13,8 @@ from jaxserve.core.request import Completion, Request, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.workload.recorded import TraceWriter
 
+pytestmark = pytest.mark.fast
+
 RUNTIME = SimpleNamespace(
     model_config=SimpleNamespace(vocab_size=50), config=SimpleNamespace(max_context=700)
 )

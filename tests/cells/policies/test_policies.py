@@ -27,6 +27,8 @@ from jaxserve.workload.trees import Tree, complete_tree, random_trees
 from tests.cells.examples import OneSecond, chain, chain_cell, leaf_cell, merge_cell, tree
 from tests.cells.policies.play import play, sizes
 
+pytestmark = pytest.mark.fast
+
 LSTM = [CellType("lstm", batch_sizes=(1, 2, 4))]
 TREE = [CellType("leaf", batch_sizes=(64,)), CellType("internal", 1, (64,))]
 SEQ2SEQ = [

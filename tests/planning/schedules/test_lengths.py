@@ -12,6 +12,8 @@ from jaxserve.workload.tasks import TASKS
 from predictor import LengthBuckets, LengthDistributions
 from tests.planning.schedules.made_up import always
 
+pytestmark = pytest.mark.fast
+
 # Half of the answers take one iteration, half of them three.
 ONE_OR_THREE = LengthDistribution.of_samples([1, 3])
 

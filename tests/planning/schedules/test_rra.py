@@ -17,6 +17,8 @@ from jaxserve.planning.schedules import (
 from tests.planning.schedules.made_up import MadeUpCost, always, cluster_of, model_of
 from tests.planning.schedules.pipelines import drained_round_s, round_s
 
+pytestmark = pytest.mark.fast
+
 
 def _timeline(
     num_layers: int = 2,
