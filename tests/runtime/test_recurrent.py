@@ -148,7 +148,7 @@ def test_samples_are_those_of_as_many_requests(checkpoint):
     assert len({sample.token_ids for sample in together.samples}) > 1
 
 
-@pytest.mark.parametrize("policy", ["vllm_like", "pensieve", "auto"])
+@pytest.mark.parametrize("policy", some(["vllm_like", "pensieve", "auto"]))
 def test_preempted_sequences_are_computed_again(bamba, bamba_answers, policy):
     """With too few pages, sequences begin anew, and answers stay the same; nothing is swapped."""
     with Runtime.from_pretrained(bamba, policy=policy, kv_memory="20kB", **OPTIONS) as rt:
@@ -207,6 +207,7 @@ def test_what_states_cannot_have_is_refused(bamba, options, mesh, message):
         Runtime.from_pretrained(bamba, mesh=mesh(), **options, **OPTIONS)
 
 
+@pytest.mark.release
 def test_replicas_quantised_weights_and_new_weights(bamba):
     """What does not touch states works as for other models."""
     dense = load_model(bamba, dtype="float32", progress=False).params

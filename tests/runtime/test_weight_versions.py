@@ -107,6 +107,7 @@ def _check_tokens(done: Sequence[Completion], sets: Sequence[nnx.State]) -> None
     assert np.mean(np.array(wrong) < 1e-3) < 0.2  # so that another version would be noticed
 
 
+@pytest.mark.release
 def test_a_thousand_updates_while_requests_run():
     """Every token is of its version's weights; nothing compiles, and memory does not grow.
 

@@ -39,6 +39,7 @@ from jaxserve.scheduling.sequence import Sequence
 from jaxserve.testing import Trace
 from jaxserve.workload import WorkloadItem
 from predictor import LengthBuckets
+from tests.common.tiers import some
 from tests.memory.gate import GatedFiles
 
 SECOND = FlatCost(per_iteration_s=1.0, per_token_s=0.0)
@@ -244,7 +245,7 @@ def test_reserved_slots_are_checked():
     assert max(step.num_running for step in run.steps) == 1
 
 
-@pytest.mark.parametrize("name", ["exegpt_rra", "exegpt_waa_c", "auto", "vllm_like"])
+@pytest.mark.parametrize("name", some(["auto", "exegpt_rra", "exegpt_waa_c", "vllm_like"]))
 def test_bounds_change_no_token(name: str):
     """Random traces in which every other request has a bound, with small and large reserves."""
     num_preemptions = 0

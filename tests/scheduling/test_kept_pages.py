@@ -27,6 +27,7 @@ from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.device_only import DeviceOnly
 from jaxserve.scheduling.retention.tiered import Tiered
 from jaxserve.testing import Trace
+from tests.common.tiers import some
 from tests.memory.gate import PoorFiles
 
 SWAPS = LastInOrder(keeps_state=True)
@@ -54,7 +55,7 @@ def _trace(seed: int) -> Trace:
     return Trace(seed, with_faults=seed % 2 == 0, with_conversations=True)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", some(POLICIES, 0, 3), ids=lambda policy: policy.name)
 def test_conversations_have_the_tokens_of_fresh_runs(policy: Policy):
     """Evictions, swaps, drops, cancellations and preemption do not change tokens or lose pages."""
     counts = Counter()
@@ -73,8 +74,8 @@ def test_conversations_have_the_tokens_of_fresh_runs(policy: Policy):
     assert (counts["found on the host"] > 0) == is_tiered == (counts["prefetched"] > 0), counts
 
 
-@pytest.mark.parametrize("incoming_pages", [1, 2])
-@pytest.mark.parametrize("policy", TIERED, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("incoming_pages", some([1, 2]))
+@pytest.mark.parametrize("policy", some(TIERED), ids=lambda policy: policy.name)
 def test_pages_that_come_over_several_plans(policy: Policy, incoming_pages: int):
     """Nothing is computed, by the sequence or by others with its prefix, before its pages came.
 
@@ -99,7 +100,7 @@ def test_pages_that_come_over_several_plans(policy: Policy, incoming_pages: int)
     assert counts["awaited"] > 5 and counts["preempted"] > 20, counts
 
 
-@pytest.mark.parametrize("policy", POLICIES[:6], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", some(POLICIES[:6]), ids=lambda policy: policy.name)
 def test_a_resized_pool_keeps_what_fits(policy: Policy):
     """Pages move, cached ones too; an answer is cut only if it no longer fits."""
     num_found = 0
@@ -124,7 +125,7 @@ def _spoil(folder: Path, rng: random.Random) -> None:
             path.write_bytes(contents[:at] + bytes([contents[at] ^ 1]) + contents[at + 1 :])
 
 
-@pytest.mark.parametrize("policy", DISK_POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", some(DISK_POLICIES), ids=lambda policy: policy.name)
 def test_a_restarted_engine_finds_on_the_disk_what_is_right(policy: Policy, tmp_path):
     """The same conversations run on damaged files, and on some folders and disks that fail."""
     num_found, num_corrupt = [0, 0], 0

@@ -26,6 +26,7 @@ from jaxserve.steps.slots import MOVES_A_CALL, empty_slots
 from jaxserve.testing.tiny import MAX_CONTEXT, tiny_llama
 from pallas_kernels import dispatch
 from pallas_kernels.cross import targeting
+from tests.common.tiers import some
 
 CONFIG = EngineConfig(num_pages=50, max_slots=8, max_context=MAX_CONTEXT, max_step_tokens=64)
 ATTENTION = {f"paged_attention_{kind}" for kind in ("tile", "split", "merge")}
@@ -38,7 +39,7 @@ def _kernels(function: Callable[..., Any], *arguments: Any, **static: Any) -> se
     return set(re.findall(r'name = "(\w+)"', text))
 
 
-@pytest.mark.parametrize("layout", ["unrolled", "scanned"])
+@pytest.mark.parametrize("layout", some(["unrolled", "scanned"]))
 def test_steps(layout):
     """Mixed steps and decode loops rotate, write and attend in kernels, as reported."""
     model = tiny_llama(layer_layout=layout)

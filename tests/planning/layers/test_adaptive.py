@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.planning.layers.adaptive import Range, sample
+from tests.common.tiers import some
 
 
 def _step(at: int) -> float:
@@ -29,7 +30,7 @@ def test_a_curve_gets_few_points_where_it_is_straight(curve, expected):
     assert list(found["x"]) == expected
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", some(range(5)))
 def test_interpolation_keeps_the_tolerance_on_smooth_curves(seed):
     """Between the points of a smooth curve, the line is within about the tolerance."""
     rng = np.random.default_rng(seed)

@@ -18,6 +18,7 @@ from jaxserve.planning.schedules.families import planner_of
 from jaxserve.planning.schedules.played import Player
 from jaxserve.planning.step_times import Curve
 from jaxserve.scheduling.presets import PRESETS
+from tests.common.tiers import some
 from tests.planning.schedules.step_times import CONFIG, like_a_small_model
 
 SMALL = replace(CONFIG, max_slots=8, slot_buckets=(), head_buckets=())
@@ -50,7 +51,7 @@ def _lengths(rng: np.random.Generator) -> TaskLengths:
     return lengths_of([(int(prompt), int(output)) for prompt, output in pairs])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_the_best_of_all_sizes_is_found(seed: int):
     """Random step times, lengths, memory and bounds: within 2 % of the best of all simulations.
 

@@ -21,6 +21,7 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.tasks import Lengths
+from tests.common.tiers import some
 from tests.planning.schedules.step_times import CONFIG, like_a_small_model
 
 GROUPS = GroupTimes(
@@ -67,7 +68,7 @@ def _served(
     ]
 
 
-@pytest.mark.parametrize("changed", ["mean", "std"])
+@pytest.mark.parametrize("changed", some(["mean", "std"]))
 def test_the_bound_is_kept_again_when_lengths_grow(changed: str):
     """Left alone, over 1 % of answers miss it; adapted, it serves as much as if planned anew."""
     rng = np.random.default_rng(0)
