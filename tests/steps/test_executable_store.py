@@ -343,6 +343,7 @@ def test_things_without_a_stable_name_are_refused():
     assert len({key_of(1), key_of("1"), key_of(1.0), key_of((1,)), key_of(True)}) == 5
 
 
+@pytest.mark.release
 def test_a_second_process_traces_no_step(tmp_path):
     """It gets the tokens of the first, which started at the same time as a third on one cache.
 

@@ -205,6 +205,7 @@ def test_extreme_temperatures(temperature):
         np.testing.assert_array_equal(token, logits.argmax(-1))
 
 
+@pytest.mark.release
 def test_wide_truncation_is_exact():
     """Top-k and top-p that keep much of a large vocabulary keep exactly the right tokens."""
     vocab = 20_000

@@ -283,6 +283,7 @@ def test_slots_that_memory_cannot_fill_are_reserved_all_the_same():
     assert plan.answers_per_s == pytest.approx(plain.answers_per_s)
 
 
+@pytest.mark.release
 def test_a_schedule_between_the_best_of_each_bound_is_found():
     """A first token in time, and a class: the best of all schedules that keep both is found.
 

@@ -29,6 +29,7 @@ from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.workload import WorkloadItem
+from tests.common.tiers import some
 from tests.planning.schedules.step_times import CONFIG, like_a_small_model
 
 TIMES = like_a_small_model()
@@ -81,7 +82,7 @@ def _lowest_s(name: str, *, is_larger: bool = False) -> float:
     return refused.value.lowest["latency_s"]
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", some(PLANNERS))
 def test_no_schedule_serves_more_under_any_bound(name: str):
     """From the lowest bound to none: the plan is at least as good as every limit and the best RRA.
 
@@ -122,8 +123,8 @@ def test_bounds_on_tokens_are_searched_too(name: str):
         assert getattr(plan, name) <= bound_s and plan.answers_per_s <= 1.01 * free.answers_per_s
 
 
-@pytest.mark.parametrize("name", LARGER)
-@pytest.mark.parametrize("share", [1.5, 3.0, math.inf])
+@pytest.mark.parametrize("name", some(LARGER))
+@pytest.mark.parametrize("share", some([1.5, 3.0, math.inf]))
 def test_a_plan_is_as_good_as_it_says(name: str, share: float):
     """Lengths of other seeds: 98 % of the answers keep the bound, and throughput is within 10 %."""
     draw, (planner, lengths) = DRAWN[name], LARGER[name]
@@ -166,7 +167,7 @@ def test_no_static_batch_keeps_a_bound_that_plans_do_not(size: int):
     assert plan.keeps_bounds and plan.answers_per_s >= 0.95 * len(items) / run.wall_s
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", some(PLANNERS))
 def test_batches_that_run_until_all_have_ended_are_compared(name: str):
     """They may fill the slots. A plan has 0.97 of the best one that keeps the bound, or more."""
     planner, lengths = PLANNERS[name]

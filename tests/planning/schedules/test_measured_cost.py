@@ -36,6 +36,7 @@ from jaxserve.scheduling.order.fcfs import FCFS
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.workload import WorkloadItem
+from tests.common.tiers import some
 from tests.planning.schedules.step_times import CONFIG, like_a_small_model, plan_rra
 
 Lengths: TypeAlias = Sequence[tuple[int, int]]
@@ -169,7 +170,7 @@ def test_throughput_is_that_of_the_real_scheduler(encode_batch: int, num_decodes
     assert float(figures.throughput) == pytest.approx(throughput, rel=0.1)
 
 
-@pytest.mark.parametrize("share", [1.05, 1.5, math.inf])
+@pytest.mark.parametrize("share", some([1.05, 1.5, math.inf]))
 def test_a_plan_of_an_encoder_decoder_model_keeps_its_bound(share: float):
     """As of other models: throughput within 10 %, and 99 % of answers in time."""
     config, lengths = replace(CONFIG, has_encoder=True), _lengths(600, seed=5)
@@ -183,7 +184,7 @@ def test_a_plan_of_an_encoder_decoder_model_keeps_its_bound(share: float):
     assert np.mean(np.array(spent) <= bound_s) >= 0.99
 
 
-@pytest.mark.parametrize("share", [1.05, 1.5, 4.0, math.inf])
+@pytest.mark.parametrize("share", some([1.05, 1.5, 4.0, math.inf]))
 def test_a_plan_keeps_its_bound_in_the_simulation(share: float):
     """From just above the lowest bound to none: throughput within 10 %, 99 % of answers in time."""
     lengths = _lengths(600, seed=5)
