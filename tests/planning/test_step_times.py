@@ -14,6 +14,8 @@ from jaxserve.planning.step_times import Curve
 from jaxserve.scheduling.plan import Row
 from tests.planning.step_times import CONFIG, made_up, plan
 
+pytestmark = pytest.mark.fast
+
 
 def test_a_curve_is_straight_between_and_beyond_its_points():
     """It is not below zero, however steep the line is."""

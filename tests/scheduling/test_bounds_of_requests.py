@@ -42,6 +42,8 @@ from predictor import LengthBuckets
 from tests.common.tiers import some
 from tests.memory.gate import GatedFiles
 
+pytestmark = pytest.mark.fast
+
 SECOND = FlatCost(per_iteration_s=1.0, per_token_s=0.0)
 CONFIG = EngineConfig(
     num_pages=100, max_slots=4, max_context=200, max_step_tokens=64, max_decode_iterations=4

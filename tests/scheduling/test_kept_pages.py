@@ -30,6 +30,8 @@ from jaxserve.testing import Trace
 from tests.common.tiers import some
 from tests.memory.gate import PoorFiles
 
+pytestmark = pytest.mark.fast
+
 SWAPS = LastInOrder(keeps_state=True)
 POLICIES = [
     PRESETS["pensieve"],
