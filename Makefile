@@ -29,7 +29,7 @@ test-fast: $(TEST_STAMP) ## test what compiles nothing, in under two minutes
 	@$(MAKE) --no-print-directory tests TIER=fast
 
 test-all: style ## run every test there is, sweeps and matrices too: before a release
-	@$(MAKE) --no-print-directory -j2 types tests TIER=
+	@$(MAKE) --no-print-directory -j2 types tests TIER= ARGS="--hypothesis-profile=release $(ARGS)"
 
 TIER := not release
 tests: $(TEST_STAMP)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.common import shapes
+from tests.common import shapes, tiers
 
 pytest_plugins = ["tests.common.times"]
 
@@ -58,6 +58,8 @@ _cache = Path(os.environ.get("JAXSERVE_CACHE", Path.home() / ".cache" / "jaxserv
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_cache / "test-xla" / _this_machine()))
 os.environ.setdefault("PALLAS_KERNELS_CACHE", str(_cache / "kernels"))
 
+
+tiers.settings.load_profile("test")
 
 # Runs before the import of any module that is checked.
 if shapes.is_available():

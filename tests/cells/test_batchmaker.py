@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.cells import Graph, SimulatedCell
@@ -21,6 +21,7 @@ from jaxserve.cells.policy import CellType, Task
 from jaxserve.cells.simulated import SimulatedCells
 from jaxserve.core.clock import VirtualClock
 from tests.cells.examples import OneSecond, chain_cell, layout_of, random_graphs, three_cells
+from tests.common.tiers import some
 
 pytestmark = pytest.mark.fast
 
@@ -236,7 +237,6 @@ def forked_chains(cells: tuple[SimulatedCell, ...], lengths: list[int]) -> Graph
 
 
 # 250 times at least 8 graphs, in each of the tests.
-@settings(deadline=None, max_examples=250)
 @given(st.data())
 def test_every_request_ends_once_under_random_loads(data: st.DataObject):
     """Nodes run once, after their dependencies, in tasks of one type and size; then all is free.
@@ -302,8 +302,7 @@ def test_a_device_gets_tasks_before_all_graphs_have_started(max_admitted, sizes)
     assert [step.num_rows for step in engine.recorder.records.steps] == sizes
 
 
-@pytest.mark.parametrize("has_loops", [True, False])
-@settings(deadline=None, max_examples=250)
+@pytest.mark.parametrize("has_loops", some([True, False]))
 @given(st.data())
 def test_one_worker_has_the_same_tasks(has_loops: bool, data: st.DataObject):
     """The scheduler of one worker decides as that of several does, also under cancellations.

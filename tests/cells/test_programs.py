@@ -28,6 +28,7 @@ from jaxserve.cells.models import (
 )
 from jaxserve.cells.programs import CellPrograms
 from pallas_kernels.cross import targeting
+from tests.common.tiers import some
 
 HIDDEN, VOCAB, BATCH = 64, 90, 8
 # A hidden size whose weights the CPU's kernel of gated cells refuses.
@@ -68,7 +69,7 @@ def _arguments(layout: Layout, programs: CellPrograms, type: int) -> tuple[Any, 
     return programs.params[type], tuple(pools), rows, num_tasks
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some(NAMES))
 def test_gpus_gather_in_the_kernel(name):
     """On a GPU, no state of a pool is gathered or scattered by XLA, only by our kernels."""
     layout = Layout(_model(name).cells)
@@ -88,8 +89,8 @@ def test_gpus_gather_in_the_kernel(name):
         assert not any(re.search(pools, line) for line in moved)
 
 
-@pytest.mark.parametrize("hidden", [HIDDEN, LARGE])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("hidden", some([HIDDEN, LARGE]))
+@pytest.mark.parametrize("name", some(NAMES))
 def test_cpus_update_pools_in_place(name, hidden):
     """No operation of a compiled task copies a pool, with the kernel of gated cells or without."""
     layout = Layout(_model(name, hidden).cells)

@@ -23,6 +23,7 @@ from jaxserve.cells.models import (
 )
 from jaxserve.cells.runs import sources_of, stay_in_place
 from jaxserve.cells.values import ValueSpec
+from tests.common.tiers import some
 
 HIDDEN, VOCAB, SIZES = 20, 11, (1, 4)
 STATE, NUMBER = ValueSpec((HIDDEN,), np.dtype(np.float32)), ValueSpec((), np.dtype(np.int32))
@@ -82,7 +83,9 @@ def _model(name: str) -> CellModel:
     return seq2seq_model(parts[0], decoder, decoding, **sizes)
 
 
-@pytest.mark.parametrize("name", ["lstm", "gru", "stacked", "mixing", "seq2seq", "beam_search"])
+@pytest.mark.parametrize(
+    "name", some(["lstm", "gru", "stacked", "mixing", "seq2seq", "beam_search"], 0, 4)
+)
 def test_bits_do_not_depend_on_runs(name):
     """One task a call, which gathers and scatters, gives what many tasks a call give."""
     model = _model(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.cells.flat_graph import flatten
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.fast
 CELLS = three_cells()
 
 
-@settings(max_examples=200, deadline=None)
 @given(graph=random_graphs(CELLS), seed=st.integers(0, 1000))
 def test_a_slot_holds_its_value_until_nothing_takes_it(graph, seed):
     """Random tasks of ready nodes of one type read what the nodes before them wrote."""

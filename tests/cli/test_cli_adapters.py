@@ -52,6 +52,7 @@ def test_one_adapter_is_that_of_all_prompts(model, tmp_path):
         assert (_tokens(run(*common, "--adapter", f"x={folder}")) == plain) == (size == 0)
 
 
+@pytest.mark.release
 def test_lines_name_one_of_several(model, tmp_path):
     """Each line has the answer of its adapter, and a line without one that of none."""
     some = [f"{name}={_adapter(tmp_path / name, size)}" for name, size in (("a", 0.0), ("b", 50.0))]

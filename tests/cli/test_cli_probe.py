@@ -53,6 +53,7 @@ def test_training_ends_with_a_probe_and_its_figures(folder):
     assert at[0] == said["tested_on"] > at[16] > at.get(32, 0) and whole["num"] > at[0]
 
 
+@pytest.mark.release
 def test_a_probe_is_described(folder):
     """The description has the layer that it reads and the training data."""
     done = run("predictor", "probe", "show", str(folder / "own"))

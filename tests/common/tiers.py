@@ -1,4 +1,7 @@
-"""The tiers of tests: what only `make test-all` runs has the marker `release`."""
+"""The tiers of tests: what only `make test-all` runs has the marker `release`.
+
+Hypothesis draws more examples there, too: it passes `--hypothesis-profile=release`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("test", max_examples=20, deadline=None)
+settings.register_profile("release", max_examples=250, deadline=None)
 
 
 def some(values: Iterable[Any], *kept: int, are_tuples: bool = False) -> list[Any]:
@@ -28,6 +35,12 @@ def seeds(num: int, num_kept: int = 20) -> pytest.MarkDecorator:
     """
     ranges = [range(num_kept), range(num_kept, num)]
     return pytest.mark.parametrize("seeds", some(ranges), ids=lambda r: f"{r.start}-{r.stop}")
+
+
+def examples(share: float) -> settings:
+    """Draw this share of a profile's examples, always the same: for tests that compile each one."""
+    most = settings.default.max_examples  # pyright: ignore[reportOptionalMemberAccess]
+    return settings(max_examples=round(share * most), deadline=None, derandomize=True)
 
 
 def _in_release(value: Any) -> Any:

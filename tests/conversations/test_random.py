@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import TurnCancelledError
@@ -27,7 +27,6 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(OPERATIONS, max_size=14), st.booleans())
 def test_conversations_are_lists_of_tokens(operations, is_on_disk):
     """Each conversation has its prompts and answers after any sequence of operations."""

@@ -136,6 +136,7 @@ WAYS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("groups", "leads"),
     some([(make_groups(encode=4, decode=2), 0), (make_groups(encode=1, decode=4), 1)], 1),

@@ -15,6 +15,7 @@ from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs
 from jaxserve.testing.tiny import MAX_CONTEXT, tiny_llama
 from sharding import make_mesh, state_shardings
+from tests.common.tiers import some
 from tests.planning.step_times import plan
 
 NUM_PAGES = 9
@@ -46,8 +47,8 @@ def _contents(executor: DeviceExecutor) -> list[np.ndarray]:
     return [np.array(x) for x in jax.tree.leaves(executor.pages.cache)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("num_shards", [1, 2, 4])
+@pytest.mark.parametrize("dtype", some(["int8", "float32", "float8_e4m3fn"]))
+@pytest.mark.parametrize("num_shards", some([1, 2, 4], 0, 1))
 @pytest.mark.parametrize("layout", ["unrolled", "scanned"])
 def test_pages_are_where_the_moves_brought_them(layout, num_shards, dtype):
     """This holds for every layer, shard and page table; the old buffers are gone."""

@@ -42,6 +42,7 @@ def wanted():
         return [each.token_ids for each in rt.generate(PROMPTS, PARAMS)]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("restore", some(["prefetch", "per_layer"]))
 def test_preempted_sequences_come_back(wanted, restore):
     """Greedy and drawn tokens are the same; sequences are cancelled; nothing compiles."""

@@ -25,6 +25,7 @@ def checkpoint(request, tmp_path_factory):
     return folder, torch_logits(model, PROMPT)
 
 
+@pytest.mark.release
 def test_prefill_in_one_go(checkpoint):
     """A whole prompt in one step, with padding after it, has PyTorch's logits."""
     folder, wanted = checkpoint
@@ -52,6 +53,7 @@ def test_mixed_batch(checkpoint):
         assert _relative_error(logits, wanted[part]) < 1e-4
 
 
+@pytest.mark.release
 def test_whole_sequences(checkpoint):
     """Without a cache, as in training, logits are PyTorch's; padding has no effect."""
     folder, wanted = checkpoint

@@ -99,6 +99,7 @@ def test_greedy_tokens_equal_pytorch(runtime, reference):
         assert greedy_shortfall(reference, prompt, answer) < 1e-4
 
 
+@pytest.mark.release
 def test_a_chat_is_answered_sensibly(runtime):
     """A chat through template, model and detokenizer gives the right answer, and ends after it."""
     chat = [{"role": "user", "content": "What is the capital of France?"}]

@@ -136,6 +136,7 @@ def test_tanh_near_zero_and_far_from_it():
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-30)
 
 
+@pytest.mark.release
 def test_random_shapes():
     """Batches, hidden sizes and widths that fill no tile, of every kind."""
     random = np.random.default_rng(7)

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import grouped_matmul, matmul
 from sharding import make_mesh
+from tests.common.tiers import examples
 
 # Compiled as a whole, once for all calls of the same shapes.
 _matmul = jax.jit(matmul, static_argnames=("transposed", "implementation"))
@@ -30,7 +31,7 @@ def _draw(rows: int, depth: int, width: int, transposed: bool) -> tuple[jax.Arra
     return jnp.asarray(x), jnp.asarray(weight)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(0.4)
 @given(
     rows=ROWS,
     depth=DEPTHS,

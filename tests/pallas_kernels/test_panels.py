@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import build, columns_of, from_panels, matmul, panel_matmul, to_panels
 from pallas_kernels.matmul import panels
 from sharding import make_mesh
 from tests.common.instructions import instruction_sets
+from tests.common.tiers import examples
 
 INSTRUCTIONS = instruction_sets()
 # Compiled as a whole, since each of their operations alone would be compiled for each shape.
@@ -40,7 +41,7 @@ def _by_kernel(
     return np.asarray(panels.call(target, jnp.asarray(x), own, columns=weight.shape[1]))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(0.4)
 @given(rows=ROWS, depth=DEPTHS, width=WIDTHS, instructions=st.sampled_from([*INSTRUCTIONS, "xla"]))
 def test_agrees_with_float64(rows, depth, width, instructions):
     """Any rows, depth and width agree, on each instruction set and in XLA."""

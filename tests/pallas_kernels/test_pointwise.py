@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import build, gated_silu, layer_norm, log_sum_exp, rms_norm, row_maximum
 from pallas_kernels.pointwise import cpu
 from sharding import make_mesh
 from tests.common.instructions import instruction_sets
-from tests.common.tiers import some
+from tests.common.tiers import examples, some
 
 # Compiled as a whole, since each of their operations alone would be compiled for each shape.
 _xla_rms_norm = jax.jit(partial(rms_norm, implementation="xla"), static_argnames=("eps", "offset"))
@@ -57,7 +57,7 @@ def _assert_close(got, wanted) -> None:
     assert np.linalg.norm(got - wanted) <= 1e-6 * np.linalg.norm(wanted)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(0.4)
 @given(
     rows=ROWS,
     width=WIDTHS,
@@ -76,7 +76,7 @@ def test_norms_agree_with_float64(rows, width, offset, instructions):
     _assert_close(np.asarray(got), wanted)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@examples(0.4)
 @given(rows=ROWS, width=WIDTHS, instructions=st.sampled_from([*INSTRUCTIONS, "xla"]))
 def test_layer_norms_agree_with_float64(rows, width, instructions):
     """Any number and width of rows agree, and so do rows far from zero."""
@@ -91,7 +91,7 @@ def test_layer_norms_agree_with_float64(rows, width, instructions):
     assert np.linalg.norm(got - wanted) <= 1e-5 * np.linalg.norm(wanted)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@examples(0.4)
 @given(rows=ROWS, width=WIDTHS, instructions=st.sampled_from([*INSTRUCTIONS, "xla"]))
 def test_log_sum_exp_agrees_with_float64(rows, width, instructions):
     """Any number and width of rows agree, however large their numbers are."""
@@ -103,7 +103,7 @@ def test_log_sum_exp_agrees_with_float64(rows, width, instructions):
     _assert_close(np.asarray(got), wanted)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@examples(0.4)
 @given(rows=ROWS, width=WIDTHS, instructions=st.sampled_from([*INSTRUCTIONS, "xla"]))
 def test_gates_agree_with_float64(rows, width, instructions):
     """Any number and width of rows agree."""

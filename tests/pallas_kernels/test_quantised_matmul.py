@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import build, dequantise, quantised_matmul
@@ -19,7 +19,7 @@ from pallas_kernels.quantised_matmul import (
 )
 from sharding import make_mesh
 from tests.common.instructions import instruction_sets
-from tests.common.tiers import some
+from tests.common.tiers import examples, some
 
 # (bits, group, has_minima).
 FORMATS = {
@@ -95,7 +95,7 @@ def test_matrix_instructions_change_no_bit(format):
     assert np.isnan(got[3]).all() and not got[5].any()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(0.4)
 @given(
     rows=ROWS,
     depth=DEPTHS,

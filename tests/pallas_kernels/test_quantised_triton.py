@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import dequantise, quantised_matmul
@@ -16,7 +16,7 @@ from pallas_kernels.cross import targeting
 from pallas_kernels.quantised_matmul import pack
 from pallas_kernels.quantised_matmul.rounding import rounded_activations
 from pallas_kernels.quantised_matmul.shapes import FORMATS
-from tests.common.tiers import some
+from tests.common.tiers import examples, some
 
 # Relative norm of the error: weights and results are rounded to the activations' dtype.
 ALLOWED = {"bfloat16": 8e-3, "float16": 1e-3}
@@ -64,7 +64,7 @@ def _assert_close(got, wanted, tolerance: float) -> None:
     assert np.linalg.norm(got - wanted) <= tolerance * np.linalg.norm(wanted)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@examples(0.4)
 @given(
     tokens=TOKENS,
     depth=DEPTHS,

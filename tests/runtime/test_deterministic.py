@@ -93,6 +93,7 @@ def test_how_a_request_is_computed_changes_nothing(alone, options):
         assert "kv_memory" not in options or rt.stats().num_preemptions > 0
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "options",
     some(

@@ -209,6 +209,7 @@ def test_samples_share_their_prompt(t5):
     assert len({sample.token_ids for sample in together.samples}) > 1
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("mesh", some([dict(tensor=2), dict(stage=2), dict(stage=2, tensor=2)]))
 def test_meshes_have_the_answers_of_one_device(t5, mesh):
     """Heads are split over devices, and the decoder's layers over stages."""

@@ -185,6 +185,7 @@ PLACES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("where", some(PLACES))
 def test_stages_and_device_groups_speculate_too(wanted, where):
     """Any parameters, several rounds, and a pool that preempts; a warm-up compiles everything.
@@ -224,6 +225,7 @@ def test_the_decode_group_alone_speculates_also_after_devices_have_moved(wanted)
                 runtime.regroup(encode=1, decode=2, max_pause_s=60)
 
 
+@pytest.mark.release
 def test_every_stage_knows_what_the_last_one_chose():
     """After loops that speculate, the slots of all stages have the same tokens and ends."""
     seen, plan = WrapAll(), StagePlan.of([1, 1], micro_batches=2)

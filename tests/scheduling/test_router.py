@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.core.prediction import LengthPrediction
@@ -126,7 +126,6 @@ def test_memory_is_bounded(seeds, max_pages):
     assert two.route(long[:1], 0) == home, "the first page is remembered"
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_no_replica_is_ahead_by_more_than_what_it_has_cached(data):
     """The chosen replica's lead over the least work is at most what its cached tokens justify.

@@ -74,6 +74,7 @@ def test_symbols_are_the_published_ones(published):
     assert list(LETTERS) == published.graphemes and list(PHONEMES) == published.phonemes
 
 
+@pytest.mark.release
 def test_phonemes_are_those_of_the_package(published, words):
     """Several hundred words, all at once."""
     assert len(words) > 500
@@ -90,6 +91,7 @@ def test_phonemes_are_those_of_the_package(published, words):
             rt.submit(7)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "policy",
     [

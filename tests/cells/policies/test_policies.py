@@ -7,7 +7,7 @@ from typing import final
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.cells import BatchMaker
@@ -175,7 +175,6 @@ POLICIES = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), policy=st.sampled_from(POLICIES))
 def test_trees_end_once_and_in_order(seed, policy):
     """Random trees and cancellations: each node runs once, after those it needs (see `play`)."""
@@ -188,7 +187,6 @@ def test_trees_end_once_and_in_order(seed, policy):
     play(policy, types, list(zip(times, graphs, strict=True)), cancelled=cancelled)
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), policy=st.sampled_from([Padding(bucket_width=3), *POLICIES]))
 def test_loops_end_once(seed, policy):
     """Random encoders and loops that end early, with cancellations."""

@@ -132,6 +132,7 @@ def test_an_unfinished_profile_serves_for_the_degrees_that_it_has():
     assert profile.has(2) and MeasuredLayerCost(profile, 4).degrees == (1,)
 
 
+@pytest.mark.release
 def test_the_search_covers_every_policy_on_measured_layers():
     """Stages, partial tensor parallelism and both groups are tried; the best of all is found."""
     profile = measure_layers(MadeUpTimer(), made_up_profile(), progress=False)
