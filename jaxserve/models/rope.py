@@ -90,13 +90,16 @@ class Rope:
     def from_hf(
         cls, given: Mapping[str, Any], max_position_embeddings: int, dim: int | None = None
     ) -> Rope:
-        """Read `rope_parameters` (transformers 5), or `rope_scaling` with `rope_theta` in it.
+        """Read what `rope_fields` returns.
 
         Raises:
-          UnsupportedModelError: as `RopeScaling.from_hf`.
+          UnsupportedModelError: as `RopeScaling.from_hf`, or a base that is not a number above 0.
         """
+        theta = given["rope_theta"]
+        if not isinstance(theta, int | float) or not theta > 0:
+            raise UnsupportedModelError(f"rope_theta={theta!r} is not supported; give a number > 0")
         return cls(
-            theta=float(given.get("rope_theta") or 10000.0),
+            theta=float(theta),
             scaling=RopeScaling.from_hf(given, max_position_embeddings),
             dim=dim,
         )
@@ -105,12 +108,10 @@ class Rope:
 def rope_fields(given: Mapping[str, Any], *, theta: str = "rope_theta") -> dict[str, Any]:
     """Return the fields of a config.json about rotary embeddings, as transformers 5 writes them.
 
-    transformers 5 has `rope_parameters`; 4 has `rope_scaling` and a field for theta.
+    transformers 5 has `rope_parameters`; 4 has `rope_scaling`, which counts where both are given,
+    and a field for theta.
     """
-    fields = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
-    if not fields.get("rope_theta") and given.get(theta):
-        fields["rope_theta"] = given[theta]
-    return fields
+    return {"rope_theta": given[theta], **(given["rope_scaling"] or given["rope_parameters"] or {})}
 
 
 def inverse_frequencies(

@@ -39,7 +39,13 @@ def test_defaults_of_absent_fields():
 
 def test_qwen_windows_start_at_max_window_layers():
     """Without layer_types, Qwen's window applies from max_window_layers on, if it is enabled."""
-    qwen = {**LLAMA, "model_type": "qwen2", "sliding_window": 8, "max_window_layers": 2}
+    qwen = {
+        **LLAMA,
+        "model_type": "qwen2",
+        "num_key_value_heads": 4,
+        "sliding_window": 8,
+        "max_window_layers": 2,
+    }
     assert config_from_hf(qwen).sliding_windows == (None, None, None)
     used = {**qwen, "use_sliding_window": True}
     assert config_from_hf(used).sliding_windows == (None, None, 8)
@@ -130,7 +136,7 @@ def test_gpt3_shapes_have_their_parameters():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(model_type="gpt2", vocab_size=9, n_embd=8, n_layer=1), "n_head"),
+        (dict(model_type="gpt2", vocab_size=9, n_embd=8, n_layer=1, n_head=None), "n_head"),
         (dict(model_type="gptj", vocab_size=9, n_embd=8, n_layer=1, n_head=1, rotary_dim=3), "3"),
         (dict(LLAMA, model_type="opt", ffn_dim=8, _remove_final_layer_norm=True), "_remove"),
         (dict(LLAMA, model_type="gpt_neox", hidden_act="quick_gelu"), "quick_gelu"),
