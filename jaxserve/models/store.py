@@ -21,7 +21,7 @@ from jaxserve.core.errors import CheckpointError, InvalidConfigError, UnknownMod
 from jaxserve.models.config import DTYPES, DecoderConfig, check_fits
 from jaxserve.models.converted import ConvertedModel
 from jaxserve.models.decoder import LayerLayout
-from jaxserve.models.families import config_from_hf, family_of
+from jaxserve.models.families import config_from_hf
 from jaxserve.models.gguf_kept import KeptBlocks
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.models.linear import replace_weights_at
@@ -29,9 +29,10 @@ from jaxserve.models.loading import (
     Progress,
     WeightChange,
     abstract_model,
+    fitted,
     load_params,
     random_params,
-    with_prefix,
+    under_own_names,
 )
 from jaxserve.models.parts import cut, planned_stages, shardings_over
 from jaxserve.models.quantisation import Quantisation
@@ -48,6 +49,8 @@ _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json"),
     "tokenizer_config.json",
 )
+# Files in which AutoGPTQ and AutoAWQ described weights beside config.json, with their formats.
+_QUANTISATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 @final
@@ -127,8 +130,8 @@ def load_model(
     resolved = resolve(name_or_path)
     path = pull(resolved.name, progress=progress) if resolved.registered else resolved.path
     if resolved.kind == "folder":
-        given = _config_json(path)
-        method = method_of(given)
+        given = _read_json(path, "config.json")
+        method = _method(path, given)
         config = how.read(given)
         with timed("tokenizer"):
             tokenizer, ends = _folder_tokenizer(path)
@@ -266,8 +269,8 @@ def _folder(
                 f"config.json, and {path} is a folder of dense weights; pass quantize='int8' or "
                 "'int4' to round them"
             )
-        source = SafetensorsSource(path)
-        config = config.fitted_to(source.shapes().keys())
+        source = under_own_names(SafetensorsSource(path), config)
+        config = fitted(config, source)
         return config, *_converted(config, source, how)
     if how.quantisation is not None and how.quantisation.rounds_weights:
         raise InvalidConfigError(
@@ -279,8 +282,8 @@ def _folder(
             f"{path} has weights in few bits, which cannot be cut into stages; pass a mesh without "
             "stages (tensor, data), or a checkpoint in 16 or 32 bits"
         )
-    folder = QuantisedFolder(with_prefix(SafetensorsSource(path), family_of(config).prefix), method)
-    config = config.fitted_to(folder.shapes().keys())
+    folder = QuantisedFolder(under_own_names(SafetensorsSource(path), config), method)
+    config = fitted(config, folder)
     rounds = (how.quantisation or Quantisation.stored()).rounds_activations
     keeper = KeptMatrices(folder, rounds_activations=rounds)
     return config, *_kept(config, folder, how, keeper, folder.empty_biases())
@@ -362,16 +365,25 @@ def _loaded(
     )
 
 
-def _config_json(folder: Path) -> Mapping[str, Any]:
+def _read_json(folder: Path, name: str) -> Mapping[str, Any]:
     try:
-        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        given = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            str(folder), [f"config.json cannot be read: {error}"], "fetch config.json again"
+            str(folder), [f"{name} cannot be read: {error}"], f"fetch {name} again"
         ) from error
     if not isinstance(given, dict):
-        raise UnknownModelError(f"{folder / 'config.json'} is not a model's configuration")
+        raise UnknownModelError(f"{folder / name} is not a model's configuration")
     return given
+
+
+def _method(folder: Path, given: Mapping[str, Any]) -> Method | None:
+    """Return the format of a folder's weights, from config.json or a file of an old writer."""
+    for name, method in _QUANTISATION_FILES.items():
+        if not given.get("quantization_config") and (folder / name).is_file():
+            own = _read_json(folder, name)
+            return method_of({"quantization_config": {"quant_method": method, **own}})
+    return method_of(given)
 
 
 def _folder_tokenizer(folder: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
