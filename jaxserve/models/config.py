@@ -26,7 +26,8 @@ class DecoderConfig:
     Attributes:
       dtype: of parameters, activations and, where no other is chosen, of the KV cache; one of
         `DTYPES`. A checkpoint's own dtype does not matter: `load_model` sets this one.
-      max_position_embeddings: the longest context the model was made for, tokens.
+      max_position_embeddings: the longest context the model was made for, tokens; with that which
+        a scaling of its rotary embedding adds.
       activation: the activation of the MLP, one of `layers.ACTIVATIONS`.
       norm_eps: the number that is added to the variance (RMS and layer norms).
       norm_offset: the number that is added to an RMS norm's scale (1 in Gemma).

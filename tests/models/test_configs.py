@@ -148,3 +148,35 @@ def test_what_other_families_do_not_support_is_named(given, message):
     """Each error names the field."""
     with pytest.raises(UnsupportedModelError, match=message):
         config_from_hf(given)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 4.0}, 256),
+        ({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 32}, 64),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 16}, 64),
+        ({"rope_type": "linear", "factor": 2.5}, 160),
+        ({"rope_type": "linear", "factor": 0.5}, 64),
+        (
+            {
+                **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},
+                **{"high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+            },
+            64,
+        ),
+        ({"rope_type": "default"}, 64),
+        (None, 64),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+def test_a_scaling_lengthens_the_context(kind, scaling, longest):
+    """Qwen's recipe, yarn of factor 4 on an unchanged 32k, has 128k, as in vLLM 0.32.
+
+    Its lengths are those of `_get_and_verify_max_len`; transformers 5.24.0 has no limit. Nothing
+    becomes shorter than config.json says.
+    """
+    given = {**LLAMA, "model_type": kind, "max_position_embeddings": 64, "rotary_pct": 1.0}
+    given |= {"rope_scaling": scaling}
+    assert config_from_hf(given).max_position_embeddings == longest

@@ -67,16 +67,16 @@ class GPTNeoXConfig(DecoderConfig):
         rope = rope_fields(given, theta="rotary_emb_base")
         share = rope.get("partial_rotary_factor", given["rotary_pct"])
         bias = bool(given["attention_bias"])
+        limit = sizes["max_position_embeddings"]
+        turned = Rope.from_hf(rope, limit, dim=int(sizes["head_dim"] * share))
         return cls(
-            **sizes,
+            **{**sizes, "max_position_embeddings": turned.longest_context(limit)},
             activation=activation_of(given, "hidden_act"),
             norm_eps=given["layer_norm_eps"],
             tie_word_embeddings=bool(given["tie_word_embeddings"]),
             qkv_bias=bias,
             o_bias=bias,
-            rope=Rope.from_hf(
-                rope, sizes["max_position_embeddings"], dim=int(sizes["head_dim"] * share)
-            ),
+            rope=turned,
             parallel_residual=bool(given["use_parallel_residual"]),
         )
 

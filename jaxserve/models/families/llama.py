@@ -112,6 +112,7 @@ def rotary_decoder_fields(given: Mapping[str, Any], share: float | None = None) 
     num_heads = given["num_attention_heads"]
     head_dim = given["head_dim"] or given["hidden_size"] // num_heads
     rotated = None if share is None else int(head_dim * rope.get("partial_rotary_factor", share))
+    turned = Rope.from_hf(rope, max_position, rotated)
     return dict(
         vocab_size=given["vocab_size"],
         hidden_size=given["hidden_size"],
@@ -121,8 +122,8 @@ def rotary_decoder_fields(given: Mapping[str, Any], share: float | None = None) 
         num_kv_heads=given["num_key_value_heads"] or num_heads,
         head_dim=head_dim,
         norm_eps=given["rms_norm_eps"],
-        rope=Rope.from_hf(rope, max_position, rotated),
-        max_position_embeddings=max_position,
+        rope=turned,
+        max_position_embeddings=turned.longest_context(max_position),
         tie_word_embeddings=bool(given["tie_word_embeddings"]),
         sliding_windows=_sliding_windows(given),
     )
