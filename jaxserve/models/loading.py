@@ -261,10 +261,14 @@ def _check(
         if not ignored.fullmatch(name)
     ]
     if problems:
-        raise CheckpointError(source.where, problems, _remedy(wanted, found))
+        raise CheckpointError(source.where, problems, _remedy(wanted, found, config))
 
 
-def _remedy(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+def _remedy(
+    wanted: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    config: DecoderConfig,
+) -> str:
     """Return what to do about tensors that are not those of the configuration."""
     missing = wanted.keys() - found
     if any(".lora_A." in name for name in found):
@@ -286,16 +290,10 @@ def _remedy(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int
             "the weights are in few bits, which quantization_config in config.json has to "
             "describe; take config.json from the place of the weights"
         )
-    rows = {
-        found[name][0]
-        for name, shape in wanted.items()
-        if len(shape) == 2 and name in found and found[name][1:] == shape[1:] != found[name]
-        if found[name][0] > shape[0]
-    }
-    if not missing and len(rows) == 1:
+    rows = max((found[name][0] for name in _tied_names(config) if name in found), default=0)
+    if not missing and rows > config.vocab_size:
         return (
-            f"if the vocabulary is padded to {rows.pop()} tokens, set vocab_size in config.json to "
-            "that"
+            f"if the vocabulary is padded to {rows} tokens, set vocab_size in config.json to that"
         )
     return (
         "config.json and the weights do not belong together: take both from the same place or the "

@@ -112,7 +112,7 @@ class Rope:
     def longest_context(self, max_position_embeddings: int) -> int:
         """Return the number of positions that the scaling makes of those in a config.json.
 
-        As in vLLM 0.32: yarn stretches the original context, linear scaling the stated one, and
+        As in vLLM: yarn stretches the original context, linear scaling the stated one, and
         llama3's is stated already. transformers has no limit.
         """
         if self.scaling is None or self.scaling.kind == "llama3":

@@ -170,13 +170,13 @@ def test_what_other_families_do_not_support_is_named(given, message):
         (None, 64),
     ],
 )
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gemma2"])
 def test_a_scaling_lengthens_the_context(kind, scaling, longest):
-    """Qwen's recipe, yarn of factor 4 on an unchanged 32k, has 128k, as in vLLM 0.32.
+    """Qwen's recipe, yarn of factor 4 on an unchanged 32k, has 128k.
 
-    Its lengths are those of `_get_and_verify_max_len`; transformers 5.24.0 has no limit. Nothing
-    becomes shorter than config.json says.
+    Lengths are those of vLLM's `_get_and_verify_max_len` (read, not run), except that nothing
+    becomes shorter than config.json says; transformers 5.24.0 has no limit.
     """
     given = {**LLAMA, "model_type": kind, "max_position_embeddings": 64, "rotary_pct": 1.0}
-    given |= {"rope_scaling": scaling}
+    given |= {"rope_scaling": scaling, "num_key_value_heads": 4}
     assert config_from_hf(given).max_position_embeddings == longest

@@ -100,7 +100,10 @@ class GemmaConfig(DecoderConfig):
             num_heads=given["num_attention_heads"],
             num_kv_heads=given["num_key_value_heads"],
             head_dim=given["head_dim"],
-            max_position_embeddings=max_position,
+            # That of Gemma 3 has its scaling already.
+            max_position_embeddings=rope.longest_context(max_position)
+            if kind == "gemma2"
+            else max_position,
             activation=activation_of(given, "hidden_activation"),
             norm_eps=given["rms_norm_eps"],
             tie_word_embeddings=bool(given["tie_word_embeddings"]),
