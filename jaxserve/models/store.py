@@ -29,18 +29,17 @@ from jaxserve.models.loading import (
     Progress,
     WeightChange,
     abstract_model,
-    fitted,
     load_params,
     random_params,
-    under_own_names,
 )
 from jaxserve.models.parts import cut, planned_stages, shardings_over
 from jaxserve.models.quantisation import Quantisation
-from jaxserve.models.quantised_folders import KeptMatrices, Method, QuantisedFolder, method_of
+from jaxserve.models.quantised_folders import KeptMatrices, Method, QuantisedFolder, method_in
 from jaxserve.models.registry import pull, resolve
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.source import WeightSource
 from jaxserve.models.start_times import timed
+from jaxserve.models.tensor_names import fitted, under_own_names
 from jaxserve.models.tokenizer import Tokenizer, declared_end_ids
 from sharding import DeviceGroups, StagePlan, placed, state_shardings
 
@@ -49,8 +48,6 @@ _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json"),
     "tokenizer_config.json",
 )
-# Files in which AutoGPTQ and AutoAWQ described weights beside config.json, with their formats.
-_QUANTISATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 @final
@@ -130,8 +127,8 @@ def load_model(
     resolved = resolve(name_or_path)
     path = pull(resolved.name, progress=progress) if resolved.registered else resolved.path
     if resolved.kind == "folder":
-        given = _read_json(path, "config.json")
-        method = _method(path, given)
+        given = _config_json(path)
+        method = method_in(path, given)
         config = how.read(given)
         with timed("tokenizer"):
             tokenizer, ends = _folder_tokenizer(path)
@@ -365,25 +362,16 @@ def _loaded(
     )
 
 
-def _read_json(folder: Path, name: str) -> Mapping[str, Any]:
+def _config_json(folder: Path) -> Mapping[str, Any]:
     try:
-        given = json.loads((folder / name).read_text(encoding="utf-8"))
+        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            str(folder), [f"{name} cannot be read: {error}"], f"fetch {name} again"
+            str(folder), [f"config.json cannot be read: {error}"], "fetch config.json again"
         ) from error
     if not isinstance(given, dict):
-        raise UnknownModelError(f"{folder / name} is not a model's configuration")
+        raise UnknownModelError(f"{folder / 'config.json'} is not a model's configuration")
     return given
-
-
-def _method(folder: Path, given: Mapping[str, Any]) -> Method | None:
-    """Return the format of a folder's weights, from config.json or a file of an old writer."""
-    for name, method in _QUANTISATION_FILES.items():
-        if not given.get("quantization_config") and (folder / name).is_file():
-            own = _read_json(folder, name)
-            return method_of({"quantization_config": {"quant_method": method, **own}})
-    return method_of(given)
 
 
 def _folder_tokenizer(folder: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
