@@ -241,13 +241,13 @@ class RequestBuilder:
             raise PromptTooLongError(
                 f"the prompt has {len(tokens)} tokens; at most {most} fit in one step of the "
                 "encoder and leave room for an answer. Shorten it, or raise max_step_tokens, "
-                "max_context or kv_memory (Runtime.resize_kv)"
+                "max_context (up to the model's longest context) or kv_memory (Runtime.resize_kv)"
             )
         if len(tokens) > most:
             raise PromptTooLongError(
                 f"the prompt has {len(tokens)} tokens; at most {most} leave "
                 "room for an answer in this runtime's context and page pool. Shorten it, or raise "
-                "max_context or kv_memory (Runtime.resize_kv)"
+                "max_context (up to the model's longest context) or kv_memory (Runtime.resize_kv)"
             )
 
     def _check_params(self, params: SamplingParams) -> tuple[int, ...]:

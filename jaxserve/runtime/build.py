@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -62,6 +63,8 @@ from jaxserve.steps.probing import Probe
 from jaxserve.workload.recorded import TraceWriter, check_is_free
 from sharding import DeviceGroups, ProcessGroup, StagePlan, replica_meshes, split_replicas
 
+_log = logging.getLogger(__name__)
+
 WrapExecutor = Callable[[ModelExecutor], ModelExecutor]
 
 
@@ -116,6 +119,13 @@ def build_parts(
     forecaster = Forecaster.of(options, policy, tokenizer)
     graphdef, own_params = nnx.split(model)
     decoder = cast(Any, model)
+    longest = decoder.config.max_position_embeddings
+    if options.max_context is not None and options.max_context > longest:
+        _log.warning(
+            "max_context=%d is more than the model's longest context; %d is used",
+            options.max_context,
+            longest,
+        )
     clock = WallClock()
     used = own_params if params is None else params
     quantisation, quantiser = Quantisation.of(options), None
