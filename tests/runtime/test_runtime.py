@@ -460,7 +460,7 @@ BAD_PARAMS = {
     "negative temperature": {"temperature": -1.0},
     "nan": {"temperature": float("nan")},
     "top_p of zero": {"top_p": 0.0},
-    "min_p of one": {"min_p": 1.0},
+    "min_p over one": {"min_p": 1.001},
     "min over max": {"min_tokens": 9, "max_tokens": 4},
     "greedy samples": {"n": 2},
     "many stops": {"stop_token_ids": tuple(range(17))},
