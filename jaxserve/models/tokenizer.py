@@ -279,6 +279,11 @@ class StreamDecoder:
             return ""
         return self._decode(self._ids)[len(self._context) :].rstrip("\ufffd")
 
+    def hidden(self, token_id: int) -> str:
+        """Return the text of a control token that `push` leaves out; "" for other tokens."""
+        is_hidden = self._skip_special_tokens and token_id in self._tokenizer.control_token_ids
+        return self._tokenizer.decode([token_id], skip_special_tokens=False) if is_hidden else ""
+
     def flush(self) -> str:
         """Return the text of kept bytes, U+FFFD for incomplete characters, and start over."""
         rest = self._decode(self._ids)[len(self._context) :]
