@@ -102,6 +102,43 @@ def next_prompt(
     return NextPrompt(token_ids=tuple(whole), num_kept=num_kept, messages=messages)
 
 
+def kept_answer(
+    tokenizer: Tokenizer, answer: Sequence[int], text: str, *, skip_special_tokens: bool
+) -> tuple[int, ...]:
+    """Return the tokens of an answer that ended with "stop", without those of what ended it.
+
+    A stop string or a stop token is not part of the answer, so that the history has the tokens of
+    its text, and the model's end token if that ended it. Where a token reaches past the text, what
+    it has of the text is tokenized again.
+    """
+    if not answer or answer[-1] in tokenizer.eos_token_ids:
+        return tuple(answer)
+    if not text:
+        return ()
+    decoder, pushed = tokenizer.stream_decoder(skip_special_tokens), 0
+    num_kept = num_shown = 0
+    for i, token_id in enumerate(answer, 1):
+        pushed += len(decoder.push([token_id]))
+        num_known = pushed + len(decoder.kept())
+        if num_known == len(text):
+            return tuple(answer[:i])
+        if num_known > len(text):
+            return (*answer[:num_kept], *_encoded_after(tokenizer, text[num_shown:]))
+        if num_known > num_shown:
+            num_kept, num_shown = i, num_known
+    return tuple(answer)  # which ends inside a character
+
+
+def _encoded_after(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of a text behind others: at a beginning some tokenizers put a space."""
+    for before in ("\n", "a"):
+        apart = tokenizer.encode(before, False, parse_special=False)
+        found = tokenizer.encode(before + text, False, parse_special=False)
+        if found[: len(apart)] == apart:
+            return found[len(apart) :]
+    return tokenizer.encode(text, False, parse_special=False)
+
+
 def as_messages(said: Any) -> tuple[Message, ...]:
     """Return a copy of the messages as plain JSON.
 
