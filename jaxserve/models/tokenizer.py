@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
@@ -147,9 +148,17 @@ class Tokenizer:
         """Return the text of `token_ids`, spaces as they are; invalid UTF-8 becomes U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
-        """Return a decoder for one sequence whose tokens come in pieces."""
-        return StreamDecoder(self, skip_special_tokens)
+    def stream_decoder(
+        self, skip_special_tokens: bool = True, *, after: Sequence[int] = ()
+    ) -> StreamDecoder:
+        """Return a decoder for one sequence whose tokens come in pieces.
+
+        Args:
+          after: the tokens before it, whose text it goes on with: a first space that a decoder
+            takes from the beginning of a text stays.
+        """
+        goes_on = any(not self._is_silent(token, skip_special_tokens) for token in reversed(after))
+        return StreamDecoder(self, skip_special_tokens, self._inner_ids if goes_on else ())
 
     def apply_chat_template(
         self,
@@ -226,6 +235,14 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) is None
 
     @cached_property
+    def _inner_ids(self) -> tuple[int, ...]:
+        """A token with text after which others are not the beginning of a text; none if unknown."""
+        numbers = range(self.vocab_size)
+        silent = self._control_ids | self._byte_fallback_ids
+        inner = (i for i in numbers if i not in silent and self.decode([i]).isalnum())
+        return tuple(islice(inner, 1))
+
+    @cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
         """A copy that takes control tokens for text, which is a setting of the whole backend."""
         plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
@@ -256,18 +273,24 @@ _MOST_PENDING = 2 * _MAX_CHARACTER
 class StreamDecoder:
     """Decodes one sequence token by token.
 
-    The pieces that `push` and `flush` return, joined, equal `decode` of all tokens. No piece ends
-    inside a character: the decoder keeps its bytes until the character is complete.
+    The pieces that `push` and `flush` return, joined, equal `decode` of all tokens, or what these
+    add to the text of the tokens `before`. No piece ends inside a character: the decoder keeps its
+    bytes until the character is complete.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        before: Sequence[int] = (),
+    ):
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._byte_ids = tokenizer._byte_fallback_ids
         # The last tokens that gave text, as context for the decoder, and those after them.
-        self._ids: list[int] = []
-        self._num_read = 0
-        self._context = ""
+        self._ids = list(before)
+        self._num_read = len(self._ids)
+        self._context = self._decode(self._ids)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Return the text that `token_ids` complete; "" while a character is incomplete."""
