@@ -200,6 +200,23 @@ class Tokenizer:
         """The tokens that stand for no text."""
         return self._control_ids
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text behind others; none for an id without token.
+
+        Where several tokens make one character, each has a part of its bytes.
+        """
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._byte_fallback_ids:
+            return bytes([int(token[3:-1], 16)])
+        if self._is_byte_level:
+            if all(letter in _BYTES for letter in token):
+                return bytes(_BYTES[letter] for letter in token)
+            return token.encode()
+        before = self.decode(self._inner_ids, skip_special_tokens=False)
+        return self.decode([*self._inner_ids, token_id], False)[len(before) :].encode()
+
     def added_token_id(self, text: str) -> int | None:
         """Return the token that was added to the vocabulary for this text; None without one."""
         added = self._backend.get_added_tokens_decoder()
@@ -243,6 +260,11 @@ class Tokenizer:
         return tuple(islice(inner, 1))
 
     @cached_property
+    def _is_byte_level(self) -> bool:
+        space = self._backend.token_to_id("Ġ")
+        return space is not None and self.decode([space]) == " "
+
+    @cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
         """A copy that takes control tokens for text, which is a setting of the whole backend."""
         plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
@@ -263,6 +285,12 @@ class Tokenizer:
             lambda text, parse_special: self.encode(text, False, parse_special=parse_special),
         )
 
+
+# The bytes that the letters of a byte-level vocabulary stand for, as in GPT-2: printable ones for
+# themselves, the others in their order for the letters from 256 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
 
 # Bytes of a character in UTF-8, and tokens that may wait for others before some are given up.
 _MAX_CHARACTER = 4

@@ -15,7 +15,8 @@ SAID = "some cat sat\non the 好 mat"
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
 @pytest.mark.parametrize(
-    "stop", [" sat", "on", "cat", "at\n", "t sat\no", "the ", "\n", "好", " mat", "s", "some", "mat"]
+    "stop",
+    [" sat", "on", "cat", "at\n", "t sat\no", "the ", "\n", "好", " mat", "s", "some", "mat"],
 )
 def test_a_history_has_the_text_before_a_stop_string(make, stop):
     """Its tokens decode to the text of the answer, wherever the stop string lies in the tokens.

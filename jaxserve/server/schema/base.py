@@ -248,7 +248,10 @@ class ScoredToken(Reply):
 
     token: str
     logprob: float
-    bytes: list[int] | None = Field(description="UTF-8; null for a part of a character.")
+    bytes: list[int] | None = Field(
+        description="A part of a character where several tokens make it, of which the last has it "
+        "as its text. Null for a token that adds nothing."
+    )
 
 
 class ScoredChoice(ScoredToken):

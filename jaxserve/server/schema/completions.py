@@ -49,6 +49,13 @@ class CompletionLogprobs(Reply):
     top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
+    def followed_by(self, others: CompletionLogprobs) -> CompletionLogprobs:
+        """Return these and others of the same form."""
+        both = zip(self, others, strict=True)
+        return CompletionLogprobs(
+            **{name: one and [*one, *other] for (name, one), (_, other) in both}
+        )
+
 
 class CompletionChoice(Reply):
     """One sample of one prompt; with n samples, sample i of prompt p has the index p * n + i."""
