@@ -318,7 +318,9 @@ class Conversation:
         tokenizer = self._home.tokenizer
         if finish_reason == "stop" and prompt.messages is not None and tokenizer is not None:
             skip = params.skip_special_tokens
-            answer = kept_answer(tokenizer, answer, text, skip_special_tokens=skip)
+            answer = kept_answer(
+                tokenizer, answer, text, after=prompt.token_ids, skip_special_tokens=skip
+            )
         turn = Turn(
             num_kept=prompt.num_kept,
             prompt=prompt.token_ids[prompt.num_kept :],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, final
 
 from jaxserve.core.errors import InvalidRequestError
@@ -48,21 +49,28 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Return the token ids of a chat.
 
         Args:
-          tools: functions that the model may call, in OpenAI's form.
+          tools: functions that the model may call, in OpenAI's form. An empty list is one to the
+            template, as in transformers.
 
         Raises:
           InvalidRequestError: the template refuses these messages, or they are not valid Unicode.
         """
-        (said, given), marker = self._shielded([list(messages), list(tools)])
+        given = None if tools is None else list(tools)
+        (said, given), marker = self._shielded([list(messages), given])
         return self._ids(self._rendered(said, add_generation_prompt, given), marker)
 
     def continuation(
-        self, asked: Sequence[Message], answer: Message, new: Sequence[Message]
+        self,
+        asked: Sequence[Message],
+        answer: Message,
+        new: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int] | None:
         """Return the token ids after the answer's own tokens when a chat goes on with `new`.
 
@@ -72,19 +80,22 @@ class ChatTemplate:
 
         Args:
           asked: the messages to which the answer was given.
+          tools: as for `apply`.
 
         Raises:
           InvalidRequestError: as `apply`, for all messages together.
         """
-        (asked, answer, new), marker = self._shielded([list(asked), answer, list(new)])
-        head = self._rendered(asked, True)
-        whole = self._rendered([*asked, {**answer, "content": _PROBE}, *new], True)
+        given = None if tools is None else list(tools)
+        shielded, marker = self._shielded([list(asked), answer, list(new), given])
+        asked, answer, new, given = shielded
+        head = self._rendered(asked, True, given)
+        whole = self._rendered([*asked, {**answer, "content": _PROBE}, *new], True, given)
         if not whole.startswith(head):
             return None
         gap, probe, rest = whole[len(head) :].partition(_PROBE)
         if gap.strip() or not probe:
             return None
-        real = self._rendered([*asked, answer, *new], True)
+        real = self._rendered([*asked, answer, *new], True, given)
         if not (real.startswith(head) and real.endswith(rest)):
             return None
         if real[len(head) : len(real) - len(rest)].strip() != str(answer["content"]).strip():
@@ -93,6 +104,25 @@ class ChatTemplate:
         context, ids = self._ids(_PROBE, None), self._ids(_PROBE + rest, marker)
         is_apart = ids[: len(context)] == context
         return ids[len(context) :] if is_apart else self._ids(rest, marker)
+
+    @cached_property
+    def takes_text_arguments(self) -> bool:
+        """Whether it writes the arguments of an earlier call as the text that a client sent.
+
+        Other templates write the JSON of an object. Found by rendering a call.
+        """
+        arguments = '{"a":  "b"}'  # not as a filter writes it
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "abcdefghi", "type": "function", "function": function}
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        chat = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        try:
+            return arguments in self._rendered(chat, False, [tool])
+        except InvalidRequestError:
+            return False
 
     def _ids(self, rendered: str, marker: str | None) -> list[int]:
         token_ids: list[int] = []
@@ -110,7 +140,7 @@ class ChatTemplate:
             ) from error
         return token_ids
 
-    def _rendered(self, messages: Any, add_generation_prompt: bool, tools: Any = ()) -> str:
+    def _rendered(self, messages: Any, add_generation_prompt: bool, tools: Any) -> str:
         # Jinja is for chats only.
         from jaxserve.models.jinja import render
 

@@ -107,6 +107,7 @@ class GGUFTokenizer:
     eos_token_ids: tuple[int, ...]
     chat_template: str | None
     special_tokens: Mapping[str, str]
+    tool_template: str | None = None
 
 
 def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> GGUFTokenizer:
@@ -150,8 +151,9 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> GGUFTokenize
         eos = special.get("eos")
     backend.post_processor = _surround(bos, eos, tokens)
     names = {f"{name}_token": tokens[i] for name, i in special.items() if name in _TEMPLATE_NAMES}
-    template = metadata.get("tokenizer.chat_template")
-    return GGUFTokenizer(backend, ends, template if isinstance(template, str) else None, names)
+    named = (metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use"))
+    template, for_tools = (text if isinstance(text, str) else None for text in named)
+    return GGUFTokenizer(backend, ends, template, names, for_tools)
 
 
 _TEMPLATE_NAMES = ("bos", "eos", "unk", "pad")

@@ -30,6 +30,7 @@ class Tokenizer:
     Attributes:
       eos_token_ids: tokens that end an answer, the model's own first.
       chat_template: Jinja source, or None.
+      tool_template: that of chats with tools, where the model has one of its own for them.
       special_tokens: names that a chat template may use (`bos_token`, ...) and their texts.
     """
 
@@ -39,12 +40,14 @@ class Tokenizer:
         *,
         eos_token_ids: Sequence[int],
         chat_template: str | None = None,
+        tool_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ):
         backend.encode_special_tokens = False
         self._backend = backend
         self.eos_token_ids = tuple(eos_token_ids)
         self.chat_template = chat_template
+        self.tool_template = tool_template
         self.special_tokens = dict(special_tokens or {})
         control = {i: t.content for i, t in backend.get_added_tokens_decoder().items() if t.special}
         self._control_ids = frozenset(control)
@@ -78,6 +81,7 @@ class Tokenizer:
             read.backend,
             eos_token_ids=read.eos_token_ids,
             chat_template=read.chat_template,
+            tool_template=read.tool_template,
             special_tokens=read.special_tokens,
         )
 
@@ -104,9 +108,9 @@ class Tokenizer:
                 f"the tokenizer of {folder} ({type(loaded).__name__}) has no fast form; "
                 "convert it to a tokenizer.json"
             )
-        template = loaded.chat_template
-        if isinstance(template, dict):
-            template = template.get("default")
+        templates = loaded.chat_template
+        if not isinstance(templates, dict):
+            templates = {"default": templates}
         special = {name: str(text) for name, text in loaded.special_tokens_map.items()}
         ends = [
             *declared_end_ids(folder),
@@ -120,7 +124,8 @@ class Tokenizer:
         return cls(
             backend,
             eos_token_ids=tuple(dict.fromkeys(ends)),
-            chat_template=template,
+            chat_template=templates.get("default"),
+            tool_template=templates.get("tool_use"),
             special_tokens=special,
         )
 
@@ -165,19 +170,27 @@ class Tokenizer:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Message] = (),
+        tools: Sequence[Message] | None = None,
     ) -> list[int]:
         """Return the token ids of a chat up to the model's answer; see `ChatTemplate.apply`.
+
+        Chats with tools, also with an empty list of them, are written by `tool_template`, if there
+        is one, as in transformers.
 
         Raises:
           InvalidRequestError: the model has no chat template, or the template refuses the messages.
         """
-        return self._template.apply(
+        return self._template_of(has_tools=tools is not None).apply(
             messages, add_generation_prompt=add_generation_prompt, tools=tools
         )
 
     def chat_continuation(
-        self, asked: Sequence[Message], answer: Message, new: Sequence[Message]
+        self,
+        asked: Sequence[Message],
+        answer: Message,
+        new: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
     ) -> list[int] | None:
         """Return the token ids after an answer's own when a chat goes on with `new`, or None.
 
@@ -186,13 +199,23 @@ class Tokenizer:
         Raises:
           InvalidRequestError: as `apply_chat_template`.
         """
-        return self._template.continuation(asked, answer, new)
+        template = self._template_of(has_tools=tools is not None)
+        return template.continuation(asked, answer, new, tools=tools)
+
+    def takes_text_arguments(self, *, has_tools: bool) -> bool:
+        """Return whether calls have their arguments as text; see `ChatTemplate`.
+
+        Raises:
+          InvalidRequestError: the model has no chat template.
+        """
+        return self._template_of(has_tools=has_tools).takes_text_arguments
 
     @cached_property
     def fingerprint(self) -> str:
         """Return a hash of vocabulary and chat template; equal hashes mean equal token ids."""
         tokens = sorted(self._backend.get_vocab(with_added_tokens=True).items())
-        told = json.dumps([tokens, self.chat_template])
+        named = [] if self.tool_template is None else [self.tool_template]
+        told = json.dumps([tokens, self.chat_template, *named])
         return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
 
     @property
@@ -234,6 +257,7 @@ class Tokenizer:
         settings = {
             "eos_token_ids": self.eos_token_ids,
             "chat_template": self.chat_template,
+            "tool_template": self.tool_template,
             "special_tokens": self.special_tokens,
         }
         self._backend.save(str(Path(folder) / _TOKENIZER_FILE), pretty=False)
@@ -271,15 +295,25 @@ class Tokenizer:
         plain.encode_special_tokens = True
         return plain
 
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        if self.chat_template is None:
+    def _template_of(self, *, has_tools: bool) -> ChatTemplate:
+        is_own = has_tools and self.tool_template is not None
+        template = self._templates["tools" if is_own else "chats"]
+        if template is None:
+            also = "" if self.tool_template is None else " for chats without tools"
             raise InvalidRequestError(
-                "this model has no chat template; send a plain text prompt, or use an "
+                f"this model has no chat template{also}; send a plain text prompt, or use an "
                 "instruction-tuned model"
             )
+        return template
+
+    @cached_property
+    def _templates(self) -> dict[str, ChatTemplate | None]:
+        sources = {"chats": self.chat_template, "tools": self.tool_template}
+        return {name: source and self._template(source) for name, source in sources.items()}
+
+    def _template(self, source: str) -> ChatTemplate:
         return ChatTemplate(
-            self.chat_template,
+            source,
             self.special_tokens,
             self._control_texts,
             lambda text, parse_special: self.encode(text, False, parse_special=parse_special),

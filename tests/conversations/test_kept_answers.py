@@ -29,7 +29,7 @@ def test_a_history_has_the_text_before_a_stop_string(make, stop):
     used = assembler.push(tokens)
     assert used is not None and assembler.text == SAID[: SAID.index(stop)]
     answer = tokens[:used]
-    kept = kept_answer(tokenizer, answer, assembler.text, skip_special_tokens=True)
+    kept = kept_answer(tokenizer, answer, assembler.text, after=(), skip_special_tokens=True)
     assert tokenizer.decode(kept) == assembler.text
     begins = [n for n in range(used) if assembler.text.startswith(tokenizer.decode(tokens[:n]))]
     assert list(kept[: max(begins)]) == tokens[: max(begins)]
@@ -43,7 +43,7 @@ def test_what_ends_an_answer_and_what_stays(make):
     (end,), (user,) = (tokenizer.encode(text, False)[-1:] for text in ("</s>", "<|user|>"))
 
     def kept(answer: list[int], text: str, *, skip: bool = True) -> list[int]:
-        return list(kept_answer(tokenizer, answer, text, skip_special_tokens=skip))
+        return list(kept_answer(tokenizer, answer, text, after=(), skip_special_tokens=skip))
 
     assert kept([*said, end], "some cat") == [*said, end]
     assert kept([*said, user], "some cat") == said  # a stop token, or its text as a stop string
