@@ -309,7 +309,10 @@ class Tokenizer:
     @cached_property
     def _templates(self) -> dict[str, ChatTemplate | None]:
         sources = {"chats": self.chat_template, "tools": self.tool_template}
-        return {name: source and self._template(source) for name, source in sources.items()}
+        return {
+            name: None if source is None else self._template(source)
+            for name, source in sources.items()
+        }
 
     def _template(self, source: str) -> ChatTemplate:
         return ChatTemplate(

@@ -27,7 +27,7 @@ def sentencepiece(**options: Any) -> Tokenizer:
 
 def _tokenizer(text: str, options: dict[str, Any]) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_str(text)
-    return Tokenizer(backend, eos_token_ids=(backend.token_to_id("</s>"),), **options)
+    return Tokenizer(backend, eos_token_ids=(SPECIAL.index("</s>"),), **options)
 
 
 @cache
