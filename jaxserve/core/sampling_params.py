@@ -48,7 +48,7 @@ class SamplingParams:
       seed: the random stream depends on it and on the position only, never on the batch.
       n: number of independent samples of the prompt; they share the prompt's pages.
       stop: strings that end the output and are not part of it; at most 64, each of at most 256
-        characters.
+        characters. The whole text of a control token counts also where `text` omits the token.
       stop_token_ids: tokens that end the output, in addition to the model's end tokens; at most 16
         with those.
       ignore_eos: continue past the model's end token, which may then be in the output, as in vLLM.
