@@ -15,7 +15,7 @@ Message = Mapping[str, Any]
 # A stand-in for a control token spelt out in chat messages is a mark and a character for the token.
 # The mark is drawn from private-use characters, so that no message can be written to contain it.
 _MARK_CHARACTERS, _MARK_LENGTH = "".join(map(chr, range(0xE000, 0xF900))), 4
-_FIRST_STAND_IN = 0xF0000
+FIRST_STAND_IN = 0xF0000
 # Stands for an answer, to see what a template puts after one.
 _PROBE = "answer"
 
@@ -29,7 +29,8 @@ class ChatTemplate:
       source: Jinja, as in a tokenizer_config.json.
       special_tokens: names that the template may use (`bos_token`, ...) and their texts.
       control_texts: the texts of all control tokens, the longest first.
-      encode: returns the token ids of a text; a flag says whether control tokens in it count.
+      encode: returns the token ids of a text that comes in parts; control tokens in every second
+        part are ordinary text.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str],
         control_texts: Sequence[str],
-        encode: Callable[[str, bool], list[int]],
+        encode: Callable[[Sequence[str]], list[int]],
     ):
         self._source = source
         self._special_tokens = dict(special_tokens)
@@ -125,20 +126,15 @@ class ChatTemplate:
             return False
 
     def _ids(self, rendered: str, marker: str | None) -> list[int]:
-        token_ids: list[int] = []
         parts = [rendered] if marker is None else re.split(marker, rendered)
+        parts[1::2] = [self._control_texts[ord(part) - FIRST_STAND_IN] for part in parts[1::2]]
         try:
-            for i, part in enumerate(parts):
-                if i % 2:
-                    part = self._control_texts[ord(part) - _FIRST_STAND_IN]
-                if part or len(parts) == 1:
-                    token_ids += self._encode(part, not i % 2)
+            return self._encode(parts)
         except (TypeError, UnicodeError) as error:
             raise InvalidRequestError(
                 f"the messages cannot be encoded: {error}; give text that is valid Unicode, "
                 "without lone surrogates"
             ) from error
-        return token_ids
 
     def _rendered(self, messages: Any, add_generation_prompt: bool, tools: Any) -> str:
         # Jinja is for chats only.
@@ -182,10 +178,10 @@ class ChatTemplate:
         control = re.compile("|".join(map(re.escape, self._control_texts)))
         if not control.search(everything):
             return messages, None
-        mark = _drawn_mark()
+        mark = drawn_mark()
         while mark in everything:
-            mark = _drawn_mark()
-        stand_in = {t: mark + chr(_FIRST_STAND_IN + i) for i, t in enumerate(self._control_texts)}
+            mark = drawn_mark()
+        stand_in = {t: mark + chr(FIRST_STAND_IN + i) for i, t in enumerate(self._control_texts)}
 
         def shield(value: Any) -> Any:
             if isinstance(value, str):
@@ -196,11 +192,12 @@ class ChatTemplate:
                 return [shield(item) for item in value]
             return value
 
-        last = chr(_FIRST_STAND_IN + len(self._control_texts) - 1)
-        return shield(messages), f"{mark}([{chr(_FIRST_STAND_IN)}-{last}])"
+        last = chr(FIRST_STAND_IN + len(self._control_texts) - 1)
+        return shield(messages), f"{mark}([{chr(FIRST_STAND_IN)}-{last}])"
 
 
-def _drawn_mark() -> str:
+def drawn_mark() -> str:
+    """Return private-use characters that no text contains except by an unlikely chance."""
     return "".join(secrets.choice(_MARK_CHARACTERS) for _ in range(_MARK_LENGTH))
 
 

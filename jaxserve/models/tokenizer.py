@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
-import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import tokenizers
 
-from jaxserve.core.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
 from jaxserve.models import registry
-from jaxserve.models.chat_template import ChatTemplate, Message
+from jaxserve.models.chat_template import FIRST_STAND_IN, ChatTemplate, Message, drawn_mark
+from jaxserve.models.folder_tokenizer import read_folder_tokenizer
 from jaxserve.models.gguf_source import GGUFSource
-from jaxserve.models.gguf_tokenizer import END_TEXTS, read_gguf_tokenizer
+from jaxserve.models.gguf_tokenizer import TokenizerParts, read_gguf_tokenizer
 
 _TOKENIZER_FILE, _SETTINGS_FILE = "tokenizer.json", "jaxserve_tokenizer.json"
 
@@ -43,6 +43,9 @@ class Tokenizer:
         tool_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ):
+        # Settings of how a tokenizer was trained, which would cut prompts or lengthen them.
+        backend.no_truncation()
+        backend.no_padding()
         backend.encode_special_tokens = False
         self._backend = backend
         self.eos_token_ids = tuple(eos_token_ids)
@@ -76,63 +79,67 @@ class Tokenizer:
           CheckpointError, UnsupportedModelError: see `read_gguf_tokenizer`.
         """
         source = source if isinstance(source, GGUFSource) else GGUFSource(source)
-        read = read_gguf_tokenizer(source.file.metadata, source.where)
-        return cls(
-            read.backend,
-            eos_token_ids=read.eos_token_ids,
-            chat_template=read.chat_template,
-            tool_template=read.tool_template,
-            special_tokens=read.special_tokens,
-        )
+        return cls._of_parts(read_gguf_tokenizer(source.file.metadata, source.where))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """Read a Hugging Face folder; end tokens also from generation_config.json and config.json.
 
         Raises:
-          CheckpointError: the folder has no tokenizer, or it cannot be read.
-          UnsupportedModelError: a tokenizer without a fast (`tokenizers`) form.
+          CheckpointError, UnsupportedModelError: see `read_folder_tokenizer`.
         """
-        folder = Path(folder)
-        try:
-            loaded = _auto_tokenizer().from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # transformers raises many kinds for a missing or bad file
-            raise CheckpointError(
-                str(folder),
-                [f"its tokenizer cannot be loaded: {error}"],
-                "put the model's tokenizer.json and tokenizer_config.json into the folder",
-            ) from error
-        backend = getattr(loaded, "backend_tokenizer", None)
-        if backend is None:
-            raise UnsupportedModelError(
-                f"the tokenizer of {folder} ({type(loaded).__name__}) has no fast form; "
-                "convert it to a tokenizer.json"
-            )
-        templates = loaded.chat_template
-        if not isinstance(templates, dict):
-            templates = {"default": templates}
-        special = {name: str(text) for name, text in loaded.special_tokens_map.items()}
-        ends = [
-            *declared_end_ids(folder),
-            *([] if loaded.eos_token_id is None else [loaded.eos_token_id]),
-            *(
-                token_id
-                for token_id, token in backend.get_added_tokens_decoder().items()
-                if token.special and token.content in END_TEXTS
-            ),
-        ]
+        return cls._of_parts(read_folder_tokenizer(Path(folder)))
+
+    @classmethod
+    def _of_parts(cls, parts: TokenizerParts) -> Tokenizer:
         return cls(
-            backend,
-            eos_token_ids=tuple(dict.fromkeys(ends)),
-            chat_template=templates.get("default"),
-            tool_template=templates.get("tool_use"),
-            special_tokens=special,
+            parts.backend,
+            eos_token_ids=parts.eos_token_ids,
+            chat_template=parts.chat_template,
+            tool_template=parts.tool_template,
+            special_tokens=parts.special_tokens,
         )
 
     @property
     def vocab_size(self) -> int:
         """The number of tokens with added ones; the model's embedding may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def num_own_tokens(self) -> int:
+        """The number of tokens without those that were added to the vocabulary."""
+        return self._backend.get_vocab_size(with_added_tokens=False)
+
+    def added_from(self, token_id: int) -> dict[int, str]:
+        """Return the texts of the added tokens from this id on."""
+        added = self._backend.get_added_tokens_decoder()
+        return {i: token.content for i, token in added.items() if i >= token_id}
+
+    def ids_of(self, tokens: Iterable[str | int]) -> tuple[int, ...]:
+        """Return the ids of tokens that are given as texts or ids.
+
+        Raises:
+          InvalidConfigError: a text is not one token.
+        """
+        ids = []
+        for token in tokens:
+            token_id = token if isinstance(token, int) else self._backend.token_to_id(token)
+            if token_id is None:
+                raise InvalidConfigError(
+                    f"{token!r} is not a token of this model; give the whole text of one, or its id"
+                )
+            ids.append(token_id)
+        return tuple(ids)
+
+    def ending_at(self, tokens: Iterable[str | int]) -> Tokenizer:
+        """Return a tokenizer with more end tokens; see `ids_of`."""
+        return Tokenizer(
+            self._backend,
+            eos_token_ids=tuple(dict.fromkeys((*self.eos_token_ids, *self.ids_of(tokens)))),
+            chat_template=self.chat_template,
+            tool_template=self.tool_template,
+            special_tokens=self.special_tokens,
+        )
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, parse_special: bool = True
@@ -245,12 +252,13 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return next((i for i, token in added.items() if token.content == text), None)
 
-    def to_json(self) -> str:
-        """Return the backend as a tokenizer.json, without padding and truncation."""
-        plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        plain.no_padding()
-        plain.no_truncation()
-        return plain.to_str()
+    def to_json(self, num_tokens: int) -> str:
+        """Return the backend as a tokenizer.json, without added tokens from this id on."""
+        if not self.added_from(num_tokens):
+            return self._backend.to_str()
+        given = json.loads(self._backend.to_str())
+        given["added_tokens"] = [each for each in given["added_tokens"] if each["id"] < num_tokens]
+        return json.dumps(given)
 
     def save(self, folder: str | Path) -> None:
         """Write files for `load` into an existing folder."""
@@ -295,6 +303,13 @@ class Tokenizer:
         plain.encode_special_tokens = True
         return plain
 
+    def _encode_parts(self, parts: Sequence[str]) -> list[int]:
+        return self.encode(parts[0], False) if len(parts) == 1 else self._part_encoder.encode(parts)
+
+    @cached_property
+    def _part_encoder(self) -> _PartEncoder:
+        return _PartEncoder(self._backend, self._control_ids)
+
     def _template_of(self, *, has_tools: bool) -> ChatTemplate:
         is_own = has_tools and self.tool_template is not None
         template = self._templates["tools" if is_own else "chats"]
@@ -315,12 +330,48 @@ class Tokenizer:
         }
 
     def _template(self, source: str) -> ChatTemplate:
-        return ChatTemplate(
-            source,
-            self.special_tokens,
-            self._control_texts,
-            lambda text, parse_special: self.encode(text, False, parse_special=parse_special),
+        return ChatTemplate(source, self.special_tokens, self._control_texts, self._encode_parts)
+
+
+@final
+class _PartEncoder:
+    """Encodes texts in which some control tokens count and others are ordinary text.
+
+    It has a backend that takes all of them for text, and in which others stand for them. Their
+    texts are drawn, so that no message can be written to contain them.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, control_ids: Iterable[int]):
+        added = backend.get_added_tokens_decoder()
+        control = sorted(control_ids, key=lambda token_id: -len(added[token_id].content))
+        mark, more, patterns = drawn_mark(), [], []
+        ids: dict[str, int] = {}
+        self._stand_ins: dict[str, str] = {}
+        for i, token_id in enumerate(control):
+            token, stand_in = added[token_id], f"{mark}{chr(FIRST_STAND_IN + i)}"
+            self._stand_ins[token.content], ids[stand_in] = stand_in, token_id
+            sides = dict(lstrip=token.lstrip, rstrip=token.rstrip, normalized=token.normalized)
+            more.append(tokenizers.AddedToken(stand_in, **sides))
+            text = re.escape(token.content)
+            patterns.append(rf"(?<!\w){text}(?!\w)" if token.single_word else text)
+        self._pattern = re.compile("|".join(patterns))
+        self._backend = tokenizers.Tokenizer.from_str(backend.to_str())
+        self._backend.encode_special_tokens = True
+        self._backend.add_tokens(more)
+        known = self._backend.get_added_tokens_decoder()
+        self._ids = {i: ids[token.content] for i, token in known.items() if token.content in ids}
+
+    def encode(self, parts: Sequence[str]) -> list[int]:
+        """Return the token ids of the joined parts; control tokens in every second one are text.
+
+        The text is encoded as a whole: where it is cut, some tokenizers would put spaces.
+        """
+        text = "".join(
+            part if i % 2 else self._pattern.sub(lambda found: self._stand_ins[found[0]], part)
+            for i, part in enumerate(parts)
         )
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return [self._ids.get(token_id, token_id) for token_id in found.ids]
 
 
 # The bytes that the letters of a byte-level vocabulary stand for, as in GPT-2: printable ones for
@@ -417,32 +468,3 @@ def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
         return frozenset()
     ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     return frozenset(token_id for token_id in ids if token_id is not None)
-
-
-def _auto_tokenizer() -> Any:
-    """Return transformers' class: seconds to import, so only where a folder needs it.
-
-    Without its advice to install PyTorch, which nothing here uses.
-    """
-    variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    given = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
-        return importlib.import_module("transformers").AutoTokenizer
-    finally:
-        if given is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = given
-
-
-def declared_end_ids(folder: Path) -> list[int]:
-    """Return `eos_token_id` of a folder's generation_config.json, else of its config.json."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            given = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError):
-            continue
-        if given is not None:
-            return list(given) if isinstance(given, list) else [given]
-    return []
