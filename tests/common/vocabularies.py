@@ -17,7 +17,7 @@ SPECIAL = ("<unk>", "<s>", "</s>", "<|user|>")
 
 def byte_level(**options: Any) -> Tokenizer:
     """Return a tokenizer whose tokens are bytes and what the corpus merges of them."""
-    return _tokenizer(_byte_level(), options)
+    return _tokenizer(byte_level_json(), options)
 
 
 def sentencepiece(**options: Any) -> Tokenizer:
@@ -31,7 +31,8 @@ def _tokenizer(text: str, options: dict[str, Any]) -> Tokenizer:
 
 
 @cache
-def _byte_level() -> str:
+def byte_level_json() -> str:
+    """Return the tokenizer.json of `byte_level`."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

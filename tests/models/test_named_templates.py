@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers
 from jaxserve.core.errors import InvalidRequestError
 from jaxserve.models.gguf_tokenizer import read_gguf_tokenizer
 from jaxserve.models.tokenizer import Tokenizer
-from tests.common.vocabularies import byte_level
+from tests.common.vocabularies import byte_level, byte_level_json
 
 pytestmark = pytest.mark.fast
 
@@ -25,7 +25,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 
 
 def _folder(path: Path, **settings: Any) -> Path:
-    (path / "tokenizer.json").write_text(byte_level().to_json())
+    (path / "tokenizer.json").write_text(byte_level_json())
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", **settings}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path
