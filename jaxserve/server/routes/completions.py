@@ -78,6 +78,19 @@ async def complete(body: CompletionRequest, http: Request, backend: Here, own: I
     )
 
 
+def _emptied(completion: Completion) -> tuple[Sample, ...]:
+    """Return the samples of a completion without their tokens."""
+    return tuple(
+        Sample(
+            text="",
+            token_ids=(),
+            finish_reason="length",
+            logprobs=None if sample.logprobs is None else (),
+        )
+        for sample in completion.samples
+    )
+
+
 def _prompts(body: CompletionRequest) -> Any:
     """Return a list of prompts, also where one was given."""
     given: Any = body.prompt
@@ -109,6 +122,8 @@ class _Answer:
 
     def reply(self, completions: list[Completion]) -> CompletionReply:
         """Return the whole answer."""
+        if self.body.max_tokens == 0:
+            completions = [replace(each, samples=_emptied(each)) for each in completions]
         choices = [
             self._choice(p * self.params.n + i, completion, sample)
             for p, completion in enumerate(completions)

@@ -34,7 +34,9 @@ class CompletionRequest(Asking):
         | Tokens
         | Annotated[Items[Tokens], Field(min_length=1)]
     )
-    max_tokens: int | None = Field(None, ge=1, le=MAX_INT32, description="16 by default.")
+    max_tokens: int | None = Field(
+        None, ge=0, le=MAX_INT32, description="16 by default; 0 with echo, for the prompt alone."
+    )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = Field(None, description="Put the prompt before each completion.")
     best_of: None = unused()
