@@ -77,10 +77,7 @@ class Answer:
         self._sink = sink
         self._decoder = decoder
         count = request.params.n
-        stops = request.params.stop
-        self._assemblers = (
-            [TextAssembler(decoder(), stops) for _ in range(count)] if decoder else []
-        )
+        self._assemblers = self._new_assemblers()
         self._num_delivered = [0] * count
         self._was_cut = [False] * count
         self._reported_end = [False] * count
@@ -134,9 +131,7 @@ class Answer:
         assert not self.has_shown
         self._num_delivered = [0] * len(self._num_delivered)
         self._versions = [TokenVersions(versions.newest) for versions in self._versions]
-        if self._decoder is not None:
-            stops = self.request.params.stop
-            self._assemblers = [TextAssembler(self._decoder(), stops) for _ in self._assemblers]
+        self._assemblers = self._new_assemblers()
 
     def deliver(self, sequence: Running, scheduler: Scheduler) -> None:
         """Deliver the new tokens of `sequence`, and end it when a stop string is complete."""
@@ -173,6 +168,14 @@ class Answer:
                 failed_completion(self.request.id, self.request.given_prompt, error, timing)
             )
         self._notify(Piece(text="", token_ids=(), finish_reason="error"))
+
+    def _new_assemblers(self) -> list[TextAssembler]:
+        if self._decoder is None:
+            return []
+        params = self.request.params
+        return [
+            TextAssembler(self._decoder(), params.stop, params.min_tokens) for _ in range(params.n)
+        ]
 
     def _cut(self, sequence: Running, num_tokens: int, scheduler: Scheduler) -> None:
         self._was_cut[sequence.sample_index] = True

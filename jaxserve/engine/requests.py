@@ -160,6 +160,7 @@ class RequestBuilder:
             params=params,
             arrival_s=arrival_s,
             stop_token_ids=stop_token_ids,
+            end_token_ids=self._eos_token_ids,
             seed=drawn_seed(self._seed, number) if params.seed is None else params.seed,
             priority=priority,
             deadline_s=deadline_at_s,
@@ -270,10 +271,12 @@ class RequestBuilder:
             )
         eos = () if params.ignore_eos else self._eos_token_ids
         stop_token_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
-        if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        # Before `min_tokens` the model's own are forbidden, also where they end nothing.
+        listed = {*stop_token_ids, *self._eos_token_ids} if params.min_tokens else stop_token_ids
+        if len(listed) > MAX_STOP_TOKEN_IDS:
             raise InvalidSamplingParamsError(
-                f"{len(stop_token_ids)} stop tokens with the model's own {len(eos)}, at most "
-                f"{MAX_STOP_TOKEN_IDS} are allowed; use `stop` strings for the rest"
+                f"{len(listed)} stop tokens with the model's own {len(self._eos_token_ids)}, at "
+                f"most {MAX_STOP_TOKEN_IDS} are allowed; use `stop` strings for the rest"
             )
         return stop_token_ids
 

@@ -24,14 +24,14 @@ def read_vocabulary(
     Raises:
       InvalidGrammarError: the tokenizer has more tokens than the model.
     """
-    if tokenizer.vocab_size > vocab_size:
+    if tokenizer.num_own_tokens > vocab_size:
         raise InvalidGrammarError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {vocab_size}; grammars "
-            "need a tokenizer of the model's own"
+            f"the tokenizer has {tokenizer.num_own_tokens} tokens and the model {vocab_size}; "
+            "grammars need a tokenizer of the model's own"
         )
     try:
         read = package.LLTokenizer(
-            tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
+            tokenizer.to_json(vocab_size), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
         )
     except ValueError:
         decoded = _Decoded(tokenizer, eos_token_ids, vocab_size)
@@ -52,6 +52,7 @@ def outline(
     control = {
         token: tokenizer.decode([token], skip_special_tokens=False)
         for token in tokenizer.control_token_ids
+        if token < vocab_size
     }
     return vocab_size, control, eos_token_ids[0] if eos_token_ids else vocab_size
 
@@ -71,8 +72,8 @@ class _Decoded:
         spelt: Sequence[bytes] | None = None,
     ):
         self._tokenizer = tokenizer
-        self.special_token_ids = sorted(tokenizer.control_token_ids)
-        size = tokenizer.vocab_size
+        self.special_token_ids = sorted(i for i in tokenizer.control_token_ids if i < vocab_size)
+        size = min(tokenizer.vocab_size, vocab_size)
         texts = spelt or [
             tokenizer.decode([token], skip_special_tokens=False).encode() for token in range(size)
         ]

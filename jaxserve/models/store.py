@@ -22,6 +22,7 @@ from jaxserve.models.config import DTYPES, DecoderConfig, check_fits
 from jaxserve.models.converted import ConvertedModel
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families import config_from_hf
+from jaxserve.models.folder_tokenizer import TOKENIZER_FILES, declared_end_ids
 from jaxserve.models.gguf_kept import KeptBlocks
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.models.linear import replace_weights_at
@@ -40,14 +41,10 @@ from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.source import WeightSource
 from jaxserve.models.start_times import timed
 from jaxserve.models.tensor_names import fitted, under_own_names
-from jaxserve.models.tokenizer import Tokenizer, declared_end_ids
+from jaxserve.models.tokenizer import Tokenizer
 from sharding import DeviceGroups, StagePlan, placed, state_shardings
 
 _log = logging.getLogger(__name__)
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json"),
-    "tokenizer_config.json",
-)
 
 
 @final
@@ -345,11 +342,18 @@ def _loaded(
     ends: tuple[int, ...],
     path: Path | None,
 ) -> LoadedModel:
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+    if tokenizer is not None and tokenizer.num_own_tokens > config.vocab_size:
         raise CheckpointError(
             str(path),
-            [f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}"],
+            [f"the tokenizer has {tokenizer.num_own_tokens} tokens, the model {config.vocab_size}"],
             "the tokenizer belongs to another model; use the one the model came with",
+        )
+    if tokenizer is not None and (unknown := tokenizer.added_from(config.vocab_size)):
+        _log.warning(
+            "the model has no embeddings of %d tokens that were added to the tokenizer (%s); "
+            "prompts with them are refused",
+            len(unknown),
+            ", ".join(map(repr, list(unknown.values())[:8])),
         )
     return LoadedModel(
         name=name,
@@ -375,7 +379,7 @@ def _config_json(folder: Path) -> Mapping[str, Any]:
 
 
 def _folder_tokenizer(folder: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         _log.warning("%s has no tokenizer: prompts must be token ids", folder)
         return None, tuple(declared_end_ids(folder))
     tokenizer = Tokenizer.from_folder(folder)

@@ -103,6 +103,31 @@ class Parts:
                 self.forecaster.close()  # last: it writes a checkpoint, which can fail
 
 
+def with_end_tokens(
+    tokenizer: Tokenizer | None,
+    eos_token_ids: Sequence[int] | None,
+    more: Sequence[str | int],
+    vocab_size: int,
+) -> tuple[Tokenizer | None, Sequence[int] | None]:
+    """Return the tokenizer and the end tokens with those of the option `end_tokens`.
+
+    Raises:
+      InvalidConfigError: one of them is not a token of the model.
+    """
+    if not more:
+        return tokenizer, eos_token_ids
+    ids: Sequence[str | int] = more if tokenizer is None else tokenizer.ids_of(more)
+    bad = [token for token in ids if isinstance(token, str) or not 0 <= token < vocab_size]
+    if bad:
+        raise InvalidConfigError(
+            f"end_tokens has {bad[0]!r}; pass token ids from 0 to {vocab_size - 1}, or texts of "
+            "tokens if the model has a tokenizer"
+        )
+    if eos_token_ids is not None:
+        eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, *map(int, ids))))
+    return tokenizer and tokenizer.ending_at(more), eos_token_ids
+
+
 def build_parts(
     model: nnx.Module,
     params: nnx.State | None,
