@@ -22,6 +22,7 @@ from jaxserve.core.errors import GrammarTooComplexError, InvalidGrammarError, Mi
 from jaxserve.core.json_schema import lark_rules
 from jaxserve.core.request import Request
 from jaxserve.engine.answer_schema import AnswerSchema
+from jaxserve.engine.gbnf import is_gbnf, lark_of
 from jaxserve.engine.grammar_threads import CompileJob, CompileThreads, closed
 from jaxserve.engine.grammar_trials import GrammarTrials
 from jaxserve.engine.matcher import Matcher, first_line
@@ -292,6 +293,8 @@ def _grammar(constraint: Constraint, package: Any) -> str:
     if constraint.notation == "json_schema":
         rules = lark_rules(json.loads(text), "start")
         return package.LLMatcher.grammar_from_lark("\n".join(rules))
+    if constraint.notation == "grammar" and is_gbnf(text):
+        return package.LLMatcher.grammar_from_lark(lark_of(text))
     if constraint.notation == "grammar" and _PARAMETRIC.search(text):
         raise ValueError("rules with a parameter (name::_) are not supported; write them out")
     return package.grammar_from(constraint.notation, text)

@@ -66,7 +66,9 @@ class Times:
         result = yield
         line = {
             "test": item.nodeid,
-            "tiers": [mark.name for mark in item.iter_markers() if mark.name in ("fast", "release")],
+            "tiers": [
+                mark.name for mark in item.iter_markers() if mark.name in ("fast", "release")
+            ],
             "wall_s": time.perf_counter() - began,
             "own_cpu_s": time.process_time() - own,
             "children_cpu_s": _children_s() - children,
@@ -88,7 +90,7 @@ class Times:
             self._spans["trace"].append((now - seconds, now))
 
     def _on_audit(self, event: str, _: Any) -> None:
-        if event in STARTS :
+        if event in STARTS:
             self._counts["processes"] += 1
 
 

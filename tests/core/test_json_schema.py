@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import jsonschema
-import llguidance
 import pytest
 
 from jaxserve.core.json_schema import lark_rules
+from tests.common.matching import matching as matching_lark
 
 pytestmark = pytest.mark.fast
 
@@ -20,33 +20,9 @@ ID = 2**53 + 1
 INT64 = {"minimum": -(2**63), "maximum": 2**63 - 1}
 
 
-class _Bytes:
-    """A vocabulary of the 256 bytes and an end token."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-    eos_token_id = 256
-    special_token_ids = (256,)
-    tokens = (*(bytes([i]) for i in range(256)), b"<end>")
-
-    def __call__(self, text: str) -> list[int]:
-        return list(text.encode())
-
-
-VOCABULARY = llguidance.LLTokenizer(_Bytes())
-
-
 def matching(schema: Any, texts: Iterable[str]) -> list[str]:
     """Return the texts, in `json.dumps`'s style, that are whole answers for a schema."""
-    grammar = llguidance.LLMatcher.grammar_from_lark("\n".join(lark_rules(schema, "start")))
-    matcher = llguidance.LLMatcher(VOCABULARY, grammar, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    return [text for text in texts if _takes(matcher.deep_copy(), list(text.encode()))]
-
-
-def _takes(matcher: Any, tokens: list[int]) -> bool:
-    taken = matcher.try_consume_tokens(tokens) == len(tokens)
-    return taken and (matcher.is_accepting() or matcher.is_stopped())
+    return matching_lark("\n".join(lark_rules(schema, "start")), texts)
 
 
 def is_valid(schema: Any, text: str) -> bool:
