@@ -38,7 +38,7 @@ def test_answers_are_validated(schema: object, answer: str, said: str | None):
 
 
 def test_what_cannot_be_told_passes():
-    """Regular expressions are left to the grammar; long or deep answers and references have bounds."""
+    """Regular expressions are left to the grammar; long, deep and referring ones are bounded."""
     slow = {"pattern": "^(x+)+$", "type": "string"}
     assert AnswerSchema(slow).problem('"' + "x" * 40 + '!"') is None
     names = {"patternProperties": {"^(x+)+$": {}}, "additionalProperties": False}
