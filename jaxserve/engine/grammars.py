@@ -22,7 +22,8 @@ from jaxserve.core.errors import GrammarTooComplexError, InvalidGrammarError, Mi
 from jaxserve.core.json_schema import lark_rules
 from jaxserve.core.request import Request
 from jaxserve.engine.answer_schema import AnswerSchema
-from jaxserve.engine.gbnf import is_gbnf, lark_of
+from jaxserve.engine.gbnf import is_gbnf
+from jaxserve.engine.gbnf_lark import lark_of
 from jaxserve.engine.grammar_threads import CompileJob, CompileThreads, closed
 from jaxserve.engine.grammar_trials import GrammarTrials
 from jaxserve.engine.matcher import Matcher, first_line
