@@ -74,6 +74,10 @@ class TextAssembler:
                 return used
         return None
 
+    def whole(self) -> str:
+        """Return the text of all tokens so far, with what the decoder has held back."""
+        return self.text + self._decoder.kept()
+
     def finish(self) -> None:
         """Append the text that the decoder held back, unless a stop string has ended the text."""
         self.text += self._decoder.flush()

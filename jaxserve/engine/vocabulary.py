@@ -14,8 +14,8 @@ def read_vocabulary(
 ) -> Any:
     """Return an `llguidance.LLTokenizer` of a tokenizer from a folder or a GGUF file.
 
-    llguidance reads byte-level and byte-fallback vocabularies itself. Of others, and of those
-    without an end token, the tokens are decoded one by one. Where the model has no end token, one
+    llguidance reads the bytes of byte-level and byte-fallback vocabularies itself. Of others, the
+    tokens are decoded one by one. Where the model has no end token, one
     stands behind the vocabulary, which the model cannot choose.
 
     Args:
@@ -33,13 +33,13 @@ def read_vocabulary(
         read = package.LLTokenizer(
             tokenizer.to_json(vocab_size), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
         )
+        spelt = [read.decode_bytes([token]) for token in range(vocab_size)]
     except ValueError:
-        decoded = _Decoded(tokenizer, eos_token_ids, vocab_size)
-        return package.LLTokenizer(decoded, eos_token=list(eos_token_ids) or None)
-    if eos_token_ids:
-        return read
-    spelt = [read.decode_bytes([token]) for token in range(vocab_size)]
-    return package.LLTokenizer(_Decoded(tokenizer, eos_token_ids, vocab_size, spelt))
+        spelt = None
+    # Its own encoding of a text that must come next makes control tokens of their names, which
+    # the grammar then refuses.
+    decoded = _Decoded(tokenizer, eos_token_ids, vocab_size, spelt)
+    return package.LLTokenizer(decoded, eos_token=list(eos_token_ids) or None)
 
 
 def outline(
