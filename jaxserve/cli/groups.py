@@ -69,6 +69,7 @@ class ServiceOptions:
     speculation: opt.Speculation = None
     draft_model: opt.DraftModel = None
     deterministic: opt.Deterministic = False
+    end_tokens: opt.EndTokens = None
     adapter: opt.Adapter = None
     adapter_dtype: opt.AdapterDType = None
     host_memory: opt.HostMemory = None

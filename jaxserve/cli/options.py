@@ -137,6 +137,14 @@ DraftModel = Annotated[
         text="Model that proposes tokens with --speculation draft: a name, folder or GGUF file.",
     ),
 ]
+EndTokens = Annotated[
+    list[str] | None,
+    _runtime(
+        "--end-token",
+        text="Text of a token that ends an answer, beside those that the model declares, such as "
+        "'<|end|>'; may be given several times.",
+    ),
+]
 Deterministic = Annotated[
     bool,
     _runtime(

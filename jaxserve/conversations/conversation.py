@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, final
 
 from jaxserve.conversations.journal import Journal
 from jaxserve.conversations.off_loop import entered, in_thread
-from jaxserve.conversations.prompts import NextPrompt, Render, Said, next_prompt
+from jaxserve.conversations.prompts import NextPrompt, Render, Said, kept_answer, next_prompt
 from jaxserve.conversations.turn_client import TurnClient
 from jaxserve.conversations.turns import History, Message, Turn
 from jaxserve.core.errors import (
@@ -133,7 +133,7 @@ class Conversation:
             completion = self._home.client.answer(
                 prompt.token_ids, params, conversation_id=self.id, timeout_s=timeout_s
             )
-            self._keep_completion(prompt, completion)
+            self._keep_completion(prompt, params, completion)
         return completion
 
     async def asend(
@@ -161,7 +161,7 @@ class Conversation:
                 *(prompt.token_ids, params),
                 conversation_id=self.id, timeout_s=timeout_s, on_piece=on_piece,
             )  # fmt: skip
-            await in_thread(self._keep_completion, prompt, completion)
+            await in_thread(self._keep_completion, prompt, params, completion)
         return completion
 
     def stream(
@@ -185,7 +185,7 @@ class Conversation:
                 for piece in pieces:
                     if received.goes_on(piece):
                         yield piece
-            last = self._keep_received(prompt, received)
+            last = self._keep_received(prompt, params, received)
         yield last
 
     async def astream(
@@ -209,7 +209,7 @@ class Conversation:
                     async for piece in pieces:
                         if received.goes_on(piece):
                             yield piece
-            last = await in_thread(self._keep_received, prompt, received)
+            last = await in_thread(self._keep_received, prompt, params, received)
         yield last
 
     def fork(self, num_turns: int | None = None, *, id: str | None = None) -> Conversation:
@@ -286,24 +286,41 @@ class Conversation:
         except TimeoutError:
             raise TurnTimeoutError(self.id, timeout_s, len(received.token_ids)) from None
 
-    def _keep_completion(self, prompt: NextPrompt, completion: Completion) -> None:
+    def _keep_completion(
+        self, prompt: NextPrompt, params: SamplingParams, completion: Completion
+    ) -> None:
         if completion.error is not None:
             raise completion.error
         if completion.finish_reason == "cancelled":
             raise self._cancelled()
-        self._keep(prompt, completion.token_ids, completion.text, completion.finish_reason)
+        tokens, text = completion.token_ids, completion.text
+        self._keep(prompt, params, tokens, text, completion.finish_reason)
 
-    def _keep_received(self, prompt: NextPrompt, received: _Received) -> Piece:
+    def _keep_received(
+        self, prompt: NextPrompt, params: SamplingParams, received: _Received
+    ) -> Piece:
         """Keep the turn, and return its last piece."""
         last = received.last
         if last is None or last.finish_reason is None or last.finish_reason == "cancelled":
             raise self._cancelled()
-        self._keep(prompt, received.token_ids, "".join(received.texts), last.finish_reason)
+        text = "".join(received.texts)
+        self._keep(prompt, params, received.token_ids, text, last.finish_reason)
         return last
 
     def _keep(
-        self, prompt: NextPrompt, answer: Sequence[int], text: str, finish_reason: str
+        self,
+        prompt: NextPrompt,
+        params: SamplingParams,
+        answer: Sequence[int],
+        text: str,
+        finish_reason: str,
     ) -> None:
+        tokenizer = self._home.tokenizer
+        if finish_reason == "stop" and prompt.messages is not None and tokenizer is not None:
+            skip = params.skip_special_tokens
+            answer = kept_answer(
+                tokenizer, answer, text, after=prompt.token_ids, skip_special_tokens=skip
+            )
         turn = Turn(
             num_kept=prompt.num_kept,
             prompt=prompt.token_ids[prompt.num_kept :],

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from jaxserve.conversations.turns import History, Message
 from jaxserve.core.errors import EmptyPromptError, InvalidRequestError
@@ -18,9 +18,24 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Returns the tokens of messages.
-Render = Callable[[Sequence[Mapping[str, Any]]], Sequence[int]]
 Said = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int]
+
+
+class Render(Protocol):
+    """Writes chats in tokens, for instance with tools."""
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
+        """Return the tokens of a chat up to the next answer."""
+        ...
+
+    def continuation(
+        self,
+        asked: Sequence[Mapping[str, Any]],
+        answer: Mapping[str, Any],
+        new: Sequence[Mapping[str, Any]],
+    ) -> Sequence[int] | None:
+        """Return the tokens behind an answer; see `ChatTemplate.continuation`."""
+        ...
 
 
 @final
@@ -55,9 +70,9 @@ def next_prompt(
       start: messages before those of the first turn.
       said: a text, which becomes the user's message; one or several messages; or token ids, which
         follow the history directly.
-      render: returns the tokens of messages, for instance with tools; by default the chat template
-        does. Where it writes the newest prompt that was tokenized as a whole differently, all
-        messages are tokenized by it.
+      render: writes the messages; by default the chat template does, without tools. Where it
+        writes the newest prompt that was tokenized as a whole differently, all messages are
+        tokenized by it.
 
     Raises:
       InvalidRequestError: one of its subclasses.
@@ -78,7 +93,7 @@ def next_prompt(
         )
     if not history.turns:
         messages = (*start, *messages)
-        whole = (render or tokenizer.apply_chat_template)(messages)
+        whole = render.prompt(messages) if render else tokenizer.apply_chat_template(messages)
         return NextPrompt(token_ids=tuple(whole), num_kept=0, messages=messages)
     if not history.is_chat:
         raise InvalidRequestError(
@@ -86,11 +101,12 @@ def next_prompt(
             "or begin another conversation"
         )
     is_same = render is None or _is_written_by(render, history)
-    added = _continuation(tokenizer, history, messages) if is_same else None
+    added = _continuation(tokenizer, history, messages, render) if is_same else None
     if added is not None:
         kept = history.token_ids
         return NextPrompt(token_ids=(*kept, *added), num_kept=len(kept), messages=messages)
-    whole = (render or tokenizer.apply_chat_template)([*history.messages, *messages])
+    said = [*history.messages, *messages]
+    whole = render.prompt(said) if render else tokenizer.apply_chat_template(said)
     pairs = zip(whole, history.token_ids, strict=False)
     num_kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     _log.warning(
@@ -100,6 +116,51 @@ def next_prompt(
         len(history.token_ids),
     )
     return NextPrompt(token_ids=tuple(whole), num_kept=num_kept, messages=messages)
+
+
+def kept_answer(
+    tokenizer: Tokenizer,
+    answer: Sequence[int],
+    text: str,
+    *,
+    after: Sequence[int],
+    skip_special_tokens: bool,
+) -> tuple[int, ...]:
+    """Return the tokens of an answer that ended with "stop", without those of what ended it.
+
+    A stop string or a stop token is not part of the answer, so that the history has the tokens of
+    its text, and the model's end token if that ended it. Where a token reaches past the text, what
+    it has of the text is tokenized again.
+
+    Args:
+      after: the tokens of its prompt.
+    """
+    if not answer or answer[-1] in tokenizer.eos_token_ids:
+        return tuple(answer)
+    if not text:
+        return ()
+    decoder, pushed = tokenizer.stream_decoder(skip_special_tokens, after=after), 0
+    num_kept = num_shown = 0
+    for i, token_id in enumerate(answer, 1):
+        pushed += len(decoder.push([token_id]))
+        num_known = pushed + len(decoder.kept())
+        if num_known == len(text):
+            return tuple(answer[:i])
+        if num_known > len(text):
+            return (*answer[:num_kept], *_encoded_after(tokenizer, text[num_shown:]))
+        if num_known > num_shown:
+            num_kept, num_shown = i, num_known
+    return tuple(answer)  # which ends inside a character
+
+
+def _encoded_after(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of a text behind others: at a beginning some tokenizers put a space."""
+    for before in ("\n", "a"):
+        apart = tokenizer.encode(before, False, parse_special=False)
+        found = tokenizer.encode(before + text, False, parse_special=False)
+        if found[: len(apart)] == apart:
+            return found[len(apart) :]
+    return tokenizer.encode(text, False, parse_special=False)
 
 
 def as_messages(said: Any) -> tuple[Message, ...]:
@@ -154,20 +215,21 @@ def _is_written_by(render: Render, history: History) -> bool:
             newest = i
         num_before = turn.num_kept + len(turn.prompt) + len(turn.answer)
     turn, before = history.turns[newest], History.of(history.turns[:newest])
-    written = render([*before.messages, *(turn.messages or ())])
+    written = render.prompt([*before.messages, *(turn.messages or ())])
     return tuple(written) == (*before.token_ids[: turn.num_kept], *turn.prompt)
 
 
 def _continuation(
-    tokenizer: Tokenizer, history: History, messages: Sequence[Message]
-) -> list[int] | None:
+    tokenizer: Tokenizer, history: History, messages: Sequence[Message], render: Render | None
+) -> Sequence[int] | None:
     """Return the token ids between the history and the next answer, or None; see `ChatTemplate`.
 
     The template's end of a turn is left out where the last answer ended with it, and added where
     the last answer was cut off.
     """
     last = history.turns[-1]
-    added = tokenizer.chat_continuation(history.asked, last.reply, messages)
+    go_on = render.continuation if render else tokenizer.chat_continuation
+    added = go_on(history.asked, last.reply, messages)
     if added is None or not last.answer or last.answer[-1] not in tokenizer.eos_token_ids:
         return added
     for i, token_id in enumerate(added):

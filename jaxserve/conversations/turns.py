@@ -18,7 +18,7 @@ class Turn:
       num_kept: leading tokens of the history that the prompt kept: all of them, unless the history
         was tokenized again.
       prompt: token ids of the prompt after those.
-      answer: token ids, with the stop token that ended the answer.
+      answer: token ids; of messages, those of the text, and the model's end token if that ended it.
       messages: the new messages, in the first turn with those that began the conversation; None
         where the turn is token ids.
       text: of the answer.

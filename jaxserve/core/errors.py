@@ -26,7 +26,7 @@ A message says what was given, what is allowed, and what to do.
     │       ├── CyclicGraphError
     │       └── TooManyNodesError
     ├── NumericalError             the model produced NaN or infinite logits for this request
-    ├── GrammarFailedError         llguidance raised while it computed masks of this request
+    ├── GrammarFailedError         llguidance raised, or let an answer pass that does not validate
     ├── ModelError
     │   ├── UnknownModelError
     │   ├── UnsupportedModelError      an architecture or option that no family here implements
@@ -217,7 +217,7 @@ class NumericalError(JaxserveError, ArithmeticError):
 
 
 class GrammarFailedError(JaxserveError):
-    """A request whose masks llguidance could not compute, for a reason that is not its grammar."""
+    """A request that llguidance failed: its masks, or an answer that does not validate."""
 
 
 class ModelError(JaxserveError):

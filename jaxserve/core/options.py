@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
@@ -112,6 +113,8 @@ class RuntimeOptions:
         could depend on other requests. True changes nothing on CPUs, where it is allowed in float32
         without tensor parallelism: the bits are the same there in any case. On NVIDIA GPUs it has
         dense models computed by kernels that fix the order of sums (docs/batch_invariance.md).
+      end_tokens: more tokens that end an answer, beside those that the model declares: texts such
+        as "<|end|>", or ids.
       seed: seed for the requests that have none.
       warmup: when executables are compiled, or loaded from an earlier start, one of `WARMUPS`.
         "background": on other threads while requests are served; a request waits only for those
@@ -162,6 +165,7 @@ class RuntimeOptions:
     max_adapter_rank: int | None = None
     adapter_dtype: str | None = None
     deterministic: bool = False
+    end_tokens: Sequence[str | int] = ()
     seed: int = 0
     warmup: bool | str = "background"
     strict: bool = False
@@ -222,6 +226,13 @@ class RuntimeOptions:
                 raise InvalidConfigError(
                     f"{field.name}={value!r} is not allowed; pass a whole number{low}{high}"
                 )
+        if isinstance(self.end_tokens, str) or not all(
+            isinstance(token, str) or _is_int(token) for token in self.end_tokens
+        ):
+            raise InvalidConfigError(
+                f"end_tokens={self.end_tokens!r} is not allowed; pass a list of texts or ids of "
+                "tokens"
+            )
         for name in ("max_adapter_rank", "adapter_dtype"):
             value = getattr(self, name)
             if value is not None and not self.max_adapters:

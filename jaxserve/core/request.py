@@ -54,6 +54,7 @@ class Request:
         because its pages are expected to be wanted again; prefix caches compare tokens.
       prediction: predicted output length, if there is one.
       stop_token_ids: `params.stop_token_ids` and, unless ignored, the model's end tokens.
+      end_token_ids: the model's end tokens, whether they are ignored or not.
       seed: `params.seed`, or a seed drawn by the runtime.
       adapter: the adapter that `params` name; None for the weights without one.
       num_encoded: leading tokens of the prompt that the encoder computes as a whole, with their
@@ -69,6 +70,7 @@ class Request:
     params: SamplingParams
     arrival_s: float
     stop_token_ids: tuple[int, ...] = ()
+    end_token_ids: tuple[int, ...] = ()
     seed: int = 0
     priority: int = 0
     deadline_s: float | None = None

@@ -34,11 +34,13 @@ class SamplingParams:
     Attributes:
       max_tokens: maximum number of output tokens, at most 2**31 - 1; None for as many as the
         context holds.
-      min_tokens: stop tokens are forbidden before this number of output tokens.
+      min_tokens: before this number of output tokens, stop tokens and the model's end tokens are
+        forbidden, also with `ignore_eos`, and no stop string counts, as in vLLM.
       temperature: 0 is greedy.
       top_k: keep the k likeliest tokens; 0 keeps all.
       top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
-      min_p: drop tokens less likely than this times the likeliest one, in [0, 1).
+      min_p: drop tokens less likely than this times the likeliest one, in [0, 1]; 1 keeps those
+        that are as likely as it.
       repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
         output; 0.01 to 100, 1 is off.
       presence_penalty, frequency_penalty: subtracted once, or per occurrence, for output tokens.
@@ -46,7 +48,7 @@ class SamplingParams:
       seed: the random stream depends on it and on the position only, never on the batch.
       n: number of independent samples of the prompt; they share the prompt's pages.
       stop: strings that end the output and are not part of it; at most 64, each of at most 256
-        characters.
+        characters. The whole text of a control token counts also where `text` omits the token.
       stop_token_ids: tokens that end the output, in addition to the model's end tokens; at most 16
         with those.
       ignore_eos: continue past the model's end token, which may then be in the output, as in vLLM.
@@ -182,7 +184,7 @@ class SamplingParams:
         _whole("prompt_logprobs", self.prompt_logprobs, 0, top, optional=True)
         self._keep_real("temperature", 0.0, 100.0)
         self._keep_real("top_p", 0.0, 1.0, open_low=True)
-        self._keep_real("min_p", 0.0, 1.0, open_high=True)
+        self._keep_real("min_p", 0.0, 1.0)
         self._keep_real("repetition_penalty", 0.01, 100.0)
         self._keep_real("presence_penalty", -100.0, 100.0)
         self._keep_real("frequency_penalty", -100.0, 100.0)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import final
 
-from jaxserve.core.errors import JaxserveError, StaleWeightsError
+from jaxserve.core.errors import GrammarFailedError, JaxserveError, StaleWeightsError
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import (
     Completion,
@@ -18,6 +18,7 @@ from jaxserve.core.request import (
     Timing,
     TokenLogprob,
 )
+from jaxserve.engine.grammars import CompiledGrammar
 from jaxserve.engine.text import StreamDecoder, TextAssembler
 from jaxserve.engine.versions import TokenVersions, Weights
 from jaxserve.scheduling.lengths.estimate import LengthEstimate
@@ -77,10 +78,7 @@ class Answer:
         self._sink = sink
         self._decoder = decoder
         count = request.params.n
-        stops = request.params.stop
-        self._assemblers = (
-            [TextAssembler(decoder(), stops) for _ in range(count)] if decoder else []
-        )
+        self._assemblers = self._new_assemblers()
         self._num_delivered = [0] * count
         self._was_cut = [False] * count
         self._reported_end = [False] * count
@@ -134,9 +132,7 @@ class Answer:
         assert not self.has_shown
         self._num_delivered = [0] * len(self._num_delivered)
         self._versions = [TokenVersions(versions.newest) for versions in self._versions]
-        if self._decoder is not None:
-            stops = self.request.params.stop
-            self._assemblers = [TextAssembler(self._decoder(), stops) for _ in self._assemblers]
+        self._assemblers = self._new_assemblers()
 
     def deliver(self, sequence: Running, scheduler: Scheduler) -> None:
         """Deliver the new tokens of `sequence`, and end it when a stop string is complete."""
@@ -148,6 +144,8 @@ class Answer:
                 self._cut(sequence, self._num_delivered[i] + used, scheduler)
                 new = new[:used]
         self._num_delivered[i] += len(new)
+        if sequence.phase is Phase.FINISHED and sequence.finish_reason == "stop":
+            self._validate(sequence, scheduler)
         self._emit(sequence, new, self._new_estimate(sequence, scheduler))
 
     def settle(self, keep: Callable[[Request, Completion], None]) -> bool:
@@ -173,6 +171,28 @@ class Answer:
                 failed_completion(self.request.id, self.request.given_prompt, error, timing)
             )
         self._notify(Piece(text="", token_ids=(), finish_reason="error"))
+
+    def _new_assemblers(self) -> list[TextAssembler]:
+        if self._decoder is None:
+            return []
+        params = self.request.params
+        return [
+            TextAssembler(self._decoder(), params.stop, params.min_tokens) for _ in range(params.n)
+        ]
+
+    def _validate(self, sequence: Running, scheduler: Scheduler) -> None:
+        """End a sample that has matched its grammar with an error unless its schema agrees."""
+        i, grammar = sequence.sample_index, self.request.grammar
+        if not isinstance(grammar, CompiledGrammar) or grammar.schema is None or self._was_cut[i]:
+            return
+        problem = grammar.schema.problem(self._assemblers[i].whole())
+        if problem is not None:
+            error = GrammarFailedError(
+                f"the answer does not validate against its json_schema ({problem}), although "
+                "llguidance let it pass; write that part of the schema in another way, and report "
+                "it with the schema"
+            )
+            scheduler.stop_at(sequence, len(sequence.output), error)
 
     def _cut(self, sequence: Running, num_tokens: int, scheduler: Scheduler) -> None:
         self._was_cut[sequence.sample_index] = True

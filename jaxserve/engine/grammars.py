@@ -19,7 +19,11 @@ import numpy as np
 
 from jaxserve.core.constraint import Constraint
 from jaxserve.core.errors import GrammarTooComplexError, InvalidGrammarError, MissingExtraError
+from jaxserve.core.json_schema import lark_rules
 from jaxserve.core.request import Request
+from jaxserve.engine.answer_schema import AnswerSchema
+from jaxserve.engine.gbnf import is_gbnf
+from jaxserve.engine.gbnf_lark import lark_of
 from jaxserve.engine.grammar_threads import CompileJob, CompileThreads, closed
 from jaxserve.engine.grammar_trials import GrammarTrials
 from jaxserve.engine.matcher import Matcher, first_line
@@ -44,8 +48,6 @@ _BOUND_WORDS = (
     *("fuel", "limit", "too large", "too many", "too complex", "exceed", "too big", "panic"),
     "max is",
 )
-# JSON as Python's `json.dumps` writes it. A schema's own "x-guidance" comes first.
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # A rule of llguidance's with a parameter, of which there may be 2^64, and which no bound ends.
 _PARAMETRIC = re.compile(r"\w[ \t]*::[ \t]*_\b")
 
@@ -74,9 +76,13 @@ class CompiledGrammar:
     """A compiled grammar, of which every answer gets a copy.
 
     The copies share the states of llguidance's lexer, and the bound on their number.
+
+    Attributes:
+      schema: that whole answers are validated against; None for other notations.
     """
 
     template: Any
+    schema: AnswerSchema | None = None
 
     @property
     def is_exhausted(self) -> bool:
@@ -273,7 +279,9 @@ def _compile(constraint: Constraint, vocabulary: Any, trials: GrammarTrials) -> 
     first.compute_bitmask()
     if first.is_error():
         raise _invalid(constraint, first.get_error())
-    return CompiledGrammar(compiled)
+    if constraint.notation != "json_schema":
+        return CompiledGrammar(compiled)
+    return CompiledGrammar(compiled, AnswerSchema(json.loads(constraint.text)))
 
 
 def _grammar(constraint: Constraint, package: Any) -> str:
@@ -284,10 +292,10 @@ def _grammar(constraint: Constraint, package: Any) -> str:
     """
     text = constraint.text
     if constraint.notation == "json_schema":
-        schema = json.loads(text)
-        if isinstance(schema, bool):  # options can be set in an object only
-            schema = {} if schema else {"enum": []}
-        return package.LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_STYLE)
+        rules = lark_rules(json.loads(text), "start")
+        return package.LLMatcher.grammar_from_lark("\n".join(rules))
+    if constraint.notation == "grammar" and is_gbnf(text):
+        return package.LLMatcher.grammar_from_lark(lark_of(text))
     if constraint.notation == "grammar" and _PARAMETRIC.search(text):
         raise ValueError("rules with a parameter (name::_) are not supported; write them out")
     return package.grammar_from(constraint.notation, text)

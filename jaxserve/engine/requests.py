@@ -160,6 +160,7 @@ class RequestBuilder:
             params=params,
             arrival_s=arrival_s,
             stop_token_ids=stop_token_ids,
+            end_token_ids=self._eos_token_ids,
             seed=drawn_seed(self._seed, number) if params.seed is None else params.seed,
             priority=priority,
             deadline_s=deadline_at_s,
@@ -241,13 +242,13 @@ class RequestBuilder:
             raise PromptTooLongError(
                 f"the prompt has {len(tokens)} tokens; at most {most} fit in one step of the "
                 "encoder and leave room for an answer. Shorten it, or raise max_step_tokens, "
-                "max_context or kv_memory (Runtime.resize_kv)"
+                "max_context (up to the model's longest context) or kv_memory (Runtime.resize_kv)"
             )
         if len(tokens) > most:
             raise PromptTooLongError(
                 f"the prompt has {len(tokens)} tokens; at most {most} leave "
                 "room for an answer in this runtime's context and page pool. Shorten it, or raise "
-                "max_context or kv_memory (Runtime.resize_kv)"
+                "max_context (up to the model's longest context) or kv_memory (Runtime.resize_kv)"
             )
 
     def _check_params(self, params: SamplingParams) -> tuple[int, ...]:
@@ -270,10 +271,12 @@ class RequestBuilder:
             )
         eos = () if params.ignore_eos else self._eos_token_ids
         stop_token_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
-        if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        # Before `min_tokens` the model's own are forbidden, also where they end nothing.
+        listed = {*stop_token_ids, *self._eos_token_ids} if params.min_tokens else stop_token_ids
+        if len(listed) > MAX_STOP_TOKEN_IDS:
             raise InvalidSamplingParamsError(
-                f"{len(stop_token_ids)} stop tokens with the model's own {len(eos)}, at most "
-                f"{MAX_STOP_TOKEN_IDS} are allowed; use `stop` strings for the rest"
+                f"{len(listed)} stop tokens with the model's own {len(self._eos_token_ids)}, at "
+                f"most {MAX_STOP_TOKEN_IDS} are allowed; use `stop` strings for the rest"
             )
         return stop_token_ids
 

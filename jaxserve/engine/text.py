@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Protocol, final
 
@@ -15,6 +16,10 @@ class StreamDecoder(Protocol):
         """Return the complete characters of the tokens that `push` has returned no text of yet."""
         ...
 
+    def hidden(self, token_id: int) -> str:
+        """Return the text of a control token that `push` leaves out; "" for other tokens."""
+        ...
+
     def flush(self) -> str: ...
 
 
@@ -23,13 +28,25 @@ class TextAssembler:
     """The text of one sample so far, and the part of it that may be delivered.
 
     Text that may be the beginning of a stop string is held back.
+
+    Args:
+      stops: strings that end the text. A control token that the text leaves out is searched for
+        too, where one of them contains its text.
+      min_tokens: a stop string that ends within so many tokens does not count, as in vLLM.
     """
 
-    def __init__(self, decoder: StreamDecoder, stops: Sequence[str]):
+    def __init__(self, decoder: StreamDecoder, stops: Sequence[str], min_tokens: int = 0):
         self.text = ""
         self._decoder = decoder
         self._stops = stops
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
         self._num_shown = 0
+        # The end of what is searched, and for each of its characters its place in the text. Those
+        # of a control token that the text leaves out have the place of what follows them.
+        self._tail = ""
+        self._places: list[int] = []
+        self._num_known = 0
 
     def push(self, token_ids: Sequence[int]) -> int | None:
         """Append tokens to the text.
@@ -42,16 +59,24 @@ class TextAssembler:
             self.text += self._decoder.push(token_ids)
             return None
         for used, token_id in enumerate(token_ids, 1):
-            searched = max(0, len(self.text) - max(map(len, self._stops)) + 1)
             self.text += self._decoder.push([token_id])
             # A stop string ends the answer at its own last token, although the decoder may still
             # wait for a byte that changes how the last bytes are shown.
             known = self.text + self._decoder.kept()
-            found = [at for stop in self._stops if (at := known.find(stop, searched)) >= 0]
+            num_searched = self._extend_tail(known, self._decoder.hidden(token_id))
+            self._num_tokens += 1
+            if self._num_tokens <= self._min_tokens:
+                continue
+            starts = [(stop, max(0, num_searched - len(stop) + 1)) for stop in self._stops]
+            found = [at for stop, start in starts if (at := self._tail.find(stop, start)) >= 0]
             if found:
-                self.text = known[: min(found)]
+                self.text = known[: self._places[min(found)]]
                 return used
         return None
+
+    def whole(self) -> str:
+        """Return the text of all tokens so far, with what the decoder has held back."""
+        return self.text + self._decoder.kept()
 
     def finish(self) -> None:
         """Append the text that the decoder held back, unless a stop string has ended the text."""
@@ -59,17 +84,30 @@ class TextAssembler:
 
     def take(self, *, is_final: bool) -> str:
         """Return the new text that is certain to be part of the answer."""
-        end = len(self.text) if is_final else len(self.text) - self._num_held_back()
+        end = len(self.text) if is_final else self._num_certain()
         piece = self.text[self._num_shown : end]
         self._num_shown = max(self._num_shown, end)
         return piece
 
-    def _num_held_back(self) -> int:
-        """Return the length of the longest suffix of the text that begins a stop string."""
-        longest = 0
+    def _extend_tail(self, known: str, hidden: str) -> int:
+        """Append what a token adds to what is searched; return the length of the tail before."""
+        most = max(map(len, self._stops)) - 1
+        num_searched = min(len(self._tail), most)
+        self._tail = self._tail[len(self._tail) - num_searched :] + known[self._num_known :]
+        self._places = self._places[len(self._places) - num_searched :]
+        self._places += range(self._num_known, len(known))
+        self._num_known = max(self._num_known, len(known))
+        if hidden and any(hidden in stop for stop in self._stops):
+            self._tail += hidden
+            self._places += [len(known)] * len(hidden)
+        return num_searched
+
+    def _num_certain(self) -> int:
+        """Return the length of the text before the longest suffix that begins a stop string."""
+        end, longest = bisect_left(self._places, len(self.text)), 0
         for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(self.text)), longest, -1):
-                if self.text.endswith(stop[:length]):
+            for length in range(min(len(stop) - 1, end), longest, -1):
+                if self._tail.endswith(stop[:length], 0, end):
                     longest = length
                     break
-        return longest
+        return self._places[end - longest] if longest else len(self.text)

@@ -14,8 +14,8 @@ def read_vocabulary(
 ) -> Any:
     """Return an `llguidance.LLTokenizer` of a tokenizer from a folder or a GGUF file.
 
-    llguidance reads byte-level and byte-fallback vocabularies itself. Of others, and of those
-    without an end token, the tokens are decoded one by one. Where the model has no end token, one
+    llguidance reads the bytes of byte-level and byte-fallback vocabularies itself. Of others, the
+    tokens are decoded one by one. Where the model has no end token, one
     stands behind the vocabulary, which the model cannot choose.
 
     Args:
@@ -24,22 +24,22 @@ def read_vocabulary(
     Raises:
       InvalidGrammarError: the tokenizer has more tokens than the model.
     """
-    if tokenizer.vocab_size > vocab_size:
+    if tokenizer.num_own_tokens > vocab_size:
         raise InvalidGrammarError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {vocab_size}; grammars "
-            "need a tokenizer of the model's own"
+            f"the tokenizer has {tokenizer.num_own_tokens} tokens and the model {vocab_size}; "
+            "grammars need a tokenizer of the model's own"
         )
     try:
         read = package.LLTokenizer(
-            tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
+            tokenizer.to_json(vocab_size), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
         )
+        spelt = [read.decode_bytes([token]) for token in range(vocab_size)]
     except ValueError:
-        decoded = _Decoded(tokenizer, eos_token_ids, vocab_size)
-        return package.LLTokenizer(decoded, eos_token=list(eos_token_ids) or None)
-    if eos_token_ids:
-        return read
-    spelt = [read.decode_bytes([token]) for token in range(vocab_size)]
-    return package.LLTokenizer(_Decoded(tokenizer, eos_token_ids, vocab_size, spelt))
+        spelt = None
+    # Its own encoding of a text that must come next makes control tokens of their names, which
+    # the grammar then refuses.
+    decoded = _Decoded(tokenizer, eos_token_ids, vocab_size, spelt)
+    return package.LLTokenizer(decoded, eos_token=list(eos_token_ids) or None)
 
 
 def outline(
@@ -52,6 +52,7 @@ def outline(
     control = {
         token: tokenizer.decode([token], skip_special_tokens=False)
         for token in tokenizer.control_token_ids
+        if token < vocab_size
     }
     return vocab_size, control, eos_token_ids[0] if eos_token_ids else vocab_size
 
@@ -71,8 +72,8 @@ class _Decoded:
         spelt: Sequence[bytes] | None = None,
     ):
         self._tokenizer = tokenizer
-        self.special_token_ids = sorted(tokenizer.control_token_ids)
-        size = tokenizer.vocab_size
+        self.special_token_ids = sorted(i for i in tokenizer.control_token_ids if i < vocab_size)
+        size = min(tokenizer.vocab_size, vocab_size)
         texts = spelt or [
             tokenizer.decode([token], skip_special_tokens=False).encode() for token in range(size)
         ]

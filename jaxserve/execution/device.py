@@ -211,7 +211,7 @@ class DeviceExecutor:
         with self._programs.place.in_force():
             drafting = self._programs.draft_params
             more = () if drafting is None else (fingerprint(drafting),)
-            return fingerprint(self._params, self._programs.model_config, page, *more)
+            return fingerprint(self._params, self._programs.computed_by, page, *more)
 
     @property
     def params(self) -> Any:

@@ -266,7 +266,7 @@ class DeviceStage:
     def fingerprint(self) -> bytes:
         """Return a hash of the weights of this stage and of the layout of its pages."""
         with self.programs.place.in_force():
-            return fingerprint(self.params, self.programs.model_config, self.pages.page_shape)
+            return fingerprint(self.params, self.programs.computed_by, self.pages.page_shape)
 
     @contextmanager
     def idle(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
@@ -15,9 +16,11 @@ from jax.sharding import Mesh
 from jaxserve.core.errors import InvalidConfigError, InvalidParamsError
 from jaxserve.models.adapters import without_adapters
 from jaxserve.models.config import check_fits
+from jaxserve.steps.executable_identity import Unnameable, key_of, our_sources
 from sharding import placed, state_shardings
 
-_ELEMENTS_LOOKED_AT = 256
+# Begins the fingerprints of weights whose settings have no name, which no other process has.
+_THIS_PROCESS = os.urandom(16)
 
 
 def sharded(params: Any, mesh: Mesh, model_config: Any) -> Any:
@@ -168,18 +171,58 @@ def check_dtype(params: Any, dtype: str) -> None:
 
 
 def fingerprint(params: Any, *settings: Any) -> bytes:
-    """Return a hash of weights and settings that is the same in every run.
+    """Return a hash of weights and settings that is the same in every run, and on every mesh.
 
-    It reads a few elements of each parameter, evenly spread, since training changes all elements.
-    Adapters do not count: the keys of their pages tell them apart.
+    It covers every bit of every parameter, and is computed where they are. Adapters do not count:
+    the keys of their pages tell them apart. What computes with the weights counts as well: the
+    settings, and our sources. Settings that `key_of` cannot name are like no others.
     """
-    digest = blake2b(repr(settings).encode(), digest_size=16)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(without_adapters(params)):
-        spread = np.linspace(0, leaf.size - 1, _ELEMENTS_LOOKED_AT).astype(np.int64)
-        elements = np.asarray(leaf[np.unravel_index(spread, leaf.shape)] if leaf.shape else leaf)
+    try:
+        digest = blake2b(key_of(our_sources(), settings).encode(), digest_size=16)
+    except Unnameable:
+        digest = blake2b(_THIS_PROCESS, digest_size=16)
+    leaves = jax.tree_util.tree_leaves_with_path(without_adapters(params))
+    sums = jax.device_get([_sums(leaf) for _, leaf in leaves])
+    for (path, leaf), numbers in zip(leaves, sums, strict=True):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype}{leaf.shape}".encode())
-        digest.update(elements.tobytes())
+        digest.update(np.asarray(numbers, "<u4").tobytes())
     return digest.digest()
+
+
+@jax.jit
+def _sums(array: jax.Array) -> tuple[jax.Array, ...]:
+    """Return four sums of hashes of an array's elements and their places.
+
+    Arrays that differ in one element differ in their sums, and others by chance alike with a
+    probability of about 2^-128. Integer sums do not depend on their order, so on no mesh.
+    """
+    if array.dtype == jnp.bool_:
+        bits = array.astype(jnp.uint32)
+    else:
+        info = jnp.finfo if jnp.issubdtype(array.dtype, jnp.floating) else jnp.iinfo
+        width = min(int(info(array.dtype).bits), 32)
+        bits = jax.lax.bitcast_convert_type(array, f"uint{width}").astype(jnp.uint32)
+    place = jnp.uint32(0)
+    for axis, size in enumerate(bits.shape):
+        numbers = jax.lax.iota(jnp.uint32, size) + np.uint32((axis + 1) * 0x9E3779B9 % 2**32)
+        place = place[..., None] + _mixed(numbers)
+    terms = [_mixed(bits ^ place)]
+    for _ in range(3):
+        product = terms[-1] * np.uint32(0x9E3779B9)
+        terms.append(product ^ product >> 15)
+    return jax.lax.reduce(
+        tuple(terms),
+        (jnp.uint32(0),) * len(terms),
+        lambda left, right: tuple(map(jnp.add, left, right)),
+        tuple(range(bits.ndim)),
+    )
+
+
+def _mixed(words: jax.Array) -> jax.Array:
+    """Return 32-bit words as MurmurHash3's finalizer mixes them, one to one."""
+    words = (words ^ words >> 16) * np.uint32(0x85EBCA6B)
+    words = (words ^ words >> 13) * np.uint32(0xC2B2AE35)
+    return words ^ words >> 16
 
 
 def fitted(params: Any, old: Any, *, partial: bool = False) -> Any:

@@ -181,7 +181,9 @@ class Fleet(TrainedFleet):
 
         with self._reading:
             if not self._has_read_tokenizer:
-                self._tokenizer = load_tokenizer(self._model, progress=self.options.progress)
+                found = load_tokenizer(self._model, progress=self.options.progress)
+                ends = self.options.end_tokens
+                self._tokenizer = found.ending_at(ends) if found and ends else found
                 self._has_read_tokenizer = True
             return self._tokenizer
 

@@ -21,13 +21,13 @@ from jaxserve.models.config import DecoderConfig
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families import family_of
 from jaxserve.models.linear import WeightAxes
-from jaxserve.models.loading import abstract_model, with_prefix
+from jaxserve.models.loading import abstract_model
 from jaxserve.models.source import WeightSource
+from jaxserve.models.tensor_names import with_prefix
 from jaxserve.models.weights import Weight
 
 Path = tuple[Any, ...]
-# Arrays of adapters by their path in the model's parameters.
-Arrays = dict[Path, jax.Array]
+Arrays = dict[Path, jax.Array]  # by their path in the model's parameters
 # Problems of an adapter that a message names.
 _MAX_PROBLEMS = 5
 # Into how many parts the arrays are divided that are replaced one after the other.

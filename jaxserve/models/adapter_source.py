@@ -151,6 +151,15 @@ class AdapterSource:
                 "LoRA without these settings, or merge it into the weights: a DoRA with "
                 "jaxserve.merge_adapter, others with PEFT (docs/adapters.md)"
             )
+        for name, array in arrays.items():
+            module, is_a, _ = name.removeprefix(_PREFIX).partition(".lora_A")
+            wanted = _matching(ranks, module, rank)
+            if is_a and array.ndim == 2 and array.shape[0] != wanted:
+                raise InvalidParamsError(
+                    f"the adapter in {folder} has {name} of rank {array.shape[0]}, and r and "
+                    f"rank_pattern in {_CONFIG}, whose first match counts, say {wanted}; PEFT "
+                    "refuses it, too: write patterns that match one module each"
+                )
         root = math.sqrt if config.get("use_rslora") else float
         scale = alpha / root(rank)
         if ranks or alphas:  # then B is multiplied by its module's own factor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, final
 
 from jaxserve.core.errors import InvalidRequestError
@@ -14,7 +15,7 @@ Message = Mapping[str, Any]
 # A stand-in for a control token spelt out in chat messages is a mark and a character for the token.
 # The mark is drawn from private-use characters, so that no message can be written to contain it.
 _MARK_CHARACTERS, _MARK_LENGTH = "".join(map(chr, range(0xE000, 0xF900))), 4
-_FIRST_STAND_IN = 0xF0000
+FIRST_STAND_IN = 0xF0000
 # Stands for an answer, to see what a template puts after one.
 _PROBE = "answer"
 
@@ -28,7 +29,8 @@ class ChatTemplate:
       source: Jinja, as in a tokenizer_config.json.
       special_tokens: names that the template may use (`bos_token`, ...) and their texts.
       control_texts: the texts of all control tokens, the longest first.
-      encode: returns the token ids of a text; a flag says whether control tokens in it count.
+      encode: returns the token ids of a text that comes in parts; control tokens in every second
+        part are ordinary text.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str],
         control_texts: Sequence[str],
-        encode: Callable[[str, bool], list[int]],
+        encode: Callable[[Sequence[str]], list[int]],
     ):
         self._source = source
         self._special_tokens = dict(special_tokens)
@@ -48,21 +50,28 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Return the token ids of a chat.
 
         Args:
-          tools: functions that the model may call, in OpenAI's form.
+          tools: functions that the model may call, in OpenAI's form. An empty list is one to the
+            template, as in transformers.
 
         Raises:
           InvalidRequestError: the template refuses these messages, or they are not valid Unicode.
         """
-        (said, given), marker = self._shielded([list(messages), list(tools)])
+        given = None if tools is None else list(tools)
+        (said, given), marker = self._shielded([list(messages), given])
         return self._ids(self._rendered(said, add_generation_prompt, given), marker)
 
     def continuation(
-        self, asked: Sequence[Message], answer: Message, new: Sequence[Message]
+        self,
+        asked: Sequence[Message],
+        answer: Message,
+        new: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int] | None:
         """Return the token ids after the answer's own tokens when a chat goes on with `new`.
 
@@ -72,19 +81,22 @@ class ChatTemplate:
 
         Args:
           asked: the messages to which the answer was given.
+          tools: as for `apply`.
 
         Raises:
           InvalidRequestError: as `apply`, for all messages together.
         """
-        (asked, answer, new), marker = self._shielded([list(asked), answer, list(new)])
-        head = self._rendered(asked, True)
-        whole = self._rendered([*asked, {**answer, "content": _PROBE}, *new], True)
+        given = None if tools is None else list(tools)
+        shielded, marker = self._shielded([list(asked), answer, list(new), given])
+        asked, answer, new, given = shielded
+        head = self._rendered(asked, True, given)
+        whole = self._rendered([*asked, {**answer, "content": _PROBE}, *new], True, given)
         if not whole.startswith(head):
             return None
         gap, probe, rest = whole[len(head) :].partition(_PROBE)
         if gap.strip() or not probe:
             return None
-        real = self._rendered([*asked, answer, *new], True)
+        real = self._rendered([*asked, answer, *new], True, given)
         if not (real.startswith(head) and real.endswith(rest)):
             return None
         if real[len(head) : len(real) - len(rest)].strip() != str(answer["content"]).strip():
@@ -94,23 +106,37 @@ class ChatTemplate:
         is_apart = ids[: len(context)] == context
         return ids[len(context) :] if is_apart else self._ids(rest, marker)
 
-    def _ids(self, rendered: str, marker: str | None) -> list[int]:
-        token_ids: list[int] = []
-        parts = [rendered] if marker is None else re.split(marker, rendered)
+    @cached_property
+    def takes_text_arguments(self) -> bool:
+        """Whether it writes the arguments of an earlier call as the text that a client sent.
+
+        Other templates write the JSON of an object. Found by rendering a call.
+        """
+        arguments = '{"a":  "b"}'  # not as a filter writes it
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "abcdefghi", "type": "function", "function": function}
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        chat = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
         try:
-            for i, part in enumerate(parts):
-                if i % 2:
-                    part = self._control_texts[ord(part) - _FIRST_STAND_IN]
-                if part or len(parts) == 1:
-                    token_ids += self._encode(part, not i % 2)
+            return arguments in self._rendered(chat, False, [tool])
+        except InvalidRequestError:
+            return False
+
+    def _ids(self, rendered: str, marker: str | None) -> list[int]:
+        parts = [rendered] if marker is None else re.split(marker, rendered)
+        parts[1::2] = [self._control_texts[ord(part) - FIRST_STAND_IN] for part in parts[1::2]]
+        try:
+            return self._encode(parts)
         except (TypeError, UnicodeError) as error:
             raise InvalidRequestError(
                 f"the messages cannot be encoded: {error}; give text that is valid Unicode, "
                 "without lone surrogates"
             ) from error
-        return token_ids
 
-    def _rendered(self, messages: Any, add_generation_prompt: bool, tools: Any = ()) -> str:
+    def _rendered(self, messages: Any, add_generation_prompt: bool, tools: Any) -> str:
         # Jinja is for chats only.
         from jaxserve.models.jinja import render
 
@@ -152,10 +178,10 @@ class ChatTemplate:
         control = re.compile("|".join(map(re.escape, self._control_texts)))
         if not control.search(everything):
             return messages, None
-        mark = _drawn_mark()
+        mark = drawn_mark()
         while mark in everything:
-            mark = _drawn_mark()
-        stand_in = {t: mark + chr(_FIRST_STAND_IN + i) for i, t in enumerate(self._control_texts)}
+            mark = drawn_mark()
+        stand_in = {t: mark + chr(FIRST_STAND_IN + i) for i, t in enumerate(self._control_texts)}
 
         def shield(value: Any) -> Any:
             if isinstance(value, str):
@@ -166,11 +192,12 @@ class ChatTemplate:
                 return [shield(item) for item in value]
             return value
 
-        last = chr(_FIRST_STAND_IN + len(self._control_texts) - 1)
-        return shield(messages), f"{mark}([{chr(_FIRST_STAND_IN)}-{last}])"
+        last = chr(FIRST_STAND_IN + len(self._control_texts) - 1)
+        return shield(messages), f"{mark}([{chr(FIRST_STAND_IN)}-{last}])"
 
 
-def _drawn_mark() -> str:
+def drawn_mark() -> str:
+    """Return private-use characters that no text contains except by an unlikely chance."""
     return "".join(secrets.choice(_MARK_CHARACTERS) for _ in range(_MARK_LENGTH))
 
 

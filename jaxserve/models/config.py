@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self, final
 
 from jax.sharding import Mesh
 
@@ -26,7 +26,8 @@ class DecoderConfig:
     Attributes:
       dtype: of parameters, activations and, where no other is chosen, of the KV cache; one of
         `DTYPES`. A checkpoint's own dtype does not matter: `load_model` sets this one.
-      max_position_embeddings: the longest context the model was made for, tokens.
+      max_position_embeddings: the longest context the model was made for, tokens; with that which
+        a scaling of its rotary embedding adds.
       activation: the activation of the MLP, one of `layers.ACTIVATIONS`.
       norm_eps: the number that is added to the variance (RMS and layer norms).
       norm_offset: the number that is added to an RMS norm's scale (1 in Gemma).
@@ -182,13 +183,40 @@ class DecoderConfig:
         raise NotImplementedError
 
 
-def check_readable(given: Mapping[str, Any], required: Sequence[str]) -> None:
-    """Raise UnsupportedModelError if config.json lacks fields."""
-    missing = [name for name in required if given.get(name) is None]
-    if missing:
-        raise UnsupportedModelError(
-            f"config.json lacks {missing}, which {given['model_type']!r} needs"
-        )
+@final
+@dataclass(frozen=True)
+class Fields:
+    """The fields of a config.json that a family reads, as their class in transformers has them.
+
+    Attributes:
+      defaults: the value of each field where it is absent.
+      nullable: fields that may be null, besides those whose default is null.
+      aliases: other names of fields, by which a value counts before the field's own.
+    """
+
+    defaults: Mapping[str, Any]
+    nullable: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `model_type` and the value of every field; other fields have no effect.
+
+        Raises:
+          UnsupportedModelError: fields are null that must have a value.
+        """
+        found = {name: given.get(name, default) for name, default in self.defaults.items()}
+        found |= {name: given[alias] for alias, name in self.aliases.items() if alias in given}
+        nulls = [
+            name
+            for name, value in found.items()
+            if value is None and self.defaults[name] is not None and name not in self.nullable
+        ]
+        if nulls:
+            raise UnsupportedModelError(
+                f"config.json lacks values of {nulls}, which are null and which "
+                f"{given['model_type']!r} needs; omit a field to have its default"
+            )
+        return {"model_type": given["model_type"], **found}
 
 
 def check_sizes(given: Mapping[str, Any]) -> None:
@@ -210,45 +238,40 @@ def plain_sizes(
     layers: str = "num_hidden_layers",
     heads: str = "num_attention_heads",
     mlp: str = "intermediate_size",
-    mlp_factor: int | None = None,
     positions: str = "max_position_embeddings",
 ) -> dict[str, Any]:
     """Return the sizes of a decoder without grouped queries, with head_dim = hidden size / heads.
 
     Args:
-      embed, layers, heads, mlp, positions: the names of the fields in config.json. Without
-        the field of positions there are 2048.
-      mlp_factor: the MLP's size over the hidden size, where config.json lacks the MLP's; None
-        requires the field.
-
-    Raises:
-      UnsupportedModelError: a field is missing.
+      given: what `Fields.read` returns.
+      embed, layers, heads, mlp, positions: the names of the fields. Where that of the MLP is null,
+        the MLP has four times the hidden size.
     """
-    required = ("vocab_size", embed, layers, heads)
-    check_readable(given, required if mlp_factor else (*required, mlp))
     hidden_size, num_heads = given[embed], given[heads]
     return dict(
         vocab_size=given["vocab_size"],
         hidden_size=hidden_size,
-        intermediate_size=given.get(mlp) or (mlp_factor or 0) * hidden_size,
+        intermediate_size=given[mlp] or 4 * hidden_size,
         num_layers=given[layers],
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
-        max_position_embeddings=given.get(positions) or 2048,
+        max_position_embeddings=given[positions],
     )
 
 
 def check_is(given: Mapping[str, Any], name: str, allowed: Sequence[Any]) -> None:
-    """Raise UnsupportedModelError if config.json has the field with a value that is not allowed."""
-    if given.get(name, allowed[0]) not in allowed:
+    """Raise UnsupportedModelError if a field has a value that is not allowed."""
+    if given[name] not in allowed:
         raise UnsupportedModelError(
             f"{name}={given[name]!r} is not supported for {given['model_type']!r}; only "
             f"{' and '.join(map(repr, allowed))} {'is' if len(allowed) == 1 else 'are'}"
         )
 
 
-def windows_by_kind(kinds: Sequence[str], window: int, num_layers: int) -> tuple[int | None, ...]:
+def windows_by_kind(
+    kinds: Sequence[str], window: int | None, num_layers: int
+) -> tuple[int | None, ...]:
     """Return the sliding window of each layer from `layer_types` of a config.json.
 
     Raises:

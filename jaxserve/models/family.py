@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from jaxserve.models.config import DecoderConfig
+from jaxserve.models.config import DecoderConfig, Fields
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.weights import Weight
 
@@ -17,14 +17,14 @@ class Family:
     """A decoder, its configuration, and where its weights lie in Hugging Face checkpoints.
 
     Attributes:
-      model_types: the values of `model_type` in config.json that the family serves.
+      fields: what the family reads of a config.json, by the value of `model_type`.
       weights: returns, for a configuration, the tensors that fill each parameter, by the
         parameter's path with dots and without the layer's number.
       prefix: the beginning of most tensor names; checkpoints of the bare model lack it.
       ignored: a pattern of tensor names that a checkpoint may have and the model does not need.
     """
 
-    model_types: tuple[str, ...]
+    fields: Mapping[str, Fields]
     config: type[DecoderConfig]
     decoder: type[Decoder]
     weights: Callable[[Any], Mapping[str, Weight]]

@@ -13,7 +13,7 @@ from jaxtyping import Int, Shaped, UInt8
 
 from jaxserve.core.errors import CheckpointError, MissingExtraError, UnsupportedModelError
 from jaxserve.models.gguf_file import PLAIN_TYPES, GGUFFile, TensorInfo
-from jaxserve.models.rope import RopeScaling, inverse_frequencies
+from jaxserve.models.rope import MAGNITUDE, RopeScaling, inverse_frequencies
 
 SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -255,22 +255,28 @@ class GGUFSource:
                 f"{self.where} rotates {rotated} of {config['head_dim']} dimensions a head; "
                 "partial rotation is not supported"
             )
-        rope: dict[str, Any] = {"rope_theta": value("rope.freq_base", 10000.0)}
+        # As llama.cpp: a factor without a type is linear, and attn_factor counts in every case, on
+        # top of what yarn has. It reads yarn_beta_fast, yarn_beta_slow and yarn_attn_factor for
+        # other architectures only.
+        rope: dict[str, Any] = {
+            "rope_theta": value("rope.freq_base", 10000.0),
+            MAGNITUDE: value("rope.scaling.attn_factor", 1.0),
+        }
+        kind = value("rope.scaling.type", "linear")
+        factor = value("rope.scaling.factor") or value("rope.scale_linear") or 1.0
+        is_scaled = kind == "yarn" or (kind != "none" and factor != 1.0)
         if "rope_freqs.weight" in self.file.tensors:
+            if is_scaled:
+                raise UnsupportedModelError(
+                    f"{self.where} has rope_freqs.weight and scaling of type {kind!r} by {factor}; "
+                    "one of both is supported"
+                )
             return rope | self._llama3_scaling(config, rope["rope_theta"])
-        kind = value("rope.scaling.type", "none")
-        factor = value("rope.scaling.factor", value("rope.scale_linear"))
-        if kind == "none" and value("rope.scale_linear") is not None:
-            kind = "linear"
-        if kind == "none" or (kind == "linear" and factor in (None, 0.0, 1.0)):
-            return rope | {"rope_type": "default"}
+        if not is_scaled:
+            return rope | {"rope_type": "linear", "factor": 1.0}
         rope |= {"rope_type": kind, "factor": factor}
         original = value("rope.scaling.original_context_length")
-        if original:
-            rope["original_max_position_embeddings"] = original
-        if value("rope.scaling.attn_factor") is not None:
-            rope["attention_factor"] = value("rope.scaling.attn_factor")
-        return rope
+        return rope | ({"original_max_position_embeddings": original} if original else {})
 
     def _llama3_scaling(self, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
         """Return Llama 3's RoPE scaling from `rope_freqs.weight`, the divisors of frequencies."""

@@ -20,7 +20,7 @@ from jaxserve.core.errors import CheckpointError, UnsupportedModelError
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 # Texts that end an answer, as llama.cpp knows them ("end of generation").
-END_TEXTS = (
+_END_TEXTS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
     "<EOT>", "_<EOT>", "[EOT]", "<|end_of_text|>", "</s>", "<｜end▁of▁sentence｜>",
     "<end_of_utterance>",
@@ -100,16 +100,17 @@ _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
 
 @final
 @dataclass(frozen=True)
-class GGUFTokenizer:
+class TokenizerParts:
     """The parts of a `Tokenizer`. `special_tokens` has the names that chat templates use."""
 
     backend: Tokenizer
     eos_token_ids: tuple[int, ...]
     chat_template: str | None
     special_tokens: Mapping[str, str]
+    tool_template: str | None = None
 
 
-def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> GGUFTokenizer:
+def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> TokenizerParts:
     """Rebuild the tokenizer that `metadata` of the GGUF file `where` describes.
 
     Raises:
@@ -148,10 +149,11 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> GGUFTokenize
         bos = special.get("bos")
     if metadata.get("tokenizer.ggml.add_eos_token", False):
         eos = special.get("eos")
-    backend.post_processor = _surround(bos, eos, tokens)
+    backend.post_processor = surround(bos, eos, tokens)
     names = {f"{name}_token": tokens[i] for name, i in special.items() if name in _TEMPLATE_NAMES}
-    template = metadata.get("tokenizer.chat_template")
-    return GGUFTokenizer(backend, ends, template if isinstance(template, str) else None, names)
+    named = (metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use"))
+    template, for_tools = (text if isinstance(text, str) else None for text in named)
+    return TokenizerParts(backend, ends, template, names, for_tools)
 
 
 _TEMPLATE_NAMES = ("bos", "eos", "unk", "pad")
@@ -253,11 +255,12 @@ def _end_ids(special: Mapping[str, int], tokens: list[str], types: Any) -> tuple
     """Return the declared end tokens, then control tokens that are known by their text."""
     declared = [special[name] for name in ("eos", "eot", "eom") if name in special]
     index = {token: i for i, token in enumerate(tokens)}
-    known = [index[text] for text in END_TEXTS if text in index]
+    known = [index[text] for text in _END_TEXTS if text in index]
     return tuple(dict.fromkeys(declared + [i for i in known if types[i] == _CONTROL]))
 
 
-def _surround(bos: int | None, eos: int | None, tokens: list[str]) -> Any:
+def surround(bos: int | None, eos: int | None, tokens: list[str]) -> Any:
+    """Return the post-processor that puts these tokens around a text."""
     before = [] if bos is None else [f"{tokens[bos]}:0"]
     after = [] if eos is None else [f"{tokens[eos]}:0"]
     named = [(tokens[i], i) for i in (bos, eos) if i is not None]

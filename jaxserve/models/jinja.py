@@ -31,16 +31,17 @@ def render(
     messages: Any,
     special_tokens: Mapping[str, str],
     *,
-    tools: Any = (),
+    tools: Any = None,
     add_generation_prompt: bool,
 ) -> str:
     """Return the text of a chat.
 
     Args:
       source: the template.
-      messages: mappings with a `role` and a `content`, of plain data.
+      messages: mappings with a `role` and a `content`, of plain data. What is None in one is left
+        out, as in transformers.
       special_tokens: names that the template may use, and their texts.
-      tools: schemas of functions that the model may call, of plain data.
+      tools: schemas of functions that the model may call, of plain data; None without any.
 
     Raises:
       TypeError: a message is not a mapping, or holds something else than plain data.
@@ -51,8 +52,8 @@ def render(
         if not isinstance(message, dict):
             raise TypeError(f"a message must be a mapping, not {message!r}")
     return _compiled(source).render(
-        messages=[_with_thoughts(message) for message in plain],
-        tools=_plain(tools) or None,
+        messages=[_with_thoughts(_given(message)) for message in plain],
+        tools=_plain(tools),
         documents=None,
         add_generation_prompt=add_generation_prompt,
         **_plain(special_tokens),
@@ -143,8 +144,12 @@ def _check_name(name: Any) -> None:
         raise SecurityError(f"a template cannot set {name!r}: names must not begin with _")
 
 
+def _given(message: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if value is not None}
+
+
 def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
-    thoughts = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    thoughts = next((message[name] for name in _REASONING if name in message), None)
     if thoughts is None:
         return message
     return {"thinking": thoughts, **message, "reasoning_content": thoughts}

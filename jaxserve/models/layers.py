@@ -41,13 +41,13 @@ ACTIVATIONS: Mapping[str, Callable[[Float[Array, "*shape"]], Float[Array, "*shap
 )
 
 
-def activation_of(given: Mapping[str, Any], field: str, default: str) -> str:
+def activation_of(given: Mapping[str, Any], field: str) -> str:
     """Return the name of the activation that a config.json has in `field`.
 
     Raises:
       UnsupportedModelError: the activation is not one of `ACTIVATIONS`.
     """
-    name = given.get(field) or default
+    name = given[field]
     if name not in ACTIVATIONS:
         raise UnsupportedModelError(
             f"{field}={name!r} is not supported; supported are {tuple(ACTIVATIONS)}"

@@ -19,6 +19,7 @@ from jaxserve.models.family import Family
 from jaxserve.models.huge_pages import HugePages
 from jaxserve.models.linear import WeightAxes, replace_weights
 from jaxserve.models.source import WeightSource
+from jaxserve.models.tensor_names import tied_names, under_own_names
 from jaxserve.models.weights import Weight
 
 Progress = Callable[[int, int], None]
@@ -60,7 +61,7 @@ def load_params(
         or a tensor whose data cannot be read.
     """
     family = family_of(config)
-    source = with_prefix(source, family.prefix)
+    source = under_own_names(source, config)
     flat = nnx.to_flat_state(abstract_state)
     table = family.weights(config)
     plan = {path: _Parameter(path, variable, table) for path, variable in flat}
@@ -256,42 +257,41 @@ def _check(
         if not ignored.fullmatch(name)
     ]
     if problems:
-        raise CheckpointError(
-            source.where,
-            problems,
-            "config.json and the weights do not belong together, or the checkpoint is incomplete; "
-            "fetch both again from the same place",
+        raise CheckpointError(source.where, problems, _remedy(wanted, found, config))
+
+
+def _remedy(
+    wanted: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    config: DecoderConfig,
+) -> str:
+    """Return what to do about tensors that are not those of the configuration."""
+    missing = wanted.keys() - found
+    if any(".lora_A." in name for name in found):
+        return "an adapter is not merged into these weights; merge it with PEFT's merge_and_unload"
+    some = min(missing, default="")
+    before = [name.removesuffix(some) for name in found if some and name.endswith(some)]
+    if before and all(before[0] + name in found for name in missing):
+        return (
+            f"the names of the tensors begin with {before[0]!r}, as parts of another model; save "
+            "the language model alone, or rename them"
         )
-
-
-def with_prefix(source: WeightSource, prefix: str) -> WeightSource:
-    """Return the source, with `prefix` before its names if it holds the bare model."""
-    names = source.shapes()
-    return source if any(name.startswith(prefix) for name in names) else _Prefixed(source, prefix)
-
-
-@final
-class _Prefixed:
-    """A `WeightSource` with a prefix before every name except those of the head."""
-
-    def __init__(self, source: WeightSource, prefix: str):
-        self.where = source.where
-        self._source = source
-        self._names = {
-            name if name.startswith(("lm_head.", "embed_out.")) else prefix + name: name
-            for name in source.shapes()
-        }
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """See `WeightSource`."""
-        shapes = self._source.shapes()
-        return {name: shapes[own] for name, own in self._names.items()}
-
-    def dtypes(self) -> Mapping[str, str]:
-        """See `WeightSource`."""
-        dtypes = self._source.dtypes()
-        return {name: dtypes[own] for name, own in self._names.items()}
-
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """See `WeightSource`."""
-        return self._source.read(self._names.get(name, name), index)
+    if {name.rpartition(".")[2] for name in found} & {
+        "qweight",
+        "weight_packed",
+        "weight_scale",
+        "weight_scale_inv",
+    }:
+        return (
+            "the weights are in few bits, which quantization_config in config.json has to "
+            "describe; take config.json from the place of the weights"
+        )
+    rows = max((found[name][0] for name in tied_names(config) if name in found), default=0)
+    if not missing and rows > config.vocab_size:
+        return (
+            f"if the vocabulary is padded to {rows} tokens, set vocab_size in config.json to that"
+        )
+    return (
+        "config.json and the weights do not belong together: take both from the same place or the "
+        "same save, and fetch again what is cut short"
+    )

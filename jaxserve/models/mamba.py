@@ -230,6 +230,6 @@ def step_limits(given: Mapping[str, Any]) -> tuple[float, float]:
     """
     low, high = (
         float(each["__float__"] if isinstance(each, Mapping) else each)
-        for each in given.get("time_step_limit") or (0.0, float("inf"))
+        for each in given["time_step_limit"] or (0.0, float("inf"))
     )
     return low, high

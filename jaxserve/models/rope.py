@@ -14,6 +14,8 @@ from jaxtyping import Array, Float32, Float64, Int32
 from jaxserve.core.errors import UnsupportedModelError
 from pallas_kernels import RopeTables, dispatch, matmul
 
+# The field of a GGUF file's own factor of sines and cosines, beside those of a config.json.
+MAGNITUDE = "gguf_attn_factor"
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -22,8 +24,9 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 class RopeScaling:
     """A way to stretch rotary frequencies beyond the trained context; hashable.
 
-    `low_freq_factor` and `high_freq_factor` belong to llama3, `beta_fast`, `beta_slow`,
-    `attention_factor` and `truncate` to yarn; `original_max_position_embeddings` to both.
+    `low_freq_factor` and `high_freq_factor` belong to llama3, `beta_fast`, `beta_slow` and
+    `truncate` to yarn; `original_max_position_embeddings` to both. Sines and cosines are multiplied
+    by `attention_factor`, which in folders is another than 1 for yarn only.
     """
 
     kind: str
@@ -48,7 +51,8 @@ class RopeScaling:
             raise UnsupportedModelError(
                 f"RoPE scaling {kind!r} is not supported; supported are {SUPPORTED_ROPE_TYPES}"
             )
-        if kind == "default":
+        magnitude = float(given.get(MAGNITUDE, 1.0))
+        if kind == "default" or (kind == "linear" and given.get("factor") == magnitude == 1):
             return None
         original = given.get("original_max_position_embeddings") or max_position_embeddings
         factor = given.get("factor")
@@ -68,7 +72,8 @@ class RopeScaling:
             high_freq_factor=float(given.get("high_freq_factor", 4.0)),
             beta_fast=float(given.get("beta_fast") or 32),
             beta_slow=float(given.get("beta_slow") or 1),
-            attention_factor=_yarn_attention_factor(given, factor) if kind == "yarn" else 1.0,
+            attention_factor=magnitude
+            * (_yarn_attention_factor(given, factor) if kind == "yarn" else 1.0),
             truncate=bool(given.get("truncate", True)),
         )
 
@@ -90,27 +95,42 @@ class Rope:
     def from_hf(
         cls, given: Mapping[str, Any], max_position_embeddings: int, dim: int | None = None
     ) -> Rope:
-        """Read `rope_parameters` (transformers 5), or `rope_scaling` with `rope_theta` in it.
+        """Read what `rope_fields` returns.
 
         Raises:
-          UnsupportedModelError: as `RopeScaling.from_hf`.
+          UnsupportedModelError: as `RopeScaling.from_hf`, or a base that is not a number above 0.
         """
+        theta = given["rope_theta"]
+        if not isinstance(theta, int | float) or not theta > 0:
+            raise UnsupportedModelError(f"rope_theta={theta!r} is not supported; give a number > 0")
         return cls(
-            theta=float(given.get("rope_theta") or 10000.0),
+            theta=float(theta),
             scaling=RopeScaling.from_hf(given, max_position_embeddings),
             dim=dim,
         )
+
+    def longest_context(self, max_position_embeddings: int) -> int:
+        """Return the number of positions that the scaling makes of those in a config.json.
+
+        As in vLLM: yarn stretches the original context, linear scaling the stated one, and
+        llama3's is stated already. transformers has no limit.
+        """
+        if self.scaling is None or self.scaling.kind == "llama3":
+            return max_position_embeddings
+        is_yarn = self.scaling.kind == "yarn"
+        before = (
+            self.scaling.original_max_position_embeddings if is_yarn else max_position_embeddings
+        )
+        return max(max_position_embeddings, int(before * self.scaling.factor))
 
 
 def rope_fields(given: Mapping[str, Any], *, theta: str = "rope_theta") -> dict[str, Any]:
     """Return the fields of a config.json about rotary embeddings, as transformers 5 writes them.
 
-    transformers 5 has `rope_parameters`; 4 has `rope_scaling` and a field for theta.
+    transformers 5 has `rope_parameters`; 4 has `rope_scaling`, which counts where both are given,
+    and a field for theta.
     """
-    fields = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
-    if not fields.get("rope_theta") and given.get(theta):
-        fields["rope_theta"] = given[theta]
-    return fields
+    return {"rope_theta": given[theta], **(given["rope_scaling"] or given["rope_parameters"] or {})}
 
 
 def inverse_frequencies(

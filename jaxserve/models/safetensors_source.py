@@ -17,8 +17,16 @@ from jaxserve.core.errors import CheckpointError, UnknownModelError
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # Safetensors' names of the eight-bit floats that NumPy has from ml_dtypes.
-_FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
+_FLOAT8 = {
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+}
 _REMEDY = "the download is probably incomplete: fetch the files named above again"
+_MIXED = (
+    f"the files are whole, and {_INDEX} is of another save: take the index and its files from the "
+    "same place, without files of an earlier save"
+)
 
 
 @final
@@ -41,6 +49,7 @@ class SafetensorsSource:
         self._dtypes: dict[str, str] = {}
         problems = []
         expected = _files_and_tensors(Path(folder))
+        index = {name: file for file, names in expected.items() for name in names}
         for file_name, names in expected.items():
             path = Path(folder) / file_name
             # A name such as "../other" would read what the user did not name. Links are followed:
@@ -61,11 +70,14 @@ class SafetensorsSource:
                 continue
             for name in sorted(names - held.keys() if names else ()):
                 problems.append(f"tensor {name} is not in {file_name}, where the index puts it")
-            self._shapes |= held
-            self._dtypes |= kinds
-            self._paths |= dict.fromkeys(held, path)
+            # Of a tensor that several files hold, the index says which one counts.
+            own = {name for name in held if index.get(name, file_name) == file_name}
+            self._shapes |= {name: held[name] for name in own}
+            self._dtypes |= {name: kinds[name] for name in own}
+            self._paths |= dict.fromkeys(own, path)
         if problems:
-            raise CheckpointError(self.where, problems, _REMEDY)
+            are_whole = all("where the index puts it" in problem for problem in problems)
+            raise CheckpointError(self.where, problems, _MIXED if are_whole else _REMEDY)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of every tensor, from the headers."""
@@ -90,6 +102,12 @@ class SafetensorsSource:
                     whole = _float8(self._paths[name], name)
                     return whole[index] if index else whole
                 return file.get_tensor(name) if not index else found[index]
+        except AttributeError as error:  # NumPy has no such type
+            raise CheckpointError(
+                self.where,
+                [f"tensor {name} has the type {self._dtypes[name]}, which is not read"],
+                "use a checkpoint in 16 bits, or in one of the formats of docs/quantisation.md",
+            ) from error
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 self.where, [f"tensor {name} is unreadable: {error}"], _REMEDY
@@ -112,7 +130,12 @@ def _is_text(value: object) -> bool:
 
 
 def _files_and_tensors(folder: Path) -> dict[str, set[str]]:
-    """Return, by file name, the tensors that the index lists for it; an empty set without index."""
+    """Return, by file name, the tensors that the index lists for it; an empty set without index.
+
+    A single file counts before an index beside it, as in transformers.
+    """
+    if (folder / _SINGLE).is_file():
+        return {_SINGLE: set()}
     index = folder / _INDEX
     if index.is_file():
         try:
@@ -127,8 +150,13 @@ def _files_and_tensors(folder: Path) -> dict[str, set[str]]:
         for name, file_name in weight_map.items():
             files.setdefault(file_name, set()).add(name)
         return files
-    if (folder / _SINGLE).is_file():
-        return {_SINGLE: set()}
+    shards = sorted(path.name for path in folder.glob("model-*-of-*.safetensors"))
+    if shards:
+        raise CheckpointError(
+            str(folder),
+            [f"file {_INDEX} is missing, beside {shards[0]} and {len(shards) - 1} others"],
+            "fetch the index, too",
+        )
     raise UnknownModelError(
         f"{folder} holds neither {_SINGLE} nor {_INDEX}; give a Hugging Face checkpoint folder "
         "with safetensors weights (convert .bin files with transformers' save_pretrained)"

@@ -21,7 +21,8 @@ from jaxserve.core.errors import CheckpointError, InvalidConfigError, UnknownMod
 from jaxserve.models.config import DTYPES, DecoderConfig, check_fits
 from jaxserve.models.converted import ConvertedModel
 from jaxserve.models.decoder import LayerLayout
-from jaxserve.models.families import config_from_hf, family_of
+from jaxserve.models.families import config_from_hf
+from jaxserve.models.folder_tokenizer import TOKENIZER_FILES, declared_end_ids
 from jaxserve.models.gguf_kept import KeptBlocks
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.models.linear import replace_weights_at
@@ -31,23 +32,19 @@ from jaxserve.models.loading import (
     abstract_model,
     load_params,
     random_params,
-    with_prefix,
 )
 from jaxserve.models.parts import cut, planned_stages, shardings_over
 from jaxserve.models.quantisation import Quantisation
-from jaxserve.models.quantised_folders import KeptMatrices, Method, QuantisedFolder, method_of
+from jaxserve.models.quantised_folders import KeptMatrices, Method, QuantisedFolder, method_in
 from jaxserve.models.registry import pull, resolve
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.source import WeightSource
 from jaxserve.models.start_times import timed
-from jaxserve.models.tokenizer import Tokenizer, declared_end_ids
+from jaxserve.models.tensor_names import fitted, under_own_names
+from jaxserve.models.tokenizer import Tokenizer
 from sharding import DeviceGroups, StagePlan, placed, state_shardings
 
 _log = logging.getLogger(__name__)
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json"),
-    "tokenizer_config.json",
-)
 
 
 @final
@@ -128,7 +125,7 @@ def load_model(
     path = pull(resolved.name, progress=progress) if resolved.registered else resolved.path
     if resolved.kind == "folder":
         given = _config_json(path)
-        method = method_of(given)
+        method = method_in(path, given)
         config = how.read(given)
         with timed("tokenizer"):
             tokenizer, ends = _folder_tokenizer(path)
@@ -266,8 +263,8 @@ def _folder(
                 f"config.json, and {path} is a folder of dense weights; pass quantize='int8' or "
                 "'int4' to round them"
             )
-        source = SafetensorsSource(path)
-        config = config.fitted_to(source.shapes().keys())
+        source = under_own_names(SafetensorsSource(path), config)
+        config = fitted(config, source)
         return config, *_converted(config, source, how)
     if how.quantisation is not None and how.quantisation.rounds_weights:
         raise InvalidConfigError(
@@ -279,8 +276,8 @@ def _folder(
             f"{path} has weights in few bits, which cannot be cut into stages; pass a mesh without "
             "stages (tensor, data), or a checkpoint in 16 or 32 bits"
         )
-    folder = QuantisedFolder(with_prefix(SafetensorsSource(path), family_of(config).prefix), method)
-    config = config.fitted_to(folder.shapes().keys())
+    folder = QuantisedFolder(under_own_names(SafetensorsSource(path), config), method)
+    config = fitted(config, folder)
     rounds = (how.quantisation or Quantisation.stored()).rounds_activations
     keeper = KeptMatrices(folder, rounds_activations=rounds)
     return config, *_kept(config, folder, how, keeper, folder.empty_biases())
@@ -345,11 +342,18 @@ def _loaded(
     ends: tuple[int, ...],
     path: Path | None,
 ) -> LoadedModel:
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+    if tokenizer is not None and tokenizer.num_own_tokens > config.vocab_size:
         raise CheckpointError(
             str(path),
-            [f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}"],
+            [f"the tokenizer has {tokenizer.num_own_tokens} tokens, the model {config.vocab_size}"],
             "the tokenizer belongs to another model; use the one the model came with",
+        )
+    if tokenizer is not None and (unknown := tokenizer.added_from(config.vocab_size)):
+        _log.warning(
+            "the model has no embeddings of %d tokens that were added to the tokenizer (%s); "
+            "prompts with them are refused",
+            len(unknown),
+            ", ".join(map(repr, list(unknown.values())[:8])),
         )
     return LoadedModel(
         name=name,
@@ -375,7 +379,7 @@ def _config_json(folder: Path) -> Mapping[str, Any]:
 
 
 def _folder_tokenizer(folder: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         _log.warning("%s has no tokenizer: prompts must be token ids", folder)
         return None, tuple(declared_end_ids(folder))
     tokenizer = Tokenizer.from_folder(folder)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
-import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import tokenizers
 
-from jaxserve.core.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
 from jaxserve.models import registry
-from jaxserve.models.chat_template import ChatTemplate, Message
+from jaxserve.models.chat_template import FIRST_STAND_IN, ChatTemplate, Message, drawn_mark
+from jaxserve.models.folder_tokenizer import read_folder_tokenizer
 from jaxserve.models.gguf_source import GGUFSource
-from jaxserve.models.gguf_tokenizer import END_TEXTS, read_gguf_tokenizer
+from jaxserve.models.gguf_tokenizer import TokenizerParts, read_gguf_tokenizer
 
 _TOKENIZER_FILE, _SETTINGS_FILE = "tokenizer.json", "jaxserve_tokenizer.json"
 
@@ -29,6 +30,7 @@ class Tokenizer:
     Attributes:
       eos_token_ids: tokens that end an answer, the model's own first.
       chat_template: Jinja source, or None.
+      tool_template: that of chats with tools, where the model has one of its own for them.
       special_tokens: names that a chat template may use (`bos_token`, ...) and their texts.
     """
 
@@ -38,12 +40,17 @@ class Tokenizer:
         *,
         eos_token_ids: Sequence[int],
         chat_template: str | None = None,
+        tool_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ):
+        # Settings of how a tokenizer was trained, which would cut prompts or lengthen them.
+        backend.no_truncation()
+        backend.no_padding()
         backend.encode_special_tokens = False
         self._backend = backend
         self.eos_token_ids = tuple(eos_token_ids)
         self.chat_template = chat_template
+        self.tool_template = tool_template
         self.special_tokens = dict(special_tokens or {})
         control = {i: t.content for i, t in backend.get_added_tokens_decoder().items() if t.special}
         self._control_ids = frozenset(control)
@@ -72,61 +79,67 @@ class Tokenizer:
           CheckpointError, UnsupportedModelError: see `read_gguf_tokenizer`.
         """
         source = source if isinstance(source, GGUFSource) else GGUFSource(source)
-        read = read_gguf_tokenizer(source.file.metadata, source.where)
-        return cls(
-            read.backend,
-            eos_token_ids=read.eos_token_ids,
-            chat_template=read.chat_template,
-            special_tokens=read.special_tokens,
-        )
+        return cls._of_parts(read_gguf_tokenizer(source.file.metadata, source.where))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """Read a Hugging Face folder; end tokens also from generation_config.json and config.json.
 
         Raises:
-          CheckpointError: the folder has no tokenizer, or it cannot be read.
-          UnsupportedModelError: a tokenizer without a fast (`tokenizers`) form.
+          CheckpointError, UnsupportedModelError: see `read_folder_tokenizer`.
         """
-        folder = Path(folder)
-        try:
-            loaded = _auto_tokenizer().from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # transformers raises many kinds for a missing or bad file
-            raise CheckpointError(
-                str(folder),
-                [f"its tokenizer cannot be loaded: {error}"],
-                "put the model's tokenizer.json and tokenizer_config.json into the folder",
-            ) from error
-        backend = getattr(loaded, "backend_tokenizer", None)
-        if backend is None:
-            raise UnsupportedModelError(
-                f"the tokenizer of {folder} ({type(loaded).__name__}) has no fast form; "
-                "convert it to a tokenizer.json"
-            )
-        template = loaded.chat_template
-        if isinstance(template, dict):
-            template = template.get("default")
-        special = {name: str(text) for name, text in loaded.special_tokens_map.items()}
-        ends = [
-            *declared_end_ids(folder),
-            *([] if loaded.eos_token_id is None else [loaded.eos_token_id]),
-            *(
-                token_id
-                for token_id, token in backend.get_added_tokens_decoder().items()
-                if token.special and token.content in END_TEXTS
-            ),
-        ]
+        return cls._of_parts(read_folder_tokenizer(Path(folder)))
+
+    @classmethod
+    def _of_parts(cls, parts: TokenizerParts) -> Tokenizer:
         return cls(
-            backend,
-            eos_token_ids=tuple(dict.fromkeys(ends)),
-            chat_template=template,
-            special_tokens=special,
+            parts.backend,
+            eos_token_ids=parts.eos_token_ids,
+            chat_template=parts.chat_template,
+            tool_template=parts.tool_template,
+            special_tokens=parts.special_tokens,
         )
 
     @property
     def vocab_size(self) -> int:
         """The number of tokens with added ones; the model's embedding may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def num_own_tokens(self) -> int:
+        """The number of tokens without those that were added to the vocabulary."""
+        return self._backend.get_vocab_size(with_added_tokens=False)
+
+    def added_from(self, token_id: int) -> dict[int, str]:
+        """Return the texts of the added tokens from this id on."""
+        added = self._backend.get_added_tokens_decoder()
+        return {i: token.content for i, token in added.items() if i >= token_id}
+
+    def ids_of(self, tokens: Iterable[str | int]) -> tuple[int, ...]:
+        """Return the ids of tokens that are given as texts or ids.
+
+        Raises:
+          InvalidConfigError: a text is not one token.
+        """
+        ids = []
+        for token in tokens:
+            token_id = token if isinstance(token, int) else self._backend.token_to_id(token)
+            if token_id is None:
+                raise InvalidConfigError(
+                    f"{token!r} is not a token of this model; give the whole text of one, or its id"
+                )
+            ids.append(token_id)
+        return tuple(ids)
+
+    def ending_at(self, tokens: Iterable[str | int]) -> Tokenizer:
+        """Return a tokenizer with more end tokens; see `ids_of`."""
+        return Tokenizer(
+            self._backend,
+            eos_token_ids=tuple(dict.fromkeys((*self.eos_token_ids, *self.ids_of(tokens)))),
+            chat_template=self.chat_template,
+            tool_template=self.tool_template,
+            special_tokens=self.special_tokens,
+        )
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, parse_special: bool = True
@@ -147,28 +160,44 @@ class Tokenizer:
         """Return the text of `token_ids`, spaces as they are; invalid UTF-8 becomes U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
-        """Return a decoder for one sequence whose tokens come in pieces."""
-        return StreamDecoder(self, skip_special_tokens)
+    def stream_decoder(
+        self, skip_special_tokens: bool = True, *, after: Sequence[int] = ()
+    ) -> StreamDecoder:
+        """Return a decoder for one sequence whose tokens come in pieces.
+
+        Args:
+          after: the tokens before it, whose text it goes on with: a first space that a decoder
+            takes from the beginning of a text stays.
+        """
+        goes_on = any(not self._is_silent(token, skip_special_tokens) for token in reversed(after))
+        return StreamDecoder(self, skip_special_tokens, self._inner_ids if goes_on else ())
 
     def apply_chat_template(
         self,
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Message] = (),
+        tools: Sequence[Message] | None = None,
     ) -> list[int]:
         """Return the token ids of a chat up to the model's answer; see `ChatTemplate.apply`.
+
+        Chats with tools, also with an empty list of them, are written by `tool_template`, if there
+        is one, as in transformers.
 
         Raises:
           InvalidRequestError: the model has no chat template, or the template refuses the messages.
         """
-        return self._template.apply(
+        return self._template_of(has_tools=tools is not None).apply(
             messages, add_generation_prompt=add_generation_prompt, tools=tools
         )
 
     def chat_continuation(
-        self, asked: Sequence[Message], answer: Message, new: Sequence[Message]
+        self,
+        asked: Sequence[Message],
+        answer: Message,
+        new: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
     ) -> list[int] | None:
         """Return the token ids after an answer's own when a chat goes on with `new`, or None.
 
@@ -177,13 +206,23 @@ class Tokenizer:
         Raises:
           InvalidRequestError: as `apply_chat_template`.
         """
-        return self._template.continuation(asked, answer, new)
+        template = self._template_of(has_tools=tools is not None)
+        return template.continuation(asked, answer, new, tools=tools)
+
+    def takes_text_arguments(self, *, has_tools: bool) -> bool:
+        """Return whether calls have their arguments as text; see `ChatTemplate`.
+
+        Raises:
+          InvalidRequestError: the model has no chat template.
+        """
+        return self._template_of(has_tools=has_tools).takes_text_arguments
 
     @cached_property
     def fingerprint(self) -> str:
         """Return a hash of vocabulary and chat template; equal hashes mean equal token ids."""
         tokens = sorted(self._backend.get_vocab(with_added_tokens=True).items())
-        told = json.dumps([tokens, self.chat_template])
+        named = [] if self.tool_template is None else [self.tool_template]
+        told = json.dumps([tokens, self.chat_template, *named])
         return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
 
     @property
@@ -191,23 +230,42 @@ class Tokenizer:
         """The tokens that stand for no text."""
         return self._control_ids
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text behind others; none for an id without token.
+
+        Where several tokens make one character, each has a part of its bytes.
+        """
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._byte_fallback_ids:
+            return bytes([int(token[3:-1], 16)])
+        if self._is_byte_level:
+            if all(letter in _BYTES for letter in token):
+                return bytes(_BYTES[letter] for letter in token)
+            return token.encode()
+        before = self.decode(self._inner_ids, skip_special_tokens=False)
+        return self.decode([*self._inner_ids, token_id], False)[len(before) :].encode()
+
     def added_token_id(self, text: str) -> int | None:
         """Return the token that was added to the vocabulary for this text; None without one."""
         added = self._backend.get_added_tokens_decoder()
         return next((i for i, token in added.items() if token.content == text), None)
 
-    def to_json(self) -> str:
-        """Return the backend as a tokenizer.json, without padding and truncation."""
-        plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        plain.no_padding()
-        plain.no_truncation()
-        return plain.to_str()
+    def to_json(self, num_tokens: int) -> str:
+        """Return the backend as a tokenizer.json, without added tokens from this id on."""
+        if not self.added_from(num_tokens):
+            return self._backend.to_str()
+        given = json.loads(self._backend.to_str())
+        given["added_tokens"] = [each for each in given["added_tokens"] if each["id"] < num_tokens]
+        return json.dumps(given)
 
     def save(self, folder: str | Path) -> None:
         """Write files for `load` into an existing folder."""
         settings = {
             "eos_token_ids": self.eos_token_ids,
             "chat_template": self.chat_template,
+            "tool_template": self.tool_template,
             "special_tokens": self.special_tokens,
         }
         self._backend.save(str(Path(folder) / _TOKENIZER_FILE), pretty=False)
@@ -226,26 +284,101 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) is None
 
     @cached_property
+    def _inner_ids(self) -> tuple[int, ...]:
+        """A token with text after which others are not the beginning of a text; none if unknown."""
+        numbers = range(self.vocab_size)
+        silent = self._control_ids | self._byte_fallback_ids
+        inner = (i for i in numbers if i not in silent and self.decode([i]).isalnum())
+        return tuple(islice(inner, 1))
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        space = self._backend.token_to_id("Ġ")
+        return space is not None and self.decode([space]) == " "
+
+    @cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
         """A copy that takes control tokens for text, which is a setting of the whole backend."""
         plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
         plain.encode_special_tokens = True
         return plain
 
+    def _encode_parts(self, parts: Sequence[str]) -> list[int]:
+        return self.encode(parts[0], False) if len(parts) == 1 else self._part_encoder.encode(parts)
+
     @cached_property
-    def _template(self) -> ChatTemplate:
-        if self.chat_template is None:
+    def _part_encoder(self) -> _PartEncoder:
+        return _PartEncoder(self._backend, self._control_ids)
+
+    def _template_of(self, *, has_tools: bool) -> ChatTemplate:
+        is_own = has_tools and self.tool_template is not None
+        template = self._templates["tools" if is_own else "chats"]
+        if template is None:
+            also = "" if self.tool_template is None else " for chats without tools"
             raise InvalidRequestError(
-                "this model has no chat template; send a plain text prompt, or use an "
+                f"this model has no chat template{also}; send a plain text prompt, or use an "
                 "instruction-tuned model"
             )
-        return ChatTemplate(
-            self.chat_template,
-            self.special_tokens,
-            self._control_texts,
-            lambda text, parse_special: self.encode(text, False, parse_special=parse_special),
-        )
+        return template
 
+    @cached_property
+    def _templates(self) -> dict[str, ChatTemplate | None]:
+        sources = {"chats": self.chat_template, "tools": self.tool_template}
+        return {
+            name: None if source is None else self._template(source)
+            for name, source in sources.items()
+        }
+
+    def _template(self, source: str) -> ChatTemplate:
+        return ChatTemplate(source, self.special_tokens, self._control_texts, self._encode_parts)
+
+
+@final
+class _PartEncoder:
+    """Encodes texts in which some control tokens count and others are ordinary text.
+
+    It has a backend that takes all of them for text, and in which others stand for them. Their
+    texts are drawn, so that no message can be written to contain them.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, control_ids: Iterable[int]):
+        added = backend.get_added_tokens_decoder()
+        control = sorted(control_ids, key=lambda token_id: -len(added[token_id].content))
+        mark, more, patterns = drawn_mark(), [], []
+        ids: dict[str, int] = {}
+        self._stand_ins: dict[str, str] = {}
+        for i, token_id in enumerate(control):
+            token, stand_in = added[token_id], f"{mark}{chr(FIRST_STAND_IN + i)}"
+            self._stand_ins[token.content], ids[stand_in] = stand_in, token_id
+            sides = dict(lstrip=token.lstrip, rstrip=token.rstrip, normalized=token.normalized)
+            more.append(tokenizers.AddedToken(stand_in, **sides))
+            text = re.escape(token.content)
+            patterns.append(rf"(?<!\w){text}(?!\w)" if token.single_word else text)
+        self._pattern = re.compile("|".join(patterns))
+        self._backend = tokenizers.Tokenizer.from_str(backend.to_str())
+        self._backend.encode_special_tokens = True
+        self._backend.add_tokens(more)
+        known = self._backend.get_added_tokens_decoder()
+        self._ids = {i: ids[token.content] for i, token in known.items() if token.content in ids}
+
+    def encode(self, parts: Sequence[str]) -> list[int]:
+        """Return the token ids of the joined parts; control tokens in every second one are text.
+
+        The text is encoded as a whole: where it is cut, some tokenizers would put spaces.
+        """
+        text = "".join(
+            part if i % 2 else self._pattern.sub(lambda found: self._stand_ins[found[0]], part)
+            for i, part in enumerate(parts)
+        )
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return [self._ids.get(token_id, token_id) for token_id in found.ids]
+
+
+# The bytes that the letters of a byte-level vocabulary stand for, as in GPT-2: printable ones for
+# themselves, the others in their order for the letters from 256 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
 
 # Bytes of a character in UTF-8, and tokens that may wait for others before some are given up.
 _MAX_CHARACTER = 4
@@ -256,18 +389,24 @@ _MOST_PENDING = 2 * _MAX_CHARACTER
 class StreamDecoder:
     """Decodes one sequence token by token.
 
-    The pieces that `push` and `flush` return, joined, equal `decode` of all tokens. No piece ends
-    inside a character: the decoder keeps its bytes until the character is complete.
+    The pieces that `push` and `flush` return, joined, equal `decode` of all tokens, or what these
+    add to the text of the tokens `before`. No piece ends inside a character: the decoder keeps its
+    bytes until the character is complete.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        before: Sequence[int] = (),
+    ):
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._byte_ids = tokenizer._byte_fallback_ids
         # The last tokens that gave text, as context for the decoder, and those after them.
-        self._ids: list[int] = []
-        self._num_read = 0
-        self._context = ""
+        self._ids = list(before)
+        self._num_read = len(self._ids)
+        self._context = self._decode(self._ids)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Return the text that `token_ids` complete; "" while a character is incomplete."""
@@ -278,6 +417,11 @@ class StreamDecoder:
         if len(self._ids) == self._num_read:
             return ""
         return self._decode(self._ids)[len(self._context) :].rstrip("\ufffd")
+
+    def hidden(self, token_id: int) -> str:
+        """Return the text of a control token that `push` leaves out; "" for other tokens."""
+        is_hidden = self._skip_special_tokens and token_id in self._tokenizer.control_token_ids
+        return self._tokenizer.decode([token_id], skip_special_tokens=False) if is_hidden else ""
 
     def flush(self) -> str:
         """Return the text of kept bytes, U+FFFD for incomplete characters, and start over."""
@@ -324,32 +468,3 @@ def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
         return frozenset()
     ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     return frozenset(token_id for token_id in ids if token_id is not None)
-
-
-def _auto_tokenizer() -> Any:
-    """Return transformers' class: seconds to import, so only where a folder needs it.
-
-    Without its advice to install PyTorch, which nothing here uses.
-    """
-    variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    given = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
-        return importlib.import_module("transformers").AutoTokenizer
-    finally:
-        if given is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = given
-
-
-def declared_end_ids(folder: Path) -> list[int]:
-    """Return `eos_token_id` of a folder's generation_config.json, else of its config.json."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            given = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError):
-            continue
-        if given is not None:
-            return list(given) if isinstance(given, list) else [given]
-    return []

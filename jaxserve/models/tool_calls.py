@@ -17,7 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+from jaxserve.core.errors import InvalidGrammarError
+from jaxserve.core.json_schema import lark_rules
+
 _INSTRUCTION = (
     "You can call functions. They are within <tools></tools>:\n<tools>{tools}</tools>\n\n"
     "To call some, answer with a JSON array of their names and arguments within <tool_call> tags, "
@@ -107,6 +109,9 @@ def grammar_of(
     Args:
       tools: with `name` and perhaps `parameters`, a JSON schema of an object.
       token_of: returns the token of a text that is one added token.
+
+    Raises:
+      InvalidGrammarError: llguidance cannot enforce the parameters of a tool.
     """
     lines = [f"call: {_literal(form.begin, token_of)} body {_literal(form.end, token_of)}"]
     if form.is_list:
@@ -116,11 +121,15 @@ def grammar_of(
         lines.append("body: one")
     lines.append("one: " + " | ".join(f"tool{i}" for i in range(len(tools))))
     for i, tool in enumerate(tools):
-        # A JSON schema of its own, so that references in it begin at its own root.
-        schema = {"x-guidance": _JSON_STYLE, **(tool.get("parameters") or {"type": "object"})}
         begin = f'{{"name": {json.dumps(tool["name"])}, {json.dumps(form.arguments)}: '
         lines.append(f'tool{i}: {json.dumps(begin)} arguments{i} "}}"')
-        lines.append(f"arguments{i}: %json {json.dumps(schema)}")
+        # A JSON schema of its own, so that references in it begin at its own root.
+        try:
+            lines += lark_rules(tool.get("parameters") or {"type": "object"}, f"arguments{i}")
+        except (ValueError, RecursionError) as error:
+            raise InvalidGrammarError(
+                f"the parameters of the tool {tool['name']!r} cannot be compiled: {error}"
+            ) from error
     many = form.separator is not None and may_be_several
     start = f"call ({json.dumps(form.separator)} call)*" if many else "call"
     return "\n".join(["%llguidance {}", f"start: {start}", *lines, ""])

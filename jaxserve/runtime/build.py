@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -62,6 +63,8 @@ from jaxserve.steps.probing import Probe
 from jaxserve.workload.recorded import TraceWriter, check_is_free
 from sharding import DeviceGroups, ProcessGroup, StagePlan, replica_meshes, split_replicas
 
+_log = logging.getLogger(__name__)
+
 WrapExecutor = Callable[[ModelExecutor], ModelExecutor]
 
 
@@ -100,6 +103,31 @@ class Parts:
                 self.forecaster.close()  # last: it writes a checkpoint, which can fail
 
 
+def with_end_tokens(
+    tokenizer: Tokenizer | None,
+    eos_token_ids: Sequence[int] | None,
+    more: Sequence[str | int],
+    vocab_size: int,
+) -> tuple[Tokenizer | None, Sequence[int] | None]:
+    """Return the tokenizer and the end tokens with those of the option `end_tokens`.
+
+    Raises:
+      InvalidConfigError: one of them is not a token of the model.
+    """
+    if not more:
+        return tokenizer, eos_token_ids
+    ids: Sequence[str | int] = more if tokenizer is None else tokenizer.ids_of(more)
+    bad = [token for token in ids if isinstance(token, str) or not 0 <= token < vocab_size]
+    if bad:
+        raise InvalidConfigError(
+            f"end_tokens has {bad[0]!r}; pass token ids from 0 to {vocab_size - 1}, or texts of "
+            "tokens if the model has a tokenizer"
+        )
+    if eos_token_ids is not None:
+        eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, *map(int, ids))))
+    return tokenizer and tokenizer.ending_at(more), eos_token_ids
+
+
 def build_parts(
     model: nnx.Module,
     params: nnx.State | None,
@@ -116,6 +144,13 @@ def build_parts(
     forecaster = Forecaster.of(options, policy, tokenizer)
     graphdef, own_params = nnx.split(model)
     decoder = cast(Any, model)
+    longest = decoder.config.max_position_embeddings
+    if options.max_context is not None and options.max_context > longest:
+        _log.warning(
+            "max_context=%d is more than the model's longest context; %d is used",
+            options.max_context,
+            longest,
+        )
     clock = WallClock()
     used = own_params if params is None else params
     quantisation, quantiser = Quantisation.of(options), None

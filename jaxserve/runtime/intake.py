@@ -190,7 +190,13 @@ class Intake:
         if tokenizer is None:
             return Answer(request, sink=on_piece)
         skip = request.params.skip_special_tokens
-        return Answer(request, decoder=lambda: tokenizer.stream_decoder(skip), sink=on_piece)
+        # The answer of a decoder goes on with the prompt's text; after an encoder it is a new text.
+        after = () if request.num_encoded else request.prompt
+        return Answer(
+            request,
+            decoder=lambda: tokenizer.stream_decoder(skip, after=after),
+            sink=on_piece,
+        )
 
 
 def _drop(forecaster: Forecaster, awaited: AwaitedPrediction, _: Future[Completion]) -> None:

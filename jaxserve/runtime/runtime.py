@@ -20,7 +20,7 @@ from jaxserve.engine.requests import Prompt
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.report import Report
-from jaxserve.runtime.build import build_parts
+from jaxserve.runtime.build import build_parts, with_end_tokens
 from jaxserve.runtime.loading import load_for
 from jaxserve.runtime.pending import Batch, Params, Pending, submitted
 from jaxserve.runtime.planned import Planned
@@ -80,6 +80,12 @@ class Runtime(Planned):
         **options: Any,
     ):
         self.options = RuntimeOptions.parse(options)
+        tokenizer, eos_token_ids = with_end_tokens(
+            tokenizer,
+            eos_token_ids,
+            self.options.end_tokens,
+            cast(Any, model).config.vocab_size,
+        )
         parts = build_parts(
             model, params, tokenizer, eos_token_ids, mesh, self.options, wrap_executor
         )

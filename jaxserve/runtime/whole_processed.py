@@ -53,7 +53,6 @@ def whole_processed_logprobs(
         jnp.repeat(jnp.arange(num_sequences), length - 1),
         jnp.tile(jnp.arange(1, length), num_sequences),
         sampling.prompt_length,
-        sampling.stop_ids,
     )
     found = processed_logprobs(
         logits.reshape(num_rows, -1), tokens[:, 1:].reshape(-1), sampling, rows

@@ -69,11 +69,17 @@ def of_completion(body: CompletionRequest) -> SamplingParams:
     """
     _check_streaming(body)
     most = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if most == 0 and (body.stream or not body.echo):
+        raise invalid(
+            "max_tokens=0 needs echo=true and stream=false; pass at least 1", "max_tokens"
+        )
     others: dict[str, Any] = {}
     if body.echo and body.logprobs is not None:
         if body.stream:
             raise invalid("echo with logprobs cannot be streamed; pass stream=false", "echo")
         others["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    # The prompt's log-probabilities come with a token, which the answer then leaves out.
+    most = max(most, 1)
     return _params(body, max_tokens=most, n=body.n or 1, logprobs=body.logprobs, **others)
 
 

@@ -1,9 +1,12 @@
-"""Log-probabilities in the forms that clients read."""
+"""Log-probabilities in the forms that clients read, with the texts, bytes and offsets of tokens."""
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
 
 from jaxserve.core.request import TokenLogprob
 from jaxserve.models.tokenizer import Tokenizer
@@ -16,8 +19,8 @@ _LOWEST = -9999.0
 
 
 def text_of(token_id: int, tokenizer: Tokenizer) -> str:
-    """Return the text of one token; U+FFFD for a part of a character."""
-    return tokenizer.decode([token_id], skip_special_tokens=False)
+    """Return the text of one token behind others; U+FFFD for a part of a character."""
+    return tokenizer.token_bytes(token_id).decode(errors="replace")
 
 
 def finite(logprob: float) -> float:
@@ -25,72 +28,159 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _LOWEST
 
 
-def of_chat(scores: Iterable[TokenLogprob], tokenizer: Tokenizer) -> Logprobs:
-    """Return the log-probabilities of a message's tokens."""
-    return Logprobs(
-        content=[
-            ScoredChoice(
-                **_scored(score.token_id, score.logprob, tokenizer).model_dump(),
-                top_logprobs=[_scored(*each, tokenizer) for each in score.top],
-            )
-            for score in scores
-        ]
-    )
+@final
+@dataclass(frozen=True)
+class _Spelt:
+    """What a token is in a text.
+
+    Attributes:
+      text: what it adds; of a control token that the text leaves out, its own.
+      bytes: None for a token that adds nothing to the text.
+    """
+
+    text: str
+    bytes: list[int] | None
+
+    def scored(self, logprob: float) -> ScoredToken:
+        return ScoredToken(token=self.text, logprob=finite(logprob), bytes=self.bytes)
 
 
-def _scored(token_id: int, logprob: float, tokenizer: Tokenizer) -> ScoredToken:
-    text = text_of(token_id, tokenizer)
-    whole = None if "\ufffd" in text else list(text.encode())
-    return ScoredToken(token=text, logprob=finite(logprob), bytes=whole)
+@final
+class TokenScores:
+    """The log-probabilities of a text's tokens, one after the other, as they come.
 
-
-def of_completion(
-    scores: Sequence[TokenLogprob | None],
-    token_ids: Sequence[int],
-    tokenizer: Tokenizer,
-    *,
-    with_top: bool,
-    offset: int = 0,
-) -> CompletionLogprobs:
-    """Return the log-probabilities of a completion's tokens; None for a token without one.
+    The joined texts of the tokens are the text, and their joined bytes are its bytes. A character
+    of several tokens is the text of the last of them, as in vLLM; the others add nothing.
 
     Args:
-      offset: number of characters before the first token.
+      after: the tokens before the text, as for `Tokenizer.stream_decoder`; None for those of a
+        chat, whose template writes text.
+      offset: number of characters before the text.
     """
-    texts = [text_of(token_id, tokenizer) for token_id in token_ids]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    top = [
-        {text_of(token_id, tokenizer): finite(logprob) for token_id, logprob in score.top}
-        if score
-        else None
-        for score in scores
-    ]
-    return CompletionLogprobs(
-        tokens=texts,
-        token_logprobs=[finite(score.logprob) if score else None for score in scores],
-        top_logprobs=top if with_top else None,
-        text_offset=offsets,
-    )
 
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        after: Sequence[int] | None = None,
+        skip_special_tokens: bool = True,
+        offset: int = 0,
+    ):
+        after = tokenizer.encode("a", False) if after is None else after
+        self._tokenizer = tokenizer
+        self._decoder = tokenizer.stream_decoder(skip_special_tokens, after=after)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        # Characters that the decoder has pushed, and that tokens have as their texts.
+        self._num_pushed = self._num_shown = offset
 
-def of_prompt(scores: Iterable[TokenLogprob | None], tokenizer: Tokenizer) -> PromptLogprobs:
-    """Return the log-probabilities of a prompt's tokens, in vLLM's format.
+    def of_chat(self, scores: Iterable[TokenLogprob]) -> Logprobs:
+        """Return the log-probabilities of the next tokens of a message."""
+        content = []
+        for score in scores:
+            spelt, top = self._next(score)
+            content.append(
+                ScoredChoice(
+                    **spelt.scored(score.logprob).model_dump(),
+                    top_logprobs=[one.scored(logprob) for _, one, logprob in top],
+                )
+            )
+        return Logprobs(content=content)
 
-    The rank of a token is known if it is among the likeliest that were asked for.
-    """
-    return [None if score is None else _by_id(score, tokenizer) for score in scores]
+    def of_completion(
+        self, scores: Sequence[TokenLogprob | None], token_ids: Sequence[int], num_top: int
+    ) -> CompletionLogprobs:
+        """Return the log-probabilities of the next tokens; None for a token without one.
 
-
-def _by_id(score: TokenLogprob, tokenizer: Tokenizer) -> dict[str, PromptLogprob]:
-    ranks = {token_id: rank for rank, (token_id, _) in enumerate(score.top, 1)}
-    return {
-        str(token_id): PromptLogprob(
-            logprob=finite(logprob),
-            rank=ranks.get(token_id),
-            decoded_token=text_of(token_id, tokenizer),
+        Args:
+          num_top: likeliest tokens of each position, beside which its own is shown. Of those with
+            one text, the token's own has it and others are named by their id, as vLLM can do.
+        """
+        found = CompletionLogprobs(
+            tokens=[], token_logprobs=[], top_logprobs=[] if num_top else None, text_offset=[]
         )
-        for token_id, logprob in [(score.token_id, score.logprob), *score.top]
-    }
+        for score, token_id in zip(scores, token_ids, strict=True):
+            found.text_offset.append(self._num_shown)
+            if score is None:
+                spelt, top = self._advance(token_id), None
+            else:
+                spelt, top = self._next(score, num_top)
+            found.tokens.append(spelt.text)
+            found.token_logprobs.append(finite(score.logprob) if score else None)
+            if found.top_logprobs is not None:
+                found.top_logprobs.append(_by_text(token_id, spelt.text, top) if top else None)
+        return found
+
+    def of_prompt(
+        self, scores: Sequence[TokenLogprob | None], token_ids: Sequence[int]
+    ) -> PromptLogprobs:
+        """Return the log-probabilities of a prompt's tokens, in vLLM's format.
+
+        The rank of a token is known if it is among the likeliest that were asked for.
+        """
+        found: PromptLogprobs = []
+        for score, token_id in zip(scores, token_ids, strict=True):
+            if score is None:
+                self._advance(token_id)
+                found.append(None)
+                continue
+            ranks = {each: rank for rank, (each, _) in enumerate(score.top, 1)}
+            spelt, top = self._next(score)
+            own = (token_id, spelt, score.logprob)
+            found.append(
+                {
+                    str(each): PromptLogprob(
+                        logprob=finite(logprob), rank=ranks.get(each), decoded_token=one.text
+                    )
+                    for each, one, logprob in [own, *top]
+                }
+            )
+        return found
+
+    def _next(
+        self, score: TokenLogprob, num_top: int | None = None
+    ) -> tuple[_Spelt, list[tuple[int, _Spelt, float]]]:
+        """Return the next token, and the likeliest ones in its place; it is among these.
+
+        There are none where none were asked for.
+        """
+        likeliest = list(score.top[:num_top])
+        if likeliest and score.token_id not in dict(likeliest):
+            likeliest.append((score.token_id, score.logprob))
+        others = {each: self._instead(each) for each, _ in likeliest if each != score.token_id}
+        spelt = self._advance(score.token_id)
+        return spelt, [(each, others.get(each, spelt), logprob) for each, logprob in likeliest]
+
+    def _advance(self, token_id: int) -> _Spelt:
+        """Return the next token."""
+        if hidden := self._decoder.hidden(token_id):
+            return _Spelt(hidden, None)
+        spelt = self._tokenizer.token_bytes(token_id)
+        self._utf8.decode(spelt)
+        pushed = self._decoder.push([token_id])
+        text = (pushed + self._decoder.kept())[self._num_shown - self._num_pushed :]
+        self._num_pushed += len(pushed)
+        self._num_shown += len(text)
+        return _Spelt(text, list(spelt) or None)
+
+    def _instead(self, token_id: int) -> _Spelt:
+        """Return what a token would be in the place of the next one."""
+        if hidden := self._decoder.hidden(token_id):
+            return _Spelt(hidden, None)
+        spelt = self._tokenizer.token_bytes(token_id)
+        try:
+            text = spelt.decode()
+        except UnicodeDecodeError:  # a part of a character, which others may have begun
+            begun, _ = self._utf8.getstate()
+            text = codecs.getincrementaldecoder("utf-8")("replace").decode(begun + spelt)
+        return _Spelt(text, list(spelt) or None)
+
+
+def _by_text(
+    token_id: int, text: str, top: Sequence[tuple[int, _Spelt, float]]
+) -> dict[str, float]:
+    """Return the log-probabilities of the likeliest tokens by texts that differ."""
+    found: dict[str, float] = {}
+    for each, spelt, logprob in top:
+        is_taken = each != token_id and (spelt.text == text or spelt.text in found)
+        found[f"token_id:{each}" if is_taken else spelt.text] = finite(logprob)
+    return found

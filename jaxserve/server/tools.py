@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -12,6 +14,7 @@ from jaxserve.models.call_reader import Call, CallReader
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.models.tool_calls import format_of
 from jaxserve.server.errors import invalid
+from jaxserve.server.schema.base import checked_json
 from jaxserve.server.schema.chat import (
     AddedCall,
     AddedFunction,
@@ -45,7 +48,7 @@ class Tools:
         _check(given, choice, may_be_several)
         self.is_given = given is not None and choice != "none"
         self._tokenizer = tokenizer
-        self._form = format_of(tokenizer.chat_template)
+        self._form = format_of(tokenizer.tool_template or tokenizer.chat_template)
         offered = (given or ()) if self.is_given else ()
         self._tools = [tool.model_dump(exclude_none=True) for tool in offered]
         self._must_call = choice == "required" or isinstance(choice, NamedTool)
@@ -61,16 +64,34 @@ class Tools:
         if self.is_given:  # a tag may be a control token, which answers leave out otherwise
             self.params["skip_special_tokens"] = False
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
         """Return the tokens of a chat that offers the tools.
+
+        Calls in earlier answers are given to the template as it reads them.
 
         Raises:
           InvalidRequestError: the model has no chat template, or it refuses the messages.
         """
         if not self._form.in_template and (self.is_given or _has_calls(messages)):
-            said = tool_calls.with_instruction(messages, self._tools)
-            return self._tokenizer.apply_chat_template(said)
-        return self._tokenizer.apply_chat_template(messages, tools=self._tools)
+            messages = tool_calls.with_instruction(_with_objects(messages), self._tools)
+            given = None
+        else:
+            messages, given = self._as_read(messages), self._given
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, tools=given
+        )
+
+    def continuation(
+        self,
+        asked: Sequence[Mapping[str, Any]],
+        answer: Mapping[str, Any],
+        new: Sequence[Mapping[str, Any]],
+    ) -> list[int] | None:
+        """Return the tokens after an answer; see `Tokenizer.chat_continuation`."""
+        given = self._given if self._form.in_template else None
+        return self._tokenizer.chat_continuation(asked, answer, new, tools=given)
 
     def as_said(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return new messages of a conversation as it keeps them.
@@ -78,8 +99,19 @@ class Tools:
         Where the chat template has no tools, calls and results become text.
         """
         if self._form.in_template:
-            return [dict(message) for message in messages]
-        return tool_calls.with_instruction(messages, [])
+            return self._as_read(messages)
+        return tool_calls.with_instruction(_with_objects(messages), [])
+
+    @property
+    def _given(self) -> list[dict[str, Any]] | None:
+        return self._tools if self.is_given else None
+
+    def _as_read(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages whose calls are in the form that the chat template reads."""
+        has_calls = any("tool_calls" in message for message in messages)
+        if has_calls and not self._tokenizer.takes_text_arguments(has_tools=self.is_given):
+            return _with_objects(messages)
+        return [dict(message) for message in messages]
 
     def reader(self, *, is_streamed: bool) -> Answered:
         """Return the reader of one sample, which comes in pieces or as a whole."""
@@ -104,6 +136,23 @@ def _check(
             f"tool_choice names {choice.function.name!r}, and the tools are {names}",
             "tool_choice",
         )
+
+
+def _with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls have objects for their arguments, where these are JSON."""
+
+    def read(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        with suppress(TypeError, ValueError, RecursionError):
+            function["arguments"] = checked_json([json.loads(function["arguments"])])[0]
+        return {**call, "function": function}
+
+    return [
+        {**each, "tool_calls": [read(call) for call in each["tool_calls"]]}
+        if "tool_calls" in each
+        else dict(each)
+        for each in messages
+    ]
 
 
 def _has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -116,7 +116,7 @@ def score_prompts(
         own = slot[index]
         sampling = jax.tree.map(lambda leaf: leaf[own], slots.sampling)
         text = (slots.tokens, own, positions[index] + 1)
-        rows = Rows(*text, sampling.prompt_length, sampling.stop_ids)
+        rows = Rows(*text, sampling.prompt_length)
         return processed_logprobs(logits, target, sampling, rows)
 
     targets, is_random = slots.tokens[slot, successors], slots.sampling.is_random[slot]

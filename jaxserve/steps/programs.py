@@ -51,6 +51,7 @@ class Programs:
       store: keeps the executables for later processes; None to keep none.
 
     Attributes:
+      computed_by: what decides KV beside parameters: the structure of the model, and of a drafter.
       probe_params: the probe's parameters, in place; None without a probe.
       refinement: how its readings change a prediction.
       stage: what a stage computes, if this is one.
@@ -79,6 +80,7 @@ class Programs:
             self._draft_planner = AttentionPlanner.of(config, drafter.config, place)
             drafting = drafter.structure
         drafts = () if drafter is None else (drafter.graphdef, drafter.config)
+        self.computed_by = (graphdef, model_config, *drafts)
         parts = (graphdef, config, model_config, probe, *drafts)
         self.shelf = shelf = shelf_of(store, place, *parts)
         bind = partial(partial, graphdef=graphdef, config=config)

@@ -100,6 +100,19 @@ def test_a_template_that_rewrites_is_noticed(caplog):
     assert chat.token_ids == (*second.prompt_token_ids, *second.token_ids)
 
 
+class _WithTool:
+    """Writes chats that begin with a tool."""
+
+    def __init__(self, tokenizer, tool):
+        self._tokenizer, self._first = tokenizer, {"role": "system", "content": tool}
+
+    def prompt(self, messages):
+        return self._tokenizer.apply_chat_template([self._first, *messages])
+
+    def continuation(self, asked, answer, new):
+        return self._tokenizer.chat_continuation([self._first, *asked], answer, new)
+
+
 def test_a_history_is_rewritten_once_for_new_tools(caplog):
     """Later turns with the same tools go on with its tokens; other tools rewrite it again."""
 
@@ -115,12 +128,7 @@ def test_a_history_is_rewritten_once_for_new_tools(caplog):
     tokenizer = chat_tokenizer()
     chat = conversations(tokenizer=tokenizer).open()
     used: list[Any] = []
-    one, two = (
-        lambda said, tool=tool: tokenizer.apply_chat_template(
-            [{"role": "system", "content": tool}, *said]
-        )
-        for tool in ("add", "now")
-    )
+    one, two = (_WithTool(tokenizer, tool) for tool in ("add", "now"))
     asyncio.run(answers())
 
 

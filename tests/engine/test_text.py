@@ -10,22 +10,31 @@ pytestmark = pytest.mark.fast
 
 
 class _Letters:
-    """A decoder of letters that holds the last letter of each push back, as UTF-8 decoders may."""
+    """A decoder of letters that holds the last letter of each push back, as UTF-8 decoders may.
+
+    Tokens of `HIDDEN` are control tokens, which it leaves out.
+    """
 
     def __init__(self):
         self._waiting = ""
 
     def push(self, token_ids):
-        text = self._waiting + "".join(chr(97 + i) for i in token_ids)
+        text = self._waiting + "".join(chr(97 + i) for i in token_ids if i not in HIDDEN)
         self._waiting = text[-1:]
         return text[:-1]
 
     def kept(self):
         return self._waiting
 
+    def hidden(self, token_id):
+        return HIDDEN.get(token_id, "")
+
     def flush(self):
         text, self._waiting = self._waiting, ""
         return text
+
+
+HIDDEN = {100: "<|user|>", 101: "<|end|>"}
 
 
 def _ids(text: str) -> list[int]:
@@ -81,3 +90,54 @@ def test_a_beginning_of_a_stop_string_is_shown_once_it_is_none():
     assert assembler.take(is_final=False) == "a"
     assembler.push(_ids("dd"))
     assert assembler.take(is_final=False) == "bccd"
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "num_used", "text"),
+    [(0, 2, ""), (1, 2, ""), (2, 5, "abc"), (3, 5, "abc"), (4, 5, "abc"), (5, None, "abcabcd")],
+)
+def test_a_stop_string_before_min_tokens_does_not_count(min_tokens, num_used, text):
+    """One counts that ends after them, also where it began before.
+
+    As vLLM 0.32's `IncrementalDetokenizer.update`, which begins its search where the text of the
+    first `min_tokens` tokens ends, and reaches back by the length of the string less one.
+    """
+    assembler = TextAssembler(_Letters(), ("ab",), min_tokens)
+    assert assembler.push(_ids("abcabcd")) == num_used
+    if num_used is None:
+        assembler.finish()
+    assert assembler.text == assembler.take(is_final=True) == text
+
+
+@pytest.mark.parametrize(
+    ("stop", "token_ids", "num_used", "text"),
+    [
+        ("<|user|>", [0, 1, 100, 2], 3, "ab"),
+        ("<|user|>", [100], 1, ""),
+        ("<|user|>", [101, 0, 101, 100], 4, "a"),
+        ("b<|user|>", [0, 1, 100, 2], 3, "a"),
+        ("<|user|>cd", [0, 100, 2, 3, 4], 4, "a"),
+        ("<|end|><|user|>", [0, 101, 1, 101, 100], 5, "ab"),
+        ("user", [0, 100, 1], None, "ab"),
+        ("|>", [0, 100, 1], None, "ab"),
+        ("ab", [0, 100, 1], 3, ""),
+    ],
+)
+def test_a_stop_string_with_a_hidden_control_token(stop, token_ids, num_used, text):
+    """A control token that the text leaves out counts where a stop string has its whole text.
+
+    `stop_strings` of transformers 5.24.0 end at such a token too, since they are searched in the
+    tokens; what is not shown ends nothing else, as in vLLM 0.32. Streamed text never passes it.
+    """
+    for step in (1, len(token_ids)):
+        assembler, shown, used = TextAssembler(_Letters(), (stop,)), "", None
+        for start in range(0, len(token_ids), step):
+            used = assembler.push(token_ids[start : start + step])
+            if used is not None:
+                used += start
+                break
+            shown += assembler.take(is_final=False)
+        if used is None:
+            assembler.finish()
+        shown += assembler.take(is_final=True)
+        assert (used, assembler.text, shown) == (num_used, text, text)

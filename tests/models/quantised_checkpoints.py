@@ -269,6 +269,7 @@ def save(tensors: Arrays, path: Path) -> None:
     """Write a safetensors file, which may have float8 tensors too."""
     names = {"float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16", "int8": "I8", "int32": "I32"}
     names |= {"int64": "I64", "float16": "F16", "float32": "F32"}
+    names |= {"float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"}
     header, parts, at = {}, [], 0
     for name, array in tensors.items():
         octets = np.ascontiguousarray(array).tobytes()

@@ -136,10 +136,14 @@ def test_a_folder_of_peft_gives_the_same(tmp_path, is_rslora, scale):
 
 @pytest.mark.parametrize("is_rslora", [False, True])
 def test_modules_have_the_factors_that_their_patterns_say(tmp_path, is_rslora):
-    """The first expression that matches the end of a module's name counts, as in PEFT."""
+    """The first expression that matches the end of a module's name counts, as in PEFT 0.21.2."""
     rng = np.random.default_rng(2)
     config = config_of("llama")
     adapter = adapter_of(checkpoint_of(config, rng), "llama", rng)
+    for name, array in adapter.items():
+        rank = 1 if "q_proj" in name else 2 if "layers.1." in name and "k_proj" in name else RANK
+        cut = array[:rank] if "lora_A" in name else array[:, :rank]
+        adapter[name] = np.ascontiguousarray(cut)
     folder = folder_of(
         tmp_path,
         adapter,
@@ -160,6 +164,33 @@ def test_modules_have_the_factors_that_their_patterns_say(tmp_path, is_rslora):
         if path[-1] == "b":
             own = got[path] * got[(*path[:-1], "scale")].reshape(-1, 1)[0]
             np.testing.assert_allclose(own, array, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits"),
+    [
+        ({"layers.1.q_proj": 2, "q_proj": 1}, True),
+        ({"q_proj": 1, "layers.1.q_proj": 2}, False),  # the first match is of rank 1
+        ({".*1.q_proj": 2, "q_proj": 1}, True),
+        ({"1.q_proj": 2}, False),  # that of layer 0 has rank r
+        ({"_proj": 1}, False),  # no end of a module's name
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_ranks_are_those_of_the_first_pattern_that_matches(tmp_path, pattern, fits):
+    """Where a matrix has another rank, PEFT 0.21.2 refuses the folder; its scale is not known.
+
+    `get_pattern_key` takes the first key of the file, which `save_pretrained` has sorted.
+    """
+    matrices = {"model.layers.0.q_proj": 1, "model.layers.1.q_proj": 2}
+    arrays = {f"{n}.lora_A.weight": np.zeros((r, 4), np.float32) for n, r in matrices.items()}
+    folder = folder_of(tmp_path, arrays, rank_pattern=pattern)
+    if fits:
+        assert AdapterSource.of(folder, None).rank == 2
+    else:
+        with pytest.raises(InvalidParamsError, match="whose first match counts, say"):
+            AdapterSource.of(folder, None)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +283,7 @@ AS_WRITTEN: dict[str, Any] = {
 )
 def test_settings_that_change_nothing_are_allowed(tmp_path, settings):
     """All that PEFT writes by default, and how an adapter was trained."""
-    folder = folder_of(tmp_path, {"x.lora_A.weight": np.zeros((2, 2))}, **AS_WRITTEN | settings)
+    folder = folder_of(tmp_path, {"x.lora_A.weight": np.zeros((RANK, 2))}, **AS_WRITTEN | settings)
     assert AdapterSource.of(folder, None).scale == 6 / RANK
 
 

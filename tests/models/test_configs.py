@@ -41,7 +41,13 @@ def test_defaults_of_absent_fields():
 
 def test_qwen_windows_start_at_max_window_layers():
     """Without layer_types, Qwen's window applies from max_window_layers on, if it is enabled."""
-    qwen = {**LLAMA, "model_type": "qwen2", "sliding_window": 8, "max_window_layers": 2}
+    qwen = {
+        **LLAMA,
+        "model_type": "qwen2",
+        "num_key_value_heads": 4,
+        "sliding_window": 8,
+        "max_window_layers": 2,
+    }
     assert config_from_hf(qwen).sliding_windows == (None, None, None)
     used = {**qwen, "use_sliding_window": True}
     assert config_from_hf(used).sliding_windows == (None, None, 8)
@@ -132,7 +138,7 @@ def test_gpt3_shapes_have_their_parameters():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(model_type="gpt2", vocab_size=9, n_embd=8, n_layer=1), "n_head"),
+        (dict(model_type="gpt2", vocab_size=9, n_embd=8, n_layer=1, n_head=None), "n_head"),
         (dict(model_type="gptj", vocab_size=9, n_embd=8, n_layer=1, n_head=1, rotary_dim=3), "3"),
         (dict(LLAMA, model_type="opt", ffn_dim=8, _remove_final_layer_norm=True), "_remove"),
         (dict(LLAMA, model_type="gpt_neox", hidden_act="quick_gelu"), "quick_gelu"),
@@ -144,3 +150,35 @@ def test_what_other_families_do_not_support_is_named(given, message):
     """Each error names the field."""
     with pytest.raises(UnsupportedModelError, match=message):
         config_from_hf(given)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 4.0}, 256),
+        ({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 32}, 64),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 16}, 64),
+        ({"rope_type": "linear", "factor": 2.5}, 160),
+        ({"rope_type": "linear", "factor": 0.5}, 64),
+        (
+            {
+                **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},
+                **{"high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+            },
+            64,
+        ),
+        ({"rope_type": "default"}, 64),
+        (None, 64),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gemma2"])
+def test_a_scaling_lengthens_the_context(kind, scaling, longest):
+    """Qwen's recipe, yarn of factor 4 on an unchanged 32k, has 128k.
+
+    Lengths are those of vLLM's `_get_and_verify_max_len` (read, not run), except that nothing
+    becomes shorter than config.json says; transformers 5.24.0 has no limit.
+    """
+    given = {**LLAMA, "model_type": kind, "max_position_embeddings": 64, "rotary_pct": 1.0}
+    given |= {"rope_scaling": scaling, "num_key_value_heads": 4}
+    assert config_from_hf(given).max_position_embeddings == longest

@@ -8,6 +8,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxserve.core.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.families.llama import LlamaConfig
@@ -154,6 +156,97 @@ def test_rotary_scaling_and_sliding_window_are_recovered(path):
     assert (scaling.kind, scaling.factor) == ("linear", 4.0)
     write_gguf(path, attention__sliding_window=16)
     assert LlamaConfig.from_hf(GGUFSource(path).config).sliding_windows == (16, 16)
+
+
+def _rotation_of_llama_cpp(fields, context):
+    """Return frequencies and magnitude as llama.cpp has them for the architectures read here.
+
+    Written after `llama_context` and `ggml_rope_yarn` of llama.cpp as xllamacpp 2026.10.11549 has
+    them; keys of yarn that only other architectures have do nothing.
+    """
+    kind = fields.get("type", "linear")
+    factor = 1.0 if kind == "none" else fields.get("factor") or 1.0
+    pair = np.arange(HEAD_DIM // 2)
+    extrapolated = 5000.0 ** (-2 * pair / HEAD_DIM)
+    magnitude = fields.get("attn_factor", 1.0)
+    if kind != "yarn":
+        return extrapolated / factor, magnitude
+    original = fields.get("original_context_length") or context
+
+    def dimension(beta):
+        return HEAD_DIM * np.log(original / (beta * 2 * np.pi)) / (2 * np.log(5000.0))
+
+    low = max(0, np.floor(dimension(32)))
+    high = min(HEAD_DIM - 1, np.ceil(dimension(1)))
+    kept = 1 - np.clip((pair - low) / max(0.001, high - low), 0, 1)
+    mixed = extrapolated / factor * (1 - kept) + extrapolated * kept
+    return mixed, magnitude * (1 + 0.1 * np.log(factor) if factor > 1 else 1)
+
+
+YARN = {"type": "yarn", "factor": 8.0, "original_context_length": 32}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"type": "none", "factor": 4.0},
+        {"factor": 4.0},
+        {"type": "linear", "factor": 4.0},
+        {"type": "linear", "factor": 0.0},
+        {"attn_factor": 1.25},
+        {"type": "none", "attn_factor": 0.5},
+        {"factor": 2.0, "attn_factor": 1.25},
+        YARN,
+        YARN | {"attn_factor": 1.0},
+        YARN | {"attn_factor": 1.2},
+        {"type": "yarn", "factor": 8.0},
+        {"type": "yarn", "factor": 1.0},
+        YARN | {"yarn_beta_fast": 4.0, "yarn_beta_slow": 0.5},
+        YARN | {"yarn_attn_factor": 1.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_rotations_are_those_of_llama_cpp(path, fields, arch):
+    """attn_factor is on top of yarn's own, and a factor without a type is linear."""
+    write_gguf(path, arch, **{f"rope__scaling__{key}": value for key, value in fields.items()})
+    source = GGUFSource(path)
+    rope = LlamaConfig.from_hf(source.config).rope
+    wanted, magnitude = _rotation_of_llama_cpp(fields, source.config["max_position_embeddings"])
+    found = inverse_frequencies(HEAD_DIM, rope.theta, rope.scaling)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    own = 1.0 if rope.scaling is None else rope.scaling.attention_factor
+    np.testing.assert_allclose(own, magnitude, rtol=1e-6)
+
+
+def test_a_folder_honours_what_its_gguf_file_ignores(path):
+    """yarn's betas and attention_factor count in a folder, as in transformers 5.24.0.
+
+    llama.cpp does not read the keys that its converter writes for them, for llama and qwen2.
+    """
+    scaling = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=32)
+    more = dict(beta_fast=4.0, beta_slow=0.5, attention_factor=1.0)
+    given = {"model_type": "llama", "rope_parameters": {**scaling, **more}}
+    rope = LlamaConfig.from_hf(given).rope
+    config = transformers.LlamaConfig(rope_parameters=dict(given["rope_parameters"]))
+    wanted, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    found = inverse_frequencies(128, rope.theta, rope.scaling)
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-5)
+    assert rope.scaling.attention_factor == magnitude == 1.0
+    keys = {"yarn_beta_fast": 4.0, "yarn_beta_slow": 0.5, "yarn_attn_factor": 1.0}
+    write_gguf(path, **{f"rope__scaling__{k}": v for k, v in (YARN | keys).items()})
+    other = LlamaConfig.from_hf(GGUFSource(path).config).rope.scaling
+    assert (other.beta_fast, other.beta_slow) == (32.0, 1.0)
+    assert abs(other.attention_factor - 1.2079442) < 1e-6
+
+
+def test_two_scalings_at_once_are_refused(path):
+    """llama.cpp multiplies them; no converter writes both."""
+    table = np.ones(HEAD_DIM // 2, np.float32)
+    write_gguf(path, extra={"rope_freqs.weight": table}, rope__scaling__factor=4.0)
+    with pytest.raises(UnsupportedModelError, match="one of both"):
+        GGUFSource(path)
 
 
 def test_what_no_family_implements_is_refused(path):

@@ -12,7 +12,12 @@ from flax import nnx
 
 from jaxserve.core.errors import CheckpointError
 from jaxserve.models.families.llama import LlamaConfig
-from jaxserve.models.loading import abstract_model, load_params, random_params
+from jaxserve.models.loading import (
+    abstract_model,
+    load_params,
+    random_params,
+)
+from jaxserve.models.tensor_names import fitted, under_own_names
 from sharding import make_mesh, state_shardings
 
 CONFIG = LlamaConfig(
@@ -125,3 +130,64 @@ def test_random_params_fit_the_abstract_state():
     embeddings = [np.asarray(x["embedding"].get_value(), "f") for x in (first, again, other)]
     np.testing.assert_array_equal(embeddings[0], embeddings[1])
     assert (embeddings[0] != embeddings[2]).any()
+
+
+@pytest.mark.parametrize(
+    "begin",
+    ["_orig_mod.", "module.", "base_model.model.", "language_model.", "module._orig_mod.", ""],
+)
+@pytest.mark.parametrize(
+    "inside", ["model.", "model._fsdp_wrapped_module.", "model.language_model."]
+)
+def test_names_of_wrappers_are_dropped(begin, inside):
+    """What wrappers put before names is no part of them, a bare model's missing prefix included."""
+    arrays = _arrays() | {"lm_head.weight": _arrays()["model.embed_tokens.weight"]}
+    named = {begin + name.replace("model.", inside, 1): each for name, each in arrays.items()}
+    source = under_own_names(_Arrays(named), CONFIG)
+    assert source.shapes().keys() == arrays.keys()
+    np.testing.assert_array_equal(source.read("model.norm.weight"), arrays["model.norm.weight"])
+    bare = {name.removeprefix("model."): each for name, each in _arrays().items()}
+    wrapped = _Arrays({begin + name: each for name, each in bare.items()})
+    assert under_own_names(wrapped, CONFIG).shapes().keys() == _arrays().keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        (lambda a: {"text." + n: x for n, x in a.items()} | {"eye.w": np.ones(2)}, "'text.'"),
+        (lambda a: a | {"model.layers.0.self_attn.q_proj.lora_A.weight": np.ones(2)}, "merge"),
+        (lambda a: a | {"model.layers.0.mlp.up_proj.qweight": np.ones(2)}, "quantization_config"),
+        (
+            lambda a: a | {"model.embed_tokens.weight": np.ones((64, 8), "f")},
+            "set vocab_size in config.json",
+        ),
+    ],
+)
+def test_layouts_that_are_not_read_get_advice_of_their_own(change, advice):
+    """The remedy names the prefix, the adapter, the missing format or the padded vocabulary."""
+    source = _Arrays(change(_arrays()))
+    with pytest.raises(CheckpointError, match=advice):
+        load_params(abstract_model(CONFIG)[1], CONFIG, source)
+
+
+def test_a_head_that_differs_from_the_embedding_counts(caplog):
+    """tie_word_embeddings ties what is equal or missing (transformers 5.24.0, `tie_weights`)."""
+    arrays = _arrays()
+    embedding = arrays["model.embed_tokens.weight"]
+    assert fitted(CONFIG, _Arrays(arrays)) is CONFIG
+    assert fitted(CONFIG, _Arrays(arrays | {"lm_head.weight": embedding.copy()})) is CONFIG
+    head = embedding.copy()
+    head[-1, -1] += 1
+    assert not fitted(CONFIG, _Arrays(arrays | {"lm_head.weight": head})).tie_word_embeddings
+    assert "which differ" in caplog.text
+    untied = replace(CONFIG, tie_word_embeddings=False)
+    assert fitted(untied, _Arrays(arrays | {"lm_head.weight": embedding})) is untied
+
+
+def test_a_head_alone_is_the_embedding_too():
+    """A file that kept only the head of two tied tensors has both (transformers 5.24.0)."""
+    arrays = _arrays()
+    head = arrays.pop("model.embed_tokens.weight")
+    source = under_own_names(_Arrays(arrays | {"lm_head.weight": head}), CONFIG)
+    np.testing.assert_array_equal(source.read("model.embed_tokens.weight"), head)
+    assert "lm_head.weight" not in source.shapes()

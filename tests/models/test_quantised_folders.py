@@ -391,6 +391,8 @@ def test_uneven_orders_of_inputs_are_refused(tmp_path):
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "read are 'gptq'"),
         ({"quant_method": "hqq"}, "quant_method='hqq'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "'e4m3' is read"),
+        ({"quant_method": "fp8", "format": "float8_e5m2"}, "'e4m3' is read"),
+        ({"quant_method": "fp8", "weight_scale_semantics": "log"}, "semantics='log'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size=\[128\]"),
         ({"bits": 4}, "quant_method=None"),
         (GPTQ4 | {"bits": 3}, "bits=3"),
@@ -411,6 +413,11 @@ def test_uneven_orders_of_inputs_are_refused(tmp_path):
             compressed("pack-quantized", 4, 32) | {"sparsity_config": {"format": "sparse-bitmask"}},
             "sparsity_config",
         ),
+        (
+            compressed("pack-quantized", 4, 32)
+            | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+            r"transform_config with \['u'\], rotations",
+        ),
     ],
 )
 def test_other_formats_are_refused(tmp_path, config, message):
@@ -430,3 +437,101 @@ def test_options_that_do_not_fit_a_quantised_folder(tmp_path):
     with pytest.raises(InvalidConfigError, match="a folder of dense weights"):
         _load(whole, "keep")
     assert _load(folder, "keep").graphdef == _load(folder).graphdef
+
+
+@pytest.mark.parametrize("block", [(24, 40), (7, 13), (128, 128)])
+@pytest.mark.parametrize("scale", [np.float32, ml_dtypes.float8_e8m0fnu, BF16])
+def test_blocks_that_do_not_divide_and_scales_of_powers(tmp_path, block, scale):
+    """The last block of a row or column is cut, as in transformers 5.24.0's dequantisation.
+
+    Scales in float8_e8m0 are powers of two (`scale_fmt` "ue8m0" of DeepSeek-V3.1's folders).
+    """
+    rng = np.random.default_rng(1)
+    codes = rng.integers(-8, 8, (50, 90)).astype(ml_dtypes.float8_e4m3fn)
+    shape = (-(-50 // block[0]), -(-90 // block[1]))
+    scales = np.exp2(rng.integers(-9, 3, shape)).astype(scale)
+    module = "model.layers.0.mlp.up_proj"
+    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
+    tensors = {f"{module}.weight": codes, f"{module}.weight_scale_inv": scales}
+    write_folder(tmp_path, {"quantization_config": config}, tensors)
+    whole = np.repeat(np.repeat(scales.astype("f"), block[0], 0), block[1], 1)[:50, :90]
+    found = _source(tmp_path).read(f"{module}.weight")
+    np.testing.assert_array_equal(found, codes.astype("f") * whole)
+
+
+@pytest.mark.parametrize("block", [None, [10, 45]])
+def test_scales_that_are_inverses_divide(tmp_path, block):
+    """GPTQModel 7.7.0 writes 1 / scale as weight_scale_inv, and says so in the configuration.
+
+    Without the field, numbers are multiplied, as in DeepSeek-V3's folders and transformers 5.24.0.
+    """
+    rng = np.random.default_rng(2)
+    codes = rng.integers(-8, 8, (50, 90)).astype(ml_dtypes.float8_e4m3fn)
+    scales = rng.uniform(1, 9, (5, 2) if block else (50,)).astype(np.float32)
+    module = "model.layers.0.mlp.up_proj"
+    tensors = {f"{module}.weight": codes, f"{module}.weight_scale_inv": scales}
+    whole = np.repeat(np.repeat(scales, 10, 0), 45, 1) if block else scales[:, None]
+    for semantics, factor in (("inverse", 1 / whole), (None, whole)):
+        config = {
+            "quant_method": "fp8",
+            "format": "float8_e4m3fn",
+            "weight_scale_method": "block" if block else "row",
+            "weight_block_size": block,
+            "weight_scale_semantics": semantics,
+        }
+        write_folder(tmp_path, {"quantization_config": config}, tensors)
+        found = _source(tmp_path).read(f"{module}.weight")
+        np.testing.assert_allclose(found, codes.astype("f") * factor, rtol=1e-6)
+
+
+def test_float8_of_another_kind_is_refused(tmp_path):
+    """The bits of float8_e5m2 are other numbers than those of float8_e4m3fn."""
+    module = "model.layers.0.mlp.up_proj"
+    tensors = {
+        f"{module}.weight": np.ones((8, 8), ml_dtypes.float8_e5m2),
+        f"{module}.weight_scale": np.ones((), np.float32),
+    }
+    write_folder(tmp_path, {"quantization_config": {"quant_method": "fp8"}}, tensors)
+    with pytest.raises(CheckpointError, match="in F8_E5M2, not in F8_E4M3"):
+        _source(tmp_path)
+
+
+@pytest.mark.parametrize("stored", [7, 8])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("is_symmetric", [False, True])
+def test_zero_points_of_symmetric_weights_are_the_middle(tmp_path, stored, version, is_symmetric):
+    """They are so in both versions of GPTQ, whichever of them the configuration says.
+
+    Version 1 stores 7 and version 2 stores 8 (GPTQModel 7.7.0); vLLM's Marlin kernels do not read
+    them. Zero points of other weights are what the version says.
+    """
+    module = "model.layers.0.mlp.up_proj"
+    word = int.from_bytes(bytes([stored * 17] * 4), "little", signed=True)
+    codes = np.random.default_rng(3).integers(0, 2**31, (4, 16), np.int32)
+    tensors = {
+        f"{module}.qweight": codes,
+        f"{module}.qzeros": np.full((1, 2), word, np.int32),
+        f"{module}.scales": np.ones((1, 16), np.float16),
+    }
+    config = dict(bits=4, group_size=-1, sym=is_symmetric, checkpoint_format=version)
+    write_folder(tmp_path, {"quantization_config": {"quant_method": "gptq", **config}}, tensors)
+    octets = codes.T.copy().view(np.uint8)
+    numbers = np.stack([octets & 15, octets >> 4], -1).reshape(16, 32).astype("f")
+    zero = 8 if is_symmetric else stored + (version == "gptq")
+    np.testing.assert_array_equal(_source(tmp_path).read(f"{module}.weight"), numbers - zero)
+
+
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
+def test_formats_in_files_of_their_own_are_read(tmp_path, name):
+    """AutoGPTQ and AutoAWQ once wrote quantization_config beside config.json (vLLM reads them)."""
+    format = "gptq" if name == "quantize_config.json" else "awq"
+    folder, _, numbers = _folders(tmp_path, format)
+    config = json.loads((folder / "config.json").read_text())
+    own = config.pop("quantization_config")
+    del own["quant_method"]
+    if format == "awq":
+        own = {"w_bit": own["bits"], "q_group_size": own["group_size"], "version": "GEMM"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / name).write_text(json.dumps(own))
+    loaded = _load(folder, "keep")
+    assert loaded.params is not None and numbers

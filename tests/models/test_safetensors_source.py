@@ -98,3 +98,47 @@ def test_folder_without_weights_is_unknown(tmp_path):
     """A folder without safetensors files is an unknown model."""
     with pytest.raises(UnknownModelError, match="neither"):
         SafetensorsSource(tmp_path)
+
+
+def test_a_single_file_counts_before_an_index(tmp_path):
+    """A model saved over a sharded one leaves the index; transformers 5.24.0 reads the file."""
+    _write_sharded(tmp_path)
+    save_file({"a": ARRAY}, tmp_path / "model.safetensors")
+    assert SafetensorsSource(tmp_path).shapes() == {"a": (4, 6)}
+
+
+@pytest.mark.parametrize("stale", [0, 2])
+def test_of_a_tensor_in_two_shards_the_index_decides(tmp_path, stale):
+    """A leftover of an earlier save is not read, before or after the right one."""
+    _write_sharded(tmp_path)
+    file = tmp_path / f"model-{stale}.safetensors"
+    own = {f"tensor{stale}": ARRAY + stale, "tensor1": ARRAY[:2] * 0, "unlisted": ARRAY}
+    save_file(own, file)
+    source = SafetensorsSource(tmp_path)
+    np.testing.assert_array_equal(source.read("tensor1"), ARRAY + 1)
+    assert source.shapes()["tensor1"] == (4, 6) and "unlisted" in source.shapes()
+
+
+def test_whole_files_of_two_saves_are_not_to_be_fetched_again(tmp_path):
+    """The advice names the index, as the files themselves can be read."""
+    _write_sharded(tmp_path)
+    save_file({"other": ARRAY}, tmp_path / "model-1.safetensors")
+    with pytest.raises(CheckpointError, match="index.json is of another save") as caught:
+        SafetensorsSource(tmp_path)
+    assert "fetch the files" not in str(caught.value)
+
+
+def test_shards_without_an_index_need_it(tmp_path):
+    """The message names the missing index, not a missing checkpoint."""
+    save_file({"a": ARRAY}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="model.safetensors.index.json is missing"):
+        SafetensorsSource(tmp_path)
+
+
+def test_a_type_that_numpy_lacks_is_named(tmp_path):
+    """Numbers in four bits are refused by name when they are read."""
+    header = json.dumps({"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
+    data = len(header).to_bytes(8, "little") + header + b"12"
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match="type F4"):
+        SafetensorsSource(tmp_path).read("a")

@@ -289,6 +289,18 @@ def test_a_foreign_tokenizer_is_refused(tmp_path):
         _load(tmp_path / "m.gguf")
 
 
+def test_a_token_without_an_embedding_is_served(tmp_path, caplog):
+    """A [PAD] that was added to the tokenizer and never used is a warning."""
+    given = {"model_type": "llama", "vocab_size": 97, "hidden_size": 8, "intermediate_size": 8}
+    given |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    (tmp_path / "tokenizer.json").write_text(letter_tokenizer().to_json(97))
+    (tmp_path / "tokenizer_config.json").write_text('{"pad_token": "[PAD]"}')
+    loaded = _load(tmp_path, load="random")
+    assert loaded.tokenizer is not None and loaded.tokenizer.encode("a[PAD]")[-1] == 97
+    assert "no embeddings of 1 tokens" in caplog.text and "[PAD]" in caplog.text
+
+
 def test_a_model_is_there_before_its_converted_form_is_written(path, cache):
     """The next load in the process waits for the thread that writes it, and restores it."""
     first = _load(path, saves_behind=True)

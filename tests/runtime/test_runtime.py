@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
 from jaxserve import Runtime, SamplingParams
@@ -154,6 +155,22 @@ def test_stop_string_ends_text_before_it(runtime):
     assert cut.text == free.text[: free.text.find(stop)]
     assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
     assert len(cut.token_ids) == free.text.find(stop) + 2
+
+
+def test_an_answer_goes_on_with_the_text_of_its_prompt(runtime):
+    """Prompt and answer are the text of all tokens: the first space stays, streamed and whole."""
+    words = {f"▁{i}": i for i in range(VOCAB_SIZE)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="▁0"))
+    backend.decoder = tokenizers.decoders.Metaspace()
+    tokenizer = Tokenizer(backend, eos_token_ids=())
+    with Runtime(tiny_llama(), tokenizer=tokenizer, **WARM) as spaced:
+        answer = spaced.generate([5, 6], GREEDY)
+        pieces = "".join(piece.text for piece in spaced.stream([5, 6], GREEDY))
+        stop = replace(GREEDY, stop=(f" {answer.token_ids[0]}",))
+        stopped = spaced.generate([5, 6], stop)
+    assert answer.text == pieces == "".join(f" {token}" for token in answer.token_ids)
+    assert backend.decode([5, 6]) + answer.text == backend.decode([5, 6, *answer.token_ids])
+    assert stopped.text == "" and len(stopped.token_ids) == 1
 
 
 def test_samples_of_one_prompt(runtime):
@@ -460,7 +477,7 @@ BAD_PARAMS = {
     "negative temperature": {"temperature": -1.0},
     "nan": {"temperature": float("nan")},
     "top_p of zero": {"top_p": 0.0},
-    "min_p of one": {"min_p": 1.0},
+    "min_p over one": {"min_p": 1.001},
     "min over max": {"min_tokens": 9, "max_tokens": 4},
     "greedy samples": {"n": 2},
     "many stops": {"stop_token_ids": tuple(range(17))},

@@ -20,6 +20,7 @@ import pytest
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import (
     AnswerTooShortError,
+    GrammarFailedError,
     GrammarTooComplexError,
     InvalidGrammarError,
     InvalidSamplingParamsError,
@@ -327,6 +328,23 @@ def test_schemas_hold():
             checked.validate(json.loads(text))
         num_ended += len(ended)
     assert num_ended > 0.85 * len(answers), f"seed 0: only {num_ended} ended"
+
+
+def test_answers_that_do_not_validate(rt: Runtime):
+    """A finished answer fails alone where jsonschema does not agree; one that is cut passes.
+
+    Nothing is an instance of this schema, whose grammar has an answer all the same.
+    """
+    one = {"type": "array", "prefixItems": [{"const": 2**53 + 1}], "items": False, "minItems": 2}
+    params = [
+        SamplingParams(json_schema=one),
+        SamplingParams(json_schema={"enum": ["ab"]}),
+        SamplingParams(json_schema=one, max_tokens=3),
+    ]
+    bad, good, cut = rt.generate(["hi"] * 3, params)
+    assert isinstance(bad.error, GrammarFailedError) and "is too short" in str(bad.error)
+    assert (good.error, good.finish_reason, good.text) == (None, "stop", '"ab"')
+    assert (cut.error, cut.finish_reason) == (None, "length")
 
 
 def test_a_missing_package_is_named(rt: Runtime, monkeypatch: pytest.MonkeyPatch):

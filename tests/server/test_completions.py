@@ -81,6 +81,20 @@ def test_echo_puts_the_prompt_first(rt: Runtime, ai: openai.OpenAI):
     assert "".join(piece.choices[0].text for piece in pieces) == choice.text
 
 
+def test_a_prompt_alone(url: str):
+    """`max_tokens=0` with echo gives the prompt and its log-probabilities, as in vLLM 0.32."""
+    asked = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    longer = post(url, "/v1/completions", asked).json()["choices"][0]["logprobs"]
+    answer = post(url, "/v1/completions", {**asked, "max_tokens": 0}).json()
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
+    assert choice["logprobs"] == {name: each[:3] for name, each in longer.items()}
+    assert answer["usage"]["completion_tokens"] == 0
+    for others in ({"echo": False}, {"stream": True, "logprobs": None}):
+        refused = post(url, "/v1/completions", {**asked, "max_tokens": 0, **others})
+        assert refused.status_code == 400 and "max_tokens=0 needs echo" in refused.text
+
+
 @pytest.mark.parametrize("echo", [False, True])
 def test_token_ids_of_prompts_and_choices(url: str, echo: bool):
     """`return_token_ids` gives the ids of both, streamed once for each choice, and echoed too."""

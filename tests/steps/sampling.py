@@ -29,7 +29,12 @@ def sample_jit(*arrays: Any, variant: Variant) -> Sampled:
 
 
 def request(
-    *, seed: int = 0, prompt_length: int = 1, stop: Sequence[int] = (), **params: Any
+    *,
+    seed: int = 0,
+    prompt_length: int = 1,
+    stop: Sequence[int] = (),
+    ends: Sequence[int] = (),
+    **params: Any,
 ) -> Request:
     return Request(
         id="a row",
@@ -37,6 +42,7 @@ def request(
         params=SamplingParams(**params),
         arrival_s=0.0,
         stop_token_ids=tuple(stop),
+        end_token_ids=tuple(ends),
         seed=seed,
     )
 
@@ -53,6 +59,7 @@ def random_request(rng: np.random.Generator, vocab: int, *, is_random: bool) -> 
         seed=int(rng.integers(0, 2**32)),
         prompt_length=int(rng.integers(1, 8)),
         stop=chosen[: rng.integers(0, 5)],
+        ends=chosen[2 : rng.integers(2, 6)],
         temperature=float(rng.uniform(0.3, 2)) if is_random else 0.0,
         min_tokens=int(rng.integers(0, CONTEXT)),
         logit_bias={chosen[-1 - i]: float(rng.normal() * 5) for i in range(num_biased)},

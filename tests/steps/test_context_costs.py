@@ -82,7 +82,6 @@ def test_penalties_read_the_text_and_not_the_context():
             jnp.arange(SLOTS),
             slots.length,
             slots.sampling.prompt_length,
-            slots.sampling.stop_ids,
         )
         arrays = slots.sampling.processors["penalties"]
         return Penalties().apply(jnp.zeros((SLOTS, 97)), arrays, rows)

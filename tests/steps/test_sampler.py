@@ -39,7 +39,7 @@ def adjusted_logits(request: Request, logits: np.ndarray, history: np.ndarray) -
     for token, bias in (params.logit_bias or {}).items():
         adjusted[token] += bias
     if len(output) < params.min_tokens:
-        adjusted[list(request.stop_token_ids)] = -np.inf
+        adjusted[[*request.stop_token_ids, *request.end_token_ids]] = -np.inf
     return adjusted
 
 
@@ -189,6 +189,18 @@ def test_nothing_left_to_choose_is_reported():
     logits[:, 3] = 1.0
     assert run(logits, [request()] * NUM_ROWS).finite.all()
     assert not run(logits, [request(stop=[3], min_tokens=9)] * NUM_ROWS).finite.any()
+
+
+def test_the_least_min_p_of_all_keeps_the_likeliest():
+    """`min_p=1` draws among the tokens that are as likely as the likeliest one.
+
+    It is in the range of `MinPLogitsWarper` of transformers 5.24.0, which keeps what has at least
+    `min_p` times the largest probability, and of vLLM's `min_p`.
+    """
+    logits = np.random.default_rng(2).normal(size=(NUM_ROWS, VOCAB))
+    logits[:, [7, 30]] = 9.0
+    chosen = run(logits, [request(temperature=3.0, min_p=1.0, seed=i) for i in range(NUM_ROWS)])
+    assert set(np.asarray(chosen.token).tolist()) == {7, 30}
 
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-6, 1.0, 100.0])

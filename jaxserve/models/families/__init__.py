@@ -13,7 +13,7 @@ from jaxserve.models.family import Family
 
 _ALL = tuple(m.FAMILY for m in (llama, gpt2, opt, gptj, gpt_neox, gemma, moe, t5, mamba2, bamba))
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {kind: family for family in _ALL for kind in family.model_types}
+    {kind: family for family in _ALL for kind in family.fields}
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
@@ -10,11 +11,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.core.errors import UnsupportedModelError
-from jaxserve.models.config import DecoderConfig, LayerKind, check_is
+from jaxserve.models.config import DecoderConfig, Fields, LayerKind, check_is
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.llama import (
     LAYER,
+    ROTARY_FIELDS,
     attention_weights,
     mlp_weights,
     rotary_decoder_fields,
@@ -27,6 +29,39 @@ from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Weight
 
+_FIELDS = {
+    "bamba": Fields(
+        ROTARY_FIELDS
+        | dict(
+            vocab_size=128000,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_key_value_heads=8,
+            max_position_embeddings=262144,
+            rms_norm_eps=1e-5,
+            attention_bias=False,
+            mlp_bias=False,
+            attn_layer_indices=None,
+            mamba_expand=2,
+            mamba_n_heads=128,
+            mamba_d_head="auto",
+            mamba_n_groups=1,
+            mamba_d_state=256,
+            mamba_d_conv=4,
+            mamba_conv_bias=True,
+            mamba_proj_bias=False,
+            time_step_limit=(0.0, math.inf),
+        ),
+        nullable=(
+            "num_key_value_heads",
+            "mamba_conv_bias",
+            "mamba_proj_bias",
+            "time_step_limit",
+        ),
+    )
+}
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +73,15 @@ class BambaConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         """See `DecoderConfig.from_hf`."""
+        given = _FIELDS["bamba"].read(given)
         check_is(given, "hidden_act", ("silu", "swish"))
-        fields = rotary_decoder_fields({"partial_rotary_factor": 0.5, **given})
-        bias = bool(given.get("attention_bias", False))
+        fields = rotary_decoder_fields(given, share=0.5)
+        bias = bool(given["attention_bias"])
         return cls(
-            **{**fields, "norm_eps": given.get("rms_norm_eps", 1e-5)},
+            **fields,
             qkv_bias=bias,
             o_bias=bias,
-            mlp_bias=bool(given.get("mlp_bias", False)),
+            mlp_bias=bool(given["mlp_bias"]),
             layer_kinds=_layer_kinds(given, fields["num_layers"]),
             recurrence=_sizes(given),
         )
@@ -57,7 +93,7 @@ def _layer_kinds(given: Mapping[str, Any], num_layers: int) -> tuple[LayerKind, 
     Raises:
       UnsupportedModelError: an index is not that of a layer.
     """
-    attention = given.get("attn_layer_indices") or ()
+    attention = given["attn_layer_indices"] or ()
     if not set(attention) <= set(range(num_layers)):
         raise UnsupportedModelError(
             f"attn_layer_indices={list(attention)} is not supported; give indices of the "
@@ -67,18 +103,17 @@ def _layer_kinds(given: Mapping[str, Any], num_layers: int) -> tuple[LayerKind, 
 
 
 def _sizes(given: Mapping[str, Any]) -> Mamba2Sizes:
-    inner = (given.get("mamba_expand") or 2) * given["hidden_size"]
-    num_heads = given.get("mamba_n_heads") or 128
-    head_dim = given.get("mamba_d_head", "auto")
+    inner = given["mamba_expand"] * given["hidden_size"]
+    num_heads, head_dim = given["mamba_n_heads"], given["mamba_d_head"]
     low, high = step_limits(given)
     return Mamba2Sizes(
         num_heads=num_heads,
-        head_dim=inner // num_heads if head_dim in ("auto", None) else int(head_dim),
-        state_size=given.get("mamba_d_state") or 256,
-        num_groups=given.get("mamba_n_groups") or 1,
-        kernel_size=given.get("mamba_d_conv") or 4,
-        has_bias=bool(given.get("mamba_proj_bias", False)),
-        has_conv_bias=given.get("mamba_conv_bias") is not False,
+        head_dim=inner // num_heads if head_dim == "auto" else int(head_dim),
+        state_size=given["mamba_d_state"],
+        num_groups=given["mamba_n_groups"],
+        kernel_size=given["mamba_d_conv"],
+        has_bias=bool(given["mamba_proj_bias"]),
+        has_conv_bias=bool(given["mamba_conv_bias"]),
         min_step=low,
         max_step=high,
     )
@@ -133,7 +168,7 @@ def _weights(config: BambaConfig) -> dict[str, Weight]:
 
 
 FAMILY = Family(
-    model_types=("bamba",),
+    fields=_FIELDS,
     config=BambaConfig,
     decoder=Bamba,
     weights=_weights,

@@ -9,7 +9,7 @@ from typing import Any, Self, final
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.models.config import DecoderConfig, check_is, check_readable, windows_by_kind
+from jaxserve.models.config import DecoderConfig, Fields, check_is, windows_by_kind
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.llama import LAYER, attention_weights, mlp_weights
@@ -20,17 +20,51 @@ from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight
 
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
+_GEMMA2 = Fields(
+    dict(
+        vocab_size=256000,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        hidden_activation="gelu_pytorch_tanh",
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        rope_parameters=None,
+        rope_scaling=None,
+        rope_theta=1e4,
+        attention_bias=False,
+        query_pre_attn_scalar=256,
+        sliding_window=4096,
+        layer_types=None,
+        final_logit_softcapping=30.0,
+        attn_logit_softcapping=50.0,
+        use_bidirectional_attention=None,
+    ),
+    nullable=("sliding_window", "final_logit_softcapping", "attn_logit_softcapping"),
 )
-# Every second layer of Gemma 2 sees the whole context, every sixth of Gemma 3.
-_PATTERN = {"gemma2": 2, "gemma3_text": 6}
+_FIELDS = {
+    "gemma2": _GEMMA2,
+    "gemma3_text": Fields(
+        {
+            **_GEMMA2.defaults,
+            **dict(
+                vocab_size=262208,
+                max_position_embeddings=131072,
+                rope_theta=1e6,
+                rope_local_base_freq=1e4,
+                sliding_window_pattern=6,
+                final_logit_softcapping=None,
+                attn_logit_softcapping=None,
+                use_bidirectional_attention=False,
+            ),
+        },
+        nullable=("sliding_window", "use_bidirectional_attention"),
+    ),
+}
 
 
 @final
@@ -46,13 +80,14 @@ class GemmaConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         """See `DecoderConfig.from_hf`."""
-        check_readable(given, _REQUIRED)
+        given = _FIELDS[given["model_type"]].read(given)
         check_is(given, "use_bidirectional_attention", (False, None))
         kind, num_layers = given["model_type"], given["num_hidden_layers"]
-        max_position = given.get("max_position_embeddings") or 8192
-        bias = bool(given.get("attention_bias", False))
-        every = given.get("sliding_window_pattern") or _PATTERN[kind]
-        kinds = given.get("layer_types") or [
+        max_position = given["max_position_embeddings"]
+        bias = bool(given["attention_bias"])
+        # Every second layer of Gemma 2 sees the whole context, every sixth of Gemma 3.
+        every = given.get("sliding_window_pattern", 2)
+        kinds = given["layer_types"] or [
             "sliding_attention" if (layer + 1) % every else "full_attention"
             for layer in range(num_layers)
         ]
@@ -65,33 +100,39 @@ class GemmaConfig(DecoderConfig):
             num_heads=given["num_attention_heads"],
             num_kv_heads=given["num_key_value_heads"],
             head_dim=given["head_dim"],
-            max_position_embeddings=max_position,
-            activation=activation_of(given, "hidden_activation", "gelu_pytorch_tanh"),
-            norm_eps=given.get("rms_norm_eps", 1e-6),
-            tie_word_embeddings=bool(given.get("tie_word_embeddings", True)),
+            # That of Gemma 3 has its scaling already.
+            max_position_embeddings=rope.longest_context(max_position)
+            if kind == "gemma2"
+            else max_position,
+            activation=activation_of(given, "hidden_activation"),
+            norm_eps=given["rms_norm_eps"],
+            tie_word_embeddings=bool(given["tie_word_embeddings"]),
             qkv_bias=bias,
             o_bias=bias,
             qk_norm=kind == "gemma3_text",
-            attention_scale=given.get("query_pre_attn_scalar", 256) ** -0.5,
-            attention_soft_cap=given.get("attn_logit_softcapping"),
-            logits_soft_cap=given.get("final_logit_softcapping"),
+            attention_scale=given["query_pre_attn_scalar"] ** -0.5,
+            attention_soft_cap=given["attn_logit_softcapping"],
+            logits_soft_cap=given["final_logit_softcapping"],
             rope=rope,
             local_rope=local_rope,
-            sliding_windows=windows_by_kind(kinds, given.get("sliding_window", 4096), num_layers),
+            sliding_windows=windows_by_kind(kinds, given["sliding_window"], num_layers),
         )
 
 
 def _ropes(given: Mapping[str, Any], max_position: int) -> tuple[Rope, Rope | None]:
     """Return the rotary embeddings of layers that see the whole context, and with a window."""
-    fields = rope_fields(given)
     if given["model_type"] == "gemma2":
-        return Rope.from_hf(fields, max_position), None
-    by_kind = fields if "full_attention" in fields else {}
-    whole = by_kind.get("full_attention", fields)
-    window = by_kind.get("sliding_attention") or {
-        "rope_theta": given.get("rope_local_base_freq", 10000.0)
+        return Rope.from_hf(rope_fields(given), max_position), None
+    by_kind = given["rope_parameters"] or {}
+    whole = {
+        "rope_theta": given["rope_theta"],
+        **(by_kind.get("full_attention") or {}),
+        **(given["rope_scaling"] or {}),
     }
-    whole = {"rope_theta": 1e6, **whole}
+    window = {
+        "rope_theta": given["rope_local_base_freq"],
+        **(by_kind.get("sliding_attention") or {}),
+    }
     return Rope.from_hf(whole, max_position), Rope.from_hf(window, max_position)
 
 
@@ -140,6 +181,4 @@ def _weights(config: GemmaConfig) -> dict[str, Weight]:
     }
 
 
-FAMILY = Family(
-    model_types=("gemma2", "gemma3_text"), config=GemmaConfig, decoder=Gemma, weights=_weights
-)
+FAMILY = Family(fields=_FIELDS, config=GemmaConfig, decoder=Gemma, weights=_weights)

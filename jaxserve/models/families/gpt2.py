@@ -8,13 +8,39 @@ from typing import Any, Self, final
 
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.models.config import DecoderConfig, check_is, plain_sizes
+from jaxserve.models.config import DecoderConfig, Fields, check_is, plain_sizes
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, TwoLayerMLP, activation_of
 from jaxserve.models.norms import LayerNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.weights import Weight, layer_norm
+
+GPT_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+_FIELDS = {
+    "gpt2": Fields(
+        dict(
+            vocab_size=50257,
+            n_positions=1024,
+            n_embd=768,
+            n_layer=12,
+            n_head=12,
+            n_inner=None,
+            activation_function="gelu_new",
+            layer_norm_epsilon=1e-5,
+            scale_attn_weights=True,
+            scale_attn_by_inverse_layer_idx=False,
+            add_cross_attention=False,
+            tie_word_embeddings=True,
+        ),
+        aliases=GPT_ALIASES,
+    )
+}
 
 
 @final
@@ -49,14 +75,15 @@ class GPT2Config(DecoderConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         """See `DecoderConfig.from_hf`."""
+        given = _FIELDS["gpt2"].read(given)
         check_is(given, "scale_attn_weights", (True,))
         check_is(given, "scale_attn_by_inverse_layer_idx", (False,))
         check_is(given, "add_cross_attention", (False,))
         return cls(
-            **gpt_sizes({"n_positions": 1024, **given}),
-            activation=activation_of(given, "activation_function", "gelu_new"),
-            norm_eps=given.get("layer_norm_epsilon", 1e-5),
-            tie_word_embeddings=bool(given.get("tie_word_embeddings", True)),
+            **gpt_sizes(given),
+            activation=activation_of(given, "activation_function"),
+            norm_eps=given["layer_norm_epsilon"],
+            tie_word_embeddings=bool(given["tie_word_embeddings"]),
         )
 
 
@@ -68,7 +95,6 @@ def gpt_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
         layers="n_layer",
         heads="n_head",
         mlp="n_inner",
-        mlp_factor=4,
         positions="n_positions",
     )
 
@@ -131,7 +157,7 @@ def _weights(config: GPT2Config) -> dict[str, Weight]:
 
 
 FAMILY = Family(
-    model_types=("gpt2",),
+    fields=_FIELDS,
     config=GPT2Config,
     decoder=GPT2,
     weights=_weights,

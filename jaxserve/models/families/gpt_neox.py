@@ -8,7 +8,7 @@ from typing import Any, Self, final
 
 from jaxtyping import Array, Float
 
-from jaxserve.models.config import DecoderConfig, plain_sizes
+from jaxserve.models.config import DecoderConfig, Fields, plain_sizes
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
@@ -17,6 +17,28 @@ from jaxserve.models.norms import LayerNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight, layer_norm
+
+_FIELDS = {
+    "gpt_neox": Fields(
+        dict(
+            vocab_size=50432,
+            hidden_size=6144,
+            num_hidden_layers=44,
+            num_attention_heads=64,
+            intermediate_size=24576,
+            hidden_act="gelu",
+            max_position_embeddings=2048,
+            layer_norm_eps=1e-5,
+            tie_word_embeddings=False,
+            use_parallel_residual=True,
+            rope_parameters=None,
+            rope_scaling=None,
+            rotary_emb_base=1e4,
+            rotary_pct=0.25,
+            attention_bias=True,
+        )
+    )
+}
 
 
 @final
@@ -40,21 +62,22 @@ class GPTNeoXConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         """See `DecoderConfig.from_hf`."""
+        given = _FIELDS["gpt_neox"].read(given)
         sizes = plain_sizes(given)
         rope = rope_fields(given, theta="rotary_emb_base")
-        share = rope.get("partial_rotary_factor", given.get("rotary_pct", 0.25))
-        bias = bool(given.get("attention_bias", True))
+        share = rope.get("partial_rotary_factor", given["rotary_pct"])
+        bias = bool(given["attention_bias"])
+        limit = sizes["max_position_embeddings"]
+        turned = Rope.from_hf(rope, limit, dim=int(sizes["head_dim"] * share))
         return cls(
-            **sizes,
-            activation=activation_of(given, "hidden_act", "gelu"),
-            norm_eps=given.get("layer_norm_eps", 1e-5),
-            tie_word_embeddings=bool(given.get("tie_word_embeddings", False)),
+            **{**sizes, "max_position_embeddings": turned.longest_context(limit)},
+            activation=activation_of(given, "hidden_act"),
+            norm_eps=given["layer_norm_eps"],
+            tie_word_embeddings=bool(given["tie_word_embeddings"]),
             qkv_bias=bias,
             o_bias=bias,
-            rope=Rope.from_hf(
-                rope, sizes["max_position_embeddings"], dim=int(sizes["head_dim"] * share)
-            ),
-            parallel_residual=bool(given.get("use_parallel_residual", True)),
+            rope=turned,
+            parallel_residual=bool(given["use_parallel_residual"]),
         )
 
 
@@ -108,7 +131,7 @@ def _weights(config: GPTNeoXConfig) -> dict[str, Weight]:
 
 
 FAMILY = Family(
-    model_types=("gpt_neox",),
+    fields=_FIELDS,
     config=GPTNeoXConfig,
     decoder=GPTNeoX,
     weights=_weights,

@@ -10,16 +10,34 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.models.attention import Attention
-from jaxserve.models.config import DecoderConfig
+from jaxserve.models.config import DecoderConfig, Fields
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.families.gpt2 import gpt_sizes
+from jaxserve.models.families.gpt2 import GPT_ALIASES, gpt_sizes
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, TwoLayerMLP, activation_of
 from jaxserve.models.norms import LayerNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Weight, layer_norm, split_qkv
+
+_FIELDS = {
+    "gptj": Fields(
+        dict(
+            vocab_size=50400,
+            n_positions=2048,
+            n_embd=4096,
+            n_layer=28,
+            n_head=16,
+            rotary_dim=64,
+            n_inner=None,
+            activation_function="gelu_new",
+            layer_norm_epsilon=1e-5,
+            tie_word_embeddings=False,
+        ),
+        aliases=GPT_ALIASES,
+    )
+}
 
 
 @final
@@ -36,12 +54,13 @@ class GPTJConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         """See `DecoderConfig.from_hf`."""
+        given = _FIELDS["gptj"].read(given)
         return cls(
             **gpt_sizes(given),
-            activation=activation_of(given, "activation_function", "gelu_new"),
-            norm_eps=given.get("layer_norm_epsilon", 1e-5),
-            tie_word_embeddings=bool(given.get("tie_word_embeddings", False)),
-            rope=Rope(dim=given.get("rotary_dim")),
+            activation=activation_of(given, "activation_function"),
+            norm_eps=given["layer_norm_epsilon"],
+            tie_word_embeddings=bool(given["tie_word_embeddings"]),
+            rope=Rope(dim=given["rotary_dim"]),
         )
 
 
@@ -97,7 +116,7 @@ def _weights(config: GPTJConfig) -> dict[str, Weight]:
 
 
 FAMILY = Family(
-    model_types=("gptj",),
+    fields=_FIELDS,
     config=GPTJConfig,
     decoder=GPTJ,
     weights=_weights,

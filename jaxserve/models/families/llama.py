@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, final
 
-from jaxserve.models.config import DecoderConfig, check_is, check_readable, windows_by_kind
+from jaxserve.models.config import DecoderConfig, Fields, check_is, windows_by_kind
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block, GatedMLP
@@ -14,13 +14,63 @@ from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope, rope_fields
 from jaxserve.models.weights import Weight, gate_and_up, split_qkv
 
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
+# Fields that Llama and its relatives share.
+ROTARY_FIELDS = dict(
+    num_attention_heads=32,
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+    rope_parameters=None,
+    rope_scaling=None,
+    rope_theta=1e4,
+    tie_word_embeddings=False,
+    head_dim=None,
 )
+_QWEN = Fields(
+    ROTARY_FIELDS
+    | dict(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=22016,
+        num_hidden_layers=32,
+        num_key_value_heads=32,
+        max_position_embeddings=32768,
+        use_sliding_window=False,
+        sliding_window=4096,
+        max_window_layers=28,
+        layer_types=None,
+    ),
+    nullable=("num_key_value_heads", "sliding_window"),
+)
+_FIELDS = {
+    "llama": Fields(
+        ROTARY_FIELDS
+        | dict(
+            vocab_size=32000,
+            hidden_size=4096,
+            intermediate_size=11008,
+            num_hidden_layers=32,
+            num_key_value_heads=None,
+            max_position_embeddings=2048,
+            attention_bias=False,
+            mlp_bias=False,
+        ),
+    ),
+    "mistral": Fields(
+        ROTARY_FIELDS
+        | dict(
+            vocab_size=32000,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_key_value_heads=8,
+            max_position_embeddings=131072,
+            sliding_window=4096,
+        ),
+        nullable=("sliding_window",),
+    ),
+    "qwen2": _QWEN,
+    "qwen3": replace(_QWEN, defaults={**_QWEN.defaults, "head_dim": 128, "attention_bias": False}),
+}
 
 
 @final
@@ -33,59 +83,66 @@ class LlamaConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         """See `DecoderConfig.from_hf`."""
+        given = _FIELDS[given["model_type"]].read(given)
         check_is(given, "hidden_act", ("silu", "swish"))
         kind = given["model_type"]
-        attention_bias = bool(given.get("attention_bias", False))
+        attention_bias = bool(given.get("attention_bias"))
         return cls(
             **rotary_decoder_fields(given),
-            qkv_bias=kind == "qwen2" or (kind != "mistral" and attention_bias),
-            o_bias=kind in ("llama", "qwen3") and attention_bias,
-            mlp_bias=kind == "llama" and bool(given.get("mlp_bias", False)),
+            qkv_bias=kind == "qwen2" or attention_bias,
+            o_bias=attention_bias,
+            mlp_bias=bool(given.get("mlp_bias")),
             qk_norm=kind == "qwen3",
         )
 
 
-def rotary_decoder_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+def rotary_decoder_fields(given: Mapping[str, Any], share: float | None = None) -> dict[str, Any]:
     """Return the fields of a configuration that families share whose config.json is like Llama's.
+
+    Args:
+      given: what `Fields.read` returns.
+      share: the part of a head that is rotated, unless the parameters of the rotation have another;
+        None for whole heads, whatever these say.
 
     Raises:
       UnsupportedModelError: as `DecoderConfig.from_hf`.
     """
-    check_readable(given, _REQUIRED)
     rope = rope_fields(given)
-    rotated = rope.get("partial_rotary_factor") or given.get("partial_rotary_factor") or 1.0
-    max_position = given.get("max_position_embeddings") or 2048
+    max_position = given["max_position_embeddings"]
     num_heads = given["num_attention_heads"]
-    head_dim = given.get("head_dim") or given["hidden_size"] // num_heads
+    head_dim = given["head_dim"] or given["hidden_size"] // num_heads
+    rotated = None if share is None else int(head_dim * rope.get("partial_rotary_factor", share))
+    turned = Rope.from_hf(rope, max_position, rotated)
     return dict(
         vocab_size=given["vocab_size"],
         hidden_size=given["hidden_size"],
         intermediate_size=given["intermediate_size"],
         num_layers=given["num_hidden_layers"],
         num_heads=num_heads,
-        num_kv_heads=given.get("num_key_value_heads") or num_heads,
+        num_kv_heads=given["num_key_value_heads"] or num_heads,
         head_dim=head_dim,
-        norm_eps=given.get("rms_norm_eps", 1e-6),
-        rope=Rope.from_hf(rope, max_position, None if rotated == 1 else int(head_dim * rotated)),
-        max_position_embeddings=max_position,
-        tie_word_embeddings=bool(given.get("tie_word_embeddings", False)),
+        norm_eps=given["rms_norm_eps"],
+        rope=turned,
+        max_position_embeddings=turned.longest_context(max_position),
+        tie_word_embeddings=bool(given["tie_word_embeddings"]),
         sliding_windows=_sliding_windows(given),
     )
 
 
 def _sliding_windows(given: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return the window of each layer: Mistral has one in all, Qwen in those that it names."""
+    """Return the window of each layer.
+
+    Mistral, Mixtral and Qwen3-MoE have one in all layers, Qwen 2 and 3 in those that are named.
+    """
     num_layers = given["num_hidden_layers"]
     window = given.get("sliding_window")
-    if given["model_type"] == "llama" or window is None:
+    if window is None or not given.get("use_sliding_window", True):
         return (None,) * num_layers
-    if given["model_type"] in ("mistral", "mixtral"):
+    if "layer_types" not in given:
         return (window,) * num_layers
-    if not given.get("use_sliding_window", False):
-        return (None,) * num_layers
-    kinds = given.get("layer_types")
+    kinds = given["layer_types"]
     if kinds is None:
-        first = min(given.get("max_window_layers", 28), num_layers)
+        first = min(given["max_window_layers"], num_layers)
         kinds = (["full_attention"] * first + ["sliding_attention"] * num_layers)[:num_layers]
     return windows_by_kind(kinds, window, num_layers)
 
@@ -142,7 +199,7 @@ def mlp_weights(name: str = "mlp.") -> dict[str, Weight]:
 
 
 FAMILY = Family(
-    model_types=("llama", "mistral", "qwen2", "qwen3"),
+    fields=_FIELDS,
     config=LlamaConfig,
     decoder=Llama,
     weights=lambda config: attention_weights(config) | mlp_weights(),

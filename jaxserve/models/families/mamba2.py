@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.models.config import DecoderConfig, check_is, check_readable
+from jaxserve.models.config import DecoderConfig, Fields, check_is
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
@@ -23,7 +24,27 @@ from jaxserve.models.weights import Weight
 # The state has the same size after any number of tokens; this bounds the tables of a runtime.
 _MAX_POSITIONS = 1 << 20
 _DEFAULT_CONTEXT = 8192
-_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim")
+_FIELDS = {
+    "mamba2": Fields(
+        dict(
+            num_heads=128,
+            head_dim=64,
+            vocab_size=32768,
+            hidden_size=4096,
+            state_size=128,
+            num_hidden_layers=64,
+            layer_norm_epsilon=1e-5,
+            conv_kernel=4,
+            n_groups=8,
+            use_bias=False,
+            use_conv_bias=True,
+            hidden_act="silu",
+            residual_in_fp32=True,
+            time_step_limit=(0.0, math.inf),
+            tie_word_embeddings=False,
+        )
+    )
+}
 
 
 @final
@@ -47,17 +68,17 @@ class Mamba2Config(DecoderConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         """See `DecoderConfig.from_hf`."""
-        check_readable(given, _REQUIRED)
+        given = _FIELDS["mamba2"].read(given)
         check_is(given, "hidden_act", ("silu", "swish"))
         low, high = step_limits(given)
         sizes = Mamba2Sizes(
             num_heads=given["num_heads"],
             head_dim=given["head_dim"],
-            state_size=given.get("state_size") or 128,
-            num_groups=given.get("n_groups") or 8,
-            kernel_size=given.get("conv_kernel") or 4,
-            has_bias=bool(given.get("use_bias", False)),
-            has_conv_bias=bool(given.get("use_conv_bias", True)),
+            state_size=given["state_size"],
+            num_groups=given["n_groups"],
+            kernel_size=given["conv_kernel"],
+            has_bias=bool(given["use_bias"]),
+            has_conv_bias=bool(given["use_conv_bias"]),
             min_step=low,
             max_step=high,
         )
@@ -69,9 +90,9 @@ class Mamba2Config(DecoderConfig):
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_heads,
             head_dim=sizes.head_dim,
-            norm_eps=given.get("layer_norm_epsilon", 1e-5),
-            tie_word_embeddings=bool(given.get("tie_word_embeddings", False)),
-            has_wide_residual=bool(given.get("residual_in_fp32", True)),
+            norm_eps=given["layer_norm_epsilon"],
+            tie_word_embeddings=bool(given["tie_word_embeddings"]),
+            has_wide_residual=bool(given["residual_in_fp32"]),
             layer_kinds=("recurrent",) * given["num_hidden_layers"],
             recurrence=sizes,
         )
@@ -134,7 +155,7 @@ def _weights(config: Mamba2Config) -> dict[str, Weight]:
 
 
 FAMILY = Family(
-    model_types=("mamba2",),
+    fields=_FIELDS,
     config=Mamba2Config,
     decoder=Mamba2,
     weights=_weights,

@@ -6,15 +6,62 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-from jaxserve.models.config import check_is
+from jaxserve.models.config import Fields, check_is
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.experts import ExpertsConfig, MixtureOfExperts
-from jaxserve.models.families.llama import LAYER, attention_weights, rotary_decoder_fields
+from jaxserve.models.families.llama import (
+    LAYER,
+    ROTARY_FIELDS,
+    attention_weights,
+    rotary_decoder_fields,
+)
 from jaxserve.models.family import Family
 from jaxserve.models.layers import Block
 from jaxserve.models.norms import RMSNorm
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Tensor, Weight
+
+_FIELDS = {
+    "mixtral": Fields(
+        ROTARY_FIELDS
+        | dict(
+            vocab_size=32000,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_key_value_heads=8,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            rope_theta=1e6,
+            sliding_window=None,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+        ),
+        aliases={"num_experts": "num_local_experts"},
+    ),
+    "qwen3_moe": Fields(
+        ROTARY_FIELDS
+        | dict(
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=6144,
+            num_hidden_layers=24,
+            num_key_value_heads=4,
+            max_position_embeddings=32768,
+            attention_bias=False,
+            use_sliding_window=False,
+            sliding_window=4096,
+            decoder_sparse_step=1,
+            mlp_only_layers=None,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=False,
+        ),
+        nullable=("sliding_window",),
+        aliases={"num_local_experts": "num_experts"},
+    ),
+}
 
 
 @final
@@ -38,25 +85,25 @@ class MoEConfig(ExpertsConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         """See `DecoderConfig.from_hf`."""
+        given = _FIELDS[given["model_type"]].read(given)
         check_is(given, "hidden_act", ("silu", "swish"))
         if given["model_type"] == "mixtral":
             return cls(
                 **rotary_decoder_fields(given),
-                num_experts=given.get("num_local_experts", 8),
-                experts_per_token=given.get("num_experts_per_tok", 2),
+                num_experts=given["num_local_experts"],
+                experts_per_token=given["num_experts_per_tok"],
             )
         check_is(given, "decoder_sparse_step", (1,))
-        check_is({**given, "mlp_only_layers": tuple(given.get("mlp_only_layers") or ())},
-                 "mlp_only_layers", ((),))  # fmt: skip
-        bias = bool(given.get("attention_bias", False))
+        check_is(given, "mlp_only_layers", (None, []))
+        bias = bool(given["attention_bias"])
         return cls(
             **rotary_decoder_fields(given) | {"intermediate_size": given["moe_intermediate_size"]},
             qkv_bias=bias,
             o_bias=bias,
             qk_norm=True,
-            num_experts=given.get("num_experts") or given["num_local_experts"],
+            num_experts=given["num_experts"],
             experts_per_token=given["num_experts_per_tok"],
-            normalises_gates=bool(given.get("norm_topk_prob", False)),
+            normalises_gates=bool(given["norm_topk_prob"]),
             expert_names="qwen3_moe",
         )
 
@@ -100,6 +147,4 @@ def _weights(config: MoEConfig) -> dict[str, Weight]:
     }
 
 
-FAMILY = Family(
-    model_types=("mixtral", "qwen3_moe"), config=MoEConfig, decoder=MoEDecoder, weights=_weights
-)
+FAMILY = Family(fields=_FIELDS, config=MoEConfig, decoder=MoEDecoder, weights=_weights)

@@ -8,7 +8,7 @@ from typing import Any, Self, final
 
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.models.config import DecoderConfig, check_is, plain_sizes
+from jaxserve.models.config import DecoderConfig, Fields, check_is, plain_sizes
 from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.family import Family
@@ -19,6 +19,25 @@ from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.weights import Weight, layer_norm, split_qkv
 
 _FIRST_POSITION = 2  # checkpoints have two rows before it, for padding
+_FIELDS = {
+    "opt": Fields(
+        dict(
+            vocab_size=50272,
+            hidden_size=768,
+            num_hidden_layers=12,
+            ffn_dim=3072,
+            max_position_embeddings=2048,
+            do_layer_norm_before=True,
+            _remove_final_layer_norm=False,
+            word_embed_proj_dim=None,
+            num_attention_heads=12,
+            activation_function="relu",
+            enable_bias=True,
+            layer_norm_elementwise_affine=True,
+            tie_word_embeddings=True,
+        )
+    )
+}
 
 
 @final
@@ -50,16 +69,17 @@ class OPTConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         """See `DecoderConfig.from_hf`."""
+        given = _FIELDS["opt"].read(given)
         sizes = plain_sizes(given, mlp="ffn_dim")
         check_is(given, "enable_bias", (True,))
         check_is(given, "layer_norm_elementwise_affine", (True,))
         check_is(given, "_remove_final_layer_norm", (False,))
         return cls(
             **sizes,
-            activation=activation_of(given, "activation_function", "relu"),
-            tie_word_embeddings=bool(given.get("tie_word_embeddings", True)),
-            norm_first=bool(given.get("do_layer_norm_before", True)),
-            embedding_size=given.get("word_embed_proj_dim") or sizes["hidden_size"],
+            activation=activation_of(given, "activation_function"),
+            tie_word_embeddings=bool(given["tie_word_embeddings"]),
+            norm_first=bool(given["do_layer_norm_before"]),
+            embedding_size=given["word_embed_proj_dim"] or sizes["hidden_size"],
         )
 
 
@@ -162,4 +182,4 @@ def _weights(config: OPTConfig) -> dict[str, Weight]:
     }
 
 
-FAMILY = Family(model_types=("opt",), config=OPTConfig, decoder=OPT, weights=_weights)
+FAMILY = Family(fields=_FIELDS, config=OPTConfig, decoder=OPT, weights=_weights)

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
-from jaxserve.models.config import DecoderConfig, check_is, check_readable
+from jaxserve.models.config import DecoderConfig, Fields, check_is
 from jaxserve.models.context import LayerContext
 from jaxserve.models.encoder_decoder import CrossBlock, EncoderDecoder, added
 from jaxserve.models.family import Family
@@ -23,6 +23,46 @@ from jaxserve.models.weights import Tensor, Weight, gate_and_up
 # Relative positions have no longest context; this bounds the tables of a runtime.
 _MAX_POSITIONS = 32768
 _HEAD = "lm_head.weight"
+_T5 = Fields(
+    dict(
+        vocab_size=32128,
+        d_model=512,
+        d_kv=64,
+        d_ff=2048,
+        num_layers=6,
+        num_decoder_layers=None,
+        num_heads=8,
+        relative_attention_num_buckets=32,
+        relative_attention_max_distance=128,
+        layer_norm_epsilon=1e-6,
+        feed_forward_proj="relu",
+        is_encoder_decoder=True,
+        pad_token_id=0,
+        decoder_start_token_id=None,
+        tie_word_embeddings=True,
+        scale_decoder_outputs=True,
+        n_positions=None,
+    ),
+    nullable=("pad_token_id", "tie_word_embeddings", "scale_decoder_outputs"),
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    },
+)
+_FIELDS = {
+    "t5": _T5,
+    "mt5": replace(
+        _T5,
+        defaults={
+            **_T5.defaults,
+            **dict(vocab_size=250112, d_ff=1024, num_layers=8, num_heads=6),
+            **dict(feed_forward_proj="gated-gelu", decoder_start_token_id=0),
+        },
+        nullable=("pad_token_id", "decoder_start_token_id", "scale_decoder_outputs"),
+    ),
+}
 
 
 @final
@@ -91,35 +131,32 @@ class T5Config(DecoderConfig):
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
         """See `DecoderConfig.from_hf`."""
-        sizes = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
-        check_readable(given, sizes)
+        given = _FIELDS[given["model_type"]].read(given)
         check_is(given, "is_encoder_decoder", (True,))
         kind = given["model_type"]
         is_multilingual = kind == "mt5"
-        activation, is_gated = _feed_forward(
-            given.get("feed_forward_proj") or ("gated-gelu" if is_multilingual else "relu")
-        )
-        ties = given.get("tie_word_embeddings") is not False
-        scales = given.get("scale_decoder_outputs", ties) and not is_multilingual
-        start = given.get("decoder_start_token_id")
+        activation, is_gated = _feed_forward(given["feed_forward_proj"])
+        ties = given["tie_word_embeddings"] is not False
+        scales = bool(given["scale_decoder_outputs"]) and ties and not is_multilingual
+        start = given["decoder_start_token_id"]
         return cls(
             vocab_size=given["vocab_size"],
             hidden_size=given["d_model"],
             intermediate_size=given["d_ff"],
-            num_layers=given.get("num_decoder_layers") or given["num_layers"],
+            num_layers=given["num_decoder_layers"] or given["num_layers"],
             num_encoder_layers=given["num_layers"],
             num_heads=given["num_heads"],
             num_kv_heads=given["num_heads"],
             head_dim=given["d_kv"],
-            norm_eps=given.get("layer_norm_epsilon", 1e-6),
+            norm_eps=given["layer_norm_epsilon"],
             activation=activation,
             is_gated=is_gated,
             tie_word_embeddings=ties,
             scales_logits=scales,
-            num_buckets=given.get("relative_attention_num_buckets") or 32,
-            max_distance=given.get("relative_attention_max_distance") or 128,
-            usual_length=given.get("n_positions") or 512,
-            decoder_start_token_id=(given.get("pad_token_id") or 0) if start is None else start,
+            num_buckets=given["relative_attention_num_buckets"],
+            max_distance=given["relative_attention_max_distance"],
+            usual_length=given["n_positions"] or 512,
+            decoder_start_token_id=(given["pad_token_id"] or 0) if start is None else start,
         )
 
 
@@ -256,7 +293,7 @@ def _output(prefix: str) -> Weight:
 
 
 FAMILY = Family(
-    model_types=("t5", "mt5"),
+    fields=_FIELDS,
     config=T5Config,
     decoder=T5,
     weights=_weights,

@@ -47,6 +47,7 @@ class AWQ:
         Raises:
           UnsupportedModelError: another number of bits, or another layout.
         """
+        given = {"bits": given.get("w_bit"), "group_size": given.get("q_group_size"), **given}
         bits, group = whole_number(given, "bits"), whole_number(given, "group_size")
         version = str(given.get("version", "gemm")).lower()
         if bits != _BITS or group is None or not (group == -1 or group > 0) or version != "gemm":

@@ -79,6 +79,13 @@ class CompressedTensors:
                 f"quantization_config has a sparsity_config of format {sparsity!r}; only 'dense' "
                 "is read, so save the checkpoint without sparse compression"
             )
+        transforms = (given.get("transform_config") or {}).get("config_groups")
+        if transforms:
+            raise UnsupportedModelError(
+                f"quantization_config has a transform_config with {sorted(transforms)}, rotations "
+                "of activations (QuIP, SpinQuant) that are not applied here; use a checkpoint "
+                "without transforms"
+            )
         groups = given.get("config_groups") or {}
         if not isinstance(groups, Mapping) or not all(
             isinstance(each, Mapping) for each in groups.values()

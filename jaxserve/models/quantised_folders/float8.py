@@ -1,8 +1,10 @@
 """Folders with float8_e4m3fn weights: `quant_method` "fp8", and what compressed-tensors shares.
 
 A module has `weight` float8 [out, in]. With blocks, as in DeepSeek-V3's folders, its scales are
-`weight_scale_inv` float32 [out / block, in / block]; otherwise `weight_scale` for all numbers, or
-for each output. Numbers are multiplied with their scale, whatever the name says.
+`weight_scale_inv` float32 [out / block, in / block], rounded up; otherwise `weight_scale` or
+`weight_scale_inv` for all numbers, or for each output. Numbers are multiplied with their scale,
+whatever the name says, except where `weight_scale_semantics` is "inverse", as GPTQModel 7.7.0
+writes it: there they are divided by it. Source: gptqmodel/nn_modules/qlinear/fp8.py.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ class Float8:
 
     Attributes:
       block: outputs and inputs that share a scale; None for scales of outputs, or one for all.
+      divides: whether numbers are divided by their scale.
     """
 
     block: Block | None
+    divides: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -41,20 +45,32 @@ class Float8:
         Raises:
           UnsupportedModelError: another format of numbers, or blocks that are not two sizes.
         """
-        block, format = given.get("weight_block_size"), given.get("fmt") or "e4m3"
+        block = given.get("weight_block_size")
+        format = given.get("fmt") or given.get("format") or "e4m3"
+        semantics = given.get("weight_scale_semantics")
+        if semantics not in (None, "inverse"):
+            raise UnsupportedModelError(
+                f"quantization_config of 'fp8' has weight_scale_semantics={semantics!r}; 'inverse' "
+                "is read, or none"
+            )
         if format not in ("e4m3", "float8_e4m3fn") or not (block is None or is_block(block)):
             raise UnsupportedModelError(
                 f"quantization_config of 'fp8' has fmt={format!r} and weight_block_size={block!r}; "
                 "'e4m3' is read, with blocks such as [128, 128] or without"
             )
-        return cls(block=None if block is None else (block[0], block[1]))
+        return cls(
+            block=None if block is None else (block[0], block[1]), divides=semantics == "inverse"
+        )
 
     def matrices(self, source: WeightSource, found: Found) -> None:
         """See `Method`."""
-        scale = "weight_scale" if self.block is None else "weight_scale_inv"
-        found.add_modules(
-            scale, lambda module: float8_matrix(source, found, module, scale, self.block)
-        )
+        for scale in ("weight_scale_inv",) if self.block else ("weight_scale", "weight_scale_inv"):
+            found.add_modules(
+                scale,
+                lambda module, scale=scale: float8_matrix(
+                    source, found, module, scale, self.block, divides=self.divides
+                ),
+            )
 
 
 def is_block(given: Any) -> TypeGuard[list[int]]:
@@ -67,17 +83,28 @@ def is_block(given: Any) -> TypeGuard[list[int]]:
 
 
 def float8_matrix(
-    source: WeightSource, found: Found, module: str, scale: str, block: Block | None
+    source: WeightSource,
+    found: Found,
+    module: str,
+    scale: str,
+    block: Block | None,
+    *,
+    divides: bool = False,
 ) -> Matrix | None:
     """Return a module's weight, or None after a note of what is wrong with it.
 
     Args:
       scale: the last part of the name of its scales.
+      divides: whether numbers are divided by their scale.
     """
     stored = found.sizes(module, "weight")
     if stored is None:
         return None
     num_outputs, num_inputs = stored
+    kind = source.dtypes()[f"{module}.weight"]
+    if kind != "F8_E4M3":
+        found.problems.append(f"tensor {module}.weight is in {kind}, not in F8_E4M3")
+        return None
     name, shape = f"{module}.{scale}", found.shapes[f"{module}.{scale}"]
     if block is None:
         allowed: tuple[tuple[int, ...], ...] = ((num_outputs, 1), (num_outputs,), (1,), (1, 1), ())
@@ -85,8 +112,6 @@ def float8_matrix(
     else:
         rows, group = block
         allowed = ((-(-num_outputs // rows), -(-num_inputs // group)),)
-        if found.uneven_groups(module, num_inputs, group, 8):
-            return None
     if shape not in allowed:
         found.problems.append(f"tensor {name} has shape {shape}, not one of {allowed}")
         return None
@@ -94,6 +119,10 @@ def float8_matrix(
 
     def read_scales() -> Float[np.ndarray, "out groups"]:
         scales = source.read(name)
+        if scales.dtype.itemsize == 1:  # float8_e8m0, a power of two
+            scales = scales.astype(np.float32)
+        if divides:
+            scales = 1 / scales.astype(np.float32)
         if block is None:
             return np.broadcast_to(scales.reshape(-1, 1), (num_outputs, 1))
         return np.repeat(scales, rows, axis=0)[:num_outputs]

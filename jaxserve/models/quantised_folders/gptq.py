@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Self, final
 
 import numpy as np
+from jaxtyping import Int16
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.quantised_folders.matrix import (
@@ -32,12 +33,14 @@ class GPTQ:
     Attributes:
       group: number of inputs that share a scale; -1 for all.
       one_less: whether `qzeros` are the zero points minus one, as in the first version.
+      is_symmetric: whether zero points are the middle of the numbers.
       varies: whether modules may have other groups (GPTQModel's `dynamic`).
     """
 
     bits: int
     group: int
     one_less: bool
+    is_symmetric: bool
     varies: bool
 
     @classmethod
@@ -63,7 +66,11 @@ class GPTQ:
                 "'gptq_v2' are read, so save the checkpoint in one of these"
             )
         return cls(
-            bits=bits, group=group, one_less=version == "gptq", varies=bool(given.get("dynamic"))
+            bits=bits,
+            group=group,
+            one_less=version == "gptq",
+            is_symmetric=bool(given.get("sym")),
+            varies=bool(given.get("dynamic")),
         )
 
     def matrices(self, source: WeightSource, found: Found) -> None:
@@ -109,10 +116,22 @@ class GPTQ:
             tensors=tuple(f"{module}.{last}" for last in wanted),
             codes=lambda: unpacked(read("qweight").T, bits),
             scales=lambda: read("scales").T,
-            # What is stored as the largest number is zero less one (AutoGPTQ masks it, too).
-            zeros=lambda: (
-                (unpacked(read("qzeros"), bits)[:, :num_outputs].T.astype(np.int16) + self.one_less)
-                & (2**bits - 1)
+            zeros=lambda: self._zeros(
+                unpacked(read("qzeros"), bits)[:, :num_outputs].T.astype(np.int16), bits
             ),
             groups=(lambda: read("g_idx")) if index else None,
         )
+
+    def _zeros(
+        self, stored: Int16[np.ndarray, "out groups"], bits: int
+    ) -> Int16[np.ndarray, "out groups"]:
+        """Return zero points as they are stored, or one more.
+
+        Those of symmetric weights are the middle, which is stored as it is in version 2 and less
+        one in version 1; some folders say the other version than they have.
+        """
+        middle = 1 << (bits - 1)
+        if self.is_symmetric and any((stored == each).all() for each in (middle - 1, middle)):
+            return np.full_like(stored, middle)
+        # What is stored as the largest number is zero less one (AutoGPTQ masks it, too).
+        return (stored + self.one_less) & (2**bits - 1)

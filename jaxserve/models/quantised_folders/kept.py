@@ -60,13 +60,14 @@ class KeptMatrices:
         stacked, summed, out = axes.split(shape)
         forms = {(each.bits, each.group, each.is_float) for each in matrices}
         order = "differ"
-        if len(matrices) == len(names):
+        if len(matrices) == len(names) and all(each.has_even_groups for each in matrices):
             orders = [self._order(*each) for each in zip(names, matrices, strict=True)]
             order = _common(orders, math.prod(stacked))
         if len(forms) > 1 or isinstance(order, str):
             _log.warning(
                 "%s: %s and the tensors that are fused with it are dequantised, as they differ in "
-                "their bits, groups or order of inputs, or some are dense",
+                "their bits, groups or order of inputs, some are dense, or groups do not divide "
+                "the inputs",
                 self._source.where, names[0],
             )  # fmt: skip
             return None

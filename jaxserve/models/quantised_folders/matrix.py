@@ -25,7 +25,7 @@ class Matrix:
       group: number of inputs that share a scale; `in` for one scale a row.
       tensors: names of the tensors that it is made of.
       codes: reads [out, in].
-      scales: reads [out, in // group], in float16, bfloat16 or float32.
+      scales: reads [out, in // group], of float8 rounded up, in float16, bfloat16 or float32.
       zeros: reads zero points as `scales`; None if all are 8, or 128 with 8 bits.
       groups: reads the group of each input, [in]; None if it is k // group.
       is_float: whether a code is a float8_e4m3fn number; there are no zero points then.
@@ -40,6 +40,11 @@ class Matrix:
     zeros: Callable[[], Int[np.ndarray, "out groups"]] | None = None
     groups: Callable[[], Int32[np.ndarray, " in"]] | None = None
     is_float: bool = False
+
+    @property
+    def has_even_groups(self) -> bool:
+        """Whether groups divide the inputs, and words of 32 bits the groups."""
+        return self.shape[1] % self.group == 0 and self.group * self.bits % 32 == 0
 
     @property
     def num_groups(self) -> int:
@@ -71,7 +76,7 @@ class Matrix:
         scales = self.scales().astype(np.float32)
         if self.is_float:
             numbers = self.codes().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-            return numbers * np.repeat(scales, self.group, axis=1)
+            return numbers * np.repeat(scales, self.group, axis=1)[:, : self.shape[1]]
         zeros = self.middle if self.zeros is None else self.zeros().astype(np.float32)
         group = np.arange(self.shape[1]) // self.group if self.groups is None else self.groups()
         offsets = zeros if isinstance(zeros, int) else zeros[:, group]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jaxserve.core.errors import UnsupportedModelError
+from jaxserve.core.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.quantised_folders.awq import AWQ
 from jaxserve.models.quantised_folders.compressed_tensors import CompressedTensors
 from jaxserve.models.quantised_folders.float8 import Float8
@@ -21,6 +23,27 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Method]] = MappingProxyType(
         "fp8": Float8.of,
     }
 )
+
+# Files in which AutoGPTQ and AutoAWQ described weights beside config.json, with their formats.
+_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+
+
+def method_in(folder: Path, config: Mapping[str, Any]) -> Method | None:
+    """Return `method_of` a folder, whose writer may have described its weights in another file.
+
+    Raises:
+      CheckpointError: that file cannot be read.
+    """
+    for name, method in _OWN_FILES.items():
+        if not config.get("quantization_config") and (folder / name).is_file():
+            try:
+                given = json.loads((folder / name).read_text(encoding="utf-8"))
+                return method_of({"quantization_config": {"quant_method": method, **given}})
+            except (OSError, ValueError, TypeError) as error:
+                raise CheckpointError(
+                    str(folder), [f"{name} cannot be read: {error}"], f"fetch {name} again"
+                ) from error
+    return method_of(config)
 
 
 def method_of(config: Mapping[str, Any]) -> Method | None:

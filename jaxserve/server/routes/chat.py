@@ -16,7 +16,6 @@ from jaxserve.engine.answers import Piece
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
 from jaxserve.server import params as params_of
-from jaxserve.server import scores
 from jaxserve.server.disconnects import unless_gone
 from jaxserve.server.errors import invalid
 from jaxserve.server.events import (
@@ -53,6 +52,7 @@ from jaxserve.server.schema.chat import (
     Delta,
     as_template_message,
 )
+from jaxserve.server.scores import TokenScores
 from jaxserve.server.tools import Tools, deltas, whole
 from jaxserve.server.turn import TurnExchange
 
@@ -119,6 +119,11 @@ class _Chat:
         self.answered = [
             self.tools.reader(is_streamed=bool(self.body.stream)) for _ in range(self.params.n)
         ]
+        skip = self.params.skip_special_tokens
+        num_scored = 0 if self.params.logprobs is None else self.params.n
+        self.scores = [
+            TokenScores(self.tokenizer, skip_special_tokens=skip) for _ in range(num_scored)
+        ]
 
     @property
     def service_tier(self) -> Literal["default"] | None:
@@ -142,7 +147,9 @@ class _Chat:
             usage=Usage.of(len(prompt), sum(len(s.token_ids) for s in completion.samples)),
             prompt_logprobs=None
             if completion.prompt_logprobs is None
-            else scores.of_prompt(completion.prompt_logprobs, self.tokenizer),
+            else TokenScores(self.tokenizer, after=()).of_prompt(
+                completion.prompt_logprobs, prompt
+            ),
             prompt_token_ids=list(prompt) if self.body.return_token_ids else None,
             conversation_id=self.body.conversation_id,
             service_tier=self.service_tier,
@@ -156,7 +163,7 @@ class _Chat:
             message=whole(answered.push(sample.text, is_last=True)),
             logprobs=None
             if sample.logprobs is None
-            else scores.of_chat(sample.logprobs, self.tokenizer),
+            else self.scores[index].of_chat(sample.logprobs),
             finish_reason=cast(FinishReason, answered.finish_reason(sample.finish_reason)),
             token_ids=list(sample.token_ids) if self.body.return_token_ids else None,
         )
@@ -230,17 +237,18 @@ class _Chunks:
     def _choices(self, piece: Piece) -> list[ChunkChoice]:
         """Return what a piece adds, a choice for each chunk; none if all of it is held back."""
         answer, reason = self._answer, piece.finish_reason
-        answered, has_tools = answer.answered[piece.sample_index], answer.tools.is_given
+        index, logprobs = piece.sample_index, piece.logprobs
+        answered, has_tools = answer.answered[index], answer.tools.is_given
         found = deltas(answered.push(piece.text, is_last=reason is not None))
-        if not found and (reason or piece.logprobs or self._with_ids or not has_tools):
+        if not found and (reason or logprobs or self._with_ids or not has_tools):
             found = [Delta(content=None if reason or has_tools else "")]
         ended = cast(FinishReason, reason and answered.finish_reason(reason))
-        scored = scores.of_chat(piece.logprobs, answer.tokenizer) if piece.logprobs else None
+        scored = answer.scores[index].of_chat(logprobs) if logprobs else None
         token_ids = list(piece.token_ids) if self._with_ids else None
         last = len(found) - 1
         return [
             ChunkChoice(
-                index=piece.sample_index,
+                index=index,
                 delta=delta,
                 logprobs=None if i else scored,
                 finish_reason=ended if i == last else None,

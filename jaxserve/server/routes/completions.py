@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast, final
 
@@ -15,7 +16,6 @@ from jaxserve.engine.answers import Piece
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
 from jaxserve.server import params as params_of
-from jaxserve.server import scores
 from jaxserve.server.disconnects import unless_gone
 from jaxserve.server.events import (
     ChoiceEvent,
@@ -47,6 +47,7 @@ from jaxserve.server.schema.completions import (
     CompletionRequest,
     CountedCompletionChunk,
 )
+from jaxserve.server.scores import TokenScores
 
 router = APIRouter()
 
@@ -74,6 +75,19 @@ async def complete(body: CompletionRequest, http: Request, backend: Here, own: I
         return EventStream(exchange.stream(answer.jobs), events, exchange.close)
     return json_response(
         answer.reply(await unless_gone(http.receive, exchange.answer(answer.jobs)))
+    )
+
+
+def _emptied(completion: Completion) -> tuple[Sample, ...]:
+    """Return the samples of a completion without their tokens."""
+    return tuple(
+        Sample(
+            text="",
+            token_ids=(),
+            finish_reason="length",
+            logprobs=None if sample.logprobs is None else (),
+        )
+        for sample in completion.samples
     )
 
 
@@ -108,6 +122,8 @@ class _Answer:
 
     def reply(self, completions: list[Completion]) -> CompletionReply:
         """Return the whole answer."""
+        if self.body.max_tokens == 0:
+            completions = [replace(each, samples=_emptied(each)) for each in completions]
         choices = [
             self._choice(p * self.params.n + i, completion, sample)
             for p, completion in enumerate(completions)
@@ -134,7 +150,9 @@ class _Answer:
             finish_reason=cast(FinishReason, sample.finish_reason),
             token_ids=list(sample.token_ids) if with_ids else None,
             prompt_token_ids=list(prompt) if with_ids else None,
-            prompt_logprobs=scores.of_prompt(completion.prompt_logprobs, self.tokenizer)
+            prompt_logprobs=TokenScores(self.tokenizer, after=()).of_prompt(
+                completion.prompt_logprobs, prompt
+            )
             if self.body.prompt_logprobs is not None and completion.prompt_logprobs is not None
             else None,
             predicted_tokens=completion.predicted_tokens,
@@ -148,14 +166,19 @@ class _Answer:
     ) -> CompletionLogprobs | None:
         if sample.logprobs is None:
             return None
-        token_ids, found = list(sample.token_ids), list(sample.logprobs)
-        if self.body.echo:
-            token_ids = [*completion.prompt_token_ids, *token_ids]
-            found = [*(completion.prompt_logprobs or ()), *found]
-            offset = 0
-        return scores.of_completion(
-            found, token_ids, self.tokenizer, with_top=bool(self.body.logprobs), offset=offset
+        prompt, num_top = completion.prompt_token_ids, self.body.logprobs or 0
+        found = self.scores(prompt, offset).of_completion(
+            sample.logprobs, sample.token_ids, num_top
         )
+        if not self.body.echo or completion.prompt_logprobs is None:
+            return found
+        before = TokenScores(self.tokenizer, after=())
+        return before.of_completion(completion.prompt_logprobs, prompt, num_top).followed_by(found)
+
+    def scores(self, prompt: Sequence[int], offset: int = 0) -> TokenScores:
+        """Return the scores of a sample of a prompt, before its first token."""
+        skip = self.params.skip_special_tokens
+        return TokenScores(self.tokenizer, after=prompt, skip_special_tokens=skip, offset=offset)
 
 
 @final
@@ -169,7 +192,8 @@ class _Chunks:
         self._with_ids = bool(answer.body.return_token_ids)
         self._lengths = lengths
         self._num_tokens = 0
-        self._num_shown: dict[int, int] = {}  # characters of each choice
+        self._scores: dict[int, TokenScores] = {}
+        self._has_echoed = False
         self._begun: set[int] = set()
         self._event = ChoiceEvent(self._chunk())
 
@@ -183,9 +207,8 @@ class _Chunks:
         n = answer.params.n
         for p, job in enumerate(answer.exchange.jobs):
             text = answer.prompt_text(job.prompt)
-            for index in range(p * n, (p + 1) * n):
-                self._num_shown[index] = len(text)
-                events.append(self._event.of(_plain(index, text, None)))
+            events += [self._event.of(_plain(i, text, None)) for i in range(p * n, (p + 1) * n)]
+        self._has_echoed = True
         return b"".join(events)
 
     def of(self, group: Group) -> bytes:
@@ -193,7 +216,7 @@ class _Chunks:
         n = self._answer.params.n
         indexed = [(p * n + piece.sample_index, piece) for p, piece in group]
         told = comments(self._lengths.of(indexed))
-        if self._answer.body.echo and not self._num_shown:
+        if self._answer.body.echo and not self._has_echoed:
             told += self._echo()
         return told + b"".join(self._of(index, piece) for index, piece in indexed)
 
@@ -206,33 +229,32 @@ class _Chunks:
 
     def _of(self, index: int, piece: Piece) -> bytes:
         self._num_tokens += len(piece.token_ids)
-        offset = self._num_shown.get(index, 0)
-        self._num_shown[index] = offset + len(piece.text)
         if not (piece.logprobs or self._with_ids):
             return self._event.of(_plain(index, piece.text, piece.finish_reason))
         choice = CompletionChoice(
             index=index,
             text=piece.text,
-            logprobs=scores.of_completion(
-                piece.logprobs,
-                piece.token_ids,
-                self._answer.tokenizer,
-                with_top=bool(self._answer.body.logprobs),
-                offset=offset,
-            )
-            if piece.logprobs
-            else None,
+            logprobs=self._logprobs(index, piece),
             finish_reason=cast(FinishReason, piece.finish_reason),
             token_ids=list(piece.token_ids) if self._with_ids else None,
-            prompt_token_ids=self._prompt(index) if self._with_ids else None,
+            prompt_token_ids=self._new_prompt(index) if self._with_ids else None,
         )
         self._begun.add(index)
         return self._event.of(choice.model_dump_json())
 
-    def _prompt(self, index: int) -> list[int] | None:
-        """Return the prompt of a choice for its first chunk with tokens; None for later ones."""
-        if index in self._begun:
+    def _logprobs(self, index: int, piece: Piece) -> CompletionLogprobs | None:
+        if not piece.logprobs:
             return None
+        if index not in self._scores:
+            self._scores[index] = self._answer.scores(self._prompt(index))
+        num_top = self._answer.body.logprobs or 0
+        return self._scores[index].of_completion(piece.logprobs, piece.token_ids, num_top)
+
+    def _new_prompt(self, index: int) -> list[int] | None:
+        """Return the prompt of a choice for its first chunk with tokens; None for later ones."""
+        return None if index in self._begun else self._prompt(index)
+
+    def _prompt(self, index: int) -> list[int]:
         return self._answer.exchange.jobs[index // self._answer.params.n].prompt
 
     def _chunk(self, usage: Usage | None = None) -> CompletionReply:

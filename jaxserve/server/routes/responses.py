@@ -17,7 +17,6 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
-from jaxserve.server import scores
 from jaxserve.server.disconnects import unless_gone
 from jaxserve.server.errors import invalid
 from jaxserve.server.events import EventStream, comments, compact, event_of, json_response
@@ -58,6 +57,7 @@ from jaxserve.server.schema.responses import (
     ResponseUsage,
 )
 from jaxserve.server.schema.structured import NamedResponseTool
+from jaxserve.server.scores import TokenScores
 from jaxserve.server.tools import Tools
 from jaxserve.server.turn import TurnExchange
 
@@ -175,6 +175,8 @@ class _Answer:
         self.conversation_id = given if given is None or isinstance(given, str) else given.id
         self._numbers = itertools.count()
         self._answered = self.tools.reader(is_streamed=bool(self.body.stream))
+        skip = self.params.skip_special_tokens
+        self._scores = TokenScores(self.tokenizer, skip_special_tokens=skip)
         self._output = OutputItems(self.event)
 
     @property
@@ -203,7 +205,7 @@ class _Answer:
     ) -> Iterator[ResponseEvent]:
         """Add a piece to the output, and yield its events; the last one closes the output."""
         parts = self._answered.push(text, is_last=reason is not None)
-        scored = scores.of_chat(logprobs, self.tokenizer).content if logprobs else []
+        scored = self._scores.of_chat(logprobs).content if logprobs else []
         is_empty = reason is not None and self._output.is_empty
         if not parts and (is_empty or (scored and not self.tools.is_given)):
             parts = [""]

@@ -49,6 +49,7 @@ from jaxserve.server.schema.tokens import (
     TopToken,
 )
 from jaxserve.server.scores import finite, text_of
+from jaxserve.server.tools import Tools
 
 router = APIRouter()
 
@@ -75,7 +76,7 @@ async def tokenize(body: TokenizeRequest, backend: Here) -> Response:
             return tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
         messages = [as_template_message(message) for message in body.messages]
         add = body.add_generation_prompt is not False
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=add)
+        return Tools(None, None, None, tokenizer).prompt(messages, add_generation_prompt=add)
 
     def answer() -> Response:
         found, texts = encode(), None

@@ -176,7 +176,7 @@ class Choosing(Strict):
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; default 1.")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MAX_INT32, description="0 and -1 keep all tokens.")
-    min_p: float | None = Field(None, ge=0, lt=1)
+    min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-100, le=100)
     frequency_penalty: float | None = Field(None, ge=-100, le=100)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
@@ -248,7 +248,10 @@ class ScoredToken(Reply):
 
     token: str
     logprob: float
-    bytes: list[int] | None = Field(description="UTF-8; null for a part of a character.")
+    bytes: list[int] | None = Field(
+        description="A part of a character where several tokens make it, of which the last has it "
+        "as its text. Null for a token that adds nothing."
+    )
 
 
 class ScoredChoice(ScoredToken):

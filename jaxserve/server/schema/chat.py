@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -20,7 +18,6 @@ from jaxserve.server.schema.base import (
     ScoredChoice,
     Strict,
     Usage,
-    checked_json,
     optional,
     predicted,
     unused,
@@ -246,14 +243,13 @@ class CountedChatChunk(ChatChunk):
 
 
 def as_template_message(message: Any) -> dict[str, Any]:
-    """Return a message as chat templates read it: one text, and the role "system"."""
+    """Return a message as chat templates read it: one text, and the role "system".
+
+    The arguments of calls are the text that was sent; see `Tools.prompt`.
+    """
     given = message.model_dump(exclude_none=True, exclude={"annotations"})
     role = "system" if message.role == "developer" else message.role
     content = message.content
     if not isinstance(content, str):
         content = "".join(part.text for part in content or ())
-    for call in given.get("tool_calls", ()):  # templates write them as objects
-        with suppress(ValueError, RecursionError):
-            found = json.loads(call["function"]["arguments"])
-            call["function"]["arguments"] = checked_json([found])[0]
     return {**given, "role": role, "content": content}

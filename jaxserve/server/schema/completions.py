@@ -34,7 +34,9 @@ class CompletionRequest(Asking):
         | Tokens
         | Annotated[Items[Tokens], Field(min_length=1)]
     )
-    max_tokens: int | None = Field(None, ge=1, le=MAX_INT32, description="16 by default.")
+    max_tokens: int | None = Field(
+        None, ge=0, le=MAX_INT32, description="16 by default; 0 with echo, for the prompt alone."
+    )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = Field(None, description="Put the prompt before each completion.")
     best_of: None = unused()
@@ -48,6 +50,13 @@ class CompletionLogprobs(Reply):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
+
+    def followed_by(self, others: CompletionLogprobs) -> CompletionLogprobs:
+        """Return these and others of the same form."""
+        both = zip(self, others, strict=True)
+        return CompletionLogprobs(
+            **{name: one and [*one, *other] for (name, one), (_, other) in both}
+        )
 
 
 class CompletionChoice(Reply):

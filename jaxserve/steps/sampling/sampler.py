@@ -88,7 +88,7 @@ def sample(
     finite = jnp.isfinite(largest) & ~has_nan
     if variant is not Variant.GREEDY or step_arrays:
         slot = jnp.arange(length.shape[0]) if slot is None else slot
-        rows = Rows(tokens, slot, length, sampling.prompt_length, sampling.stop_ids, first)
+        rows = Rows(tokens, slot, length, sampling.prompt_length, first)
         active = _active(processors, sampling, step_arrays or {})
         edited, token, largest = _edited(logits, (token, largest), rows, active, variant)
         finite &= jnp.isfinite(largest)

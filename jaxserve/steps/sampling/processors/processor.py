@@ -59,7 +59,6 @@ class Rows:
       slot: of each row.
       length: valid tokens, which is the position of the token to choose.
       prompt_length: tokens of the prompt alone.
-      stop_ids: tokens that end the row, padded with -1.
       first: the first position that counts as the row's text: the decoder's, behind the prompt of
         an encoder; None for the first of all.
     """
@@ -68,7 +67,6 @@ class Rows:
     slot: Int32[Array, " rows"]
     length: Int32[Array, " rows"]
     prompt_length: Int32[Array, " rows"]
-    stop_ids: Int32[Array, "rows stop_ids"]
     first: Int32[Array, " rows"] | None = None
 
     def tokens_from(self, start: Int32[Array, ""], count: int) -> Int32[Array, "rows {count}"]:

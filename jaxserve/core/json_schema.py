@@ -1,0 +1,386 @@
+"""JSON schemas as llguidance can enforce them: rewritten, in part written as rules, or refused.
+
+llguidance 1.9.1 holds every number as a double, counts a key of an object as often as it is
+written, knows no calendar, and lets a key that a schema does not name be written in escapes, even
+where it spells one that the schema names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, final
+
+from jaxserve.core.decimals import BOUNDS, decimals_within, is_held
+
+# JSON as Python's `json.dumps` writes it. A schema's own "x-guidance" comes first.
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Without \u, with which any key could be written otherwise.
+_ESCAPES = 'nrbtf\\"'
+_UNWRITABLE = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+
+_SCHEMAS = ("items", "additionalItems", "additionalProperties", "not", "contains", "if", "then")
+_SCHEMAS += ("else", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
+_LISTS = ("items", "prefixItems", "anyOf", "allOf", "oneOf")
+_MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NOTES = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly"))
+_NOTES |= {"writeOnly", "$comment", "$schema", "$id", "$defs", "definitions", "x-guidance"}
+# Keywords that rules are written for, by type, and those that say something of strings only.
+_NUMBER = frozenset((*BOUNDS, "multipleOf"))
+_OBJECT = frozenset(("properties", "required", "additionalProperties"))
+_ARRAY = frozenset(("items", "prefixItems", "additionalItems", "minItems", "maxItems"))
+_STRING = frozenset(("minLength", "maxLength", "pattern", "format"))
+_TYPES = ("null", "boolean", "number", "string", "array", "object")
+
+# Year 0 is not in Python's calendar.
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
+_DATE = (
+    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    f"|(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
+)
+_CALENDAR = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[tT]"}
+
+
+def lark_rules(schema: Any, name: str) -> list[str]:
+    """Return rules in llguidance's Lark, of which `name` matches the instances of a schema.
+
+    Mostly it is one rule with the schema itself. Objects, lists and alternatives around numbers
+    that a double does not hold are written as rules, and the numbers as digits.
+
+    Raises:
+      ValueError: invalid instances would match, and it cannot be rewritten.
+    """
+    return _Rules(_enforceable(schema), name).lines
+
+
+def _enforceable(schema: Any) -> dict[str, Any]:
+    """Return a schema that llguidance enforces, except for numbers that it does not hold."""
+    if isinstance(schema, bool):  # options can be set in an object only
+        schema = {} if schema else {"enum": []}
+    given = schema.get("x-guidance") or {}
+    schema = _mapped(schema, _rewritten)
+    style: dict[str, Any] = dict(JSON_STYLE)
+    if any(_has_open_names(each) for each in _parts(schema)):
+        style["json_allowed_escapes"] = _ESCAPES
+        if "json_allowed_escapes" not in given:
+            _check_writable(schema)
+    return {**schema, "x-guidance": {**style, **given}}
+
+
+def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return one schema, apart from those within it, as llguidance takes it."""
+    schema = dict(schema)
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+    pattern = _CALENDAR.get(str(schema.get("format")))
+    if pattern is not None and "pattern" not in schema:
+        schema["pattern"] = pattern
+    elif pattern is not None:
+        schema["allOf"] = [*schema.get("allOf", ()), {"pattern": pattern}]
+    named = {*schema.get("properties", ()), *schema.get("required", ())}
+    least = schema.get("minProperties", 0)
+    if isinstance(least, int) and least > 1 + len(named) and _is_open(schema):
+        raise ValueError(
+            f'"minProperties": {least} is not supported where more than one property has no name '
+            "of its own, since the same key could be written twice; name the properties in "
+            '"properties", or leave it out'
+        )
+    return schema
+
+
+def _is_open(schema: Mapping[str, Any]) -> bool:
+    is_closed = schema.get("additionalProperties") is False
+    return not is_closed or bool(schema.get("patternProperties"))
+
+
+def _has_open_names(schema: Mapping[str, Any]) -> bool:
+    """Whether other keys may stand beside those that it names, or names by a pattern."""
+    names = ("properties", "patternProperties", "required")
+    return _is_open(schema) and any(map(schema.get, names))
+
+
+def _check_writable(schema: Any) -> None:
+    """Raise ValueError if a constant or a name needs an escape that keys would have, too."""
+    texts = [text for part in _parts(schema) for text in _texts(part)]
+    found = next((text for text in texts if _UNWRITABLE.search(text)), None)
+    if found is not None:
+        raise ValueError(
+            f"{json.dumps(found)} needs an escape, and in escapes an additional property could "
+            'spell the name of another one; set "additionalProperties": false'
+        )
+
+
+def _texts(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts that its instances must have somewhere."""
+    yield from schema.get("properties", ())
+    yield from schema.get("required", ())
+    data = [*schema.get("enum", ()), schema.get("const")]
+    while data:
+        each = data.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            data += [*each, *each.values()]
+        elif isinstance(each, list):
+            data += each
+
+
+# ---- rules ----
+
+
+@final
+class _Rules:
+    """The rules of one schema.
+
+    Attributes:
+      lines: that of `name` first.
+    """
+
+    def __init__(self, root: dict[str, Any], name: str):
+        self.lines: list[str] = []
+        self._root = root
+        self._name = name
+        self._num = 0
+        self._of_references: dict[str, str] = {}
+        if not self._is_held(root) and any(
+            root["x-guidance"].get(key) != value for key, value in JSON_STYLE.items()
+        ):
+            raise ValueError(
+                'with a number that a double does not hold, the "x-guidance" of white space is '
+                "not supported; leave it out"
+            )
+        body = self._body(root)
+        self.lines.insert(0, f"{name}: {body}")
+
+    def _is_held(self, schema: Any) -> bool:
+        """Whether llguidance holds every number in a schema and in those that it refers to."""
+        seen, left = set[str](), [schema]
+        while left:
+            for part in _parts(left.pop(), definitions=False):
+                keys = ("const", "enum", *BOUNDS)
+                if not all(is_held(part[key]) for key in keys if key in part):
+                    return False
+                reference = part.get("$ref")
+                if isinstance(reference, str) and reference not in seen:
+                    seen.add(reference)
+                    left.append(self._found(reference))
+        return True
+
+    def _found(self, reference: str) -> Any:
+        """Return what a reference within the schema refers to; {} for any other."""
+        found: Any = self._root
+        if not reference.startswith("#"):
+            return {}
+        for step in reference[1:].split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, Mapping) or step not in found:
+                return {}
+            found = found[step]
+        return found
+
+    def _body(self, schema: Any) -> str:
+        """Return the right side of a rule for a schema."""
+        if isinstance(schema, bool):
+            schema = {} if schema else {"enum": []}
+        if self._is_held(schema):
+            return f"%json {json.dumps(self._whole(schema))}"
+        for key, rules in (
+            ("$ref", self._reference),
+            ("const", self._constants),
+            ("enum", self._constants),
+            ("anyOf", self._alternatives),
+            ("allOf", self._single),
+        ):
+            if key in schema:
+                return rules(schema, key)
+        types = schema.get("type", _TYPES)
+        if not isinstance(types, str):
+            return " | ".join(self._rule({**schema, "type": each}) for each in types)
+        if types in ("integer", "number"):
+            self._check(schema, _NUMBER | _OBJECT | _ARRAY | _STRING)
+            return self._terminal(decimals_within(schema, is_whole=types == "integer"))
+        if types == "object":
+            return self._object(schema)
+        if types == "array":
+            return self._array(schema)
+        rest = {key: value for key, value in schema.items() if key not in BOUNDS}
+        if not self._is_held(rest):
+            self._check(rest, _STRING)
+        return self._body(rest)
+
+    def _whole(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a part of the schema as one that stands alone, with the definitions."""
+        if schema is self._root:
+            return dict(schema)
+        refers = [part["$ref"] for part in _parts(schema) if "$ref" in part]
+        for reference in refers:
+            if not str(reference).startswith(("#/$defs/", "#/definitions/")):
+                raise ValueError(
+                    f'"$ref": {json.dumps(reference)} is not supported in a schema with a number '
+                    'that a double does not hold; refer to "$defs"'
+                )
+        shared = ("x-guidance", *(("$defs", "definitions") if refers else ()))
+        return {**schema, **{key: self._root[key] for key in shared if key in self._root}}
+
+    def _rule(self, schema: Any) -> str:
+        """Return the name of a new rule for a schema."""
+        name = self._new()
+        self.lines.append(f"{name}: {self._body(schema)}")
+        return name
+
+    def _terminal(self, body: str) -> str:
+        name = self._new().upper()
+        self.lines.append(f"{name}: {body}")
+        return name
+
+    def _new(self) -> str:
+        self._num += 1
+        return f"{self._name}_{self._num}"
+
+    def _check(self, schema: Mapping[str, Any], known: Collection[str]) -> None:
+        unknown = [key for key in schema if key not in {"type", *known, *_NOTES}]
+        if unknown:
+            raise ValueError(
+                f'"{unknown[0]}" is not supported beside a number that a double does not hold; '
+                "use integers up to 2**53 and numbers of 15 digits, or leave it out"
+            )
+
+    def _reference(self, schema: Mapping[str, Any], _: str) -> str:
+        self._check(schema, {"$ref"})
+        reference = schema["$ref"]
+        if reference not in self._of_references:
+            name = self._of_references[reference] = self._new()
+            self.lines.append(f"{name}: {self._body(self._found(reference))}")
+        return self._of_references[reference]
+
+    def _constants(self, schema: Mapping[str, Any], key: str) -> str:
+        self._check(schema, {key})
+        types = schema.get("type", _TYPES)
+        types = (types,) if isinstance(types, str) else types
+        values = [schema["const"]] if key == "const" else schema["enum"]
+        texts = [json.dumps(v, ensure_ascii=False) for v in values if _is_of(v, types)]
+        if not texts:
+            raise ValueError(f'no value of "{key}" is of the "type"')
+        return self._terminal(" | ".join(map(_quoted, dict.fromkeys(texts))))
+
+    def _alternatives(self, schema: Mapping[str, Any], _: str) -> str:
+        self._check(schema, {"anyOf"})
+        return " | ".join(map(self._rule, schema["anyOf"]))
+
+    def _single(self, schema: Mapping[str, Any], _: str) -> str:
+        self._check(schema, {"allOf"})
+        if len(schema["allOf"]) > 1:
+            self._check(schema, ())
+        return self._rule(schema["allOf"][0])
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        """Write a chain of rules: named properties in their order, then others."""
+        self._check(schema, _OBJECT | _ARRAY | _STRING | _NUMBER)
+        others = schema.get("additionalProperties", True)
+        required = schema.get("required", ())
+        named = {**schema.get("properties", {})}
+        named |= {name: others for name in required if name not in named}
+        first = more = ""
+        if others is not False:
+            keys = " | ".join(_quoted(json.dumps(name, ensure_ascii=False)) for name in named)
+            key = self._terminal(
+                r'/"(?:[^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"/' + (f" & ~({keys})" if keys else "")
+            )
+            pair = self._new()
+            self.lines.append(f'{pair}: {key} ": " {self._rule(others)}')
+            first, more = self._new(), self._new()
+            self.lines.append(f'{more}: (", " {pair})*')
+            self.lines.append(f"{first}: ({pair} {more})?")
+        for name in reversed(named):
+            if named[name] is False and name not in required:
+                continue
+            pair = self._new()
+            key = _quoted(json.dumps(name, ensure_ascii=False) + ": ")
+            self.lines.append(f"{pair}: {key} {self._rule(named[name])}")
+            with_it = f"{pair} {more}"
+            if name in required:
+                first, more = self._both(with_it, f'", " {with_it}')
+            else:
+                begin = f"{with_it} | {first}" if first else f"({with_it})?"
+                first, more = self._both(begin, f'(", " {pair})? {more}')
+        return f'"{{" {first} "}}"'
+
+    def _both(self, begin: str, more: str) -> tuple[str, str]:
+        """Return the names of rules for what begins an object, and for what follows in it."""
+        names = self._new(), self._new()
+        self.lines += [f"{names[0]}: {begin}", f"{names[1]}: {more}"]
+        return names
+
+    def _array(self, schema: Mapping[str, Any]) -> str:
+        """Write what follows each item of the prefix, the last one first."""
+        self._check(schema, _OBJECT | _ARRAY | _STRING | _NUMBER)
+        prefix, items = schema.get("prefixItems", ()), schema.get("items", True)
+        if isinstance(items, list):  # of drafts before 2020-12
+            prefix, items = items, schema.get("additionalItems", True)
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        num = len(prefix) if most is None else min(len(prefix), most)
+        tail = ""
+        if items is not False and (most is None or most > num):
+            left = "" if most is None else str(most - num)
+            item = self._rule(items)
+            tail = f'(", " {item}){{{max(0, least - num)},{left}}}'
+            if not num:
+                left = "" if most is None else str(most - 1)
+                tail = f'{item} (", " {item}){{{max(0, least - 1)},{left}}}'
+                tail = tail if least else f"({tail})?"
+        for i in reversed(range(num)):
+            comma = '", " ' if i else ""
+            tail = f"{comma}{self._rule(prefix[i])} {tail}"
+            tail = tail if i < least else f"({tail})?"
+        return f'"[" {tail} "]"'
+
+
+def _is_of(value: Any, types: Any) -> bool:
+    """Whether a value is of one of the types of JSON schema; 1.0 is an integer."""
+    if isinstance(value, bool):
+        return "boolean" in types
+    if isinstance(value, (int, float)):
+        return "number" in types or ("integer" in types and value == int(value))
+    kinds = {str: "string", list: "array", dict: "object", type(None): "null"}
+    return kinds[type(value)] in types
+
+
+def _quoted(text: str) -> str:
+    """Return a text as a literal of Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Return a schema in which every schema is changed, the innermost first."""
+    if not isinstance(schema, dict):
+        return schema
+    new = dict(schema)
+    for key, value in schema.items():
+        if key in _MAPPINGS and isinstance(value, dict):
+            new[key] = {name: _mapped(each, change) for name, each in value.items()}
+        elif key in _LISTS and isinstance(value, list):
+            new[key] = [_mapped(each, change) for each in value]
+        elif key in _SCHEMAS:
+            new[key] = _mapped(value, change)
+    return change(new)
+
+
+def _parts(schema: Any, *, definitions: bool = True) -> Iterator[dict[str, Any]]:
+    """Yield a schema and all within it, those of its definitions only if asked for."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for key, value in schema.items():
+        if not definitions and key in ("$defs", "definitions"):
+            continue
+        if key in _MAPPINGS and isinstance(value, dict):
+            inner = list(value.values())
+        elif key in _LISTS and isinstance(value, list):
+            inner = value
+        else:
+            inner = [value] if key in _SCHEMAS else []
+        for each in inner:
+            yield from _parts(each, definitions=definitions)

@@ -1,0 +1,324 @@
+"""The tokenizer of a Hugging Face folder, read as its files are.
+
+transformers builds the pipeline of most tokenizers again, from the class that tokenizer_config.json
+or the model type names. Here tokenizer.json counts as it stands. A folder without one may have
+Mistral's tekken.json or a SentencePiece model; transformers converts the files of other kinds.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from jaxserve.core.errors import CheckpointError, UnsupportedModelError
+from jaxserve.models.gguf_tokenizer import TokenizerParts, read_gguf_tokenizer, surround
+
+_PIPELINE_FILE, _TEKKEN_FILE = "tokenizer.json", "tekken.json"
+_SETTINGS_FILE = "tokenizer_config.json"
+_SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+# Files of which at least one is in a folder with a tokenizer.
+TOKENIZER_FILES = (
+    *(_PIPELINE_FILE, _TEKKEN_FILE, *_SENTENCEPIECE_FILES),
+    *("vocab.json", _SETTINGS_FILE),
+)
+_TEKKEN_NAMES = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+}
+_TEMPLATE_FILE, _TEMPLATES_FOLDER = "chat_template.jinja", "additional_chat_templates"
+
+
+def read_folder_tokenizer(folder: Path) -> TokenizerParts:
+    """Read the tokenizer of a folder; tokenizer_config.json adds special tokens and templates.
+
+    Raises:
+      CheckpointError: the folder has no tokenizer, or it cannot be read.
+      UnsupportedModelError: a tokenizer without a fast (`tokenizers`) form.
+    """
+    settings = _settings(folder)
+    names: dict[str, str] = {}
+    model = next((name for name in _SENTENCEPIECE_FILES if (folder / name).is_file()), None)
+    if (folder / _PIPELINE_FILE).is_file():
+        backend = _pipeline(folder)
+    elif (folder / _TEKKEN_FILE).is_file():
+        backend, names = _tekken(folder)
+    elif model is not None and (read := _sentencepiece(folder / model, settings)) is not None:
+        backend, names = read.backend, dict(read.special_tokens)
+    else:
+        backend, names = _converted(folder)
+    _add_tokens(backend, settings)
+    names |= {name: str(token) for name, token in _named_tokens(settings).items()}
+    eos = backend.token_to_id(names["eos_token"]) if "eos_token" in names else None
+    ends = [*declared_end_ids(folder), *([] if eos is None else [eos])]
+    templates = chat_templates(folder, settings)
+    return TokenizerParts(
+        backend,
+        tuple(dict.fromkeys(ends)),
+        templates.get("default"),
+        names,
+        templates.get("tool_use"),
+    )
+
+
+def declared_end_ids(folder: Path) -> list[int]:
+    """Return `eos_token_id` of a folder's generation_config.json, else of its config.json."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            given = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError):
+            continue
+        if given is not None:
+            return list(given) if isinstance(given, list) else [given]
+    return []
+
+
+def chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name. Files of their own replace those of the settings."""
+    files = {path.stem: path for path in (folder / _TEMPLATES_FOLDER).glob("*.jinja")}
+    if (folder / _TEMPLATE_FILE).is_file():
+        files["default"] = folder / _TEMPLATE_FILE
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    given = settings.get("chat_template")
+    if isinstance(given, list):
+        return {each["name"]: each["template"] for each in given}
+    return {} if given is None else {"default": given}
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json. Older folders have parts of it in files of their own."""
+    settings = _json(folder / _SETTINGS_FILE)
+    if "added_tokens_decoder" not in settings:
+        settings |= _json(folder / "special_tokens_map.json")
+        special = {token.content for token in _special_tokens(settings)}
+        settings["added_tokens_decoder"] = {
+            token_id: {
+                "content": text,
+                "special": text in special,
+                "normalized": text not in special,
+            }
+            for text, token_id in _json(folder / "added_tokens.json").items()
+        }
+    return settings
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Return the object in a file; an empty one if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    if not isinstance(given, dict):
+        raise _unreadable(path, "it is not a JSON object")
+    return given
+
+
+def _unreadable(path: Path, error: object) -> CheckpointError:
+    return CheckpointError(
+        str(path.parent), [f"{path.name} cannot be read: {error}"], f"fetch {path.name} again"
+    )
+
+
+def _add_tokens(backend: Tokenizer, settings: Mapping[str, Any]) -> None:
+    """Add the tokens of the settings, as transformers does; known ones get their properties."""
+    listed = sorted(settings["added_tokens_decoder"].items(), key=lambda item: int(item[0]))
+    backend.add_tokens([_added_token(token) for _, token in listed])
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_tokens([t for t in _special_tokens(settings) if t.content not in known])
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> Iterator[AddedToken]:
+    """Yield the special tokens that have a name, then the others."""
+    yield from _named_tokens(settings).values()
+    more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
+    if not isinstance(more, Mapping):
+        yield from map(_special_token, more)
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> dict[str, AddedToken]:
+    """Return the special tokens by name (`bos_token`, ...)."""
+    more = settings.get("extra_special_tokens")
+    # In transformers' order, in which those that are new get their ids.
+    named = {f"{name}_token": None for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+    named |= {**settings, **(more if isinstance(more, Mapping) else {})}
+    return {
+        name: _special_token(token)
+        for name, token in named.items()
+        if name.endswith("_token") and isinstance(token, str | dict)
+    }
+
+
+def _special_token(given: str | Mapping[str, Any]) -> AddedToken:
+    return _added_token({"content": given} if isinstance(given, str) else given, special=True)
+
+
+def _added_token(given: Mapping[str, Any], **more: Any) -> AddedToken:
+    properties = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    return AddedToken(**({name: given[name] for name in properties if name in given} | more))
+
+
+def _pipeline(folder: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(folder / _PIPELINE_FILE))
+    except Exception as error:  # tokenizers raises a bare Exception
+        raise _unreadable(folder / _PIPELINE_FILE, error) from error
+
+
+def _tekken(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """Return the tokenizer of a tekken.json, as mistral-common reads it, and its special tokens.
+
+    Its vocabulary has no merges: the pairs whose bytes together are a token merge, the first token
+    of the vocabulary first.
+    """
+    path = folder / _TEKKEN_FILE
+    given = _json(path)
+    try:
+        config, ranked = given["config"], sorted(given["special_tokens"], key=lambda t: t["rank"])
+        special = [each["token_str"] for each in ranked]
+        num_special = config.get("default_num_special_tokens") or len(special)
+        special += [f"<SPECIAL_{i}>" for i in range(len(special), num_special)]
+        num_bytes = (config.get("default_vocab_size") or len(given["vocab"])) - num_special
+        tokens = [base64.b64decode(each["token_bytes"]) for each in given["vocab"][:num_bytes]]
+        pattern = Regex(config["pattern"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            str(folder),
+            [f"{_TEKKEN_FILE} cannot be read: {error!r}"],
+            "put the model's tokenizer.json into the folder; the repositories of its quantised or "
+            "converted forms have one",
+        ) from error
+    known, letters = set(tokens), _letters_of_bytes()
+    texts = ["".join(map(letters.__getitem__, token)) for token in tokens]
+    merges = [
+        (text[:cut], text[cut:])
+        for token, text in zip(tokens, texts, strict=True)
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
+    vocabulary = {token: i for i, token in enumerate([*special, *texts])}
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(pattern, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in special])
+    backend.post_processor = surround(special.index("<s>"), None, special)
+    return backend, {name: text for name, text in _TEKKEN_NAMES.items() if text in special}
+
+
+def _letters_of_bytes() -> list[str]:
+    """Return the letters that byte-level vocabularies write for the bytes 0 to 255."""
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    others = (chr(number) for number in range(256, 512))
+    return [chr(byte) if chr(byte) in alphabet else next(others) for byte in range(256)]
+
+
+def _sentencepiece(path: Path, settings: Mapping[str, Any]) -> TokenizerParts | None:
+    """Return the tokenizer of a SentencePiece BPE model, as a GGUF file of it gives it.
+
+    None for a file of another kind, and for models that change the text before they split it.
+    """
+    try:
+        fields = _fields(path.read_bytes())
+        pieces = [_fields(piece) for piece in fields[1]]
+        training, normalizing = (_fields(fields.get(number, [b""])[0]) for number in (2, 3))
+        tokens = [piece[1][0].decode("utf-8") for piece in pieces]
+    except (KeyError, IndexError, ValueError):
+        return None
+    is_bpe = training.get(3, [1])[0] == 2
+    changes_text = any(normalizing.get(2, [b""])) or normalizing.get(4, [1])[0]
+    if not is_bpe or changes_text:
+        return None
+    scores = [memoryview(piece.get(2, [bytes(4)])[0]).cast("f")[0] for piece in pieces]
+    unknown, bos, eos = (training.get(40 + i, [i])[0] for i in range(3))
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [piece.get(3, [1])[0] for piece in pieces],
+        "tokenizer.ggml.unknown_token_id": unknown,
+        "tokenizer.ggml.bos_token_id": bos,
+        "tokenizer.ggml.eos_token_id": eos,
+        "tokenizer.ggml.add_space_prefix": normalizing.get(3, [1])[0],
+        "tokenizer.ggml.add_bos_token": settings.get("add_bos_token", True),
+        "tokenizer.ggml.add_eos_token": settings.get("add_eos_token", False),
+    }
+    return read_gguf_tokenizer(metadata, str(path))
+
+
+def _fields(data: bytes) -> dict[int, list[Any]]:
+    """Return the fields of a protocol buffer by number: whole numbers, or bytes."""
+    fields: dict[int, list[Any]] = {}
+    at = 0
+
+    def number() -> int:
+        nonlocal at
+        found = shift = 0
+        while True:
+            found |= (data[at] & 0x7F) << shift
+            at, shift = at + 1, shift + 7
+            if data[at - 1] < 0x80:
+                return found
+
+    while at < len(data):
+        field, kind = divmod(number(), 8)
+        if kind == 0:
+            value: Any = number()
+        elif kind in (1, 2, 5):
+            size = number() if kind == 2 else 8 if kind == 1 else 4
+            value, at = data[at : at + size], at + size
+        else:
+            raise ValueError(f"wire type {kind}")
+        fields.setdefault(field, []).append(value)
+    return fields
+
+
+def _converted(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """Return the tokenizer that transformers makes of other files, and its special tokens."""
+    try:
+        loaded = _auto_tokenizer().from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a missing or bad file
+        raise CheckpointError(
+            str(folder),
+            [f"it has no {_PIPELINE_FILE}, and transformers makes none of its files: {error}"],
+            f"put the model's {_PIPELINE_FILE} and {_SETTINGS_FILE} into the folder, or install "
+            "what transformers needs for a *.model: sentencepiece and protobuf, or tiktoken",
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise UnsupportedModelError(
+            f"the tokenizer of {folder} ({type(loaded).__name__}) has no fast form; "
+            f"convert it to a {_PIPELINE_FILE}"
+        )
+    return backend, {name: str(text) for name, text in loaded.special_tokens_map.items()}
+
+
+def _auto_tokenizer() -> Any:
+    """Return transformers' class: seconds to import, so only where a folder needs it.
+
+    Without its advice to install PyTorch, which nothing here uses.
+    """
+    variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    given = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        return importlib.import_module("transformers").AutoTokenizer
+    finally:
+        if given is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = given
