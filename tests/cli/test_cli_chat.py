@@ -94,6 +94,7 @@ def _terminal(*arguments: str) -> Iterator[Terminal]:
         terminal.close()
 
 
+@pytest.mark.release
 def test_ctrl_c_stops_an_answer_and_then_leaves(tmp_path: Path):
     """The journal has the acknowledged turns; no process and no lock remains."""
     folder = tmp_path / "model"

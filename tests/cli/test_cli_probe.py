@@ -70,6 +70,7 @@ def test_it_serves(folder, token_model):
     assert with_it.stdout == without.stdout
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "more, said",
     [

@@ -82,6 +82,7 @@ def test_a_page_is_read_and_written_in_the_parts_of_the_stages():
         assert host.read_host_page(3)[PAGE_BYTES:] == bytes(PAGE_BYTES)
 
 
+@pytest.mark.release
 def test_stages_go_on_after_a_step_without_memory(wanted):
     """The failed step's requests end with an error; all others are computed anew."""
     options = OPTIONS | dict(mesh=PLAN, policy=SWAPS, kv_memory=18 * PAGE_BYTES)

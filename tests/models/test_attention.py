@@ -257,7 +257,9 @@ def _attended(graphdef, params, x, tables, batch, cache):
     return nnx.merge(graphdef, params)(x, PagedContext(0, tables, None, batch, cache))
 
 
-@pytest.mark.parametrize(("num_shards", "dtype"), [(1, "float32"), (1, "int8"), (4, "float32")])
+@pytest.mark.parametrize(
+    ("num_shards", "dtype"), some([(1, "float32"), (1, "int8"), (4, "float32")])
+)
 def test_a_cross_attention_layer(num_shards, dtype):
     """Queries of the decoder in chunks attend to the encoder's output, which is written once.
 

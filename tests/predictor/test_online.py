@@ -58,6 +58,7 @@ def _follow(learner: OnlineLearner, stream: list[Example], every: int = 8) -> No
             learner.step_once()
 
 
+@pytest.mark.release
 def test_it_follows_a_drift(trained_folder):
     """Lengths triple; after 600 requests the error relative to them is as small as before."""
     learner = OnlineLearner.load(trained_folder, CONFIG)
@@ -81,6 +82,7 @@ def test_it_follows_a_drift(trained_folder):
     assert 200 < counters.mispredicted < 800
 
 
+@pytest.mark.release
 def test_adopting_never_makes_the_holdout_worse(trained_folder):
     """Whatever is learned, even noise at a high learning rate, adopted parameters are not worse."""
     wild = OnlineConfig(**(vars(CONFIG) | {"learning_rate": 0.1, "patience": 3}))
@@ -104,6 +106,7 @@ def test_adopting_never_makes_the_holdout_worse(trained_folder):
     assert counters.adoptions >= len(served) - 1
 
 
+@pytest.mark.release
 def test_stopped_saved_and_gone_on(trained_folder, tmp_path):
     """A learner that was saved half-way has the same bits at the end as one that was not."""
     whole, cut = (OnlineLearner.load(trained_folder, CONFIG) for _ in range(2))

@@ -70,6 +70,7 @@ def test_saved_and_loaded(trained, tmp_path):
         LengthPredictor.load(tmp_path)
 
 
+@pytest.mark.release
 def test_cut_off_and_gone_on(tmp_path):
     """Training that was interrupted after an epoch ends like one that was not."""
     learn, held_out = examples(200), examples(60, seed=1)
@@ -101,6 +102,7 @@ def test_cut_off_and_gone_on(tmp_path):
     np.testing.assert_allclose(again.logits(prompts), whole.logits(prompts), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.release
 def test_training_over_a_mesh():
     """Batches split over two devices give the losses of one."""
     learn, held_out = examples(128), examples(40, seed=1)
@@ -111,6 +113,7 @@ def test_training_over_a_mesh():
     np.testing.assert_allclose(shared.losses, alone.losses, rtol=1e-4)
 
 
+@pytest.mark.release
 def test_training_ends_when_it_gets_no_better():
     """If lengths are random, patience ends the training, and the best epoch is kept."""
     random = np.random.default_rng(0)
@@ -154,6 +157,7 @@ def test_three_parts():
         split_in_three(all_of_them, held_out=0.5)
 
 
+@pytest.mark.release
 def test_half_precision_learns_too():
     """Computation is in bfloat16, parameters stay float32, and the loss falls about as much."""
     learn, held_out = examples(320), examples(60, seed=1)

@@ -184,6 +184,7 @@ def test_how_a_request_is_computed_changes_nothing(options):
         rt.check_integrity()
 
 
+@pytest.mark.release
 def test_scanned_layers_have_adapters():
     """Layers whose parameters are stacked."""
     model, flat = (
@@ -202,6 +203,7 @@ def test_scanned_layers_have_adapters():
         _check(rt, _mixed())
 
 
+@pytest.mark.release
 def test_weights_in_panels_have_adapters():
     """Weights that are laid out for the CPU, as those of checkpoints are."""
     model = tiny_llama()

@@ -145,6 +145,7 @@ def test_a_plan_under_a_latency_bound_is_carried_out(t5):
         rt.check_integrity()
 
 
+@pytest.mark.release
 def test_preempted_answers_are_computed_again(t5):
     """With a pool that is too small, prompts are encoded again, and answers stay the same."""
     folder, wanted = t5

@@ -269,6 +269,7 @@ def test_steps_are_measured_for_the_new_groups():
         assert stats.step_bytes == moved.step_bytes
 
 
+@pytest.mark.release
 def test_what_is_refused():
     """Divisions that devices or model do not allow, a pause above its bound, other runtimes."""
     with _runtime(mesh=make_groups(encode=2, decode=2)) as rt:

@@ -251,6 +251,7 @@ def test_models_with_recurrent_layers_refuse_it():
         check_speculation(model_config, RuntimeOptions(speculation="lookup"))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("layout", some(["unrolled", "scanned"]))
 @pytest.mark.parametrize(("seed", "is_alike"), some([(0, True), (7, False)]))
 def test_a_draft_model_changes_no_token_and_no_bit(wanted, layout, seed, is_alike):

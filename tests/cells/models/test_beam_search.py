@@ -14,6 +14,7 @@ from jaxserve.cells.models.torch_weights import (
     predicting_from_torch,
 )
 from jaxserve.core.errors import InvalidConfigError
+from tests.common.tiers import some
 
 VOCAB, EMBED, HIDDEN = 13, 5, 6
 GO, END = 0, 4
@@ -82,12 +83,14 @@ def _sentences(num: int) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("num_beams", "exponent", "end", "reasons"),
-    [
-        (3, 0.0, END, {"stop", "length"}),
-        (4, 1.0, END, {"stop", "length"}),
-        (4, 0.6, None, {"stop"}),
-        (VOCAB, 1.5, GO, {"length"}),
-    ],
+    some(
+        [
+            (3, 0.0, END, {"stop", "length"}),
+            (4, 1.0, END, {"stop", "length"}),
+            (4, 0.6, None, {"stop"}),
+            (VOCAB, 1.5, GO, {"length"}),
+        ]
+    ),
 )
 def test_it_finds_the_hypotheses_of_a_plain_search(translator, num_beams, exponent, end, reasons):
     """All hypotheses and their scores are the same, also when requests are batched."""

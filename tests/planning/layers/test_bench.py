@@ -66,6 +66,7 @@ def with_free_launches(profile: LayerProfile) -> LayerProfile:
     return profile
 
 
+@pytest.mark.release
 def test_tiny_layers_of_an_encoder_decoder_are_measured():
     """Encoder, cross attention and what it needs have times above 0, on one and two devices."""
     config, devices = tiny_t5().config, jax.devices()[:2]

@@ -31,6 +31,7 @@ from jaxserve.scheduling.plan import Admission, Row, StepPlan
 from jaxserve.scheduling.policy import Policy as ServingPolicy
 from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.workload.tasks import TASKS, task_items
+from tests.common.tiers import some
 from tests.planning.schedules.made_up import MadeUpCost, cluster_of, model_of
 
 _PAGE_TOKENS = 32
@@ -44,18 +45,20 @@ def _deployment() -> Deployment:
 
 @pytest.mark.parametrize(
     ("task", "encode_batch", "num_decodes", "degree", "of_throughput", "of_latency"),
-    [
-        ("S", 52, 13, 4, 0.05, 0.07),  # the paper's own, table 6
-        ("S", 49, 7, 4, 0.05, 0.07),
-        ("S", 8, 40, 4, 0.08, 0.17),
-        ("S", 12, 8, 1, 0.05, 0.07),  # four pipeline stages
-        ("C1", 24, 16, 4, 0.05, 0.07),
-        ("C1", 10, 48, 2, 0.08, 0.07),
-        ("T", 12, 32, 4, 0.05, 0.07),
-        ("T", 6, 100, 4, 0.05, 0.07),
-        ("G", 8, 25, 4, 0.05, 0.07),
-        ("G", 16, 200, 4, 0.05, 0.07),
-    ],
+    some(
+        [
+            ("S", 52, 13, 4, 0.05, 0.07),  # the paper's own, table 6
+            ("S", 49, 7, 4, 0.05, 0.07),
+            ("S", 8, 40, 4, 0.08, 0.17),
+            ("S", 12, 8, 1, 0.05, 0.07),  # four pipeline stages
+            ("C1", 24, 16, 4, 0.05, 0.07),
+            ("C1", 10, 48, 2, 0.08, 0.07),
+            ("T", 12, 32, 4, 0.05, 0.07),
+            ("T", 6, 100, 4, 0.05, 0.07),
+            ("G", 8, 25, 4, 0.05, 0.07),
+            ("G", 16, 200, 4, 0.05, 0.07),
+        ]
+    ),
 )
 def test_rra_is_estimated_as_the_real_scheduler_runs_it(
     task: str,

@@ -82,6 +82,7 @@ def _lowest_s(name: str, *, is_larger: bool = False) -> float:
     return refused.value.lowest["latency_s"]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", some(PLANNERS))
 def test_no_schedule_serves_more_under_any_bound(name: str):
     """From the lowest bound to none: the plan is at least as good as every limit and the best RRA.
@@ -202,6 +203,7 @@ def test_the_same_answers_whenever_they_are_asked_for():
     assert alone.estimate == CLOSED_FORM and alone.name.startswith("RRA encode ")
 
 
+@pytest.mark.release
 def test_plans_do_not_count_on_proposals():
     """An engine that speculates has the plan of one that does not: who knows what is right."""
     speculating = _planner(replace(SMALL, num_proposed=8))
@@ -214,6 +216,7 @@ def test_plans_do_not_count_on_proposals():
     assert found == wanted
 
 
+@pytest.mark.release
 def test_memory_limits_the_sequences_that_run():
     """A small pool: no plan preempts much, and it serves at least what each limit does."""
     config = replace(SMALL, num_pages=40)
@@ -237,6 +240,7 @@ def test_answers_without_room_are_planned_as_cut():
     assert plan.answers_per_s > 0 and math.isfinite(plan.latency_s)
 
 
+@pytest.mark.release
 def test_requests_with_bounds_of_their_own_get_the_better_family():
     """From the lowest bound of the class to none, both families are offered with reserved slots.
 
@@ -294,6 +298,7 @@ def test_families_are_checked():
         assert (plan.family, plan.estimate) == (family, SIMULATED)
 
 
+@pytest.mark.release
 def test_families_replace_each_other_while_requests_run():
     """RRA begins, answers become longer and a class of bounds appears: nothing is lost."""
     planner = _planner()
@@ -323,6 +328,7 @@ def test_families_replace_each_other_while_requests_run():
     assert any(each.reserved_slots for _, each in pilot.adopted)
 
 
+@pytest.mark.release
 def test_the_frontier_has_both_families():
     """It rises with the bound; neighbours of a limit are the limits beside it."""
     pairs = _pairs(0)

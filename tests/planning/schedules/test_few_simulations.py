@@ -92,7 +92,7 @@ def lowest_s() -> float:
     return refused.value.lowest["latency_s"]
 
 
-@pytest.mark.parametrize("share", [1.1, 1.5, 3.0, math.inf])
+@pytest.mark.parametrize("share", some([1.1, 1.5, 3.0, math.inf]))
 def test_an_engine_is_planned_by_few_simulated_steps(lowest_s: float, share: float):
     """32 slots and nothing simulated before: few steps, from a tight bound to none.
 

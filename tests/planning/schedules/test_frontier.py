@@ -83,6 +83,7 @@ def test_asked_bounds_are_points_and_the_largest_gap_is_halved():
         frontier_of(schedules, num_bounds=1)
 
 
+@pytest.mark.release
 def test_other_bounds_hold_along_the_whole_frontier():
     """Schedules that keep a bound of another kind are the only ones on the frontier."""
     deployment, lengths = _roomy()

@@ -43,6 +43,7 @@ def lowest_s() -> float:
     return refused.value.lowest["latency_s"]
 
 
+@pytest.mark.release
 def test_the_class_is_left_out_where_both_cannot_be_kept(lowest_s: float, caplog):
     """Its reserved slots would cost the bound; a warning names it, and a plan without it is found.
 
@@ -68,6 +69,7 @@ def test_classes_stay_where_the_bounds_are_infeasible_without_them(lowest_s: flo
     assert PLANNER.possible(task, bounds, classes) == classes
 
 
+@pytest.mark.release
 def test_an_adapted_plan_keeps_its_bounds(lowest_s: float, caplog):
     """A single request with a bound of ten minutes does not make a plan miss its own."""
     bounds, known = LatencyBounds(latency_s=1.8 * lowest_s), _answers()

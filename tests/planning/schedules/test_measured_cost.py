@@ -196,7 +196,9 @@ def test_a_plan_keeps_its_bound_in_the_simulation(share: float):
     assert np.mean(np.array(spent) <= bound_s) >= 0.99
 
 
-@pytest.mark.parametrize(("kind", "share"), [("first_token", 1.1), ("token", 1.05), ("token", 1.4)])
+@pytest.mark.parametrize(
+    ("kind", "share"), some([("first_token", 1.1), ("token", 1.05), ("token", 1.4)])
+)
 def test_a_bound_on_tokens_is_kept_in_the_simulation(kind: str, share: float):
     """Time to first token, or per token: in 99 % of answers, at some cost in throughput."""
     lengths = _lengths(600, seed=5)

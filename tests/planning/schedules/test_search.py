@@ -58,7 +58,7 @@ def _cases(num: int, seed: int) -> Iterator[tuple[Sequence[Timeline], LatencyBou
         yield timelines, _bounds(timelines, rng)
 
 
-@pytest.mark.parametrize("seed", some(range(8), 0, 1))
+@pytest.mark.parametrize("seed", some(range(8)))
 def test_the_search_finds_the_best_of_all_configurations(seed: int):
     """400 random models, clusters, costs, tasks and bounds in all, monotone or not."""
     for number, (timelines, bounds) in enumerate(_cases(50, seed)):
@@ -125,6 +125,7 @@ def _rows(boxes: Boxes) -> list[Points]:
     return [boxes.low[i : i + 1] for i in range(len(boxes))]
 
 
+@pytest.mark.release
 def test_algorithm_1_alone_misses_schedules_and_the_report_counts_them():
     """On jagged random cases it misses some; where it finds one, it keeps the bounds."""
     cases = [

@@ -68,6 +68,7 @@ def _served(
     ]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("changed", some(["mean", "std"]))
 def test_the_bound_is_kept_again_when_lengths_grow(changed: str):
     """Left alone, over 1 % of answers miss it; adapted, it serves as much as if planned anew."""
