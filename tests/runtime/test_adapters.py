@@ -407,6 +407,7 @@ def test_a_runtime_without_adapters_says_so():
             rt.generate(PROMPTS[0], _params("all"))
 
 
+@pytest.mark.release
 def test_adapters_in_bfloat16_are_rounded_and_nothing_else():
     """Answers and log-probabilities have the bits of rounded adapters in float32."""
     arrays = {

@@ -210,6 +210,7 @@ def test_a_runtime_finds_what_the_one_before_it_wrote(expected, tmp_path):
         assert rt.stats().num_prefix_hit_on_disk == 0
 
 
+@pytest.mark.release
 def test_a_runtime_in_stages_finds_what_the_one_before_it_wrote(expected, tmp_path):
     """Each file has the parts of all stages; a model in one piece does not hit it."""
     disk = {"disk_memory": "4MB", "disk_folder": tmp_path, "host_memory": "100kB"}
@@ -329,6 +330,7 @@ def test_pages_come_back_to_stages_layer_by_layer(expected):
         rt.check_integrity()
 
 
+@pytest.mark.release
 def test_stages_hit_pages_around_holes(expected):
     """Rows of one sequence go through the stages in order."""
     plan, seen = StagePlan.of([1, 1], micro_batches=2), WrapAll()

@@ -72,6 +72,7 @@ def test_same_tokens_in_a_batch_with_preemptions(alone):
         assert rt.stats().num_preemptions > 0
 
 
+@pytest.mark.release
 def test_same_tokens_over_several_devices(alone):
     """Scales are split by KV head or cut by layer, like their pages."""
     kv_dtype, wanted = alone
@@ -95,6 +96,7 @@ def test_a_disk_gives_back_pages_of_its_own_dtype_alone(tmp_path):
     assert answers[2] == answers[0]
 
 
+@pytest.mark.release
 def test_same_tokens_in_a_pool_that_is_resized():
     """The pool shrinks below the pages of running requests, which continue."""
     with _runtime("int8", num_pages=60) as rt:

@@ -127,6 +127,7 @@ def _rounded(seed: int) -> nnx.State:
     )
 
 
+@pytest.mark.release
 def test_weights_in_bfloat16_answer_as_rounded_ones():
     """The answers are those of rounded dense weights, after an update too; memory is halved."""
     answers = []

@@ -121,6 +121,7 @@ def test_a_plan_waits_for_running_requests_no_longer_than_it_is_told(
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.release
 def test_a_plan_knows_the_answers_that_it_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -239,6 +240,7 @@ def loaded(measured: tuple[list, Path]):
         yield rt
 
 
+@pytest.mark.release
 def test_rules_divide_only_devices_that_can_move():
     """Groups of stages stay as they are, so that WAA-M's rule would have no effect."""
     devices = jax.devices()
