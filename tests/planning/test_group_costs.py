@@ -12,6 +12,8 @@ from jaxserve.planning import DeviceRoofs, GroupCosts, ModelShape, RooflineCost
 from jaxserve.scheduling.plan import LINK, Handover, Row, StepPlan
 from tests.planning.step_times import made_up
 
+pytestmark = pytest.mark.fast
+
 ENCODE, DECODE = FlatCost(per_iteration_s=3.0), FlatCost(per_iteration_s=1.0)
 COPY = StepPlan(
     index=0,

@@ -17,6 +17,8 @@ from jaxserve.planning.profiler import measure_beside
 from jaxserve.scheduling.plan import LINK, Handover, StepPlan
 from tests.planning.step_times import made_up
 
+pytestmark = pytest.mark.fast
+
 CONFIG = EngineConfig(page_size=4, num_pages=80, max_slots=4, max_context=64, max_step_tokens=32)
 ORIGIN = Origin(model={}, device={}, config=CONFIG, versions={})
 

@@ -11,6 +11,8 @@ from jaxserve.planning import DeviceRoofs, ModelShape, RooflineCost
 from jaxserve.scheduling.plan import Row
 from tests.planning.step_times import plan
 
+pytestmark = pytest.mark.fast
+
 ROOFS = DeviceRoofs(
     flops=1000.0, memory_bytes_per_s=100.0, link_bytes_per_s=10.0, memory_bytes=1000.0
 )

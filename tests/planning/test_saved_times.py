@@ -18,6 +18,8 @@ from jaxserve.planning import (
 )
 from tests.planning.step_times import made_up
 
+pytestmark = pytest.mark.fast
+
 
 def test_step_times_are_found_by_their_origin(tmp_path: Path):
     """Those of another device and damaged files are passed over; the newest of an origin counts."""

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from predictor import LengthBuckets
 
+pytestmark = pytest.mark.fast
+
 
 @given(data=st.data())
 def test_every_length_has_one_bucket(data):

@@ -10,6 +10,8 @@ from predictor.baselines import prompt_lengths
 from predictor.data import split_in_three
 from tests.predictor.tiny import BUCKETS, examples
 
+pytestmark = pytest.mark.fast
+
 
 def _oracle(prompts):
     """Return a predictor that reads the quarter of an answer's length from the first word."""

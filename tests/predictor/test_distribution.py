@@ -7,6 +7,8 @@ import pytest
 
 from predictor import LengthBuckets, LengthDistributions
 
+pytestmark = pytest.mark.fast
+
 BUCKETS = LengthBuckets((0, 4, 10, 11, 30))
 
 

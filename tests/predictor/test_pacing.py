@@ -7,6 +7,8 @@ import pytest
 
 from predictor.pacing import Budget
 
+pytestmark = pytest.mark.fast
+
 
 def _play(share: float, costs_s: list[float], end_s: float, said: float = 1.0) -> list[float]:
     """Return when each piece of work began; its announced cost is `said` times the real one."""

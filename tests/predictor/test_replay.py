@@ -7,6 +7,8 @@ import pytest
 
 from predictor.replay import Observation, ReplayBuffer, pack, unpack
 
+pytestmark = pytest.mark.fast
+
 
 def _observed(number: int, *, wrong: bool) -> Observation:
     return Observation(np.arange(number % 5 + 1, dtype=np.int32), number + 1, 1, 0 if wrong else 1)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 
 from jaxserve.planning.schedules import LatencyBounds
 from jaxserve.planning.schedules.frontier import ClusterSearch, frontier_of
 from jaxserve.report import draw_frontier
 from tests.planning.schedules.made_up import random_case
+
+pytestmark = pytest.mark.fast
 
 
 def test_the_chosen_schedules_are_marked_with_their_figures():

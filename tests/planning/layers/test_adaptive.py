@@ -8,6 +8,8 @@ import pytest
 from jaxserve.planning.layers.adaptive import Range, sample
 from tests.common.tiers import some
 
+pytestmark = pytest.mark.fast
+
 
 def _step(at: int) -> float:
     """Flat up to 100, then rising."""

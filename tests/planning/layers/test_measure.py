@@ -13,6 +13,8 @@ from jaxserve.planning.layers import profile as parts
 from jaxserve.planning.layers.profile import curve
 from tests.planning.layers.made_up import MadeUpTimer, made_up_profile
 
+pytestmark = pytest.mark.fast
+
 QUIET = {"progress": False, "tolerance": 0.2}
 
 

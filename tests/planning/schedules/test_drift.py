@@ -13,6 +13,8 @@ from jaxserve.planning.schedules.drift import (
     share_beyond,
 )
 
+pytestmark = pytest.mark.fast
+
 
 def _normal(mean: float, std: float, num: int, rng: np.random.Generator) -> np.ndarray:
     return np.clip(np.round(rng.normal(mean, std, num)), 1, None).astype(int)

@@ -18,6 +18,8 @@ from jaxserve.planning.schedules import (
 )
 from tests.planning.schedules.made_up import cluster_of, model_of
 
+pytestmark = pytest.mark.fast
+
 # 500 operations and 50 bytes a second are reached; links 25 and 5, the host's 5.
 COST = RooflineLayerCost(model_of(2), cluster_of(4))
 

@@ -18,6 +18,8 @@ from jaxserve.workload.tasks import TASKS
 from tests.planning.schedules.made_up import MadeUpCost, always, cluster_of, model_of
 from tests.planning.schedules.pipelines import decode_batch
 
+pytestmark = pytest.mark.fast
+
 
 def _timeline(
     num_layers: int = 2,
