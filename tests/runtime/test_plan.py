@@ -293,6 +293,7 @@ def test_slots_are_reserved_where_the_order_heeds_bounds(
         assert len(plan.classes) == num_classes and bool(plan.reserved_slots) == bool(num_classes)
 
 
+@pytest.mark.release
 def test_a_model_in_stages_has_step_times_of_its_own(
     measured: tuple[list, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

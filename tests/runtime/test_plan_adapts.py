@@ -166,6 +166,7 @@ def test_the_preset_keeps_bounds_on_tokens(cache: Path, monkeypatch: pytest.Monk
         assert plan.bounds == LatencyBounds.of(**bounds)
 
 
+@pytest.mark.release
 def test_the_preset_plans_on_two_device_groups_too(answers, tmp_path, monkeypatch):
     """There the schedule is workload-aware; a policy that does not plan refuses the option."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))

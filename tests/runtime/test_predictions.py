@@ -15,6 +15,7 @@ from jaxserve.core.errors import InvalidConfigError, QueueFullError, RuntimeClos
 from jaxserve.testing import FreeCopiesExecutor, SlowExecutor
 from jaxserve.testing.tiny import OPTIONS, letter_tokenizer, random_prompts, tiny_llama
 from predictor import LengthBuckets, LengthDistributions
+from tests.common.tiers import some
 from tests.predictor.tiny import tiny_predictor
 
 BUCKETS = LengthBuckets.equal_width(40, 4)
@@ -77,7 +78,7 @@ def expected():
 
 
 @pytest.mark.parametrize("policy", ["s3", "auto"])
-@pytest.mark.parametrize("name", PREDICTORS)
+@pytest.mark.parametrize("name", some(PREDICTORS, 0, 1))
 def test_wrong_predictions_cost_time_and_never_tokens(expected, policy, name):
     """Predictions are too short, too long, undecided, NaN, or raise."""
     with Runtime(
@@ -237,6 +238,7 @@ def test_requests_that_end_go_on_training_the_predictor():
     assert not learner.is_learning
 
 
+@pytest.mark.release
 def test_what_was_learned_survives_a_restart(tmp_path):
     """It is saved beside the predictor when the runtime closes, and loaded by the next one."""
     tiny_predictor().save(tmp_path)

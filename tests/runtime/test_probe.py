@@ -19,6 +19,7 @@ from jaxserve.workload.finished import FinishedAnswer
 from predictor import LengthBuckets, LengthProbe, ProbeConfig, Refinement
 from predictor.probe import ProbeHead
 from sharding import StagePlan, make_mesh
+from tests.common.tiers import some
 
 BUCKETS = LengthBuckets.logarithmic(64, 6)
 REFINEMENT = Refinement(buckets=BUCKETS, marginal=np.full(BUCKETS.num, 1 / BUCKETS.num), interval=4)
@@ -67,7 +68,7 @@ def expected():
         return [rt.generate(p, params).token_ids for p, params in zip(PROMPTS, PARAMS, strict=True)]
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", some(WRONG))
 def test_wrong_readings_cost_time_and_never_tokens(expected, name):
     """Readings are short, long, undecided or NaN; nothing compiles after a warm-up."""
     warm = {"warmup": "full", "strict": True} if name == "untrained" else {}
@@ -105,7 +106,7 @@ def _readings(executor: RecordingExecutor) -> dict[tuple[str, int], np.ndarray]:
     return read
 
 
-@pytest.mark.parametrize("layout, layer", [("unrolled", 1), ("scanned", 2)])
+@pytest.mark.parametrize("layout, layer", some([("unrolled", 1), ("scanned", 2)]))
 def test_it_reads_what_a_forward_pass_does(layout, layer):
     """This holds in prefill chunks, mixed steps and decode loops, at middle and last layers."""
     model, probe = tiny_llama(layer_layout=layout), made_up_probe(layer=layer)

@@ -21,6 +21,7 @@ from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from pallas_kernels import dispatch
 from pallas_kernels.cross import targeting
 from sharding import StagePlan, make_mesh, state_shardings
+from tests.common.tiers import some
 
 PROMPTS = random_prompts(5, longest=30)
 EACH = SamplingParams(max_tokens=12)
@@ -46,7 +47,7 @@ def served():
     return found
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", some(FORMATS))
 def test_answers_are_the_same_alone_and_in_any_batch(format, served):
     """A request's tokens do not depend on the other requests."""
     with _runtime(quantize=format) as rt:
@@ -79,8 +80,8 @@ def test_the_kernel_is_chosen_and_recorded():
     assert "cpu" in chosen
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", some(["float32", "bfloat16"]))
+@pytest.mark.parametrize("format", some(FORMATS))
 def test_updates_are_quantised(format, dtype, served):
     """Dense weights of a trainer, in 32 or 16 bits, serve as if the runtime began with them."""
     new = nnx.state(tiny_llama(1), nnx.Param)
@@ -116,6 +117,7 @@ def _float32_bytes() -> int:
     return sum({x.unsafe_buffer_pointer(): x.nbytes for x in found}.values())
 
 
+@pytest.mark.release
 def test_an_update_is_cast_weight_by_weight():
     """Of a trainer's weights in 16 bits, only the one that is being rounded is in 32 bits."""
     wide = nnx.state(tiny_llama(1), nnx.Param)
@@ -142,7 +144,7 @@ def test_an_update_that_does_not_fit_is_refused(served):
         assert _answers(rt) == served["int8", 0][0]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", some(FORMATS))
 def test_two_devices_share_the_weights(format, served, caplog):
     """Under tensor parallelism answers are those of one device; what is not shared is logged."""
     with (

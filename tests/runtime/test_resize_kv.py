@@ -13,6 +13,7 @@ from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError, PromptTo
 from jaxserve.testing import SlowExecutor, WrapAll
 from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
 from sharding import make_mesh
+from tests.common.tiers import some
 
 OPTIONS = dict(max_slots=2, max_step_tokens=32, page_size=8, warmup=False)
 PROMPTS = random_prompts(4, longest=30)
@@ -69,7 +70,7 @@ def _begun(rt: Runtime):
     return pending
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("num_shards", some([1, 2]))
 def test_running_requests_go_on_with_the_same_tokens(answers, num_shards):
     """The pool shrinks below the pages of running requests and grows again; memory is freed."""
     mesh = None if num_shards == 1 else make_mesh(tensor=num_shards)

@@ -15,6 +15,7 @@ from jaxserve.engine.lookup import HostLookup
 from jaxserve.engine.matcher import Matcher
 from jaxserve.testing import OPTIONS, letter_tokenizer, tiny_llama
 from sharding import StagePlan
+from tests.common.tiers import some
 
 # What the answers are of, and text that their prompts repeat.
 GRAMMARS: list[tuple[dict[str, Any], str, str]] = [
@@ -36,7 +37,7 @@ def plain() -> Iterator[Runtime]:
         yield runtime
 
 
-@pytest.fixture(scope="module", params=["whole", "stages"])
+@pytest.fixture(scope="module", params=some(["whole", "stages"]))
 def speculating(request: pytest.FixtureRequest) -> Iterator[Runtime]:
     options: dict[str, Any] = {
         **OPTIONS,

@@ -30,6 +30,7 @@ from jaxserve.scheduling.plan import StepPlan, TokenMasks
 from jaxserve.testing import OPTIONS, letter_tokenizer, random_prompts, tiny_llama
 from sharding import StagePlan, make_groups
 from tests.common.schemas import DOUBLING, SYMBOLS, random_schema
+from tests.common.tiers import some
 
 PROMPTS = random_prompts(8, longest=20)
 # Grammars of every notation, and what they match.
@@ -102,7 +103,7 @@ MESHES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", some(MESHES))
 def test_several_devices_give_the_same_answers(rt: Runtime, name: str):
     """A model in stages, and prompts and answers on devices of their own, obey the grammar too."""
     make, options = MESHES[name]

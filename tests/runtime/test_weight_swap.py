@@ -27,6 +27,7 @@ from jaxserve.testing import SlowExecutor, WrapAll, tiny
 from jaxserve.testing.executors import ExecutorWrapper
 from jaxserve.testing.tiny import random_prompts, tiny_llama
 from sharding import make_mesh
+from tests.common.tiers import some
 
 OPTIONS: dict[str, Any] = tiny.OPTIONS | {"policy": "auto"}
 PROMPTS = random_prompts(6, longest=30)
@@ -83,7 +84,7 @@ class _Faulty(ExecutorWrapper):
         return self.inner.fingerprint()
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", some([1, 2]))
 @pytest.mark.parametrize(
     ("at", "error"),
     [
@@ -208,14 +209,17 @@ def _with_norm(params: nnx.State, value: float, dtype: str) -> nnx.State:
 
 @pytest.mark.parametrize(
     ("served", "given", "value", "options"),
-    [
-        ("float16", "float32", 1e5, {}),
-        ("float16", "bfloat16", 1e5, {}),
-        ("bfloat16", "float32", 3.4e38, {}),
-        ("float16", "float32", 1e5, {"quantize": "int8"}),
-    ],
+    some(
+        [
+            ("float16", "float32", 1e5, {}),
+            ("float16", "bfloat16", 1e5, {}),
+            ("bfloat16", "float32", 3.4e38, {}),
+            ("float16", "float32", 1e5, {"quantize": "int8"}),
+        ],
+        0,
+    ),
 )
-@pytest.mark.parametrize("as_numpy", [False, True])
+@pytest.mark.parametrize("as_numpy", some([False, True]))
 def test_numbers_that_a_cast_makes_infinite_are_refused(served, given, value, options, as_numpy):
     """The error names the parameter and the dtype; the old weights go on serving."""
     with Runtime(tiny_llama(0, served), **OPTIONS | options) as rt:
