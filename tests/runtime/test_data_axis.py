@@ -20,7 +20,7 @@ from jaxserve.testing import RecordingExecutor, WrapAll, tiny
 from jaxserve.testing.tiny import MAX_CONTEXT, random_prompts, tiny_llama
 from sharding import make_mesh, replica_meshes, split_replicas, state_shardings
 
-OPTIONS = tiny.OPTIONS
+OPTIONS = tiny.OPTIONS | {"strict": True, "warmup": True}
 # The number of pages is equal in both cases, since a shard holds half of the heads.
 WHOLE, SHARDED = OPTIONS | {"kv_memory": "60KB"}, OPTIONS | {"kv_memory": "30KB"}
 PROMPTS = random_prompts(24, longest=60)
