@@ -25,6 +25,7 @@ from jaxserve.scheduling.retention.stateless import Stateless
 from jaxserve.scheduling.retention.tiered import Tiered
 from jaxserve.testing import check_policy
 from jaxserve.workload import WorkloadItem
+from tests.common.tiers import some
 
 SECOND = FlatCost(per_iteration_s=1.0, per_token_s=0.0)
 CONFIG = EngineConfig(
@@ -205,7 +206,7 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", some(POLICIES), ids=lambda policy: policy.name)
 def test_random_traces(policy):
     """Every request ends once, with the tokens that it has alone."""
     checked = check_policy(policy, num_traces=40)

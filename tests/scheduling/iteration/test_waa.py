@@ -33,7 +33,7 @@ from jaxserve.scheduling.retention.tiered import Tiered
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor, Trace, check_policy
 from jaxserve.testing.tiny import tiny_llama
 from jaxserve.workload import WorkloadItem
-from tests.common.tiers import seeds
+from tests.common.tiers import seeds, some
 
 EXEGPT = PRESETS["exegpt_waa_c"]
 CONFIG = EngineConfig(page_size=4, num_pages=80, max_slots=8, max_context=64, max_step_tokens=64)
@@ -130,7 +130,7 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", some(POLICIES), ids=lambda policy: policy.name)
 def test_random_traces(policy):
     """Every request ends once, with the tokens that it has alone, also after preemptions."""
     checked = check_policy(policy, num_traces=40)
@@ -138,7 +138,7 @@ def test_random_traces(policy):
 
 
 @seeds(25)
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", some(POLICIES), ids=lambda policy: policy.name)
 def test_caches_are_exchanged_on_random_traces(seeds, policy):
     """As a move of devices does it: all KV is lost, and every token is as without the loss."""
     sizes = 0
