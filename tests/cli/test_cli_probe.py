@@ -9,6 +9,8 @@ import pytest
 from predictor import LengthProbe
 from tests.cli.common import run
 
+pytestmark = pytest.mark.release
+
 TRAIN = ("predictor", "probe", "train")
 SMALL = ("--load", "random", "--max-slots", "1", "--max-context", "64", "--quiet")
 HEAD = ("--interval", "4", "--hidden-size", "8", "--max-length", "64", "--num-buckets", "5")
@@ -38,7 +40,6 @@ def _train(folder, model, *more: str):
     )
 
 
-@pytest.mark.release
 def test_training_ends_with_a_probe_and_its_figures(folder):
     """The probe is trained on the recorded run; figures of every way exist at every interval."""
     said = json.loads((folder / "said.json").read_text())
@@ -53,7 +54,6 @@ def test_training_ends_with_a_probe_and_its_figures(folder):
     assert at[0] == said["tested_on"] > at[16] > at.get(32, 0) and whole["num"] > at[0]
 
 
-@pytest.mark.release
 def test_a_probe_is_described(folder):
     """The description has the layer that it reads and the training data."""
     done = run("predictor", "probe", "show", str(folder / "own"))
@@ -61,7 +61,6 @@ def test_a_probe_is_described(folder):
     assert "run.jsonl" in done.stdout
 
 
-@pytest.mark.release
 def test_it_serves(folder, token_model):
     """Answers with and without the probe are the same."""
     ask = ("generate", "--jsonl", str(folder / "prompts.jsonl"), "--model", token_model, *SMALL)
@@ -70,7 +69,6 @@ def test_it_serves(folder, token_model):
     assert with_it.stdout == without.stdout
 
 
-@pytest.mark.release
 @pytest.mark.parametrize(
     "more, said",
     [

@@ -108,6 +108,7 @@ class _SmallHost(ExecutorWrapper):
         return super().submit(plan)
 
 
+@pytest.mark.release
 def test_stages_go_on_without_host_pages_that_do_not_fit(wanted):
     """The first copies fail; from then on KV is computed anew."""
     options = OPTIONS | dict(mesh=PLAN, policy=SWAPS, kv_memory=18 * PAGE_BYTES)

@@ -121,8 +121,8 @@ def test_attention_sees_what_was_written_rounded_once(dtype, layout):
             np.testing.assert_array_equal(restored, other[:, 1:])
 
 
-@pytest.mark.parametrize("layout", ["unrolled", "scanned"])
-@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("layout", some(["unrolled", "scanned"]))
+@pytest.mark.parametrize("dtype", some(KV_DTYPES))
 @pytest.mark.parametrize("attention", ["cpu", "xla"])
 def test_pages_and_scales_are_updated_in_place(attention, dtype, layout):
     """A donated cache of any size is not copied for writing a few tokens, nor for reading."""

@@ -21,6 +21,7 @@ from jaxserve.models.quantised_folders import QuantisedFolder, method_of
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.store import load_model
 from sharding import StagePlan, make_mesh
+from tests.common.tiers import some
 from tests.models.kept_weights import dense, restored
 from tests.models.quantised_checkpoints import (
     awq,
@@ -141,7 +142,7 @@ def test_weights_are_loaded_without_rounding(tmp_path, format):
 
 
 @pytest.mark.parametrize("format", ["gptq, act order", "packed, asymmetric", "packed, channels"])
-@pytest.mark.parametrize("how", [dict(layer_layout="scanned"), dict(mesh=2)])
+@pytest.mark.parametrize("how", some([dict(layer_layout="scanned"), dict(mesh=2)]))
 def test_stacked_and_sharded_weights(tmp_path, format, how):
     """Layers that are stacked, and shards of a mesh, have the same numbers."""
     if "mesh" in how:
@@ -156,7 +157,7 @@ def test_stacked_and_sharded_weights(tmp_path, format, how):
 
 @pytest.mark.parametrize(
     "format",
-    ["gptq, act order", "awq", "int8", "float8, blocks"],
+    some(["gptq, act order", "awq", "int8", "float8, blocks"]),
 )
 def test_logits_are_those_of_the_dense_model(tmp_path, format):
     """They agree to float32's rounding, and to 5 % where the kernel rounds activations."""

@@ -15,6 +15,7 @@ from flax import nnx
 from predictor import EncoderConfig, LengthClassifier
 from predictor.encoder import SIZES, Encoder
 from predictor.weights import config_of, load_encoder
+from tests.common.tiers import some
 
 SHAPE = dict(vocab_size=99)
 BERT = transformers.BertConfig(
@@ -106,7 +107,7 @@ def test_other_models_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("size", "wanted"), [("22m", 22), ("66m", 66), ("110m", 109), ("340m", 335)]
+    ("size", "wanted"), some([("22m", 22), ("66m", 66), ("110m", 109), ("340m", 335)])
 )
 def test_sizes_are_the_paper_s(size, wanted):
     """They agree with table 5 of S3, in millions of parameters."""

@@ -127,6 +127,7 @@ def test_stopped_saved_and_gone_on(trained_folder, tmp_path):
     assert LengthPredictor.load(tmp_path / "end").predict(prompts)
 
 
+@pytest.mark.release
 def test_the_thread_learns_beside_predictions(trained_folder):
     """Observations from many threads do not wait; predictions continue; closing is quick."""
     learner = OnlineLearner.load(trained_folder, CONFIG)

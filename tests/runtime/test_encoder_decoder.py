@@ -155,6 +155,7 @@ def test_preempted_answers_are_computed_again(t5):
         rt.check_integrity()
 
 
+@pytest.mark.release
 def test_swapped_pages_come_back(t5):
     """Pages of both kinds go to the host and come back."""
     folder, wanted = t5
