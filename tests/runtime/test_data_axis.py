@@ -108,6 +108,7 @@ def runtime(wanted, seen) -> Iterator[Runtime]:
     assert not any(thread.name == "jaxserve-engine" for thread in threading.enumerate())
 
 
+@pytest.mark.release
 def test_replicas_answer_alike_under_preemption(runtime, seen):
     """Both replicas have the tokens of one, although their page pools are too small."""
     report, stats = runtime.report(), runtime.stats()
@@ -119,6 +120,7 @@ def test_replicas_answer_alike_under_preemption(runtime, seen):
     runtime.check_integrity()
 
 
+@pytest.mark.release
 def test_the_report_tells_replicas_apart(runtime, tmp_path):
     """Each replica has a track of steps; the picture shows their sum."""
     report = runtime.report()
@@ -130,6 +132,7 @@ def test_the_report_tells_replicas_apart(runtime, tmp_path):
     assert report._repr_png_().startswith(b"\x89PNG")
 
 
+@pytest.mark.release
 def test_every_way_in_serves(runtime, wanted):
     """Streams, single requests and cancellation reach the replica of their request."""
     single = runtime.generate(PROMPTS[0], SamplingParams(max_tokens=8))
@@ -151,6 +154,7 @@ def test_every_way_in_serves(runtime, wanted):
         runtime.generate([1] * MAX_CONTEXT)
 
 
+@pytest.mark.release
 def test_requests_of_one_prefix_share_a_replica(runtime, seen):
     """A conversation that resends its history goes to the replica of its earlier turns."""
 
@@ -165,6 +169,7 @@ def test_requests_of_one_prefix_share_a_replica(runtime, seen):
     assert sorted(more) == [0, 3]
 
 
+@pytest.mark.release
 def test_an_update_reaches_every_replica_under_load(runtime, seen, wanted):
     """Earlier requests are answered with the old weights, and later ones with the new weights.
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import Trace
+from tests.common.tiers import some
 
 POLICIES = [
     *("auto", "concurrent_instances", "exegpt_rra", "fastertransformer", "flover", "orca"),
@@ -24,7 +25,7 @@ def state_trace(seed: int, **options: bool) -> Trace:
     return trace
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", some(POLICIES, 0, 4))
 def test_random_traces(policy):
     """Requests have the tokens that they have alone, and no page is kept, shared or swapped.
 
