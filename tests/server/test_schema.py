@@ -19,13 +19,7 @@ from jaxserve.server.app import make_app
 from jaxserve.server.backend import Backend
 from tests.server.serving import NAME, post, runtime, server
 
-SCHEMA = schemathesis.pytest.from_fixture("published")
-
-
-@pytest.fixture(scope="module")
-def published() -> schemathesis.BaseSchema:
-    app = make_app(Backend(ServerOptions(model_name=NAME)))
-    return schemathesis.openapi.from_dict(app.openapi())
+SCHEMA = schemathesis.openapi.from_dict(make_app(Backend(ServerOptions(model_name=NAME))).openapi())
 
 
 @pytest.fixture(scope="module")
