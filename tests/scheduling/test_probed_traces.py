@@ -116,6 +116,7 @@ def _served(policy: Policy, noise: float | None, seed: int = 0) -> tuple[int, in
     return engine.stats.num_iterations, engine.scheduler.counters()["num_preemptions"]
 
 
+@pytest.mark.release
 def test_readings_make_better_schedules():
     """They need fewer iterations and no more preemptions, on average over eight draws.
 
@@ -136,6 +137,7 @@ def test_readings_make_better_schedules():
         assert own_preemptions <= preemptions, (noise, own_preemptions, preemptions)
 
 
+@pytest.mark.release
 def test_a_probe_alone_lets_s3_reserve_less_than_all():
     """It needs far fewer iterations than reservations of the longest answer, and no preemptions."""
     longest, _ = _served(PRESETS["orca"], None)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from scripts.compile_times import WAYS, main
 
 
+@pytest.mark.release
 def test_each_way_compiles_the_same_executables(capsys):
     small = ["--target", "cpu", "--shape", "small", "--max-slots", "4", "--max-step-tokens", "64"]
     assert main([*small, "--max-decode-iterations", "2", "--first"]) == 0

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("gate", ["kernel_gate", "mosaic_gate"])
 def test_a_part_is_not_written_down(gate):
     """The record always covers every configuration."""

@@ -43,6 +43,7 @@ def _num_alive() -> Counter[str]:
     return Counter(each.__name__ for each in found if issubclass(each, kinds))
 
 
+@pytest.mark.release
 @pytest.mark.skipif(sys.platform != "linux", reason="open files are listed in /proc")
 def test_many_streams_at_once():
     """Every stream is whole, also where others leave; files and objects are as many as before."""

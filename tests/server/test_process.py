@@ -41,6 +41,7 @@ def _start(folder: Path, *arguments: str) -> tuple[subprocess.Popen[bytes], str]
     return process, found[1]
 
 
+@pytest.mark.release
 def test_sigterm_under_load(tmp_path: Path):
     """After SIGTERM accepted requests get their whole answers, and the process ends with 0."""
     process, url = _start(tmp_path, "-m", "tests.server.job")
@@ -104,6 +105,7 @@ def test_second_signal_ends_at_once(tmp_path: Path):
         process.wait()
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 def test_second_signal_while_closing(tmp_path: Path, sig: signal.Signals):
     """The second signal ends a server that has drained and waits for its service to close."""
@@ -168,6 +170,7 @@ def _num_open(text: str) -> float:
     return sum(map(float, found))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_signal_while_loading(tmp_path: Path, num_signals: int):
     """The command listens at once; a signal does not wait for a model that is being loaded."""

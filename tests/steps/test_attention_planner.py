@@ -20,6 +20,7 @@ from jaxserve.steps.programs import Programs
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 
 
+@pytest.mark.release
 def test_planned_steps_give_the_same_tokens():
     """This holds in mixed steps and decode loops with preemptions, with kernels that use plans."""
     # Few sizes, since an interpreted kernel takes seconds to compile.
