@@ -71,7 +71,7 @@ kernel-gate: ## compile the GPU kernels to machine code and interpret some, with
 	         "nothing was compiled"; \
 	    exit 0; }; \
 	failed=0; \
-	$(GATE)/bin/python -m pytest -q tests/pallas_kernels/test_mosaic.py tests/pallas_kernels/test_ffi.py || failed=1; \
+	$(GATE)/bin/python -m pytest -q -m "" tests/pallas_kernels/test_mosaic.py tests/pallas_kernels/test_ffi.py || failed=1; \
 	$(GATE)/bin/python -m scripts.mosaic_gate $(ARGS) || failed=1; \
 	$(GATE)/bin/python -m scripts.row_gate || failed=1; \
 	$(GATE)/bin/python -m scripts.kernel_gate $(ARGS) || failed=1; \
@@ -83,7 +83,7 @@ compile-times: $(GATE)/.installed ## time the compilation of an 8B model for an 
 $(GATE)/.installed: pyproject.toml
 	@echo "Installing JAX $(GATE_JAX) and its CUDA plug-in into $(GATE) (a minute or two, once)"
 	@$(GATE_PYTHON) -m venv $(GATE)
-	@$(GATE)/bin/python -m pip install --quiet --disable-pip-version-check jax==$(GATE_JAX) pytest -e .
+	@$(GATE)/bin/python -m pip install --quiet --disable-pip-version-check jax==$(GATE_JAX) pytest hypothesis -e .
 	@$(GATE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	    jax-cuda13-plugin==$(GATE_JAX) jax-cuda13-pjrt==$(GATE_JAX) nvidia-cuda-nvcc nvidia-nvvm
 	@touch $@
