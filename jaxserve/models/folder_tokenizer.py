@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face folder, read as its files are.
 
 transformers builds the pipeline of most tokenizers again, from the class that tokenizer_config.json
-or the model type names. Here tokenizer.json counts as it stands. A folder without one may have
+or the model type names. Here tokenizer.json is used unchanged. A folder without one may have
 Mistral's tekken.json or a SentencePiece model; transformers converts the files of other kinds.
 """
 
@@ -198,7 +198,7 @@ def _tekken(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
             "put the model's tokenizer.json into the folder; the repositories of its quantised or "
             "converted forms have one",
         ) from error
-    known, letters = set(tokens), _letters_of_bytes()
+    known, letters = set(tokens), letters_of_bytes()
     texts = ["".join(map(letters.__getitem__, token)) for token in tokens]
     merges = [
         (text[:cut], text[cut:])
@@ -220,7 +220,7 @@ def _tekken(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
     return backend, {name: text for name, text in _TEKKEN_NAMES.items() if text in special}
 
 
-def _letters_of_bytes() -> list[str]:
+def letters_of_bytes() -> list[str]:
     """Return the letters that byte-level vocabularies write for the bytes 0 to 255."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     others = (chr(number) for number in range(256, 512))

@@ -16,7 +16,7 @@ import tokenizers
 from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
 from jaxserve.models import registry
 from jaxserve.models.chat_template import FIRST_STAND_IN, ChatTemplate, Message, drawn_mark
-from jaxserve.models.folder_tokenizer import read_folder_tokenizer
+from jaxserve.models.folder_tokenizer import letters_of_bytes, read_folder_tokenizer
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.models.gguf_tokenizer import TokenizerParts, read_gguf_tokenizer
 
@@ -374,11 +374,8 @@ class _PartEncoder:
         return [self._ids.get(token_id, token_id) for token_id in found.ids]
 
 
-# The bytes that the letters of a byte-level vocabulary stand for, as in GPT-2: printable ones for
-# themselves, the others in their order for the letters from 256 on.
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
+# The bytes that the letters of a byte-level vocabulary stand for.
+_BYTES = {letter: byte for byte, letter in enumerate(letters_of_bytes())}
 
 # Bytes of a character in UTF-8, and tokens that may wait for others before some are given up.
 _MAX_CHARACTER = 4
