@@ -24,7 +24,7 @@ MAX_CONTEXT = 128
 # `strict` needs a warm-up: `OPTIONS | {"strict": True, "warmup": True}`.
 OPTIONS: dict[str, Any] = {
     "max_slots": 4,
-    "max_step_tokens": 64,
+    "max_step_tokens": 16,
     "page_size": 8,
     "warmup": False,
     "progress": False,

@@ -36,6 +36,7 @@ def test_a_looser_bound_allows_more_requests():
     assert loose.rate > tight.rate
 
 
+@pytest.mark.release
 def test_a_plan_keeps_its_bound_on_the_device():
     """With measured costs, at half of its rate: the median of requests that arrive at random."""
     embedded = Embedded(LSTM(64, 384, rngs=nnx.Rngs(0)), 50, rngs=nnx.Rngs(1))

@@ -248,6 +248,7 @@ def test_bad_input_of_conversations(tmp_path, monkeypatch, arguments, code, said
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.release
 def test_pages_go_to_the_folder_that_is_named(model, tmp_path):
     """The next command uses the same folder, and has the same answer."""
     arguments = (

@@ -340,6 +340,7 @@ def test_a_process_that_has_rested_is_replaced():
     trials.close()
 
 
+@pytest.mark.release
 def test_a_process_may_end_while_a_grammar_is_compiled():
     """Its end waits for the compilation that was given up, which would crash it."""
     program = _SLOW.replace("SLOW", "start: " + '"a"? ' * 20_000)

@@ -419,6 +419,7 @@ def test_no_copy_of_the_cache_in_any_step(layout):
     assert large_needs - small_needs < 0.01 * (large_bytes - small_bytes)
 
 
+@pytest.mark.release
 def test_the_costliest_variant_takes_the_most_memory():
     """The page pool is sized by this variant, so the others fit too."""
     model = tiny_llama()

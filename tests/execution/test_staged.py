@@ -94,6 +94,7 @@ def test_every_end_finds_its_stage(variant, tmp_path):
         _same(rt.generate(prompts, params), wanted)
 
 
+@pytest.mark.release
 def test_a_stage_holds_its_layers_and_no_more():
     """Parameters and pages are on the stage's devices only; a trainer's arrays are shared."""
     plan = PLANS["three unequal stages"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from functools import partial
 
@@ -112,7 +113,7 @@ def test_random_ragged_batches(attention, seed):
     _check(attention, make_inputs(shape, seed, padding=3), **_options(name, shape))
 
 
-@pytest.mark.parametrize("max_query_length", [None, 1])
+@pytest.mark.parametrize("max_query_length", some([None, 1]))
 @pytest.mark.parametrize("poison", some([np.nan, np.inf]))
 def test_garbage_outside_the_context_is_never_seen(attention, poison, max_query_length):
     """NaN in the null page, unused pages and page tails does not change the output."""
@@ -198,10 +199,15 @@ def test_the_cache_is_not_copied(compiled_attention, max_query_length):
     assert compiled.memory_analysis().temp_size_in_bytes < k_pages.nbytes / 4
 
 
-@pytest.mark.parametrize("decode", [False, True])
 @pytest.mark.parametrize(
-    ("implementation", "dtype"),
-    [("cpu", None), ("cpu", "int8"), ("cpu", "float8_e4m3fn"), ("triton_interpreted", None)],
+    ("implementation", "dtype", "decode"),
+    some(
+        [
+            *(("cpu", dtype, decode) for dtype in (None, *QUANTIZED) for decode in (False, True)),
+            *(("triton_interpreted", None, decode) for decode in (False, True)),
+        ],
+        *(0, 1, 2, 6),
+    ),
 )
 def test_a_row_has_the_same_bits_in_any_batch(implementation, dtype, decode):
     """Other rows of the batch, and the split of its work, do not change a row's bits.
@@ -309,8 +315,13 @@ def test_a_context_that_ends_before_the_queries(compiled_attention, context, win
     np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla", "cpu", "triton_interpreted"])
-@pytest.mark.parametrize("dtype", QUANTIZED)
+@pytest.mark.parametrize(
+    ("dtype", "implementation"),
+    some(
+        itertools.product(QUANTIZED, ["reference", "xla", "cpu", "triton_interpreted"]),
+        *(0, 1, 2, 3, 6),
+    ),
+)
 def test_quantized_pages_are_multiplied_by_their_scales(implementation, dtype):
     """With a scale per token and head, the answer is that of the restored pages."""
     q, k_pages, v_pages, rows = make_inputs(_shape("mixed"), seed=13)
@@ -377,6 +388,7 @@ def test_every_number_of_eight_bits_is_read_as_it_is(dtype, width):
     np.testing.assert_array_equal(out[0, 0], numbers.astype(np.float32))
 
 
+@pytest.mark.release
 def test_the_cpu_kernel_refuses_other_pages():
     """8 bits without scales, floats with scales, and half precision go to XLA, with a reason."""
     q, k_pages, v_pages, rows = make_inputs(_shape("decode"), seed=18)

@@ -156,6 +156,7 @@ def test_the_thread_learns_beside_predictions(trained_folder):
     learner.close()
 
 
+@pytest.mark.release
 def test_a_small_share_of_the_time(trained_folder):
     """Learning takes at most a twentieth of the time plus its last piece of work."""
     config = OnlineConfig(**(vars(CONFIG) | {"max_share": 0.05, "burst_s": 0.05}))
@@ -205,6 +206,7 @@ def test_a_failure_ends_learning_and_nothing_else(caplog):
     learner.close()
 
 
+@pytest.mark.release
 def test_too_little_to_learn_from(trained_folder):
     """There is no step before there is a batch, and none after the allowed epochs."""
     config = OnlineConfig(

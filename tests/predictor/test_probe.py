@@ -88,6 +88,7 @@ def test_its_quantiles_have_the_requested_miss_rate(probe):
         assert abs((new.remaining > reserved).mean() - miss_rate) < 0.06
 
 
+@pytest.mark.release
 def test_saved_and_loaded(probe, tmp_path):
     """Readings, estimates and quantiles are equal; a folder without a probe is refused."""
     probe.save(tmp_path / "probe")

@@ -162,6 +162,7 @@ def test_loading_and_dropping_compiles_nothing(rt):
     assert rt.stats().num_compilations == 0
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "options",
     some(

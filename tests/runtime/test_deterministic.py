@@ -73,6 +73,7 @@ def test_batches_and_cached_prefixes_change_nothing(alone):
         assert rt.stats().num_prefix_hit > 0
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "options",
     some(
@@ -173,6 +174,7 @@ def test_scores_and_the_trainer_have_the_bits_that_sampling_reports():
     assert disagreements(tiny_llama()) == []
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "params", some([PARAMS[1], PARAMS[2], PARAMS[4]]), ids=["p", "k", "penalty"]
 )

@@ -76,6 +76,7 @@ def small_pages():
         return [each.token_ids for each in rt.generate(prompts, [PARAMS, PARAMS, GOING_ON])]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("restore", "mesh", "kv_memory"),
     some([("on_admission", None, "45kB"), ("per_layer", None, "45kB"), ("both", STAGES, "22kB")]),
@@ -127,7 +128,7 @@ def test_shards_of_pages_in_eight_bits_come_back_layer_by_layer():
         assert _talk(rt) == expected
 
 
-@pytest.mark.parametrize("policy", ["pensieve", "pensieve_device_only", "auto"])
+@pytest.mark.parametrize("policy", some(["pensieve", "pensieve_device_only", "auto"]))
 def test_the_next_turn_finds_the_one_before(expected, policy):
     """Nearly all of it is hit; the report has the number of tokens."""
     with Runtime(tiny_llama(), **{**OPTIONS, "policy": policy}) as rt:

@@ -66,7 +66,7 @@ def test_the_same_memory_holds_more_pages(kv_dtype):
 def test_same_tokens_in_a_batch_with_preemptions(alone):
     """Nothing compiles after a warm-up, and preempted sequences are computed again."""
     kv_dtype, wanted = alone
-    warm = {"warmup": "full", "strict": True} if kv_dtype == "int8" else {}
+    warm = {} if kv_dtype == "int8" else {"warmup": "full", "strict": True}
     with _runtime(kv_dtype, policy="vllm_like", **warm) as rt:
         assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
         assert rt.stats().num_preemptions > 0

@@ -79,6 +79,7 @@ def _tight_bound(rt: Runtime) -> float:
         return 1.05 * error.lowest["latency_s"]
 
 
+@pytest.mark.release
 def test_a_plan_follows_the_lengths_while_requests_run(
     answers, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -125,6 +126,7 @@ def test_a_plan_that_is_not_adapted_stays(cache: Path, monkeypatch: pytest.Monke
         assert rt.stats().plan == plan and rt.stats().num_plans == 1
 
 
+@pytest.mark.release
 def test_a_request_with_a_bound_of_its_own(answers, cache: Path, monkeypatch: pytest.MonkeyPatch):
     """It is refused alone where it cannot be in time; else it is served, and the plan knows it."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(cache))

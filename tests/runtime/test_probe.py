@@ -80,6 +80,7 @@ def test_wrong_readings_cost_time_and_never_tokens(expected, name):
     assert (stats.num_refined > len(PROMPTS)) == (name not in ("not numbers", "infinite"))
 
 
+@pytest.mark.release
 def test_with_a_probe_alone_s3_does_not_reserve_for_the_longest_answer(expected, caplog):
     """More answers run at once than fit at full length, with the same tokens and no warning."""
     with Runtime(tiny_llama(), probe=WRONG["short"], **{**MEMORY, "policy": "s3"}) as rt:
@@ -125,6 +126,7 @@ def test_it_reads_what_a_forward_pass_does(layout, layer):
     assert np.linalg.norm(got - wanted) < 1e-4 * np.linalg.norm(wanted)
 
 
+@pytest.mark.release
 def test_over_a_mesh_it_reads_the_same(expected):
     """The model is sharded over two devices."""
     mesh = make_mesh(tensor=2)
@@ -179,6 +181,7 @@ def test_stages_are_refused():
         Runtime(tiny_llama(), mesh=StagePlan.of([1, 1]), probe=made_up_probe(), **OPTIONS)
 
 
+@pytest.mark.release
 def test_a_saved_probe_is_loaded(tmp_path, expected):
     """It is loaded from its folder; restarted answers have their first estimate again."""
     made_up_probe().save(tmp_path)

@@ -61,6 +61,7 @@ def test_weights_take_the_memory_of_their_format(served):
     assert four < eight < dense
 
 
+@pytest.mark.release
 def test_weights_in_float8(served):
     """They take the memory of int8, and an update is rounded as the first weights were."""
     with _runtime(1, quantize="fp8") as rt:
@@ -144,6 +145,7 @@ def test_an_update_that_does_not_fit_is_refused(served):
         assert _answers(rt) == served["int8", 0][0]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("format", some(FORMATS))
 def test_two_devices_share_the_weights(format, served, caplog):
     """Under tensor parallelism answers are those of one device; what is not shared is logged."""
@@ -159,6 +161,7 @@ def test_two_devices_share_the_weights(format, served, caplog):
         assert _answers(rt) == served[format, 1][0]
 
 
+@pytest.mark.release
 def test_orbax_saves_and_restores_quantised_weights(served, tmp_path):
     """Restored onto the shards of a mesh, in their dtypes, they give the same answers."""
     how = Quantisation.of(RuntimeOptions(quantize="int4"))
@@ -195,6 +198,7 @@ def test_activations_in_int8_are_rounded_as_the_platform_does(served):
     assert how.embeddings.rounds_activations is None
 
 
+@pytest.mark.release
 def test_embeddings_can_stay_dense(served):
     """quantize_embeddings="none" leaves the embedding and the head in the model's dtype."""
     with _runtime(quantize="int8", quantize_embeddings="none") as rt:

@@ -23,7 +23,7 @@ from tests.models.hf_checkpoints import (
 
 OPTIONS = dict(
     max_slots=4,
-    max_step_tokens=64,
+    max_step_tokens=16,
     page_size=8,
     max_context=128,
     progress=False,
@@ -116,6 +116,7 @@ def test_states_move_with_their_slots(checkpoint):
     assert any(plan.moves for plan in recording.executors[0].plans)
 
 
+@pytest.mark.release
 def test_a_step_has_several_pieces_of_a_prompt(tmp_path):
     """A long and a short prompt in one step: answers and prompt log-probabilities are PyTorch's."""
     model = write_checkpoint("bamba", tmp_path)
@@ -167,6 +168,7 @@ def test_a_pool_of_pages_is_resized(bamba):
         assert _tokens(rt.generate(PROMPTS, PARAMS)) == wanted
 
 
+@pytest.mark.release
 def test_a_model_without_attention_has_no_pool_to_resize(tmp_path):
     """A size of the pool is refused, at construction and later."""
     write_checkpoint("mamba2", tmp_path)

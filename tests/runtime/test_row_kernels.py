@@ -40,6 +40,7 @@ def bits_of(rt: Runtime, chosen: Any) -> dict[int, Any]:
     return {i: (each.token_ids, each.logprobs) for i, each in zip(chosen, done, strict=True)}
 
 
+@pytest.mark.release
 def test_invariant_when_batches_chunks_and_cached_prefixes_change_nothing():
     """Prompts are cut into other chunks beside other requests, and found in the cache again."""
     model = tiny_llama(dtype=jnp.bfloat16, num_layers=1, layer_layout="scanned")

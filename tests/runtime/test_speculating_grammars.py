@@ -54,6 +54,7 @@ def speculating(request: pytest.FixtureRequest) -> Iterator[Runtime]:
         yield runtime
 
 
+@pytest.mark.release
 def test_tokens_are_those_without_speculation(plain: Runtime, speculating: Runtime):
     """Greedy and drawn, with penalties and log-probabilities, alone and beside free answers.
 

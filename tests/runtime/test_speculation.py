@@ -72,8 +72,7 @@ def wanted(plain) -> Callable[[int], list[Any]]:
 
 @pytest.fixture(scope="module")
 def speculating() -> Any:
-    options = WARM | {"deterministic": True}
-    with Runtime(tiny_llama(), **options, speculation="lookup") as runtime:
+    with Runtime(tiny_llama(), **OPTIONS, deterministic=True, speculation="lookup") as runtime:
         yield runtime
 
 
@@ -98,7 +97,7 @@ def _check_same(given: Any, wanted: Any, *, has_same_bits: bool = True) -> None:
 
 
 def test_tokens_and_logprobs_are_those_without_speculation(plain, wanted, speculating):
-    """Greedy and drawn, with penalties and log-probabilities; nothing compiles meanwhile."""
+    """Greedy and drawn, with penalties and log-probabilities."""
     for seed in range(12):
         # Loops speculate as long as it pays by measured times, which vary with the machine's load.
         if seed >= 4 and speculating.stats().num_accepted_tokens > 20:

@@ -103,6 +103,7 @@ MESHES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", some(MESHES))
 def test_several_devices_give_the_same_answers(rt: Runtime, name: str):
     """A model in stages, and prompts and answers on devices of their own, obey the grammar too."""
@@ -315,7 +316,7 @@ def test_schemas_hold(num_schemas: int):
         for schema in schemas
         for seed in range(_NUM_SEEDS)
     ]
-    options = {**OPTIONS, "max_slots": 32}
+    options = {**OPTIONS, "max_slots": 32, "max_step_tokens": 32}
     with Runtime(tiny_llama(), tokenizer=letter_tokenizer(), **options) as rt:
         answers = rt.generate(["x"] * len(params), params)
     num_ended = 0

@@ -68,6 +68,7 @@ with Runtime(model, params, wrap_executor=seen, **options) as rt:
 """
 
 
+@pytest.mark.release
 def test_a_runtime_holds_no_second_copy_of_the_weights():
     """This holds for its arrays and for its peak resident memory, with compiling and serving."""
     done = subprocess.run(

@@ -247,6 +247,7 @@ def test_reserved_slots_are_checked():
     assert max(step.num_running for step in run.steps) == 1
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", some(["auto", "exegpt_rra", "exegpt_waa_c", "vllm_like"]))
 def test_bounds_change_no_token(name: str):
     """Random traces in which every other request has a bound, with small and large reserves."""

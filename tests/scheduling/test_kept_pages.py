@@ -57,7 +57,7 @@ def _trace(seed: int) -> Trace:
     return Trace(seed, with_faults=seed % 2 == 0, with_conversations=True)
 
 
-@pytest.mark.parametrize("policy", some(POLICIES, 0, 3), ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", some(POLICIES), ids=lambda policy: policy.name)
 def test_conversations_have_the_tokens_of_fresh_runs(policy: Policy):
     """Evictions, swaps, drops, cancellations and preemption do not change tokens or lose pages."""
     counts = Counter()
@@ -76,6 +76,7 @@ def test_conversations_have_the_tokens_of_fresh_runs(policy: Policy):
     assert (counts["found on the host"] > 0) == is_tiered == (counts["prefetched"] > 0), counts
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("incoming_pages", some([1, 2]))
 @pytest.mark.parametrize("policy", some(TIERED), ids=lambda policy: policy.name)
 def test_pages_that_come_over_several_plans(policy: Policy, incoming_pages: int):
@@ -127,6 +128,7 @@ def _spoil(folder: Path, rng: random.Random) -> None:
             path.write_bytes(contents[:at] + bytes([contents[at] ^ 1]) + contents[at + 1 :])
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("policy", some(DISK_POLICIES), ids=lambda policy: policy.name)
 def test_a_restarted_engine_finds_on_the_disk_what_is_right(policy: Policy, tmp_path):
     """The same conversations run on damaged files, and on some folders and disks that fail."""

@@ -162,6 +162,7 @@ def test_ten_times_as_many_wait_with_bounds_that_are_far_off():
     assert found[1] < 1.5 * found[0] + 200, found
 
 
+@pytest.mark.release
 def test_four_times_as_many_wait_when_requests_with_bounds_arrive():
     """The simulations of the queue that decide which are refused serve several arrivals each."""
     found = []

@@ -159,6 +159,7 @@ def test_a_search_asks_few_of_ten_thousand():
     assert pool.first_that(fits, lambda _: False, 5) is sequences[0]
 
 
+@pytest.mark.release
 def test_a_search_for_those_with_a_bound_asks_one_of_ten_thousand_without():
     """That one fits and waits for something else; if it did not fit, none could pass it."""
     order = _ByRank(0)

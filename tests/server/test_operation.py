@@ -67,6 +67,7 @@ def test_keys_are_needed(slow: Runtime):
             assert httpx2.get(url + path).status_code == 200
 
 
+@pytest.mark.release
 def test_ready_is_false_while_it_compiles():
     """Probes get 503 until a first request would not wait; requests are accepted all the time."""
     # No other test has steps of this size, so that they are compiled here.

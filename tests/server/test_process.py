@@ -128,6 +128,7 @@ def test_second_signal_while_closing(tmp_path: Path, sig: signal.Signals):
         process.wait()
 
 
+@pytest.mark.release
 def test_turns_outlive_a_kill(tmp_path: Path):
     """After kill -9 in the middle of a turn, the turns whose answers clients had are there."""
     journal = tmp_path / "journal"

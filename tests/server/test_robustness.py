@@ -176,6 +176,7 @@ def test_large_bodies_that_do_not_end(slow: Runtime):
         _until(lambda: post(url, "/v1/completions", large).is_success)
 
 
+@pytest.mark.release
 def test_ten_thousand_wait(slow: Runtime, url: str):
     """They are accepted, one more than the limit is 429, and when their clients leave all end."""
     sent = request_of("/v1/completions", {**BODY, "prompt": ["a"] * 128})

@@ -63,7 +63,7 @@ def _serve(folder: Path, template: str) -> Iterator[openai.OpenAI]:
     write_chat_model(folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
-    options: Any = {"max_slots": 4, "max_step_tokens": 256, "page_size": 32, "max_context": 2048}
+    options: Any = {"max_slots": 4, "max_step_tokens": 32, "page_size": 32, "max_context": 2048}
     with (
         Runtime.from_pretrained(str(folder), load="random", progress=False, **options) as rt,
         server(rt) as url,

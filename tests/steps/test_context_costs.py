@@ -92,6 +92,7 @@ def test_penalties_read_the_text_and_not_the_context():
     assert not any(each in text for each in widest), "a mask or a count as wide as the context"
 
 
+@pytest.mark.release
 def test_admissions_bring_their_own_tokens():
     """Two short prompts take the smallest compiled size, not four rows of the context."""
     config = _config(LONG)

@@ -71,6 +71,7 @@ def test_steps(layout):
     _check_served("rotate_and_write")
 
 
+@pytest.mark.release
 def test_a_loop_that_speculates():
     """Its iterations with proposals attend for rows of several tokens too."""
     config, model = replace(CONFIG, num_proposed=8), tiny_llama()

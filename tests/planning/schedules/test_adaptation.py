@@ -252,6 +252,7 @@ def test_a_schedule_that_exceeds_the_memory_is_replaced():
     assert adaptation.plan.answers_per_s < present.answers_per_s
 
 
+@pytest.mark.release
 def test_a_simulated_engine_adapts_and_loses_nothing():
     """Answers become twice as long in the middle; with adaptation most keep the bound again."""
     rng = random.Random(4)

@@ -124,6 +124,7 @@ def test_bounds_on_tokens_are_searched_too(name: str):
         assert getattr(plan, name) <= bound_s and plan.answers_per_s <= 1.01 * free.answers_per_s
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", some(LARGER))
 @pytest.mark.parametrize("share", some([1.5, 3.0, math.inf]))
 def test_a_plan_is_as_good_as_it_says(name: str, share: float):
@@ -168,6 +169,7 @@ def test_no_static_batch_keeps_a_bound_that_plans_do_not(size: int):
     assert plan.keeps_bounds and plan.answers_per_s >= 0.95 * len(items) / run.wall_s
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", some(PLANNERS))
 def test_batches_that_run_until_all_have_ended_are_compared(name: str):
     """They may fill the slots. A plan has 0.97 of the best one that keeps the bound, or more."""

@@ -89,6 +89,7 @@ def test_at_most_so_many_run(limit: int):
     assert max(step.num_running for step in run.steps) == min(limit, CONFIG.max_slots)
 
 
+@pytest.mark.release
 def test_a_limit_keeps_the_tokens():
     """Random traces with cancellations and preemptions: tokens are those of a request alone."""
     checked = check_policy(
