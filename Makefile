@@ -21,15 +21,14 @@ help: ## show this list
 demo: $(DEMO_STAMP) ## install, fetch a 135M instruct model, answer eight prompts in one batch
 	@$(BIN)/python -m scripts.demo
 
-test: style ## install the test tools, then lint, type check and test what must hold at every change
-	@# The type checker runs beside the tests, on what they leave of the cores.
-	@$(MAKE) --no-print-directory -j2 types tests
+test: lint ## install the test tools, then lint, type check and test what must hold at every change
+	@$(MAKE) --no-print-directory tests
 
 test-fast: $(TEST_STAMP) ## test what compiles nothing, in under two minutes
 	@$(MAKE) --no-print-directory tests TIER=fast
 
-test-all: style ## run every test there is, sweeps and matrices too: before a release
-	@$(MAKE) --no-print-directory -j2 types tests TIER= ARGS="--hypothesis-profile=release $(ARGS)"
+test-all: lint ## run every test there is, sweeps and matrices too: before a release
+	@$(MAKE) --no-print-directory tests TIER= ARGS="--hypothesis-profile=release $(ARGS)"
 
 TIER := not release
 tests: $(TEST_STAMP)
@@ -52,7 +51,7 @@ style: $(TEST_STAMP)
 	$(BIN)/ruff check .
 
 types: $(TEST_STAMP)
-	nice -n 5 $(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyrefly check
 
 format: $(TEST_STAMP) ## format the code and mend what lint can mend
 	$(BIN)/ruff format .
@@ -83,8 +82,8 @@ compile-times: $(GATE)/.installed ## time the compilation of an 8B model for an 
 $(GATE)/.installed: pyproject.toml
 	@echo "Installing JAX $(GATE_JAX) and its CUDA plug-in into $(GATE) (a minute or two, once)"
 	@$(GATE_PYTHON) -m venv $(GATE)
-	@$(GATE)/bin/python -m pip install --quiet --disable-pip-version-check jax==$(GATE_JAX) pytest hypothesis -e .
-	@$(GATE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	@scripts/install.sh $(GATE)/bin/python --quiet jax==$(GATE_JAX) pytest hypothesis -e .
+	@scripts/install.sh $(GATE)/bin/python --quiet --no-deps \
 	    jax-cuda13-plugin==$(GATE_JAX) jax-cuda13-pjrt==$(GATE_JAX) nvidia-cuda-nvcc nvidia-nvvm
 	@touch $@
 
@@ -100,10 +99,10 @@ $(BIN)/python:
 
 $(DEMO_STAMP): pyproject.toml | $(BIN)/python
 	@echo "Installing jaxserve into $(VENV) (a minute or two, once)"
-	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[gguf]'
+	@scripts/install.sh $(BIN)/python -e '.[gguf]'
 	@touch $@
 
 $(TEST_STAMP): pyproject.toml | $(BIN)/python
 	@echo "Installing jaxserve and its test tools into $(VENV) (a few minutes, once)"
-	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[test]'
+	@scripts/install.sh $(BIN)/python -e '.[test]'
 	@touch $@

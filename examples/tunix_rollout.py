@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float32, Int32
-from tunix.generate.tokenizer_adapter import TokenizerAdapter  # pyright: ignore[reportMissingImports]
-from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput  # pyright: ignore[reportMissingImports]
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.models.decoder import Decoder

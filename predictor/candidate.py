@@ -118,4 +118,4 @@ class Candidate:
 
         loss, gradients = jax.value_and_grad(loss_of)(params)
         updates, moments = self._optimizer.update(gradients, moments, params)
-        return optax.apply_updates(params, updates), moments, loss  # type: ignore[return-value]
+        return optax.apply_updates(params, updates), moments, loss  # pyrefly: ignore[bad-return]

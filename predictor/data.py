@@ -194,5 +194,5 @@ def shuffled_batches(
         some = order[start : start + pool * batch_size]
         some = some[np.argsort(lengths[some], kind="stable")]
         batches += [some[i : i + batch_size] for i in range(0, len(some), batch_size)]
-    random.shuffle(batches)  # type: ignore[arg-type]
+    random.shuffle(batches)
     return batches

@@ -255,7 +255,7 @@ class OnlineLearner:
             with ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(own / _STATE, self._candidate.leaves(), force=True)
             arrays = pack(self._buffer, "buffer") | pack(self._holdout, "holdout")
-            np.savez(own / _OBSERVATIONS, **arrays)  # type: ignore[arg-type]
+            np.savez(own / _OBSERVATIONS, **arrays)  # pyrefly: ignore[bad-argument-type]
             description = {
                 "config": asdict(self.config),
                 "counters": asdict(self._counters),

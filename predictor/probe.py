@@ -165,8 +165,8 @@ class LengthProbe:
             )
         given = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
         refinement = Refinement(
-            **{
-                **given["refinement"],
+            **given["refinement"]
+            | {
                 "buckets": LengthBuckets(tuple(given["refinement"]["buckets"])),
                 "marginal": np.asarray(given["refinement"]["marginal"]),
             }

@@ -108,7 +108,7 @@ class Outcome:
 def read_mutants() -> list[Mutant]:
     """Return the mutants of `mutants.toml`, in its order."""
     given = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return [Mutant(**{**each, "tests": tuple(each["tests"])}) for each in given["mutant"]]
+    return [Mutant(**each | {"tests": tuple(each["tests"])}) for each in given["mutant"]]
 
 
 def verdict_of(returncode: int, output: str) -> tuple[bool, str]:

@@ -232,7 +232,7 @@ class _Trainer:
 
     def _take(self, params: Any, **settings: Any) -> None:
         wanted = self._rt.weights_version + 1
-        settings = {"running": "keep"} | settings
+        settings.setdefault("running", "keep")
         found = self._rt.update_params(params, **settings)
         if not found == wanted == self._rt.weights_version:
             self._load.problems.append(f"the update to version {wanted} returned {found}")

@@ -267,7 +267,7 @@ def _sweep(
             except Exception as error:
                 record.fail(label, error)
         about = {"application": workload, "how": how, "rate": rate}
-        points = [
+        points: list[dict[str, Any]] = [
             {**about, "policy": name, **(summary(own) if repeats > 1 else own[0])}
             for name, own in runs.items() if own
         ]  # fmt: skip

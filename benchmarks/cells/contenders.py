@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.cells.applications import Sizes
 from jaxserve.cells import BatchMaker
@@ -20,7 +20,10 @@ OURS = "batchmaker"
 # Ours with as many tasks submitted together as the thesis has (2.4.3).
 _OF_THESIS, _TASKS_OF_THESIS = "batchmaker_5", 5
 _CHAINS = {"padding_1": 1, "padding_10": 10, "padding_40": 40}
-_MERGED = {"merged_by_agenda": "agenda", "merged_by_depth": "depth"}
+_MERGED: dict[str, Literal["agenda", "depth"]] = {
+    "merged_by_agenda": "agenda",
+    "merged_by_depth": "depth",
+}
 # Those whose tasks have rows from several places. DyNet and Fold also copy the operands of a merged
 # batch beside each other (Neubig et al., 2017; Looks et al., 2017).
 GATHERING = (OURS, _OF_THESIS, "lazy_batching", *_MERGED)
@@ -64,7 +67,7 @@ def policy_of(name: str, *, cell_s: Mapping[str, float]) -> Any:
     if name in _CHAINS:
         return Padding(bucket_width=_CHAINS[name])
     if name in _MERGED:
-        return GraphMerging(order=_MERGED[name], max_graphs=_MERGED_GRAPHS)  # pyright: ignore[reportArgumentType]
+        return GraphMerging(order=_MERGED[name], max_graphs=_MERGED_GRAPHS)
     if name == "lazy_batching":
         num_cells = {cell: _DECODER_STEPS if cell == "decoder" else _MEAN_CELLS for cell in cell_s}
         alone_s = sum(num_cells[cell] * seconds for cell, seconds in cell_s.items())

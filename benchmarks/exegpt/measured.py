@@ -38,8 +38,6 @@ from jaxserve.scheduling.presets import PRESETS, get_policy
 from jaxserve.workload import WorkloadItem
 
 if TYPE_CHECKING:
-    from flax import nnx
-
     from jaxserve.execution.step_cost import StepCost
     from jaxserve.runtime import Runtime
 
@@ -139,7 +137,7 @@ class _Session:
 
     def __init__(self, options: argparse.Namespace):
         self._options = options
-        self._model: Any = _model(options.model)
+        self._model = _model(options.model)
         self._items = _items(options, self._model.config.vocab_size)
         # Those of the first policy.
         self._tokens: list[tuple[int, ...]] = []
@@ -242,7 +240,7 @@ def _items(options: argparse.Namespace, vocab_size: int) -> list[WorkloadItem]:
     return items
 
 
-def _model(name: str) -> nnx.Module:
+def _model(name: str) -> Any:
     """Return a model with random weights: a tiny one of the tests, or of a known model's shape."""
     from flax import nnx
 

@@ -118,7 +118,7 @@ def _measure(
     own_s = time_attention(shape, q, pages, rows, tiling, attention)
     bound_s = machine.step_s(flops=flops, num_bytes=num_bytes)
     error = relative_error(shape, q, pages, rows, tiling, attention)
-    result = {
+    result: dict[str, Any] = {
         "shape": shape.name,
         "rows": len(shape.rows),
         "longest_query": max(queries for queries, _ in shape.rows),

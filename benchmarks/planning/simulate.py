@@ -76,7 +76,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     times = rounds[-1]
     if options.save_step_times is not None:
         times.save(options.save_step_times)
-    summaries = [{"policy": name, **summary(own)} for name, own in runs.items()]
+    summaries: list[dict[str, Any]] = [
+        {"policy": name, **summary(own)} for name, own in runs.items()
+    ]
     return {
         "benchmark": "simulate",
         "arguments": arguments_of(options),

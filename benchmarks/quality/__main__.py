@@ -47,9 +47,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for name in formats:
         model = _load(options, name)
-        found[name], num_bytes = _measured(texts, reference, model)
-        print(f"{name}: {found[name]}", file=sys.stderr)
-        found[name] = {**asdict(found[name]), "weights_bytes": num_bytes}
+        quality, num_bytes = _measured(texts, reference, model)
+        print(f"{name}: {quality}", file=sys.stderr)
+        found[name] = {**asdict(quality), "weights_bytes": num_bytes}
     return {
         "benchmark": "quality",
         "model": options.model,

@@ -85,7 +85,7 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
             executor.watch(passes.append)
         prompts = [[1 + i] * 8 for i in range(options.rows)]
         answers = rt.generate(prompts, SamplingParams(max_tokens=options.output_tokens))
-        result = {
+        result: dict[str, Any] = {
             "plan": name,
             "answers": [answer.token_ids for answer in answers],
             "step_s": _median_step_s(rt),

@@ -46,7 +46,7 @@ _HOMES = {
     "SimulatedCell": "jaxserve.cells.simulated",
 }
 
-__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(_HOMES)  # pyrefly: ignore[unresolvable-dunder-all]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -292,7 +292,7 @@ class BaseCell:
 
     def bind(self, inputs: Mapping[str, Any]) -> tuple[Output | Constant, ...]:
         """Return a node's inputs in the order of the cell's, after checking them."""
-        bound = []
+        bound: list[Output | Constant] = []
         if len(inputs) != len(self._bound):
             self._refuse_names(inputs)
         for name, spec, zero, is_int32 in self._bound:
@@ -330,7 +330,7 @@ class BaseCell:
             )
         return {names[0]: only[0]}
 
-    def _refuse_names(self, inputs: Mapping[str, Any]) -> None:
+    def _refuse_names(self, inputs: Mapping[str, Any]) -> NoReturn:
         allowed = f"its inputs are {', '.join(map(repr, self.inputs))}"
         label = label_of(self, inputs.values())
         unknown = [name for name in inputs if name not in self.inputs]
@@ -339,7 +339,7 @@ class BaseCell:
         missing = next(name for name in self.inputs if name not in inputs)
         raise MissingInputError(f"{label} was not given {missing!r}; {allowed}, so pass it, too")
 
-    def _refuse_value(self, name: str, inputs: Mapping[str, Any]) -> None:
+    def _refuse_value(self, name: str, inputs: Mapping[str, Any]) -> NoReturn:
         value, spec = inputs[name], self.inputs[name]
         label = label_of(self, inputs.values())
         if isinstance(value, Output):

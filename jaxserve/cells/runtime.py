@@ -279,7 +279,7 @@ class CellRuntime:
         return pending
 
     def _submit_some(self, inputs: Sequence[Any]) -> list[PendingRequest[CellCompletion]]:
-        answers = []
+        answers: list[CellAnswer | JaxserveError] = []
         for input in inputs:
             try:
                 answers.append(self._answer(input, None, None))

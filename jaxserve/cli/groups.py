@@ -45,7 +45,7 @@ class SamplingOptions:
         Raises:
           InvalidSamplingParamsError: a field has a value that is not allowed.
         """
-        fields = {**vars(self), "stop": tuple(self.stop or ()), **more}
+        fields: dict[str, Any] = {**vars(self), "stop": tuple(self.stop or ()), **more}
         return SamplingParams(
             **{name: value for name, value in fields.items() if value is not None}
         )
@@ -113,7 +113,8 @@ class ServiceOptions:
         Raises:
           InvalidConfigError: an option is not allowed, or a fleet does not have it.
         """
-        return open_service(model, **{**vars(self), "conversations": conversations, **more})
+        settings: dict[str, Any] = {**vars(self), "conversations": conversations, **more}
+        return open_service(model, **settings)
 
 
 @final

@@ -29,7 +29,7 @@ def open_service(
     Raises:
       InvalidConfigError: an option is not allowed, or a fleet does not have it.
     """
-    given = {name: value for name, value in settings.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     if given.get("host_memory") == "0":
         given["host_memory"] = 0
     if roles is not None:
@@ -39,10 +39,10 @@ def open_service(
             )
         number: Any = {"roles": roles_of(roles)}
     elif replicas == 1:
-        return _open_runtime(model, quiet=quiet, **given)  # type: ignore[arg-type]
+        return _open_runtime(model, quiet=quiet, **given)
     else:
         number = {"replicas": replicas}
-    return _open_fleet(model, number, quiet=quiet, **given)  # type: ignore[arg-type]
+    return _open_fleet(model, number, quiet=quiet, **given)
 
 
 def roles_of(text: str) -> dict[str, int]:
@@ -145,8 +145,8 @@ def _open_runtime(
         raise InvalidConfigError(str(error)) from error
     is_quiet = quiet or jax.process_index() > 0
     adapters = adapters_of(adapter)
-    room = room_for(adapters, max_adapters, max_adapter_rank)
-    rt = Runtime.from_pretrained(model, progress=not is_quiet, **room, **given)
+    given |= room_for(adapters, max_adapters, max_adapter_rank)
+    rt = Runtime.from_pretrained(model, progress=not is_quiet, **given)
     if not rt.is_leader:
         with rt:
             rt.follow()

@@ -212,7 +212,7 @@ def evaluate(
         settings = _settings_of(folder)
         if data is not None:
             settings = replace(settings, data=data, max_examples=None)
-        given = {"max_examples": max_examples, "encoder": encoder, "model": model}
+        given: dict[str, Any] = {"max_examples": max_examples, "encoder": encoder, "model": model}
         settings = replace(settings, **{k: v for k, v in given.items() if v is not None})
         predictor = LengthPredictor.load(folder)
         parts = settings.read(not quiet)

@@ -172,7 +172,7 @@ def layer_deployment(
             "--xla_force_host_platform_device_count=8 makes eight host devices"
         )
     sizes = LayerSizes.of(config, max_length=max_context, kv_dtype=kv_dtype)
-    given_sizes = {
+    given_sizes: dict[str, Any] = {
         "max_batch": max_slots,
         "quantize": quantize,
         "quantize_embeddings": quantize_embeddings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import secrets
 import threading
 import weakref
@@ -89,7 +90,7 @@ class Conversations:
             begun = self._open[id] = Conversation(id, self, start)
         return begun
 
-    def list(self) -> list[Entry]:
+    def list(self) -> builtins.list[Entry]:
         """Return the conversations in the journal, the most recently used first."""
         return self.journal.list()
 

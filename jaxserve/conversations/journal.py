@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import logging
 import os
@@ -117,7 +118,7 @@ class Journal:
             row = db.execute(f"SELECT {_ENTRY} FROM conversation WHERE id = ?", (id,)).fetchone()
         return None if row is None else _entry(row)
 
-    def list(self) -> list[Entry]:
+    def list(self) -> builtins.list[Entry]:
         """Return all conversations, the most recently used first."""
         with self._reading() as db:
             rows = db.execute(f"SELECT {_ENTRY} FROM conversation ORDER BY used_s DESC").fetchall()
@@ -242,14 +243,14 @@ class Journal:
             except JournalError as error:
                 _log.warning("%s", error)
 
-    def _drop_old(self, db: sqlite3.Connection, limits: JournalLimits) -> list[int]:
+    def _drop_old(self, db: sqlite3.Connection, limits: JournalLimits) -> builtins.list[int]:
         age_s, now_s = limits.max_age_s, self._now()
         if age_s is None or now_s < self._next_look_s:
             return []
         self._next_look_s = now_s + age_s / 8
         return self._drop(db, "used_s < ?", now_s - age_s, limit=-1)
 
-    def _drop_surplus(self, db: sqlite3.Connection, limits: JournalLimits) -> list[int]:
+    def _drop_surplus(self, db: sqlite3.Connection, limits: JournalLimits) -> builtins.list[int]:
         dropped: list[int] = []
         most = limits.max_conversations
         (num,) = db.execute("SELECT count(*) FROM conversation").fetchone()
@@ -265,7 +266,7 @@ class Journal:
 
     def _drop(
         self, db: sqlite3.Connection, condition: str, value: float, *, limit: int
-    ) -> list[int]:
+    ) -> builtins.list[int]:
         """Drop conversations that are not in use, oldest first, and return their keys."""
         in_use = ",".join("?" * len(self._in_use))
         keys = db.execute(

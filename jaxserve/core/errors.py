@@ -75,7 +75,7 @@ class JaxserveError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {**vars(self), "args": self.args}
-        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
+        return copyreg.__newobj__, (type(self),), state  # pyrefly: ignore[missing-attribute]
 
 
 class InvalidRequestError(JaxserveError, ValueError):

@@ -185,7 +185,7 @@ def deadline_at(deadline_s: object, now_s: float) -> float | None:
         return None
     try:
         is_text = isinstance(deadline_s, (bool, str))
-        seconds = math.nan if is_text else float(deadline_s)  # type: ignore[arg-type]
+        seconds = math.nan if is_text else float(deadline_s)  # pyrefly: ignore[bad-argument-type]
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if math.isnan(seconds):

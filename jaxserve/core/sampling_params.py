@@ -127,7 +127,7 @@ class SamplingParams:
     def constraint(self) -> Constraint | None:
         """What the output must match; None for anything."""
         return Constraint.of(
-            json_schema=self.json_schema,  # type: ignore[arg-type]  # text, see __post_init__
+            json_schema=self.json_schema,  # pyrefly: ignore[bad-argument-type]  # text, see __post_init__
             regex=self.regex,
             grammar=self.grammar,
             choice=self.choice,
@@ -261,7 +261,7 @@ def _whole(name: str, value: object, low: float, high: float, *, optional: bool 
     if value is None and optional:
         return
     is_int = hasattr(value, "__index__") and not isinstance(value, bool)
-    if not is_int or not low <= value <= high:  # type: ignore[operator]
+    if not is_int or not low <= value <= high:  # pyrefly: ignore[unsupported-operation]
         most = "" if high == math.inf else f" and at most {high}"
         none = ", or None" if optional else ""
         raise InvalidSamplingParamsError(
@@ -279,7 +279,7 @@ def _real(
     open_high: bool = False,
 ) -> float:
     try:
-        number = math.nan if isinstance(value, (bool, str)) else float(value)  # type: ignore[arg-type]
+        number = math.nan if isinstance(value, (bool, str)) else float(value)  # pyrefly: ignore[bad-argument-type]
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     above = number > low if open_low else number >= low

@@ -78,7 +78,7 @@ class DeviceHandle:
             array.copy_to_host_async()
 
     def is_ready(self) -> bool:
-        return self._marker.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+        return self._marker.is_ready()  # pyrefly: ignore[missing-attribute]
 
     def collect(self) -> StepResult:
         num_rows = len(self._plan.rows)

@@ -120,7 +120,7 @@ class HostPages:
         target[: len(copies)] = [page for _, page in copies]
         pages = self._read(cache, copies, count)
         values = self._own.to_devices(pages, like=jax.tree.leaves(cache), place=self.staging)
-        return IncomingPages(target, _as_in(cache, values))  # pyright: ignore[reportArgumentType]
+        return IncomingPages(target, _as_in(cache, values))  # pyrefly: ignore[bad-argument-type]
 
     def allocate(self, like: Sequence[jax.Array]) -> None:
         """Allocate a buffer for each of these arrays, once.

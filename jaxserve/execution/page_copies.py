@@ -103,7 +103,7 @@ class DevicePages:
         if not count:
             return None
         values = abstract_pages(self.cache, count, sharding=self._host.staging)
-        return IncomingPages(np.zeros(count, np.int32), values)  # pyright: ignore[reportArgumentType]
+        return IncomingPages(np.zeros(count, np.int32), values)  # pyrefly: ignore[bad-argument-type]
 
     def allocate_host(self) -> None:
         """Allocate the memory of the host pages before the first page arrives.

@@ -54,11 +54,11 @@ def scatter_pieces(
         starts = np.cumsum([0, *(leaf.shape[0] for leaf in leaves)])
         values.append(
             tuple(
-                whole[first:last]  # pyright: ignore[reportOptionalSubscript]
+                whole[first:last]  # pyrefly: ignore[unsupported-operation]
                 for first, last in zip(starts, starts[1:], strict=False)
             )
         )
-    return scattered(cache, ids, KVCache(*values))
+    return scattered(cache, ids, KVCache(*values))  # pyrefly: ignore[bad-argument-type]
 
 
 def kinds(cache: KVCache) -> list[tuple[jax.Array, ...]]:

@@ -76,7 +76,7 @@ class EncoderDecoder(Decoder):
     A batch's tokens are the decoder's; `encode` and `write_encoded` come before them.
     """
 
-    block_class: ClassVar[type[CrossBlock]]  # pyright: ignore[reportIncompatibleVariableOverride]
+    block_class: ClassVar[type[CrossBlock]]
     encoder_block_class: ClassVar[type[Block]]
 
     def __init__(

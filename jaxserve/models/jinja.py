@@ -66,12 +66,13 @@ def _compiled(source: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {
+    names: dict[str, Any] = {
         "raise_exception": _raise,
         "strftime_now": lambda format: datetime.now().strftime(format),
         "dict": _Dict(),
         "namespace": _Namespace,
     }
+    environment.globals.update(names)
     return environment.from_string(source)
 
 

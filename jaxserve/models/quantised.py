@@ -215,7 +215,8 @@ class QuantisedWeight(nnx.Module):
             return fitted_spec(sizes, leaf.shape, names[len(names) - leaf.ndim :])
 
         leaves = ("codes", "channels", "scales", "minima", "zeros")
-        specs = replace(matrix, **{name: spec(name, getattr(matrix, name)) for name in leaves})
+        by_name: dict[str, Any] = {name: spec(name, getattr(matrix, name)) for name in leaves}
+        specs = replace(matrix, **by_name)
         *columns, groups, _, _, _ = specs.codes
         num_shares = 1 if groups is None else num_tensor_shards()
 

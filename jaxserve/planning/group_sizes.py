@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 from jaxserve.planning.group_times import GroupTimes
 from jaxserve.planning.step_times import Curve, StepTimes
@@ -81,7 +81,7 @@ def derived(times: StepTimes, size: int, other: StepTimes | None = None) -> Step
         # Of a step on `count` devices; ratio = (1 - parallel) + parallel * share.
         parallel = min(1.0, max(0.0, (ratio - 1) / (share - 1)))
     factor = (1 - parallel) + parallel * count / size
-    divided = {
+    divided: dict[str, Any] = {
         name: {
             key: Curve(tuple((position, factor * s) for position, s in curve.points))
             for key, curve in getattr(times, name).items()

@@ -88,7 +88,8 @@ class Origin:
             name: tuple(value) if isinstance(value, list) else value
             for name, value in read["config"].items()
         }
-        return cls(**{**read, "config": EngineConfig(**config)})
+        read = {**read, "config": EngineConfig(**config)}
+        return cls(**read)
 
     def differences(self, other: Origin) -> list[str]:
         """Describe the fields of model, device, compiled sizes and versions that differ."""

@@ -334,7 +334,7 @@ class StepBench:
 
 
 def _plan(**fields: Any) -> StepPlan:
-    nothing = {
+    nothing: dict[str, Any] = {
         "index": 0,
         "swaps_out": (),
         "swaps_in": (),

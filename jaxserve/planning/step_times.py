@@ -226,7 +226,7 @@ class StepTimes:
         others: dict[str, Any] = {
             name: checked_number(value) for name, value in table.items() if name not in by_size
         }
-        return cls(origin=origin, **by_size, **others)
+        return cls(origin=origin, **others, **dict[str, Any](by_size))
 
 
 # Errors of the readers of measured times for a file that holds something else. Of these,

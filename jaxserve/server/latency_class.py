@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 from jaxserve.core.errors import InvalidConfigError, InvalidSamplingParamsError
 from jaxserve.core.sampling_params import BOUND_NAMES, SamplingParams
@@ -24,10 +24,10 @@ class LatencyClass:
     def apply(self, params: SamplingParams) -> SamplingParams:
         """Return parameters with these bounds; of one that both give, the tighter one counts."""
         given = params.bounds
-        return replace(
-            params,
-            **{name: min(s, given.get(name, s)) for name, s in self.bounds.items()},  # type: ignore[arg-type]
-        )
+        tighter: dict[str, Any] = {
+            name: min(s, given.get(name, s)) for name, s in self.bounds.items()
+        }
+        return replace(params, **tighter)
 
 
 def parse_latency_classes(texts: Iterable[str]) -> dict[str, dict[str, float]]:
@@ -80,6 +80,6 @@ def check_bounds(name: str, bounds: Mapping[str, float]) -> None:
             f"{', '.join(BOUND_NAMES)}"
         )
     try:
-        SamplingParams(**bounds)  # type: ignore[arg-type]
+        SamplingParams(**dict[str, Any](bounds))
     except InvalidSamplingParamsError as error:
         raise InvalidConfigError(f"latency class {name!r}: {error}") from error

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterable
-from typing import final
+from typing import Any, final
 
 from jaxserve.engine.answers import Piece
 from jaxserve.scheduling.lengths.estimate import LengthEstimate
@@ -64,7 +64,7 @@ class LengthComments:
         left = min(sample.estimate.expected_remaining(num_tokens), self._most - num_tokens)
         predicted = num_tokens + math.ceil(left)
         self.predicted.setdefault(index, predicted)
-        told = {
+        told: dict[str, Any] = {
             "index": index,
             "predicted_tokens": predicted,
             "percentiles": [

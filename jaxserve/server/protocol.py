@@ -25,7 +25,7 @@ class TimedProtocol(H11Protocol):
         """Return the protocol with this limit; uvicorn makes an object for each connection."""
         return type("TimedProtocol", (cls,), {"header_timeout_s": header_timeout_s})
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self._start_timer()

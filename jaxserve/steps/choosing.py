@@ -85,11 +85,11 @@ def choose(
         sampled = sample(
             *(logits if proposed is None else logits[at], rows.sampling, now.tokens),
             rows.part(now.length),
-            slot=rows.index,
+            slot=rows.slot,
             variant=variant,
             first=counted_from(rows.encoded, config.page_size),
         )
-        now = slot_edits.append(now, rows.index, state.goes_on, sampled.token, sampled.finite)
+        now = slot_edits.append(now, rows.slot, state.goes_on, sampled.token, sampled.finite)
         outputs = record(outputs, state.goes_on, sampled)
         if draft is None:
             return Choice(place, now, outputs, live, state.hits, state.misses)
@@ -134,11 +134,11 @@ def with_rates(
         outputs = count(outputs, ProposalCount.DRAFTS, proposed > 0)
         outputs = count(outputs, ProposalCount.PROPOSED, proposed)
     rates, total = proposals.learn(
-        *(now.lookup.rates, now.answers.rates, rows.index, draft.source),
+        *(now.lookup.rates, now.answers.rates, rows.slot, draft.source),
         *(choice.hits, choice.misses),
     )
     if forgives:
-        rates = proposals.forgive(rates, rows.index)
+        rates = proposals.forgive(rates, rows.slot)
     lookup, answers = replace(now.lookup, rates=rates), replace(now.answers, rates=total)
     return replace(now, lookup=lookup, answers=answers), outputs
 
@@ -154,6 +154,6 @@ def looked_up(
     """
     assert slots.lookup is not None and slots.answers is not None, "slots without lookup"
     return proposals.propose(
-        *(slots.lookup, slots.answers, slots.tokens, rows.index, rows.part(slots.length)),
+        *(slots.lookup, slots.answers, slots.tokens, rows.slot, rows.part(slots.length)),
         *(left, rows.window.verify_cost, num_proposed),
     )

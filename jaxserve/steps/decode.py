@@ -70,7 +70,7 @@ def decode_loop(
             return looked_up(slots, rows, left, num_proposed)
         assert slots.lookup is not None, "slots without rates"
         rates = slots.lookup.rates
-        return proposals.expect(rates, rows.index, left, window.verify_cost, num_proposed)
+        return proposals.expect(rates, rows.slot, left, window.verify_cost, num_proposed)
 
     def goes_on(carry: _Carry) -> Bool[Array, ""]:
         is_left = carry.iteration < window.num_iterations
@@ -230,10 +230,10 @@ def _drafted(
         logits, cache = model.draft_logits(inputs, attention, cache)
         sampled = sample(
             *(logits, window.sampling, tokens, length + place),
-            slot=window.index,
+            slot=window.slot,
             variant=variant,
         )
-        slot = jnp.where(live, window.index, num_slots)
+        slot = jnp.where(live, window.slot, num_slots)
         tokens = tokens.at[slot, length + place].set(sampled.token, mode="drop")
         return tokens, cache, drafted.at[:, place].set(sampled.token)
 

@@ -66,7 +66,7 @@ class WindowRows(NamedTuple):
     adapter: Int32[Array, " rows"] | None
 
     @property
-    def index(self) -> Int32[Array, " rows"]:
+    def slot(self) -> Int32[Array, " rows"]:
         """The slot of each row."""
         return self.window.start + jnp.arange(self.window.most.shape[0])
 
@@ -120,11 +120,11 @@ def attention_of(
         plan=attention_plan,
         max_query_length=1 if proposed is None else None,
         cross_rows=cross_rows,
-        slot=window.index,
+        slot=window.slot,
         adapter=None if window.adapter is None else window.adapter[block.row],
     )
     if inputs is None:
-        inputs = slots.tokens[window.index, newest][block.row]
+        inputs = slots.tokens[window.slot, newest][block.row]
         if proposed is not None:
             others = proposed[block.row, jnp.maximum(block.place - 1, 0)]
             inputs = jnp.where(block.place > 0, others, inputs)

@@ -135,5 +135,5 @@ def pack_prompts(config: EngineConfig, prompts: Sequence[Sequence[int]]) -> Enco
     tokens[:used] = np.concatenate([np.asarray(each, np.int32) for each in prompts])
     positions[:used] = np.concatenate([np.arange(length) for length in lengths])
     prompt[:used] = np.repeat(np.arange(len(prompts)), lengths)
-    batch: Any = EncoderBatch(tokens, prompt, positions)  # pyright: ignore[reportArgumentType]
+    batch: Any = EncoderBatch(tokens, prompt, positions)  # pyrefly: ignore[bad-argument-type]
     return batch

@@ -70,7 +70,7 @@ def pack_rows(
         starts.append(used)
         used += row.num_tokens
     # NumPy arrays, which jit turns into device arrays.
-    batch: Any = MixedBatch(token_row, slot, start, query_start, length, samples)  # pyright: ignore[reportArgumentType]
+    batch: Any = MixedBatch(token_row, slot, start, query_start, length, samples)  # pyrefly: ignore[bad-argument-type]
     return batch, starts
 
 
@@ -192,6 +192,7 @@ def pack_window(
     most: Any = np.zeros(len(window), np.int32)  # NumPy arrays, as in `pack_rows`
     for row in rows:
         most[row.slot - window.start] = row.max_new_tokens
-    start, number = np.asarray((window.start, num_iterations), np.int32)
+    start: Any = np.int32(window.start)
+    number: Any = np.int32(num_iterations)
     cost: Any = np.asarray(verify_cost, np.float32)
     return DecodeWindow(start, number, most, cost)

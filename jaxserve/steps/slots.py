@@ -70,7 +70,9 @@ def empty_slots(config: EngineConfig, *, looks_up: bool = True) -> SlotState:
     # With a draft model nothing is looked up.
     num_indexed = 1 if config.drafts else config.max_context
 
-    def full(value: float, dtype: jnp.dtype, *shape: int) -> Shaped[Array, " slots *shape"]:
+    def full(
+        value: float, dtype: jax.typing.DTypeLike, *shape: int
+    ) -> Shaped[Array, " slots *shape"]:
         return jnp.full((num, *shape), value, dtype)
 
     return SlotState(

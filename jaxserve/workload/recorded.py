@@ -228,7 +228,8 @@ def _parse(line: object) -> RecordedRequest:
     converted: dict[str, Any] = {name: tuple(line[name]) for name in _TUPLES}
     if "output_token_ids" in line:
         converted["output_token_ids"] = tuple(map(tuple, line["output_token_ids"]))
-    request = RecordedRequest(**{**line, **converted, "params": _params(line["params"])})
+    converted["params"] = _params(line["params"])
+    request = RecordedRequest(**{**line, **converted})
     given = (len(request.num_output_tokens), len(request.finish_reasons))
     if given != (request.params.n, request.params.n):
         raise InvalidConfigError(

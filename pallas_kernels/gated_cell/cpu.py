@@ -58,7 +58,8 @@ def _cell(
     kind: Kind, products: tuple[Product, ...], carried: tuple[RowsAt, ...]
 ) -> tuple[jax.Array, jax.Array]:
     (product,) = products
-    first, second = [*product.rows, None][:2]
+    first = product.rows[0]
+    second = product.rows[1] if len(product.rows) > 1 else None
     one, other = [*carried, None, None][:2]
     batch = first.shape[0]
     hidden = product.bias.shape[0] // KINDS[kind].num_gates[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 from jaxtyping import Array, Float, Float32, Int, Real
@@ -24,7 +24,7 @@ _IMPLEMENTATIONS = {
 }
 _PREFERRED = {"cuda": ("triton",), "cpu": ("cpu",)}
 
-IMPLEMENTATIONS = tuple(_IMPLEMENTATIONS)
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 
 def rotate_and_write(

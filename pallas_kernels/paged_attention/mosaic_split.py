@@ -79,7 +79,7 @@ class SplitKernel:
         rows = (sizes.columns, sizes.head_dim)
         block = (sizes.num_stages, sizes.block_keys, sizes.head_dim)
         tiled = (mosaic.TilingTransform((8, 64)), mosaic.SwizzleTransform(128))
-        shared = partial(mosaic.SMEM, dtype=sizes.dtype)
+        shared = partial(mosaic.SMEM, dtype=sizes.dtype)  # pyrefly: ignore[bad-argument-type]
         copies = sizes.block_keys // sizes.part_keys
         full = mosaic.Barrier(num_arrivals=copies, num_barriers=sizes.num_stages)
         free = mosaic.Barrier(num_arrivals=1, num_barriers=sizes.num_stages)
@@ -104,7 +104,7 @@ class SplitKernel:
         if not self.sizes.interpret:
             return None
         # Since JAX 0.11.
-        return mosaic.InterpretGPUParams(detect_races=True)  # pyright: ignore
+        return mosaic.InterpretGPUParams(detect_races=True)  # pyrefly: ignore[missing-attribute]
 
     def _body(self, *arrays: Any, **shared: Any) -> None:
         if len(arrays) + len(shared) < len(fields(SplitMemory)):

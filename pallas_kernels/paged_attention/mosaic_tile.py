@@ -112,7 +112,7 @@ class TileKernel:
         rows = (ATTENDING, ROWS, self.head_dim)
         block = (self.num_stages, self.block_keys, self.head_dim)
         tiled = (mosaic.TilingTransform((8, 64)), mosaic.SwizzleTransform(128))
-        shared = partial(mosaic.SMEM, dtype=self.dtype)
+        shared = partial(mosaic.SMEM, dtype=self.dtype)  # pyrefly: ignore[bad-argument-type]
         copies = self.block_keys // self.part_keys
         full = mosaic.Barrier(num_arrivals=copies, num_barriers=self.num_stages)
         free = mosaic.Barrier(num_arrivals=ATTENDING, num_barriers=self.num_stages)
@@ -136,7 +136,7 @@ class TileKernel:
         if not self.interpret:
             return None
         # Since JAX 0.11.
-        return mosaic.InterpretGPUParams(detect_races=True)  # pyright: ignore
+        return mosaic.InterpretGPUParams(detect_races=True)  # pyrefly: ignore[missing-attribute]
 
     def _body(self, *arrays: Any, **shared: Any) -> None:
         memory = Memory(*arrays, **shared)

@@ -30,7 +30,7 @@ def paged_attention(
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """See `api.paged_attention`. Loops in NumPy float64, query by query; cannot be traced."""
     del max_query_length, plan
-    if isinstance(q, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(q, jax.core.Tracer):
         raise NotImplementedError("the reference runs outside jit only; use implementation='xla'")
     queries, keys, values = (np.asarray(x, np.float64) for x in (q, k_pages[layer], v_pages[layer]))
     if k_scales is not None and v_scales is not None:

@@ -35,7 +35,7 @@ def _names(group: type) -> set[str]:
 
 def _options(command: str) -> dict[str, tuple]:
     """Return what a command's options are, by name."""
-    parameters = get_command(app).commands[command].params  # type: ignore[attr-defined]
+    parameters = get_command(app).commands[command].params
     return {
         each.name: (each.opts, each.default, each.help, each.multiple, each.rich_help_panel)
         for each in parameters

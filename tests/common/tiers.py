@@ -39,7 +39,7 @@ def seeds(num: int, num_kept: int = 20) -> pytest.MarkDecorator:
 
 def examples(share: float) -> settings:
     """Draw this share of a profile's examples, always the same: for tests that compile each one."""
-    most = settings.default.max_examples  # pyright: ignore[reportOptionalMemberAccess]
+    most = settings.default.max_examples
     return settings(max_examples=round(share * most), deadline=None, derandomize=True)
 
 

@@ -46,7 +46,7 @@ class Block:
 def blocks(page: str) -> list[Block]:
     """Return the blocks of a page that name a file, in order."""
     text = (DOCS / page).read_text(encoding="utf-8")
-    return [Block(path, kind, body) for path, kind, body in _BLOCK.findall(text)]  # type: ignore[arg-type]
+    return [Block(path, kind, body) for path, kind, body in _BLOCK.findall(text)]
 
 
 def package_with(page: str, folder: Path) -> Path:

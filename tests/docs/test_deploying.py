@@ -33,7 +33,7 @@ def _manifests() -> dict[str, Any]:
 
 def _options(words: list[str]) -> dict[str, Any]:
     """Return the options of a command line of `jaxserve serve`, which must have all of them."""
-    serve = get_command(app).commands["serve"]  # pyright: ignore[reportAttributeAccessIssue]
+    serve = get_command(app).commands["serve"]
     context = serve.make_context("serve", words[2:])
     assert words[:2] == ["jaxserve", "serve"]
     return context.params

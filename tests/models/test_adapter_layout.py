@@ -297,7 +297,7 @@ def test_sources_that_are_none_are_refused(tmp_path):
         AdapterSource.of(tmp_path, 1.0)
     for scale, said in ((float("nan"), "scale=nan"), ("x", "scale='x'"), (True, "scale=True")):
         with pytest.raises(InvalidParamsError, match=said):
-            AdapterSource.of({}, scale)  # pyright: ignore[reportArgumentType]
+            AdapterSource.of({}, scale)
     twice = {"x.lora_A.weight": np.zeros(1), "base_model.model.x.lora_A.weight": np.ones(1)}
     with pytest.raises(InvalidParamsError, match="'x.lora_A.weight' twice"):
         AdapterSource.of(twice, 1.0)

@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused():
     inputs = make_inputs(TEST_SHAPES[0], seed=0)
     (product,), (c,) = inputs["products"], inputs["carried"]
     with pytest.raises(ValueError, match="unknown"):
-        gated_cell("rnn", [product], [c])  # pyright: ignore[reportArgumentType]
+        gated_cell("rnn", [product], [c])
     with pytest.raises(ValueError, match="1 carried states"):
         gated_cell("lstm", [product], [])
     narrow = Product(product.rows, product.weight[1:], product.bias)

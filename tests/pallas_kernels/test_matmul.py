@@ -161,6 +161,6 @@ def test_shapes_that_contradict_each_other_are_refused():
     with pytest.raises(ValueError, match=r"x\(4, 32\) and weight\(32, 8\).*\[out, in\]"):
         matmul(x, weight, transposed=True)
     with pytest.raises(ValueError, match="'cublas' is unknown"):
-        matmul(x, weight, implementation="cublas")  # pyright: ignore
+        matmul(x, weight, implementation="cublas")
     with pytest.raises(ValueError, match=r"sizes\(3,\) do not fit"):
         grouped_matmul(x, weight[None], jnp.ones(3, jnp.int32))

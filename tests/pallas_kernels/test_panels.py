@@ -29,7 +29,7 @@ WIDTHS = st.sampled_from([1, 16, 24, 47, 48, 49, 97, 500])
 
 def _draw(rows: int, depth: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(rows * depth + width)
-    return tuple(rng.standard_normal(s, np.float32) for s in ((rows, depth), (depth, width)))  # pyright: ignore
+    return tuple(rng.standard_normal(s, np.float32) for s in ((rows, depth), (depth, width)))
 
 
 def _by_kernel(

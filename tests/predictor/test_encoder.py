@@ -39,7 +39,7 @@ MODELS = {
 
 @nnx.jit
 def _apply(model: nnx.Module, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-    return model(tokens, mask)  # type: ignore[operator]
+    return model(tokens, mask)
 
 
 @pytest.mark.parametrize("name", MODELS)

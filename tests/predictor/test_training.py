@@ -92,7 +92,7 @@ def test_cut_off_and_gone_on(tmp_path):
             raise Interrupted
         return original(tokens, params)
 
-    cut.logits_of = interrupting  # type: ignore[method-assign]
+    cut.logits_of = interrupting
     with pytest.raises(Interrupted):
         train(cut, learn, held_out, config, checkpoints=tmp_path, progress=False)
     again = tiny_predictor(seed=9)

@@ -74,7 +74,7 @@ def test_which_weights_are_in_panels():
     ):
         graphdef, state = abstract_model(
             replace(config, dtype=dtype),
-            layer_layout=layout,  # pyright: ignore
+            layer_layout=layout,
             change=IN_PANELS.change,
         )
         model = nnx.merge(graphdef, state)

@@ -51,7 +51,7 @@ CONFIG = EngineConfig(
 
 
 def _rra(**settings: float) -> Policy:
-    shape = RRA(**{"encode_batch": 2, "decode_iterations": 40, **settings})  # type: ignore[arg-type]
+    shape = RRA(**{"encode_batch": 2, "decode_iterations": 40, **settings})
     return Policy("rra", OnDemand(), DueFirst(), shape, Stateless())
 
 
@@ -481,9 +481,9 @@ def test_a_bound_is_a_number_of_seconds():
     """Zero, negative numbers and text are refused; the due time follows from the arrival."""
     for wrong in (0, -1.0, "soon"):
         with pytest.raises(InvalidSamplingParamsError, match="latency_bound"):
-            SamplingParams(latency_bound=wrong)  # type: ignore[arg-type]
+            SamplingParams(latency_bound=wrong)
     for scalar in (np.array(1.5), np.float32(1.5), Decimal("1.5"), jnp.float32(1.5)):
-        params = SamplingParams(latency_bound=scalar)  # type: ignore[arg-type]
+        params = SamplingParams(latency_bound=scalar)
         assert type(params.latency_bound) is float and params == SamplingParams(latency_bound=1.5)
     clock = VirtualClock()
     clock.advance_to(7.0)

@@ -63,8 +63,8 @@ def _request(name: str, clock: VirtualClock, num_prompt: int = 2, **params: Any)
 def test_a_bound_is_a_number_of_seconds(name: str):
     for wrong in (0, -1.0, float("nan"), "soon"):
         with pytest.raises(InvalidSamplingParamsError, match=name):
-            SamplingParams(**{name: wrong})  # type: ignore[arg-type]
-    assert SamplingParams(**{name: 2.5}).bounds == {name: 2.5}  # type: ignore[arg-type]
+            SamplingParams(**{name: wrong})
+    assert SamplingParams(**{name: 2.5}).bounds == {name: 2.5}
 
 
 def test_the_earliest_bound_says_when_a_request_is_due():
@@ -277,7 +277,7 @@ def test_what_becomes_of_a_bound_by_hand():
 @pytest.mark.parametrize("policy", PRESETS.values(), ids=lambda each: each.name)
 def test_policies_heed_bounds_or_refuse_them(policy: object):
     """The error names the bounds, the policy, and the policies that heed them."""
-    preset = PRESETS[policy.name]  # type: ignore[attr-defined]
+    preset = PRESETS[policy.name]
     clock = VirtualClock()
     request = _request("a", clock, token_bound=0.5)
     check_heeded(_request("b", clock), preset)

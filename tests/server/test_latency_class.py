@@ -107,7 +107,7 @@ def test_the_tighter_bound_counts():
             {"latency_bound": 2.0, "first_token_bound": 1.0, "token_bound": 0.5},
         ),
     ):
-        params = SamplingParams(max_tokens=7, **given)  # type: ignore[arg-type]
+        params = SamplingParams(max_tokens=7, **given)
         found = own.apply(params)
         assert found.bounds == wanted and found.max_tokens == 7
     assert LatencyClass({}).apply(params) == params

@@ -39,7 +39,7 @@ def _with(state: SlotState, texts: Mapping[int, Sequence[int]]) -> SlotState:
         lambda leaf: jnp.zeros((len(index), *leaf.shape[1:]), leaf.dtype), state.sampling
     )
     arrays = index, start, length, np.full_like(index, CONTEXT)
-    admitted = slots.Admitted(*arrays, sampling, None, None)  # pyright: ignore[reportArgumentType]
+    admitted = slots.Admitted(*arrays, sampling, None, None)
     return _admit(state, admitted, tokens)
 
 

@@ -12,11 +12,11 @@ _SHOWN = 8
 def main() -> None:
     """Serve the job's requests and print what it took."""
     begin_s = time.perf_counter()
-    import dynet_config  # pyright: ignore[reportMissingImports]
+    import dynet_config
 
     job = read_job()
     dynet_config.set(mem=4096, autobatch=1, random_seed=1)
-    import dynet as dy  # pyright: ignore[reportMissingImports]
+    import dynet as dy
     import numpy as np
 
     tensors = dict(np.load(job["weights"]))

@@ -17,7 +17,7 @@ def main() -> None:
     import torch
 
     _give_back_names(torch)
-    import torchfold  # pyright: ignore[reportMissingImports]
+    import torchfold
 
     job = read_job()
     tensors = {name: torch.from_numpy(value) for name, value in np.load(job["weights"]).items()}

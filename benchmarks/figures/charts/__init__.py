@@ -57,7 +57,7 @@ def charts(result: Result) -> dict[str, Callable[[Result], Figure]]:
             for number, _ in result.items("sets")
         }
     if result.kind == "policies":
-        drawn = {stem: serving.policies}
+        drawn: dict[str, Callable[[Result], Figure]] = {stem: serving.policies}
         if serving.has_latency_split(result):
             drawn[f"{stem}_split"] = serving.latency_split
         return drawn

@@ -3,8 +3,6 @@
 Runs in its own environment until it is ended.
 """
 
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 import json

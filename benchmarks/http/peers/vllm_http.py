@@ -1,7 +1,5 @@
 """vLLM's server, its CPU build: `python SCRIPT JOB.json PORT`. Runs in its own environment."""
 
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 import json

@@ -1,7 +1,5 @@
 """llama.cpp's server: continuous batching over HTTP. Runs in its own environment."""
 
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 import json

@@ -1,7 +1,5 @@
 """OpenVINO GenAI: continuous batching. Runs in its own environment."""
 
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 import json

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from typing import Any
 
 from benchmarks.offline.peers.answering import timed
 
@@ -16,7 +17,7 @@ def main() -> None:
 
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
-    settings = {"warmup": "full", **job["settings"]}
+    settings: dict[str, Any] = {"warmup": "full", **job["settings"]}
     kind = "few_bits" if settings.get("quantize") == "keep" else "safetensors"
     with Runtime.from_pretrained(job["models"][kind], **settings) as rt:
 

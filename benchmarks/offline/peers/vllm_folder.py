@@ -42,8 +42,10 @@ def write_compressed_tensors(model: GGUFSource, folder: Path, bits: int) -> None
         "strategy": "token",
     }
     format = "pack-quantized" if is_group else "int-quantized"
-    group = {"targets": ["Linear"], "weights": weights, "format": format}
-    group["input_activations"] = None if is_group else inputs
+    group = {
+        **{"targets": ["Linear"], "weights": weights, "format": format},
+        "input_activations": None if is_group else inputs,
+    }
     write_config(
         model,
         folder,

@@ -1,7 +1,5 @@
 """vLLM's CPU build, compiled as is its default. Runs in its own environment."""
 
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 import json

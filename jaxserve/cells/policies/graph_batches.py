@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.policy import CellType, Task, with_ended
@@ -103,7 +103,8 @@ class Buckets:
         if not self._is_round_robin:
             # Keys of graphs rise with their arrivals.
             return min(self._waiting, key=lambda bucket: next(iter(self._waiting[bucket])))
-        order = sorted(self._waiting)  # pyright: ignore[reportArgumentType]
+        order: list[Any] = list(self._waiting)
+        order.sort()
         last = self._last
         return next((bucket for bucket in order if last is not None and bucket > last), order[0])
 

@@ -69,8 +69,9 @@ class GPTNeoXConfig(DecoderConfig):
         bias = bool(given["attention_bias"])
         limit = sizes["max_position_embeddings"]
         turned = Rope.from_hf(rope, limit, dim=int(sizes["head_dim"] * share))
+        sizes["max_position_embeddings"] = turned.longest_context(limit)
         return cls(
-            **{**sizes, "max_position_embeddings": turned.longest_context(limit)},
+            **sizes,
             activation=activation_of(given, "hidden_act"),
             norm_eps=given["layer_norm_eps"],
             tie_word_embeddings=bool(given["tie_word_embeddings"]),

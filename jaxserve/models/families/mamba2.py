@@ -124,7 +124,7 @@ class Mamba2(Decoder):
 
     block_class = Mamba2Block
     recurrent_block_class = Mamba2Block
-    config: Mamba2Config
+    config: Mamba2Config  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def _embed(
         self,

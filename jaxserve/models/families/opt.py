@@ -114,7 +114,7 @@ class OPT(Decoder):
     """
 
     block_class = OPTBlock
-    config: OPTConfig
+    config: OPTConfig  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def _add_embedding(self, new: ParamMaker) -> None:
         vocab, size = self.config.vocab_size, self.config.embedding_size

@@ -198,7 +198,7 @@ class T5EncoderBlock(Block):
     """See `Block`."""
 
     norm_class = T5Norm
-    mlp_class = staticmethod(_mlp)  # pyright: ignore[reportAssignmentType]
+    mlp_class = staticmethod(_mlp)  # pyrefly: ignore[bad-assignment]
 
     def __call__(
         self, x: Float[Array, "tokens embed"], context: LayerContext
@@ -212,7 +212,7 @@ class T5Block(CrossBlock):
     """See `CrossBlock`."""
 
     norm_class = T5Norm
-    mlp_class = staticmethod(_mlp)  # pyright: ignore[reportAssignmentType]
+    mlp_class = staticmethod(_mlp)  # pyrefly: ignore[bad-assignment]
 
 
 @final
@@ -221,7 +221,7 @@ class T5(EncoderDecoder):
 
     block_class = T5Block
     encoder_block_class = T5EncoderBlock
-    config: T5Config
+    config: T5Config  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def _embed(
         self,

@@ -64,7 +64,7 @@ class EncoderLayer:
         length = len(qkv) // num_prompts
         prompt = np.repeat(np.arange(num_prompts, dtype=np.int32), length)
         positions = np.tile(np.arange(length, dtype=np.int32), num_prompts)
-        batch = EncoderBatch(np.zeros_like(prompt), prompt, positions)  # pyright: ignore[reportArgumentType]
+        batch = EncoderBatch(np.zeros_like(prompt), prompt, positions)  # pyrefly: ignore[bad-argument-type]
         batch = jax.device_put(batch, self._place.whole)
         with self._place.in_force():
             return seconds_of(lambda qkv: self._attend(qkv, batch, self._biases), qkv)[0]

@@ -60,7 +60,9 @@ def one_layer(config: DecoderConfig) -> DecoderConfig:
     windows = config.sliding_windows
     layer = windows.index(None) if None in windows else 0
     one = config.part(range(layer, layer + 1))
-    return replace(one, num_encoder_layers=1) if config.has_encoder else one
+    if not config.has_encoder:
+        return one
+    return replace(one, num_encoder_layers=1)  # pyrefly: ignore[unexpected-keyword]
 
 
 @final

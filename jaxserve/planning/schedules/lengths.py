@@ -189,7 +189,7 @@ def pairs_of(lengths: Iterable[tuple[int, int]] | np.ndarray) -> np.ndarray:
     try:
         pairs: np.ndarray = np.array([[*pair] for pair in lengths])
     except (TypeError, ValueError, OverflowError):
-        pairs = np.zeros(0)
+        pairs = np.zeros((0, 2))
     is_whole = pairs.dtype.kind in "iu" and pairs.ndim == 2 and pairs.shape[1] == 2
     if not is_whole or pairs.min() < 1 or (pairs > (MAX_PROMPT, MAX_OUTPUT)).any():
         raise InvalidConfigError(

@@ -26,11 +26,10 @@ class LengthTable:
         self._buckets = buckets
         # As they were set; normalised; and with the two arrays of `LengthDistributions.lines`, so
         # that asking for some rows computes nothing.
-        self._given, self._probabilities, self._rate, self._tail = (
-            np.zeros((_FEWEST_ROWS, buckets.num)) for _ in range(4)
-        )
+        zeros: np.ndarray = np.zeros((4, _FEWEST_ROWS, buckets.num))
+        self._given, self._probabilities, self._rate, self._tail = zeros
         self._set(_UNKNOWN, np.diff(buckets.edges) / buckets.max_length)
-        self._at = np.zeros(_FEWEST_ROWS, np.int64)
+        self._at: np.ndarray = np.zeros(_FEWEST_ROWS, np.int64)
         self._row_of: dict[int, int] = {}
         self._free = list(range(_FEWEST_ROWS - 1, _UNKNOWN, -1))
 

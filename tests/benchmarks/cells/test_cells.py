@@ -183,7 +183,7 @@ def test_names_of_peers_and_groups():
     class Options:
         compare = "torch,dynet"
 
-    assert list(peers_of(Options)) == ["torch_packed", "torch_padded", "dynet"]  # pyright: ignore[reportArgumentType]
+    assert list(peers_of(Options)) == ["torch_packed", "torch_padded", "dynet"]
     with pytest.raises(InvalidConfigError):
         contenders.policy_of("fastest", cell_s={})
 

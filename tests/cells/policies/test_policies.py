@@ -205,7 +205,7 @@ def test_settings_are_checked():
         lambda: Padding(bucket_width=0),
         lambda: Padding(max_graphs=0),
         lambda: GraphMerging(max_graphs=0),
-        lambda: GraphMerging(order="breadth"),  # pyright: ignore[reportArgumentType]
+        lambda: GraphMerging(order="breadth"),
         lambda: IdenticalGraphs(max_graphs=0),
         lambda: LazyBatching(cell_s={}, target_s=0),
         lambda: LazyBatching(cell_s={"encoder": 1.0}).new_scheduler(SEQ2SEQ, 1),

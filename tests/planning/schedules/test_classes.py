@@ -73,7 +73,7 @@ class _Traffic:
     def __init__(self, seed: int, bound_s: float, per_s: float, kind: str = "latency_bound"):
         rng = random.Random(seed)
         self.kind = kind
-        self.tight_params = SamplingParams(**{kind: bound_s})  # type: ignore[arg-type]
+        self.tight_params = SamplingParams(**{kind: bound_s})
         self.bulk = [(rng.randint(20, 100), rng.randint(8, 120)) for _ in range(NUM_BULK)]
         self.tight: list[tuple[float, int, int]] = []
         at_s = 0.0

@@ -73,7 +73,7 @@ def _options(present: Division, **settings: object) -> list[DivisionOption]:
             division=each,
             times=_times(each.encode, each.decode),
             num_pages=SMALL.num_pages,
-            **(settings if each != present else {}),  # pyright: ignore[reportArgumentType]
+            **(settings if each != present else {}),
         )
         for each in ordered
     ]
