@@ -80,7 +80,7 @@ compile-times: $(GATE)/.installed ## time the compilation of an 8B model for an 
 	@$(GATE)/bin/python -m scripts.compile_times $(ARGS)
 
 $(GATE)/.installed: pyproject.toml
-	@echo "Installing JAX $(GATE_JAX) and its CUDA plug-in into $(GATE) (a minute or two, once)"
+	@echo "Installing JAX $(GATE_JAX) and its CUDA plug-in into $(GATE) (once)"
 	@$(GATE_PYTHON) -m venv $(GATE)
 	@scripts/install.sh $(GATE)/bin/python --quiet jax==$(GATE_JAX) pytest hypothesis -e .
 	@scripts/install.sh $(GATE)/bin/python --quiet --no-deps \
@@ -98,11 +98,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(DEMO_STAMP): pyproject.toml | $(BIN)/python
-	@echo "Installing jaxserve into $(VENV) (a minute or two, once)"
+	@echo "Installing jaxserve into $(VENV) (once)"
 	@scripts/install.sh $(BIN)/python -e '.[gguf]'
 	@touch $@
 
 $(TEST_STAMP): pyproject.toml | $(BIN)/python
-	@echo "Installing jaxserve and its test tools into $(VENV) (a few minutes, once)"
+	@echo "Installing jaxserve and its test tools into $(VENV) (once)"
 	@scripts/install.sh $(BIN)/python -e '.[test]'
 	@touch $@
