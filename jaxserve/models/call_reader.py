@@ -65,7 +65,7 @@ class CallReader:
         self._has_call = False
         self._num_opened = 0  # braces in the held part of a call
         self._is_whole = False  # the call is returned when it is complete
-        self._value = _ObjectEnd("")  # of the JSON in the buffer, without an end tag
+        self._value = _ObjectEnd(self._end)  # of the JSON in the buffer
         self._arguments: _ObjectEnd | None = None  # of the call that is being returned
         self._is_after = False  # the arguments of a call that was returned as it came
         self._is_open = False  # the object of that call
@@ -89,6 +89,9 @@ class CallReader:
         if self._is_after:
             return []
         if self._is_inside:
+            calls = _calls("[" + rest if self._is_in_list else rest, self._form)
+            if calls is not None:  # without their end tag
+                return calls
             rest = self._gap + self._begin + rest
         is_gap = self._has_call and self._is_gap and not rest.strip(" \n;")
         self._is_inside = False
@@ -150,7 +153,11 @@ class CallReader:
 
     def _expect_call(self) -> None:
         self._num_opened, self._is_whole = 0, not self._streamed
-        self._value = _ObjectEnd("")
+        self._value = self._new_value()
+
+    def _new_value(self) -> _ObjectEnd:
+        """Return what finds the end of a JSON value: a call, or the rest of a tagged list."""
+        return _ObjectEnd(self._end, depth=int(bool(self._end) and self._is_in_list))
 
     def _inside(self) -> list[Part] | None:
         if self._arguments is not None:
@@ -162,10 +169,14 @@ class CallReader:
         return self._tagged() if self._end else self._untagged()
 
     def _tagged(self) -> list[Part] | None:
-        """Return the calls before the end tag, once it has come."""
+        """Return the calls before the end tag, once it has come outside of their strings."""
+        if not self._value.has_ended:
+            self._hold_call(len(self._value.take(self._buffer)))
+            if not self._value.has_ended:
+                return None
         at = self._buffer.find(self._end)
         if at < 0:
-            self._hold_call(len(self._buffer) - len(self._end) + 1)
+            self._hold(max(0, len(self._buffer) - len(self._end) + 1))
             return None
         body = self._taken(at)
         self._buffer = self._buffer[len(self._end) :]
@@ -192,7 +203,6 @@ class CallReader:
         return calls
 
     def _hold_call(self, length: int) -> None:
-        length = max(0, length)
         self._num_opened += self._buffer.count("{", 0, length)
         self._hold(length)
 
@@ -211,7 +221,7 @@ class CallReader:
             return None
         text = self._taken(len(self._buffer))
         self._buffer, self._num_opened, self._is_whole = text, 0, True
-        self._value = _ObjectEnd("")
+        self._value = self._new_value()
         head = _HEAD.match(text)
         if head is None or (head[1] and self._is_in_list):
             return None

@@ -113,9 +113,9 @@ class Tools:
             return _with_objects(messages)
         return [dict(message) for message in messages]
 
-    def reader(self, *, is_streamed: bool) -> Answered:
+    def reader(self) -> Answered:
         """Return the reader of one sample, which comes in pieces or as a whole."""
-        names = [tool["function"]["name"] for tool in self._tools] if is_streamed else ()
+        names = [tool["function"]["name"] for tool in self._tools]
         reader = CallReader(self._form, names) if self.is_given else None
         return Answered(reader, self._max_calls)
 

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.fast
 A = Call("add", '{"x": 1, "y": "<b>"}')
 B = Call("now", "{}")
 NOW = '{"name": "now", "arguments": {}}'
+TAGGED = '{"name": "tag", "arguments": {"a": "\\"</tool_call> {["}}'
+C = Call("tag", '{"a": "\\"</tool_call> {["}')
 OOPS = "<tool_call>oops</tool_call>"
 # Format, text, and what is in it.
 TEXTS: list[tuple[ToolFormat, str, list[str | Call]]] = [
@@ -92,6 +94,17 @@ TEXTS: list[tuple[ToolFormat, str, list[str | Call]]] = [
     (MISTRAL, f"\n[TOOL_CALLS] [{NOW}] \nso", [B, " \nso"]),
     (MISTRAL, '[TOOL_CALLS] [{"a": oops}] [', ['[TOOL_CALLS] [{"a": oops}] [']),
     (LLAMA3, '\n{"name": "now", "parameters": {}} so', [B, " so"]),
+    # An end tag is missing, as vLLM 0.32's Hermes parser allows, or stands in a string.
+    (HERMES, f"<tool_call>{NOW}", [B]),
+    (HERMES, f"So <tool_call>{NOW}\n ", ["So", B]),
+    (LIST, f"<tool_call>[{NOW}, {NOW}]", [B, B]),
+    (HERMES, f"<tool_call>{TAGGED}</tool_call>x", [C, "x"]),
+    (HERMES, f"<tool_call>{TAGGED}", [C]),
+    (HERMES, f"<tool_call>\n{TAGGED}\n</tool_call>\n<tool_call>{NOW}</tool_call>", [C, B]),
+    (LIST, f"<tool_call>[{TAGGED}, {NOW}]</tool_call>x", [C, B, "x"]),
+    (LIST, f"<tool_call>[{NOW}, {TAGGED}]</tool_call> x", [B, C, " x"]),
+    (HERMES, "<tool_call>{</tool_call>x", ["<tool_call>{</tool_call>x"]),
+    (HERMES, '<tool_call>"</tool_call>"</tool_call>x', ['<tool_call>"</tool_call>"</tool_call>x']),
 ]
 
 
@@ -249,8 +262,8 @@ def _long(kind: str, form: ToolFormat, count: int) -> str:
 )
 def test_what_is_held_back_is_read_once(form, kind):
     """Eight times the text takes about eight times as long, not 64 times."""
-    short = max(0.01, min(_cpu_s(form, _long(kind, form, 5_000)) for _ in range(3)))
-    assert min(_cpu_s(form, _long(kind, form, 40_000)) for _ in range(2)) < 24 * short
+    short = max(0.01, min(_cpu_s(form, _long(kind, form, 3_000)) for _ in range(2)))
+    assert min(_cpu_s(form, _long(kind, form, 24_000)) for _ in range(2)) < 24 * short
 
 
 def test_arguments_come_before_the_call_ends():

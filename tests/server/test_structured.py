@@ -237,6 +237,22 @@ def test_required_tools_are_called(tooled: openai.OpenAI):
         assert len(call.id) > 8
 
 
+def test_an_argument_may_hold_the_tag_that_ends_a_call(tooled: openai.OpenAI):
+    """The call is the same streamed or whole, with each format."""
+    schema = {"type": "object", "properties": {"x": {"const": "a </tool_call> b"}}}
+    schema |= {"required": ["x"], "additionalProperties": False}
+    tool: Any = {"type": "function", "function": {"name": "save", "parameters": schema}}
+    asked: Any = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    (call,) = _ask(tooled, **asked).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"x": "a </tool_call> b"}
+    with tooled.chat.completions.stream(
+        model=NAME, messages=CHAT, max_completion_tokens=200, seed=1, **asked
+    ) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert final.message.tool_calls is not None
+    assert final.message.tool_calls[0].function.arguments == call.function.arguments
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_conversations_have_tools(tooled: openai.OpenAI, stream: bool):
     """A turn may call; the next ones send the result only, with the tools or without."""
@@ -341,7 +357,7 @@ def test_text_behind_a_call_is_a_message_of_its_own():
         made = OutputItems(lambda kind, **fields: ResponseEvent(type=kind, sequence_number=0))
         tools = [Tool.model_validate(tool) for tool in TOOLS]
         tokenizer = letter_tokenizer()
-        answered = Tools(tools, None, None, tokenizer).reader(is_streamed=cut < len(text))
+        answered = Tools(tools, None, None, tokenizer).reader()
         for piece, is_last in ((text[:cut], False), (text[cut:], True)):
             for part in answered.push(piece, is_last=is_last):
                 list(made.text(part, []) if isinstance(part, str) else made.call(part))

@@ -116,9 +116,7 @@ class _Chat:
     def __post_init__(self) -> None:
         self.id = new_id("chatcmpl")
         self.created = now_s()
-        self.answered = [
-            self.tools.reader(is_streamed=bool(self.body.stream)) for _ in range(self.params.n)
-        ]
+        self.answered = [self.tools.reader() for _ in range(self.params.n)]
         skip = self.params.skip_special_tokens
         num_scored = 0 if self.params.logprobs is None else self.params.n
         self.scores = [

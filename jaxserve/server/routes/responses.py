@@ -174,7 +174,7 @@ class _Answer:
         given = self.body.conversation
         self.conversation_id = given if given is None or isinstance(given, str) else given.id
         self._numbers = itertools.count()
-        self._answered = self.tools.reader(is_streamed=bool(self.body.stream))
+        self._answered = self.tools.reader()
         skip = self.params.skip_special_tokens
         self._scores = TokenScores(self.tokenizer, skip_special_tokens=skip)
         self._output = OutputItems(self.event)
