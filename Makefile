@@ -39,7 +39,7 @@ tests: $(TEST_STAMP)
 
 page-test: $(TEST_STAMP) ## install a Chromium where that is possible, and test the page in it
 	@if scripts/install_browser.sh $(BIN)/python; then \
-	    JAXSERVE_NEEDS_BROWSER=1 $(BIN)/python -m pytest -q tests/server/test_page*.py; \
+	    JAXSERVE_NEEDS_BROWSER=1 $(BIN)/python -m pytest -q -m "" tests/server/test_page*.py; \
 	else \
 	    echo "page-test: there is no Chromium, and none can be installed; the page was not tested"; \
 	fi

@@ -69,6 +69,7 @@ def _arguments(layout: Layout, programs: CellPrograms, type: int) -> tuple[Any, 
     return programs.params[type], tuple(pools), rows, num_tasks
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", some(NAMES))
 def test_gpus_gather_in_the_kernel(name):
     """On a GPU, no state of a pool is gathered or scattered by XLA, only by our kernels."""

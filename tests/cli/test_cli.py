@@ -18,6 +18,7 @@ from jaxserve.workload import recorded
 from sharding import StagePlan
 from tests.cli.common import run
 from tests.common.processes import HEED_INTERRUPTS
+from tests.common.tiers import some
 
 SMALL = ("--load", "random", "--max-slots", "1", "--max-context", "64", "--quiet")
 
@@ -144,7 +145,8 @@ def test_groups_may_have_stages():
     assert [len(devices) for devices in counted.devices] == [2, 2]
 
 
-def test_generate_answers_in_order(model, tmp_path):
+@pytest.mark.parametrize("replicas", some(["1", "2"]))
+def test_generate_answers_in_order(model, tmp_path, replicas):
     """Each JSON line has its answer, with its own parameters; a bad line does not affect others."""
     lines = [
         {"id": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
@@ -157,7 +159,7 @@ def test_generate_answers_in_order(model, tmp_path):
     done = run(
         *("generate", "--jsonl", file, "--output", str(out), "--ignore-eos", "--raw"),
         *("--record", str(trace)),
-        *("--data-parallel", "2", "--model", model, *SMALL),
+        *("--data-parallel", replicas, "--model", model, *SMALL),
     )
     assert done.exit_code == 1, done.stderr
     answers = [json.loads(line) for line in out.read_text().splitlines()]

@@ -12,6 +12,7 @@ from jaxserve.cli.profiles import layers_path
 from jaxserve.models.families import config_from_hf
 from jaxserve.planning.layers import LayerOrigin, LayerProfile, LayerSizes, measure_layers
 from tests.cli.common import TOKEN_CONFIG, run
+from tests.common.tiers import some
 from tests.planning.layers.made_up import MadeUpTimer
 
 SIMULATED = (
@@ -76,7 +77,7 @@ def test_a_cluster_may_be_planned_for_continuous_batching():
 
 
 @pytest.mark.parametrize(
-    ("option", "bound"), [("--first-token-bound", "0.3"), ("--token-bound", "0.03")]
+    ("option", "bound"), some([("--first-token-bound", "0.3"), ("--token-bound", "0.03")])
 )
 def test_neighbours_that_miss_any_bound_are_marked(option, bound):
     """A neighbour that misses a bound on tokens is marked, and the title names the bound."""
@@ -117,6 +118,7 @@ def test_bad_input(arguments, code, said):
     assert "Traceback" not in done.stderr and done.stdout == ""
 
 
+@pytest.mark.release
 def test_devices_belong_to_a_cluster():
     """A number of devices without a simulated cluster is refused."""
     done = run("plan", "--task", "S", "--devices", "4")

@@ -21,8 +21,8 @@ SMALL = (
 def folder(tmp_path_factory):
     """A folder with data, an encoder, and a predictor that was trained with both."""
     folder = tmp_path_factory.mktemp("predictor")
-    longer = [Example(e.prompt, e.output_length * 2, e.conversation) for e in examples(300, 9)]
-    write_jsonl(folder / "data.jsonl", examples(600))
+    longer = [Example(e.prompt, e.output_length * 2, e.conversation) for e in examples(150, 9)]
+    write_jsonl(folder / "data.jsonl", examples(300))
     write_jsonl(folder / "other.jsonl", longer)
     write_encoder(folder / "encoder")
     (folder / "taken.checkpoints").mkdir()
@@ -46,7 +46,7 @@ def _train(folder, name: str, *more: str):
 def test_training_ends_with_a_predictor_and_its_figures(folder):
     """The JSON has the figures; the predictor loads and is calibrated; no checkpoints remain."""
     said = json.loads((folder / "said.json").read_text())
-    assert said["trained_on"] + said["calibrated_on"] + said["tested_on"] == 600
+    assert said["trained_on"] + said["calibrated_on"] + said["tested_on"] == 300
     names = [one["name"] for one in said["contenders"]]
     assert names == ["predictor", "majority", "prompt length", "linear on embeddings"]
     assert len(said["history"]["losses"]) == 2

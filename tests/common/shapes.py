@@ -23,7 +23,7 @@ from typing import Any, get_origin
 CHECKED = ("jaxserve.models", "jaxserve.steps", "pallas_kernels", "predictor", "sharding")
 # Number of calls of each function that are checked. It covers all calls that trace, and a part of
 # the millions of scheduling calls. Checking all of them makes random traces 1.45 times as long.
-NUM_CALLS = 500
+NUM_CALLS = 100
 # Names of jaxtyping's annotations with a shape; `Array` alone has no shape.
 _DTYPES = ("Bool", "Float", "Inexact", "Int", "Key", "Num", "Real", "Shaped", "UInt")
 
@@ -32,23 +32,25 @@ _SHAPE = re.compile(rf"\b({'|'.join(_DTYPES)})\d*\[".encode())
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """Check the arguments and the result of the first `NUM_CALLS` calls of a function."""
-    import beartype
-    import jaxtyping
-
     function.__annotations__ = {
         name: annotation
         for name, annotation in function.__annotations__.items()
         if _names_shape(annotation, function.__globals__)
     }
-    strict = jaxtyping.jaxtyped(function, typechecker=beartype.beartype)
+    strict: Callable[..., Any] | None = None
     num_left = NUM_CALLS
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_left
+        nonlocal num_left, strict
         if num_left == 0:
             return function(*args, **kwargs)
         num_left -= 1
+        if strict is None:  # most functions of a module are never called by its importer
+            import beartype
+            import jaxtyping
+
+            strict = jaxtyping.jaxtyped(function, typechecker=beartype.beartype)
         return strict(*args, **kwargs)
 
     return call

@@ -162,6 +162,7 @@ def test_a_journal_outlives_the_runtime(runtime, tmp_path):
         again.conversations.list()
 
 
+@pytest.mark.release
 def test_a_killed_runtime_loses_no_turn(runtime, tmp_path):
     """After kill -9 in an answer the acknowledged turn is there, and the tokens continue."""
     path = str(tmp_path / "journal")

@@ -114,6 +114,7 @@ def _regex(text: str) -> Constraint:
     return Constraint("regex", text)
 
 
+@pytest.mark.release
 def test_deep_grammars_do_not_end_the_process():
     """Chains of rules, conditions and definitions compile within the bounds, or are refused."""
     done = subprocess.run(

@@ -37,6 +37,7 @@ def _sums(rows: int, count: int) -> list[Collective]:
     return [Collective("all-reduce", ((rows, EMBED),), rows * EMBED * 4, False)] * count
 
 
+@pytest.mark.release
 def test_a_step_sums_twice_a_layer_and_chooses_among_the_shards_best():
     """There is one more sum for the embedding. Greedy sampling sends a few numbers per row."""
     seen = WrapAll()

@@ -175,6 +175,7 @@ def _requests():
     ]
 
 
+@pytest.mark.release
 def test_pages_that_do_not_arrive_are_computed_anew(wanted):
     """The link loses every third plan; answers are the same, and no page is leaked."""
     faulty = partial(FaultyExecutor, loses_every=3)

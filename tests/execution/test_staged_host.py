@@ -64,6 +64,7 @@ def test_preempted_sequences_come_back(wanted, restore):
         assert costs.page_s > 0 and costs.token_s > 0 and costs.position_s > 0
 
 
+@pytest.mark.release
 def test_a_page_is_read_and_written_in_the_parts_of_the_stages():
     """Contents are those of the first stage, then of the second one."""
     seen = WrapAll()

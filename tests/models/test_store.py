@@ -237,6 +237,7 @@ def test_a_hugging_face_folder_loads_without_conversion(tmp_path, cache):
     assert not cache.exists()
 
 
+@pytest.mark.release
 def test_random_weights_need_only_a_configuration(tmp_path, path):
     """A folder with only config.json, a LlamaConfig, or a GGUF file is enough; the seed decides."""
     (tmp_path / "hf").mkdir()
@@ -309,6 +310,7 @@ def test_a_model_is_there_before_its_converted_form_is_written(path, cache):
     assert len(_entries(cache)) == 1
 
 
+@pytest.mark.release
 def test_the_process_ends_after_the_converted_form_is_written(path, cache):
     """So the next start finds it."""
     program = (

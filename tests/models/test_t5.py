@@ -140,7 +140,9 @@ def test_logits_are_those_of_pytorch(checkpoint, layer_layout):
         assert np.linalg.norm(got - wanted[row]) < 1e-4 * np.linalg.norm(wanted[row])
 
 
-@pytest.mark.parametrize("num_buckets, max_distance", [(32, 128), (8, 20), (16, 9), (64, 1000)])
+@pytest.mark.parametrize(
+    "num_buckets, max_distance", some([(32, 128), (8, 20), (16, 9), (64, 1000)])
+)
 def test_buckets_are_those_of_pytorch(num_buckets, max_distance):
     """Every distance has the bucket of transformers, in both directions."""
     table = torch.arange(num_buckets, dtype=torch.float32)[:, None]

@@ -70,6 +70,7 @@ def check_without_a_compiler() -> None:
         paged_attention(*inputs[:3], 1, rows, implementation="cpu")
 
 
+@pytest.mark.release
 def test_without_a_compiler_xla_serves_and_a_warning_says_why(cache, tmp_path):
     """XLA is chosen instead; requesting the kernel by name is an error with a remedy."""
     environment = {**os.environ, "PATH": str(tmp_path)}

@@ -13,7 +13,7 @@ from tests.common.tiers import some
 
 
 @pytest.mark.parametrize(
-    "configuration", some(CONFIGURATIONS, *range(0, len(CONFIGURATIONS), 16)), ids=str
+    "configuration", some(CONFIGURATIONS, *range(0, len(CONFIGURATIONS), 40)), ids=str
 )
 def test_configurations_are_lowered(configuration):
     """Each call, traced for an H100, has only our kernels, and none of them refuses."""

@@ -401,6 +401,7 @@ def test_the_cpu_kernel_refuses_other_pages():
         np.testing.assert_array_equal(attend(), attend(implementation="xla"))
 
 
+@pytest.mark.release
 def test_a_row_that_shrank_since_the_plan():
     """Work items of ended rows or longer contexts, and empty work items, do no harm."""
     q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=14)

@@ -99,7 +99,7 @@ def test_zero_points(bits, kind, group, tokens):
 
 
 @pytest.mark.parametrize("factor", some([1e-30, 1e30]))
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", some(FORMATS, 0, 2))
 def test_extreme_scales(format, factor):
     """Weights of any magnitude are as exact as those around one."""
     x, weight, packed = _draw(3, 100, 20, format)
@@ -108,7 +108,7 @@ def test_extreme_scales(format, factor):
     _assert_close(got, _wanted(x, packed, format), ALLOWED["bfloat16"])
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", some(FORMATS, 0, 2))
 def test_zeros_and_what_is_not_finite_stay_in_their_place(format):
     """Zeros give zeros; NaN or infinity makes its row, or its column, NaN and nothing else."""
     x, weight, packed = _draw(5, 200, 40, format)

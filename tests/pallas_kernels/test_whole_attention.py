@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Rows, paged_attention, rotate_and_write, whole_attention
+from tests.common.tiers import some
 
 # Compiled as a whole, once for all calls of the same shapes.
 _whole_attention, _paged_attention, _rotate_and_write = (
@@ -44,7 +45,7 @@ def _draw(
     [dict(), dict(scale=0.5), dict(sliding_window=7), dict(soft_cap=3.0)],
     ids=["plain", "scale", "window", "cap"],
 )
-@pytest.mark.parametrize("is_rotated", [False, True])
+@pytest.mark.parametrize("is_rotated", some([False, True]))
 def test_kernels_agree_with_xla(options: dict[str, Any], is_rotated):
     """Values and gradients agree, over page borders and for several sequences."""
     qkv, tables = _draw(3, 70)
@@ -63,7 +64,7 @@ def test_kernels_agree_with_xla(options: dict[str, Any], is_rotated):
         assert np.linalg.norm(got - wanted) < 2e-6 * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, (4, 1, 8), (2, 3, 24), (1, 4, 64)])
+@pytest.mark.parametrize("shape", some([SHAPE, (4, 1, 8), (2, 3, 24), (1, 4, 64)], are_tuples=True))
 def test_the_bits_are_those_of_serving(shape):
     """A token has the bits that it gets by chunks from pages of another size, and with padding.
 

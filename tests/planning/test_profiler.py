@@ -74,6 +74,7 @@ def test_a_measurement_has_rounds(rounds):
         measure(executor, made_up().origin, VirtualClock(), rounds=rounds, progress=False)
 
 
+@pytest.mark.release
 def test_measures_a_device_and_leaves_it_as_it_was(tmp_path):
     """It waits for running requests; answers before and after are equal; nothing compiles."""
     prompts = random_prompts(6, longest=40)

@@ -18,6 +18,7 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing.tiny import random_prompts, tiny_llama
 from jaxserve.workload import WorkloadItem
+from tests.common.tiers import some
 from tests.planning.step_times import CONFIG, made_up
 
 SECOND = FlatCost(per_iteration_s=1.0, per_token_s=0.0)
@@ -106,7 +107,7 @@ def test_refuses_what_a_runtime_refuses():
 
 
 @pytest.mark.parametrize(
-    "policy", ["fastertransformer", "concurrent_instances", "orca", "vllm_like"]
+    "policy", some(["vllm_like", "fastertransformer", "concurrent_instances", "orca"])
 )
 def test_the_schedule_is_the_device_s(policy):
     """All requests arrive at once in a small pool; steps, preemptions and ends are a real run's."""

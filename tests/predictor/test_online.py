@@ -173,9 +173,9 @@ def test_a_small_share_of_the_time(trained_folder):
     assert learner.counters.seconds < 0.05 * elapsed_s + 0.5
 
 
-def test_observing_never_raises(trained_folder):
+def test_observing_never_raises():
     """Invalid observations are skipped, and prompts of any length are accepted."""
-    learner = OnlineLearner.load(trained_folder, CONFIG)
+    learner = OnlineLearner(tiny_predictor(), CONFIG)
     for prompt, length in [("w1", 0), ("w1", -3), (object(), 5), ("w1", "long"), ("w1", None)]:
         learner.observe(prompt, length)
     assert learner.counters.observed == 0
@@ -207,12 +207,12 @@ def test_a_failure_ends_learning_and_nothing_else(caplog):
 
 
 @pytest.mark.release
-def test_too_little_to_learn_from(trained_folder):
+def test_too_little_to_learn_from():
     """There is no step before there is a batch, and none after the allowed epochs."""
     config = OnlineConfig(
         **(vars(CONFIG) | {"batch_size": 32, "max_epochs": 1, "holdout_every": 1000})
     )
-    learner = OnlineLearner.load(trained_folder, config)
+    learner = OnlineLearner(tiny_predictor(), config)
     assert not learner.step_once()
     for one in _stream(64, 40):
         learner.observe(one.prompt, one.output_length)

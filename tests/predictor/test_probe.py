@@ -40,6 +40,7 @@ def _error(beliefs: np.ndarray, remaining: np.ndarray) -> float:
     return float(np.abs(expected - remaining).mean())
 
 
+@pytest.mark.release
 def test_it_learns_what_activations_tell(probe):
     """Its error is half of survival's alone, and smaller still with combined readings."""
     new = planted(200, seed=3)
@@ -60,6 +61,7 @@ def test_it_learns_what_activations_tell(probe):
     assert at_first.error_tokens == pytest.approx(error)
 
 
+@pytest.mark.release
 def test_confidence_means_what_it_says(probe):
     """This holds for combined readings and for single ones."""
     new = planted(200, seed=3)
@@ -71,6 +73,7 @@ def test_confidence_means_what_it_says(probe):
         assert abs((beliefs.argmax(1) == right).mean() - beliefs.max(1).mean()) < 0.05
 
 
+@pytest.mark.release
 def test_a_linear_head_is_a_head():
     """A head without hidden units learns too."""
     probe = _trained(replace(CONFIG, hidden_size=0))
@@ -78,6 +81,7 @@ def test_a_linear_head_is_a_head():
     assert _error(probe.predict(new.activations).probabilities, new.remaining) < 12
 
 
+@pytest.mark.release
 def test_its_quantiles_have_the_requested_miss_rate(probe):
     """The share of remaining lengths that outgrow a quantile is the requested one."""
     new = planted(300, seed=4)

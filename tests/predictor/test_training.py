@@ -176,6 +176,7 @@ def test_half_precision_learns_too():
         TrainingConfig(dtype="int8")
 
 
+@pytest.mark.release
 def test_parameters_change_hands_at_once():
     """Parameters and calibration are replaced together; embeddings may use other parameters."""
     predictor, other = tiny_predictor(), tiny_predictor(seed=1)

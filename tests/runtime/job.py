@@ -40,7 +40,7 @@ from jaxserve.testing import (
 from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, random_prompts
 from sharding import DeviceGroups, JoinError, join, make_mesh
 
-OPTIONS = dict(max_slots=2, max_step_tokens=32, page_size=8, progress=False)
+OPTIONS = dict(max_slots=2, max_step_tokens=16, page_size=8, warmup=False, progress=False)
 PROMPTS = random_prompts(8, longest=50)
 PARAMS = [
     SamplingParams(max_tokens=9, temperature=0.8 * (i % 2), seed=i, logprobs=2)
@@ -163,7 +163,7 @@ def main(what: str, groups: str | None = None) -> None:
     process_id = 0 if group is None else group.process_id
     options = OPTIONS | (dict(max_slots=2 + process_id) if what == "differ" else {})
     # A warm-up takes many times as long as the answers.
-    options |= dict(strict=True) if what in ("rounds", "swaps") else dict(warmup=False)
+    options |= dict(strict=True, warmup=True) if what == "swaps" else {}
     mesh = make_mesh(tensor=jax.device_count())
     if groups is not None:
         mesh = groups_of(groups)

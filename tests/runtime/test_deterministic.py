@@ -169,6 +169,7 @@ def disagreements(model: Any) -> list[str]:
     return found
 
 
+@pytest.mark.release
 def test_scores_and_the_trainer_have_the_bits_that_sampling_reports():
     """`rt.score` and `whole_logprobs` give the log-probabilities of greedy and drawn tokens."""
     assert disagreements(tiny_llama()) == []

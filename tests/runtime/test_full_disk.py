@@ -16,6 +16,7 @@ import pytest
 from jaxserve.core.errors import JournalError
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.page_files import PageFiles
+from tests.common.tiers import some
 from tests.conversations.fakes import conversations
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +90,9 @@ def disk_tier(folder: Path) -> None:
     assert said.qsize() == 1 and "No space left" in said.get().getMessage()
 
 
-@pytest.mark.parametrize("scenario", [journal, disk_tier], ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize(
+    "scenario", some([journal, disk_tier]), ids=lambda scenario: scenario.__name__
+)
 def test_a_full_disk(tmp_path, scenario):
     """Run the scenario."""
     _skip_without_namespaces(tmp_path)

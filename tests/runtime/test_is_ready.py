@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from jaxserve import Runtime, SamplingParams
 from jaxserve.testing import OPTIONS, tiny_llama
 from tests.common.compiling import held_back
@@ -33,6 +35,7 @@ def test_a_runtime_is_ready_when_its_first_steps_are_compiled():
         assert pending.result().finish_reason == "length"
 
 
+@pytest.mark.release
 def test_first_requests_do_not_compile():
     """Once it is ready, requests of every length compile nothing, greedy or drawn."""
     options = OPTIONS | {"max_slots": 6, "max_step_tokens": 128, "warmup": "background"}

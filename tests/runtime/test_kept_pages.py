@@ -53,6 +53,7 @@ def expected():
     return tokens
 
 
+@pytest.mark.release
 def test_pages_come_back_from_the_host_layer_by_layer(expected):
     """The pool holds half of the cached pages; nothing compiles after the start."""
     options = FREE | {"restore": "both", "kv_memory": "40kB", "strict": True, "warmup": True}

@@ -51,7 +51,7 @@ def test_unknown_dtypes_are_refused_first(wrong):
     assert RuntimeOptions.parse({}).kv_dtype is None
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("kv_dtype", some(["int8", None]))
 def test_the_same_memory_holds_more_pages(kv_dtype):
     """As many pages fit with their scales, and the device holds exactly these bytes."""
     options = {**OPTIONS, "kv_memory": 20_000}
@@ -84,6 +84,7 @@ def test_same_tokens_over_several_devices(alone):
         assert rt.stats().num_preemptions > 0
 
 
+@pytest.mark.release
 def test_a_disk_gives_back_pages_of_its_own_dtype_alone(tmp_path):
     """A runtime hits the pages of an earlier one; with another dtype it hits none."""
     disk = {"disk_memory": "4MB", "disk_folder": tmp_path, "host_memory": "100kB"}

@@ -47,6 +47,7 @@ def wanted():
     return found
 
 
+@pytest.mark.release
 def test_answers_are_those_of_dense_weights(wanted):
     """The layout changes no token, the kernel serves it, and an update gets it too."""
     with Runtime(_panelled(), **OPTIONS | {"warmup": True, "strict": True}) as rt:

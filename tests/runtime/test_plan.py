@@ -50,6 +50,7 @@ def _num_beside_prompts(plans: Sequence[StepPlan]) -> int:
     return sum(row.start >= lengths[row.sequence_key % len(lengths)] for row in rows)
 
 
+@pytest.mark.release
 def test_a_plan_is_adopted_and_answers_keep_their_tokens(measured: tuple[list, Path]):
     """The plan comes from the observed lengths; then no answer advances beside prompts."""
     answers, path = measured
@@ -72,6 +73,7 @@ def test_a_plan_is_adopted_and_answers_keep_their_tokens(measured: tuple[list, P
         rt.check_integrity()
 
 
+@pytest.mark.release
 def test_a_plan_that_is_not_adopted_changes_nothing(measured: tuple[list, Path]):
     """Steps are those of a runtime without a plan, and the given lengths are used."""
     with Runtime(tiny_llama(), **OPTIONS) as rt:
@@ -85,6 +87,7 @@ def test_a_plan_that_is_not_adopted_changes_nothing(measured: tuple[list, Path])
         assert [(step.kind, step.num_rows) for step in rt.report().steps] == steps * 2
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("num_replicas", some([1, 2]))
 def test_running_requests_survive_plans(measured: tuple[list, Path], num_replicas: int):
     """Plans of different families and bounds: nothing is lost, and the tokens stay."""
@@ -278,7 +281,7 @@ def test_steps_are_timed_when_all_is_compiled(tmp_path: Path, monkeypatch: pytes
         assert executor.was_warm and all(executor.was_warm)
 
 
-@pytest.mark.parametrize(("policy", "num_classes"), [("auto", 1), ("vllm_like", 0)])
+@pytest.mark.parametrize(("policy", "num_classes"), some([("auto", 1), ("vllm_like", 0)]))
 def test_slots_are_reserved_where_the_order_heeds_bounds(
     measured: tuple[list, Path], policy: str, num_classes: int
 ):

@@ -54,6 +54,7 @@ def _until(holds: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.release
 def test_the_preset_plans_by_itself(answers, cache: Path, monkeypatch: pytest.MonkeyPatch):
     """After 64 answers there is a schedule; stats and report name it, its bound and figures."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(cache))
@@ -116,6 +117,7 @@ def test_a_plan_follows_the_lengths_while_requests_run(
         rt.check_integrity()
 
 
+@pytest.mark.release
 def test_a_plan_that_is_not_adapted_stays(cache: Path, monkeypatch: pytest.MonkeyPatch):
     """With adapt=False no answers change the schedule."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(cache))

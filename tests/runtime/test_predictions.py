@@ -78,7 +78,7 @@ def expected():
 
 
 @pytest.mark.parametrize("policy", ["s3", "auto"])
-@pytest.mark.parametrize("name", some(PREDICTORS, 0, 1))
+@pytest.mark.parametrize("name", some(PREDICTORS))
 def test_wrong_predictions_cost_time_and_never_tokens(expected, policy, name):
     """Predictions are too short, too long, undecided, NaN, or raise."""
     with Runtime(

@@ -142,6 +142,7 @@ class _Misread(ExecutorWrapper):
     refinement = replace(REFINEMENT, buckets=LengthBuckets((0, 5)), marginal=np.ones(1))
 
 
+@pytest.mark.release
 def test_readings_that_cannot_be_used_are_reported_once(expected, caplog):
     """The answers continue."""
     probe = made_up_probe()

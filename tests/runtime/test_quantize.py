@@ -81,6 +81,7 @@ def test_the_kernel_is_chosen_and_recorded():
     assert "cpu" in chosen
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("dtype", some(["float32", "bfloat16"]))
 @pytest.mark.parametrize("format", some(FORMATS))
 def test_updates_are_quantised(format, dtype, served):

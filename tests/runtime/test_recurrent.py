@@ -102,6 +102,7 @@ def test_nothing_compiles_after_the_warm_up(checkpoint):
         assert _tokens(rt.generate(PROMPTS, EACH)) == _cut(wanted)
 
 
+@pytest.mark.release
 def test_states_move_with_their_slots(checkpoint):
     """Sequences that are left go on in other slots when their neighbours end."""
     folder, wanted = checkpoint
@@ -160,6 +161,7 @@ def test_preempted_sequences_are_computed_again(bamba, bamba_answers, policy):
         rt.check_integrity()
 
 
+@pytest.mark.release
 def test_a_pool_of_pages_is_resized(bamba):
     """States stay as they are when pages move; a model without pages has nothing to resize."""
     with Runtime.from_pretrained(bamba, **OPTIONS) as rt:
@@ -182,6 +184,7 @@ def test_a_model_without_attention_has_no_pool_to_resize(tmp_path):
         assert len(rt.generate(PROMPTS[1], PARAMS).token_ids) == 12
 
 
+@pytest.mark.release
 def test_states_that_do_not_fit_are_named(bamba, tmp_path):
     """The error at construction asks for fewer slots, before anything is compiled."""
     config = json.loads((Path(bamba) / "config.json").read_text())

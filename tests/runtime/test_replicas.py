@@ -113,6 +113,7 @@ def test_the_queue_is_bounded():
         _check_is_clean(replicas)
 
 
+@pytest.mark.release
 def test_a_refusal_looks_at_few_of_those_that_wait():
     """Many calls may be refused at once; those that begin or end make room for others."""
     looked_at = []

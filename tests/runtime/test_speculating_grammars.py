@@ -100,6 +100,7 @@ def test_tokens_are_those_without_speculation(plain: Runtime, speculating: Runti
     assert plain.stats().num_draft_tokens == 0
 
 
+@pytest.mark.release
 def test_answers_with_and_without_proposals_share_a_step():
     """Eight slots, answers that repeat their prompts and others that do not, bit by bit."""
     tokenizer = letter_tokenizer()

@@ -138,6 +138,7 @@ def test_drawn_answers_with_a_draft_model_have_the_distribution_of_the_model():
         _check_distribution(runtime)
 
 
+@pytest.mark.release
 def test_a_stop_string_and_an_end_token_end_an_answer_in_the_middle_of_what_was_proposed(plain):
     prompt, params = QUOTED * 3, SamplingParams(max_tokens=50, logit_bias={5: 100.0})
     first = plain.generate(prompt, params).token_ids

@@ -119,6 +119,7 @@ def test_running_requests_are_aborted(answers):
         assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[1]
 
 
+@pytest.mark.release
 def test_weights_are_moved_where_the_old_ones_are(answers):
     """Weights on one device are moved to the serving mesh; those on a mesh are shared."""
     mesh, seen = make_mesh(tensor=2), WrapAll()
@@ -137,6 +138,7 @@ def test_weights_are_moved_where_the_old_ones_are(answers):
         assert [c.token_ids for c in rt.generate(PROMPTS, LONG)] == answers[0]
 
 
+@pytest.mark.release
 def test_parameters_have_the_dtype_of_the_configuration():
     """Parameters of a dtype other than the configuration's are refused before compiling."""
     halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _params(1))

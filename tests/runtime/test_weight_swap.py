@@ -209,6 +209,7 @@ def _with_norm(params: nnx.State, value: float, dtype: str) -> nnx.State:
     return nnx.map_state(changed, params)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("served", "given", "value", "options"),
     some(

@@ -28,6 +28,7 @@ from jaxserve.runtime.weight_update import WeightUpdate
 from jaxserve.testing import SlowExecutor, tiny
 from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
 from sharding import StagePlan, make_mesh, state_shardings
+from tests.common.tiers import some
 
 OPTIONS: dict[str, Any] = tiny.OPTIONS | {"policy": "auto", "strict": True, "warmup": True}
 SLOW: dict[str, Any] = OPTIONS | {
@@ -360,7 +361,7 @@ def _merged(old: nnx.State, new: nnx.State) -> nnx.State:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"quantize": "int8"}, {"mesh": StagePlan.of([1, 1])}],
+    some([{}, {"quantize": "int8"}, {"mesh": StagePlan.of([1, 1])}], 0, 1),
     ids=["dense", "int8", "stages"],
 )
 def test_a_part_of_the_weights_is_updated(options):

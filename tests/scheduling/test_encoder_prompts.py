@@ -43,7 +43,7 @@ def _encoded(request: Request, prompts: EncoderPrompts, longest: int) -> Request
     return replace(request, prompt=prompt, num_encoded=num_encoded, num_padding=num_padding)
 
 
-@pytest.mark.parametrize("policy", some(POLICIES, 0, 4))
+@pytest.mark.parametrize("policy", some(POLICIES))
 def test_random_traces(policy):
     """Each request has the tokens that it has alone; the simulated model refuses cut prompts."""
     chosen = PRESETS[policy]

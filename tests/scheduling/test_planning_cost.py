@@ -26,6 +26,7 @@ from jaxserve.scheduling.policy import MAX_ADMITTED, Policy
 from jaxserve.scheduling.presets import PRESETS, get_policy
 from jaxserve.scheduling.scheduler import Scheduler
 from predictor import LengthBuckets
+from tests.common.tiers import some
 from tests.engine.any_text import AnyText
 
 pytestmark = pytest.mark.fast
@@ -92,7 +93,7 @@ def _calls(
     return max(counts)
 
 
-@pytest.mark.parametrize("policy", ["vllm_like", "s3", "s3_oracle", "pensieve", "auto"])
+@pytest.mark.parametrize("policy", some(["auto", "vllm_like", "s3", "s3_oracle", "pensieve"], 0, 2))
 def test_ten_times_as_many_wait(policy: str):
     """The slots are full and the memory limits admission, with 200 waiting as with 2,000."""
     found = []
@@ -152,6 +153,7 @@ def _with_bounds(num_waiting: int) -> Engine:
     return engine
 
 
+@pytest.mark.release
 def test_ten_times_as_many_wait_with_bounds_that_are_far_off():
     """A step looks only at those that may be too late."""
     found = []
@@ -183,7 +185,7 @@ def test_four_times_as_many_wait_when_requests_with_bounds_arrive():
     assert found[1] < 1.5 * found[0] + 200, found
 
 
-@pytest.mark.parametrize("policy", ["vllm_like", "pensieve", "auto"])
+@pytest.mark.parametrize("policy", some(["auto", "vllm_like", "pensieve"]))
 def test_an_answer_that_goes_on_costs_few_calls(policy: str):
     """Beside a prompt that is being computed, with memory for all that run."""
     config = EngineConfig(
@@ -205,7 +207,7 @@ def test_an_answer_that_goes_on_costs_few_calls(policy: str):
     assert found[1] - found[0] < MAX_CALLS_A_ROW * 160, found
 
 
-@pytest.mark.parametrize("policy", ["vllm_like", "s3", "pensieve", "auto"])
+@pytest.mark.parametrize("policy", some(["auto", "vllm_like", "s3", "pensieve"]))
 def test_a_long_context_is_not_walked_over_each_step(policy: str):
     """One sequence of 12,500 pages runs and as long a one waits; a step touches its own pages."""
     found = []
@@ -223,7 +225,7 @@ def test_a_long_context_is_not_walked_over_each_step(policy: str):
     assert found[1] < 1.5 * found[0] + 200, found
 
 
-@pytest.mark.parametrize("policy", ["vllm_like", "s3", "pensieve", "auto"])
+@pytest.mark.parametrize("policy", some(["pensieve", "vllm_like", "s3", "auto"]))
 def test_long_contexts_that_begin_end_and_leave_the_pool(policy: str):
     """The pool holds two; a step computes 32 pages, whether a prompt has 125 or 1,250."""
     found = []

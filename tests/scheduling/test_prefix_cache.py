@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
@@ -199,6 +201,7 @@ def test_pages_come_back_while_their_conversation_waits_for_a_slot():
     assert Server().answer((*history, 5), max_tokens=12) == [known]
 
 
+@pytest.mark.release
 def test_all_pages_of_a_long_prompt_come_back_while_it_waits():
     """They are more than one step looks at, and those that came stay."""
     config = replace(

@@ -25,7 +25,7 @@ def state_trace(seed: int, **options: bool) -> Trace:
     return trace
 
 
-@pytest.mark.parametrize("policy", some(POLICIES, 0, 4))
+@pytest.mark.parametrize("policy", some(POLICIES))
 def test_random_traces(policy):
     """Requests have the tokens that they have alone, and no page is kept, shared or swapped.
 

@@ -147,7 +147,7 @@ def _overload(policy: Policy, seed: int, kind: str, probe: str | None = None) ->
 
 
 @pytest.mark.parametrize(
-    "policy", some(POLICIES, *range(0, len(POLICIES), 4)), ids=lambda policy: policy.name
+    "policy", some(POLICIES, *range(0, len(POLICIES), 8)), ids=lambda policy: policy.name
 )
 def test_no_request_starves(policy: Policy):
     """Each ends within a number of steps that depends on the work ahead of it."""
@@ -161,7 +161,7 @@ def test_no_request_starves(policy: Policy):
         assert num_preemptions > 0
 
 
-@pytest.mark.parametrize("probe", ["any", "shortest"])
+@pytest.mark.parametrize("probe", some(["any", "shortest"]))
 @pytest.mark.parametrize("policy", [PACKED["s3"], PRESETS["auto"]], ids=lambda policy: policy.name)
 def test_no_request_starves_whatever_a_probe_reads(policy: Policy, probe: str):
     """This holds although readings change reservations and places in the order at preemptions."""

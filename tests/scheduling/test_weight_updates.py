@@ -32,7 +32,7 @@ POLICIES = [
 
 
 @seeds(30)
-@pytest.mark.parametrize("policy", some(POLICIES, 0, 3), ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", some(POLICIES), ids=lambda policy: policy.name)
 def test_requests_go_on_with_new_weights(seeds, policy: Policy):
     """KV is kept or computed anew, no page of former weights is found, and every request ends.
 
@@ -48,6 +48,7 @@ def test_requests_go_on_with_new_weights(seeds, policy: Policy):
     assert counts["found"] > 0 or not policy.retention.keeps_pages, counts
 
 
+@pytest.mark.release
 def test_pages_of_former_weights_stay_on_the_disk_unfound(tmp_path):
     """A later run with the first weights finds those that were written before the first update."""
     policy = replace(PRESETS["pensieve"], retention=Tiered(free_share=0.5))

@@ -35,6 +35,7 @@ def _options(name: str) -> argparse.Namespace:
     return parser.parse_args([*arguments, "--budget", "10", "--output", "x.json"])
 
 
+@pytest.mark.release
 def test_parts_go_on_after_failures_and_cuts(tmp_path):
     """The written result of a part counts, however it ended; the file has its status."""
     output = tmp_path / "results" / "check.json"
@@ -71,6 +72,7 @@ def test_what_there_is_no_time_for_is_skipped_and_said(tmp_path):
     assert result["parts"]["two"]["result"]["figures"] == [{"value": 1}]
 
 
+@pytest.mark.release
 def test_a_part_that_ran_out_of_time_is_partly_done(tmp_path):
     """A short part may begin measurements in half of its limit."""
     result = run_part(_part("ok"), tmp_path / "own", 30.0)
@@ -80,6 +82,7 @@ def test_a_part_that_ran_out_of_time_is_partly_done(tmp_path):
     assert result["result"]["skipped"] == ["two"]
 
 
+@pytest.mark.release
 def test_an_end_from_outside_loses_nothing(tmp_path):
     """A signal in the middle of a part writes the part's figures so far."""
     output = tmp_path / "check.json"

@@ -128,6 +128,7 @@ def test_clients_load_and_drop_adapters(tmp_path: Path):
             assert "--adapter-folder" in answer.json()["error"]["message"]
 
 
+@pytest.mark.release
 def test_adapters_of_open_requests_are_in_the_metrics():
     """A gateway reads which adapters run and wait, and how many may; ended requests have none."""
     name = "jaxserve:lora_requests_info"

@@ -190,6 +190,7 @@ def test_slow_reader_holds_up_nobody(rt: Runtime):
         assert b"data: [DONE]" in received
 
 
+@pytest.mark.release
 def test_a_slow_reader_does_not_prolong_the_drain():
     """A client that does not read has what is left of the limit, and not a limit of its own."""
     schema = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -225,6 +226,7 @@ def test_pieces_of_a_sample_are_joined():
     ]
 
 
+@pytest.mark.release
 def test_many_requests_at_once(rt: Runtime):
     """Hundreds of connections at once are all answered, each with its own prompt's answer."""
 

@@ -12,6 +12,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.server import ServerOptions, parse_latency_classes
 from jaxserve.server.latency_class import LatencyClass
+from tests.common.tiers import some
 from tests.server.serving import CHAT, NAME, metrics, post, runtime, server
 
 CLASSES = {
@@ -37,7 +38,7 @@ def _kept(url: str, kind: str) -> float:
     return metrics(url)[f"jaxserve:latency_bounds_total{sorted([kind, 'kept'])}"]
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", some(BODIES))
 def test_a_header_gives_the_bounds_of_its_class(url: str, path: str):
     """Every endpoint that answers takes the header; both bounds of the class are counted."""
     before = _kept(url, "latency"), _kept(url, "first_token")

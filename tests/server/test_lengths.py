@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from predictor import LengthBuckets, LengthDistributions
+from tests.common.tiers import some
 from tests.server.serving import CHAT, client, metrics, post, runtime, server
 
 BUCKETS = LengthBuckets.equal_width(40, 4)
@@ -36,7 +37,7 @@ class Even:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with (
-        runtime(predictor=Even(), step_s=0.015, max_decode_iterations=1) as rt,
+        runtime(predictor=Even(), step_s=0.03, max_decode_iterations=1) as rt,
         server(rt) as url,
     ):
         yield url
@@ -46,14 +47,14 @@ def _comments(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[2:]) for line in text.splitlines() if line.startswith(": {")]
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", some(ASKED, 0, 4))
 def test_streams_say_how_long_they_will_be(url: str, name: str):
     """The first comment is the prediction; later ones are narrower. All say when the end comes."""
     path = "/v1/chat/completions" if name == "turn" else name
     post(url, "/v1/completions", {"prompt": "a", "max_tokens": 3, "stream": True})  # has a pace
     text = post(url, path, {**ASKED[name], "stream": True}).text
     first, *others = _comments(text)
-    assert 0.01 * 21 < first.pop("ends_in_s") < 21
+    assert 0.02 * 21 < first.pop("ends_in_s") < 21
     assert first == {
         "index": 0,
         "predicted_tokens": 21,
@@ -70,11 +71,12 @@ def test_streams_say_how_long_they_will_be(url: str, name: str):
         assert later["predicted_tokens"] >= before["predicted_tokens"]
         # Between the fastest and a slow pace of the tokens that are expected to come.
         num_left = later["predicted_tokens"] - later["num_tokens"]
-        assert 0.01 * (num_left - 1) < later["ends_in_s"] < num_left
+        assert 0.02 * (num_left - 1) < later["ends_in_s"] < num_left
         before = later
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.release
+@pytest.mark.parametrize("name", some(ASKED, 0, 4))
 def test_whole_answers_have_the_prediction(url: str, name: str):
     """`predicted_tokens` is the mean, or the limit of the answer if that is less."""
     path = "/v1/chat/completions" if name == "turn" else name
@@ -83,7 +85,7 @@ def test_whole_answers_have_the_prediction(url: str, name: str):
     assert told["predicted_tokens"] == 21
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", some([True, False]))
 @pytest.mark.parametrize("name", ["/v1/completions", "turn"])
 def test_real_lengths_are_compared_with_predicted_ones(url: str, name: str, stream: bool):
     """Answers of 30 tokens outgrow the length that half may outgrow, and no further one."""

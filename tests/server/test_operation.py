@@ -313,6 +313,7 @@ def test_metrics(slow: Runtime):
     assert sum(found[f"vllm:kv_pages{sorted(['device', state])}"] for state in states) > 0
 
 
+@pytest.mark.release
 def test_bounds_are_counted(slow: Runtime):
     """Each bound counts as kept, missed, or refused; a request without one does not count.
 

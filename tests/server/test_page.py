@@ -51,6 +51,7 @@ def test_page_without_a_key(url: str):
         assert httpx2.get(guarded + "/conversations").status_code == 401
 
 
+@pytest.mark.release
 def test_chat_in_a_browser(url: str, tab: Any):
     """An answer streams in; it is kept, regenerated, forked and deleted; the engine is shown."""
     tab.goto(url + "/")
@@ -87,6 +88,7 @@ SYSTEM = {"role": "system", "content": "be brief"}
 EXAMPLE = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "one"}]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("num_turns", [1, 2])
 def test_regenerate_keeps_what_the_conversation_began_with(url: str, tab: Any, num_turns: int):
     """The system prompt and examples are the conversation's own, and only its last turn goes."""
@@ -110,6 +112,7 @@ def test_regenerate_keeps_what_the_conversation_began_with(url: str, tab: Any, n
         httpx2.delete(f"{url}/conversations/{each}")
 
 
+@pytest.mark.release
 def test_opened_conversation_goes_on(url: str, tab: Any):
     """A conversation from the list has the next turn, and keeps its id."""
     turns = [[{"role": "user", "content": text}] for text in ("a", "b")]
@@ -126,6 +129,7 @@ def test_opened_conversation_goes_on(url: str, tab: Any):
         httpx2.delete(f"{url}/conversations/{each}")
 
 
+@pytest.mark.release
 def test_system_prompt_reaches_the_model(url: str, tab: Any):
     """The model reads the system prompt of the page, and answers as to a client that sends it."""
     asked = [SYSTEM, {"role": "user", "content": "hi"}]
@@ -145,6 +149,7 @@ def test_system_prompt_reaches_the_model(url: str, tab: Any):
         httpx2.delete(f"{url}/conversations/{each}")
 
 
+@pytest.mark.release
 def test_engine_is_shown_as_it_is_now(tab: Any):
     """Times are means of the last minute, and metrics are asked for again after an answer."""
     with runtime() as rt, server(rt) as url:
@@ -173,6 +178,7 @@ WATCHED = """(element) => {
 }"""
 
 
+@pytest.mark.release
 def test_an_answer_is_announced_once(tab: Any):
     """A screen reader is told of an answer when it is complete, and of no part of it before."""
     with runtime(step_s=0.02, max_decode_iterations=1) as rt, server(rt) as url:
@@ -201,6 +207,7 @@ class Even:
         return LengthDistributions(buckets, np.full((len(prompts), 4), 0.25))
 
 
+@pytest.mark.release
 def test_lengths_in_a_browser(tab: Any):
     """While an answer comes, its likely length is beside it, narrower with time; the list rests."""
     with (
@@ -224,6 +231,7 @@ def test_lengths_in_a_browser(tab: Any):
         tab.goto("about:blank")
 
 
+@pytest.mark.release
 def test_stop_in_a_browser(tab: Any):
     """Stop ends an answer, which is not kept, and the page goes on."""
     with runtime(step_s=0.05, max_decode_iterations=1) as rt, server(rt) as url:
@@ -240,6 +248,7 @@ def test_stop_in_a_browser(tab: Any):
         tab.goto("about:blank")  # the page asks for news as long as it is shown
 
 
+@pytest.mark.release
 def test_key_in_a_browser(tab: Any):
     """With API keys the page says that one is missing, and works once it is given."""
     with runtime() as rt, server(rt, api_keys=("one",)) as url:

@@ -11,6 +11,9 @@ import pytest
 from tests.server.browser import converse, open_conversation
 from tests.server.serving import runtime, server
 
+# In a browser: `make page-test` runs them, too.
+pytestmark = pytest.mark.release
+
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:

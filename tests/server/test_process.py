@@ -72,6 +72,7 @@ def test_sigterm_under_load(tmp_path: Path):
         process.wait()
 
 
+@pytest.mark.release
 def test_second_signal_ends_at_once(tmp_path: Path):
     """The second signal waits for no queue of a minute, nor for a service that closes in one."""
     process, url = _start(tmp_path, "-m", "tests.server.job", "late")

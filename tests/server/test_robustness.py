@@ -19,6 +19,7 @@ from jaxserve.execution.protocol import StepHandle
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.server import ServerOptions, listen
 from jaxserve.testing import OPTIONS, ExecutorWrapper, letter_tokenizer, tiny_llama
+from tests.common.tiers import some
 from tests.server.serving import NAME, connect, post, request_of, runtime, server
 
 BODY: dict[str, Any] = {"prompt": "a", "max_tokens": 100, "stream": True}
@@ -96,7 +97,7 @@ def test_no_step_follows_a_client_that_has_left(stream: bool):
         assert held.num_submitted == held.NUM_FREE + 1  # of 100 that the answer takes
 
 
-@pytest.mark.parametrize("is_reset", [False, True])
+@pytest.mark.parametrize("is_reset", some([False, True]))
 @pytest.mark.parametrize("stage", STAGES)
 def test_clients_may_leave_at_any_stage(slow: Runtime, url: str, stage: str, is_reset: bool):
     """Whether it closes or resets the connection, nothing of the request is left."""

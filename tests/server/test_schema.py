@@ -20,6 +20,8 @@ from jaxserve.server.backend import Backend
 from tests.server.serving import NAME, post, runtime, server
 
 SCHEMA = schemathesis.openapi.from_dict(make_app(Backend(ServerOptions(model_name=NAME))).openapi())
+# The values at the edges of every field, which take seconds to list at each collection.
+SCHEMA.config.phases.coverage.enabled = settings.get_current_profile_name() == "release"
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve import Runtime, SamplingParams
+from tests.common.tiers import some
 from tests.server.serving import CHAT, NAME, post, runtime, server
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
@@ -119,7 +120,7 @@ def test_refused_requests_have_their_status(served: Any):
     assert span.attributes["http.response.status_code"] == 400
 
 
-@pytest.mark.parametrize("conversation", [{}, {"conversation_id": "adapted"}])
+@pytest.mark.parametrize("conversation", some([{}, {"conversation_id": "adapted"}]))
 def test_a_span_names_the_adapter(conversation: dict[str, Any]):
     """The model of a span, and its name, are those of the adapter that a request names."""
     with runtime(max_adapters=1, max_adapter_rank=1) as rt, _traced(rt) as (url, exporter):
@@ -135,7 +136,7 @@ def test_a_span_names_the_adapter(conversation: dict[str, Any]):
 
 @pytest.mark.parametrize(
     ("conversation", "error"),
-    [({}, "request_timeout"), ({"conversation_id": "late"}, "TurnTimeoutError")],
+    some([({}, "request_timeout"), ({"conversation_id": "late"}, "TurnTimeoutError")]),
 )
 def test_a_stream_that_times_out_is_an_error(conversation: dict[str, Any], error: str):
     """Its span says so, although its status was sent before."""

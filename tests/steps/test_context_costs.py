@@ -61,6 +61,7 @@ def _compiled(what: str, num_rows: int) -> str:
     return traced.lower().compile().as_text()
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("what", ["head", "decode loop"])
 def test_a_step_copies_no_table_of_tokens(what: str):
     """Penalties, heads and loops read and append to the table of all slots where it is."""

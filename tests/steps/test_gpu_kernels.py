@@ -39,6 +39,7 @@ def _kernels(function: Callable[..., Any], *arguments: Any, **static: Any) -> se
     return set(re.findall(r'name = "(\w+)"', text))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("layout", some(["unrolled", "scanned"]))
 def test_steps(layout):
     """Mixed steps and decode loops rotate, write and attend in kernels, as reported."""

@@ -51,6 +51,7 @@ def _lengths(rng: np.random.Generator) -> TaskLengths:
     return lengths_of([(int(prompt), int(output)) for prompt, output in pairs])
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("seed", some(range(6)))
 def test_the_best_of_all_sizes_is_found(seed: int):
     """Random step times, lengths, memory and bounds: within 2 % of the best of all simulations.

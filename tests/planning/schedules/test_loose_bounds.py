@@ -61,6 +61,7 @@ def test_the_class_is_left_out_where_both_cannot_be_kept(lowest_s: float, caplog
     assert PLANNER.plan(task, bounds, num_lengths=NUM).keeps_bounds
 
 
+@pytest.mark.release
 def test_classes_stay_where_the_bounds_are_infeasible_without_them(lowest_s: float):
     """Then the bounds of all are at fault, and a search without the class would find nothing."""
     answers = _answers(bound_s=60.0)

@@ -141,7 +141,8 @@ def _assert_rises(cost: MeasuredCost) -> None:
 
 
 @pytest.mark.parametrize(
-    ("encode_batch", "num_decodes"), [(2, 6), (2, 8), (4, 16), (4, 24), (8, 32), (3, 20), (6, 64)]
+    ("encode_batch", "num_decodes"),
+    some([(2, 6), (2, 8), (4, 16), (4, 24), (8, 32), (3, 20), (6, 64)], 0, 2, 5),
 )
 def test_throughput_is_that_of_the_real_scheduler(encode_batch: int, num_decodes: int):
     """Within 10 % of the simulation with the same step times and shape, whatever the shape."""
@@ -170,6 +171,7 @@ def test_throughput_is_that_of_the_real_scheduler(encode_batch: int, num_decodes
     assert float(figures.throughput) == pytest.approx(throughput, rel=0.1)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("share", some([1.05, 1.5, math.inf]))
 def test_a_plan_of_an_encoder_decoder_model_keeps_its_bound(share: float):
     """As of other models: throughput within 10 %, and 99 % of answers in time."""

@@ -53,6 +53,7 @@ def _simulated(lengths: list[tuple[int, int]], shape: WAA) -> tuple[float, np.nd
     return (high - low) / (ends[high] - ends[low]), np.array(spent)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("share", some([1.05, 2.5, math.inf]))
 @pytest.mark.parametrize("task", TASKS)
 def test_a_plan_keeps_its_bound_in_the_simulation(task: str, share: float):

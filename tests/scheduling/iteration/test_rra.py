@@ -132,6 +132,7 @@ def _levels(run: Simulation) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(running)[settled], np.asarray(tokens)[settled]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("decode_batch", some([None, 22.0]))
 def test_batches_stay_even(decode_batch):
     """Beside encode batches of always five sequences, although lengths vary by a factor of 30.

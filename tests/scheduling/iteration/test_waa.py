@@ -137,6 +137,7 @@ def test_random_traces(policy):
     assert (checked.num_preemptions == 0) == (policy is EXEGPT)
 
 
+@pytest.mark.release
 @seeds(25)
 @pytest.mark.parametrize("policy", some(POLICIES), ids=lambda policy: policy.name)
 def test_caches_are_exchanged_on_random_traces(seeds, policy):
