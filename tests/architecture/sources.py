@@ -46,6 +46,10 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return tuple(ast.walk(self.tree))
+
     @property
     def module(self) -> str:
         """Return the dotted name of the module; the name of a package is that of its folder."""
@@ -83,9 +87,9 @@ class Source:
                     only = ast.Module([inner], [])
                     yield from self._imports(only, **context | {"for_type_checkers": True})
                 yield from self._imports(ast.Module(child.orelse, []), **context)
-            elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield from self._imports(child, **context | {"at_module_level": False})
-            else:
+            elif not isinstance(child, ast.expr):
                 yield from self._imports(child, **context)
 
     def _base_of(self, node: ast.ImportFrom) -> str:

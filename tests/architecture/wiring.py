@@ -30,8 +30,8 @@ def private_reaches(sources: Iterable[Source], allowed: Collection[str] = ()) ->
 
 
 def _reaches(source: Source) -> Iterator[tuple[ast.AST, str]]:
-    own = _names_on_self(source.tree)
-    for node in ast.walk(source.tree):
+    own = _names_on_self(source)
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
             is_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             if not is_self and node.attr not in own:
@@ -54,10 +54,10 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("_") and name != "_"
 
 
-def _names_on_self(tree: ast.Module) -> set[str]:
+def _names_on_self(source: Source) -> set[str]:
     """Return the private attributes that classes assign on self, and their private methods."""
     names = set()
-    for node in ast.walk(tree):
+    for node in source.nodes:
         if isinstance(node, ast.ClassDef):
             for inner in ast.walk(node):
                 if isinstance(inner, ast.FunctionDef):
@@ -79,7 +79,7 @@ def probes(sources: Iterable[Source], allowed: Collection[str] = ()) -> list[str
     """
     found = []
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
             if node.func.id == "isinstance":
@@ -109,7 +109,7 @@ def patches(sources: Iterable[Source], allowed: Collection[str] = ()) -> list[st
     """
     found = []
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if not isinstance(node, ast.Call):
                 continue
             called = ast.unparse(node.func)

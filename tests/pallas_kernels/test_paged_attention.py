@@ -358,6 +358,7 @@ def test_quantized_pages_on_the_cpu(shape, dtype):
     _check(attend, (q, k, v, rows), **scales, **_options("all", shape))
 
 
+@pytest.mark.release
 def test_one_scale_that_is_not_a_number_leaves_the_other_rows_alone(attention):
     """The row itself is NaN, which 8 bits cannot represent without the scale."""
     q, k_pages, v_pages, rows = _decode_inputs(_shape("decode"), seed=17)

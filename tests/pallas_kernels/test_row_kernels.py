@@ -127,6 +127,7 @@ def test_log_sum_exp_agrees_with_xla_and_is_differentiable():
     np.testing.assert_allclose(gradient, jax.nn.softmax(x[:1]), rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.release
 def test_a_query_has_the_same_bits_in_any_chunk_and_decoded_alone():
     """All rows go to the split kernel, several programs share a row or none, and one merges."""
     heads = dict(kv_heads=2, group=4, head_dim=16)

@@ -30,6 +30,7 @@ def test_the_temperature_is_found(wrong):
     assert fitted.temperature == pytest.approx(wrong, rel=0.1)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("promised", some([0.1, 0.05, 0.3]))
 def test_reservations_have_the_requested_miss_rate(promised):
     """For any predictor the share that outgrows them is the requested one, within 2 points."""

@@ -185,6 +185,7 @@ def test_observing_never_raises():
     assert learner.counters.observed == 2
 
 
+@pytest.mark.release
 def test_a_failure_ends_learning_and_nothing_else(caplog):
     """The failure is logged once; predictions and observations continue."""
     tokenizer = FailingTokenizer()

@@ -22,6 +22,7 @@ OPTIONS: dict[str, Any] = dict(
 )  # fmt: skip
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "family", some(["llama", "llama3_rope", "mistral", "qwen2", "qwen3", "smollm2"])
 )

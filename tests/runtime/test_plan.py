@@ -281,6 +281,7 @@ def test_steps_are_timed_when_all_is_compiled(tmp_path: Path, monkeypatch: pytes
         assert executor.was_warm and all(executor.was_warm)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(("policy", "num_classes"), some([("auto", 1), ("vllm_like", 0)]))
 def test_slots_are_reserved_where_the_order_heeds_bounds(
     measured: tuple[list, Path], policy: str, num_classes: int

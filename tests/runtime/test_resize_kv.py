@@ -107,14 +107,17 @@ def test_a_request_that_does_not_fit_fails_alone_with_the_reason():
     """A request that runs, streams or is new fails; others continue; all fit after growing."""
     long, short = (PROMPTS[0] * 60)[:60], PROMPTS[1][:3]
     few = SamplingParams(max_tokens=9)
-    with Runtime(tiny_llama(), wrap_executor=SlowExecutor, **OPTIONS) as rt:
+    slow = WrapAll(SlowExecutor)
+    with Runtime(tiny_llama(), wrap_executor=slow, **OPTIONS) as rt:
         whole, page = rt.stats().pool_bytes, _page_bytes(rt)
         assert whole == MOST_PAGES * page
         wanted = rt.generate([long, short], few)
+        slow.executors[0].step_s = 0.3  # no answer ends until the pool has shrunk
         stream = rt.stream(long, SamplingParams(max_tokens=60))
         shown = next(stream).token_ids
         pending = rt.submit(short, few)
         assert rt.resize_kv(0) == 2 * page
+        slow.executors[0].step_s = 0.02
         with pytest.raises(PromptTooLongError, match=r"60 prompt tokens and .* holds 8 tokens"):
             for piece in stream:
                 shown += piece.token_ids
@@ -131,6 +134,7 @@ def test_a_request_that_does_not_fit_fails_alone_with_the_reason():
         assert _tokens(rt.generate([long, short], few)) == _tokens(wanted)
 
 
+@pytest.mark.release
 def test_what_cannot_be_had_changes_nothing(answers):
     """Too much memory, less than two pages, and a text that is not a size are refused."""
     with Runtime(tiny_llama(), wrap_executor=SlowExecutor, **OPTIONS) as rt:

@@ -296,6 +296,7 @@ def test_prepared_parts_go_on_top_of_what_came_in_between(answers):
             other.update_params(prepared)
 
 
+@pytest.mark.release
 def test_the_end_of_a_stale_sample_reaches_its_stream_at_once():
     """It does not wait for the request's other sample, which has no token yet and goes on."""
     slow = partial(SlowExecutor, step_s=0.02)

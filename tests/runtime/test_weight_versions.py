@@ -383,6 +383,7 @@ def test_a_part_of_the_weights_is_updated(options):
         assert first != partly == rt.generate(PROMPT, each).token_ids
 
 
+@pytest.mark.release
 def test_weights_come_from_another_mesh_and_dtype():
     """They are moved from the trainer's devices, and cast, in one replica or two."""
     each = SamplingParams(max_tokens=12)

@@ -85,6 +85,7 @@ def test_whole_answers_have_the_prediction(url: str, name: str):
     assert told["predicted_tokens"] == 21
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("stream", some([True, False]))
 @pytest.mark.parametrize("name", ["/v1/completions", "turn"])
 def test_real_lengths_are_compared_with_predicted_ones(url: str, name: str, stream: bool):

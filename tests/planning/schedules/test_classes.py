@@ -189,6 +189,7 @@ def test_the_tight_bound_holds_and_bulk_goes_on(
     assert bulk_per_s >= share * most_per_s
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("kind", some(["first_token_bound", "token_bound"]))
 @pytest.mark.parametrize("family", some(PLANNERS))
 def test_bounds_of_every_kind_hold_beside_bulk(kind: str, family: str):
