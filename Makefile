@@ -25,7 +25,7 @@ test: lint ## install the test tools, then lint, type check and test what must h
 	@$(MAKE) --no-print-directory tests
 
 test-fast: $(TEST_STAMP) ## test what compiles nothing, in under two minutes
-	@$(MAKE) --no-print-directory tests TIER=fast
+	@$(MAKE) --no-print-directory tests TIER="fast and not release"
 
 test-all: lint ## run every test there is, sweeps and matrices too: before a release
 	@$(MAKE) --no-print-directory tests TIER= ARGS="--hypothesis-profile=release $(ARGS)"
