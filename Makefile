@@ -61,6 +61,8 @@ gpu-check: ## test and time kernels and models on this machine's GPU, with PYTHO
 	@$(PYTHON) -m scripts.gpu_check $(ARGS)
 
 GATE := .venv-gate
+# Where llvm-symbolizer is installed, every compilation would wait for it for seconds.
+kernel-gate: export LLVM_DISABLE_SYMBOLIZATION := 1
 kernel-gate: ## compile the GPU kernels to machine code and interpret some, without a GPU (needs python3.12)
 	@$(GATE_PYTHON) -c 'import sys' 2>/dev/null || { \
 	    echo "kernel-gate: $(GATE_PYTHON) is not there; nothing was compiled (GATE_PYTHON=...)"; \
