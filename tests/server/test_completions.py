@@ -165,7 +165,13 @@ def test_tokenize_and_back(url: str):
     assert post(url, "/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "abc"}
     chat = post(url, "/tokenize", {"messages": CHAT}).json()["tokens"]
     assert chat == tokenizer.apply_chat_template(CHAT)
-    for bad in ({}, {"prompt": "a", "messages": CHAT}, {"messages": CHAT, "add_special_tokens": 1}):
+    tool = {"type": "function", "function": {"name": "f"}}
+    for bad in (
+        {},
+        {"prompt": "a", "messages": CHAT},
+        {"messages": CHAT, "add_special_tokens": 1},
+        {"prompt": "a", "tools": [tool]},
+    ):
         assert post(url, "/tokenize", bad).status_code == 400
     assert post(url, "/detokenize", {"tokens": [97]}).status_code == 400
 

@@ -253,6 +253,23 @@ def test_an_argument_may_hold_the_tag_that_ends_a_call(tooled: openai.OpenAI):
     assert final.message.tool_calls[0].function.arguments == call.function.arguments
 
 
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_chat_with_tools_is_counted_as_it_is_answered(tooled: openai.OpenAI, calls: bool):
+    """`/tokenize` takes `tools`, as vLLM does, and has the prompt of the chat itself."""
+    call = {"name": "time", "arguments": '{"place": "Oslo"}'}
+    messages: Any = [*CHAT]
+    if calls:
+        made = [{"id": "c1", "type": "function", "function": call}]
+        messages.append({"role": "assistant", "content": None, "tool_calls": made})
+        messages.append({"role": "tool", "tool_call_id": "c1", "content": "noon"})
+    for more in ({}, {"tools": TOOLS}):
+        asked = {"messages": messages, **more}
+        url = str(tooled.base_url).removesuffix("/v1/")
+        chat = {**asked, "max_tokens": 1, "return_token_ids": True}
+        answer = post(url, "/v1/chat/completions", chat).json()
+        assert post(url, "/tokenize", asked).json()["tokens"] == answer["prompt_token_ids"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_conversations_have_tools(tooled: openai.OpenAI, stream: bool):
     """A turn may call; the next ones send the result only, with the tools or without."""

@@ -67,7 +67,8 @@ async def tokenize(body: TokenizeRequest, backend: Here) -> Response:
     tokenizer = need_tokenizer(service)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("pass exactly one of prompt and messages", "prompt")
-    for name in ("add_special_tokens",) if body.messages else ("add_generation_prompt",):
+    of_chats = ("add_generation_prompt", "tools")
+    for name in ("add_special_tokens",) if body.messages else of_chats:
         if getattr(body, name) is not None:
             raise invalid(f"{name} has no effect on this kind of prompt; leave it out", name)
 
@@ -76,7 +77,7 @@ async def tokenize(body: TokenizeRequest, backend: Here) -> Response:
             return tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
         messages = [as_template_message(message) for message in body.messages]
         add = body.add_generation_prompt is not False
-        return Tools(None, None, None, tokenizer).prompt(messages, add_generation_prompt=add)
+        return Tools(body.tools, None, None, tokenizer).prompt(messages, add_generation_prompt=add)
 
     def answer() -> Response:
         found, texts = encode(), None

@@ -19,6 +19,7 @@ from jaxserve.server.schema.base import (
     predicted,
 )
 from jaxserve.server.schema.chat import Message
+from jaxserve.server.schema.structured import Tool
 
 
 class TokenizeRequest(Strict):
@@ -27,6 +28,9 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[Items[Message], Field(min_length=1)] | None = None
+    tools: Annotated[Items[Tool], Field(min_length=1, max_length=128)] | None = Field(
+        None, description="Of a chat: the tools that it offers."
+    )
     add_special_tokens: bool | None = Field(None, description="Of a prompt; true by default.")
     add_generation_prompt: bool | None = Field(None, description="Of a chat; true by default.")
     return_token_strs: bool | None = None
