@@ -7,6 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from jaxserve.core.clock import VirtualClock
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.versions import Weights
+from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.eviction import LRU
 from jaxserve.memory.page_files import PageFiles
@@ -18,6 +25,7 @@ from jaxserve.scheduling.preemption.last_in_order import LastInOrder
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention.device_only import DeviceOnly
 from jaxserve.scheduling.retention.tiered import Tiered
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.testing import Trace
 from tests.common.tiers import seeds, some
 
@@ -62,3 +70,38 @@ def test_pages_of_former_weights_stay_on_the_disk_unfound(tmp_path):
                 assert together[key].output == alone.output, f"seed {seed}, {key}"
         num_found += trace.counters["num_prefix_hit_on_disk"]
     assert num_found > 0
+
+
+@pytest.mark.fast
+def test_pages_of_mixed_weights_are_not_found():
+    """A sequence that began with former weights leaves no page under the name of the new ones."""
+    config = EngineConfig(
+        page_size=4,
+        num_pages=41,
+        max_slots=4,
+        max_context=64,
+        max_step_tokens=64,
+        max_decode_iterations=4,
+    )
+    clock, prompt = VirtualClock(), tuple(range(1, 23))
+    engine = Engine(SimulatedExecutor(config, clock), PRESETS["auto"], clock)
+
+    def begin(name: str) -> Sequence:
+        params = SamplingParams(max_tokens=12)
+        request = Request(id=name, prompt=prompt, params=params, arrival_s=clock.now())
+        [sequence] = engine.add(request)
+        engine.step()
+        return sequence
+
+    sequence = begin("former")
+    engine.drain()
+    engine.weights_changed(Weights(1), engine.name_of(1), keeps_kv=True)
+    while engine.has_work:
+        engine.step()
+    assert len(sequence.known_tokens) == 34
+    assert engine.residency(sequence.known_tokens) == ["nowhere"] * 8
+    sequence = begin("new")
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.check_integrity()
+    assert engine.residency(sequence.known_tokens) == ["device"] * 8
