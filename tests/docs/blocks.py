@@ -31,6 +31,7 @@ class Block:
         file = root / self.path
         if self.kind == "python":
             assert not file.exists(), f"{self.path} is there already"
+            file.parent.mkdir(exist_ok=True)
             file.write_text(self.text, encoding="utf-8")
             return
         text = file.read_text(encoding="utf-8")
@@ -50,17 +51,18 @@ def blocks(page: str) -> list[Block]:
 
 
 def package_with(page: str, folder: Path) -> Path:
-    """Copy the package into `folder`, apply the page's blocks there, and return `folder`."""
-    shutil.copytree(
-        ROOT / "jaxserve", folder / "jaxserve", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    for block in blocks(page):
+    """Copy the package that a page changes into `folder`, apply its blocks, and return `folder`."""
+    found = blocks(page)
+    [package] = {block.path.split("/")[0] for block in found}
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / package, folder / package, ignore=ignore)
+    for block in found:
         block.apply(folder)
     return folder
 
 
 def run_with(package: Path, program: str) -> str:
-    """Return the output of a program in a separate process, where `jaxserve` is the changed copy.
+    """Return the output of a program in a separate process, where the package is the changed copy.
 
     Its argument is the folder of the copy.
     """

@@ -20,8 +20,12 @@ CODE = (
 
 # Files that commands and worked examples write, and that are not in the repository.
 WRITTEN = (
-    *("tuned_tilings.toml", "gpu_check_DEVICE.json"),
-    *("epsilon_cutoff.py", "shortest_prompt_first.py", "prompts_now_and_then.py"),
+    "tuned_tilings.toml",
+    "gpu_check_DEVICE.json",
+    "epsilon_cutoff.py",
+    "shortest_prompt_first.py",
+    "prompts_now_and_then.py",
+    *(f"soft_cap/{name}.py" for name in ("api", "__init__", "xla", "triton", "shapes")),
 )
 
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
