@@ -27,11 +27,11 @@ from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.parts import cut
 from jaxserve.models.start_times import timed
-from jaxserve.steps.abstract import abstract
 from jaxserve.steps.drafting import Drafter
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.probing import Probe, check_probe
 from jaxserve.steps.programs import Programs, largest_step_bytes
+from jaxserve.steps.step_function import abstract
 from pallas_kernels.paged_attention import IMPLEMENTATIONS
 from sharding import ProcessGroup, StagePlan
 

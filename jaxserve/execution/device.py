@@ -36,7 +36,6 @@ from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
 from jaxserve.scheduling.kv.costs import SwapCosts
 from jaxserve.scheduling.plan import PageCopies, StepPlan
-from jaxserve.steps.abstract import abstract
 from jaxserve.steps.batches import MixedBatch
 from jaxserve.steps.packing import (
     body_size,
@@ -49,6 +48,7 @@ from jaxserve.steps.packing import (
 from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
+from jaxserve.steps.step_function import abstract
 
 
 @final

@@ -14,7 +14,6 @@ import numpy as np
 from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.plan import Extension, Row, StepPlan
 from jaxserve.steps import slots as edits
-from jaxserve.steps.abstract import abstract
 from jaxserve.steps.sampling.variants import SamplingNeeds
 from jaxserve.steps.slots import (
     EXTENSIONS_A_CALL,
@@ -22,7 +21,7 @@ from jaxserve.steps.slots import (
     PAGE_UPDATES_A_CALL,
     SlotState,
 )
-from jaxserve.steps.step_function import Shelf, unkept
+from jaxserve.steps.step_function import Shelf, abstract, unkept
 
 _Item = TypeVar("_Item")
 

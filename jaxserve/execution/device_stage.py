@@ -18,7 +18,6 @@ from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
 from jaxserve.scheduling.plan import PageCopies, Row, StepPlan
-from jaxserve.steps.abstract import abstract
 from jaxserve.steps.batches import ChoosingRows, DecodeWindow, MixedBatch
 from jaxserve.steps.heads import Chosen
 from jaxserve.steps.outputs import Outputs
@@ -27,6 +26,7 @@ from jaxserve.steps.programs import Programs
 from jaxserve.steps.proposals import Draft
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.stages import Proposed
+from jaxserve.steps.step_function import abstract
 
 
 @final

@@ -13,7 +13,6 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.state_moves import StateMoves
-from jaxserve.steps.abstract import abstract
 from jaxserve.steps.packing import (
     head_sizes,
     loop_sizes,
@@ -25,6 +24,7 @@ from jaxserve.steps.packing import (
 from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.sampling.variants import Variant
+from jaxserve.steps.step_function import abstract
 
 _Step = tuple[str, Callable[[], Any]]
 

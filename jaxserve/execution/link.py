@@ -22,9 +22,8 @@ from jaxserve.execution.page_parts import (
     scatter_pieces,
 )
 from jaxserve.memory.page_pool import NULL_PAGE
-from jaxserve.steps.abstract import abstract
 from jaxserve.steps.placement import Placement
-from jaxserve.steps.step_function import StepFunction, unkept
+from jaxserve.steps.step_function import StepFunction, abstract, unkept
 
 
 @final

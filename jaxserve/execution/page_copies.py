@@ -16,8 +16,7 @@ from jaxserve.memory.relocation import Moves, page_sources
 from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
 from jaxserve.scheduling.plan import PageCopies
-from jaxserve.steps.abstract import abstract
-from jaxserve.steps.step_function import Shelf, unkept
+from jaxserve.steps.step_function import Shelf, abstract, unkept
 
 
 @final

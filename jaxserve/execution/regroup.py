@@ -30,12 +30,11 @@ from jaxserve.execution.weight_moves import (
 )
 from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
-from jaxserve.steps.abstract import abstract
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.preparation import Preparation
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.programs import Programs
-from jaxserve.steps.step_function import StepFunction
+from jaxserve.steps.step_function import StepFunction, abstract
 from sharding import DeviceGroups, make_groups, state_shardings
 from sharding.rules import replicated
 from sharding.shards import TENSOR

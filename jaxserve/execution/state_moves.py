@@ -12,9 +12,8 @@ import jax
 from jaxserve.core.config import EngineConfig
 from jaxserve.execution.device_slots import chunks
 from jaxserve.execution.page_copies import DevicePages
-from jaxserve.steps.abstract import abstract
 from jaxserve.steps.slots import MOVES_A_CALL, move_states, pack_moves
-from jaxserve.steps.step_function import Shelf
+from jaxserve.steps.step_function import Shelf, abstract
 
 
 @final

@@ -13,8 +13,7 @@ import jax
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.config import DecoderConfig
 from jaxserve.scheduling.kv.costs import SwapCosts
-from jaxserve.steps.abstract import abstract
-from jaxserve.steps.step_function import Shelf
+from jaxserve.steps.step_function import Shelf, abstract
 
 # Repetitions of each timing.
 _TIMINGS = 3

@@ -12,8 +12,7 @@ from tqdm import tqdm
 
 from jaxserve.core.assets import cache_folder
 from jaxserve.execution.protocol import ModelExecutor
-from jaxserve.steps.executable_identity import Unnameable, key_of, this_installation
-from jaxserve.steps.executable_store import ExecutableStore
+from jaxserve.steps.executable_store import ExecutableStore, Unnameable, key_of, this_installation
 from jaxserve.steps.preparation import Preparation
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from jaxserve.execution.weight_limits import check_quantised
 from jaxserve.runtime.build import check_early
 from jaxserve.runtime.processes import own_mesh, processes_of
 from jaxserve.scheduling.presets import get_policy_for
-from jaxserve.steps.executable_identity import (
+from jaxserve.steps.executable_store import (
     Unnameable,
     key_of,
     our_sources,

@@ -32,7 +32,7 @@ from jaxserve.planning.schedules.divided import DivisionOption
 from jaxserve.planning.schedules.division_rule import DivisionRule
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.timings import Timings
-from jaxserve.steps.abstract import abstract
+from jaxserve.steps.step_function import abstract
 from sharding import DeviceGroups
 
 _log = logging.getLogger(__name__)

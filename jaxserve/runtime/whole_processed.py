@@ -11,9 +11,8 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.models.decoder import Decoder
 from jaxserve.runtime.scored import scoring
-from jaxserve.steps.sampling.processors.processor import Rows
-from jaxserve.steps.sampling.sampler import processed_logprobs
-from jaxserve.steps.sampling.slot_sampling import pack_sampling
+from jaxserve.steps.sampling.processors import Rows
+from jaxserve.steps.sampling.sampler import pack_sampling, processed_logprobs
 
 
 def whole_processed_logprobs(

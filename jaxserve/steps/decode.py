@@ -12,26 +12,278 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.models.batch import KVCache
+from jaxserve.models.batch import AttentionBatch, KVCache
 from jaxserve.models.decoder import Tap
+from jaxserve.scheduling.plan import ProposalCount
 from jaxserve.steps import proposals
-from jaxserve.steps.batches import DecodeWindow, Params, tap, tapped
-from jaxserve.steps.choosing import choose, looked_up, room, with_rates
-from jaxserve.steps.decode_blocks import Block, WindowRows, attention_of, block_of, rows_of
+from jaxserve.steps import slots as slot_edits
+from jaxserve.steps.batches import DecodeWindow, Params, attention_batch, tap, tapped
 from jaxserve.steps.drafting import DraftInputs, DraftStructure, FollowedModel, serving_model
-from jaxserve.steps.outputs import Outputs, no_outputs, with_reading
+from jaxserve.steps.encoding import counted_from, visible_rows
+from jaxserve.steps.outputs import Outputs, count, no_outputs, record, with_reading
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.proposals import Answers, Draft, Lookup
-from jaxserve.steps.sampling.sampler import sample
+from jaxserve.steps.sampling.sampler import SlotSampling, sample
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.slots import SlotState
 from pallas_kernels.paged_attention import Plan
+
+
+class Block(NamedTuple):
+    """The tokens of an iteration, row after row: the newest one, and what is proposed behind it.
+
+    Attributes:
+      row, place: of each token; `place` is that behind the row's newest token.
+      valid: False for padding.
+      start, length: where the tokens of each row are; length 0 for an inert row.
+    """
+
+    row: Int32[Array, " tokens"]
+    place: Int32[Array, " tokens"]
+    valid: Bool[Array, " tokens"]
+    start: Int32[Array, " rows"]
+    length: Int32[Array, " rows"]
+
+
+def block_of(
+    live: Bool[Array, " rows"], proposed: Int32[Array, " rows"] | None, num_proposed: int
+) -> Block:
+    """Return the tokens of the live rows, with as many proposals of each.
+
+    Args:
+      num_proposed: of all rows together, at most.
+    """
+    num_rows = live.shape[0]
+    length = live.astype(jnp.int32)
+    if proposed is None:
+        row = jnp.arange(num_rows)
+        return Block(row, jnp.zeros(num_rows, jnp.int32), live, row, length)
+    length += proposed
+    end = jnp.cumsum(length)
+    index = jnp.arange(num_rows + num_proposed)
+    row = jnp.minimum(jnp.searchsorted(end, index, side="right"), num_rows - 1)
+    start = end - length
+    valid = index < end[-1]
+    return Block(row, jnp.where(valid, index - start[row], 0), valid, start, length)
+
+
+class WindowRows(NamedTuple):
+    """What an iteration reads of a window's slots and does not change."""
+
+    window: DecodeWindow
+    page_table: Int32[Array, "rows row_pages"]
+    sampling: SlotSampling
+    encoded: Int32[Array, " rows"] | None
+    adapter: Int32[Array, " rows"] | None
+
+    @property
+    def slot(self) -> Int32[Array, " rows"]:
+        """The slot of each row."""
+        return self.window.start + jnp.arange(self.window.most.shape[0])
+
+    def part(self, leaf: Shaped[Array, " slots *entry"]) -> Shaped[Array, " rows *entry"]:
+        """Return the window's part of an array of all slots."""
+        return lax.dynamic_slice_in_dim(leaf, self.window.start, self.window.most.shape[0])
+
+    def live(self, done: Bool[Array, " slots"]) -> Bool[Array, " rows"]:
+        """Return which rows take part and have not ended."""
+        return (self.window.most > 0) & ~self.part(done)
+
+
+def rows_of(slots: SlotState, window: DecodeWindow) -> WindowRows:
+    start, size = window.start, window.most.shape[0]
+    read = slots.page_table, slots.sampling, slots.encoded, slots.adapter
+    return WindowRows(
+        window, *jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, size), read)
+    )
+
+
+def attention_of(
+    slots: SlotState,
+    window: WindowRows,
+    block: Block,
+    inputs: Float[Array, "tokens embed"] | None,
+    attention_plan: Plan | None,
+    config: EngineConfig,
+    proposed: Int32[Array, "rows num"] | None,
+) -> tuple[Int32[Array, " tokens"] | Float[Array, "tokens embed"], AttentionBatch]:
+    """Return what a model computes for a block, and its attention batch.
+
+    Args:
+      proposed: tokens of the block's places from 1 on; None for a block without proposals.
+    """
+    newest = window.part(slots.length) - 1
+    positions = jnp.minimum(newest[block.row] + block.place, config.max_context - 1)
+    rows, cross_rows = visible_rows(
+        config,
+        window.encoded,
+        query_start=block.start,
+        query_length=block.length,
+        first_position=jnp.where(block.length > 0, newest, 0),
+        page_table=window.page_table,
+    )
+    attention = attention_batch(
+        config,
+        positions=positions,
+        token_pages=window.page_table[block.row, positions // config.page_size],
+        valid=block.valid,
+        rows=rows,
+        plan=attention_plan,
+        max_query_length=1 if proposed is None else None,
+        cross_rows=cross_rows,
+        slot=window.slot,
+        adapter=None if window.adapter is None else window.adapter[block.row],
+    )
+    if inputs is None:
+        inputs = slots.tokens[window.slot, newest][block.row]
+        if proposed is not None:
+            others = proposed[block.row, jnp.maximum(block.place - 1, 0)]
+            inputs = jnp.where(block.place > 0, others, inputs)
+    return inputs, attention
+
+
+class Choice(NamedTuple):
+    """The tokens of an iteration, as far as they have been chosen.
+
+    Attributes:
+      place: behind the newest token of each row.
+      goes_on: rows in which the token at this place counts.
+      hits, misses: proposals that were the token chosen, and those that were not.
+    """
+
+    place: Int32[Array, ""]
+    slots: SlotState
+    outputs: Outputs
+    goes_on: Bool[Array, " rows"]
+    hits: Int32[Array, " rows"]
+    misses: Int32[Array, " rows"]
+
+
+def room(
+    rows: WindowRows, done: Bool[Array, " slots"], num_tokens: Int32[Array, " rows"]
+) -> Int32[Array, " rows"]:
+    """Return how many tokens each row of a loop may still get; 0 for one that takes no part.
+
+    Args:
+      num_tokens: that it has got.
+    """
+    return jnp.where(rows.live(done), jnp.maximum(rows.window.most - num_tokens, 0), 0)
+
+
+def choose(
+    logits: Float32[Array, "tokens vocab"],
+    rows: WindowRows,
+    block: Block,
+    before: SlotState,
+    outputs: Outputs,
+    live: Bool[Array, " rows"],
+    draft: Draft | None,
+    proposed: Int32[Array, " rows"] | None,
+    *,
+    looks_up: bool,
+    variant: Variant,
+    config: EngineConfig,
+) -> Choice:
+    """Choose the next token of each live row, and one behind each proposal that is right.
+
+    Args:
+      logits: of the block's tokens.
+      before: the slots before the iteration.
+      draft: what was proposed; None in a loop that does not speculate.
+      proposed: proposals of each row that the block has; None for a block without any.
+      looks_up: whether a proposal that was not computed can be compared with the token, too.
+    """
+    num_rows = live.shape[0]
+    nothing = jnp.zeros(num_rows, jnp.int32)
+    computed = compared = nothing if proposed is None else proposed
+    if draft is not None and looks_up:
+        compared = jnp.maximum(computed, jnp.minimum(draft.available, 1))
+
+    def choose_one(state: Choice) -> Choice:
+        place, now, outputs = state.place, state.slots, state.outputs
+        at = jnp.minimum(block.start + place, logits.shape[0] - 1)
+        sampled = sample(
+            *(logits if proposed is None else logits[at], rows.sampling, now.tokens),
+            rows.part(now.length),
+            slot=rows.slot,
+            variant=variant,
+            first=counted_from(rows.encoded, config.page_size),
+        )
+        now = slot_edits.append(now, rows.slot, state.goes_on, sampled.token, sampled.finite)
+        outputs = record(outputs, state.goes_on, sampled)
+        if draft is None:
+            return Choice(place, now, outputs, live, state.hits, state.misses)
+        tried = state.goes_on & (place < compared)
+        hits = tried & (sampled.token == draft.tokens[:, place])
+        accepted = hits & (place < computed)
+        if proposed is not None:
+            outputs = count(outputs, len(ProposalCount) + place, accepted)
+        return Choice(
+            *(place + 1, now, outputs, accepted & rows.live(now.done)),
+            state.hits + hits.astype(jnp.int32),
+            state.misses + (tried & ~hits).astype(jnp.int32),
+        )
+
+    first = Choice(jnp.int32(0), before, outputs, live, nothing, nothing)
+    if proposed is None:
+        return choose_one(first)
+    return lax.while_loop(lambda state: state.goes_on.any(), choose_one, first)
+
+
+def with_rates(
+    choice: Choice,
+    rows: WindowRows,
+    live: Bool[Array, " rows"],
+    draft: Draft,
+    proposed: Int32[Array, " rows"] | None,
+    *,
+    forgives: bool = False,
+) -> tuple[SlotState, Outputs]:
+    """Return the slots after an iteration, with new rates of proposals, and the outputs, counted.
+
+    Args:
+      live, proposed: see `choose`.
+      forgives: whether no proposal was compared, so that rates approach those of an unknown draft
+        model (`proposals.forgive`).
+    """
+    now, outputs = choice.slots, choice.outputs
+    assert now.lookup is not None and now.answers is not None, "slots without lookup"
+    outputs = count(outputs, ProposalCount.ITERATIONS, live)
+    if proposed is not None:
+        outputs = count(outputs, ProposalCount.WIDE, live)
+        outputs = count(outputs, ProposalCount.DRAFTS, proposed > 0)
+        outputs = count(outputs, ProposalCount.PROPOSED, proposed)
+    rates, total = proposals.learn(
+        *(now.lookup.rates, now.answers.rates, rows.slot, draft.source),
+        *(choice.hits, choice.misses),
+    )
+    if forgives:
+        rates = proposals.forgive(rates, rows.slot)
+    lookup, answers = replace(now.lookup, rates=rates), replace(now.answers, rates=total)
+    return replace(now, lookup=lookup, answers=answers), outputs
+
+
+def looked_up(
+    slots: SlotState, rows: WindowRows, left: Int32[Array, " rows"], num_proposed: int
+) -> Draft:
+    """Return what is proposed to follow the newest tokens of a window's slots.
+
+    Args:
+      left: see `room`.
+      num_proposed: of all rows together, at most.
+    """
+    assert slots.lookup is not None and slots.answers is not None, "slots without lookup"
+    return proposals.propose(
+        *(slots.lookup, slots.answers, slots.tokens, rows.slot, rows.part(slots.length)),
+        *(left, rows.window.verify_cost, num_proposed),
+    )
 
 
 def decode_loop(

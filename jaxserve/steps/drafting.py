@@ -7,7 +7,7 @@ to a page, such as a prefix that is found again, a swap or a preemption, happens
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
@@ -17,8 +17,16 @@ from jaxserve.models.batch import AttentionBatch, KVCache
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.decoder import Decoder, LayerLayout, Tap
 from jaxserve.models.incoming import IncomingPages
-from jaxserve.steps.merged import merged
+from jaxserve.models.row_kernels import RowKernels, use_row_kernels
 from pallas_kernels.paged_attention import Plan
+
+
+def merged(graphdef: nnx.GraphDef, params: Any, config: EngineConfig) -> Any:
+    """Return the model, with the kernels that the configuration asks for."""
+    model = nnx.merge(graphdef, params)
+    if config.row_kernels is not None:
+        use_row_kernels(model, cast(RowKernels, config.row_kernels))
+    return model
 
 
 @final

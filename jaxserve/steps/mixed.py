@@ -19,12 +19,11 @@ from jaxserve.steps.batches import (
     tapped,
     where_slots_are,
 )
-from jaxserve.steps.drafting import DraftInputs, DraftStructure, serving_model
+from jaxserve.steps.drafting import DraftInputs, DraftStructure, merged, serving_model
 from jaxserve.steps.encoding import visible_rows
-from jaxserve.steps.merged import merged
 from jaxserve.steps.probing import Probe
-from jaxserve.steps.sampling.processors.processor import Rows
-from jaxserve.steps.sampling.prompt_logprobs import PromptLogprobs, prompt_logprobs
+from jaxserve.steps.sampling.logprobs import PromptLogprobs, prompt_logprobs
+from jaxserve.steps.sampling.processors import Rows
 from jaxserve.steps.sampling.sampler import processed_logprobs
 from jaxserve.steps.slots import SlotState
 from pallas_kernels.paged_attention import Plan

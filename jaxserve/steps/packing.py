@@ -13,7 +13,7 @@ from jaxtyping import Int32
 from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.steps.batches import ChoosingRows, DecodeWindow, MixedBatch
-from jaxserve.steps.sampling.processors.allowed_tokens import AllowedTokens
+from jaxserve.steps.sampling.processors import AllowedTokens
 from jaxserve.steps.sampling.variants import Variant
 
 
@@ -77,7 +77,7 @@ def pack_rows(
 def in_places(row: Row) -> list[Row]:
     """Return a row with proposals as rows that end where the step chooses a token; others alone.
 
-    None of them samples for itself: `steps.verification` has them choose, one after the other.
+    None of them samples for itself: `heads.verifying_head` chooses their tokens one by one.
     """
     num = len(row.proposed)
     if not num:

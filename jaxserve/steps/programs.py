@@ -6,6 +6,7 @@ multiplying. `Variant.sizes` says at which sizes a variant of a head or a decode
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, final
@@ -19,13 +20,11 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
 from jaxserve.scheduling.plan import Row
-from jaxserve.steps import decode, encoding, heads, mixed, verification
+from jaxserve.steps import decode, encoding, heads, mixed, stages
 from jaxserve.steps.attention_planner import AttentionPlanner
 from jaxserve.steps.batches import DecodeWindow, MixedBatch, Params
-from jaxserve.steps.device_loops import loop_options
 from jaxserve.steps.drafting import Drafter, DraftInputs
-from jaxserve.steps.executable_identity import these_settings
-from jaxserve.steps.executable_store import ExecutableStore
+from jaxserve.steps.executable_store import ExecutableStore, these_settings
 from jaxserve.steps.outputs import no_outputs
 from jaxserve.steps.packing import loop_sizes, pack_rows, pack_window
 from jaxserve.steps.placement import Placement, staging_place
@@ -33,8 +32,7 @@ from jaxserve.steps.preparation import prepared_together
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.slots import empty_slots
-from jaxserve.steps.stage_programs import StagePrograms
-from jaxserve.steps.step_function import StepFunction, shelf_of
+from jaxserve.steps.step_function import Shelf, StepFunction, shelf_of
 from pallas_kernels.paged_attention import Plan
 
 
@@ -103,7 +101,7 @@ class Programs:
             out_shardings=whole,
         )
         self.mixed_head = head("mixed_head", read(heads.mixed_head))
-        self.verifying_head = head("verifying_head", read(verification.verifying_head))
+        self.verifying_head = head("verifying_head", read(heads.verifying_head))
         self.decode_loop = StepFunction(
             "decode_loop",
             follow(decode.decode_loop),
@@ -390,3 +388,75 @@ def _shared(
     settings: str,  # of JAX, which may be others when the next runtime is made
 ) -> Programs:
     return Programs(graphdef, config, model_config, place, store=store)
+
+
+@final
+class StagePrograms:
+    """The jitted functions of `steps.stages`, and `heads.stage_head`, for one stage.
+
+    All but the last use `decode` and `append` alone.
+
+    Args:
+      graphdef: see `Programs`.
+    """
+
+    def __init__(
+        self, graphdef: nnx.GraphDef, config: EngineConfig, place: Placement, shelf: Shelf
+    ):
+        bind = partial(partial, graphdef=graphdef, config=config)
+        whole = place.whole
+        self.decode = StepFunction(
+            "stage_decode",
+            bind(stages.decode),
+            shelf,
+            packs=True,
+            donate_argnames="cache",
+            out_shardings=(place.pages, whole),
+        )
+        self.append = StepFunction(
+            "stage_append",
+            stages.append,
+            shelf,
+            num_fixed=0,
+            donate_argnames="slots",
+            out_shardings=whole,
+        )
+        of_the_last = partial(
+            StepFunction, shelf=shelf, static_argnames="variant", out_shardings=whole
+        )
+        changed = ("slots", "outputs")
+        self.head = of_the_last("stage_head", bind(heads.stage_head), donate_argnames=changed)
+        self.choose = of_the_last(
+            "stage_choose", bind(stages.choose_proposed), packs=True, donate_argnames=changed
+        )
+        self.verify = of_the_last("stage_verify", bind(stages.verify), donate_argnames="slots")
+        self.propose = StepFunction(
+            "stage_propose",
+            stages.propose,
+            shelf,
+            num_fixed=0,
+            packs=True,
+            static_argnames="num_proposed",
+            out_shardings=whole,
+        )
+
+
+_OPTION = "xla_gpu_enable_command_buffer"
+# What is recorded in a CUDA graph: XLA's default set, and loops, which are not in it.
+_RECORDED = (
+    *("FUSION", "CUBLAS", "CUBLASLT", "CUSTOM_CALL", "CUDNN", "DYNAMIC_SLICE_FUSION"),
+    *("CONDITIONAL", "WHILE"),
+)
+
+
+def loop_options(place: Placement) -> dict[str, Any] | None:
+    """Return the compiler options of a function with a loop; None for XLA's own choice.
+
+    A loop whose end depends on data is decided on the host after every iteration, unless it is
+    recorded in a CUDA graph. A choice in `XLA_FLAGS` precedes ours. A loop with collectives is
+    not recorded (docs/performance_model.md).
+    """
+    platform = next(iter(place.whole.device_set)).platform
+    if platform not in ("gpu", "cuda") or _OPTION in os.environ.get("XLA_FLAGS", ""):
+        return None
+    return {_OPTION: ",".join(_RECORDED)}

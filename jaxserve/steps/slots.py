@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int32, Shaped
 from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.scheduling.plan import Admission, Extension
 from jaxserve.steps.proposals import Answers, Lookup
-from jaxserve.steps.sampling.slot_sampling import SlotSampling, empty_sampling, pack_sampling
+from jaxserve.steps.sampling.sampler import SlotSampling, empty_sampling, pack_sampling
 from pallas_kernels import move_pages
 from sharding.shards import over_tensor
 

@@ -17,17 +17,22 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.batch import KVCache
 from jaxserve.steps.batches import ChoosingRows, DecodeWindow, Params
-from jaxserve.steps.choosing import choose, looked_up, room, with_rates
-from jaxserve.steps.decode import decode_once
-from jaxserve.steps.decode_blocks import block_of, rows_of
-from jaxserve.steps.heads import Chosen
-from jaxserve.steps.merged import merged
+from jaxserve.steps.decode import (
+    block_of,
+    choose,
+    decode_once,
+    looked_up,
+    room,
+    rows_of,
+    with_rates,
+)
+from jaxserve.steps.drafting import merged
+from jaxserve.steps.heads import Chosen, verifying_head
 from jaxserve.steps.outputs import Outputs
 from jaxserve.steps.proposals import Draft
 from jaxserve.steps.sampling.sampler import StepArrays
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.steps.slots import SlotState
-from jaxserve.steps.verification import verifying_head
 from pallas_kernels.paged_attention import Plan
 
 
@@ -92,7 +97,7 @@ def verify(
     graphdef: nnx.GraphDef,
     config: EngineConfig,
 ) -> tuple[SlotState, Outputs, Chosen]:
-    """Choose tokens where the host has proposed some, on the last stage; see `verification`."""
+    """Choose tokens where the host has proposed some, on the last stage, by `verifying_head`."""
     slots, outputs = verifying_head(
         *(params, slots, hidden, rows, None, None, step_arrays),
         variant=variant,

@@ -13,13 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
-from typing import Any, final
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self, final
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
 
-from jaxserve.steps.abstract import abstract, shape_of, signature_of, size_of
-from jaxserve.steps.executable_identity import (
+from jaxserve.steps.executable_store import (
+    ExecutableStore,
     Unnameable,
     describe_devices,
     kept_arguments,
@@ -27,10 +30,8 @@ from jaxserve.steps.executable_identity import (
     our_sources,
     these_settings,
     this_installation,
+    without_jax_cache,
 )
-from jaxserve.steps.executable_store import ExecutableStore
-from jaxserve.steps.jax_cache import without_jax_cache
-from jaxserve.steps.one_buffer import packed, unpacked
 from jaxserve.steps.placement import Placement
 from pallas_kernels import dispatch
 from pallas_kernels.cpu_targets import target_names
@@ -380,3 +381,112 @@ def _unpacking(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _record_stall() -> None:
     jax.monitoring.record_event_duration_secs(STALL_EVENT, 0.0)
+
+
+_WORD_BYTES = 4
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class OneBuffer:
+    """A pytree whose arrays lie one behind another; only the values are traced.
+
+    Attributes:
+      words: bits of the arrays, in the order of the leaves; a bool takes a word.
+      structure: of the tree.
+      layout: shape and dtype of each leaf.
+    """
+
+    words: Int32[Array, " words"]
+    structure: Any = field(metadata={"static": True})
+    layout: tuple[tuple[tuple[int, ...], str], ...] = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, tree: Any) -> Self:
+        """Return a buffer of NumPy arrays, which `tree` returns again.
+
+        Raises:
+          TypeError: an array has elements that are neither bools nor of four bytes.
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        words: Any = np.concatenate(
+            [_words(array) for array in arrays]
+        )  # NumPy, until it is traced
+        return cls(words, structure, tuple((each.shape, each.dtype.name) for each in arrays))
+
+    def tree(self) -> Any:
+        """Return the pytree; to be called where `words` is traced."""
+        leaves, start = [], 0
+        for shape, name in self.layout:
+            size = int(np.prod(shape))
+            words = self.words[start : start + size].reshape(shape)
+            start += size
+            is_bool = name == "bool"
+            leaf = words != 0 if is_bool else jax.lax.bitcast_convert_type(words, jnp.dtype(name))
+            leaves.append(leaf)
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def _words(array: np.ndarray) -> np.ndarray:
+    if array.dtype == np.bool_:
+        return array.astype(np.int32).ravel()
+    if array.dtype.itemsize != _WORD_BYTES:
+        raise TypeError(f"an array of {array.dtype} does not fit a buffer of words; pass it alone")
+    return np.ascontiguousarray(array).view(np.int32).ravel()
+
+
+def packed(argument: Any) -> Any:
+    """Return an argument's arrays in one, if they are several and all of the host."""
+    leaves = jax.tree.leaves(argument)
+    if len(leaves) < 2 or not all(isinstance(leaf, (np.ndarray, np.generic)) for leaf in leaves):
+        return argument
+    return OneBuffer.of(argument)
+
+
+def unpacked(argument: Any) -> Any:
+    """Return the argument that `packed` was given."""
+    return argument.tree() if isinstance(argument, OneBuffer) else argument
+
+
+def abstract(tree: Any) -> Any:
+    """Return the shapes, dtypes and shardings of a pytree's arrays, for `prepare`."""
+    return jax.tree.map(_abstract, tree)
+
+
+def _abstract(leaf: Any) -> Any:
+    """Return the shape of an array on devices; arrays of the host are placed by each call."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
+    )
+
+
+def shape_of(leaf: Any) -> Any:
+    """Return the shape of an array on devices or of the host, for a key."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return _abstract(leaf)
+
+
+def size_of(argument: Any) -> tuple[int, ...] | None:
+    """Return the shape of the first array of an argument."""
+    if argument is None:
+        return None
+    if isinstance(argument, (np.ndarray, np.generic, jax.Array)):
+        return argument.shape
+    leaves = jax.tree.leaves(argument)
+    return leaves[0].shape if leaves else None
+
+
+def signature_of(arguments: tuple[Any, ...], static: dict[str, Any]) -> Any:
+    """Return what distinguishes the executables of one function."""
+    leaves, structure = jax.tree.flatten(arguments)
+    return structure, tuple(map(_leaf_signature, leaves)), *static.values()
+
+
+def _leaf_signature(leaf: Any) -> Any:
+    placed = isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+    return leaf.shape, leaf.dtype, leaf.sharding.memory_kind if placed and leaf.sharding else None

@@ -10,7 +10,7 @@ from jaxserve.core.errors import InvalidSamplingParamsError
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.engine.requests import RequestBuilder
-from jaxserve.steps.sampling.slot_sampling import pack_sampling
+from jaxserve.steps.sampling.sampler import pack_sampling
 
 pytestmark = pytest.mark.fast
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.steps.sampling.sampler import Sampled, sample
-from jaxserve.steps.sampling.slot_sampling import pack_sampling
+from jaxserve.steps.sampling.sampler import Sampled, pack_sampling, sample
 from jaxserve.steps.sampling.variants import Variant
 
 # Few shapes, since each needs a compilation.

@@ -19,11 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.steps.abstract import abstract
-from jaxserve.steps.executable_identity import Unnameable, key_of
-from jaxserve.steps.executable_store import ExecutableStore
+from jaxserve.steps.executable_store import ExecutableStore, Unnameable, key_of
 from jaxserve.steps.placement import Placement
-from jaxserve.steps.step_function import Shelf, StepFunction, shelf_of
+from jaxserve.steps.step_function import Shelf, StepFunction, abstract, shelf_of
 from pallas_kernels import build
 from pallas_kernels.cpu_targets import target_names
 

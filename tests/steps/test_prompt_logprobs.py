@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.core.sampling_params import MAX_LOGPROBS
-from jaxserve.steps.sampling.prompt_logprobs import prompt_logprobs
+from jaxserve.steps.sampling.logprobs import prompt_logprobs
 
 
 @pytest.mark.parametrize("num_positions", [1, 15, 16, 33])

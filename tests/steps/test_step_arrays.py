@@ -15,9 +15,8 @@ from jaxserve.scheduling.plan import Admission
 from jaxserve.steps import slots as slot_edits
 from jaxserve.steps.heads import mixed_head
 from jaxserve.steps.packing import no_masks
-from jaxserve.steps.sampling.processors.allowed_tokens import AllowedTokens
-from jaxserve.steps.sampling.sampler import sample
-from jaxserve.steps.sampling.slot_sampling import pack_sampling
+from jaxserve.steps.sampling.processors import AllowedTokens
+from jaxserve.steps.sampling.sampler import pack_sampling, sample
 from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
 from jaxserve.testing.tiny import MAX_CONTEXT, VOCAB_SIZE, tiny_llama
 from tests.common.tiers import some

@@ -27,7 +27,7 @@ from jaxserve.cells.models.seq2seq import Decoding, EndsWith, encoder_cell
 from jaxserve.cells.models.sequence import read
 from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.steps.sampling.largest import top_k
+from jaxserve.steps.sampling.choice import top_k
 from pallas_kernels import RowsAt
 
 # The logarithm of the probability of what must not be chosen. It is finite: a cell may not return

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int32
 
 from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.steps.sampling.largest import argmax
+from jaxserve.steps.sampling.choice import argmax
 from pallas_kernels import Product, RowsAt, gated_cell, matmul
 from pallas_kernels.gated_cell import GatedCell, rows_at
 

@@ -34,7 +34,7 @@ from jaxserve.scheduling.plan import Row
 from jaxserve.steps.attention_planner import AttentionPlanner
 from jaxserve.steps.packing import pack_rows
 from jaxserve.steps.placement import Placement
-from jaxserve.steps.sampling.largest import argmax
+from jaxserve.steps.sampling.choice import argmax
 from pallas_kernels.paged_attention import Plan
 from sharding import make_mesh
 from sharding.shards import TENSOR, over_tensor, sum_over_tensor

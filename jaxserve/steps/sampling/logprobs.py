@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxserve.core.sampling_params import MAX_LOGPROBS
-from jaxserve.steps.sampling.largest import top_k
+from jaxserve.steps.sampling.choice import top_k
 from pallas_kernels import log_sum_exp
 
 
@@ -36,3 +39,60 @@ def likeliest(
     short = ((0, 0), (0, MAX_LOGPROBS - k))
     values = jnp.pad(values - normalizer[:, None], short, constant_values=-jnp.inf)
     return jnp.pad(ids, short), values
+
+
+# The log-probability of a token before processors, and after them; the ids of the likeliest tokens
+# in its place; theirs, before processors.
+PromptLogprobs = tuple[
+    Float32[Array, " tokens"],
+    Float32[Array, " tokens"],
+    Int32[Array, "tokens top"],
+    Float32[Array, "tokens top"],
+]
+# (logits of some positions, their targets, the index of each) -> log-probabilities of the targets.
+Process = Callable[
+    [Float32[Array, "chunk vocab"], Int32[Array, " chunk"], Int32[Array, " chunk"]],
+    Float32[Array, " chunk"],
+]
+
+
+def prompt_logprobs(
+    project: Callable[[Float[Array, "chunk hidden"]], Float32[Array, "chunk vocab"]],
+    hidden: Float[Array, "tokens hidden"],
+    targets: Int32[Array, " tokens"],
+    is_processed: Bool[Array, " tokens"],
+    process: Process,
+    chunk: int = 64,
+) -> PromptLogprobs:
+    """Return the log-probability of each position's target, and the likeliest tokens there.
+
+    Never holds more than [chunk, vocab] logits, however long the prompt is.
+
+    Args:
+      project: the model's head, from hidden states to logits.
+      hidden: last hidden state of each position.
+      targets: the token that follows each position.
+      is_processed: positions for which processors count.
+      process: called for chunks in which they do; elsewhere they change nothing.
+      chunk: positions projected at once.
+    """
+    num_positions = targets.shape[0]
+    extra = -num_positions % chunk
+    hidden = jnp.pad(hidden, ((0, extra), (0, 0))).reshape(-1, chunk, hidden.shape[1])
+    index = jnp.minimum(jnp.arange(num_positions + extra), num_positions - 1).reshape(-1, chunk)
+
+    def one_chunk(
+        operands: tuple[Float[Array, "chunk hidden"], Int32[Array, " chunk"]],
+    ) -> PromptLogprobs:
+        logits, index = project(operands[0]), operands[1]
+        normalizer, target = log_normalizer(logits), targets[index]
+        logprob = token_logprobs(logits, target, normalizer)
+        processed = jax.lax.cond(
+            jnp.any(is_processed[index]),
+            lambda: jnp.where(is_processed[index], process(logits, target, index), logprob),
+            lambda: logprob,
+        )
+        return (logprob, processed, *likeliest(logits, normalizer))
+
+    found = jax.lax.map(one_chunk, (hidden, index))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_positions], found)

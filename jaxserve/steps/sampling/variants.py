@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.steps.sampling.processors import PROCESSORS
-from jaxserve.steps.sampling.processors.processor import LogitsProcessor, Processor
+from jaxserve.steps.sampling.processors import PROCESSORS, LogitsProcessor, Processor
 
 # Sizes of RANDOM and FULL: at most _MAX_SIZES of them, each at most 1 / _RATIO of the one above and
 # at least _MIN_SIZE. Few rows are hardly slower than one, since every step reads all weights: with
