@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast, final
 
-from benchmarks.common.output import command
+from benchmarks.common.harness import command
 from jaxserve.core.errors import InvalidConfigError
 
 # Vocabulary, hidden and intermediate size, layers, heads and KV heads.

@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 
 from rich.table import Table
 
-from benchmarks.common.output import show
+from benchmarks.common.harness import show
 from benchmarks.decode.step_time import H100, counted, predict
 
 Verdict = Literal["met", "not met", "not measured", "no bar"]

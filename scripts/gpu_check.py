@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.environment import commit
+from benchmarks.common.harness import write_whole
 from benchmarks.common.processes import ROOT, group
-from benchmarks.common.record import write_whole
 from pallas_kernels.paged_attention.tilings import is_tuned
 from scripts.gpu_bars import bars, print_table
 from scripts.gpu_parts import PARTS, Part

@@ -25,12 +25,10 @@ from benchmarks.cells.applications import (
     requests_of,
     simulated,
 )
-from benchmarks.cells.costs import ThesisCost, products
-from benchmarks.cells.figures_of import compared, is_saturated
+from benchmarks.cells.contenders import ThesisCost, products
 from benchmarks.cells.peers.options import add_compare, any_failed, peers_of, run_peers
-from benchmarks.cells.playing import serve, simulate, warm
-from benchmarks.common.output import arguments_of, command, record_parser, show
-from benchmarks.common.record import Record
+from benchmarks.cells.playing import compared, is_saturated, serve, simulate, warm
+from benchmarks.common.harness import Record, arguments_of, command, record_parser, show
 from benchmarks.common.repeats import add_repeats, in_turns, summary
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sizes import parse_bytes

@@ -225,7 +225,7 @@ def modelled(application: str, sizes: Sizes, batch_sizes: Mapping[str, Sequence[
     """Return an application with modules of random weights; its inputs are `CellRequest`s."""
     from flax import nnx
 
-    from benchmarks.cells.counted import counted_seq2seq
+    from benchmarks.cells.models import counted_seq2seq
     from jaxserve.cells import models
 
     rngs, hidden, vocab = nnx.Rngs(0), sizes.hidden_size, sizes.vocab_size

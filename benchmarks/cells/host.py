@@ -25,8 +25,7 @@ from benchmarks.cells.applications import (
     simulated,
 )
 from benchmarks.cells.contenders import OURS, batch_sizes_of
-from benchmarks.common.output import arguments_of, command, record_parser, show
-from benchmarks.common.record import Record
+from benchmarks.common.harness import Record, arguments_of, command, record_parser, show
 from benchmarks.common.repeats import add_repeats, in_turns, summary
 from jaxserve.cells import BatchMaker
 from jaxserve.cells.answers import CellAnswer

@@ -8,12 +8,11 @@ import platform
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
-import jax
-
-from benchmarks.common.paths import ROOT
 from jaxserve.core.host import cpu_name
 
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("jaxserve", "jax", "jaxlib", "flax", "numpy", "transformers")
 
 
@@ -23,6 +22,8 @@ def describe(*others: str) -> dict[str, object]:
     Args:
       others: packages whose versions are reported too.
     """
+    import jax
+
     device = jax.devices()[0]
     return {
         "device": {

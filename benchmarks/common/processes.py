@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, final
 
-from benchmarks.common.paths import ROOT
+from benchmarks.common.environment import ROOT
 from jaxserve.core.errors import JaxserveError
 
 STDERR = 2

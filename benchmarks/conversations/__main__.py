@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.common import sweep
 from benchmarks.common.counters import PrefixCounts, average_batch, counters_of
-from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.harness import arguments_of, command, show
 from benchmarks.common.policies import add_policy_options, missing_baselines, parse_policies
 from benchmarks.common.repeats import add_repeats
 from benchmarks.common.serving import Runtimes, measure

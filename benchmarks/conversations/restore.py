@@ -18,8 +18,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.common import environment
-from benchmarks.common.output import arguments_of, command, record_parser, show
-from benchmarks.common.record import Record
+from benchmarks.common.harness import Record, arguments_of, command, record_parser, show
 from benchmarks.common.repeats import Figures, in_turns, summary
 from benchmarks.common.shapes import SHAPES, hf_config
 from jaxserve.core.clock import WallClock

@@ -18,8 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.common.output import command, record_parser, show
-from benchmarks.common.record import Record
+from benchmarks.common.harness import Record, command, record_parser, show
 from benchmarks.common.shapes import SHAPES, hf_config, sizes_from
 from jaxserve.core.errors import InvalidConfigError
 

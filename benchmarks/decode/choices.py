@@ -21,8 +21,7 @@ from flax import nnx
 from rich.table import Table
 
 from benchmarks.common import environment, roofline
-from benchmarks.common.output import command, record_parser, show
-from benchmarks.common.record import Record
+from benchmarks.common.harness import Record, command, record_parser, show
 from benchmarks.common.shapes import SHAPES, hf_config, sizes_from
 from benchmarks.decode.batches import measure_batch
 from jaxserve import Runtime

@@ -18,8 +18,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.common import environment
-from benchmarks.common.output import command, record_parser, show
-from benchmarks.common.record import Record
+from benchmarks.common.harness import Record, command, record_parser, show
 from benchmarks.common.shapes import SHAPES, hf_config, sizes_from
 from benchmarks.offline.peers.transformers_continuous import answer
 

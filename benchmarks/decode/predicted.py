@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.common.output import command, record_parser
+from benchmarks.common.harness import command, record_parser
 from benchmarks.common.shapes import sizes_from
 from benchmarks.decode.step_time import H100, PAGES, counted, fits, predict
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from rich.table import Table
 
-from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.harness import arguments_of, command, show
 from benchmarks.common.repeats import add_repeats
 from benchmarks.common.serving import Runtimes, measure
 from benchmarks.common.workloads import add_arguments, items

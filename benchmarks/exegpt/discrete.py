@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
+from benchmarks.exegpt.baselines import IterationLevel, Served
 from jaxserve.core.config import EngineConfig
 from jaxserve.execution.step_cost import StepCost
 from jaxserve.planning import GroupCosts, simulate
@@ -22,8 +24,10 @@ from jaxserve.planning.schedules import (
 from jaxserve.planning.schedules.iterations import iteration_of
 from jaxserve.planning.schedules.pipeline import Pipeline
 from jaxserve.planning.schedules.step_cost import LayerStepCost, MixedStepCost, pipeline_of
+from jaxserve.scheduling.admission.max_length import MaxLength
 from jaxserve.scheduling.admission.on_demand import OnDemand
 from jaxserve.scheduling.iteration.rra import RRA
+from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.iteration.waa import DECODE, ENCODE, WAA
 from jaxserve.scheduling.order.fcfs import FCFS
 from jaxserve.scheduling.policy import IterationShape
@@ -316,3 +320,48 @@ def _num_pages(deployment: Deployment, pipeline: Pipeline, *, holds_encoder: boo
     token_bytes = bytes_of(1.0) - weights
     free = deployment.cluster.memory_bytes - weights
     return max(2, int(free / (token_bytes * _PAGE_TOKENS)))
+
+
+def play_baseline(
+    name: str, served: Served, index: int, deployment: Deployment, lengths: TaskLengths, seed: int
+) -> Played:
+    """Play a configuration of `orca` or `vllm` with sampled lengths."""
+    is_orca = name == "orca"
+    chunk = 0 if is_orca else int(np.broadcast_to(served.tokens, served.batch.shape)[index])
+    admission = MaxLength() if is_orca else OnDemand()
+    batch = int(served.batch[index])
+    layout = IterationLevel(deployment, lengths).layout
+    return played_policy(
+        ServingPolicy(name, admission, FCFS(), Unified(chunk_tokens=chunk), Stateless()),
+        MixedStepCost(deployment, pipeline_of(deployment, layout)),
+        deployment,
+        lengths,
+        num_slots=batch,
+        num_filling=2 * batch,
+        per_s=float(served.throughput[index]),
+        seed=seed,
+        max_decode_iterations=1,
+    )
+
+
+def compared(
+    name: str, served: Served, bound_s: float, deployment: Deployment, lengths: TaskLengths
+) -> dict[str, Any] | None:
+    """Return the estimate of the best configuration under a bound, and what it did when played.
+
+    Without a bound, batches are too large to play in seconds, and None is returned.
+    """
+    index = served.best_at(bound_s)
+    if index is None or math.isinf(bound_s):
+        return None
+    played = play_baseline(name, served, index, deployment, lengths, seed=0)
+    p99_s = played.of_length(lengths.outputs.percentile(lengths.level))
+    return {
+        "batch": int(served.batch[index]),
+        "estimated_per_s": float(served.throughput[index]),
+        "per_s": played.throughput,
+        "estimated_latency_s": float(served.latency_s[index]),
+        "p99_length_s": None if math.isnan(p99_s) else p99_s,
+        "within": played.within(bound_s),
+        "num_preemptions": played.num_preemptions,
+    }

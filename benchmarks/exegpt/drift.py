@@ -23,10 +23,10 @@ import numpy as np
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.common.output import arguments_of, command, show
-from benchmarks.exegpt.changed_lengths import SCENARIO, skewed
+from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.exegpt.baselines import StaticBatches
+from benchmarks.exegpt.estimated import SCENARIO, skewed
 from benchmarks.exegpt.scenarios import Scenario
-from benchmarks.exegpt.static_batching import StaticBatches
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.planning import simulate

@@ -23,10 +23,9 @@ import numpy as np
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.common.output import arguments_of, command, record_parser, show
-from benchmarks.common.record import Record
+from benchmarks.common.harness import Record, arguments_of, command, record_parser, show
 from benchmarks.common.repeats import Figures, add_repeats, summary
-from benchmarks.common.replay import replay
+from benchmarks.common.serving import replay
 from jaxserve.cli.meshes import device_groups
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import spread

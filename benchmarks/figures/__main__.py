@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
-from benchmarks.common.paths import ROOT
+from benchmarks.common.environment import ROOT
 from benchmarks.figures import style
 from benchmarks.figures.charts import charts
 from benchmarks.figures.results import Result, ResultFileError, is_quantised, load

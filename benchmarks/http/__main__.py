@@ -21,17 +21,14 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.common import workloads
-from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.harness import arguments_of, command, show
 from benchmarks.common.policies import add_policy_options, parse_policies
 from benchmarks.common.processes import PeerError
 from benchmarks.common.repeats import Figures, add_repeats, summary
 from benchmarks.common.serving import Runtimes
-from benchmarks.http.bare_socket import bare_socket
-from benchmarks.http.load import Seen
+from benchmarks.http.load import Seen, percentiles, phases
 from benchmarks.http.peers.servers import PEERS, named, started
-from benchmarks.http.phases import percentiles, phases
-from benchmarks.http.prompts import DistinctPrompts
-from benchmarks.http.ways import Way, completions_of, of_ours
+from benchmarks.http.ways import DistinctPrompts, Way, bare_socket, completions_of, of_ours
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.registry import resolve
 from jaxserve.workload import WorkloadItem

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import socketserver
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, final
 
 from benchmarks.common.processes import PeerError
 from benchmarks.http.load import Seen, send
@@ -15,6 +19,49 @@ from jaxserve.workload import WorkloadItem
 
 if TYPE_CHECKING:
     from jaxserve.runtime import Runtime
+
+
+@contextmanager
+def bare_socket(rt: Runtime) -> Iterator[str]:
+    """Answer requests over sockets within the block, and yield the address ("http://...").
+
+    It takes the bodies of `/inference/v1/generate` and sends its events, with no more than what the
+    client of these benchmarks reads. It skips the head of a request, and answers with none. A
+    thread for each connection submits; the engine's thread writes each piece to the socket.
+    """
+
+    @final
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            num_bytes = 0
+            while (line := self.rfile.readline().strip()) != b"":
+                if line.lower().startswith(b"content-length:"):
+                    num_bytes = int(line.split(b":")[1])
+            body = json.loads(self.rfile.read(num_bytes))
+            params = SamplingParams(**body["sampling_params"])
+            pending = rt.submit(body["token_ids"], params, on_piece=self._write)
+            end = f'data: {{"request_id": "{pending.request_id}"}}\n\ndata: [DONE]\n\n'
+            pending.result()
+            self.wfile.write(end.encode())
+
+        def _write(self, piece: Piece) -> None:
+            if piece.token_ids:
+                choice = {"token_ids": piece.token_ids}
+                self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+        request_queue_size = 2048
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, name="bare-socket", daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
 
 # Answers requests that arrive at given seconds.
 Way = Callable[[Sequence[WorkloadItem], Sequence[float]], list[Seen]]
@@ -134,3 +181,39 @@ def _checked(seen: list[Seen], items: Sequence[WorkloadItem]) -> list[Seen]:
         if not one.times_s:
             raise PeerError(f"answer {i} has no text, so its first token has no time")
     return seen
+
+
+# Leading tokens of a prompt that are replaced. With ten tokens in a workload, they tell 10,000
+# requests apart.
+_NUM_REPLACED = 4
+
+
+@final
+class DistinctPrompts:
+    """Gives every request of a benchmark a prompt that begins like no other one.
+
+    A few leading tokens are replaced by the number of the request, in tokens of the workload. So
+    prompts keep their length, and no prefix cache saves the work for a prompt that came before.
+    Prompts that are shorter than these may come again; caches keep no page of so few tokens.
+
+    Args:
+      items: the workload.
+    """
+
+    def __init__(self, items: Sequence[WorkloadItem]):
+        self._tokens = sorted({token for item in items for token in item.prompt_token_ids})
+        self._num_given = 0
+
+    def of(self, items: Sequence[WorkloadItem]) -> list[WorkloadItem]:
+        """Return the requests with prompts that were not returned before."""
+        return [self._next(item) for item in items]
+
+    def _next(self, item: WorkloadItem) -> WorkloadItem:
+        number = self._num_given
+        self._num_given += 1
+        digits = []
+        for _ in item.prompt_token_ids[:_NUM_REPLACED]:
+            number, digit = divmod(number, len(self._tokens))
+            digits.append(self._tokens[digit])
+        rest = item.prompt_token_ids[len(digits) :]
+        return replace(item, prompt_token_ids=(*digits, *rest))

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.common import workloads
 from benchmarks.common.counters import counters_of, since
-from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.harness import arguments_of, command, show
 from benchmarks.common.policies import add_policy_options, parse_policies
 from benchmarks.common.repeats import Figures, Spread, add_repeats, in_turns, ratios, summary
 from benchmarks.common.serving import Runtimes

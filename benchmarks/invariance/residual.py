@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float64
 from rich.table import Table
 
-from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.harness import arguments_of, command, show
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sampling_params import SamplingParams

@@ -21,13 +21,14 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.common import environment
-from benchmarks.common.output import command, record_parser, show
-from benchmarks.common.record import Record
+from benchmarks.common.harness import Record, command, record_parser, show
 from benchmarks.common.roofline import Machine, kv_token_bytes, measure_gpu
-from benchmarks.kernels import moves as kernel_moves
-from benchmarks.kernels import peers_jax, products
-from benchmarks.kernels.shapes import OTHERS, SHAPES, chosen
+from benchmarks.kernels import peers_jax
+from benchmarks.kernels.calls import measure_move, measure_product
 from benchmarks.kernels.timing import (
+    OTHERS,
+    SHAPES,
+    chosen,
     inputs,
     num_layers,
     relative_error,
@@ -82,10 +83,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 )
                 kind, name = "shapes", each.name
             elif isinstance(each, Product):
-                measured = partial(products.measure, each, machine)
+                measured = partial(measure_product, each, machine)
                 kind, name = "products", str(each)
             else:
-                measured = partial(kernel_moves.measure, each, machine.bytes_per_s)
+                measured = partial(measure_move, each, machine.bytes_per_s)
                 kind, name = "moves", str(each)
             bar.set_postfix_str(name)
             record.add(kind, name, measured)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from rich.table import Table
 
-from benchmarks.common.output import command, show
+from benchmarks.common.harness import command, show
 from benchmarks.common.roofline import Machine, measure_machine
 from pallas_kernels import (
     Rows,

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common.record import reason
+from benchmarks.common.harness import reason
 from pallas_kernels import Rows
 from pallas_kernels.paged_attention.shapes import AttentionShape
 

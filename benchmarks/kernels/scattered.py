@@ -21,7 +21,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.common import environment
-from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.harness import arguments_of, command, show
 from benchmarks.common.repeats import Figures, in_turns, summary
 from jaxserve.core.errors import InvalidConfigError
 from pallas_kernels import Rows, paged_attention

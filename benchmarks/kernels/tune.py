@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from rich.table import Table
 
 from benchmarks.common import environment
-from benchmarks.common.output import command, record_parser, show
-from benchmarks.common.record import Record, reason
+from benchmarks.common.harness import Record, command, reason, record_parser, show
 from benchmarks.common.roofline import kv_token_bytes
 from benchmarks.kernels.timing import inputs, num_layers, relative_error, time_attention
 from jaxserve.core.errors import InvalidConfigError, JaxserveError

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common.output import arguments_of, command
+from benchmarks.common.harness import arguments_of, command
 from jaxserve.core.metrics import spread
 from jaxserve.workload.answers import Question, questions
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common.output import command, show
+from benchmarks.common.harness import command, show
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 
 if TYPE_CHECKING:

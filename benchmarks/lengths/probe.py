@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.common.output import command, show
-from benchmarks.common.predictors import load_predictor
+from benchmarks.common.harness import command, show
+from benchmarks.common.policies import load_predictor
 from benchmarks.common.timing import full_step_s
 from jaxserve.cli.probe import ELAPSED, ProbeSettings, TrainedProbe, train_probe_on
 from jaxserve.core.errors import InvalidConfigError

@@ -18,8 +18,8 @@ from typing import Any
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.common.output import arguments_of, command, show
-from benchmarks.common.paths import ROOT
+from benchmarks.common.environment import ROOT
+from benchmarks.common.harness import arguments_of, command, show
 from benchmarks.common.policies import parse_policies
 from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
 from benchmarks.planning import host_time

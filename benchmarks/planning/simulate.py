@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.harness import arguments_of, command, show
 from benchmarks.common.policies import (
     REQUEST_LEVEL_AND_ITERATION_LEVEL,
     add_policy_options,
     parse_policies,
+    predictions_of,
 )
-from benchmarks.common.predictors import predictions_of
 from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
 from benchmarks.common.serving import Runtimes, measure
 from benchmarks.common.workloads import ARRIVALS, add_arguments, arriving_items

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.harness import arguments_of, command, show
 from benchmarks.common.policies import (
     REQUEST_LEVEL_AND_ITERATION_LEVEL,
     add_policy_options,

@@ -18,7 +18,7 @@ import numpy as np
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.common.output import arguments_of, command, show
+from benchmarks.common.harness import arguments_of, command, show
 from benchmarks.common.policies import parse_policies
 from benchmarks.common.repeats import Figures
 from jaxserve.core.config import EngineConfig

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.output import command
+from benchmarks.common.harness import command
 from benchmarks.common.repeats import add_repeats, in_turns, summary
 from benchmarks.startup.starts import cold_cache, start
 

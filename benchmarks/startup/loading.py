@@ -25,7 +25,7 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.common.output import command
+from benchmarks.common.harness import command
 from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sizes import format_bytes

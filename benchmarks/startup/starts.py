@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.paths import ROOT
+from benchmarks.common.environment import ROOT
 from jaxserve.core.assets import CACHE_VARIABLE, cache_folder
 
 # Caches that a variable of their own would put elsewhere.

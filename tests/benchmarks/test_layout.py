@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import commands, main
-from benchmarks.common.paths import ROOT
+from benchmarks.common.environment import ROOT
 
 pytestmark = pytest.mark.fast
 

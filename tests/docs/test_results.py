@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.common.paths import ROOT
+from benchmarks.common.environment import ROOT
 from benchmarks.figures.__main__ import update
 
 pytestmark = pytest.mark.fast

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from flax import nnx
 
-from benchmarks.sharding.collectives import Collective, collectives_of
-from benchmarks.sharding.pipeline import play
+from benchmarks.sharding import Collective, collectives_of, play
 from jaxserve import Runtime
 from jaxserve.execution.micro_batches import Pass
 from jaxserve.models.families.llama import Llama, LlamaConfig

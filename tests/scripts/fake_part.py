@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.common.record import Record
+from benchmarks.common.harness import Record
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.common.shapes import SHAPES, hf_config
 from benchmarks.conversations.restore import lengths_from
-from benchmarks.kernels.shapes import chosen
+from benchmarks.kernels.timing import chosen
 from scripts.gpu_check import check, count_tests, main, run_part
 from scripts.gpu_parts import PARTS, Part
 

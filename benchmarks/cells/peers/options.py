@@ -14,12 +14,12 @@ from typing import Any, final
 import numpy as np
 
 from benchmarks.cells.applications import CellRequest, Sizes
-from benchmarks.cells.figures_of import Served, figures_of
-from benchmarks.cells.peers.weights import random_weights
+from benchmarks.cells.models import random_weights
+from benchmarks.cells.playing import Served, figures_of
+from benchmarks.common.harness import Record
 from benchmarks.common.processes import PeerError, run
-from benchmarks.common.record import Record
 from benchmarks.common.repeats import in_turns, summary
-from benchmarks.offline.peers.environments import Environment
+from benchmarks.offline.peers.compare import Environment
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload.arrivals import arrival_times
 

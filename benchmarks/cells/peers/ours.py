@@ -21,7 +21,7 @@ def main() -> None:
 
     from benchmarks.cells.applications import SIZES, CellRequest
     from benchmarks.cells.contenders import OURS, batch_sizes_of
-    from benchmarks.cells.peers.weights import model_from
+    from benchmarks.cells.models import model_from
     from benchmarks.cells.playing import serve_all
     from jaxserve.cells import CellRuntime
     from jaxserve.cells.measure import sized

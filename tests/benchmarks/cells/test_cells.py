@@ -16,11 +16,10 @@ from benchmarks.cells.applications import (
     requests_of,
     simulated,
 )
-from benchmarks.cells.costs import ThesisCost, products
-from benchmarks.cells.figures_of import Served, compared, figures_of, is_saturated, peaks_of
+from benchmarks.cells.contenders import ThesisCost, products
 from benchmarks.cells.peers.options import max_batch_of, peers_of
 from benchmarks.cells.peers.replay import Buckets, FirstCome, play
-from benchmarks.cells.playing import simulate
+from benchmarks.cells.playing import Served, compared, figures_of, is_saturated, peaks_of, simulate
 from jaxserve.cells import BatchMaker
 from jaxserve.cells.policies import GraphMerging, Padding
 from jaxserve.core.errors import InvalidConfigError

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.common.record import Record
+from benchmarks.common.harness import Record
 
 pytestmark = pytest.mark.fast
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.common.policies import missing_baselines, parse_policies
 from benchmarks.common.serving import measure
-from benchmarks.flover.section import overlap, timeline
+from benchmarks.flover import overlap, timeline
 from jaxserve import Runtime
 from jaxserve.core.errors import InvalidConfigError, PromptTooLongError
 from jaxserve.testing.tiny import MAX_CONTEXT, OPTIONS, VOCAB_SIZE, tiny_llama

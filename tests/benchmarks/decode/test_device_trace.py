@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.decode.device_trace import Event, summarise, trace
+from benchmarks.decode.batches import Event, summarise, trace
 
 pytestmark = pytest.mark.release
 

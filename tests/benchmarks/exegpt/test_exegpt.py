@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from benchmarks.exegpt.__main__ import build_parser, run
-from benchmarks.exegpt.changed_lengths import figure_11, skewed
+from benchmarks.exegpt.baselines import (
+    IterationLevel,
+    StaticBatches,
+    expected_longest,
+    hybrid_batches,
+)
 from benchmarks.exegpt.discrete import play
-from benchmarks.exegpt.iteration_level import IterationLevel
-from benchmarks.exegpt.monotony import non_monotone_share
+from benchmarks.exegpt.estimated import figure_11, non_monotone_share, skewed
 from benchmarks.exegpt.scenarios import Scenario, scenarios
-from benchmarks.exegpt.static_batching import StaticBatches, expected_longest, hybrid_batches
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.execution.step_cost import StepWork
 from jaxserve.planning.schedules import (

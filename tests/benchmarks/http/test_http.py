@@ -16,7 +16,7 @@ from benchmarks.http.load import Seen
 from benchmarks.http.peers import servers
 from benchmarks.http.peers.servers import PEERS, SCRIPTS, PeerServer
 from benchmarks.http.ways import completions_of
-from benchmarks.offline.peers.environments import Environment
+from benchmarks.offline.peers.compare import Environment
 from jaxserve import Runtime
 from jaxserve.workload import random_items
 from tests.benchmarks.tiny_model import arguments

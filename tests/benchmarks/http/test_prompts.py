@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.http.prompts import DistinctPrompts
+from benchmarks.http.ways import DistinctPrompts
 from jaxserve.workload import random_items
 
 pytestmark = pytest.mark.release

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.common.roofline import Machine
-from benchmarks.kernels import peers_jax, products
-from benchmarks.kernels.shapes import SHAPES, chosen
-from benchmarks.kernels.timing import inputs, relative_error, time_attention
+from benchmarks.kernels import peers_jax
+from benchmarks.kernels.calls import measure_product
+from benchmarks.kernels.timing import SHAPES, chosen, inputs, relative_error, time_attention
 from jaxserve.core.errors import InvalidConfigError
 from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention import planned_tiling
@@ -41,7 +41,7 @@ def test_products_are_timed_and_compared():
     """Each format has a time, a bound, an error that rounding explains, and a dense time."""
     _, (*configurations,) = chosen("small_products")
     for each in configurations:
-        found = products.measure(each, Machine(flops_per_s=1e9, bytes_per_s=1e9))
+        found = measure_product(each, Machine(flops_per_s=1e9, bytes_per_s=1e9))
         assert found["seconds"] > 0 and found["xla_s"] > 0 and found["dense_s"] > 0
         assert found["bound_s"] >= 1e-9 * 576 * 576 / 2
         assert 1e-4 < found["error"] < 2e-2

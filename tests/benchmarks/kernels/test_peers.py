@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
-from benchmarks.kernels.peers.__main__ import PEERS, figures, main
-from benchmarks.kernels.peers.case import Case
-from benchmarks.kernels.peers.flex import block_mask
+from benchmarks.kernels.peers import PEERS, Case, block_mask, figures, main
 from pallas_kernels import Rows, paged_attention
 from pallas_kernels.paged_attention.shapes import AttentionShape
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from benchmarks.common.record import Record
+from benchmarks.common.harness import Record
 from benchmarks.kernels.tune import descend, main, write_entry
 from pallas_kernels.cross import H100, H100_CORES
 from pallas_kernels.paged_attention import tilings

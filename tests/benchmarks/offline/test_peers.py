@@ -19,10 +19,18 @@ from safetensors.numpy import load_file
 from benchmarks.common.processes import PeerError, run
 from benchmarks.offline.peers import compare
 from benchmarks.offline.peers.answering import timed
-from benchmarks.offline.peers.catalogue import GROUPS, PEERS, SCRIPTS, named
-from benchmarks.offline.peers.compare import interleave, summarise
+from benchmarks.offline.peers.compare import (
+    GROUPS,
+    PEERS,
+    SCRIPTS,
+    add_arguments,
+    any_failed,
+    interleave,
+    named,
+    peers_of,
+    summarise,
+)
 from benchmarks.offline.peers.job import write_job, write_models
-from benchmarks.offline.peers.options import add_arguments, any_failed, peers_of
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.gguf_source import GGUFSource
 from jaxserve.models.quantised_folders.methods import method_of

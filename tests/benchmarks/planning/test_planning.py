@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.common.paths import ROOT
+from benchmarks.common.environment import ROOT
 from benchmarks.planning.__main__ import HERE, OTHER, main
 from benchmarks.planning.host_time import measure
 

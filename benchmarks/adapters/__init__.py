@@ -1,1 +1,0 @@
-"""What requests with adapters cost."""

@@ -1,0 +1,384 @@
+"""Static and iteration-level batching of other systems, with the layer costs of ExeGPT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from jaxserve.planning.schedules import (
+    Deployment,
+    Layout,
+    LengthDistribution,
+    Phase,
+    Points,
+    Policy,
+    TaskLengths,
+)
+from jaxserve.planning.schedules.continuous import (
+    CHUNKS,
+    ContinuousTimeline,
+    mixed_iteration_s,
+)
+from jaxserve.planning.schedules.costs import Numbers
+from jaxserve.planning.schedules.pipeline import Pipeline
+from jaxserve.planning.schedules.step_cost import pipeline_of
+
+# Batches beyond this many sequences are tried in steps of a thousandth, smaller ones all.
+_EVERY = 1024
+
+
+def fitting_batches(
+    deployment: Deployment, memory_bytes: Callable[[np.ndarray], np.ndarray], *, step: int = 1
+) -> np.ndarray:
+    """Return the batches that memory holds, in multiples of `step`, ascending.
+
+    Args:
+      memory_bytes: those in use on the fullest device with so many sequences; a straight line.
+    """
+    empty, one = memory_bytes(np.array([0, 1])).tolist()
+    room = deployment.cluster.memory_bytes - empty
+    most = min(room / max(one - empty, 1e-300), deployment.max_encode_batch)
+    batch = np.arange(step, int(max(most, 0)) + 1, step)
+    if step > 1:
+        return batch
+    thousandth = np.exp(np.arange(np.log(_EVERY), np.log(max(most, _EVERY)), 1e-3)).astype(int)
+    return np.unique(np.concatenate([batch[:_EVERY], thousandth[thousandth <= most], batch[-1:]]))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """Throughput and latency of configurations, among which the best under a bound is chosen.
+
+    Attributes:
+      batch: sequences at a time, int [sizes].
+      throughput: answers per second.
+      latency_s: seconds of the answer for which bounds are kept.
+      tokens: prompt tokens of an iteration at most; 0 for no limit.
+    """
+
+    batch: np.ndarray
+    throughput: np.ndarray
+    latency_s: np.ndarray
+    tokens: int | np.ndarray = 0
+
+    @classmethod
+    def joined(cls, parts: Iterable[Served]) -> Served:
+        """Return the configurations of all parts."""
+        every = list(parts)
+        return cls(
+            batch=np.concatenate([part.batch for part in every]),
+            throughput=np.concatenate([part.throughput for part in every]),
+            latency_s=np.concatenate([part.latency_s for part in every]),
+            tokens=np.concatenate(
+                [np.broadcast_to(part.tokens, part.batch.shape) for part in every]
+            ),
+        )
+
+    def best_at(self, bound_s: float) -> int | None:
+        """Return the index of the highest throughput under a bound; None if nothing keeps it."""
+        kept = np.where(self.latency_s <= bound_s, self.throughput, 0.0)
+        return int(np.argmax(kept)) if kept.any() else None
+
+    def best(self, bound_s: float) -> float:
+        """Return the highest throughput under a bound; 0 if nothing keeps it."""
+        index = self.best_at(bound_s)
+        return 0.0 if index is None else float(self.throughput[index])
+
+
+# Batches that the paper runs: from the smallest to the largest in multiples of this (section 7.1).
+_STEP = 4
+# Micro-batches of an encode phase per stage that DeepSpeed Inference may use.
+SPLITS = (1, 2, 4, 8, 16)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StaticBatches:
+    """What batches do that run until their longest answer has ended.
+
+    Layers are sharded within a machine as much as possible, and machines are stages (section 7.1).
+    A batch is in as many micro-batches as there are stages. Answers that have ended are computed
+    on, and memory is reserved for the longest inputs and answers.
+
+    Attributes:
+      served: throughput of batches that run as long as their longest answer, on average; latency of
+        a batch with an answer of maximum length, for which bounds are kept (section 7.1).
+    """
+
+    served: Served
+
+    @classmethod
+    def of(cls, deployment: Deployment, lengths: TaskLengths, *, split: int = 1) -> StaticBatches:
+        """Return all batches that fit in memory.
+
+        Args:
+          split: micro-batches of the encode phase per stage. 1 is FasterTransformer as in figure 1
+            of the paper, more is DeepSpeed Inference's hybrid scheduling.
+        """
+        model, cluster = deployment.model, deployment.cluster
+        degree = max(cluster.degrees)
+        pipeline = Pipeline.of(
+            np.array([cluster.num_devices]),
+            np.array([cluster.num_devices if degree > 1 else 0]),
+            np.array([degree]),
+            first_device=0,
+            devices_per_machine=cluster.devices_per_machine,
+        )
+        held = lengths.inputs.max_length + lengths.outputs.max_length
+        batch = fitting_batches(
+            deployment,
+            lambda batch: pipeline.memory_bytes(
+                model,
+                num_encode_layers=0 if model.is_decoder_only else model.num_encode_layers,
+                num_decode_layers=model.num_decode_layers,
+                kv_tokens=batch * held,
+            ),
+            step=_STEP,
+        )
+        num = np.minimum(batch, pipeline.num_stages)
+        part = batch / num
+        num_encode = np.minimum(batch, split * pipeline.num_stages)
+        encode_part = batch / num_encode
+        num_tokens = encode_part * lengths.inputs.mean
+        slowest_s, through_s = pipeline.pass_s(
+            deployment.cost,
+            Phase.ENCODE,
+            model.num_encode_layers,
+            batch=encode_part,
+            length=np.sqrt(lengths.inputs.mean_square),
+            num_tokens=num_tokens,
+            num_head_tokens=encode_part if model.is_decoder_only else None,
+        )
+        if not model.is_decoder_only:
+            joined = pipeline.join_s(deployment.cost, model.num_decode_layers, num_tokens)
+            slowest_s, through_s = slowest_s + joined[0], through_s + joined[1]
+        encode_s = through_s + (num_encode - 1) * slowest_s
+
+        def decode_s(num_iterations: np.ndarray) -> np.ndarray:
+            slowest_s, through_s = pipeline.pass_s(
+                deployment.cost,
+                Phase.DECODE,
+                model.num_decode_layers,
+                batch=part,
+                length=lengths.inputs.mean + (num_iterations + 1) / 2,
+                num_tokens=part,
+                num_head_tokens=part,
+            )
+            return num_iterations * np.maximum(num * slowest_s, through_s)
+
+        iterations = lengths.outputs.less_one() if model.is_decoder_only else lengths.outputs
+        longest = np.full(batch.shape, float(iterations.max_length))
+        spent_s = encode_s + decode_s(expected_longest(iterations, batch))
+        return cls(
+            served=Served(
+                batch=batch, throughput=batch / spent_s, latency_s=encode_s + decode_s(longest)
+            )
+        )
+
+    def bounds(self) -> list[float]:
+        """Return the paper's four latency bounds: the bottom 10, 30 and 70 %, and infinity."""
+        latency_s = self.served.latency_s
+        if not len(latency_s):
+            return []
+        return [*np.percentile(latency_s, (10, 30, 70)).tolist(), float("inf")]
+
+
+def hybrid_batches(deployment: Deployment, lengths: TaskLengths) -> Served:
+    """Return DeepSpeed Inference's batches, with every number of encode micro-batches."""
+    return Served.joined(
+        StaticBatches.of(deployment, lengths, split=split).served for split in SPLITS
+    )
+
+
+def expected_longest(lengths: LengthDistribution, num: np.ndarray) -> np.ndarray:
+    """Return the mean of the longest of `num` lengths: the sum of P(one is at least u)."""
+    below = 1.0 - lengths.survival[1:]
+    return (1.0 - below[None] ** np.asarray(num)[:, None]).sum(1)
+
+
+# New sequences of an iteration are counted up to this many deviations above their mean.
+_DEVIATIONS = 6.0
+
+
+@final
+@dataclass(frozen=True)
+class IterationLevel:
+    """Iterations of a deployment with as much tensor parallelism as a machine has devices."""
+
+    deployment: Deployment
+    lengths: TaskLengths
+
+    def orca(self) -> Served:
+        """Return ORCA's batches: whole prompts as soon as a sequence ends, longest reservations.
+
+        With r sequences in a micro-batch, each iteration ends Binomial(r, 1 / E(S)) of them, and
+        computes as many prompts. Micro-batches pass the stages in turn and cannot overtake, so an
+        iteration of all of them takes as long as the slowest one through all stages: ORCA's
+        pipeline bubbles (section 2 of the paper).
+        """
+        batch = self._fitting(self.lengths.outputs.max_length)
+        if not len(batch):
+            return Served(batch=batch, throughput=batch * 1.0, latency_s=batch * 1.0)
+        rows, num_turns = self._turns(batch)
+        odds = 1.0 / self.lengths.outputs.mean
+        spread = np.sqrt(rows.max() * odds * (1 - odds))
+        num_new = np.arange(int(rows.max() * odds + _DEVIATIONS * spread) + 2)
+        shares = _binomial(num_new, rows, odds)
+        tokens = num_new * self.lengths.inputs.mean
+        length = np.sqrt(self.lengths.inputs.mean_square)
+        taken_s = self._iteration_s(
+            rows[:, None], num_turns[:, None], num_new[None], length, tokens[None]
+        )
+        # P(the largest of M independent numbers of prompts is at most k).
+        below = np.cumsum(shares, axis=1) ** num_turns[:, None]
+        slowest = np.diff(below, axis=1, prepend=0.0)
+        mean_s = (slowest * taken_s).sum(1) / below[:, -1]
+        first_s = taken_s[:, 1]
+        return self._served(batch, mean_s, first_s, num_first=1.0)
+
+    def vllm(self) -> Served:
+        """Return vLLM's batches: pages as they are needed, and prompts in chunks beside decoding.
+
+        With a limit of c prompt tokens, a share f = (prompt tokens an iteration) / c of iterations
+        has a chunk, where f is at most 1. Micro-batches are scheduled independently, and an
+        iteration of all of them is as long as the slowest one. With several stages, a prompt's
+        chunks may as well be in all micro-batches at once, as in `ContinuousTimeline`: vLLM's
+        authors do not have that, but nothing in its layout is against it.
+        """
+        mean_held = self.lengths.outputs.mean_position
+        batch = self._fitting(mean_held)
+        if not self.deployment.model.is_decoder_only:
+            return self._as_planned(batch, 0)
+        kinds = (self._chunked, self._as_planned)
+        return Served.joined(kind(batch, tokens) for kind in kinds for tokens in CHUNKS)
+
+    def _as_planned(self, batch: np.ndarray, tokens: int) -> Served:
+        """Return continuous batching as plans have it; 0 tokens for whole prompts of an encoder."""
+        timeline = ContinuousTimeline(self.deployment, self.lengths, (self.layout,))
+        ones = np.ones_like(batch)
+        control = 1 + CHUNKS.index(tokens) if tokens else 1
+        estimates = timeline.estimate(Points(0 * ones, batch, control * ones))
+        fits = estimates.fits
+        return Served(
+            batch=batch[fits],
+            throughput=estimates.throughput[fits],
+            latency_s=estimates.latency_s[fits],
+            tokens=tokens,
+        )
+
+    def _chunked(self, batch: np.ndarray, tokens: int) -> Served:
+        inputs, outputs = self.lengths.inputs, self.lengths.outputs
+        rows, num_turns = self._turns(batch)
+        share = rows / outputs.mean * inputs.mean / tokens
+        batch, rows, num_turns, share = (
+            each[share <= 1.0] for each in (batch, rows, num_turns, share)
+        )
+        # A chunk attends to half a prompt on average, in as many pairs as sqrt(pairs) squared.
+        length = np.sqrt(tokens * inputs.mean_square / inputs.mean)
+        with_s = self._iteration_s(rows, num_turns, 1.0, length, float(tokens))
+        without_s = self._iteration_s(rows, num_turns, 0.0, 1.0, 0.0)
+        any_share = 1.0 - (1.0 - share) ** num_turns
+        mean_s = any_share * with_s + (1.0 - any_share) * without_s
+        served = self._served(batch, mean_s, with_s, num_first=max(1.0, inputs.mean / tokens))
+        return Served(
+            batch=served.batch,
+            throughput=served.throughput,
+            latency_s=served.latency_s,
+            tokens=tokens,
+        )
+
+    def _served(
+        self, batch: np.ndarray, mean_s: np.ndarray, first_s: np.ndarray, *, num_first: float
+    ) -> Served:
+        """Return throughput and latency of iterations of `mean_s`.
+
+        An answer takes `num_first` iterations of `first_s` to its first token, and then one a
+        token. Latencies have the margins of the deployment, as those of every schedule.
+        """
+        outputs, deployment = self.lengths.outputs, self.deployment
+        longest = outputs.percentile(self.lengths.level)
+        num_iterations = outputs.mean - 1.0 + num_first
+        return Served(
+            batch=batch,
+            throughput=batch / (num_iterations * mean_s),
+            latency_s=(1 + deployment.encode_margin) * num_first * first_s
+            + (1 + deployment.decode_margin) * (longest - 1) * mean_s,
+        )
+
+    def _turns(self, batch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sequences of a micro-batch, and the number of micro-batches."""
+        num_turns = np.minimum(batch, self._pipeline.num_stages)
+        return batch / num_turns, num_turns
+
+    def _fitting(self, held_outputs: float) -> np.ndarray:
+        """Return the batches whose KV fits, with so many output tokens each."""
+        model = self.deployment.model
+        pipeline, held = self._pipeline, self.lengths.inputs.mean + held_outputs
+        return fitting_batches(
+            self.deployment,
+            lambda batch: pipeline.memory_bytes(
+                model,
+                num_encode_layers=0 if model.is_decoder_only else model.num_encode_layers,
+                num_decode_layers=model.num_decode_layers,
+                kv_tokens=batch * held,
+            ),
+        )
+
+    def _iteration_s(
+        self,
+        rows: Numbers,
+        num_turns: Numbers,
+        num_pieces: Numbers,
+        length: Numbers,
+        num_tokens: Numbers,
+    ) -> np.ndarray:
+        """Return the seconds of an iteration whose micro-batches are all alike.
+
+        Args:
+          rows: sequences of a micro-batch, those with a prompt included.
+        """
+        return mixed_iteration_s(
+            self.deployment,
+            self._pipeline,
+            rows=rows,
+            num_turns=num_turns,
+            context=self.lengths.inputs.mean + self.lengths.outputs.mean_position,
+            num_pieces=num_pieces,
+            length=length,
+            num_tokens=num_tokens,
+        )
+
+    @property
+    def layout(self) -> Layout:
+        cluster = self.deployment.cluster
+        degree = max(cluster.degrees)
+        return Layout(
+            policy=Policy.CONTINUOUS,
+            degree=degree,
+            num_sharded_devices=cluster.num_devices if degree > 1 else 0,
+        )
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        return pipeline_of(self.deployment, self.layout)
+
+
+def _binomial(counts: np.ndarray, num: np.ndarray, odds: float) -> np.ndarray:
+    """Return P(count of num) [num, counts]; a fractional `num` is a mean of two whole numbers."""
+    most = int(num.max()) + 1 + int(counts.max())
+    factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, most + 1)))])
+
+    def shares(whole: np.ndarray) -> np.ndarray:
+        whole = whole.astype(int)[:, None]
+        left = np.maximum(whole - counts, 0)
+        ways = factorials[whole] - factorials[counts] - factorials[left]
+        chance = np.exp(ways + counts * np.log(odds) + left * np.log1p(-odds))
+        return np.where(counts <= whole, chance, 0.0)
+
+    low = np.floor(num)
+    part = (num - low)[:, None]
+    return (1 - part) * shares(low) + part * shares(low + 1)

@@ -1,0 +1,254 @@
+"""Figures 4 to 7 of the Flover paper, measured: `python -m benchmarks.flover --help`.
+
+Section VI with every time scaled to the model at hand: what the paper gives in milliseconds is
+taken relative to the 5,800 ms that one request takes there, and lengths relative to its 512 tokens.
+Progress on stderr, one JSON object on stdout; docs/benchmarks/papers.md says what each part holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+from tqdm import tqdm
+
+from benchmarks.common.harness import arguments_of, command
+from benchmarks.common.policies import (
+    REQUEST_LEVEL_AND_ITERATION_LEVEL,
+    VARIANTS,
+    add_policy_options,
+    parse_policies,
+)
+from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
+from benchmarks.common.serving import Runtimes, measure
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.request import Completion
+from jaxserve.scheduling.iteration.static import Static
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.workload import WorkloadItem, random_items
+from jaxserve.workload.arrivals import with_arrivals
+
+# The paper's request alone (figure 5), its interval (VI-B), the mean intervals of figure 5 that are
+# played here, and the windows of dynamic batching (VI-E): milliseconds.
+PAPER_ALONE_MS = 5800
+PAPER_INTERVAL_MS = 500
+POISSON_MS = (50, 500, 2000)
+WINDOWS_MS = (2000, 8000, 16000)
+# Shortest answer and longest answers of figure 6, as shares of the fixed length elsewhere.
+SHORTEST = 0.25
+LONGEST = (0.5, 1.0, 2.0)
+WITHOUT_SHUFFLE = VARIANTS["flover_without_shuffle"]
+
+
+@final
+class SectionVI:
+    """A runtime for every policy, and the paper's workloads for them.
+
+    Attributes:
+      alone_s: seconds of one request alone (median of three), to which all times are relative.
+    """
+
+    def __init__(self, options: argparse.Namespace, runtimes: Runtimes, policies: Sequence[Policy]):
+        self._options = options
+        unshuffled = runtimes.open(WITHOUT_SHUFFLE)
+        self._vocab_size = unshuffled.model_config.vocab_size
+        alone = [
+            measure(unshuffled, self._items(1), label="one request alone")[0]["latency_s"]["p50"]
+            for _ in range(3)
+        ]
+        self.alone_s = statistics.median(alone)
+        self._names = [policy.name for policy in policies]
+        self._windows = () if options.quick else WINDOWS_MS
+        self._runtimes = {WITHOUT_SHUFFLE.name: unshuffled}
+        for policy in [*map(self._scaled, policies), *map(self._window, self._windows)]:
+            if policy.name not in self._runtimes:
+                self._runtimes[policy.name] = runtimes.open(policy)
+
+    def seconds(self, paper_ms: float) -> float:
+        """Return the paper's time in seconds of this machine."""
+        return paper_ms / PAPER_ALONE_MS * self.alone_s
+
+    def play(self) -> dict[str, list[Figures]]:
+        """Return the figures by part, point and policy; see `summary`."""
+        most, num_tokens = self._options.max_requests, self._options.output_tokens
+        counts = sorted({min(2**power, most) for power in range(most.bit_length() + 1)})
+        constant = f"constant:{self.seconds(PAPER_INTERVAL_MS)}"
+        names = self._names
+        shuffles = list(dict.fromkeys([*names, WITHOUT_SHUFFLE.name]))
+        lengths = [(round(SHORTEST * num_tokens), round(b * num_tokens)) for b in LONGEST]
+        windows = {self._window(ms).name: ms for ms in self._windows}
+        num_runs = len(names) * (len(counts) + len(POISSON_MS)) + len(shuffles) * len(lengths)
+        total = self._options.repeats * (num_runs + len(windows))
+        with tqdm(total=total, desc="section VI", unit="run") as self._bar:
+            parts: dict[str, list[Figures]] = {
+                "constant": [
+                    {**point, "num_requests": count}
+                    for count in counts
+                    for point in self._points(names, self._items(count), constant, count == most)
+                ],
+                "poisson": [
+                    {**point, "paper_ms": ms, "mean_interval_s": self.seconds(ms)}
+                    for ms in POISSON_MS
+                    for point in self._points(
+                        names, self._items(most), f"poisson:{1 / self.seconds(ms)}"
+                    )
+                ],
+                "uniform": [
+                    {**point, "shortest": shortest, "longest": longest}
+                    for shortest, longest in lengths
+                    for point in self._points(
+                        shuffles, self._items(most, shortest, longest), constant
+                    )
+                ],
+            }
+            others = self._points(list(windows), self._items(most), constant, keeps_timeline=True)
+            parts["windows"] = [
+                {**point, "paper_ms": ms, "window_s": self.seconds(ms)}
+                for point, ms in zip(others, windows.values(), strict=True)
+            ]
+            return parts
+
+    def _points(
+        self,
+        names: Sequence[str],
+        items: Sequence[WorkloadItem],
+        pattern: str,
+        keeps_timeline: bool = False,
+    ) -> list[Figures]:
+        """Play one workload against every policy in turns; a point for each of them.
+
+        Args:
+          keeps_timeline: add `requests`: when each request of the run of median length arrived,
+            had its first token, and ended.
+        """
+        arriving = with_arrivals(items, pattern, self._options.seed)
+        runs: dict[str, list[Figures]] = {name: [] for name in names}
+        timelines: dict[str, list[list[Figures]]] = {name: [] for name in names}
+        for _, name in in_turns(names, self._options.repeats):
+            figures, done = measure(self._runtimes[name], arriving, label=name)
+            runs[name].append({**figures, "overlap": overlap(done)})
+            timelines[name].append(timeline(done))
+            self._bar.update()
+        points = []
+        for name, own in runs.items():
+            point = {"policy": name, **summary(own)}
+            if keeps_timeline:
+                point["requests"] = timelines[name][median_run(own)]
+            points.append(point)
+        return points
+
+    def _items(
+        self, count: int, shortest: int | None = None, longest: int | None = None
+    ) -> list[WorkloadItem]:
+        return random_items(
+            count,
+            num_prompt_tokens=self._options.prompt_tokens,
+            num_output_tokens=longest or self._options.output_tokens,
+            min_output_tokens=shortest,
+            vocab_size=self._vocab_size,
+            seed=self._options.seed,
+        )
+
+    def _scaled(self, policy: Policy) -> Policy:
+        if not isinstance(policy.iteration, Static):
+            return policy
+        window_s = self.seconds(1000 * policy.iteration.window_s)
+        return replace(policy, iteration=Static(window_s=window_s))
+
+    def _window(self, paper_ms: float) -> Policy:
+        """Return dynamic batching with another window."""
+        iteration = Static(window_s=self.seconds(paper_ms))
+        name = f"window_{paper_ms}ms"
+        return replace(PRESETS["triton_window"], name=name, iteration=iteration)
+
+
+def median_run(runs: Sequence[Mapping[str, Any]]) -> int:
+    """Return the position of the run of median wall time, of two in the middle the faster."""
+    walls = [run["wall_s"] for run in runs]
+    return walls.index(statistics.median_low(walls))
+
+
+def overlap(done: Sequence[Completion]) -> float:
+    """Share of the requests that run at once on average, from the first start to the last end."""
+    spans = [
+        (item.timing.admitted_s, item.timing.finished_s)
+        for item in done
+        if item.timing.admitted_s is not None and item.timing.finished_s is not None
+    ]
+    whole_s = max(end for _, end in spans) - min(begin for begin, _ in spans)
+    return sum(end - begin for begin, end in spans) / whole_s / len(spans)
+
+
+def timeline(done: Sequence[Completion]) -> list[dict[str, Any]]:
+    """Return tokens and times of each request: seconds from the first arrival of all."""
+    origin_s = min(item.timing.arrival_s for item in done)
+    return [
+        {
+            "num_output_tokens": len(item.token_ids),
+            "arrival_s": item.timing.arrival_s - origin_s,
+            "first_token_s": (item.timing.first_token_s or origin_s) - origin_s,
+            "finished_s": (item.timing.finished_s or origin_s) - origin_s,
+        }
+        for item in done
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of the whole section."""
+    from benchmarks.common import environment
+
+    if options.quick:
+        options.max_requests, options.output_tokens, options.repeats = 4, 8, 1
+    if options.max_requests < 1 or options.output_tokens < 8:
+        raise InvalidConfigError(
+            f"max_requests={options.max_requests} and output_tokens={options.output_tokens}; "
+            "give at least one request and 8 tokens"
+        )
+    policies = parse_policies(options.policies)
+    options.max_context = options.prompt_tokens + round(max(LONGEST) * options.output_tokens)
+    with Runtimes(options) as runtimes:
+        section = SectionVI(options, runtimes, policies)
+        parts = section.play()
+    return {
+        "benchmark": "flover",
+        "arguments": arguments_of(options),
+        "repeats": options.repeats,
+        "alone_s": section.alone_s,
+        "interval_s": section.seconds(PAPER_INTERVAL_MS),
+        **parts,
+        **environment.describe(),
+    }
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.flover",
+        description="Section VI of the Flover paper, scaled to the model at hand: total time over "
+        "the number of requests at a constant interval, under Poisson arrivals, and with answers "
+        "of many lengths with and without the memory shuffle. Prints one JSON object. About "
+        "a quarter of an hour a repeat on two CPU cores.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--max-requests", type=int, default=32, help="1, 2, 4, ... up to this many")
+    add("--prompt-tokens", type=int, default=16, help="of each prompt")
+    add("--output-tokens", type=int, default=32, help="of each answer; the paper has 512")
+    add("--seed", type=int, default=0, help="of prompts, lengths and arrivals")
+    add("--quick", action="store_true", help="4 requests of 8 tokens, once")
+    add_repeats(parser, "policy")
+    add_policy_options(parser, policies=REQUEST_LEVEL_AND_ITERATION_LEVEL, max_context=None)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

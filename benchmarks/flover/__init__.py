@@ -1,1 +1,0 @@
-"""Section VI of the Flover paper, on this machine."""

@@ -1,0 +1,207 @@
+"""Time of all kernels but attention, in chains of calls: writes, copies, cells, products."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.common.roofline import Machine
+from benchmarks.common.timing import seconds
+from benchmarks.kernels.timing import CACHE_BYTES, CALLS
+from pallas_kernels import RowsAt, matmul
+from pallas_kernels.fused_matmul.shapes import Configuration as Fused
+from pallas_kernels.fused_matmul.shapes import make_inputs as make_fused_inputs
+from pallas_kernels.gated_cell.shapes import Configuration as Cell
+from pallas_kernels.gated_cell.shapes import make_inputs as make_cell_inputs
+from pallas_kernels.kv_write.shapes import Configuration as Write
+from pallas_kernels.kv_write.shapes import make_inputs as make_write_inputs
+from pallas_kernels.page_copy.shapes import Configuration as Copy
+from pallas_kernels.quantised_matmul.shapes import FORMATS
+from pallas_kernels.quantised_matmul.shapes import Configuration as Product
+from pallas_kernels.quantised_matmul.shapes import make_inputs as make_product_inputs
+
+_CALLS = 20
+_REPEATS = 9
+# Sets of weights that calls use in turns, so that no cache of the device has them.
+_WEIGHTS = 4
+
+
+def measure_move(configuration: Write | Copy | Cell | Fused, bytes_per_s: float) -> dict[str, Any]:
+    """Return the figures of one call; `bytes_per_s` is the copy bandwidth, reads and writes."""
+    if isinstance(configuration, Write):
+        num_bytes = configuration.shape.moved_bytes
+        seconds = partial(_write_seconds, configuration)
+    elif isinstance(configuration, Cell):
+        num_bytes = configuration.shape.moved_bytes
+        seconds = partial(_cell_seconds, configuration)
+    elif isinstance(configuration, Fused):
+        num_bytes = configuration.moved_bytes
+        seconds = partial(_fused_seconds, configuration)
+    else:
+        num_bytes = 2 * configuration.shape.copied_bytes
+        seconds = partial(_copy_seconds, configuration)
+    own_s = seconds(None)
+    bound_s = num_bytes / bytes_per_s
+    return {
+        "shape": str(configuration),
+        "seconds": own_s,
+        "bound_s": bound_s,
+        "of_bound": bound_s / own_s,
+        "bytes_per_s": num_bytes / own_s,
+        "xla_s": seconds("xla"),
+    }
+
+
+def _fused_seconds(configuration: Fused, implementation: str | None) -> float:
+    function, _ = configuration.call()
+    inputs = make_fused_inputs(configuration, seed=0)
+    weights = [jnp.copy(inputs.pop("weight"))]
+    weights += [jnp.copy(weights[0]) for _ in range(_WEIGHTS - 1)]
+
+    def chain(weights: list[jax.Array], inputs: dict[str, Any]) -> tuple[Any, Any]:
+        x = inputs["x"]
+        for i in range(_CALLS):
+            given = {**inputs, "x": x, "weight": weights[i % _WEIGHTS]}
+            out = function(**given, implementation=implementation)
+            x = x + out[:, :1] * jnp.asarray(1e-6, x.dtype)
+        return weights, x
+
+    return _chain_seconds(chain, weights, inputs)
+
+
+def _write_seconds(configuration: Write, implementation: str | None) -> float:
+    function, _ = configuration.call()
+    inputs = make_write_inputs(configuration.shape, seed=0, layers=4)
+    cache = {name: inputs.pop(name) for name in configuration.donated}
+    layers = 4
+
+    def chain(cache: dict[str, jax.Array], inputs: dict[str, Any]) -> tuple[Any, Any]:
+        queries = []
+        for i in range(_CALLS):
+            q, *written = function(
+                **{**inputs, **cache}, layer=i % layers, implementation=implementation
+            )
+            cache = dict(zip(cache, written, strict=False))
+            queries.append(q)
+        return cache, queries
+
+    return _chain_seconds(chain, cache, inputs)
+
+
+def _copy_seconds(configuration: Copy, implementation: str | None) -> float:
+    function, _ = configuration.call()
+    shape = configuration.shape
+    # Other pages at every call, so that no cache of the device has them.
+    order = np.random.default_rng(0).permutation(shape.num_pages)
+    places = np.resize(order, (_CALLS, 2 * shape.count)).astype(np.int32)
+    source, target = jnp.asarray(places[:, : shape.count]), jnp.asarray(places[:, shape.count :])
+    pages = jnp.zeros(shape.array, shape.dtype)
+    values = jnp.ones((shape.layers, shape.count, *shape.page), shape.dtype)
+    call = partial(function, implementation=implementation)
+
+    def chain(pages: jax.Array, places: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+        gathered = []
+        for source, target in zip(*places, strict=True):
+            if configuration.operation == "gather_pages":
+                gathered.append(call(pages, source))
+            elif configuration.operation == "scatter_pages":
+                pages = call(pages, target, values)
+            else:
+                pages = call(pages, source, target)
+        return pages, gathered
+
+    return _chain_seconds(chain, pages, (source, target))
+
+
+def _cell_seconds(configuration: Cell, implementation: str | None) -> float:
+    function, _ = configuration.call()
+    sets = [make_cell_inputs(configuration.shape, seed) for seed in range(_WEIGHTS)]
+
+    def turned(number: int) -> dict[str, Any]:
+        """Return operands of a call, whose rows no other call has in this order."""
+        return jax.tree.map(
+            lambda leaf: (
+                RowsAt(leaf.values, jnp.flip(jnp.roll(leaf.index, number)))
+                if isinstance(leaf, RowsAt)
+                else leaf
+            ),
+            sets[number % _WEIGHTS],
+            is_leaf=lambda leaf: isinstance(leaf, RowsAt),
+        )
+
+    def chain(state: jax.Array, calls: list[dict[str, Any]]) -> tuple[Any, Any]:
+        return state, [function(**call, implementation=implementation) for call in calls]
+
+    return _chain_seconds(chain, jnp.zeros(()), [turned(number) for number in range(_CALLS)])
+
+
+def _chain_seconds(chain: Callable[..., tuple[Any, Any]], state: Any, arguments: Any) -> float:
+    """Return the seconds of one call in the chain; `state` is donated to each chain."""
+    compiled = jax.jit(chain, donate_argnums=0)
+    times = []
+    for _ in range(_REPEATS + 1):
+        begin_s = time.perf_counter()
+        state, rest = compiled(state, arguments)
+        jax.block_until_ready((state, rest))
+        times.append(time.perf_counter() - begin_s)
+    return median(times[1:]) / _CALLS
+
+
+# The most weights that calls take in turn, so that no cache of the device has the next one.
+_MAX_WEIGHTS = 8
+
+
+def measure_product(configuration: Product, machine: Machine) -> dict[str, Any]:
+    """Return the figures of one call, and the seconds of XLA's and of the dense product."""
+    shape = configuration.shape
+    inputs = make_product_inputs(configuration, seed=0)
+    x, weight = inputs["x"], inputs["weight"]
+    num_weights = -(-CACHE_BYTES // sum(leaf.nbytes for leaf in jax.tree.leaves(weight)))
+    weights = [jax.tree.map(jnp.copy, weight) for _ in range(min(num_weights, _MAX_WEIGHTS))]
+    function, _ = configuration.call()
+    own_s = _product_seconds(function, x, weights)
+    xla_s = _product_seconds(partial(function, implementation="xla"), x, weights[:1])
+    got = jax.jit(function)(**inputs)
+    with jax.default_matmul_precision("highest"):
+        wanted = partial(function, implementation="xla")(x.astype(jnp.float32), weight)
+    got, wanted = np.asarray(got, np.float32), np.asarray(wanted)
+    out = got[0].size
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weight))
+    num_bytes += x.nbytes + shape.tokens * out * x.dtype.itemsize
+    flops = 2 * shape.tokens * shape.depth * out
+    del weights, weight, inputs
+    dense = jnp.ones((shape.depth, out), x.dtype)
+    # Tensor cores multiply int8 twice as fast.
+    rate = 2 if FORMATS[configuration.format].rounds_activations else 1
+    bound_s = machine.step_s(flops=flops / rate, num_bytes=num_bytes)
+    return {
+        "shape": str(configuration),
+        "tokens": shape.tokens,
+        "seconds": own_s,
+        "bound_s": bound_s,
+        "of_bound": bound_s / own_s,
+        "bytes_per_s": num_bytes / own_s,
+        "flops_per_s": flops / own_s,
+        "error": float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)),
+        "xla_s": xla_s,
+        "dense_s": _product_seconds(matmul, x, [dense]),
+    }
+
+
+def _product_seconds(product: Callable[..., jax.Array], x: jax.Array, weights: list[Any]) -> float:
+    """Return the seconds of one product in a chain, in which each waits for the one before."""
+
+    def chain(x: jax.Array, weights: list[Any]) -> jax.Array:
+        for i in range(CALLS):
+            out = product(x, weights[i % len(weights)]).reshape(len(x), -1)
+            x = x + out[:, :1] * jnp.asarray(1e-6, x.dtype)
+        return x
+
+    return seconds(jax.jit(chain), x, weights) / CALLS

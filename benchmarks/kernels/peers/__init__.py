@@ -1,1 +1,0 @@
-"""Attention kernels of PyTorch and its neighbours, at the shapes of ours."""

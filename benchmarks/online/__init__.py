@@ -1,1 +1,0 @@
-"""Latency against the rate of arrivals."""

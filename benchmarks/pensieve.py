@@ -1,0 +1,421 @@
+"""Section 3.6 of the Pensieve thesis, simulated: `python -m benchmarks.pensieve --help`.
+
+The thesis's models on its GPUs, as rooflines, under the scheduler, page cache and supervisor that
+serve on a device. Tables on stderr, one JSON object on stdout; docs/benchmarks/papers.md says what
+each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.common import sweep
+from benchmarks.common.counters import PrefixCounts, average_batch, counters_of
+from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common.policies import VARIANTS
+from benchmarks.common.repeats import Figures
+from benchmarks.common.sweep import Curve
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.metrics import summarise
+from jaxserve.planning import DeviceRoofs, ModelShape, RooflineCost, simulate
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.workload.conversations import Talk, Talks, sample
+
+# Section 3.6.1.
+MAX_CONTEXT = 16384
+PAGE_TOKENS = 32
+REACTION_S = 60.0
+KV_BYTES = 40e9  # of each GPU
+HOST_BYTES = 220e9  # for each GPU
+# NVIDIA A100 80 GB (SXM): data sheet; one direction of NVLink and of PCIe 4.0 x16.
+A100 = DeviceRoofs(
+    flops=312e12,
+    memory_bytes_per_s=2.039e12,
+    link_bytes_per_s=31.5e9,
+    memory_bytes=80e9,
+    peer_bytes_per_s=300e9,
+)
+
+
+@final
+@dataclass(frozen=True)
+class Machine:
+    """A model of table 3.1, the GPUs that share each of its layers, and the lowest rate played."""
+
+    model: ModelShape
+    num_gpus: int
+    requests_per_s: float
+
+    def cost(self, *, efficiency: float, hides_copies: bool) -> RooflineCost:
+        """Return the costs of its steps."""
+        return RooflineCost(
+            model=self.model,
+            roofs=A100,
+            page_tokens=PAGE_TOKENS,
+            num_shards=self.num_gpus,
+            efficiency=efficiency,
+            hides_copies=hides_copies,
+        )
+
+    def config(self, cost: RooflineCost) -> EngineConfig:
+        """Return a runtime's configuration with the thesis's memory; pages return on admission."""
+        return EngineConfig(
+            page_size=PAGE_TOKENS,
+            num_pages=1 + int(self.num_gpus * KV_BYTES // cost.page_bytes),
+            num_host_pages=int(self.num_gpus * HOST_BYTES // cost.page_bytes),
+            max_slots=256,
+            max_context=MAX_CONTEXT,
+            max_step_tokens=2048,
+            max_decode_iterations=16,
+        )
+
+
+# Llama 2-13B has 10 heads of keys and values here instead of 40, and 1.6e9 parameters fewer.
+MACHINES = {
+    "OPT-13B": Machine(ModelShape(num_params=12.85e9, num_layers=40, hidden_size=5120), 1, 0.4),
+    "Llama 2-13B": Machine(
+        ModelShape(num_params=11.44e9, num_layers=40, hidden_size=5120, group_size=4), 1, 3.0
+    ),
+    "OPT-66B": Machine(ModelShape(num_params=65.7e9, num_layers=64, hidden_size=9216), 4, 0.6),
+    "Llama 2-70B": Machine(
+        ModelShape(num_params=68.98e9, num_layers=80, hidden_size=8192, group_size=8), 4, 1.5
+    ),
+}
+STATELESS = "vllm_like"
+TWO = (STATELESS, "pensieve")
+THREE = (STATELESS, "pensieve_device_only", "pensieve")
+ALL = (STATELESS, "s3_oracle", *THREE[1:], "auto")
+KNOWN = {
+    **{name: PRESETS[name] for name in ALL},
+    "pensieve_lru": VARIANTS["pensieve_lru"],
+}
+
+
+@final
+@dataclass(frozen=True)
+class Panel:
+    """One plot of the thesis.
+
+    Attributes:
+      gain: the throughput over stateless serving that the thesis states; None where it does not.
+      bounds: the latency at which the curves end, over the latency bound.
+    """
+
+    figure: str
+    model: str
+    policies: Sequence[str]
+    gain: float | None
+    min_rounds: int = 1
+    reaction_s: float = REACTION_S
+    bounds: float = 1.0
+
+
+PANELS = (
+    Panel("3.12", "OPT-13B", ALL, 1.25),
+    Panel("3.12", "Llama 2-13B", ALL, 1.52),
+    Panel("3.13", "OPT-66B", ALL, 1.5),
+    Panel("3.13", "Llama 2-70B", ALL, 1.6),
+    Panel("3.14", "OPT-13B", ("pensieve_lru", "pensieve"), None, bounds=10.0),
+    Panel("3.15", "OPT-13B", THREE, 1.3, min_rounds=5),
+    Panel("3.15", "Llama 2-13B", THREE, 1.7, min_rounds=5),
+    Panel("3.16", "Llama 2-13B", TWO, None, reaction_s=30.0),
+    Panel("3.16", "Llama 2-13B", TWO, 1.4, reaction_s=120.0),
+)
+
+
+# From one rate of a curve to the next.
+FACTOR = 1.4
+
+
+def played(options: argparse.Namespace, panel: Panel, talks: Sequence[Talk], bar: tqdm) -> Figures:
+    """Play the policies at rising rates, each until its p90 is beyond the panel's bound."""
+    turns_each = float(np.mean([len(talk.turns) for talk in talks]))
+    lowest = MACHINES[panel.model].requests_per_s
+    highest = turns_each * talks[-1].arrival_s / options.seconds
+    if highest < lowest:
+        raise InvalidConfigError(
+            f"{len(talks)} conversations are {highest:.2f} requests a second for "
+            f"{options.seconds:g} s, and {panel.model} is to have {lowest:g} or more; give more "
+            "--num-conversations or fewer --seconds"
+        )
+    curves: dict[str, Curve] = {}
+    for name in panel.policies:
+
+        def at(rate: float, name: str = name) -> Figures:
+            bar.set_postfix_str(f"{panel.figure}, {panel.model}, {name}, {rate:.2f}/s")
+            begun = beginning(talks, rate / turns_each, panel.reaction_s, options.seconds)
+            return {"rate": rate, **Run(panel, name, begun, options).figures()}
+
+        curves[name] = curve_of(at, lowest, highest, panel.bounds * options.bound)
+        last = curves[name].points[-1]
+        bar.write(
+            f"{panel.figure}, {panel.model}, {name}: {last['requests_per_s']:.2f} requests/s at "
+            f"{sweep.p90(last):.3f} s a token, stopped by {curves[name].stopped_by}",
+            file=sys.stderr,
+        )
+        bar.update()
+    return {
+        **{name: value for name, value in asdict(panel).items() if name != "policies"},
+        "policies": {
+            name: {
+                **asdict(curve),
+                "requests_per_s_at_bound": sweep.served_at(curve.points, options.bound),
+            }
+            for name, curve in curves.items()
+        },
+    }
+
+
+def curve_of(
+    at: Callable[[float], Figures], lowest: float, highest: float, bound_s: float
+) -> Curve:
+    """Play rates that rise until p90 is beyond the bound, and one between the last two.
+
+    Args:
+      highest: the rate beyond which the conversations do not suffice.
+    """
+    points: list[Figures] = []
+    while not points or sweep.p90(points[-1]) <= bound_s:
+        rate = lowest * FACTOR ** len(points)
+        if rate > highest:
+            return Curve(points, stopped_by="number of conversations")
+        points.append(at(rate))
+    if len(points) > 1:
+        points.insert(-1, at(points[-1]["rate"] / FACTOR**0.5))
+    return Curve(points, stopped_by="bound")
+
+
+def compare_with_stateless(sets: Sequence[Figures]) -> None:
+    """Add `of_stateless`: requests served at the bound over those of stateless serving."""
+    for each in sets:
+        other = each["policies"].get(STATELESS, {}).get("requests_per_s_at_bound")
+        for curve in each["policies"].values():
+            own = curve["requests_per_s_at_bound"]
+            curve["of_stateless"] = own / other if own and other else None
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """One policy at one rate."""
+
+    panel: Panel
+    policy: str
+    talks: Sequence[Talk]
+    options: argparse.Namespace
+
+    def figures(self) -> Figures:
+        """Return figures of requests that ended after the warm-up, and the engine's counters."""
+        machine = MACHINES[self.panel.model]
+        cost = cost_of(self.options, self.panel.model)
+        client = Talks(self.talks)
+        done = simulate(
+            client.items,
+            KNOWN[self.policy],
+            machine.config(cost),
+            cost,
+            follow_up=client.follow_up,
+            chunk_cost=cost.chunk_cost(MAX_CONTEXT),
+            swap_costs=cost.swap_costs(),
+            until_s=self.options.seconds,
+            progress=False,
+        )
+        warm_up_s = self.options.warm_up
+        counted = [each for each in done.completions if (each.timing.finished_s or 0) >= warm_up_s]
+        return {
+            **summarise(counted, self.options.seconds - warm_up_s),
+            "average_batch": average_batch(done.steps),
+            "engine": counters_of(done.stats),
+        }
+
+
+def cost_of(options: argparse.Namespace, model: str) -> RooflineCost:
+    return MACHINES[model].cost(
+        efficiency=options.efficiency, hides_copies=not options.copies_before
+    )
+
+
+def drawn_talks(options: argparse.Namespace, min_rounds: int) -> list[Talk]:
+    """Return conversations that begin every second, with reactions of one second on average."""
+    from jaxserve.models.tokenizer import Tokenizer
+
+    return sample(
+        options.num_conversations if min_rounds == 1 else options.num_conversations // 2,
+        options.seed,
+        tokenizer=Tokenizer.of_model(options.model),
+        max_context=MAX_CONTEXT,
+        min_rounds=min_rounds,
+        reaction_s=1.0,
+        rate=1.0,
+        whole=True,
+    )
+
+
+def beginning(talks: Sequence[Talk], rate: float, reaction_s: float, seconds: float) -> list[Talk]:
+    """Return the conversations that begin within `seconds`, at this rate and reaction time."""
+    return [
+        replace(
+            talk,
+            arrival_s=talk.arrival_s / rate,
+            turns=tuple(
+                replace(turn, reaction_s=reaction_s * turn.reaction_s) for turn in talk.turns
+            ),
+        )
+        for talk in talks
+        if talk.arrival_s < rate * seconds
+    ]
+
+
+def described(talks: Sequence[Talk]) -> dict[str, float]:
+    """Return the statistics of table 3.2."""
+    turns = [turn for talk in talks for turn in talk.turns]
+    return {
+        "num_conversations": len(talks),
+        "mean_turns": len(turns) / len(talks),
+        "mean_input_tokens": float(np.mean([len(turn.token_ids) for turn in turns])),
+        "mean_output_tokens": float(np.mean([turn.num_output_tokens for turn in turns])),
+        "mean_context": float(np.mean([talk.num_tokens for talk in talks])),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_tables)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the curves of every panel."""
+    from benchmarks.common import environment
+
+    panels = panels_of(options)
+    drawn = {
+        rounds: drawn_talks(options, rounds) for rounds in {each.min_rounds for each in panels}
+    }
+    total = sum(len(panel.policies) for panel in panels)
+    with tqdm(total=total, desc="curves", leave=False) as bar:
+        sets = [played(options, panel, drawn[panel.min_rounds], bar) for panel in panels]
+    compare_with_stateless(sets)
+    return {
+        "benchmark": "pensieve",
+        "arguments": arguments_of(options),
+        "conversations": {str(rounds): described(talks) for rounds, talks in sorted(drawn.items())},
+        "chunk_cost_s": {
+            name: {
+                str(context): cost_of(options, name).chunk_cost(MAX_CONTEXT)(context)
+                for context in (PAGE_TOKENS, 1024, 4096, MAX_CONTEXT)
+            }
+            for name in MACHINES
+        },
+        "sets": sets,
+        **environment.describe(),
+    }
+
+
+def panels_of(options: argparse.Namespace) -> list[Panel]:
+    wanted = options.figures.split(",")
+    known = sorted({panel.figure for panel in PANELS})
+    if not set(wanted) <= set(known):
+        raise InvalidConfigError(
+            f"--figures {options.figures!r} is not understood; give some of {', '.join(known)}, "
+            "separated by commas"
+        )
+    return [panel for panel in PANELS if panel.figure in wanted]
+
+
+def _eviction_pairs(each: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the points of LRU and of cost over time at the rates that both played (3.14)."""
+    policies = each["policies"]
+    if {"pensieve_lru", "pensieve"} <= policies.keys():
+        by_rate = {point["rate"]: point for point in policies["pensieve"]["points"]}
+        for lru in policies["pensieve_lru"]["points"]:
+            if lru["rate"] in by_rate:
+                yield lru, by_rate[lru["rate"]]
+
+
+def _print_tables(result: dict[str, Any]) -> None:
+    table = Table(
+        "figure", "model", "rounds", "reaction s", "policy", "requests/s at bound", "of stateless",
+        "thesis", box=None, header_style="bold",
+    )  # fmt: skip
+    for each in result["sets"]:
+        for name, curve in each["policies"].items():
+            served, ratio = curve["requests_per_s_at_bound"], curve["of_stateless"]
+            table.add_row(
+                each["figure"],
+                each["model"],
+                str(each["min_rounds"]),
+                f"{each['reaction_s']:g}",
+                name,
+                "" if served is None else f"{served:.2f}",
+                "" if ratio is None else f"{ratio:.2f}",
+                f"{each['gain']}" if name == "pensieve" and each["gain"] else "",
+            )
+    show(table)
+    table = Table(
+        "model", "rate", "hit: LRU", "cost over time", "recomputed: LRU", "cost over time",
+        "fewer", box=None, header_style="bold", title="3.14",
+    )  # fmt: skip
+    for each in result["sets"]:
+        for pair in _eviction_pairs(each):
+            lru, other = (PrefixCounts.of(point["engine"]) for point in pair)
+            table.add_row(
+                each["model"],
+                f"{pair[0]['rate']:.2f}",
+                *(f"{each.hit_share:.1%}" for each in (lru, other)),
+                f"{lru.evicted:.0f}",
+                f"{other.evicted:.0f}",
+                f"{1 - other.evicted / lru.evicted:.1%}" if lru.evicted else "",
+            )
+    show(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pensieve",
+        description="The Pensieve thesis's models on its GPUs, simulated with rooflines: figures "
+        "3.12 to 3.16 with ShareGPT's conversations.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--figures", default="3.12,3.13,3.14,3.15,3.16", help="which to play")
+    add(
+        "--num-conversations",
+        type=int,
+        default=4000,
+        help="drawn from ShareGPT; half as many with five rounds or more",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=1200.0,
+        help="virtual seconds in which conversations begin and go on",
+    )
+    add("--warm-up", type=float, default=500.0, help="seconds of these that do not count")
+    add(
+        "--bound",
+        type=float,
+        default=0.2,
+        help="throughput is compared where p90 is this many seconds a token",
+    )
+    add(
+        "--efficiency", type=float, default=0.5, help="share of the GPUs' rooflines that is reached"
+    )
+    add("--copies-before", action="store_true", help="swap before computing instead of beside it")
+    add("--model", default="smollm2-135m", help="the model whose tokenizer counts")
+    add("--seed", type=int, default=0, help="of the draw, the arrivals and the reactions")
+    add("--output", type=Path, default=None, help="also write the object here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

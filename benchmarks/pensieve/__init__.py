@@ -1,1 +1,0 @@
-"""Section 3.6 of the Pensieve thesis, simulated."""

@@ -1,0 +1,278 @@
+"""Quality of weights in few bits, beside the unquantised model's: `python -m benchmarks.quality`.
+
+Prints one JSON object, and a table on stderr. Texts are first turns of ShareGPT conversations, on
+which nothing here was trained or calibrated. Every token is predicted from those before it in the
+text; docs/quantisation.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+from rich.table import Table
+
+from benchmarks.common.harness import command, show
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.options import QUANTIZE
+
+if TYPE_CHECKING:
+    from jaxserve.models.store import LoadedModel
+    from jaxserve.models.tokenizer import Tokenizer
+
+
+FORMATS = QUANTIZE
+
+
+class Sums(NamedTuple):
+    """Sums over tokens: minus the log-probability, the divergence, equal choices, and the tokens.
+
+    The numbers may be traced.
+    """
+
+    loss: Any
+    divergence: Any
+    same: Any
+    count: Any
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """Means over tokens that are predicted.
+
+    Attributes:
+      perplexity: exp of the mean of minus the log-probability of the text's next token.
+      divergence: KL divergence in nats of the next token's distribution from the unquantised
+        model's.
+      agreement: share of tokens for which both models have the same likeliest next token.
+    """
+
+    perplexity: float
+    divergence: float
+    agreement: float
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """The most that a format should cost.
+
+    Attributes:
+      perplexity_ratio: the perplexity over the unquantised model's.
+      divergence: see `Quality`.
+    """
+
+    perplexity_ratio: float
+    divergence: float
+
+
+# For models of 100 million parameters or more; larger ones lose less. "keep" rounds activations
+# only.
+LIMITS: Mapping[str, Limit] = {
+    "bf16": Limit(perplexity_ratio=1.005, divergence=0.002),
+    "int8": Limit(perplexity_ratio=1.01, divergence=0.01),
+    "int4": Limit(perplexity_ratio=1.10, divergence=0.10),
+    "fp8": Limit(perplexity_ratio=1.03, divergence=0.03),
+    "w8a8": Limit(perplexity_ratio=1.05, divergence=0.05),
+    "keep": Limit(perplexity_ratio=1.01, divergence=0.01),
+}
+
+
+def problems(name: str, figures: Mapping[str, Any], unquantised_perplexity: float) -> list[str]:
+    """Return what is worse than it should be for a format."""
+    limit, found = LIMITS[name], []
+    ratio = figures["perplexity"] / unquantised_perplexity
+    # Written so that NaN is a problem.
+    if not ratio <= limit.perplexity_ratio:
+        found.append(
+            f"the perplexity is {ratio:.3f} times the unquantised model's; at most "
+            f"{limit.perplexity_ratio} is expected"
+        )
+    if not figures["divergence"] <= limit.divergence:
+        found.append(
+            f"the KL divergence is {figures['divergence']:.4f}; at most {limit.divergence} is "
+            "expected"
+        )
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=show_result)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of every format, and what they were measured on."""
+    from benchmarks.common import environment
+
+    formats = options.formats.split(",")
+    if unknown := [each for each in formats if each not in FORMATS]:
+        raise InvalidConfigError(f"formats {unknown} are unknown; give some of {FORMATS}")
+    reference = _load(options, None)
+    if reference.tokenizer is None:
+        raise InvalidConfigError(f"{options.model} has no tokenizer; give a model with one")
+    texts = list(_texts(options, reference.tokenizer))
+    base, _ = _measured(texts, reference, reference)
+    found = {}
+    for name in formats:
+        model = _load(options, name)
+        quality, num_bytes = _measured(texts, reference, model)
+        print(f"{name}: {quality}", file=sys.stderr)
+        found[name] = {**asdict(quality), "weights_bytes": num_bytes}
+    return {
+        "benchmark": "quality",
+        "model": options.model,
+        "dtype": options.dtype,
+        "num_texts": len(texts),
+        "num_tokens": sum(len(text) - 1 for text in texts),
+        "seed": options.seed,
+        "unquantised": {"perplexity": base.perplexity, "weights_bytes": _num_bytes(reference)},
+        "formats": found,
+        "limits": {name: asdict(LIMITS[name]) for name in formats},
+        "warnings": [
+            f"{name}: {problem}"
+            for name in formats
+            for problem in problems(name, found[name], base.perplexity)
+        ],
+        **environment.describe(),
+    }
+
+
+def _load(options: argparse.Namespace, quantize: str | None) -> LoadedModel:
+    from jaxserve.core.options import RuntimeOptions
+    from jaxserve.models.quantisation import Quantisation
+    from jaxserve.models.store import load_model
+
+    has_choice = quantize not in (None, "bf16", "keep")
+    how = RuntimeOptions(
+        quantize=quantize,
+        quantize_embeddings=options.quantize_embeddings if has_choice else None,
+    )
+    return load_model(options.model, dtype=options.dtype, quantisation=Quantisation.of(how))
+
+
+def _num_bytes(model: LoadedModel) -> int:
+    import jax
+
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+
+
+def _texts(options: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Yield the tokens of turns that are drawn; each has at least half of --tokens."""
+    from jaxserve.core.assets import fetch
+    from jaxserve.workload import sharegpt
+
+    path = options.path or fetch(sharegpt.FILE)
+    turns = [turn for talk in sharegpt.read(path) if (turn := talk.first_turn) is not None]
+    random.Random(options.seed).shuffle(turns)
+    num = 0
+    for question, answer in turns:
+        tokens = list(tokenizer.encode(f"{question}\n\n{answer}"))[: options.tokens]
+        if 2 * len(tokens) >= options.tokens:
+            yield tokens
+            num += 1
+            if num == options.texts:
+                return
+    raise InvalidConfigError(
+        f"--texts {options.texts}: only {num} turns of {path} have {options.tokens // 2} tokens or "
+        "more; pass fewer texts or tokens"
+    )
+
+
+def _measured(
+    texts: list[list[int]], reference: LoadedModel, model: LoadedModel
+) -> tuple[Quality, int]:
+    """Return the figures of a model beside the reference, and the bytes of its weights."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    # Padded to one length, so that each model is compiled once.
+    longest = max(map(len, texts))
+
+    def logits(graphdef: Any, params: Any, tokens: Any) -> Any:
+        return jax.nn.log_softmax(nnx.merge(graphdef, params).whole_logits(tokens[None])[0])
+
+    @jax.jit
+    def sums(params: Any, others: Any, tokens: Any, length: Any) -> Sums:
+        wanted = logits(reference.graphdef, others, tokens)[:-1]
+        got = logits(model.graphdef, params, tokens)[:-1]
+        counts = (jnp.arange(longest - 1) < length - 1).astype(jnp.float32)
+        divergence = jnp.sum(jnp.exp(wanted) * (wanted - got), axis=-1)
+        right = jnp.take_along_axis(got, tokens[1:, None], axis=-1)[:, 0]
+        same = jnp.argmax(wanted, axis=-1) == jnp.argmax(got, axis=-1)
+        parts = (-right, divergence, same.astype(jnp.float32), jnp.ones_like(right))
+        return Sums(*(jnp.sum(counts * part) for part in parts))
+
+    total = Sums(0.0, 0.0, 0.0, 0.0)
+    for text in texts:
+        padded = jnp.asarray(text + [0] * (longest - len(text)), jnp.int32)
+        one = sums(model.params, reference.params, padded, len(text))
+        total = Sums(*(a + float(b) for a, b in zip(total, one, strict=True)))
+    quality = Quality(
+        perplexity=math.exp(total.loss / total.count),
+        divergence=total.divergence / total.count,
+        agreement=total.same / total.count,
+    )
+    return quality, _num_bytes(model)
+
+
+def show_result(result: dict[str, Any]) -> None:
+    """Print the table, and warnings."""
+    base = result["unquantised"]
+    table = Table(
+        "format", "MB", "perplexity", "x", "KL", "same greedy token", box=None, header_style="bold"
+    )
+    table.add_row(
+        "unquantised", f"{base['weights_bytes'] / 1e6:.0f}", f"{base['perplexity']:.3f}", "", "", ""
+    )
+    for name, figures in result["formats"].items():
+        table.add_row(
+            name,
+            f"{figures['weights_bytes'] / 1e6:.0f}",
+            f"{figures['perplexity']:.3f}",
+            f"{figures['perplexity'] / base['perplexity']:.3f}",
+            f"{figures['divergence']:.4f}",
+            f"{figures['agreement']:.1%}",
+        )
+    show(table)
+    for warning in result["warnings"]:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quality",
+        description="Quality of weights in few bits, beside the unquantised model's.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
+    add("--dtype", default="float32", help="of the unquantised model and of activations")
+    add(
+        "--formats",
+        default="bf16,int8,int4,fp8,keep",
+        help=f"some of {FORMATS}, separated by commas",
+    )
+    add(
+        "--quantize-embeddings",
+        default=None,
+        help="of the embedding and the head, where it is not the format's usual one",
+    )
+    add("--texts", type=int, default=16, help="how many turns")
+    add("--tokens", type=int, default=256, help="of each, at most")
+    add("--seed", type=int, default=0, help="of the draw")
+    add("--path", type=Path, default=None, help="a ShareGPT file, if not the published one")
+    add("--output", type=Path, default=None, help="also write the object here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""What weights in few bits cost in quality."""

@@ -1,0 +1,162 @@
+"""Two replicas with roles beside two plain ones: `python -m benchmarks.roles MODEL`.
+
+Both fleets answer the same random prompts with the same arrivals. Times are those of the caller,
+from the submission on, so that they include what goes from one replica to the other. Each run
+starts a fleet of its own, since the fleets may need the same devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from rich.table import Table
+
+from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common.repeats import add_repeats, in_turns, summary
+from jaxserve.core.metrics import spread
+from jaxserve.engine.answers import Piece
+from jaxserve.workload import random_items
+from jaxserve.workload.arrivals import with_arrivals
+
+if TYPE_CHECKING:
+    from jaxserve import Fleet
+
+
+# Arguments of `Fleet`, by the name of the contender.
+CONTENDERS: dict[str, dict[str, Any]] = {
+    "roles": {"roles": {"prefill": 1, "decode": 1}},
+    "whole": {"replicas": 2},
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of both fleets, and whether their answers have the same tokens."""
+    from benchmarks.common import environment
+    from jaxserve import Fleet
+
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    answers = []
+    for _, name in in_turns(list(CONTENDERS), options.repeats):
+        with Fleet(options.model, progress=False, **CONTENDERS[name], **options.settings) as fleet:
+            figures, tokens = _measured(fleet, options)
+        runs[name].append(figures)
+        answers.append(tokens)
+    return {
+        "benchmark": "roles",
+        "arguments": arguments_of(options),
+        "repeats": options.repeats,
+        "same_tokens": all(tokens == answers[0] for tokens in answers),
+        "fleets": {name: summary(of_one) for name, of_one in runs.items()},
+        **environment.describe("ray"),
+    }
+
+
+@final
+class _Arrivals:
+    """When the tokens of one answer arrived, in seconds since its submission."""
+
+    def __init__(self) -> None:
+        self.at_s: list[float] = []
+        self._begin_s = time.perf_counter()
+
+    def add(self, piece: Piece) -> None:
+        if piece.token_ids:
+            self.at_s.append(time.perf_counter() - self._begin_s)
+
+
+def _measured(fleet: Fleet, options: argparse.Namespace) -> tuple[dict[str, Any], list[Any]]:
+    """Return the figures of one run, and the tokens of its answers."""
+    items = random_items(
+        options.num_requests,
+        num_prompt_tokens=options.prompt_tokens,
+        num_output_tokens=options.output_tokens,
+        vocab_size=fleet.vocab_size,
+        seed=options.seed,
+    )
+    items = with_arrivals(items, options.arrivals, options.seed)
+    # Other prompts first, one for each replica, so that no first step is measured.
+    warm = random_items(
+        2,
+        num_prompt_tokens=options.prompt_tokens,
+        num_output_tokens=options.output_tokens,
+        vocab_size=fleet.vocab_size,
+        seed=options.seed + 1,
+    )
+    fleet.generate([list(item.prompt_token_ids) for item in warm], [item.params() for item in warm])
+    before = fleet.stats()
+    begin_s = time.perf_counter()
+    submitted = []
+    for item in items:
+        time.sleep(max(0.0, begin_s + item.arrival_s - time.perf_counter()))
+        arrivals = _Arrivals()
+        prompt = list(item.prompt_token_ids)
+        pending = fleet.submit(prompt, item.params(), on_piece=arrivals.add)
+        submitted.append((arrivals, pending))
+    done = [pending.result() for _, pending in submitted]
+    wall_s = time.perf_counter() - begin_s
+    for completion in done:
+        if completion.error is not None:
+            raise completion.error
+    times = [arrivals.at_s for arrivals, _ in submitted]
+    after = fleet.stats()
+    return {
+        "wall_s": wall_s,
+        "output_tokens_per_s": sum(len(each.token_ids) for each in done) / wall_s,
+        "first_token_s": spread([each[0] for each in times]),
+        "latency_s": spread([each[-1] for each in times]),
+        "gap_s": spread([b - a for each in times for a, b in itertools.pairwise(each)]),
+        "tokens_sent": after.num_prefix_hit_on_host - before.num_prefix_hit_on_host,
+    }, [each.token_ids for each in done]
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    table = Table(
+        "fleet", "tokens/s", "first token p50 s", "p99", "latency p50 s", "p99", "gap p99 s",
+        box=None, header_style="bold",
+    )  # fmt: skip
+    for name, figures in result["fleets"].items():
+        gap = figures["gap_s"]
+        table.add_row(
+            name,
+            f"{figures['output_tokens_per_s']:.0f}",
+            *(f"{figures['first_token_s'][each]:.3f}" for each in ("p50", "p99")),
+            *(f"{figures['latency_s'][each]:.3f}" for each in ("p50", "p99")),
+            "" if gap is None else f"{gap['p99']:.3f}",
+        )
+    show(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.roles",
+        description="Answer random prompts with one replica for prompts and one for answers, and "
+        "with two replicas that compute both, and print throughput and latencies as JSON. It needs "
+        "the extra `fleet`, and devices for two replicas.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", nargs="?", default="smollm2-135m", help="a name, folder or GGUF file")
+    add("settings", nargs="?", type=json.loads, default={}, help="JSON of further `Fleet` settings")
+    add("--num-requests", type=int, default=64, help="requests of a run")
+    add("--prompt-tokens", type=int, default=512, help="tokens of each prompt")
+    add("--output-tokens", type=int, default=64, help="tokens of each answer")
+    add("--arrivals", default="poisson:2", help="all, constant:S or poisson:R, per second")
+    add("--seed", type=int, default=0, help="of prompts and arrivals")
+    add_repeats(parser, "fleet")
+    add("--output", type=Path, default=None, help="also write the result here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

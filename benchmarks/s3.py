@@ -1,0 +1,328 @@
+"""The S3 paper's tables 2 to 4 and figures 4d and 5, simulated: `python -m benchmarks.s3 --help`.
+
+The paper's models on its GPU, as rooflines, under the scheduler, page pool and supervisor that
+serve on a device. A table on stderr, one JSON object on stdout; docs/benchmarks/papers.md says what
+each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.common.counters import average_batch
+from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common.policies import load_predictor, predictions_of
+from benchmarks.common.repeats import Figures
+from benchmarks.common.workloads import is_tested_on
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.metrics import summarise
+from jaxserve.core.prediction import LengthPrediction
+from jaxserve.planning import DeviceRoofs, ModelShape, RooflineCost, Simulation, simulate
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.workload import WorkloadItem
+from jaxserve.workload.arrivals import with_arrivals
+from predictor import LengthBuckets
+
+# Tokens of the longest sequence, which ORCA reserves for each.
+MAX_CONTEXT = 2048
+PAGE_TOKENS = 16
+# NVIDIA A100 80 GB (SXM): data sheet; PCIe 4.0 x8 as in section 4.
+A100 = DeviceRoofs(
+    flops=312e12, memory_bytes_per_s=2.039e12, link_bytes_per_s=15.75e9, memory_bytes=80e9
+)
+# Table 1, as printed.
+MODELS = {
+    "GPT-J": ModelShape(num_params=6e9, num_layers=28, hidden_size=5120),
+    "LLAMA 13B": ModelShape(num_params=13e9, num_layers=40, hidden_size=4096),
+    "GPT-NEOX": ModelShape(num_params=20e9, num_layers=44, hidden_size=6144),
+    "LLAMA 33B": ModelShape(num_params=30e9, num_layers=60, hidden_size=6656),
+}
+GPT3 = ModelShape(num_params=175e9, num_layers=96, hidden_size=12288)
+NUM_GPUS = (6, 8, 10)
+# The policies of tables 2, 3 and 4, and their tokens a second, average batch and iterations.
+PAPER_POLICIES = ("orca", "s3", "s3_oracle")
+PAPER = {
+    "GPT-J": {
+        "output_tokens_per_s": (2061.16, 2349.67, 2569.09),
+        "average_batch": (69.94, 530.0, 564.88),
+        "num_iterations": (7988, 1054, 989),
+    },
+    "LLAMA 13B": {
+        "output_tokens_per_s": (1018.15, 1641.55, 1907.09),
+        "average_batch": (31.61, 274.66, 527.04),
+        "num_iterations": (17675, 2034, 1060),
+    },
+    "GPT-NEOX": {
+        "output_tokens_per_s": (490.15, 1344.94, 1530.05),
+        "average_batch": (16.89, 157.59, 292.19),
+        "num_iterations": (33069, 3545, 1912),
+    },
+    "LLAMA 33B": {
+        "output_tokens_per_s": (91.46, 593.73, 834.30),
+        "average_batch": (4.0, 42.47, 77.35),
+        "num_iterations": (139790, 13155, 7223),
+    },
+    "GPT3, 6 GPUs": {
+        "average_batch": (11.95, 114.22, 209.47),
+        "num_iterations": (46734, 4891, 2667),
+    },
+    "GPT3, 8 GPUs": {
+        "average_batch": (28.68, 247.85, 470.65),
+        "num_iterations": (19482, 2254, 1187),
+    },
+    "GPT3, 10 GPUs": {
+        "average_batch": (48.99, 399.62, 564.88),
+        "num_iterations": (11403, 1398, 989),
+    },
+}
+
+
+def machines() -> Iterator[tuple[str, RooflineCost]]:
+    """Yield name and step costs of every model on its GPUs."""
+    for name, model in MODELS.items():
+        yield name, RooflineCost(model=model, roofs=A100, page_tokens=PAGE_TOKENS)
+    for count in NUM_GPUS:
+        yield (
+            f"GPT3, {count} GPUs",
+            RooflineCost(model=GPT3, roofs=A100, page_tokens=PAGE_TOKENS, num_stages=count),
+        )
+
+
+def paper_value(model: str, key: str, policy: str) -> float | None:
+    """Return the paper's own number; None where it has none."""
+    values = PAPER.get(model, {}).get(key)
+    if values is None or policy not in PAPER_POLICIES:
+        return None
+    return values[PAPER_POLICIES.index(policy)]
+
+
+# Section 4.1: seconds a token that an English reader takes.
+SLO_S = 0.1875
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """A policy, a machine by its step costs, requests and their predicted lengths."""
+
+    policy: str
+    cost: RooflineCost
+    items: Sequence[WorkloadItem]
+    predictions: Sequence[LengthPrediction | None]
+    max_slots: int
+
+    def at_once(self) -> Figures:
+        """Return the figures of all requests at once."""
+        done = self._simulated(self.items)
+        stats = done.stats
+        pages_s = self.cost.swap_s(stats.num_pages_out + stats.num_pages_in)
+        return {
+            **summarise(done.completions, done.wall_s),
+            "average_batch": average_batch(done.steps),
+            "num_iterations": stats.num_iterations,
+            "num_preemptions": stats.num_preemptions,
+            "num_outgrown": stats.num_outgrown,
+            "penalty_share": pages_s / done.wall_s,
+        }
+
+    def arriving(self, rate: float, seed: int) -> Figures:
+        """Return how many requests are served within `SLO_S` a token at this rate of arrivals."""
+        done = self._simulated(with_arrivals(self.items, f"poisson:{rate}", seed))
+        within = [
+            completion.timing.latency_s <= SLO_S * len(completion.token_ids)
+            for completion in done.completions
+            if completion.timing.latency_s is not None
+        ]
+        return {
+            "rate": rate,
+            "share_within": sum(within) / len(self.items),
+            "requests_within_per_s": sum(within) / done.wall_s,
+        }
+
+    def _simulated(self, items: Sequence[WorkloadItem]) -> Simulation:
+        return simulate(
+            items,
+            self._stateless(),
+            self._config(),
+            self.cost,
+            predictions=self.predictions,
+            label=self.policy,
+        )
+
+    def _stateless(self) -> Policy:
+        """Return the policy without retention: the requests share no prefix."""
+        return replace(PRESETS[self.policy], retention=Stateless())
+
+    def _config(self) -> EngineConfig:
+        """Return as many pages as fit beside the weights, and as many on the host."""
+        num_pages = self.cost.kv_tokens // PAGE_TOKENS
+        return EngineConfig(
+            page_size=PAGE_TOKENS,
+            num_pages=1 + num_pages,
+            max_slots=self.max_slots,
+            max_context=MAX_CONTEXT,
+            max_step_tokens=max(2048, self.max_slots),
+            max_decode_iterations=16,
+            num_host_pages=num_pages,
+        )
+
+
+def imitated(
+    items: Sequence[WorkloadItem], accuracy: float, seed: int
+) -> list[LengthPrediction | None]:
+    """Return predictions that are right at a rate of `accuracy`, and one bucket off otherwise."""
+    rng = np.random.default_rng(seed)
+    buckets = LengthBuckets.equal_width(MAX_CONTEXT)
+    last = buckets.num - 1
+    predictions: list[LengthPrediction | None] = []
+    for item in items:
+        bucket = int(buckets.bucket_of(item.num_output_tokens))
+        if rng.random() > accuracy:
+            step = int(rng.choice([-1, 1]))
+            bucket += step if 0 <= bucket + step <= last else -step
+        probabilities = np.full(buckets.num, (1.0 - accuracy) / last)
+        probabilities[bucket] = accuracy
+        predictions.append(LengthPrediction(buckets, probabilities))
+    return predictions
+
+
+POLICIES = ("orca", "vllm_like", "s3", "s3_oracle", "auto")
+# Over the rate at which ORCA answers when all requests arrive at once.
+RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    return command(run, build_parser().parse_args(arguments), show_result=_print_tables)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return every model's figures under every policy, all requests at once and arriving."""
+    from benchmarks.common import environment
+
+    items, predictions = _requests(options)
+    costs = dict(machines())
+    offline = {
+        name: {
+            policy: Run(policy, cost, items, predictions, options.max_slots).at_once()
+            for policy in POLICIES
+        }
+        for name, cost in costs.items()
+    }
+    few = options.num_slo_requests
+    slo = {
+        name: {
+            policy: [
+                Run(
+                    policy, costs[name], items[:few], predictions[:few], options.max_slots
+                ).arriving(factor * offline[name]["orca"]["requests_per_s"], options.seed)
+                for factor in RATES
+            ]
+            for policy in POLICIES
+        }
+        for name in (MODELS if few else ())
+    }
+    lengths = [item.num_output_tokens for item in items]
+    return {
+        "benchmark": "s3",
+        "arguments": arguments_of(options),
+        "mean_prompt_tokens": float(np.mean([len(item.prompt_token_ids) for item in items])),
+        "mean_output_tokens": float(np.mean(lengths)),
+        "models": offline,
+        "paper": PAPER,
+        "slo": slo,
+        **environment.describe(),
+    }
+
+
+def _requests(
+    options: argparse.Namespace,
+) -> tuple[list[WorkloadItem], list[LengthPrediction | None]]:
+    """Return prompts and lengths of ShareGPT, and the predictions of them."""
+    from jaxserve.models.tokenizer import Tokenizer
+    from jaxserve.workload import sharegpt
+
+    tokenizer = Tokenizer.of_model(options.model)
+    items = sharegpt.sample(
+        options.num_requests,
+        options.seed,
+        tokenizer=tokenizer,
+        max_output_tokens=MAX_CONTEXT - 512,
+        is_limit_known=False,
+        accepts=is_tested_on,
+    )
+    predictor = load_predictor(options)
+    if predictor is not None:
+        return items, list(predictions_of(predictor, items, tokenizer) or ())
+    return items, imitated(items, options.accuracy, options.seed)
+
+
+def _print_tables(result: dict[str, Any]) -> None:
+    table = Table(
+        "model", "policy", "tokens/s", "paper", "batch", "paper", "iterations", "paper",
+        "of ORCA", "paper", "preempted", box=None, header_style="bold",
+    )  # fmt: skip
+    for name, runs in result["models"].items():
+        for policy, figures in runs.items():
+            rate, batch, iterations = (
+                paper_value(name, key, policy)
+                for key in ("output_tokens_per_s", "average_batch", "num_iterations")
+            )
+            ratio = figures["output_tokens_per_s"] / runs["orca"]["output_tokens_per_s"]
+            orca = paper_value(name, "output_tokens_per_s", "orca")
+            table.add_row(
+                name if policy == "orca" else "",
+                policy,
+                f"{figures['output_tokens_per_s']:.0f}",
+                _shown(rate),
+                f"{figures['average_batch']:.1f}",
+                _shown(batch),
+                str(figures["num_iterations"]),
+                _shown(iterations),
+                f"{ratio:.2f}",
+                f"{rate / orca:.2f}" if rate and orca else "",
+                str(figures["num_preemptions"]),
+            )
+    show(table)
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.s3",
+        description="The S3 paper's models on its GPU, simulated with rooflines: tables 2, 3 and 4 "
+        "with ShareGPT's lengths, and sequences served within 0.1875 s a token.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--num-requests", type=int, default=2000, help="that arrive all at once")
+    add(
+        "--num-slo-requests",
+        type=int,
+        default=500,
+        help="of these that arrive at a rate; 0 for none",
+    )
+    add("--max-slots", type=int, default=1024, help="most sequences at once")
+    add("--predictor", default=None, help="folder of a trained predictor; imitated without it")
+    add("--accuracy", type=float, default=0.986, help="of the imitated predictor: table 5, Alpaca")
+    add("--model", default="smollm2-135m", help="the model whose tokenizer counts")
+    add("--seed", type=int, default=0, help="of the draw, the arrivals and the imitation")
+    add("--output", type=Path, default=None, help="also write the object here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

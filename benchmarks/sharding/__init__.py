@@ -1,1 +1,0 @@
-"""What plans send between devices, and how full their pipelines are."""

@@ -1,0 +1,327 @@
+"""Tokens a second with and without speculation: `python -m benchmarks.speculation --help`.
+
+The same prompts are answered greedily by a runtime that speculates and by one that does not, in
+turns. Their answers are the same, token for token, which is checked. `--compare` has other engines
+with their own lookup decoding give answers of the same lengths to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from benchmarks.common import workloads
+from benchmarks.common.counters import counters_of, since
+from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common.policies import add_policy_options, parse_policies
+from benchmarks.common.repeats import Figures, Spread, add_repeats, in_turns, ratios, summary
+from benchmarks.common.serving import Runtimes
+from benchmarks.offline.peers.compare import Peer, any_failed, named
+from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.lookup import HostLookup
+from jaxserve.workload import WorkloadItem
+
+if TYPE_CHECKING:
+    from jaxserve.core.request import Completion
+    from jaxserve.runtime import Runtime
+
+
+KINDS = ("chat", "summarising", "repeating", "editing")
+
+# Characters of a text to repeat at most.
+_MAX_CHARACTERS = 600
+# Texts that a summary is of, and characters of each at most.
+_NUM_SUMMARISED, _MAX_SUMMARISED = 6, 200
+_NAMES = ("total", "count", "price", "width", "height", "weight", "score", "limit", "offset")
+_VERBS = ("add", "scale", "check", "update", "merge", "split", "clean", "load")
+
+
+def prompts_of(kind: str, texts: Sequence[str], seed: int) -> list[list[dict[str, Any]]]:
+    """Return a chat of one message for each text.
+
+    Args:
+      kind: one of `KINDS`. "chat" is the text itself; "summarising" asks for the three of six
+        texts, this one and the next ones, that matter most, word for word; "repeating" asks for the
+        text again; "editing" asks for a made-up program with one name changed, which depends on the
+        seed only.
+    """
+    rng = random.Random(seed)
+    wanted = []
+    for i, text in enumerate(texts):
+        if kind == "summarising":
+            several = [texts[(i + j) % len(texts)] for j in range(_NUM_SUMMARISED)]
+            lines = [f"- {' '.join(each.split())[:_MAX_SUMMARISED]}" for each in several]
+            text = (
+                "These are messages of a forum:\n\n" + "\n".join(lines) + "\n\nSummarise them: "
+                "quote the three most important messages word for word, as a list."
+            )
+        elif kind == "repeating":
+            text = f"Repeat this text word for word:\n\n{text[:_MAX_CHARACTERS]}"
+        elif kind == "editing":
+            old, new = rng.sample(_NAMES, 2)
+            text = (
+                f"Write this program again, in full, with {old} renamed to {new}:\n\n"
+                f"```python\n{_program(rng, old)}```"
+            )
+        wanted.append([{"role": "user", "content": text}])
+    return wanted
+
+
+def _program(rng: random.Random, name: str) -> str:
+    """Return a few Python functions that use a name."""
+    functions = []
+    for verb in rng.sample(_VERBS, 4):
+        other = rng.choice([each for each in _NAMES if each != name])
+        functions.append(
+            f"def {verb}_{name}({name}, {other}={rng.randrange(100)}):\n"
+            f'    """Return the {name} after the {other}."""\n'
+            f"    if {name} > {other}:\n"
+            f"        {name} = {name} - {other}\n"
+            f"    return {name} * {rng.randrange(2, 9)}\n"
+        )
+    return "\n\n".join(functions)
+
+
+# Proposals of an iteration, as one sequence gets them by default.
+_MOST_PROPOSED = 7
+
+
+def most_by_lookup(prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """Return the tokens of an iteration if each computed seven proposals, which cost nothing.
+
+    So no lookup in the request itself makes this answer faster by more than about this factor.
+    """
+    lookup, place, num_iterations = HostLookup(prompt), 0, 0
+    while place < len(answer):
+        lookup.follow(answer[:place])
+        proposed = lookup.propose(_MOST_PROPOSED)
+        num_right = 0
+        for token, wanted in zip(proposed, answer[place:], strict=False):
+            if token != wanted:
+                break
+            num_right += 1
+        place += 1 + num_right
+        num_iterations += 1
+    return min(place, len(answer)) / max(1, num_iterations)
+
+
+_WITHOUT, _LOOKUP, _DRAFT = "without", "lookup", "draft"
+# Engines that look proposals up.
+_PEERS = ("llamacpp", "vllm")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print and write the result; return the exit code."""
+    options = build_parser().parse_args(arguments)
+    return command(run, options, show_result=_print_table, is_whole=_is_whole)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of every kind of prompt and number of requests."""
+    from benchmarks.common import environment
+
+    kinds = _kinds("--kinds", options.kinds, KINDS)
+    compared_kinds = _kinds("--compare-kinds", options.compare_kinds or options.kinds, kinds)
+    counts = [int(count) for count in options.requests.split(",")]
+    options.num_requests = max(counts)
+    peers = _peers(options)
+    cases, answers = [], {}
+    with Runtimes(options) as open_runtimes:
+        policy = parse_policies(options.policies)[0]
+        runtimes = {
+            _WITHOUT: open_runtimes.open(policy),
+            _LOOKUP: open_runtimes.open(policy, speculation=_LOOKUP),
+        }
+        if options.draft_model is not None:
+            drafting = {"speculation": _DRAFT, "draft_model": options.draft_model}
+            runtimes[_DRAFT] = open_runtimes.open(policy, **drafting)
+        tokenizer = open_runtimes.tokenizer
+        items = workloads.items(options, runtimes[_WITHOUT])
+        texts = [tokenizer.decode(item.prompt_token_ids) for item in items]
+        for kind in kinds:
+            prompts = prompts_of(kind, texts, options.seed)
+            for count in counts:
+                print(f"{kind}, {count} requests", file=sys.stderr)
+                cases.append(_case(runtimes, kind, prompts[:count], options))
+            if peers and kind in compared_kinds:
+                answers[kind] = _items(runtimes[_WITHOUT], prompts, options.output_tokens)
+    compared = {kind: _compared(peers, items, counts, options) for kind, items in answers.items()}
+    return {
+        "benchmark": "speculation",
+        "arguments": arguments_of(options),
+        "repeats": options.repeats,
+        "cases": cases,
+        "peers": compared,
+        **environment.describe(),
+    }
+
+
+def _kinds(option: str, given: str, allowed: Sequence[str]) -> list[str]:
+    kinds = given.split(",")
+    if unknown := sorted(set(kinds) - set(allowed)):
+        raise InvalidConfigError(f"{option} has {unknown}; pass some of {','.join(allowed)}")
+    return kinds
+
+
+def _case(
+    runtimes: dict[str, Runtime], kind: str, prompts: list[Any], options: argparse.Namespace
+) -> dict[str, Any]:
+    found: dict[str, list[Figures]] = {way: [] for way in runtimes}
+    answers: dict[str, list[tuple[int, ...]]] = {way: [] for way in runtimes}
+    most: list[float] = []
+    for _, way in in_turns(tuple(runtimes), options.repeats):
+        figures, done = _played(runtimes[way], prompts, options.output_tokens)
+        found[way].append(figures)
+        answers[way] += [tuple(each.token_ids) for each in done]
+        most = most or [most_by_lookup(each.prompt_token_ids, each.token_ids) for each in done]
+    rates = {way: [run["tokens_per_s"] for run in runs] for way, runs in found.items()}
+    faster = {
+        way: Spread.of(ratios(rates[way], rates[_WITHOUT])) for way in runtimes if way != _WITHOUT
+    }
+    return {
+        "kind": kind,
+        "num_requests": len(prompts),
+        "is_faster_by": {
+            way: {"median": spread.median, "range": [spread.low, spread.high]}
+            for way, spread in faster.items()
+        },
+        "most_by_lookup": statistics.mean(most),
+        "num_answers": len(answers[_WITHOUT]),
+        "num_same_answers": sum(
+            len(set(each)) == 1 for each in zip(*answers.values(), strict=True)
+        ),
+        **{way: summary(runs) for way, runs in found.items()},
+    }
+
+
+def _peers(options: argparse.Namespace) -> dict[str, Peer]:
+    """Return the peers of `--compare`, which answer all prompts and the smaller numbers of them."""
+    peers = {} if options.compare is None else named(options.compare)
+    if unable := sorted(set(peers) - set(_PEERS)):
+        raise InvalidConfigError(f"--compare {unable} do not look up; pass some of {_PEERS}")
+    return peers
+
+
+def _items(rt: Runtime, prompts: list[Any], output_tokens: int) -> list[WorkloadItem]:
+    """Return the prompts, each with the length of its answer, for engines that ignore its end."""
+    done = rt.generate(prompts, SamplingParams(max_tokens=output_tokens), progress=False)
+    return [
+        WorkloadItem(
+            prompt_token_ids=tuple(each.prompt_token_ids),
+            num_output_tokens=len(each.token_ids),
+            max_tokens=output_tokens,
+        )
+        for each in done
+    ]
+
+
+def _compared(
+    peers: dict[str, Peer],
+    items: list[WorkloadItem],
+    counts: list[int],
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Return the figures of all engines, which print a table, with lookup decoding."""
+    from benchmarks.offline.peers.compare import compare, print_table
+    from jaxserve.models.registry import resolve
+
+    result = compare(
+        peers,
+        resolve(options.model).path,
+        items,
+        batch_size=max(counts),
+        repeats=options.repeats,
+        settings={"speculation": "lookup", "dtype": "float32", "max_slots": max(counts)},
+        fewer=sorted({*counts} - {max(counts)}),
+        speculates=True,
+    )
+    print_table(result)
+    return result
+
+
+def _played(
+    rt: Runtime, prompts: list[Any], output_tokens: int
+) -> tuple[Figures, list[Completion]]:
+    """Return the figures of one run, with nothing in the prefix cache, and the answers."""
+    rt.forget_kept_pages()
+    before, begin_s = counters_of(rt.stats()), time.perf_counter()
+    done = rt.generate(prompts, SamplingParams(max_tokens=output_tokens), progress=False)
+    wall_s = time.perf_counter() - begin_s
+    num_tokens = sum(len(each.token_ids) for each in done)
+    engine = since(before, counters_of(rt.stats()))
+    num_computed, num_right = engine["num_draft_tokens"], engine["num_accepted_tokens"]
+    return {
+        "wall_s": wall_s,
+        "num_failed": sum(each.error is not None for each in done),
+        "output_tokens": num_tokens,
+        "tokens_per_s": num_tokens / wall_s,
+        "num_draft_tokens": num_computed,
+        "accepted_share": num_right / num_computed if num_computed else 0.0,
+    }, done
+
+
+def _is_whole(result: dict[str, Any]) -> bool:
+    cases = result["cases"]
+    if any(any_failed(comparison) for comparison in result["peers"].values()):
+        return False
+    is_same = all(case["num_same_answers"] == case["num_answers"] for case in cases)
+    ways = [(case, way) for case in cases for way in (_WITHOUT, *case["is_faster_by"])]
+    return is_same and not any(case[way]["num_failed"] for case, way in ways)
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    table = Table(
+        "prompts", "requests", "proposer", "tokens/s without", "with", "faster by", "at most",
+        "accepted", "same",
+        box=None, header_style="bold",
+    )  # fmt: skip
+    for case in result["cases"]:
+        for way, spread in case["is_faster_by"].items():
+            low, high = spread["range"]
+            table.add_row(
+                case["kind"],
+                str(case["num_requests"]),
+                way,
+                *(f"{case[each]['tokens_per_s']:.0f}" for each in (_WITHOUT, way)),
+                f"{spread['median']:.2f} ({low:.2f} to {high:.2f})",
+                f"{case['most_by_lookup']:.2f}" if way == _LOOKUP else "",
+                f"{case[way]['accepted_share']:.0%}",
+                f"{case['num_same_answers']}/{case['num_answers']}",
+            )
+    show(table)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.speculation",
+        description="The same prompts with and without speculation, in turns. Prints a table and "
+        "one JSON object.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    workloads.add_arguments(parser)
+    add_repeats(parser, "way")
+    add_policy_options(parser, policies="auto", max_context=1024)
+    text = f"kinds of prompts, separated by commas: {', '.join(KINDS)}"
+    parser.add_argument("--kinds", default=",".join(KINDS), help=text)
+    parser.add_argument(
+        "--requests", default="1,4,16,64", help="numbers of requests at once, separated by commas"
+    )
+    text = "name, folder or file of a draft model, to compare it too"
+    parser.add_argument("--draft-model", default=None, help=text)
+    text = f"engines to run beside it, with lookup decoding: {', '.join(_PEERS)}"
+    parser.add_argument("--compare", default=None, help=text)
+    text = "kinds of prompts that they answer; by default all, about 20 minutes each on two cores"
+    parser.add_argument("--compare-kinds", default=None, help=text)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

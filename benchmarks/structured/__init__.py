@@ -1,1 +1,0 @@
-"""What grammars cost."""

@@ -1,1 +1,0 @@
-"""Tests of the benchmark of a fleet's roles."""
