@@ -27,7 +27,7 @@ from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
 from benchmarks.common.serving import Runtimes, measure
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion
-from jaxserve.scheduling.iteration.static import Static
+from jaxserve.scheduling.iteration.request_level import Static
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.workload import WorkloadItem, random_items

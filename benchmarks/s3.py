@@ -28,7 +28,7 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.planning import DeviceRoofs, ModelShape, RooflineCost, Simulation, simulate
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.arrivals import with_arrivals
 from predictor import LengthBuckets

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, final
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.memory.eviction import LRU
-from jaxserve.scheduling.iteration.iteration_level import IterationLevel
+from jaxserve.scheduling.iteration.continuous import IterationLevel
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS, get_policy
-from jaxserve.scheduling.retention.tiered import Tiered
+from jaxserve.scheduling.retention import Tiered
 from jaxserve.workload import WorkloadItem
 
 if TYPE_CHECKING:

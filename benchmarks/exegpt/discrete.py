@@ -24,15 +24,14 @@ from jaxserve.planning.schedules import (
 from jaxserve.planning.schedules.iterations import iteration_of
 from jaxserve.planning.schedules.pipeline import Pipeline
 from jaxserve.planning.schedules.step_cost import LayerStepCost, MixedStepCost, pipeline_of
-from jaxserve.scheduling.admission.max_length import MaxLength
-from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.admission import MaxLength, OnDemand
+from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.iteration.rra import RRA
-from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.iteration.waa import DECODE, ENCODE, WAA
-from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.order import FCFS
 from jaxserve.scheduling.policy import IterationShape
 from jaxserve.scheduling.policy import Policy as ServingPolicy
-from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload import WorkloadItem
 
 _PAGE_TOKENS = 16

@@ -44,10 +44,10 @@ from jaxserve.planning.schedules.adaptation import Adaptation
 from jaxserve.planning.schedules.observed import AnswerLength
 from jaxserve.planning.schedules.pilot import AdaptingPilot
 from jaxserve.planning.schedules.step_cost import LayerStepCost
-from jaxserve.scheduling.admission.on_demand import OnDemand
-from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.admission import OnDemand
+from jaxserve.scheduling.order import FCFS
 from jaxserve.scheduling.policy import Policy as ServingPolicy
-from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload import WorkloadItem
 from jaxserve.workload.tasks import TASKS, Lengths
 

@@ -21,7 +21,7 @@ from jaxserve.core.request import (
 from jaxserve.engine.grammars import CompiledGrammar
 from jaxserve.engine.text import StreamDecoder, TextAssembler
 from jaxserve.engine.versions import TokenVersions, Weights
-from jaxserve.scheduling.lengths.estimate import LengthEstimate
+from jaxserve.scheduling.lengths import LengthEstimate
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Phase
 from jaxserve.scheduling.sequence import Sequence as Running

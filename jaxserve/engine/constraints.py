@@ -10,9 +10,8 @@ from typing import Any, Protocol, final
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import Request
 from jaxserve.engine.lookup import HostLookup
-from jaxserve.scheduling.collect import Progress
 from jaxserve.scheduling.plan import StepPlan, TokenMasks
-from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.scheduler import Progress, Scheduler
 from jaxserve.scheduling.sequence import Phase, Sequence
 
 # Sequences of which ended ones are dropped only when there are more.

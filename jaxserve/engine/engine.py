@@ -23,16 +23,14 @@ from jaxserve.execution.protocol import Executor, StepHandle
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.page_cache import Tier
-from jaxserve.scheduling.collect import Progress
-from jaxserve.scheduling.deferred import Deferred
-from jaxserve.scheduling.kv.identity import WeightsName
+from jaxserve.scheduling.bounds import Deferred
 from jaxserve.scheduling.kv.manager import KVManager
-from jaxserve.scheduling.kv.transfer import KVPages
-from jaxserve.scheduling.lengths.outlook import Outlook, outlooks
+from jaxserve.scheduling.kv.transfer import KVPages, WeightsName
 from jaxserve.scheduling.limits import check_has_groups
+from jaxserve.scheduling.outlook import Outlook, outlooks
 from jaxserve.scheduling.plan import LINK, StepPlan, StepResult, nothing_delivered
 from jaxserve.scheduling.policy import IterationShape, Policy
-from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.scheduler import Progress, Scheduler
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -130,7 +128,7 @@ class Engine:
         """Add a validated request to the waiting pool, and return its sequences.
 
         If others run or wait, and the request is expected to miss a bound of its own, they have
-        failed with BoundNotMetError, or fail so in a later `step` (`scheduling.lengths.bounds`).
+        failed with BoundNotMetError, or fail so in a later `step` (`scheduling.bounds`).
         """
         pace = self.recorder.pace() if request.has_bounds and self.has_work else None
         sequences = self.scheduler.add(request)

@@ -14,7 +14,7 @@ from jaxserve.engine.device_loop import DeviceLoop, Running
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request_log import RequestLog, record_end
 from jaxserve.execution.device_errors import is_out_of_memory
-from jaxserve.scheduling.collect import Progress
+from jaxserve.scheduling.scheduler import Progress
 from jaxserve.scheduling.sequence import Phase
 
 # A thread that runs an engine, and ends answers.

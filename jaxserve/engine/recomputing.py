@@ -6,9 +6,8 @@ import logging
 from collections.abc import Iterable
 
 from jaxserve.core.errors import HostMemoryError, StepMemoryError
-from jaxserve.scheduling.collect import Progress
 from jaxserve.scheduling.plan import Row
-from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.scheduler import Progress, Scheduler
 
 _log = logging.getLogger(__name__)
 

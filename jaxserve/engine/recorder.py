@@ -13,9 +13,9 @@ from typing import final
 from jaxserve.core.bound_outcomes import Outcome
 from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.core.request import Completion, Timing
-from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.slack import Pace
 
 # Number of newest records of each kind that are kept, which take some megabytes.
 MAX_RECORDS = 32_768

@@ -34,7 +34,7 @@ from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages
-from jaxserve.scheduling.kv.costs import SwapCosts
+from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import PageCopies, StepPlan
 from jaxserve.steps.batches import MixedBatch
 from jaxserve.steps.packing import (

@@ -33,7 +33,7 @@ from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.protocol import StepHandle
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
-from jaxserve.scheduling.kv.costs import SwapCosts
+from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import StepPlan
 from predictor import Refinement
 from sharding import ProcessGroup

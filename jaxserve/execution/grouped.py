@@ -17,7 +17,7 @@ from jaxserve.execution.page_copies import DevicePages
 from jaxserve.execution.protocol import GroupRole, ModelExecutor, StepHandle
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves
-from jaxserve.scheduling.kv.costs import SwapCosts
+from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import Handover, StepPlan, StepResult, nothing_computed
 from predictor import Refinement
 

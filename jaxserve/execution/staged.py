@@ -35,7 +35,7 @@ from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
-from jaxserve.scheduling.kv.costs import SwapCosts
+from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import PageCopies, StepPlan
 from jaxserve.steps.packing import pack_rows
 from predictor import Refinement

@@ -12,7 +12,7 @@ import jax
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.config import DecoderConfig
-from jaxserve.scheduling.kv.costs import SwapCosts
+from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.steps.step_function import Shelf, abstract
 
 # Repetitions of each timing.

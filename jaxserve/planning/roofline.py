@@ -9,7 +9,7 @@ from typing import final
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.execution.step_cost import StepWork
 from jaxserve.memory.eviction import RecomputeCost
-from jaxserve.scheduling.kv.costs import SwapCosts
+from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import StepPlan
 
 

@@ -18,7 +18,7 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion, Request
 from jaxserve.runtime.awaited_prediction import AwaitedPrediction
-from jaxserve.scheduling.admission.predicted import Predicted
+from jaxserve.scheduling.admission import Predicted
 from jaxserve.scheduling.policy import Policy
 from jaxserve.steps.probing import Probe
 from predictor import Calibration, LengthDistributions

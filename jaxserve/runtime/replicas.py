@@ -33,8 +33,8 @@ from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.planning.schedules.plan import Plan
 from jaxserve.report import Report
 from jaxserve.runtime.replica import Replica
-from jaxserve.scheduling.lengths.outlook import Outlook
-from jaxserve.scheduling.lengths.tracker import first_prediction
+from jaxserve.scheduling.lengths import first_prediction
+from jaxserve.scheduling.outlook import Outlook
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
 from pallas_kernels import dispatch

@@ -26,7 +26,7 @@ from jaxserve.runtime.pending import Batch, Params, Pending, submitted
 from jaxserve.runtime.planned import Planned
 from jaxserve.runtime.stats import RuntimeStats
 from jaxserve.runtime.streams import aread, read
-from jaxserve.scheduling.lengths.outlook import Outlook
+from jaxserve.scheduling.outlook import Outlook
 from jaxserve.workload import WorkloadItem
 from sharding import DeviceGroups, StagePlan
 

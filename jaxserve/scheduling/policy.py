@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, final
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.memory.eviction import Eviction
-from jaxserve.scheduling.lengths.tracker import LengthTracker
-from jaxserve.scheduling.preemption.last_in_order import LastInOrder
-from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.lengths import LengthTracker
+from jaxserve.scheduling.preemption import LastInOrder
+from jaxserve.scheduling.retention import Stateless
 from jaxserve.scheduling.sequence import Sequence
 
 _State = TypeVar("_State")
@@ -221,7 +221,7 @@ class StepBuilder(Protocol):
         """Return the sequence that `admit` would admit now; None if there is none.
 
         A sequence without a latency bound of its own may have to wait for running ones with one
-        (`lengths.slack`); the first one with a bound passes it then.
+        (`scheduling.slack`); the first one with a bound passes it then.
 
         Args:
           only_bounded: pass those without a bound, too.

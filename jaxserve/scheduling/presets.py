@@ -6,26 +6,15 @@ from dataclasses import replace
 
 from jaxserve.core.errors import InvalidConfigError, UnheededBoundError
 from jaxserve.core.request import Request
-from jaxserve.scheduling.admission.expected import Expected
-from jaxserve.scheduling.admission.max_length import MaxLength
-from jaxserve.scheduling.admission.on_demand import OnDemand
-from jaxserve.scheduling.admission.oracle import Oracle
-from jaxserve.scheduling.admission.predicted import Predicted
-from jaxserve.scheduling.iteration.concurrent import Concurrent
-from jaxserve.scheduling.iteration.iteration_level import IterationLevel
+from jaxserve.scheduling.admission import Expected, MaxLength, OnDemand, Oracle, Predicted
+from jaxserve.scheduling.iteration.continuous import IterationLevel, Unified
+from jaxserve.scheduling.iteration.request_level import Concurrent, Static
 from jaxserve.scheduling.iteration.rra import RRA
-from jaxserve.scheduling.iteration.static import Static
-from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.iteration.waa import WAA
-from jaxserve.scheduling.order.due_first import DueFirst
-from jaxserve.scheduling.order.fcfs import FCFS
-from jaxserve.scheduling.order.longest_first import LongestFirst
+from jaxserve.scheduling.order import FCFS, DueFirst, LongestFirst
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.preemption.last_in_order import LastInOrder
-from jaxserve.scheduling.preemption.longest_remaining import LongestRemaining
-from jaxserve.scheduling.retention.device_only import DeviceOnly
-from jaxserve.scheduling.retention.stateless import Stateless
-from jaxserve.scheduling.retention.tiered import Tiered
+from jaxserve.scheduling.preemption import LastInOrder, LongestRemaining
+from jaxserve.scheduling.retention import DeviceOnly, Stateless, Tiered
 
 PRESETS: dict[str, Policy] = {
     policy.name: policy
@@ -82,15 +71,23 @@ PRESETS: dict[str, Policy] = {
         # computing time and by memory; they schedule alike.
         *(
             Policy(
-                *(f"exegpt_{family}", MaxLength(), DueFirst(), WAA(encode_batch=4), Stateless()),
+                f"exegpt_{family}",
+                MaxLength(),
+                DueFirst(),
+                WAA(encode_batch=4),
+                Stateless(),
                 families=(family,),
             )
             for family in ("waa_c", "waa_m")
         ),
         # Ours.
         Policy(
-            *("auto", Expected(), DueFirst(), Unified(heeds_arrivals=True)),
-            *(Tiered(learns_reuse=True), LongestRemaining()),
+            "auto",
+            Expected(),
+            DueFirst(),
+            Unified(heeds_arrivals=True),
+            Tiered(learns_reuse=True),
+            LongestRemaining(),
         ),
         # As auto, until lengths and step times are known; then a runtime plans a schedule for its
         # latency bound, and adapts it. A simulation runs it as auto.

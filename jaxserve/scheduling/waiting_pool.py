@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from jaxserve.scheduling.kv.prefix_cache import num_shareable
-from jaxserve.scheduling.order_keys import OrderKeys
+from jaxserve.scheduling.order import OrderKeys
 from jaxserve.scheduling.sequence import Phase, Sequence
 
 # Entries of a block, at most.

@@ -19,7 +19,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.runtime import RuntimeStats, Service
-from jaxserve.scheduling.lengths.outlook import Outlook
+from jaxserve.scheduling.outlook import Outlook
 from jaxserve.server.errors import failed, too_busy, unavailable, unknown_model
 from jaxserve.server.lengths import LengthComments
 from jaxserve.server.mailbox import Mailbox

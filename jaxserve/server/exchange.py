@@ -18,7 +18,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
 from jaxserve.runtime import Service
 from jaxserve.runtime.pending import Pending
-from jaxserve.scheduling.lengths.estimate import LengthEstimate
+from jaxserve.scheduling.lengths import LengthEstimate
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.server.backend import Backend, OpenRequest
 from jaxserve.server.errors import invalid, timed_out

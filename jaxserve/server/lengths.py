@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, final
 
 from jaxserve.engine.answers import Piece
-from jaxserve.scheduling.lengths.estimate import LengthEstimate
+from jaxserve.scheduling.lengths import LengthEstimate
 
 # Seconds between two comments on one sample; another estimate has its own at once.
 _INTERVAL_S = 0.5

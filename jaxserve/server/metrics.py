@@ -18,7 +18,7 @@ from jaxserve.core.bound_outcomes import OUTCOMES, bound_outcomes
 from jaxserve.core.request import Completion, Sample
 from jaxserve.core.sampling_params import BOUND_NAMES, SamplingParams
 from jaxserve.runtime import RuntimeStats
-from jaxserve.scheduling.lengths.estimate import LengthEstimate
+from jaxserve.scheduling.lengths import LengthEstimate
 from jaxserve.server.engine_metrics import LABELS, EngineCollector
 from jaxserve.server.errors import is_refusal
 

@@ -14,7 +14,7 @@ from jaxserve.core.errors import JaxserveError, TurnCancelledError
 from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, failed_completion
-from jaxserve.scheduling.lengths.estimate import LengthEstimate
+from jaxserve.scheduling.lengths import LengthEstimate
 from jaxserve.server.backend import Backend, OpenRequest
 from jaxserve.server.errors import invalid
 from jaxserve.server.exchange import Group

@@ -18,14 +18,13 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier, HostMemory
 from jaxserve.memory.page_files import PageFiles
-from jaxserve.scheduling.admission.on_demand import OnDemand
-from jaxserve.scheduling.iteration.unified import Unified
-from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.admission import OnDemand
+from jaxserve.scheduling.iteration.continuous import Unified
+from jaxserve.scheduling.order import FCFS
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.preemption.last_in_order import LastInOrder
+from jaxserve.scheduling.preemption import LastInOrder
 from jaxserve.scheduling.presets import get_policy
-from jaxserve.scheduling.retention.stateless import Stateless
-from jaxserve.scheduling.retention.tiered import Tiered
+from jaxserve.scheduling.retention import Stateless, Tiered
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor, FreeCopiesExecutor
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 

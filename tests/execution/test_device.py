@@ -20,13 +20,13 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.warmup import warm_up
 from jaxserve.models.batch import empty_cache
-from jaxserve.scheduling.admission.on_demand import OnDemand
-from jaxserve.scheduling.iteration.unified import Unified
-from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.admission import OnDemand
+from jaxserve.scheduling.iteration.continuous import Unified
+from jaxserve.scheduling.order import FCFS
 from jaxserve.scheduling.plan import Admission, Row, StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention import Stateless
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs, largest_step_bytes

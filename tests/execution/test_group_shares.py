@@ -30,7 +30,7 @@ from jaxserve.execution.group import GroupExecutor, LeadingExecutor, in_group
 from jaxserve.execution.group_shares import LeadersShare, Report
 from jaxserve.execution.page_port import PagePort, cut_of
 from jaxserve.execution.weights import sharded
-from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.plan import LINK, Handover, StepPlan
 from jaxserve.scheduling.presets import PRESETS

@@ -21,7 +21,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
-from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS

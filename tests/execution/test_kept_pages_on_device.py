@@ -23,7 +23,7 @@ from jaxserve.models.batch import empty_cache
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.scheduling.retention.tiered import Tiered
+from jaxserve.scheduling.retention import Tiered
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs

@@ -10,8 +10,8 @@ import pytest
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import HostMemoryError, StepMemoryError
-from jaxserve.scheduling.admission.on_demand import OnDemand
-from jaxserve.scheduling.preemption.last_in_order import LastInOrder
+from jaxserve.scheduling.admission import OnDemand
+from jaxserve.scheduling.preemption import LastInOrder
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor, FreeCopiesExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama

@@ -26,7 +26,7 @@ from jaxserve.execution.page_calls import num_incoming
 from jaxserve.execution.protocol import StepHandle
 from jaxserve.models.families.llama import Llama, LlamaConfig
 from jaxserve.models.loading import abstract_model
-from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS

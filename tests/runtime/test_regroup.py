@@ -29,7 +29,7 @@ from jaxserve.execution.protocol import StepHandle
 from jaxserve.planning import GroupTimes, StepTimes, keep_step_times
 from jaxserve.planning.schedules.configuration import Division
 from jaxserve.planning.step_times import Curve
-from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
 from jaxserve.scheduling.plan import StepPlan, StepResult
 from jaxserve.scheduling.presets import PRESETS

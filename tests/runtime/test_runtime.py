@@ -32,7 +32,7 @@ from jaxserve.core.errors import (
     UnknownModelError,
 )
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.scheduling.iteration.static import Static
+from jaxserve.scheduling.iteration.request_level import Static
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.steps.step_function import COMPILED_EVENT, LOADED_EVENT
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor, RecordingExecutor, WrapAll

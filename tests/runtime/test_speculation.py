@@ -21,7 +21,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.state_limits import check_speculation
 from jaxserve.models.families.llama import Llama
-from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import OPTIONS, WrapAll, tiny_llama
 from sharding import DeviceGroups, StagePlan, make_groups, make_mesh

@@ -13,11 +13,9 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.scheduling.iteration.concurrent import Concurrent
-from jaxserve.scheduling.iteration.iteration_level import IterationLevel
+from jaxserve.scheduling.iteration.continuous import IterationLevel, Unified
+from jaxserve.scheduling.iteration.request_level import Concurrent, Static
 from jaxserve.scheduling.iteration.rra import RRA
-from jaxserve.scheduling.iteration.static import Static
-from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import Trace
 from tests.common.tiers import seeds, some

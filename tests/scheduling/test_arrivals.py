@@ -13,9 +13,9 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.scheduling.arrivals import Arrivals
-from jaxserve.scheduling.iteration.decode_loop import decode_iterations
+from jaxserve.scheduling.iteration.continuous import decode_iterations
 from jaxserve.scheduling.presets import PRESETS
+from jaxserve.scheduling.queues import Arrivals
 
 
 def _noted(times_s: list[float], *, is_busy: bool = True) -> Arrivals:

@@ -25,16 +25,14 @@ from jaxserve.execution.step_cost import FlatCost
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.page_files import PageFiles
 from jaxserve.planning import simulate
-from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.admission import OnDemand
+from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.iteration.rra import RRA
-from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.iteration.waa import WAA
-from jaxserve.scheduling.order.due_first import DueFirst
-from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.order import FCFS, DueFirst
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.scheduling.retention.stateless import Stateless
-from jaxserve.scheduling.retention.tiered import Tiered
+from jaxserve.scheduling.retention import Stateless, Tiered
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.testing import Trace
 from jaxserve.workload import WorkloadItem

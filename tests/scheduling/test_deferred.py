@@ -10,12 +10,11 @@ from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.scheduling.deferred import Deferred
+from jaxserve.scheduling.bounds import Deferred, too_late
 from jaxserve.scheduling.kv.manager import KVManager
-from jaxserve.scheduling.lengths.bounds import too_late
-from jaxserve.scheduling.pace import Pace
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.slack import Pace
 from jaxserve.testing.random_requests import random_prediction
 from tests.common.tiers import some
 

@@ -12,11 +12,9 @@ import pytest
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.scheduling.admission.expected import Expected
-from jaxserve.scheduling.admission.predicted import Predicted
-from jaxserve.scheduling.lengths.estimate import LengthEstimate
-from jaxserve.scheduling.order.longest_first import LongestFirst
-from jaxserve.scheduling.order.shortest_first import ShortestPredictedFirst
+from jaxserve.scheduling.admission import Expected, Predicted
+from jaxserve.scheduling.lengths import LengthEstimate
+from jaxserve.scheduling.order import LongestFirst, ShortestPredictedFirst
 from jaxserve.scheduling.policy import Order
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.scheduler import Scheduler

@@ -21,7 +21,7 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.policy import MAX_ADMITTED, Policy
 from jaxserve.scheduling.presets import PRESETS, get_policy
 from jaxserve.scheduling.scheduler import Scheduler

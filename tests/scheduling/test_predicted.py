@@ -15,8 +15,8 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.scheduling.admission.predicted import Predicted
-from jaxserve.scheduling.order.longest_first import LongestFirst
+from jaxserve.scheduling.admission import Predicted
+from jaxserve.scheduling.order import LongestFirst
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence

@@ -16,7 +16,7 @@ from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.sequence_kv import MAX_LOOKED_AT
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.scheduling.retention.tiered import Tiered
+from jaxserve.scheduling.retention import Tiered
 from jaxserve.scheduling.sequence import Sequence
 
 CONFIG = EngineConfig(

@@ -16,7 +16,7 @@ from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.simulated_model import END_TOKEN
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention import Stateless
 from jaxserve.scheduling.sequence import Phase
 from jaxserve.testing import Trace
 from jaxserve.testing.traces import PROBES

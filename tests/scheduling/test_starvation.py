@@ -13,17 +13,12 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated_model import END_TOKEN
-from jaxserve.scheduling.admission.max_length import MaxLength
-from jaxserve.scheduling.admission.on_demand import OnDemand
-from jaxserve.scheduling.admission.oracle import Oracle
-from jaxserve.scheduling.admission.predicted import Predicted
-from jaxserve.scheduling.iteration.iteration_level import IterationLevel
-from jaxserve.scheduling.iteration.unified import Unified
-from jaxserve.scheduling.order.longest_first import LongestFirst
-from jaxserve.scheduling.order.priority import Priority
+from jaxserve.scheduling.admission import MaxLength, OnDemand, Oracle, Predicted
+from jaxserve.scheduling.iteration.continuous import IterationLevel, Unified
+from jaxserve.scheduling.order import LongestFirst, Priority
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention import Stateless
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.testing import Trace
 from tests.common.tiers import some

@@ -9,24 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.scheduling.admission.max_length import MaxLength
-from jaxserve.scheduling.admission.on_demand import OnDemand
-from jaxserve.scheduling.admission.oracle import Oracle
-from jaxserve.scheduling.admission.predicted import Predicted
-from jaxserve.scheduling.iteration.concurrent import Concurrent
-from jaxserve.scheduling.iteration.iteration_level import IterationLevel
-from jaxserve.scheduling.iteration.static import Static
-from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.admission import MaxLength, OnDemand, Oracle, Predicted
+from jaxserve.scheduling.iteration.continuous import IterationLevel, Unified
+from jaxserve.scheduling.iteration.request_level import Concurrent, Static
 from jaxserve.scheduling.iteration.waa import WAA
-from jaxserve.scheduling.order.fcfs import FCFS
-from jaxserve.scheduling.order.longest_first import LongestFirst
-from jaxserve.scheduling.order.priority import Priority
-from jaxserve.scheduling.order.shortest_first import ShortestPredictedFirst
+from jaxserve.scheduling.order import FCFS, LongestFirst, Priority, ShortestPredictedFirst
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.preemption.last_in_order import LastInOrder
-from jaxserve.scheduling.preemption.longest_remaining import LongestRemaining
+from jaxserve.scheduling.preemption import LastInOrder, LongestRemaining
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention import Stateless
 from jaxserve.testing import Trace
 from tests.common.tiers import seeds, some
 

@@ -13,12 +13,11 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.scheduling.lengths.tracker import LengthTracker
-from jaxserve.scheduling.preemption.last_in_order import LastInOrder
-from jaxserve.scheduling.preemption.longest_remaining import LongestRemaining
+from jaxserve.scheduling.lengths import LengthTracker
+from jaxserve.scheduling.preemption import LastInOrder, LongestRemaining
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.victims import Victims
+from jaxserve.scheduling.step import Victims
 from predictor import LengthBuckets
 
 CONFIG = EngineConfig(

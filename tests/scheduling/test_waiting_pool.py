@@ -11,8 +11,8 @@ import pytest
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.scheduling.lengths.tracker import LengthTracker
-from jaxserve.scheduling.order_keys import OrderKeys
+from jaxserve.scheduling.lengths import LengthTracker
+from jaxserve.scheduling.order import OrderKeys
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.waiting_pool import WaitingPool

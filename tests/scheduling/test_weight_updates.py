@@ -17,14 +17,13 @@ from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.memory.eviction import LRU
 from jaxserve.memory.page_files import PageFiles
-from jaxserve.scheduling.admission.on_demand import OnDemand
-from jaxserve.scheduling.iteration.iteration_level import IterationLevel
-from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.admission import OnDemand
+from jaxserve.scheduling.iteration.continuous import IterationLevel
+from jaxserve.scheduling.order import FCFS
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.preemption.last_in_order import LastInOrder
+from jaxserve.scheduling.preemption import LastInOrder
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.scheduling.retention.device_only import DeviceOnly
-from jaxserve.scheduling.retention.tiered import Tiered
+from jaxserve.scheduling.retention import DeviceOnly, Tiered
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.testing import Trace
 from tests.common.tiers import seeds, some

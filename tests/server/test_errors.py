@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from jaxserve.core import errors
 from jaxserve.core.sampling_params import MAX_LOGIT_BIAS
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.scheduling.order.priority import Priority
+from jaxserve.scheduling.order import Priority
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.server.errors import STATUSES, headers_of, kind_of
 from jaxserve.server.schema.chat import ChatRequest

@@ -17,7 +17,7 @@ class Policy(Enum):
     """How prompts and answers share the devices.
 
     ExeGPT's are (section 4.1) round robin, by computation, and by memory. Continuous batching
-    computes prompts beside answers (`scheduling.iteration.unified.Unified`).
+    computes prompts beside answers (`scheduling.iteration.continuous.Unified`).
     """
 
     RRA = "rra"

@@ -18,7 +18,7 @@ from jaxserve.planning.schedules.observed import RequestClass, spans_of
 from jaxserve.planning.schedules.plan import SIMULATED
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Played, Player
-from jaxserve.scheduling.iteration.unified import Unified
+from jaxserve.scheduling.iteration.continuous import Unified
 
 # Share of preempted answers from which on memory is short.
 _PREEMPTED = 0.01

@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxserve.planning.schedules.configuration import Policy, Schedule
 from jaxserve.planning.schedules.measured_cost import THRESHOLD
+from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.iteration.rra import RRA
-from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.iteration.waa import WAA
 
 

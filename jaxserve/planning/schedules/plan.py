@@ -10,8 +10,8 @@ from jaxserve.planning.schedules.configuration import Division, Policy, Schedule
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.planning.schedules.iterations import iteration_of
 from jaxserve.planning.schedules.observed import RequestClass
+from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.iteration.rra import RRA
-from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.iteration.waa import WAA
 
 # Where a plan's figures are from: ExeGPT's equations (section 6), or simulations (`Player`). The

@@ -16,7 +16,7 @@ from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.simulator import simulated_engine
 from jaxserve.planning.step_times import StepTimes
 from jaxserve.scheduling.policy import IterationShape, Policy
-from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention import Stateless
 from jaxserve.scheduling.scheduler import Progress
 from jaxserve.scheduling.sequence import Sequence as Scheduled
 

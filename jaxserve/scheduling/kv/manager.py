@@ -4,30 +4,130 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import final
+
+import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
-from jaxserve.memory.disk_tier import DiskTier, HostMemory
+from jaxserve.memory.disk_tier import NO_DISK, DiskTier, DiskUsage, HostMemory
 from jaxserve.memory.eviction import RecomputeCost
 from jaxserve.memory.host_pool import HostPool
 from jaxserve.memory.page_cache import PageCache, Tier
+from jaxserve.memory.page_pool import PagePool
 from jaxserve.memory.page_values import PageValues
 from jaxserve.memory.relocation import Moves, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
-from jaxserve.scheduling.kv.costs import SwapCosts, copy_s, page_cost
-from jaxserve.scheduling.kv.identity import WeightsIdentity, WeightsName
-from jaxserve.scheduling.kv.integrity import check_integrity
 from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager, keys_of
-from jaxserve.scheduling.kv.restoring import Restoring
 from jaxserve.scheduling.kv.sequence_kv import SequenceKV
-from jaxserve.scheduling.kv.swap_space import SwapSpace
-from jaxserve.scheduling.kv.transfer import PageTransfer
-from jaxserve.scheduling.kv.usage import PageUsage
+from jaxserve.scheduling.kv.swap_space import SwapCosts, SwapSpace, copy_s, page_cost
+from jaxserve.scheduling.kv.transfer import PageTransfer, WeightsIdentity, WeightsName
 from jaxserve.scheduling.plan import PageCopies
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.sequence import Phase, Sequence
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageUsage:
+    """Counts of the pages of the device, of the host and of the disk.
+
+    Attributes:
+      num_usable: pages of the device that sequences can own: all except the null page.
+      num_owned: pages that sequences own.
+      num_reserved: pages that are reserved beside those, and not allocated yet.
+      num_cached: pages that no sequence owns, with contents that may be wanted again.
+      num_available: pages that can be reserved: free and cached ones that are not reserved yet.
+      num_host, num_host_free: pages of the host, and those of them that hold nothing.
+    """
+
+    num_usable: int
+    num_owned: int
+    num_reserved: int
+    num_cached: int
+    num_available: int
+    num_host: int
+    num_host_free: int
+    disk: DiskUsage
+
+    @classmethod
+    def of(cls, pool: PagePool, host: HostPool, disk: DiskTier | None) -> PageUsage:
+        """Return what the pages of the three tiers are used for now."""
+        return cls(
+            num_usable=pool.num_usable,
+            num_owned=pool.num_owned,
+            num_reserved=pool.num_reserved,
+            num_cached=pool.num_cached,
+            num_available=pool.num_available,
+            num_host=host.num_pages,
+            num_host_free=host.num_free,
+            disk=NO_DISK if disk is None else disk.usage,
+        )
+
+
+@final
+class Growth:
+    """The growth of sequences that all compute as many tokens, as it is before they do.
+
+    Args:
+      sequences: running ones, each with all of its tokens before the next one computed.
+    """
+
+    def __init__(self, sequences: Seq[Sequence], page_size: int):
+        self._page_size = page_size
+        self._computed = np.asarray([each.kv.num_computed for each in sequences], np.int64)
+        reserved = [each.kv.table.reservation for each in sequences]
+        self._reserved = np.asarray(reserved, np.int64)
+
+    def num_missing(self, num_tokens: int) -> int:
+        """Return the pages that `num_tokens` more of each take beyond their reservations."""
+        pages = -(-(self._computed + num_tokens) // self._page_size)
+        return int(np.maximum(pages - self._reserved, 0).sum())
+
+
+@final
+class Restoring:
+    """Takes the copies from the host, a limited number with each plan.
+
+    The other sequences of a step wait for its copies: 128k tokens of an 8B model are 16 GiB. So a
+    sequence with more than one plan copies runs, with all of its pages, and computes nothing before
+    the last of them has come.
+    """
+
+    def __init__(self, cache: PageCache):
+        self._cache = cache
+        self._sequences: list[Sequence] = []
+        self._takes_all = False
+
+    def __bool__(self) -> bool:
+        """Whether some sequence awaits its pages."""
+        return any(sequence.kv.awaits is not None for sequence in self._sequences)
+
+    def begin(self, sequence: Sequence, most: int | None) -> None:
+        """Have a sequence that was given its pages await them, where some plan cannot copy all.
+
+        Args:
+          most: copies of a plan; None where no other sequence waits for them.
+        """
+        incoming = self._cache.incoming
+        if most is None:
+            self._takes_all = len(incoming) > 0
+        elif len(incoming) > most:
+            sequence.kv.awaits = self._cache.last_incoming(sequence.kv.table.pages)
+            self._sequences.append(sequence)
+
+    def copies(self, most: int) -> PageCopies:
+        """Return the (host page, device page) of the next plan, if need be no more than `most`."""
+        incoming = self._cache.incoming
+        copies = incoming.take(None if self._takes_all else most)
+        self._takes_all = False
+        for sequence in self._sequences:
+            awaited = sequence.kv.awaits
+            if awaited is not None and awaited.device_page not in incoming:
+                sequence.kv.awaits = None
+        self._sequences = [each for each in self._sequences if each.kv.awaits is not None]
+        return copies
 
 
 @final
@@ -398,3 +498,36 @@ class KVManager:
         """Raise AssertionError unless pages and reservations of unfinished sequences add up."""
         check_integrity(self._cache, self.host, self.config.page_size, sequences)
         self._prefixes.check_integrity(sequences)
+
+
+def check_integrity(
+    cache: PageCache, host: HostPool, page_size: int, sequences: Iterable[Sequence]
+) -> None:
+    """Raise AssertionError where sequences and pools disagree.
+
+    Args:
+      sequences: all that have not ended.
+    """
+    cache.check_integrity()
+    pool = cache.pool
+    owned: dict[int, int] = {}
+    num_reserved = num_swapped = 0
+    for sequence in sequences:
+        kv = sequence.kv
+        runs = sequence.phase is Phase.RUNNING
+        assert (kv.table.reservation > 0) == runs, f"{sequence.phase} holds {kv.table.reservation}"
+        assert not runs or kv.num_computed <= kv.table.num_pages * page_size, (
+            "computed tokens lie outside the page table"
+        )
+        assert kv.num_cached <= kv.table.num_pages, "pages are cached that are not there"
+        assert not kv.host_pages or sequence.phase is Phase.WAITING, "KV in two places"
+        for page in kv.table.pages:
+            owned[page] = owned.get(page, 0) + 1
+        num_reserved += kv.table.reservation - kv.table.num_pages
+        num_swapped += len(kv.host_pages)
+    assert num_reserved == pool.num_reserved, "reservations do not add up"
+    assert len(owned) == pool.num_owned, "owned pages do not add up"
+    for page, count in owned.items():
+        assert pool.refcount(page) == count, f"page {page}: wrong reference count"
+    num_allocated = host.num_pages - host.num_free
+    assert num_swapped + cache.num_host_pages == num_allocated, "host pages do not add up"

@@ -23,11 +23,11 @@ from jaxserve.planning.schedules.observed import AnswerLength
 from jaxserve.planning.schedules.pilot import AdaptingPilot
 from jaxserve.planning.schedules.plan import Move, Plan
 from jaxserve.planning.schedules.planner import SchedulePlanner, ScheduleSpace
-from jaxserve.scheduling.admission.on_demand import OnDemand
-from jaxserve.scheduling.lengths.estimate import LengthEstimate
-from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.admission import OnDemand
+from jaxserve.scheduling.lengths import LengthEstimate
+from jaxserve.scheduling.order import FCFS
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload import WorkloadItem
 from predictor import LengthBuckets
 from tests.planning.schedules.step_times import CONFIG, like_a_small_model

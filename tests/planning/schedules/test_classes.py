@@ -40,11 +40,11 @@ from jaxserve.planning.schedules.pilot import AdaptingPilot
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Player
 from jaxserve.runtime.scored import scoring
-from jaxserve.scheduling.admission.on_demand import OnDemand
-from jaxserve.scheduling.order.due_first import DueFirst
+from jaxserve.scheduling.admission import OnDemand
+from jaxserve.scheduling.order import DueFirst
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload import WorkloadItem
 from tests.common.tiers import some
 from tests.planning.schedules.step_times import CONFIG, like_a_small_model

@@ -24,12 +24,12 @@ from jaxserve.planning.schedules import (
     TaskLengths,
 )
 from jaxserve.planning.schedules.step_cost import LayerStepCost
-from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.rra import RRA
-from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.order import FCFS
 from jaxserve.scheduling.plan import Admission, Row, StepPlan
 from jaxserve.scheduling.policy import Policy as ServingPolicy
-from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload.tasks import TASKS, task_items
 from tests.common.tiers import some
 from tests.planning.schedules.made_up import MadeUpCost, cluster_of, model_of

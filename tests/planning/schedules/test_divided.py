@@ -23,10 +23,10 @@ from jaxserve.planning.schedules.division_rule import DivisionRule
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength
 from jaxserve.planning.schedules.plan import Plan
-from jaxserve.scheduling.admission.on_demand import OnDemand
-from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.admission import OnDemand
+from jaxserve.scheduling.order import FCFS
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload import WorkloadItem
 from tests.planning.schedules.step_times import like_a_small_model
 

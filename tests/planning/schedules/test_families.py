@@ -25,8 +25,8 @@ from jaxserve.planning.schedules.observed import AnswerLength, RequestClass
 from jaxserve.planning.schedules.pilot import AdaptingPilot
 from jaxserve.planning.schedules.plan import CLOSED_FORM, SIMULATED
 from jaxserve.planning.schedules.played import LONGER, Player
+from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.iteration.rra import RRA
-from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.workload import WorkloadItem
 from tests.common.tiers import some

@@ -30,11 +30,11 @@ from jaxserve.planning.schedules import (
     measured_deployment,
 )
 from jaxserve.planning.step_times import Curve
-from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.rra import RRA
-from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.order import FCFS
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload import WorkloadItem
 from tests.common.tiers import some
 from tests.planning.schedules.step_times import CONFIG, like_a_small_model, plan_rra

@@ -13,11 +13,11 @@ from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError
 from jaxserve.planning import GroupTimes, simulate
 from jaxserve.planning.schedules import LatencyBounds, lengths_of
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
-from jaxserve.scheduling.admission.on_demand import OnDemand
+from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
-from jaxserve.scheduling.order.fcfs import FCFS
+from jaxserve.scheduling.order import FCFS
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.retention.stateless import Stateless
+from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload import WorkloadItem
 from tests.common.tiers import some
 from tests.planning.schedules.step_times import CONFIG, like_a_small_model

@@ -15,8 +15,8 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.step_cost import FlatCost
 from jaxserve.planning import simulate
 from jaxserve.planning.simulator import Ended
+from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.iteration.rra import RRA
-from jaxserve.scheduling.iteration.unified import Unified
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.testing import check_policy
 from jaxserve.workload import WorkloadItem

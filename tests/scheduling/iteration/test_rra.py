@@ -12,17 +12,13 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.execution.step_cost import FlatCost
 from jaxserve.planning import Simulation, simulate
-from jaxserve.scheduling.admission.on_demand import OnDemand
-from jaxserve.scheduling.admission.predicted import Predicted
+from jaxserve.scheduling.admission import OnDemand, Predicted
 from jaxserve.scheduling.iteration.rra import RRA
-from jaxserve.scheduling.order.fcfs import FCFS
-from jaxserve.scheduling.order.longest_first import LongestFirst
-from jaxserve.scheduling.order.priority import Priority
+from jaxserve.scheduling.order import FCFS, LongestFirst, Priority
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.preemption.last_in_order import LastInOrder
+from jaxserve.scheduling.preemption import LastInOrder
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.scheduling.retention.stateless import Stateless
-from jaxserve.scheduling.retention.tiered import Tiered
+from jaxserve.scheduling.retention import Stateless, Tiered
 from jaxserve.testing import check_policy
 from jaxserve.workload import WorkloadItem
 from tests.common.tiers import some

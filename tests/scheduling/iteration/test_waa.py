@@ -18,18 +18,15 @@ from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost
 from jaxserve.planning import GroupCosts, Simulation, simulate
 from jaxserve.report.trace import trace_events
-from jaxserve.scheduling.admission.on_demand import OnDemand
-from jaxserve.scheduling.admission.predicted import Predicted
+from jaxserve.scheduling.admission import OnDemand, Predicted
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.waa import DECODE, ENCODE, WAA
-from jaxserve.scheduling.order.fcfs import FCFS
-from jaxserve.scheduling.order.priority import Priority
+from jaxserve.scheduling.order import FCFS, Priority
 from jaxserve.scheduling.plan import LINK, StepPlan
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.preemption.last_in_order import LastInOrder
+from jaxserve.scheduling.preemption import LastInOrder
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.scheduling.retention.stateless import Stateless
-from jaxserve.scheduling.retention.tiered import Tiered
+from jaxserve.scheduling.retention import Stateless, Tiered
 from jaxserve.testing import ExecutorWrapper, FaultyExecutor, Trace, check_policy
 from jaxserve.testing.tiny import tiny_llama
 from jaxserve.workload import WorkloadItem

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.core.prediction import LengthPrediction
-from jaxserve.scheduling.lengths.estimate import LengthEstimate
+from jaxserve.scheduling.lengths import LengthEstimate
 from predictor import Calibration, LengthBuckets, LengthDistributions
 
 BUCKETS = LengthBuckets.equal_width(40, 4)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.scheduling.lengths.forecast import Forecast
+from jaxserve.scheduling.lengths import Forecast
 from predictor import LengthBuckets, LengthDistributions
 
 BUCKETS = LengthBuckets.equal_width(100, 5)

@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from jaxserve.core.prediction import LengthPrediction
-from jaxserve.scheduling.lengths.table import LengthTable
+from jaxserve.scheduling.lengths import LengthTable
 from predictor import LengthBuckets
 
 BUCKETS = LengthBuckets.equal_width(40, 4)

@@ -1,11 +1,50 @@
-"""Keep pages on the device, and what is evicted from there on the host."""
+"""What becomes of a sequence's pages after its answer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from jaxserve.memory.eviction import CostOverTime, Eviction
+from jaxserve.memory.eviction import LRU, CostOverTime, Eviction
+
+
+@final
+@dataclass(frozen=True)
+class Stateless:
+    """Pages are free as soon as the sequence ends."""
+
+    keeps_pages: ClassVar[bool] = False
+    uses_host: ClassVar[bool] = False
+
+    @property
+    def learns_reuse(self) -> bool:
+        return False
+
+    @property
+    def free_share(self) -> float:
+        return 0.0
+
+    @property
+    def eviction(self) -> Eviction:
+        return LRU()
+
+
+@final
+@dataclass(frozen=True)
+class DeviceOnly:
+    """Pensieve without its host tier (section 3.6.1 of the thesis): what is evicted is dropped."""
+
+    eviction: Eviction = CostOverTime()
+    keeps_pages: ClassVar[bool] = True
+    uses_host: ClassVar[bool] = False
+
+    @property
+    def learns_reuse(self) -> bool:
+        return False
+
+    @property
+    def free_share(self) -> float:
+        return 0.0
 
 
 @final

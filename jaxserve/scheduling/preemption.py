@@ -1,4 +1,4 @@
-"""Preempt the sequence that is expected to need memory for longest."""
+"""Which sequence is preempted when memory runs out, and what becomes of its KV."""
 
 from __future__ import annotations
 
@@ -8,8 +8,19 @@ from typing import final
 
 import numpy as np
 
-from jaxserve.scheduling.lengths.tracker import LengthTracker
+from jaxserve.scheduling.lengths import LengthTracker
 from jaxserve.scheduling.sequence import Sequence
+
+
+@final
+@dataclass(frozen=True)
+class LastInOrder:
+    """Preempt as vLLM does. With `keeps_state` its KV goes to the host, else it is recomputed."""
+
+    keeps_state: bool = False
+
+    def ranked(self, candidates: Seq[Sequence], lengths: LengthTracker) -> Seq[Sequence]:
+        return candidates[::-1]
 
 
 @final

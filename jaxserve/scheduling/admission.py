@@ -1,4 +1,4 @@
-"""Admit a sequence if memory is expected to suffice at every time to come."""
+"""How much memory to reserve for a sequence, and what an admission leaves available."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import final
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.scheduling.admission.on_demand import OnDemand
-from jaxserve.scheduling.lengths.forecast import MemoryUse, memory_times
-from jaxserve.scheduling.lengths.tracker import LengthTracker
+from jaxserve.scheduling.lengths import LengthEstimate, LengthTracker, MemoryUse, memory_times
 from jaxserve.scheduling.policy import PreemptionCost
 from jaxserve.scheduling.sequence import Sequence
 
@@ -21,6 +19,156 @@ from jaxserve.scheduling.sequence import Sequence
 _PREEMPTION_WEIGHT = 2.0
 # Standard deviations that stay free where costs are not measured, and at most.
 _UNMEASURED_MARGIN, _MAX_MARGIN = 1.0, 1.5
+
+
+@final
+@dataclass(frozen=True)
+class MaxLength:
+    """Reserve the limit of each sequence: none outgrows its reservation, so none is preempted."""
+
+    def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
+        return sequence.max_length
+
+    def headroom(
+        self,
+        running: Seq[Sequence],
+        config: EngineConfig,
+        lengths: LengthTracker,
+        preemption: PreemptionCost,
+    ) -> Watermark:
+        return Watermark(0)
+
+    @property
+    def extends(self) -> bool:
+        return True
+
+
+@final
+@dataclass(frozen=True)
+class OnDemand:
+    """Take pages as tokens come; when they run out, a sequence is preempted.
+
+    Attributes:
+      watermark: share of the pool that stays available at an admission, for running sequences to
+        grow into before one is preempted.
+    """
+
+    watermark: float = 0.01
+
+    def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
+        return sequence.planned_length + 1
+
+    def headroom(
+        self,
+        running: Seq[Sequence],
+        config: EngineConfig,
+        lengths: LengthTracker,
+        preemption: PreemptionCost,
+    ) -> Watermark:
+        return Watermark(int(self.watermark * (config.num_pages - 1)), is_idle=not running)
+
+    @property
+    def extends(self) -> bool:
+        return True
+
+
+@final
+class Watermark:
+    """Leaves `num_pages` pages available, except for the first sequence that runs.
+
+    Args:
+      is_idle: whether no sequence runs.
+    """
+
+    def __init__(self, num_pages: int, *, is_idle: bool = False):
+        self._num_pages = num_pages
+        self._is_idle = is_idle
+
+    def pages(self, sequence: Sequence, following: Callable[[], Iterable[Sequence]] = tuple) -> int:
+        """See `Headroom`."""
+        return 0 if self._is_idle else self._num_pages
+
+    def admitted(self, sequence: Sequence) -> None:
+        """See `Headroom`."""
+        self._is_idle = False
+
+    def advanced(self) -> None:
+        """See `Headroom`."""
+
+
+@final
+@dataclass(frozen=True)
+class Predicted:
+    """Length-aware reservations (S3, section 3.2).
+
+    By default as in the paper: the longest length of the likeliest bucket. A sequence that uses up
+    its reservation is preempted; its next reservation is twice as large, or what a probe has read
+    since, whichever is more. So the number of its preemptions is bounded by the logarithm of its
+    length, also where every reading is too short. Without any estimate the reservation is for the
+    longest answer, as in ORCA.
+
+    Attributes:
+      miss_rate: reserve instead a length that at most this share of answers outgrows, given the
+        tokens that have come.
+      extends: a sequence that outgrows its reservation takes free pages, and is preempted only if
+        there are none.
+    """
+
+    miss_rate: float | None = None
+    extends: bool = False
+
+    def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
+        newest = lengths.estimate(sequence)
+        first = lengths.first_estimate(sequence)
+        if newest is None or first is None:
+            return sequence.max_length
+        wanted = self._length(sequence, newest, sequence.num_planned_outputs)
+        if newest is first:
+            return wanted << sequence.kv.num_outgrown
+        if sequence.kv.num_outgrown:
+            wanted = max(wanted, self._length(sequence, first, 0) << sequence.kv.num_outgrown)
+        return wanted
+
+    def headroom(
+        self,
+        running: Seq[Sequence],
+        config: EngineConfig,
+        lengths: LengthTracker,
+        preemption: PreemptionCost,
+    ) -> Watermark:
+        return Watermark(0)
+
+    def _length(self, sequence: Sequence, estimate: LengthEstimate, num_outputs: int) -> int:
+        """Return the estimated length of prompt and answer, which has `num_outputs` tokens."""
+        if self.miss_rate is None:
+            return sequence.prompt_length + estimate.likeliest_length
+        answer = estimate.quantile(self.miss_rate, num_outputs)
+        return sequence.prompt_length + answer
+
+
+@final
+@dataclass(frozen=True)
+class Oracle:
+    """Reserve by forced lengths: an upper bound for every prediction of lengths.
+
+    An answer without a forced length is reserved to its limit.
+    """
+
+    def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
+        return sequence.request.end_length(sequence.max_length, sequence.sample_index)
+
+    def headroom(
+        self,
+        running: Seq[Sequence],
+        config: EngineConfig,
+        lengths: LengthTracker,
+        preemption: PreemptionCost,
+    ) -> Watermark:
+        return Watermark(0)
+
+    @property
+    def extends(self) -> bool:
+        return True
 
 
 @final

@@ -12,9 +12,8 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.scheduling.kv.manager import KVManager
-from jaxserve.scheduling.lengths.arrival_outlook import ArrivalOutlook
-from jaxserve.scheduling.lengths.outlook import outlooks
-from jaxserve.scheduling.order.due_first import DueFirst
+from jaxserve.scheduling.order import DueFirst
+from jaxserve.scheduling.outlook import ArrivalOutlook, outlooks
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.scheduler import Scheduler
 from tests.common.tiers import some

@@ -1,19 +1,40 @@
-"""The time that running sequences with latency bounds of their own have left."""
+"""How long steps take, and the time that running sequences with a latency bound have left."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import final
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.scheduling.lengths.tracker import LengthTracker
-from jaxserve.scheduling.order_keys import OrderKeys
-from jaxserve.scheduling.pace import Pace
+from jaxserve.scheduling.lengths import LengthTracker
+from jaxserve.scheduling.order import OrderKeys
 from jaxserve.scheduling.sequence import Sequence
 
 # Share by which the expected seconds of an answer may be wrong, in both directions.
 _MARGIN = 0.2
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Median seconds of the newest steps of an engine.
+
+    Attributes:
+      iteration_s: an iteration of any step; a mixed step is one iteration.
+      decode_s: an iteration of a decode loop; `iteration_s` if there was none.
+      prefill_s: a mixed step; `iteration_s` if there was none.
+    """
+
+    iteration_s: float
+    decode_s: float
+    prefill_s: float
+
+    @property
+    def fastest_s(self) -> float:
+        """Seconds of an iteration where no prompt is computed beside the answers."""
+        return min(self.iteration_s, self.decode_s)
 
 
 @final

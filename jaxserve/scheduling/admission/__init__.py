@@ -1,1 +1,0 @@
-"""How much memory to reserve: one strategy a file."""

@@ -1,0 +1,431 @@
+"""What is expected of the length of every sequence."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import numpy as np
+
+from jaxserve.core.prediction import LengthPrediction
+from jaxserve.core.request import Request
+from jaxserve.scheduling.plan import StepPlan, StepResult
+from jaxserve.scheduling.sequence import Phase, Sequence
+from predictor import LengthBuckets, LengthDistributions, Refinement
+
+# Points in time at which the use of memory is evaluated.
+_NUM_TIMES = 32
+_TIMES = np.linspace(0.0, 1.0, _NUM_TIMES) ** 2
+_FEWEST_ROWS = 64
+# The row of sequences without a prediction.
+_UNKNOWN = 0
+_log = logging.getLogger(__name__)
+
+
+@final
+class LengthEstimate:
+    """The expected length of one answer, as of its newest prediction or reading. Immutable.
+
+    Lengths are output tokens, counted from the answer's first one. Results are computed once.
+
+    Args:
+      prediction: distribution of the output tokens that were still to come.
+      at: output tokens that had come at that time; 0 for a prediction from the prompt.
+    """
+
+    def __init__(self, prediction: LengthPrediction, at: int = 0):
+        self.prediction = prediction
+        self.at = at
+        self._quantile: tuple[float, int, int] | None = None
+
+    @cached_property
+    def likeliest_length(self) -> int:
+        """The longest length of the likeliest bucket (S3, section 3.2)."""
+        return self.at + self.prediction.likeliest_length
+
+    @cached_property
+    def expected_length(self) -> float:
+        """The mean, without regard to tokens that have come since `at`."""
+        return self.at + self.prediction.mean_length
+
+    def percentile(self, level: float, num_outputs: int) -> int:
+        """Return the length that a part `level` of answers with these tokens do not outgrow.
+
+        Args:
+          num_outputs: as in `quantile`.
+        """
+        lengths = self.prediction.distribution
+        return self.at + int(lengths.quantile(level, num_outputs - self.at)[0])
+
+    def expected_remaining(self, num_outputs: int) -> float:
+        """Return the mean number of tokens still to come.
+
+        Args:
+          num_outputs: as in `quantile`.
+        """
+        lengths = self.prediction.distribution
+        return float(lengths.expected_remaining(num_outputs - self.at)[0])
+
+    def quantile(self, miss_rate: float, num_outputs: int) -> int:
+        """Return a length that at most `miss_rate` of answers outgrow.
+
+        Args:
+          num_outputs: output tokens that have come, at least `at`; the answer is longer than that.
+        """
+        known = self._quantile
+        if known is None or known[:2] != (miss_rate, num_outputs):
+            length = self.at + self.prediction.quantile(miss_rate, num_outputs - self.at)
+            self._quantile = known = (miss_rate, num_outputs, length)
+        return known[2]
+
+
+@final
+@dataclass(frozen=True)
+class MemoryUse:
+    """Tokens in memory at times to come, which depend on when sequences end.
+
+    Attributes:
+      mean, variance: over the lengths of the sequences [times].
+    """
+
+    mean: np.ndarray
+    variance: np.ndarray
+
+    def plus(self, other: MemoryUse) -> MemoryUse:
+        """Return the use of these sequences and of others, at the same times."""
+        return MemoryUse(self.mean + other.mean, self.variance + other.variance)
+
+    def peak(self, margin: float | np.ndarray) -> float:
+        """Return the most tokens at any time.
+
+        Args:
+          margin: standard deviations that are added to the mean, at all times or at each [times].
+        """
+        return float((self.mean + margin * np.sqrt(self.variance)).max())
+
+
+def memory_times(longest: float) -> np.ndarray:
+    """Return the times of `Forecast.memory`: closer together at first, while most still run."""
+    return _TIMES * longest
+
+
+@final
+class Forecast:
+    """Survival and memory use of sequences. Times are output tokens from now on, for all of them.
+
+    Args:
+      lengths: distribution of the output tokens that were still to come of each [sequences].
+      elapsed: output tokens that have come since then, int [sequences].
+      left: output tokens up to each one's limit, int [sequences].
+    """
+
+    def __init__(self, lengths: LengthDistributions, elapsed: np.ndarray, left: np.ndarray):
+        self._lengths = lengths
+        self._elapsed = elapsed
+        self._left = left
+
+    def expected_remaining(self) -> np.ndarray:
+        """Return the mean number of tokens still to come [sequences]."""
+        return np.minimum(self._lengths.expected_remaining(self._elapsed), self._left)
+
+    def survival(self, times: np.ndarray) -> np.ndarray:
+        """Return P(still running after `times` more tokens) [sequences, times]."""
+        alive = self._lengths.survival(self._elapsed, times)
+        # A sequence that is longer than every bucket is taken to go on to its limit.
+        alive[self._elapsed >= self._lengths.buckets.max_length] = 1.0
+        alive[:, times <= 0.0] = 1.0
+        alive *= times < np.maximum(self._left, 1)[:, None]
+        return alive
+
+    def expected_ends(self, times: np.ndarray) -> np.ndarray:
+        """Return the mean number of sequences that end within `times` more tokens [times]."""
+        return (1.0 - self.survival(times)).sum(0)
+
+    @property
+    def longest(self) -> float:
+        """The time at which the last sequence has ended, at the latest; at least 1."""
+        return float(self.longest_of_each().max())
+
+    def longest_of_each(self) -> np.ndarray:
+        """Return the time at which each has ended, at the latest; at least 1 [sequences]."""
+        known = np.maximum(self._lengths.buckets.max_length - self._elapsed, 0)
+        longest = np.where(known > 0, np.minimum(known, self._left), self._left)
+        return np.maximum(longest, 1.0)
+
+    def memory(self, held: np.ndarray, longest: float) -> MemoryUse:
+        """Return the memory in use from now until `longest`.
+
+        A sequence that ends frees its memory, so the peak is far below the sum of the sequences'
+        final lengths.
+
+        Args:
+          held: tokens of each sequence in memory now [sequences].
+        """
+        used, free = self._memory(held, longest)
+        return MemoryUse(used.sum(0), np.einsum("st,st->t", used, free))
+
+    def memory_of_each(self, held: np.ndarray, longest: float) -> list[MemoryUse]:
+        """Return the memory of each sequence alone, see `memory`; equal to the last bit."""
+        used, free = self._memory(held, longest)
+        return [MemoryUse(*each) for each in zip(used, used * free, strict=True)]
+
+    def _memory(self, held: np.ndarray, longest: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens in memory, and those that were freed instead [sequences, times].
+
+        Both are means: of the tokens that a sequence would have if it went on.
+        """
+        times = memory_times(longest)
+        tokens = held[:, None] + times
+        used = self.survival(times)
+        used *= tokens
+        return used, tokens - used
+
+
+@final
+class LengthTable:
+    """One row of probabilities for each sequence, on buckets that all rows share.
+
+    A sequence without a row of its own has every length up to the longest with equal probability.
+    """
+
+    def __init__(self, buckets: LengthBuckets):
+        self._buckets = buckets
+        # As they were set; normalised; and with the two arrays of `LengthDistributions.lines`, so
+        # that asking for some rows computes nothing.
+        zeros: np.ndarray = np.zeros((4, _FEWEST_ROWS, buckets.num))
+        self._given, self._probabilities, self._rate, self._tail = zeros
+        self._set(_UNKNOWN, np.diff(buckets.edges) / buckets.max_length)
+        self._at: np.ndarray = np.zeros(_FEWEST_ROWS, np.int64)
+        self._row_of: dict[int, int] = {}
+        self._free = list(range(_FEWEST_ROWS - 1, _UNKNOWN, -1))
+
+    def put(self, key: int, prediction: LengthPrediction, at: int) -> None:
+        """Set the row of a sequence.
+
+        Args:
+          key: of the sequence.
+          prediction: of the output tokens still to come; on other buckets it is converted.
+          at: output tokens that had come.
+        """
+        row = self._row_of.get(key)
+        if row is None:
+            if not self._free:
+                self._grow()
+            row = self._row_of[key] = self._free.pop()
+        probabilities = prediction.probabilities
+        if prediction.buckets != self._buckets:
+            probabilities = prediction.distribution.remaining(0, self._buckets)[0]
+        self._set(row, probabilities)
+        self._at[row] = at
+
+    def drop(self, key: int) -> None:
+        """Free the row of a sequence, if it has one."""
+        row = self._row_of.pop(key, None)
+        if row is not None:
+            self._free.append(row)
+
+    def rows_of(self, keys: Seq[int]) -> list[int]:
+        """Return the row of each sequence."""
+        return [self._row_of.get(key, _UNKNOWN) for key in keys]
+
+    def has_own(self, rows: Seq[int]) -> bool:
+        """Return whether one of these rows is a sequence's own."""
+        return any(row != _UNKNOWN for row in rows)
+
+    def distributions(self, rows: Seq[int]) -> LengthDistributions:
+        """Return what these rows say."""
+        lines = self._rate[rows], self._tail[rows]
+        return LengthDistributions.known(self._buckets, self._probabilities[rows], lines)
+
+    def probabilities(self, rows: Seq[int]) -> np.ndarray:
+        """Return these rows as they were set: float [rows, buckets]."""
+        return self._given[rows]
+
+    def at(self, rows: Seq[int]) -> np.ndarray:
+        """Return the output tokens that had come when these rows were set: int [rows]."""
+        return self._at[rows]
+
+    def _set(self, row: int, probabilities: np.ndarray) -> None:
+        known = LengthDistributions(self._buckets, probabilities[None])
+        self._given[row], self._probabilities[row] = probabilities, known.probabilities[0]
+        (self._rate[row],), (self._tail[row],) = known.lines
+
+    def _grow(self) -> None:
+        count = len(self._at)
+        self._given, self._probabilities, self._rate, self._tail, self._at = (
+            np.concatenate([array, np.zeros_like(array)])
+            for array in (self._given, self._probabilities, self._rate, self._tail, self._at)
+        )
+        self._free = list(range(2 * count - 1, count - 1, -1))
+
+
+@final
+class LengthTracker:
+    """Holds what is expected of each sequence's length, from its submission to its end.
+
+    The first estimate is the request's prediction, or where there is none the distribution of all
+    answers that the probe was trained on. Readings of the probe refine it. Without a prediction and
+    without a probe a sequence has no estimate.
+
+    A reading can be wrong in any way: one that is not finite changes nothing, and the first one
+    that cannot be used at all is logged and is the last.
+
+    Args:
+      refinement: how a reading changes an estimate; None without a probe.
+
+    Attributes:
+      num_refined: estimates that a reading has changed.
+    """
+
+    def __init__(self, refinement: Refinement | None = None):
+        self.num_refined = 0
+        self._refinement = refinement
+        self._has_failed = False
+        self._first: dict[int, LengthEstimate] = {}
+        self._newest: dict[int, LengthEstimate] = {}
+        # On the buckets of the probe, or else of the first prediction.
+        self._table = None if refinement is None else LengthTable(refinement.buckets)
+
+    def __len__(self) -> int:
+        """Return the number of sequences with an estimate."""
+        return len(self._first)
+
+    # ---- the scheduler's side ----
+
+    def add(self, sequence: Sequence) -> None:
+        """Begin with a sequence that was submitted."""
+        prediction = first_prediction(sequence.request, self._refinement)
+        if prediction is not None:
+            self._first[sequence.key] = LengthEstimate(prediction)
+            self.restart(sequence)
+
+    def expect(self, sequence: Sequence, prediction: LengthPrediction) -> bool:
+        """Begin with a prediction from the prompt; False, unchanged, if there is an estimate."""
+        if sequence.key in self._first:
+            return False
+        self._first[sequence.key] = LengthEstimate(prediction)
+        self.restart(sequence)
+        return True
+
+    def restart(self, sequence: Sequence) -> None:
+        """Return to the first estimate, because the answer begins anew."""
+        first = self._first.get(sequence.key)
+        if first is not None:
+            self._set(sequence.key, first)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended."""
+        self._first.pop(sequence.key, None)
+        self._newest.pop(sequence.key, None)
+        if self._table is not None:
+            self._table.drop(sequence.key)
+
+    def refine(self, plan: StepPlan, result: StepResult, rows: Seq[tuple[int, Sequence]]) -> None:
+        """Take in the readings of a step whose tokens were appended.
+
+        Args:
+          rows: indices of rows in the plan, each with its sequence.
+        """
+        logits = result.remaining
+        if self._refinement is None or logits is None or self._has_failed:
+            return
+        read = [
+            (index, sequence)
+            for index, sequence in rows
+            if sequence.phase in (Phase.RUNNING, Phase.WAITING)
+            and plan.rows[index].samples
+            and result.num_tokens[index]
+            and self._is_due(sequence, self._refinement.interval)
+            and np.isfinite(logits[index]).all()
+        ]
+        if not read:
+            return
+        try:
+            self._refine(
+                self._refinement, [sequence for _, sequence in read], logits[[i for i, _ in read]]
+            )
+        except Exception:
+            self._has_failed = True
+            _log.exception("the probe's readings cannot be used; predictions are refined no more")
+
+    # ---- the policies' side ----
+
+    def estimate(self, sequence: Sequence) -> LengthEstimate | None:
+        """Return the newest estimate; None where nothing is known of the sequence's length."""
+        return self._newest.get(sequence.key)
+
+    def first_estimate(self, sequence: Sequence) -> LengthEstimate | None:
+        """Return the estimate from before the first token."""
+        return self._first.get(sequence.key)
+
+    def forecast(
+        self, sequences: Seq[Sequence], *, even_if_unknown: bool = False
+    ) -> Forecast | None:
+        """Return what is expected of sequences together, given the tokens planned so far.
+
+        One without an estimate counts as having any length up to the longest.
+
+        Args:
+          even_if_unknown: False for None where no sequence has an estimate; True for None only
+            where none had one yet, of these or of others.
+        """
+        if self._table is None:
+            return None
+        rows = self._table.rows_of([sequence.key for sequence in sequences])
+        if not (even_if_unknown or self._table.has_own(rows)):
+            return None
+        planned = np.asarray([sequence.num_planned_outputs for sequence in sequences])
+        return Forecast(
+            self._table.distributions(rows),
+            planned - self._table.at(rows),
+            np.asarray([each.max_length - len(each.request.prompt) for each in sequences])
+            - planned,
+        )
+
+    def expected_tokens(self, sequences: Seq[Sequence]) -> list[float]:
+        """Return the expected output tokens still to come of each sequence.
+
+        One of whose length nothing is known is taken to go to its limit.
+        """
+        limits = [float(sequence.num_outputs_left) for sequence in sequences]
+        forecast = self.forecast(sequences)
+        if forecast is None:
+            return limits
+        unknown = np.asarray([self.estimate(sequence) is None for sequence in sequences])
+        return np.where(unknown, limits, forecast.expected_remaining()).tolist()
+
+    def _set(self, key: int, estimate: LengthEstimate) -> None:
+        self._newest[key] = estimate
+        if self._table is None:
+            self._table = LengthTable(estimate.prediction.buckets)
+        self._table.put(key, estimate.prediction, estimate.at)
+
+    def _is_due(self, sequence: Sequence, interval: int) -> bool:
+        newest = self._newest[sequence.key]
+        is_refined = newest is not self._first[sequence.key]
+        return not is_refined or _read_at(sequence) - newest.at >= interval
+
+    def _refine(self, refinement: Refinement, sequences: Seq[Sequence], logits: np.ndarray) -> None:
+        assert self._table is not None
+        rows = self._table.rows_of([sequence.key for sequence in sequences])
+        now = np.asarray([_read_at(sequence) for sequence in sequences])
+        passed = now - self._table.at(rows)
+        refined = refinement.refined(self._table.probabilities(rows), passed, logits)
+        for sequence, at, row in zip(sequences, now.tolist(), refined, strict=True):
+            self._set(sequence.key, LengthEstimate(LengthPrediction(refinement.buckets, row), at))
+        self.num_refined += len(sequences)
+
+
+def first_prediction(request: Request, refinement: Refinement | None) -> LengthPrediction | None:
+    """Return what is known of an answer's length before it begins, see `LengthTracker`."""
+    if request.prediction is not None or refinement is None:
+        return request.prediction
+    return LengthPrediction(refinement.buckets, refinement.marginal)
+
+
+def _read_at(sequence: Sequence) -> int:
+    """Output tokens that had come: a reading is from before the token that was chosen with it."""
+    return len(sequence.output) - 1

@@ -1,1 +1,0 @@
-"""What is expected of every sequence's length: one object that owns it, and what is read off it."""

@@ -1,0 +1,166 @@
+"""Which sequence goes first, and the place of each in that order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+from jaxserve.scheduling.lengths import LengthTracker
+from jaxserve.scheduling.policy import Admission, Order
+from jaxserve.scheduling.sequence import Sequence
+
+
+@final
+@dataclass(frozen=True)
+class FCFS:
+    """Order by arrival; a preempted sequence keeps its place."""
+
+    heeds_bounds: ClassVar[bool] = False
+    heeds_priority: ClassVar[bool] = False
+
+    def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, int]:
+        return (sequence.request.arrival_s, sequence.key)
+
+    @property
+    def max_passes(self) -> int:
+        return 0
+
+
+@final
+@dataclass(frozen=True)
+class LongestFirst:
+    """S3's packing of one bin (section 3.2; Johnson 1973): by reservation, the largest first.
+
+    A sequence that does not fit is passed by those that do. The paper does not treat starvation;
+    here a reserved token is a head start of `ageing_s` seconds, so that a sequence that arrives
+    long after another comes behind it whatever its length, and a sequence that was passed
+    `max_passes` times is passed no more.
+
+    Attributes:
+      by: computes the reservation.
+    """
+
+    heeds_bounds: ClassVar[bool] = False
+    heeds_priority: ClassVar[bool] = False
+
+    by: Admission
+    ageing_s: float = 1.0
+    max_passes: int = 256
+
+    def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, int]:
+        arrival_s = sequence.request.arrival_s
+        reserved = min(self.by.reserve_tokens(sequence, lengths), sequence.max_length)
+        return arrival_s - self.ageing_s * reserved, arrival_s, sequence.key
+
+
+@final
+@dataclass(frozen=True)
+class ShortestPredictedFirst:
+    """Order by expected output length: the mean latency is least if short answers do not wait.
+
+    An expected token is a delay of `ageing_s` seconds, so a sequence is overtaken only by those
+    that arrive less than its expected length times `ageing_s` later. No answer counts as
+    longer than its limit, which also stands in for a missing estimate.
+    """
+
+    heeds_bounds: ClassVar[bool] = False
+    heeds_priority: ClassVar[bool] = False
+
+    ageing_s: float = 0.1
+    max_passes: int = 0
+
+    def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, int]:
+        arrival_s = sequence.request.arrival_s
+        expected = float(sequence.max_length - sequence.prompt_length)
+        estimate = lengths.estimate(sequence)
+        if estimate is not None:
+            expected = min(estimate.expected_length, expected)
+        return arrival_s + self.ageing_s * expected, arrival_s, sequence.key
+
+
+@final
+@dataclass(frozen=True)
+class Priority:
+    """Order by priority (higher first), then deadline (earlier first), then arrival; with ageing.
+
+    A level of priority is a head start of `ageing_s` seconds, and a deadline is one of at most
+    `ageing_s`. A request is overtaken only by requests that arrive less than
+    `(1 + levels) * ageing_s` after it, where `levels` is the difference of their priorities; so no
+    stream of urgent requests starves it. A deadline later than `ageing_s` has no effect. Requests
+    that arrive together are in strict order of priority, then deadline.
+    """
+
+    heeds_bounds: ClassVar[bool] = False
+    heeds_priority: ClassVar[bool] = True
+
+    ageing_s: float = 300.0
+
+    def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, int]:
+        request = sequence.request
+        due_s = request.arrival_s + self.ageing_s
+        if request.deadline_s is not None:
+            due_s = min(due_s, max(request.deadline_s, request.arrival_s))
+        return (due_s - request.priority * self.ageing_s, request.arrival_s, sequence.key)
+
+    @property
+    def max_passes(self) -> int:
+        return 0
+
+
+@final
+@dataclass(frozen=True)
+class DueFirst:
+    """Order by the time at which a request is due: the earliest deadline first.
+
+    With bounds of its own that is `Request.due_s`. A request without one is due `ageing_s` seconds
+    after its arrival, as is one with a longer bound. So it is overtaken only by requests that
+    arrive less than `ageing_s` after it. Where no request has a bound, this is first come, first
+    served.
+    """
+
+    heeds_bounds: ClassVar[bool] = True
+    heeds_priority: ClassVar[bool] = False
+
+    ageing_s: float = 300.0
+
+    def key(self, sequence: Sequence, lengths: LengthTracker) -> tuple[float, float, int]:
+        request = sequence.request
+        due_s = request.arrival_s + self.ageing_s
+        if request.due_s is not None:
+            due_s = min(due_s, request.due_s)
+        return due_s, request.arrival_s, sequence.key
+
+    @property
+    def max_passes(self) -> int:
+        return 0
+
+
+@final
+class OrderKeys:
+    """The sort key of every sequence that waits or runs, as the order gave it at one moment.
+
+    The lists of waiting and of running sequences are sorted by these stored keys. So a reading that
+    changes the expected length of a sequence never leaves a list unsorted; it counts when the
+    sequence's key is taken next.
+    """
+
+    def __init__(self, order: Order, lengths: LengthTracker):
+        self._order = order
+        self._lengths = lengths
+        self._keys: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        """Return the number of sequences with a key."""
+        return len(self._keys)
+
+    def take(self, sequence: Sequence) -> None:
+        """Compute and store the key; a list that has the sequence must be sorted after this."""
+        self._keys[sequence.key] = self._order.key(sequence, self._lengths)
+
+    def of(self, sequence: Sequence) -> Any:
+        """Return the stored key."""
+        return self._keys[sequence.key]
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended."""
+        del self._keys[sequence.key]

@@ -1,1 +1,0 @@
-"""Which sequence goes first: one strategy a file."""

@@ -1,1 +1,0 @@
-"""What becomes of the pages after the answer: one strategy a file."""
