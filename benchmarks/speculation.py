@@ -235,7 +235,7 @@ def _compared(
 
     result = compare(
         peers,
-        resolve(options.model).path,
+        resolve(options.model).fetch(),
         items,
         batch_size=max(counts),
         repeats=options.repeats,

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             running(rt, serving) as url,
             started(
                 peers,
-                model.path,
+                model.fetch(),
                 _asked(items, max(most, len(items))),
                 batch_size=rt.config.max_slots,
             ) as servers,

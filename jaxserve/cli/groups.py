@@ -60,6 +60,7 @@ class ServiceOptions:
     latency_bound: opt.LatencyBound = None
     first_token_bound: opt.FirstTokenBound = None
     token_bound: opt.TokenBound = None
+    revision: opt.Revision = None
     load: opt.Load = "auto"
     dtype: opt.DType = None
     kv_memory: opt.KvMemory = None

@@ -13,7 +13,7 @@ models_app = typer.Typer(help="Fetch, list and describe models.", no_args_is_hel
 
 @models_app.command("pull")
 def pull(
-    name: Annotated[str, typer.Argument(help="A name from `jaxserve models list`.")],
+    name: Annotated[str, typer.Argument(help="A name from `jaxserve models list`, or org/name.")],
     quiet: opt.Quiet = False,
 ) -> None:
     """Download a model into the cache, and print its path."""
@@ -40,7 +40,7 @@ def list_models() -> None:
 
 @models_app.command("show")
 def show(
-    name: Annotated[str, typer.Argument(help="A name, a folder or a GGUF file.")],
+    name: Annotated[str, typer.Argument(help="A name, org/name, a folder or a GGUF file.")],
 ) -> None:
     """Describe a model: architecture, sizes, path. Loads no weights."""
     with opt.exit_codes():

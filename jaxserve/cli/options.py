@@ -76,7 +76,12 @@ Stop = Annotated[
 IgnoreEos = Annotated[bool, _sampling("--ignore-eos", "Continue after the model's end token.")]
 
 Model = Annotated[
-    str, _runtime("--model", "-m", text="A name (see `jaxserve models list`), folder or GGUF file.")
+    str,
+    _runtime(
+        "--model",
+        "-m",
+        text="A name (see `jaxserve models list`), org/name of the Hub, folder or GGUF file.",
+    ),
 ]
 Policy = Annotated[
     str, _runtime("--policy", text="Scheduling preset, such as auto, orca, exegpt_rra.")
@@ -101,6 +106,9 @@ TokenBound = Annotated[
         "--token-bound",
         text="For --policy exegpt: seconds that each later token may take, on average.",
     ),
+]
+Revision = Annotated[
+    str | None, _runtime("--revision", text="Branch, tag or commit of a model of the Hub.")
 ]
 Load = Annotated[str, _runtime("--load", text="auto, or random for random weights.")]
 DType = Annotated[str | None, _runtime("--dtype", text="dtype of weights and KV, e.g. bfloat16.")]
@@ -134,7 +142,7 @@ DraftModel = Annotated[
     str | None,
     _runtime(
         "--draft-model",
-        text="Model that proposes tokens with --speculation draft: a name, folder or GGUF file.",
+        text="Model that proposes tokens with --speculation draft: named like --model.",
     ),
 ]
 EndTokens = Annotated[

@@ -206,12 +206,11 @@ def layers_path(model: str, origin: LayerOrigin) -> Path:
 
 
 def _model_config(model: str, quiet: bool) -> DecoderConfig:
-    """Return a model's configuration, without its weights; download a registered model."""
+    """Return a model's configuration, without its weights."""
     from jaxserve.models import registry
     from jaxserve.models.families import config_from_hf
 
-    if registry.resolve(model).registered is not None:
-        registry.pull(model, progress=not quiet)
+    registry.resolve(model).fetch(weights=False, progress=not quiet)
     return config_from_hf(registry.show(model)["config"])
 
 

@@ -38,7 +38,7 @@ from jaxserve.runtime.turn_client import ServiceTurnClient
 from jaxserve.scheduling.presets import get_policy
 
 # Arguments of `Runtime.from_pretrained` other than `RuntimeOptions`.
-_LOADING = ("load", "dtype")
+_LOADING = ("load", "dtype", "revision")
 _OWN_IDS = "fleet-"
 
 
@@ -60,8 +60,8 @@ class Fleet(TrainedFleet):
       tensor_parallel: number of devices over which each replica splits the model.
       num_cpus, num_gpus: number that Ray reserves for each replica. By default `num_gpus` is
         `tensor_parallel`, or 0 if Ray has no GPUs.
-      options: `load`, `dtype`, and `RuntimeOptions` except `record` and `disk_memory`. The journal
-        of `conversations` is in this process.
+      options: `load`, `dtype`, `revision`, and `RuntimeOptions` except `record` and `disk_memory`.
+        The journal of `conversations` is in this process.
 
     An existing connection to Ray is used and not closed. Without one, the fleet joins the cluster
     of RAY_ADDRESS, or starts Ray on this machine; `close` leaves or stops it.

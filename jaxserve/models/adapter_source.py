@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from jaxserve.core.errors import InvalidParamsError
+from jaxserve.models.hub import HubModel
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -104,11 +105,12 @@ class AdapterSource:
         *,
         merges: bool = False,
     ) -> AdapterSource:
-        """Return the source for a folder, or for arrays with their scale.
+        """Return the source for a folder, a name of the Hub, or arrays with their scale.
 
         Raises:
           InvalidParamsError: the folder has no adapter that can be served, or a scale is missing,
             or is given beside a folder, which has its own.
+          UnknownModelError, DownloadError: a name of the Hub cannot be fetched.
         """
         if isinstance(given, Mapping):
             if scale is None:
@@ -120,7 +122,8 @@ class AdapterSource:
             raise InvalidParamsError(
                 f"scale={scale!r} was given for a folder, whose {_CONFIG} has the scale; omit it"
             )
-        return cls._read(Path(given), merges=merges)
+        hub = None if Path(given).exists() else HubModel.of(str(given))
+        return cls._read(Path(given) if hub is None else hub.fetch(), merges=merges)
 
     @classmethod
     def _read(cls, folder: Path, *, merges: bool) -> AdapterSource:

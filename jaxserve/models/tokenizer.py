@@ -59,7 +59,7 @@ class Tokenizer:
 
     @classmethod
     def of_model(cls, name_or_path: str | Path, *, progress: bool = True) -> Tokenizer:
-        """Read the tokenizer of a name, folder or GGUF file; download a registered model first.
+        """Read the tokenizer of a name, folder or GGUF file; download what has a name first.
 
         Raises:
           UnknownModelError: there is no such model.
@@ -67,9 +67,8 @@ class Tokenizer:
           CheckpointError, UnsupportedModelError: see `from_gguf` and `from_folder`.
         """
         found = registry.resolve(name_or_path)
-        if found.registered is not None:
-            registry.pull(found.registered.name, progress=progress)
-        return cls.from_gguf(found.path) if found.kind == "gguf" else cls.from_folder(found.path)
+        path = found.fetch(weights=False, progress=progress)
+        return cls.from_gguf(path) if found.kind == "gguf" else cls.from_folder(path)
 
     @classmethod
     def from_gguf(cls, source: str | Path | GGUFSource) -> Tokenizer:

@@ -53,7 +53,8 @@ def load_for(
     check_early(options, policy, mesh, group)
     if options.quantize is not None:
         check_quantised(options, mesh, dtype or platform_defaults().dtype)
-    resolve(name_or_path)  # threads would outlive the error of an unknown model
+    # Before the threads, which would outlive the error of an unknown model.
+    resolve(name_or_path).fetch(weights=load == "auto", progress=options.progress)
     _begin_to_load(options, name_or_path, dtype, mesh)
     with nullcontext() if group is None else group.together():
         return load_weights(

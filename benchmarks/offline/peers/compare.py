@@ -462,7 +462,7 @@ def run_peers(
         return None
     result = compare(
         peers,
-        resolve(options.model).path,
+        resolve(options.model).fetch(),
         items,
         batch_size=batch_size,
         repeats=options.repeats,
