@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, final
 from benchmarks.common.harness import command, show
 
 if TYPE_CHECKING:
-    from jaxserve.execution.micro_batches import Pass
+    from jaxserve.execution.staged import Pass
     from jaxserve.models.families.llama import LlamaConfig
     from jaxserve.runtime import Runtime
     from sharding import StagePlan

@@ -131,7 +131,7 @@ def _steps(job: Job) -> list[Any]:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from jaxserve.core.config import EngineConfig
-    from jaxserve.execution.device_warmup import DeviceWarmup
+    from jaxserve.execution.device import DeviceWarmup
     from jaxserve.models.batch import empty_cache
     from jaxserve.models.families.llama import Llama, LlamaConfig
     from jaxserve.steps.placement import Placement

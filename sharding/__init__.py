@@ -1,10 +1,18 @@
 """Device meshes, the rules that place arrays on them, and the start-up of several processes."""
 
-from sharding.groups import DeviceGroups, make_groups
-from sharding.mesh import MESH_AXES, check_tensor_axis, make_mesh
-from sharding.process_group import JoinError, ProcessGroup
-from sharding.processes import group_over, join
-from sharding.replicas import replica_meshes, split_replicas
+from sharding.mesh import (
+    MESH_AXES,
+    DeviceGroups,
+    Stage,
+    StagePlan,
+    check_tensor_axis,
+    make_groups,
+    make_mesh,
+    replica_meshes,
+    split_replicas,
+    stages_of,
+)
+from sharding.processes import JoinError, ProcessGroup, group_over, join
 from sharding.rules import (
     DEFAULT_RULES,
     fitted_spec,
@@ -13,7 +21,6 @@ from sharding.rules import (
     placed,
     state_shardings,
 )
-from sharding.stages import Stage, StagePlan, stages_of
 
 __all__ = [
     "DEFAULT_RULES",

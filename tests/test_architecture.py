@@ -83,7 +83,6 @@ JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "transformers", "pall
 # "path name" -> reason why a file may use this private name of another one.
 MAY_REACH = {
     "jaxserve/steps/executable_store.py _lowering": "kept_var_idx is nowhere public",
-    "sharding/process_group.py _exit": "os._exit, which Python documents under this name",
     "sharding/processes.py _exit": "os._exit, which Python documents under this name",
     "jaxserve/cli/serve.py _exit": "os._exit, too",
 }
@@ -114,7 +113,7 @@ TESTS_MAY_ASSIGN = {
     # The test says what is in flight of sequences that no engine runs.
     "Sequence": {"tests/scheduling/test_waiting_pool.py"},
     # The test runs a step, which donates the buffers.
-    "DevicePages": {"tests/execution/test_page_copies.py"},
+    "DevicePages": {"tests/execution/test_pages.py"},
     # The test puts another base weight under the same adapters.
     "AdaptedWeight": {"tests/models/test_linear.py"},
 }

@@ -100,8 +100,8 @@ class Runtimes:
     """
 
     def __init__(self, options: argparse.Namespace):
+        from jaxserve.execution.compilation import enable_compilation_cache
         from jaxserve.execution.sizes import platform_defaults
-        from jaxserve.execution.warmup import enable_compilation_cache
         from jaxserve.models.quantisation import Quantisation
         from jaxserve.models.store import load_model
 

@@ -28,9 +28,9 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.build import build_executor
+from jaxserve.execution.compilation import enable_compilation_cache
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.sizes import platform_defaults
-from jaxserve.execution.warmup import enable_compilation_cache
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.models.store import LoadedModel, load_model
 from jaxserve.scheduling.kv.transfer import KVPages

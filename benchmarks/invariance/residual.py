@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the differences of each mode."""
     from benchmarks.common import environment
-    from jaxserve.execution.warmup import enable_compilation_cache
+    from jaxserve.execution.compilation import enable_compilation_cache
 
     modes = [mode.strip() for mode in options.modes.split(",")]
     unknown = sorted(set(modes) - set(MODES))

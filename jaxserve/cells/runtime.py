@@ -40,7 +40,7 @@ from jaxserve.core.request import check_id
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.device_loop import DeviceLoop
 from jaxserve.engine.pending import PendingRequest, wait_for_all
-from jaxserve.execution.warmup import enable_compilation_cache
+from jaxserve.execution.compilation import enable_compilation_cache
 from jaxserve.report import Report
 from pallas_kernels import dispatch
 

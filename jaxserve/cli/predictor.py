@@ -86,7 +86,7 @@ class Settings:
 
     def start(self, parts: list[list[Example]], progress: bool) -> LengthPredictor:
         """Return the untrained predictor, and turn the persistent compilation cache on."""
-        from jaxserve.execution.warmup import enable_compilation_cache
+        from jaxserve.execution.compilation import enable_compilation_cache
         from jaxserve.models.encoders import untrained_predictor
         from predictor import LengthBuckets
 

@@ -78,8 +78,8 @@ def train_probe_on(settings: ProbeSettings, *, progress: bool) -> TrainedProbe:
     """
     from flax import nnx
 
+    from jaxserve.execution.compilation import enable_compilation_cache
     from jaxserve.execution.sizes import platform_defaults
-    from jaxserve.execution.warmup import enable_compilation_cache
     from jaxserve.models.activations import read_along
     from jaxserve.models.store import load_model
     from predictor import LengthBuckets, ProbeConfig, TrainingConfig, train_probe

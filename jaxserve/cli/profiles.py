@@ -150,8 +150,8 @@ def layer_deployment(
     """
     import jax
 
+    from jaxserve.execution.compilation import enable_compilation_cache
     from jaxserve.execution.sizes import platform_defaults
-    from jaxserve.execution.warmup import enable_compilation_cache
     from jaxserve.planning.layers import (
         LayerBench,
         LayerOrigin,

@@ -1,27 +1,32 @@
-"""Builds an executor for a Flax model: sizes, memory, executables, warm-up."""
+"""Builds executors for a Flax model: sizes, memory, executables, warm-up."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.execution.deterministic import check_deterministic
+from jaxserve.execution.compatibility import (
+    check_deterministic,
+    check_slot_states,
+    check_speculation,
+)
+from jaxserve.execution.compilation import executable_store, steady, warm_up
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.device_stage import DeviceStage
-from jaxserve.execution.group import allocate_host_pages, check_alike, in_group
-from jaxserve.execution.group_shares import Processes
+from jaxserve.execution.group import Processes, allocate_host_pages, check_alike, in_group
+from jaxserve.execution.grouped import GroupedExecutor, LinkedExecutor
 from jaxserve.execution.memory_plan import PoolSize, StepBytes, leaves_room, plan_resize
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.execution.sizes import CachePlan, engine_config, plan_host
 from jaxserve.execution.staged import StagedExecutor
-from jaxserve.execution.state_limits import check_slot_states, check_speculation
-from jaxserve.execution.warmup import executable_store, steady, warm_up
 from jaxserve.execution.weights import check_dtype
 from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
@@ -302,3 +307,55 @@ def _shards_on_this_host(place: Placement, group: ProcessGroup | None) -> int:
 def _agreed_number(num_pages: int, group: ProcessGroup | None) -> int:
     """Return the number of pages that fits on every process."""
     return num_pages if group is None else min(group.all_gather(num_pages))
+
+
+def build_groups(
+    graphdef: nnx.GraphDef,
+    places: Sequence[tuple[Any, StagePlan | None]],
+    model_config: Any,
+    layer_layout: LayerLayout,
+    options: RuntimeOptions,
+    probe: Probe | None = None,
+    *,
+    takes_masks: bool = False,
+) -> tuple[GroupedExecutor, PoolSize]:
+    """Return an executor of two device groups, compiled; see `build_executor`.
+
+    A page has one number in both groups, so the group with the least memory limits their number.
+
+    Args:
+      places: for the encode group and the decode group, parameters of the whole model and the
+        stages to cut it into. Those of a group in one piece are on its devices.
+
+    Returns:
+      The executor, and the size of the pool on the devices whose pages are the largest.
+
+    Raises:
+      DeviceMemoryError, InvalidConfigError: see `build_executor`.
+    """
+    check_slot_states(model_config, options, num_device_groups=len(places))
+    own = replace(options, warmup=False, host_memory=0)
+    with ExitStack() as if_one_fails:
+        built: list[tuple[ModelExecutor, PoolSize]] = []
+        # Answers are computed by the decode group, which alone speculates.
+        for (params, stages), speculation in zip(places, (None, own.speculation), strict=True):
+            group_options = replace(own, speculation=speculation)
+            built.append(
+                build_executor(
+                    *(graphdef, params, model_config, layer_layout, group_options, stages),
+                    probe=probe,
+                    takes_masks=takes_masks,
+                )
+            )
+            if_one_fails.callback(built[-1][0].close)
+        num_pages = min(executor.config.num_pages for executor, _ in built)
+        for executor, _ in built:
+            if executor.config.num_pages > num_pages:
+                executor.resize(num_pages, ())
+        groups = [cast(LinkedExecutor, executor) for executor, _ in built]
+        grouped = GroupedExecutor(groups, strict=options.strict)
+        if options.warmup:
+            warm_up(grouped, progress=options.progress)
+        if_one_fails.pop_all()
+    largest = max((size for _, size in built), key=lambda size: size.page_bytes)
+    return grouped, replace(largest, num_pages=num_pages)

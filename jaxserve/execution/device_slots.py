@@ -1,4 +1,4 @@
-"""The slots on the device, and the edits of them that a plan asks for before its rows run."""
+"""The slots on the device: edits that a plan asks for before its rows run, and moves of states."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.execution.pages import DevicePages
 from jaxserve.scheduling.plan import Extension, Row, StepPlan
 from jaxserve.steps import slots as edits
 from jaxserve.steps.sampling.variants import SamplingNeeds
@@ -20,6 +21,8 @@ from jaxserve.steps.slots import (
     MOVES_A_CALL,
     PAGE_UPDATES_A_CALL,
     SlotState,
+    move_states,
+    pack_moves,
 )
 from jaxserve.steps.step_function import Shelf, abstract, unkept
 
@@ -179,3 +182,35 @@ def chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
     """Yield the items in runs of at most `size`."""
     for start in range(0, len(items), size):
         yield items[start : start + size]
+
+
+@final
+class StateMoves:
+    """Moves the states in a cache between slots; without recurrent layers there are none.
+
+    Args:
+      place: sharding of the cache.
+      shelf: where executables are kept.
+    """
+
+    def __init__(self, config: EngineConfig, place: jax.sharding.Sharding, shelf: Shelf):
+        self._config = config
+        self._move = shelf.function(
+            "move_states", move_states, donate_argnums=0, out_shardings=place
+        )
+
+    def apply(self, pages: DevicePages, moves: Sequence[tuple[int, int]]) -> None:
+        """Carry out moves (from slot, to slot), none of whose targets is a source too."""
+        if not pages.cache.states:
+            return
+        for some in chunks(moves, MOVES_A_CALL):
+            states = self._move(pages.cache.states, *pack_moves(self._config, some))
+            pages.replace(replace(pages.cache, states=states))
+
+    def preparations(self, pages: DevicePages) -> list[tuple[str, Callable[[], Any]]]:
+        """Return (name, function); a function makes its executable, on any thread."""
+        states = abstract(pages.cache.states)
+        if not states:
+            return []
+        moves = pack_moves(self._config, ())
+        return [("moves of states", partial(self._move.prepare, states, *moves))]

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxserve.execution.device_slots import DeviceSlots
-from jaxserve.execution.page_copies import DevicePages
+from jaxserve.execution.pages import DevicePages
 from jaxserve.execution.weights import fingerprint
 from jaxserve.memory.relocation import Moves, page_targets
 from jaxserve.models.batch import KVCache

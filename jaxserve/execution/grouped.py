@@ -11,9 +11,9 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RuntimeClosedError
-from jaxserve.execution.compilations import CompilationCounter
+from jaxserve.execution.compilation import CompilationCounter
 from jaxserve.execution.link import Link, Parcel
-from jaxserve.execution.page_copies import DevicePages
+from jaxserve.execution.pages import DevicePages
 from jaxserve.execution.protocol import GroupRole, ModelExecutor, StepHandle
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.relocation import Moves

@@ -7,6 +7,7 @@ therefore test whether scheduling and memory are correct.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -16,8 +17,6 @@ from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.execution.protocol import GroupRole
-from jaxserve.execution.simulated_handle import SimulatedHandle
-from jaxserve.execution.simulated_model import END_TOKEN, Accepted, AnswerLength, Reading, mix
 from jaxserve.execution.step_cost import FlatCost, StepCost, StepWork
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
@@ -25,6 +24,39 @@ from jaxserve.memory.relocation import Moves, page_sources, page_targets
 from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import ProposalCount, Row, StepPlan, StepResult, nothing_computed
 from predictor import Refinement
+
+END_TOKEN = 0
+
+# (request, sample index) -> number of output tokens after which the model ends the answer
+AnswerLength = Callable[[Request, int], int]
+# (request, sample index, number of the sequence's tokens) -> number of tokens that its next row
+# delivers, of those that it may deliver
+Accepted = Callable[[Request, int, int], int]
+# (request, sample index, number of output tokens) -> logits of what remains, float [buckets]
+Reading = Callable[[Request, int, int], np.ndarray]
+
+_MASK = (1 << 61) - 1
+
+
+def mix(a: int, b: int) -> int:
+    """Return a hash of two numbers."""
+    value = (a * 6364136223846793005 + b * 1442695040888963407 + 1013904223) & _MASK
+    return (value ^ (value >> 29)) & _MASK
+
+
+@final
+class SimulatedHandle:
+    """See `StepHandle`; collecting it advances the clock."""
+
+    def __init__(self, result: StepResult, ready_s: float, clock: VirtualClock):
+        self._result, self._ready_s, self._clock = result, ready_s, clock
+
+    def is_ready(self) -> bool:
+        return self._clock.now() >= self._ready_s
+
+    def collect(self) -> StepResult:
+        self._clock.advance_to(self._ready_s)
+        return self._result
 
 
 @final

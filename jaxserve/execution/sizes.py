@@ -12,7 +12,7 @@ import numpy as np
 from jaxserve.core.config import EngineConfig, fine_slot_buckets, fine_token_buckets
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sizes import parse_bytes
-from jaxserve.execution.deterministic import row_kernels_of
+from jaxserve.execution.compatibility import row_kernels_of
 from jaxserve.execution.memory_plan import PoolSize, plan_host_pages, plan_pool
 from jaxserve.memory.page_pool import MIN_PAGES
 from jaxserve.models.batch import empty_cache

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from math import gcd
 from typing import Any, final
 
 import jax
@@ -11,18 +15,13 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import RuntimeClosedError
-from jaxserve.execution.compilations import CompilationCounter
+from jaxserve.execution.compilation import CompilationCounter
+from jaxserve.execution.device import verifying_arguments
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.encoding import encode_prompts
-from jaxserve.execution.handle import DeviceHandle
-from jaxserve.execution.micro_batches import Pass
-from jaxserve.execution.page_calls import PAGES_A_CALL, num_incoming
-from jaxserve.execution.page_copies import DevicePages
+from jaxserve.execution.handle import DeviceHandle, PromptPart
+from jaxserve.execution.pages import PAGES_A_CALL, DevicePages, num_incoming
 from jaxserve.execution.protocol import GroupRole
-from jaxserve.execution.staged_host import StagedHostMemory
-from jaxserve.execution.staged_loops import run_loop
-from jaxserve.execution.staged_steps import StagedSteps
-from jaxserve.execution.staged_warmup import StagedWarmup
 from jaxserve.execution.swap_costs import (
     KeptSwapCosts,
     SwapCostMeter,
@@ -36,9 +35,452 @@ from jaxserve.memory.relocation import Moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
 from jaxserve.scheduling.kv.swap_space import SwapCosts
-from jaxserve.scheduling.plan import PageCopies, StepPlan
-from jaxserve.steps.packing import pack_rows
+from jaxserve.scheduling.plan import PageCopies, Row, StepPlan
+from jaxserve.steps.batches import ChoosingRows, DecodeWindow
+from jaxserve.steps.outputs import Outputs
+from jaxserve.steps.packing import (
+    body_size,
+    decode_window,
+    in_places,
+    loop_sizes,
+    no_masks,
+    pack_choosing,
+    pack_masks,
+    pack_rows,
+    pack_window,
+    sampling_first,
+    sampling_slots,
+)
+from jaxserve.steps.proposals import Draft
+from jaxserve.steps.sampling.variants import SamplingNeeds, Variant
+from jaxserve.steps.stages import Proposed
 from predictor import Refinement
+
+_Step = tuple[str, Callable[[], Any]]
+
+
+@final
+@dataclass(frozen=True)
+class Pass:
+    """One pass of a micro-batch through all stages, in the order of submission.
+
+    Attributes:
+      slots: the slots whose tokens it computes.
+      num_rows: number of rows that the stages compute, including padding.
+      samples: whether the last stage samples after it.
+    """
+
+    slots: frozenset[int]
+    num_rows: int
+    samples: bool
+
+
+def micro_batches(
+    rows: Sequence[tuple[int, Row]], most: int, smallest: int
+) -> Iterator[list[tuple[int, Row]]]:
+    """Cut rows into at most `most` micro-batches with about the same number of tokens each.
+
+    A row that does not fit is cut in two, of which the second part samples. The order of rows
+    stays, because a row may read KV that an earlier row writes.
+
+    Args:
+      smallest: minimum number of tokens of a micro-batch, except the last.
+    """
+    total = sum(row.num_tokens for _, row in rows)
+    size = max(smallest, -(-total // most))
+    batch: list[tuple[int, Row]] = []
+    left = size
+    for i, row in rows:
+        start, tokens = row.start, row.num_tokens
+        while tokens > left:
+            if left:
+                batch.append((i, Row(row.slot, row.sequence_key, start, left, max_new_tokens=0)))
+            yield batch
+            start, tokens = start + left, tokens - left
+            batch, left = [], size
+        batch.append((i, Row(row.slot, row.sequence_key, start, tokens, row.max_new_tokens)))
+        left -= tokens
+    yield batch
+
+
+@final
+class StagedHostMemory:
+    """A `HostMemory` whose contents are those of the first stage, then of the next, and so on.
+
+    Args:
+      stages: in order; the list of the executor, which empties it when it is closed.
+    """
+
+    def __init__(self, stages: Sequence[DeviceStage]):
+        self._stages = stages
+
+    def has_arrived(self, host_page: int) -> bool:
+        """See `HostMemory`; the page has arrived when it has on all stages."""
+        return all(stage.pages.has_arrived(host_page) for stage in self._stages)
+
+    def read_host_page(self, host_page: int) -> bytes:
+        """See `HostMemory`."""
+        return b"".join(stage.pages.read_host_page(host_page) for stage in self._stages)
+
+    def write_host_page(self, host_page: int, contents: bytes) -> None:
+        """See `HostMemory`."""
+        start = 0
+        for stage in self._stages:
+            num_bytes = stage.pages.host_page_bytes
+            stage.pages.write_host_page(host_page, contents[start : start + num_bytes])
+            start += num_bytes
+
+    def fingerprint(self) -> bytes:
+        """See `HostMemory`. Another stage plan has another one, as contents depend on it."""
+        digest = blake2b(digest_size=16)
+        for stage in self._stages:
+            digest.update(stage.fingerprint())
+        return digest.digest()
+
+
+@final
+class StagedSteps:
+    """Submits mixed steps to all stages, and sends what the last one samples to the others.
+
+    Args:
+      stages: in order; the list of the executor, which empties it when it is closed.
+      micro_batches: maximum number of micro-batches of a step.
+      tell: called with each pass of a micro-batch.
+    """
+
+    def __init__(
+        self, stages: Sequence[DeviceStage], micro_batches: int, tell: Callable[[Pass], None]
+    ):
+        self._stages = stages
+        self._micro_batches = micro_batches
+        self._tell = tell
+
+    @property
+    def _config(self) -> EngineConfig:
+        return self._stages[0].programs.config
+
+    def mixed(self, plan: StepPlan, needs: SamplingNeeds, late: PageCopies = ()) -> DeviceHandle:
+        """Submit the mixed step of a plan.
+
+        Args:
+          late: copies from the host that the first micro-batch brings, layer by layer.
+        """
+        # If a row returns prompt log-probabilities, the step is one batch, so that their spans are
+        # those of the step; and if one has proposals, since a micro-batch may not end among them.
+        is_one = plan.has_proposals or any(row.wants_prompt_logprobs for row in plan.rows)
+        prompts = [row for row in plan.rows if row.encodes]
+        marker: Any = self.encode(pack_rows(self._config, prompts)[0]) if prompts else None
+        if prompts and len(prompts) == len(plan.rows) and not late:
+            return DeviceHandle(plan, needs, marker, (), np.empty(0, np.int32))
+        batches = [[(i, row) for i, row in enumerate(plan.rows) if not row.encodes]]
+        if not is_one:
+            smallest = self._config.token_buckets[0]
+            batches = list(micro_batches(batches[0], self._micro_batches, smallest))
+        outputs: list[Outputs] = []
+        output_rows = np.full(len(plan.rows), -1, np.int32)
+        prompt_part = None
+        num_outputs = 0
+        for batch in batches:
+            batch = [batch[i] for i in sampling_first([row for _, row in batch])]
+            parts = [(i, part) for i, row in batch for part in in_places(row)]
+            rows = [row for _, row in parts]
+            num_tokens = body_size(self._config, rows, is_coarse=bool(late))
+            packed, starts = pack_rows(self._config, rows, num_tokens)
+            sampling = [i for i, row in batch if row.samples]
+            slots = frozenset(row.slot for _, row in batch)
+            self._tell(Pass(slots, len(packed.token_row), samples=bool(sampling)))
+            hidden, marker = self.pass_through(packed, late)
+            late = ()
+            if any(row.wants_prompt_logprobs for row in plan.rows):
+                prompt_part = self.prompt_part(parts, starts, packed, hidden)
+            if sampling:
+                choose = self._verify if plan.has_proposals else self._sample_rows
+                outputs.append(choose(plan, sampling, marker, needs.variant))
+                output_rows[sampling] = num_outputs + np.arange(len(sampling))
+                num_outputs += len(outputs[-1].num_tokens)
+        marker = outputs[-1].tokens if outputs else marker
+        return DeviceHandle(plan, needs, marker, outputs, output_rows, prompt_part)
+
+    def pass_through(
+        self, packed: Any, late: PageCopies = (), *, brings_pages: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """Have all stages compute a micro-batch; return the last one's output, as `mixed` does.
+
+        Args:
+          late: copies from the host that each stage makes before its attention, layer by layer.
+          brings_pages: call the executables of such copies even if there are none.
+        """
+        hidden = row_hidden = None
+        for stage in self._stages:
+            incoming = stage.incoming(late) if late or brings_pages else None
+            hidden, row_hidden = stage.mixed(packed, hidden, incoming)
+        assert hidden is not None and row_hidden is not None, "a model without stages"
+        return hidden, row_hidden
+
+    def encode(self, batch: Any) -> jax.Array:
+        """Encode whole prompts on the first stage, and write what each stage's layers see."""
+        encoded = self._stages[0].encode(batch)
+        for stage in self._stages:
+            stage.write_encoded(batch, encoded)
+        return encoded
+
+    def choose_verified(
+        self, row_hidden: Any, rows: ChoosingRows, masks: Any, variant: Variant
+    ) -> Outputs:
+        """Choose tokens of rows with proposals on the last stage, and send them to the others."""
+        outputs, chosen = self._stages[-1].verify(row_hidden, rows, masks, variant)
+        for stage in self._stages[:-1]:
+            stage.send(np.asarray(rows.slot), chosen, np.asarray(rows.num_proposed))
+        return outputs
+
+    def sample(
+        self,
+        hidden: Any,
+        index: np.ndarray,
+        outputs: Outputs,
+        variant: Variant,
+        masks: Any = None,
+    ) -> Outputs:
+        """Sample on the last stage and send the tokens to the others."""
+        outputs, chosen = self._stages[-1].sample(hidden, index, outputs, variant, masks)
+        for stage in self._stages[:-1]:
+            stage.send(index, chosen)
+        return outputs
+
+    def prompt_part(
+        self, batch: Sequence[tuple[int, Row]], starts: Sequence[int], packed: Any, hidden: Any
+    ) -> PromptPart:
+        """Compute log-probabilities of prompts on the last stage."""
+        last = self._stages[-1]
+        with last.programs.place.in_force():
+            arrays = last.programs.prompt_logprobs(last.params, last.slots.state, hidden, packed)
+        return PromptPart.of(arrays, batch, starts)
+
+    def _sample_rows(
+        self, plan: StepPlan, sampling: Sequence[int], row_hidden: Any, variant: Variant
+    ) -> Outputs:
+        """Sample the next token of the plan's rows `sampling`, which come first in the batch."""
+        rows = [plan.rows[i] for i in sampling]
+        index = sampling_slots(self._config, rows, variant)
+        none = self._stages[-1].no_outputs(len(index), 1, variant)
+        masks = pack_masks(plan, sampling, len(index))
+        return self.sample(row_hidden, index, none, variant, masks)
+
+    def _verify(
+        self, plan: StepPlan, sampling: Sequence[int], row_hidden: Any, variant: Variant
+    ) -> Outputs:
+        """`_sample_rows` where some of the rows have proposals, and so may get several tokens."""
+        last = self._stages[-1].programs
+        rows, masks = verifying_arguments(last, plan, sampling, variant, has_masks=False)
+        return self.choose_verified(row_hidden, rows, masks, variant)
+
+
+@final
+@dataclass
+class WindowPass:
+    """The part of a loop that passes through the stages as one: some of its slots.
+
+    Attributes:
+      index: int32 [R], the window's slots; the number of slots for one without a row.
+      packed: the window and the rows as arrays.
+      outputs: of the loop so far.
+      proposals: for the next iteration; None in a loop that does not speculate.
+    """
+
+    window: range
+    rows: Sequence[Row]
+    index: np.ndarray
+    packed: DecodeWindow
+    outputs: Outputs
+    proposals: tuple[Draft, Proposed] | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that an iteration computes, with padding."""
+        num_proposed = 0 if self.proposals is None else self.proposals[1].tokens.shape[1]
+        return len(self.window) + num_proposed
+
+    @classmethod
+    def of(
+        cls,
+        last: DeviceStage,
+        window: range,
+        rows: Sequence[Row],
+        variant: Variant,
+        *,
+        speculates: bool,
+    ) -> WindowPass:
+        """Return a window before the first iteration; the last stage proposes if it speculates."""
+        config = last.programs.config
+        num_proposed = config.num_proposed_beside(len(window)) if speculates else 0
+        most = config.max_decode_iterations * (1 + num_proposed)
+        outputs = last.no_outputs(len(window), most, variant, num_proposed)
+        packed = pack_window(window, rows)
+        index = np.where(packed.most, window, config.max_slots).astype(np.int32)
+        proposals = last.propose(packed, outputs.num_tokens, num_proposed) if num_proposed else None
+        return cls(window, rows, index, packed, outputs, proposals)
+
+    def iterate(self, stages: Sequence[DeviceStage], iteration: int, variant: Variant) -> None:
+        """Submit one iteration to all stages, and send what the last one chooses to the others.
+
+        Args:
+          iteration: number of iterations before it.
+        """
+        *others, last = stages
+        proposed = None if self.proposals is None else self.proposals[1]
+        hidden = None
+        for stage in stages:
+            hidden = stage.decode(self.rows, self.window, hidden, iteration, proposed)
+        assert hidden is not None, "a model without stages"
+        if self.proposals is None:
+            self.outputs, chosen = last.sample(hidden, self.index, self.outputs, variant)
+        else:
+            self.outputs, chosen, self.proposals = last.choose(
+                self.packed, hidden, self.outputs, self.proposals, variant
+            )
+        for stage in others:
+            stage.send(self.index, chosen)
+
+
+def run_loop(
+    stages: Sequence[DeviceStage],
+    plan: StepPlan,
+    needs: SamplingNeeds,
+    micro_batches: int,
+    tell: Callable[[Pass], None],
+) -> DeviceHandle:
+    """Submit a decode loop; every iteration that its plan has.
+
+    Args:
+      micro_batches: maximum number of micro-batches; a power of two.
+      tell: called with each pass of a micro-batch.
+    """
+    variant, last = needs.variant, stages[-1]
+    whole, num_proposed = decode_window(last.programs.config, plan, variant)
+    size = micro_batch_size(len(whole), micro_batches)
+    passes: list[WindowPass] = []
+    # Micro-batches without rows are left out, unless there is no row at all, as in measurements.
+    batches = {(row.slot - whole.start) // size for row in plan.rows}
+    for batch in sorted(batches or range(len(whole) // size)):
+        window = whole[batch * size : (batch + 1) * size]
+        rows = [row for row in plan.rows if row.slot in window]
+        speculates = num_proposed > 0
+        passes.append(WindowPass.of(last, window, rows, variant, speculates=speculates))
+    for iteration in range(plan.num_iterations):
+        for each in passes:
+            tell(Pass(frozenset(each.window), each.num_tokens, samples=True))
+            each.iterate(stages, iteration, variant)
+    slots = [slot for each in passes for slot in each.window]
+    place = {slot: i for i, slot in enumerate(slots)}
+    output_rows = np.array([place[row.slot] for row in plan.rows], np.int32)
+    outputs = [each.outputs for each in passes]
+    return DeviceHandle(plan, needs, outputs[-1].tokens, outputs, output_rows)
+
+
+def micro_batch_size(num_slots: int, micro_batches: int) -> int:
+    """Return the number of slots of a micro-batch of a window with `num_slots` slots."""
+    return num_slots // gcd(num_slots, micro_batches)
+
+
+@final
+class StagedWarmup:
+    """Makes every executable of a configuration; stages run them with slots that do not advance.
+
+    Args:
+      takes_masks: also what requests with a grammar need.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        stages: Sequence[DeviceStage],
+        steps: StagedSteps,
+        micro_batches: int,
+        *,
+        takes_masks: bool,
+    ):
+        self._config = config
+        self._stages = stages
+        self._steps = steps
+        self._micro_batches = micro_batches
+        self._takes_masks = takes_masks
+
+    def steps(self) -> list[_Step]:
+        """Return (name, function) of every executable."""
+        return [(name, partial(self._idly, step)) for name, step in self._all()]
+
+    def _all(self) -> Iterator[_Step]:
+        config = self._config
+        yield "slot edits", self._edits
+        for num in reversed(config.token_buckets):
+            yield f"mixed step, {num} tokens", partial(self._mixed, num)
+        if config.num_host_pages:
+            yield "page copies", self._copies
+            if config.num_incoming_pages:
+                for num in reversed(config.coarse_token_buckets):
+                    step = partial(self._mixed, num, brings_pages=True)
+                    yield f"mixed step with pages, {num} tokens", step
+        if config.has_encoder:
+            for num in reversed(config.token_buckets):
+                step = partial(self._steps.encode, pack_rows(config, (), num)[0])
+                yield f"encoder, {num} tokens", step
+        for variant in Variant:
+            yield from self._sampling(variant)
+
+    def _sampling(self, variant: Variant) -> Iterator[_Step]:
+        config, name = self._config, variant.name.lower()
+        for num in reversed(variant.sizes(config.head_buckets)):
+            yield f"{name} sampling, {num} rows", partial(self._head, variant, num)
+        for speculates in (False, True) if config.num_proposed else (False,):
+            loop = "speculating loop" if speculates else "decoding"
+            windows = loop_sizes(config, variant, speculates=speculates)
+            sizes = {micro_batch_size(num, self._micro_batches) for num in windows}
+            for num in sorted(sizes, reverse=True):
+                step = partial(self._decode, variant, num, speculates)
+                yield f"{name} {loop}, {num} slots", step
+
+    def _edits(self) -> None:
+        for stage in self._stages:
+            with stage.programs.place.in_force():
+                stage.slots.warm_up(takes_masks=self._takes_masks)
+
+    def _copies(self) -> None:
+        for stage in self._stages:
+            for _, prepare in stage.pages.preparations():
+                prepare()
+
+    def _mixed(self, num_tokens: int, *, brings_pages: bool = False) -> Any:
+        batch, _ = pack_rows(self._config, (), num_tokens)
+        hidden, row_hidden = self._steps.pass_through(batch, brings_pages=brings_pages)
+        self._steps.prompt_part((), (), batch, hidden)
+        return row_hidden
+
+    def _head(self, variant: Variant, num_rows: int) -> None:
+        hidden = self._mixed(self._config.token_buckets[0])
+        self._sample(hidden, variant, num_rows)
+        if self._takes_masks:
+            vocab_size = self._stages[-1].programs.model_config.vocab_size
+            masks = no_masks(num_rows, vocab_size)
+            self._sample(hidden, variant, num_rows, masks)
+            if self._config.num_proposed:
+                no_rows = pack_choosing(self._config, (), num_rows)
+                self._steps.choose_verified(hidden, no_rows, masks, variant)
+
+    def _decode(self, variant: Variant, num_rows: int, speculates: bool) -> None:
+        window, last = range(num_rows), self._stages[-1]
+        idle = WindowPass.of(last, window, (), variant, speculates=speculates)
+        idle.iterate(self._stages, 0, variant)
+
+    def _sample(self, hidden: Any, variant: Variant, num_rows: int, masks: Any = None) -> None:
+        index = np.full(num_rows, self._config.max_slots, np.int32)
+        none = self._stages[-1].no_outputs(num_rows, 1, variant)
+        self._steps.sample(hidden, index, none, variant, masks)
+
+    def _idly(self, step: Callable[[], Any]) -> None:
+        with ExitStack() as idle:
+            for stage in self._stages:
+                idle.enter_context(stage.idle())
+            step()
 
 
 @final

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.execution.page_calls import PAGES_A_CALL
+from jaxserve.execution.pages import PAGES_A_CALL
 from jaxserve.execution.protocol import Executor
 from jaxserve.planning.group_costs import GroupCosts
 from jaxserve.planning.origin import Origin

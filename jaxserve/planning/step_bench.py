@@ -16,7 +16,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.page_calls import PAGES_A_CALL
+from jaxserve.execution.pages import PAGES_A_CALL
 from jaxserve.execution.protocol import Executor, StepHandle
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.memory.page_pool import NULL_PAGE

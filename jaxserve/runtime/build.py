@@ -19,18 +19,16 @@ from jaxserve.core.request import EncoderPrompts
 from jaxserve.engine.grammars import Grammars, has_grammars
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.engine.requests import RequestBuilder
-from jaxserve.execution.adapter_limits import check_adapters, check_adapters_fit
-from jaxserve.execution.build import build_executor
-from jaxserve.execution.build_groups import build_groups
+from jaxserve.execution.build import build_executor, build_groups
+from jaxserve.execution.compatibility import check_adapters, check_adapters_fit, check_quantised
+from jaxserve.execution.compilation import enable_compilation_cache
 from jaxserve.execution.device_errors import out_of_memory_as
-from jaxserve.execution.group_shares import Processes
+from jaxserve.execution.group import Processes
 from jaxserve.execution.grouped import GroupedExecutor
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.execution.regroup import GroupMaker
 from jaxserve.execution.sizes import nbytes
-from jaxserve.execution.warmup import enable_compilation_cache
-from jaxserve.execution.weight_limits import check_quantised
 from jaxserve.execution.weights import sharded
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.parts import planned_stages

@@ -10,10 +10,10 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.core.options import RuntimeOptions
+from jaxserve.execution.compatibility import check_quantised
+from jaxserve.execution.compilation import enable_compilation_cache, executable_store
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.execution.sizes import platform_defaults
-from jaxserve.execution.warmup import enable_compilation_cache, executable_store
-from jaxserve.execution.weight_limits import check_quantised
 from jaxserve.runtime.build import check_early
 from jaxserve.runtime.processes import own_mesh, processes_of
 from jaxserve.scheduling.presets import get_policy_for

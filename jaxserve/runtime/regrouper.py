@@ -22,8 +22,14 @@ from jaxserve.core.errors import (
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.execution.grouped import GroupedExecutor
 from jaxserve.execution.memory_plan import StepBytes
-from jaxserve.execution.regroup import GroupMaker, exchange, meshes_of
-from jaxserve.execution.weight_moves import Leaves, WeightsMemory, shared_leaves
+from jaxserve.execution.regroup import (
+    GroupMaker,
+    Leaves,
+    WeightsMemory,
+    exchange,
+    meshes_of,
+    shared_leaves,
+)
 from jaxserve.memory.page_pool import MIN_PAGES
 from jaxserve.planning import GroupTimes, find_step_times
 from jaxserve.planning.group_sizes import GroupSizes

@@ -9,9 +9,9 @@ from typing import final
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.loop import EngineLoop
+from jaxserve.execution.compilation import warm_up
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import ModelExecutor
-from jaxserve.execution.warmup import warm_up
 
 # Pages of a pool without any that a sequence could use: the null page, and one more.
 _NO_PAGES = 2

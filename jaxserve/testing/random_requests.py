@@ -12,7 +12,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.execution.simulated_model import END_TOKEN
+from jaxserve.execution.simulated import END_TOKEN
 from predictor import LengthBuckets
 
 BUCKETS = LengthBuckets.equal_width(40, 4)

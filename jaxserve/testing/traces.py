@@ -14,8 +14,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.versions import Weights
-from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.execution.simulated_model import Accepted
+from jaxserve.execution.simulated import Accepted, SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS

@@ -7,7 +7,7 @@ from flax import nnx
 
 from benchmarks.sharding import Collective, collectives_of, play
 from jaxserve import Runtime
-from jaxserve.execution.micro_batches import Pass
+from jaxserve.execution.staged import Pass
 from jaxserve.models.families.llama import Llama, LlamaConfig
 from jaxserve.steps.sampling.variants import Variant
 from jaxserve.testing import WrapAll

@@ -17,8 +17,8 @@ from jaxserve.core.errors import CompilationAfterWarmupError, NumericalError, Ru
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
+from jaxserve.execution.compilation import warm_up
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.warmup import warm_up
 from jaxserve.models.batch import empty_cache
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.continuous import Unified

@@ -11,7 +11,7 @@ import pytest
 from jaxserve.core.errors import HostMemoryError, InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.group import allocate_host_pages
-from jaxserve.execution.page_copies import DevicePages
+from jaxserve.execution.pages import DevicePages
 from jaxserve.models.batch import KVCache
 from jaxserve.runtime.disks import check_disk
 from jaxserve.scheduling.presets import get_policy

@@ -24,11 +24,9 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.build import build_executor
-from jaxserve.execution.couriers import Courier, HostCourier, make_courier
+from jaxserve.execution.couriers import Courier, HostCourier, PagePort, cut_of, make_courier
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.group import GroupExecutor, LeadingExecutor, in_group
-from jaxserve.execution.group_shares import LeadersShare, Report
-from jaxserve.execution.page_port import PagePort, cut_of
+from jaxserve.execution.group import GroupExecutor, LeadersShare, LeadingExecutor, Report, in_group
 from jaxserve.execution.weights import sharded
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA

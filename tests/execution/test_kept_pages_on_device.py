@@ -16,8 +16,8 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
+from jaxserve.execution.compilation import warm_up
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.warmup import warm_up
 from jaxserve.memory.eviction import LRU
 from jaxserve.models.batch import empty_cache
 from jaxserve.scheduling.plan import StepPlan

@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from jaxserve import JaxserveError, Runtime, SamplingParams
-from jaxserve.execution.page_calls import num_incoming
+from jaxserve.execution.pages import num_incoming
 from jaxserve.execution.protocol import StepHandle
 from jaxserve.models.families.llama import Llama, LlamaConfig
 from jaxserve.models.loading import abstract_model

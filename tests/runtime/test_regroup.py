@@ -24,7 +24,7 @@ from jaxserve.core.errors import (
     InvalidProfileError,
     RegroupError,
 )
-from jaxserve.execution import weight_moves
+from jaxserve.execution import regroup
 from jaxserve.execution.protocol import StepHandle
 from jaxserve.planning import GroupTimes, StepTimes, keep_step_times
 from jaxserve.planning.schedules.configuration import Division
@@ -169,7 +169,7 @@ def test_a_move_that_fails_leaves_the_groups_serving(wanted, monkeypatch):
         pending = [rt.submit(p, each) for p, each in zip(PROMPTS, PARAMS, strict=True)]
         failing = _Failing(8)
         with monkeypatch.context() as patched:
-            patched.setattr(weight_moves, "placed", failing)
+            patched.setattr(regroup, "placed", failing)
             with pytest.raises(RegroupError, match="serve as before.*no memory for weights"):
                 rt.regroup(encode=2, decode=1, max_pause_s=60)
         assert failing.num_calls > 8  # those that were placed were put back
@@ -189,7 +189,7 @@ def test_weights_that_cannot_be_put_back_end_every_request(monkeypatch):
         # None of them ends in a second.
         long = SamplingParams(max_tokens=100, ignore_eos=True)
         pending = [rt.submit(p, long) for p in PROMPTS]
-        monkeypatch.setattr(weight_moves, "placed", _Failing(8, 9))
+        monkeypatch.setattr(regroup, "placed", _Failing(8, 9))
         said = "could not be put back.*no memory for weights.*this runtime serves no more"
         with pytest.raises(EngineFailedError, match=said):
             rt.regroup(encode=2, decode=1, max_pause_s=60)
@@ -245,7 +245,7 @@ def test_no_device_needs_more_memory_than_the_fullest_one_had(monkeypatch):
             most |= now
             return new
 
-        monkeypatch.setattr(weight_moves, "placed", watched)
+        monkeypatch.setattr(regroup, "placed", watched)
         rt.regroup(encode=2, decode=1, max_pause_s=60)
         assert weights < max(most.values()) < before + weights / 8
         rt.check_integrity()

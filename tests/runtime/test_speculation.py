@@ -19,7 +19,7 @@ from flax import nnx
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.execution.state_limits import check_speculation
+from jaxserve.execution.compatibility import check_speculation
 from jaxserve.models.families.llama import Llama
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.presets import PRESETS

@@ -12,7 +12,7 @@ from jaxserve.core.clock import VirtualClock
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.simulated_model import END_TOKEN
+from jaxserve.execution.simulated import END_TOKEN
 from jaxserve.scheduling.admission import MaxLength, OnDemand, Oracle, Predicted
 from jaxserve.scheduling.iteration.continuous import IterationLevel, Unified
 from jaxserve.scheduling.order import LongestFirst, Priority

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.execution.page_calls import PAGES_A_CALL, gathered, scattered
+from jaxserve.execution.pages import PAGES_A_CALL, gathered, scattered
 from jaxserve.models.batch import empty_cache
 from jaxserve.models.incoming import IncomingPages
 from jaxserve.steps import slots as edits

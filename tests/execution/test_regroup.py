@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.execution.weight_moves import MovingWeights, shared_leaves, weights_memory
+from jaxserve.execution.regroup import MovingWeights, shared_leaves, weights_memory
 from sharding import make_groups, placed
 from sharding.shards import TENSOR
 

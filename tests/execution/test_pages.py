@@ -13,8 +13,7 @@ import pytest
 
 from jaxserve.core.errors import HostMemoryError
 from jaxserve.core.options import KV_DTYPES
-from jaxserve.execution.page_calls import PAGES_A_CALL
-from jaxserve.execution.page_copies import DevicePages
+from jaxserve.execution.pages import PAGES_A_CALL, DevicePages
 from jaxserve.memory.relocation import fewest_moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.incoming import IncomingPages

@@ -1,0 +1,503 @@
+"""KV pages on the device and on the host, and the copies between the two."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, TypeVar, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import HostMemoryError
+from jaxserve.memory.relocation import Moves, page_sources
+from jaxserve.models.batch import KVCache
+from jaxserve.models.incoming import IncomingPages
+from jaxserve.scheduling.plan import PageCopies, StepPlan
+from jaxserve.steps.placement import staging_place
+from jaxserve.steps.step_function import Shelf, abstract, unkept
+from pallas_kernels import gather_pages, scatter_pages
+from sharding.shards import TENSOR, over_tensor
+
+# A whole cache or one of its buffers.
+_Cache = TypeVar("_Cache")
+
+# Pages that one call copies. A call with fewer copies the null page for the rest.
+PAGES_A_CALL = 8
+# Buffers are split by KV head.
+_BUFFERS = P(None, None, TENSOR)
+
+# Bytes of pages that may be on their way to the host; they take memory of the device meanwhile.
+_MAX_LEAVING_BYTES = 1 << 30
+# The same of pages that come from the host, before a step waits for those that were sent first.
+MAX_INCOMING_BYTES = 1 << 30
+
+
+def num_incoming(config: EngineConfig, plan: StepPlan) -> int:
+    """Return the number of pages that the mixed step of a plan itself copies from the host.
+
+    0 if one copy call before the step is enough.
+    """
+    is_one_call = plan.is_decode_loop or len(plan.swaps_in) <= PAGES_A_CALL
+    return 0 if is_one_call else min(config.num_incoming_pages, len(plan.swaps_in))
+
+
+def abstract_pages(cache: KVCache, count: int, **placed: Any) -> Any:
+    """Return the shapes of `count` pages in the structure of a cache."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            (leaf.shape[0], count, *leaf.shape[2:]), leaf.dtype, **placed
+        ),
+        cache,
+    )
+
+
+def by_call(copies: PageCopies) -> Iterator[PageCopies]:
+    """Yield the copies of each call."""
+    for start in range(0, len(copies), PAGES_A_CALL):
+        yield copies[start : start + PAGES_A_CALL]
+
+
+def gathered(
+    cache: _Cache,
+    pages: jax.Array,  # int32 [count]
+) -> _Cache:
+    """Return buffers [layers, count, kv_heads, ...] whose page i is page `pages[i]` of `cache`."""
+    return over_tensor(gather_pages, in_specs=(_BUFFERS, P()), out_specs=_BUFFERS)(cache, pages)
+
+
+def scattered(
+    cache: _Cache,
+    pages: jax.Array,  # int32 [count]; an id past the end is skipped
+    values: _Cache,  # as `gathered` returns
+) -> _Cache:
+    """Return `cache` with these pages written to it."""
+    specs = (_BUFFERS, P(), _BUFFERS)
+    return over_tensor(scatter_pages, in_specs=specs, out_specs=_BUFFERS)(cache, pages, values)
+
+
+@final
+class OwnShards:
+    """This process's part of arrays [layers, pages, kv_heads, ...] that are split by KV head.
+
+    Where all devices belong to this process, it has all heads, and jitted functions take NumPy
+    arrays as they are.
+
+    Args:
+      place: sharding of the arrays.
+    """
+
+    def __init__(self, place: jax.sharding.Sharding):
+        self._place = place
+        self._has_all = place.is_fully_addressable
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the own part of an array."""
+        if self._has_all:
+            return shape
+        num_heads = sum(stop - start for start, stop in self._ranges(shape))
+        return (*shape[:2], num_heads, *shape[3:])
+
+    def nbytes(self, array: jax.Array) -> int:
+        """Return the bytes of the own part of an array."""
+        if self._has_all:
+            return array.nbytes
+        return int(np.prod(self.shape(array.shape))) * array.dtype.itemsize
+
+    def to_host(self, array: jax.Array) -> np.ndarray:
+        """Wait for an array, and return the own part of it."""
+        if self._has_all:
+            return np.asarray(array)
+        parts = {shard.index[2].start or 0: shard.data for shard in array.addressable_shards}
+        return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)], axis=2)
+
+    def to_devices(
+        self,
+        values: Sequence[np.ndarray],
+        like: Sequence[jax.Array],
+        place: jax.sharding.Sharding | None = None,
+    ) -> list[Any]:
+        """Return arrays for a jitted function, of each of which `values` has the own part.
+
+        Args:
+          like: arrays with the numbers of KV heads of all processes.
+          place: where to put the arrays; by default where those of `like` are.
+        """
+        if self._has_all:
+            return list(values) if place is None else jax.device_put(list(values), place)
+        place = place or self._place
+        return [
+            self._spread(part, whole.shape[2], place)
+            for part, whole in zip(values, like, strict=True)
+        ]
+
+    def abstract(self, array: jax.ShapeDtypeStruct) -> Any:
+        """Return what stands for an array of `to_devices` when an executable is prepared."""
+        if self._has_all:
+            return np.broadcast_to(np.zeros((), array.dtype), array.shape)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._place)
+
+    def _spread(self, part: np.ndarray, num_heads: int, place: jax.sharding.Sharding) -> jax.Array:
+        shape = (*part.shape[:2], num_heads, *part.shape[3:])
+        ranges = self._ranges(shape)
+        offsets = accumulate((stop - start for start, stop in ranges), initial=0)
+        offset_of = dict(zip((start for start, _ in ranges), offsets, strict=False))
+
+        def of_device(index: Any) -> np.ndarray:
+            start, stop, _ = index[2].indices(num_heads)
+            return part[:, :, offset_of[start] : offset_of[start] + stop - start]
+
+        return jax.make_array_from_callback(shape, place, of_device)
+
+    def _ranges(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Return (first, end) of the KV heads of each own shard, in order, copies once."""
+        found = self._place.addressable_devices_indices_map(shape).values()
+        return sorted({index[2].indices(shape[2])[:2] for index in found if index is not None})
+
+
+@final
+class HostPages:
+    """Host memory for `num_pages` pages, allocated when the first page arrives.
+
+    An additional page, with the id `num_pages`, is the target of copies whose contents are unused.
+
+    Pages that leave the device are gathered into a separate buffer first, because the cache is
+    donated to the next step, which may write to them. A thread waits for them and stores them, one
+    call after another; a thread that needs a page waits for that page alone.
+
+    Args:
+      place: sharding of the cache's buffers.
+      max_incoming_bytes: see `DevicePages`.
+
+    Raises:
+      HostMemoryError: the host does not have the memory. The first method that allocates raises
+        it.
+    """
+
+    def __init__(
+        self, num_pages: int, place: jax.sharding.Sharding, shelf: Shelf, max_incoming_bytes: int
+    ):
+        self._num_pages = num_pages + 1
+        self._max_incoming_bytes = max_incoming_bytes
+        self._place = place
+        self._own = OwnShards(place)
+        self._buffers: list[np.ndarray] = []
+        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxserve-pages")
+        # Of pages that are on their way: the newest copy to each.
+        self._arriving: dict[int, Future[None]] = {}
+        # The calls whose pages are on their way, oldest first; some have arrived.
+        self._calls: deque[Future[None]] = deque()
+        self.staging = staging_place(place)
+        self._gather = shelf.function("gathered", gathered)
+        self._scatter = shelf.function(
+            "scattered", scattered, donate_argnums=0, out_shardings=place
+        )
+
+    def preparations(self, cache: KVCache) -> list[tuple[str, Callable[[], Any]]]:
+        """See `DevicePages`; `cache` is abstract."""
+        ids = np.zeros(PAGES_A_CALL, np.int32)
+        pages = jax.tree.map(self._own.abstract, abstract_pages(cache, PAGES_A_CALL))
+        return [
+            ("pages to the host", partial(self._gather.prepare, cache, ids)),
+            ("pages from the host", partial(self._scatter.prepare, cache, ids, pages)),
+        ]
+
+    def swap_out(self, cache: KVCache, copies: PageCopies) -> None:
+        """Start copies of (device page, host page). The caller may donate the cache afterwards."""
+        for some in by_call(copies):
+            ids = np.zeros(PAGES_A_CALL, np.int32)
+            ids[: len(some)] = [page for page, _ in some]
+            leaving = jax.tree.leaves(self._gather(cache, ids))
+            for each in leaving:
+                each.copy_to_host_async()
+            self.allocate(leaving)
+            self._wait_while_full(sum(map(self._own.nbytes, leaving)))
+            host_pages = tuple(host_page for _, host_page in some)
+            arriving = self._copier.submit(self._store, host_pages, leaving)
+            self._arriving.update((host_page, arriving) for host_page in host_pages)
+            self._calls.append(arriving)
+
+    def swap_in(self, cache: KVCache, copies: PageCopies) -> KVCache:
+        """Return the cache with (host page, device page) copied into it; `cache` is donated.
+
+        The pages take memory of the device twice until they are in the cache, so many of them come
+        one part after another.
+        """
+        num_bytes = 0
+        for some in by_call(copies):
+            ids = np.zeros(PAGES_A_CALL, np.int32)
+            ids[: len(some)] = [page for _, page in some]
+            pages = self._read(cache, some, PAGES_A_CALL)
+            num_new_bytes = sum(each.nbytes for each in pages)
+            if num_bytes and num_bytes + num_new_bytes > self._max_incoming_bytes:
+                jax.block_until_ready(cache)
+                num_bytes = 0
+            values = self._own.to_devices(pages, like=jax.tree.leaves(cache))
+            cache = self._scatter(cache, ids, _as_in(cache, values))
+            num_bytes += num_new_bytes
+        return cache
+
+    def incoming(self, cache: KVCache, copies: PageCopies, count: int) -> IncomingPages:
+        """Return the contents of at most `count` (host page, device page), for a step to copy."""
+        target = np.full(count, cache.num_pages, np.int32)
+        target[: len(copies)] = [page for _, page in copies]
+        pages = self._read(cache, copies, count)
+        values = self._own.to_devices(pages, like=jax.tree.leaves(cache), place=self.staging)
+        return IncomingPages(target, _as_in(cache, values))  # pyrefly: ignore[bad-argument-type]
+
+    def allocate(self, like: Sequence[jax.Array]) -> None:
+        """Allocate a buffer for each of these arrays, once.
+
+        Raises:
+          HostMemoryError: see the class.
+        """
+        if self._buffers:
+            return
+        try:
+            self._buffers = [
+                np.empty((self._num_pages, shape[0], *shape[2:]), dtype)
+                for shape, dtype in ((self._own.shape(each.shape), each.dtype) for each in like)
+            ]
+        except MemoryError as error:
+            raise HostMemoryError(
+                f"the host has no memory for {self._num_pages - 1:,} pages ({error}); pass a "
+                "smaller host_memory, or 0"
+            ) from error
+
+    def settle(self) -> None:
+        """Wait for all pages that are on their way."""
+        self._wait_for(list(self._arriving))
+
+    def has_arrived(self, host_page: int) -> bool:
+        """Whether no copy to a host page is on its way, and the newest one has not failed."""
+        arriving = self._arriving.get(host_page)
+        return arriving is None or (arriving.done() and arriving.exception() is None)
+
+    def read(self, cache: KVCache, host_page: int) -> bytes:
+        """Return the contents of a host page; arbitrary ones if nothing was copied to it yet."""
+        self._wait_for((host_page,))
+        self.allocate(jax.tree.leaves(cache))
+        return b"".join(buffer[host_page].tobytes() for buffer in self._buffers)
+
+    def write(self, cache: KVCache, host_page: int, contents: bytes) -> None:
+        """Store contents that `read` returned for this cache or for one of the same layout."""
+        arriving = self._arriving.pop(host_page, None)
+        if arriving is not None:
+            wait((arriving,))  # it may have failed: what it was to store is not wanted any more
+        self.allocate(jax.tree.leaves(cache))
+        start = 0
+        for buffer in self._buffers:
+            page = buffer[host_page]
+            flat = np.frombuffer(contents, page.dtype, page.size, start)
+            buffer[host_page] = flat.reshape(page.shape)
+            start += page.nbytes
+
+    def drop_arriving(self) -> None:
+        """Drop the pages that are on their way; steps that failed may never bring them."""
+        wait(self._calls)
+        self._arriving.clear()
+        self._calls.clear()
+
+    def delete(self) -> None:
+        """Free the memory."""
+        self._copier.shutdown(cancel_futures=True)
+        self._arriving.clear()
+        self._calls.clear()
+        self._buffers.clear()
+
+    def _read(self, cache: KVCache, copies: PageCopies, count: int) -> list[np.ndarray]:
+        """Return `count` pages of each buffer of the cache: those of the copies, then padding."""
+        self._wait_for([host_page for host_page, _ in copies])
+        self.allocate(jax.tree.leaves(cache))
+        wanted = np.zeros(count, np.int64)
+        wanted[: len(copies)] = [host_page for host_page, _ in copies]
+        # Host pages are the leading axis, so that a page of a layer is contiguous.
+        return [np.moveaxis(buffer[wanted], 0, 1) for buffer in self._buffers]
+
+    def _wait_while_full(self, num_bytes: int) -> None:
+        """Wait until one more call, of so many bytes, may be on its way."""
+        most = max(1, _MAX_LEAVING_BYTES // max(1, num_bytes))
+        while self._calls and (len(self._calls) >= most or self._calls[0].done()):
+            self._calls.popleft().result()
+
+    def _wait_for(self, host_pages: Iterable[int]) -> None:
+        for host_page in host_pages:
+            arriving = self._arriving.pop(host_page, None)
+            if arriving is not None:
+                arriving.result()
+
+    def _store(self, host_pages: Sequence[int], leaving: Sequence[jax.Array]) -> None:
+        """Put pages where they belong when they arrive; on the thread of copies."""
+        for buffer, each in zip(self._buffers, leaving, strict=True):
+            pages = self._own.to_host(each)
+            for i, host_page in enumerate(host_pages):
+                buffer[host_page] = pages[:, i]
+
+
+def _as_in(cache: KVCache, leaves: Sequence[Any]) -> Any:
+    """Return pages in the structure of the cache."""
+    return jax.tree.unflatten(jax.tree.structure(cache), leaves)
+
+
+@final
+class DevicePages:
+    """The page cache on the device, and the pages that were copied from it to the host.
+
+    Every step donates `cache` and replaces it with its result.
+
+    Args:
+      place: sharding of the cache's buffers.
+      num_host_pages: number of pages that fit on the host.
+      shelf: where executables are kept; by default nowhere.
+      max_incoming_bytes: of pages that may be on their way from the host.
+      copy: function that takes a buffer and an array of page ids and returns these pages; by
+        default `gathered`, jitted here.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        place: jax.sharding.Sharding,
+        num_host_pages: int = 0,
+        shelf: Shelf | None = None,
+        *,
+        max_incoming_bytes: int = MAX_INCOMING_BYTES,
+        copy: Callable[[jax.Array, np.ndarray], jax.Array] | None = None,
+    ):
+        self.cache = cache
+        self.place = place
+        self._host = HostPages(num_host_pages, place, shelf or unkept(place), max_incoming_bytes)
+        self._copy = copy or jax.jit(gathered, out_shardings=place)
+
+    @property
+    def num_buffers(self) -> int:
+        """See `ModelExecutor`. Scales have separate buffers."""
+        sizes = [leaf.nbytes for leaf in jax.tree.leaves(self.cache.pages)]
+        return sum(sizes) // max(sizes, default=1)
+
+    @property
+    def num_pages(self) -> int:
+        return self.cache.num_pages
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of the cache on one device."""
+        leaves = jax.tree.leaves(self.cache)
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+
+    @property
+    def page_shape(self) -> tuple[Any, ...]:
+        """Shape and dtype of a page in the first buffer: what the contents of a page depend on."""
+        leaf = jax.tree.leaves(self.cache)[0]
+        return (leaf.shape[0], *leaf.shape[2:], str(leaf.dtype))
+
+    @property
+    def host_page_bytes(self) -> int:
+        """Bytes of a page on the host: the length of what `read_host_page` returns."""
+        return sum(leaf.nbytes // leaf.shape[1] for leaf in jax.tree.leaves(self.cache))
+
+    def replace(self, cache: KVCache) -> None:
+        """Go on with the result of a function that was given the cache, and may have donated it."""
+        self.cache = cache
+
+    def swap(self, out: PageCopies, back: PageCopies) -> None:
+        """Copy `out`, (device page, host page), to the host, then `back`, (host page, device page).
+
+        The copies to the host go on in the background; see `HostPages.swap_out`.
+        """
+        self._host.swap_out(self.cache, out)
+        if back:
+            self.cache = self._host.swap_in(self.cache, back)
+
+    def incoming(self, back: PageCopies, count: int) -> IncomingPages:
+        """Return the pages of at most `count` copies from the host, for a step to write."""
+        return self._host.incoming(self.cache, back, count)
+
+    def preparations(self) -> list[tuple[str, Callable[[], Any]]]:
+        """Return (name, function) of the copies; a function makes its executable, on any thread."""
+        return self._host.preparations(abstract(self.cache))
+
+    def abstract_incoming(self, count: int) -> IncomingPages | None:
+        """Return the shapes of `incoming`, or None where `count` is 0."""
+        if not count:
+            return None
+        values = abstract_pages(self.cache, count, sharding=self._host.staging)
+        return IncomingPages(np.zeros(count, np.int32), values)  # pyrefly: ignore[bad-argument-type]
+
+    def allocate_host(self) -> None:
+        """Allocate the memory of the host pages before the first page arrives.
+
+        Raises:
+          HostMemoryError: the host does not have the memory.
+        """
+        self._host.allocate(jax.tree.leaves(self.cache))
+
+    def has_arrived(self, host_page: int) -> bool:
+        """See `HostMemory`."""
+        return self._host.has_arrived(host_page)
+
+    def read_host_page(self, host_page: int) -> bytes:
+        """See `HostMemory`."""
+        return self._host.read(self.cache, host_page)
+
+    def write_host_page(self, host_page: int, contents: bytes) -> None:
+        """See `HostMemory`."""
+        self._host.write(self.cache, host_page, contents)
+
+    def resize(self, num_pages: int, moves: Moves) -> None:
+        """Continue with another number of pages; see `Executor.resize`.
+
+        It copies and deletes one buffer after the other. At the peak the device holds the larger
+        of the two caches and one buffer of the smaller. That buffer is the keys of one layer if
+        each layer has its own buffers, and half of the smaller cache if all layers share two.
+        """
+        self._host.settle()  # copies in flight hold device memory
+        old_num_pages = self.num_pages
+        try:
+            self._bring_to(num_pages, moves)
+        except Exception:
+            self._bring_to(old_num_pages, [(new, old) for old, new in moves])
+            raise
+
+    def drop(self) -> None:
+        """Free the memory on the device. `cache` has shapes only, until `replace`."""
+        leaves = jax.tree.leaves(self.cache)
+        self.cache = abstract(self.cache)
+        for leaf in leaves:
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
+
+    def renew(self) -> None:
+        """Replace the cache by zeros of the same shapes, after a step that may have donated it."""
+        like = abstract(self.cache)
+        for leaf in jax.tree.leaves(self.cache):
+            leaf.delete()
+        self.cache = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), like
+        )
+        self._host.drop_arriving()
+
+    def delete(self) -> None:
+        """Free the memory on the device and on the host."""
+        self._host.delete()
+        self.drop()
+
+    def _bring_to(self, num_pages: int, moves: Moves) -> None:
+        """Copy every buffer that does not have `num_pages` pages yet."""
+        states = self.cache.states
+        buffers, structure = jax.tree.flatten(self.cache.pages)
+        try:
+            for i, old in enumerate(buffers):
+                if old.shape[1] != num_pages:
+                    source = page_sources(old.shape[1], num_pages, moves)
+                    buffers[i] = jax.block_until_ready(self._copy(old, source))
+                    old.delete()
+        finally:
+            self.cache = replace(jax.tree.unflatten(structure, buffers), states=states)
