@@ -54,7 +54,7 @@ class StepFailed:
 
 @final
 @dataclass(frozen=True)
-class Report:
+class FollowerReport:
     """A follower's message: what came of a plan.
 
     Attributes:
@@ -197,18 +197,18 @@ class FollowersShare(GroupShare):
         self._results = _Waits("jaxserve-reports")
         self._pages = _Waits("jaxserve-pages")
 
-    def carry_out(self, order: Any) -> None:
+    def carry_out(self, message: Any) -> None:
         """Do this process's part of a plan, or write pages that have arrived.
 
         Raises:
           BaseException: an earlier step has failed.
         """
-        if isinstance(order, StepFailed):
-            raise order.error
-        if isinstance(order, Arrived):
-            self._courier.write(order)
+        if isinstance(message, StepFailed):
+            raise message.error
+        if isinstance(message, Arrived):
+            self._courier.write(message)
             return
-        plan: StepPlan = order
+        plan: StepPlan = message
         number = self._number()
         if plan.handovers:
             awaited = self._begin(plan, number)
@@ -235,7 +235,7 @@ class FollowersShare(GroupShare):
             try:
                 found = content()
                 if self._reports:
-                    self._group.report(Report(number, found))
+                    self._group.report(FollowerReport(number, found))
             except BaseException as error:  # `carry_out` raises it
                 self._group.remind(StepFailed(error))
 
@@ -282,9 +282,9 @@ class InOrder:
         self._executor = executor
         self._before: DeviceHandle | None = None
 
-    def carry_out(self, order: Any) -> None:
+    def carry_out(self, message: Any) -> None:
         """Submit a plan, and wait for the one before it; raise if that one has failed."""
-        newest = self._executor.submit(order)
+        newest = self._executor.submit(message)
         self.settle()
         self._before = newest
 
@@ -320,7 +320,7 @@ class _Reports:
         return self._found.pop(number)
 
     def _note(self, *, waits: bool) -> bool:
-        report: Report | None = self._group.next_report(self._process_id, waits=waits)
+        report: FollowerReport | None = self._group.next_report(self._process_id, waits=waits)
         if report is not None:
             self._found[report.number] = report.content
         return report is not None
@@ -391,7 +391,7 @@ class _HandoverHandle:
 
 
 @final
-class Order(enum.Enum):
+class Command(enum.Enum):
     """A message of the leader other than a plan: return from `follow`, or close."""
 
     DISMISS = enum.auto()
@@ -577,7 +577,7 @@ class LeadingExecutor(GroupExecutor):
         )
 
     def dismiss(self) -> None:
-        self._group.broadcast(Order.DISMISS)
+        self._group.broadcast(Command.DISMISS)
 
     def submit(self, plan: StepPlan) -> StepHandle:
         self._group.broadcast(plan)
@@ -592,7 +592,7 @@ class LeadingExecutor(GroupExecutor):
     def close(self) -> None:
         """Close the executors of all processes."""
         self._group.let_go()  # a follower may have ended before this process has closed its own
-        self._group.broadcast(Order.CLOSE)
+        self._group.broadcast(Command.CLOSE)
         self._close_own()
 
 
@@ -621,7 +621,7 @@ class FollowingExecutor(GroupExecutor):
         if self._is_over:
             raise RuntimeClosedError("the leader closed this runtime; create a new one on all")
         with self._group.reporting_failure(), _without_interrupts():
-            self._is_over = self._carry_out() is Order.CLOSE
+            self._is_over = self._carry_out() is Command.CLOSE
 
     def dismiss(self) -> None:
         raise self._refusal()
@@ -648,14 +648,14 @@ class FollowingExecutor(GroupExecutor):
             "follows; use the Runtime of process 0 (rt.is_leader), and call rt.follow() here"
         )
 
-    def _carry_out(self) -> Order:
-        while not isinstance(order := self._group.receive(), Order):
-            if isinstance(order, ParamsUpdated):
-                self._check_updates(order.count)
+    def _carry_out(self) -> Command:
+        while not isinstance(message := self._group.receive(), Command):
+            if isinstance(message, ParamsUpdated):
+                self._check_updates(message.count)
             else:
-                self._carrier.carry_out(order)
+                self._carrier.carry_out(message)
         self._carrier.settle()
-        return order
+        return message
 
     def _check_updates(self, count: int) -> None:
         if self._num_updates != count:

@@ -32,8 +32,7 @@ from jaxserve.fleet.replica import ReplicaState, Started
 from jaxserve.fleet.trained import TrainedFleet
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import RuntimeStats
-from jaxserve.runtime.pending import Batch, Params, Pending
-from jaxserve.runtime.streams import aread, read
+from jaxserve.runtime.pending import Params, Pending, PromptBatch, aread, read
 from jaxserve.runtime.turn_client import ServiceTurnClient
 from jaxserve.scheduling.presets import get_policy
 
@@ -232,13 +231,13 @@ class Fleet(TrainedFleet):
         has a `ReplicaDiedError`.
         """
         self._dispatcher.check_may_wait()
-        batch = Batch.of(prompts, params)
+        batch = PromptBatch.of(prompts, params)
         show = self.options.progress if progress is None else progress
         return batch.wait(self._submit_batch(batch), progress=show)
 
     async def agenerate(self, prompts: Any, params: Params = None) -> Any:
         """`generate` for asyncio. Cancelling the task cancels its requests."""
-        batch = Batch.of(prompts, params)
+        batch = PromptBatch.of(prompts, params)
         return await batch.await_(self._submit_batch(batch))
 
     @property
@@ -368,7 +367,7 @@ class Fleet(TrainedFleet):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit_batch(self, batch: Batch) -> list[Pending]:
+    def _submit_batch(self, batch: PromptBatch) -> list[Pending]:
         return list(map(self.submit, batch.prompts, batch.params))
 
     def _wait_for_replicas(self) -> list[Started]:

@@ -30,8 +30,7 @@ from jaxserve.fleet.params import check_same_model, state_of
 from jaxserve.fleet.replica import Started
 from jaxserve.runtime.loading import load_weights
 from jaxserve.runtime.pending import Pending, submitted
-from jaxserve.runtime.weight_swap import PreparedParams
-from jaxserve.runtime.weight_update import WeightUpdate
+from jaxserve.runtime.weight_update import PreparedParams, WeightUpdate
 from jaxserve.scheduling.kv.transfer import KVPages
 
 if TYPE_CHECKING:

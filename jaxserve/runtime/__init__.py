@@ -4,8 +4,8 @@ and what a trainer computes beside it.
 
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.runtime import Runtime
+from jaxserve.runtime.scoring import whole_processed_logprobs
 from jaxserve.runtime.service import Service
 from jaxserve.runtime.stats import RuntimeStats
-from jaxserve.runtime.whole_processed import whole_processed_logprobs
 
 __all__ = ["Pending", "Runtime", "RuntimeStats", "Service", "whole_processed_logprobs"]

@@ -6,16 +6,19 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast, final
 
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxserve.conversations import Conversations, Journal, check_journal
+from jaxserve.core.assets import cache_folder
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import EncoderPrompts
+from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.grammars import Grammars, has_grammars
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.engine.requests import RequestBuilder
@@ -30,7 +33,10 @@ from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.execution.regroup import GroupMaker
 from jaxserve.execution.sizes import nbytes
 from jaxserve.execution.weights import sharded
+from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.memory.page_files import PageFiles
 from jaxserve.models.adapter_layout import AdapterLayout
+from jaxserve.models.config import DecoderConfig
 from jaxserve.models.parts import planned_stages
 from jaxserve.models.quantisation import (
     Quantisation,
@@ -39,12 +45,11 @@ from jaxserve.models.quantisation import (
     log_replicated,
     panels_dtype,
 )
+from jaxserve.models.store import load_model
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.planning import Origin
 from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.runtime.adapters import Adapters
-from jaxserve.runtime.disks import check_disk, open_disks
-from jaxserve.runtime.drafter import load_drafter
 from jaxserve.runtime.forecaster import Forecaster, load_probe
 from jaxserve.runtime.intake import Intake
 from jaxserve.runtime.maintenance import Maintenance
@@ -417,3 +422,130 @@ def build_executors(
             built.append((executor if wrap is None else wrap(executor), size))
         if_one_fails.pop_all()
     return built, grouped
+
+
+def open_disks(options: RuntimeOptions, executors: Sequence[ModelExecutor]) -> list[DiskTier]:
+    """Open a disk tier for each executor, in its own folder; return [] without `disk_memory`.
+
+    Raises:
+      InvalidConfigError: an executor has no host pages, the folder cannot be used, or another
+        runtime uses it.
+    """
+    if options.disk_memory is None:
+        return []
+    if any(executor.host_memory is None for executor in executors):
+        raise _no_host_pages(options)
+    max_bytes = parse_bytes(options.disk_memory) // len(executors)
+    with ExitStack() as if_one_fails:
+        disks = []
+        for index in range(len(executors)):
+            disks.append(DiskTier(PageFiles(_disk_folder(options) / str(index), max_bytes)))
+            if_one_fails.callback(disks[-1].close)
+        if_one_fails.pop_all()
+    return disks
+
+
+def check_disk(options: RuntimeOptions, policy: Policy, *, has_processes: bool) -> None:
+    """Check that pages can reach the disk tier and that its folder can be used.
+
+    Args:
+      has_processes: whether several processes serve the model.
+
+    Raises:
+      InvalidConfigError: the policy retains no pages on the host, several processes serve the
+        model, or the folder cannot be used.
+    """
+    if options.disk_memory is None:
+        return
+    if has_processes:
+        raise InvalidConfigError(
+            f"disk_memory={options.disk_memory!r}, but several processes serve the model, and each "
+            "has only a part of every page; pass no disk_memory, or a mesh of one process's devices"
+        )
+    if not policy.retention.uses_host:
+        raise InvalidConfigError(
+            f"disk_memory={options.disk_memory!r}, but policy={policy.name!r} keeps no pages on "
+            'the host, from which the disk gets them; pass policy="pensieve" or "auto", or no '
+            "disk_memory"
+        )
+    if options.host_memory == 0:
+        raise _no_host_pages(options)
+    PageFiles(_disk_folder(options) / "0", parse_bytes(options.disk_memory)).close()
+
+
+def _disk_folder(options: RuntimeOptions) -> Path:
+    return Path(options.disk_folder or cache_folder() / "pages").expanduser()
+
+
+def _no_host_pages(options: RuntimeOptions) -> InvalidConfigError:
+    return InvalidConfigError(
+        f"disk_memory={options.disk_memory!r}, but there are no host pages, from which the disk "
+        "gets its pages; pass more host_memory, or no disk_memory"
+    )
+
+
+def load_drafter(
+    options: RuntimeOptions,
+    config: DecoderConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    has_mesh: bool,
+) -> Drafter | None:
+    """Return the draft model of the options; None without one.
+
+    Args:
+      config, tokenizer: of the model that is served.
+      has_mesh: whether a mesh, stages or device groups were given.
+
+    Raises:
+      InvalidConfigError: the draft model does not fit the model, or cannot be served beside it.
+      ModelError, DownloadError: it cannot be loaded.
+    """
+    given = options.draft_model
+    if given is None:
+        return None
+    if has_mesh:
+        raise InvalidConfigError(
+            "draft_model= with a mesh, stages or device groups: the draft model is on one device; "
+            "omit mesh, or pass speculation='lookup' without draft_model"
+        )
+    if isinstance(given, nnx.Module):
+        model, own = cast(Any, given), None
+    else:
+        loaded = load_model(
+            given,
+            dtype=config.dtype,
+            quantisation=Quantisation.at_loading(RuntimeOptions(), None),
+            progress=options.progress,
+        )
+        model, own = cast(Any, nnx.merge(loaded.graphdef, loaded.params)), loaded.tokenizer
+    _check(model.config, config, options)
+    if own is not None and tokenizer is not None and own.vocab_size != tokenizer.vocab_size:
+        raise InvalidConfigError(
+            f"draft_model={given!r} has a tokenizer of {own.vocab_size} tokens, and the model one "
+            f"of {tokenizer.vocab_size}; pass a draft model with the same tokenizer"
+        )
+    graphdef, params = nnx.split(model)
+    return Drafter(graphdef, params, model.config, model.layer_layout)
+
+
+def _check(draft: DecoderConfig, served: DecoderConfig, options: RuntimeOptions) -> None:
+    """Check the configuration of a draft model against that of the model that is served."""
+    for name, each in (("the draft model", draft), ("a model with a draft model", served)):
+        if each.has_encoder or each.num_recurrent_layers:
+            raise InvalidConfigError(
+                f"{name} must be a decoder with attention alone, without an encoder and recurrent "
+                "layers; pass another one, or omit draft_model"
+            )
+    if (draft.vocab_size, draft.dtype) != (served.vocab_size, served.dtype):
+        raise InvalidConfigError(
+            f"the draft model has {draft.vocab_size} tokens in {draft.dtype}, and the model "
+            f"{served.vocab_size} in {served.dtype}; pass one that has the same of both"
+        )
+    context = min(options.max_context or served.default_context, served.max_position_embeddings)
+    if draft.max_position_embeddings < context:
+        raise InvalidConfigError(
+            f"the draft model has a context of {draft.max_position_embeddings} tokens, and the "
+            f"runtime one of {context}; pass max_context={draft.max_position_embeddings}, or "
+            "another draft model"
+        )

@@ -6,8 +6,9 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -17,7 +18,6 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion, Request
-from jaxserve.runtime.awaited_prediction import AwaitedPrediction
 from jaxserve.scheduling.admission import Predicted
 from jaxserve.scheduling.policy import Policy
 from jaxserve.steps.probing import Probe
@@ -26,6 +26,9 @@ from predictor import Calibration, LengthDistributions
 if TYPE_CHECKING:
     from predictor import OnlineLearner
 
+# Takes a prediction that comes after its request was submitted.
+Late = Callable[[LengthPrediction], None]
+
 _log = logging.getLogger(__name__)
 
 # Seconds for which the thread collects requests after the first of a batch, and their most.
@@ -33,6 +36,55 @@ _WINDOW_S = 0.002
 _MAX_BATCH = 64
 # Seconds that a request waits for its prediction before it is submitted.
 _PATIENCE_S = 0.01
+
+
+@final
+class AwaitedPrediction:
+    """A thread-safe handle of the prediction of one request, which may come at any time.
+
+    It is in the request that `wait` returns, or `submitted` has it told, or it never comes.
+    """
+
+    def __init__(self, request: Request):
+        self.request = request
+        self._lock = threading.Lock()
+        self._is_answered = threading.Event()
+        self._prediction: LengthPrediction | None = None
+        self._goes_without = False
+        # None until the engines know the request.
+        self._late: Late | None = None
+
+    def wait(self, seconds: float) -> Request:
+        """Return the request, with its prediction if that comes within so many seconds."""
+        self._is_answered.wait(seconds)
+        with self._lock:
+            if self._prediction is not None:
+                return replace(self.request, prediction=self._prediction)
+            self._goes_without = True
+            return self.request
+
+    def submitted(self, late: Late) -> None:
+        """Note that the engines have the request that `wait` returned.
+
+        Args:
+          late: called once with a prediction that came after `wait`, on any thread.
+        """
+        with self._lock:
+            self._late = late
+            prediction = self._prediction if self._goes_without else None
+        if prediction is not None:
+            late(prediction)
+
+    def answer(self, prediction: LengthPrediction | None) -> bool:
+        """Give the prediction, None for none; return whether it came late."""
+        with self._lock:
+            self._prediction = prediction
+            self._is_answered.set()
+            is_late = self._goes_without and prediction is not None
+            late = self._late
+        if is_late and late is not None and prediction is not None:
+            late(prediction)
+        return is_late
 
 
 class Predictor(Protocol):

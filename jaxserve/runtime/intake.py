@@ -18,9 +18,8 @@ from jaxserve.engine.requests import Prompt, RequestBuilder, as_batch
 from jaxserve.execution.encoding import in_steps
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime.adapters import Adapters
-from jaxserve.runtime.awaited_prediction import AwaitedPrediction
-from jaxserve.runtime.forecaster import Forecaster
-from jaxserve.runtime.pending import Batch, Pending
+from jaxserve.runtime.forecaster import AwaitedPrediction, Forecaster
+from jaxserve.runtime.pending import Pending, PromptBatch
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.scheduling.presets import check_heeded
 from jaxserve.workload import WorkloadItem
@@ -83,7 +82,7 @@ class Intake:
             if_refused.pop_all()
         return pending
 
-    def submit_batch(self, batch: Batch) -> list[Pending]:
+    def submit_batch(self, batch: PromptBatch) -> list[Pending]:
         """Submit every prompt that can be served; a replica's requests start in one iteration.
 
         The other prompts get requests that have ended with an error.

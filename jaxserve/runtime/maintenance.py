@@ -21,8 +21,14 @@ from jaxserve.models.quantisation import Quantiser
 from jaxserve.runtime.adapters import Adapters
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.timings import Timings
-from jaxserve.runtime.weight_swap import PreparedParams, check_part, placing_weights, swap
-from jaxserve.runtime.weight_update import WeightUpdate, check_running
+from jaxserve.runtime.weight_update import (
+    PreparedParams,
+    WeightUpdate,
+    check_part,
+    check_running,
+    placing_weights,
+    swap,
+)
 from jaxserve.scheduling.kv.transfer import KVPages
 from sharding import split_replicas
 

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, final, overload
 
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxserve.conversations import Conversation
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import ProcessGroupError
+from jaxserve.core.errors import InvalidConfigError, ProcessGroupError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
+from jaxserve.engine.device_loop import Running
 from jaxserve.engine.requests import Prompt
 from jaxserve.execution.protocol import ModelExecutor
+from jaxserve.memory.page_cache import Tier
 from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.planning import GroupTimes, StepTimes
+from jaxserve.planning.schedules.estimates import LatencyBounds
+from jaxserve.planning.schedules.plan import Plan
 from jaxserve.report import Report
 from jaxserve.runtime.build import build_parts, with_end_tokens
 from jaxserve.runtime.loading import load_for
-from jaxserve.runtime.pending import Batch, Params, Pending, submitted
-from jaxserve.runtime.planned import Planned
+from jaxserve.runtime.pending import Params, Pending, PromptBatch, aread, read, submitted
+from jaxserve.runtime.planner import MAX_PAUSE_S
+from jaxserve.runtime.scoring import score
 from jaxserve.runtime.stats import RuntimeStats
-from jaxserve.runtime.streams import aread, read
+from jaxserve.runtime.weight_update import KV, PreparedParams, WeightUpdate
+from jaxserve.scheduling.kv.transfer import KVPages
 from jaxserve.scheduling.outlook import Outlook
 from jaxserve.workload import WorkloadItem
 from sharding import DeviceGroups, StagePlan
@@ -35,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Runtime(Planned):
+class Runtime:
     """A `Service` that serves one model in this process; `Service` documents its methods.
 
     On a mesh over several processes (`sharding.join`) each process creates the runtime with the
@@ -93,7 +104,9 @@ class Runtime(Planned):
         self.model_config = cast(Any, model).config
         self.conversations = parts.conversations
         self._replicas = parts.replicas
-        super().__init__(parts.maintenance, parts.planner, parts.intake)
+        self._maintenance = parts.maintenance
+        self._planner = parts.planner
+        self._intake = parts.intake
         self._forecaster = parts.forecaster
         self._weights_bytes = parts.weights_bytes
         # Closes a runtime that is dropped without `close`, as in notebooks.
@@ -199,13 +212,13 @@ class Runtime(Planned):
 
     def generate(self, prompts: Any, params: Params = None, *, progress: bool | None = None) -> Any:
         """Answer one prompt, or a batch of them in their order; see `Service.generate`."""
-        batch = Batch.of(prompts, params)
+        batch = PromptBatch.of(prompts, params)
         show = self.options.progress if progress is None else progress
         return batch.wait(self._intake.submit_batch(batch), progress=show)
 
     async def agenerate(self, prompts: Any, params: Params = None) -> Any:
         """`generate` for asyncio. Cancelling the task cancels its requests."""
-        batch = Batch.of(prompts, params)
+        batch = PromptBatch.of(prompts, params)
         self._replicas.check_may_wait()
         pending = await submitted(lambda: self._intake.submit_batch(batch), batch.params)
         return await batch.await_(pending)
@@ -223,9 +236,14 @@ class Runtime(Planned):
     ) -> Pending:
         """Submit one request, and return at once; see `Service.submit`."""
         return self._intake.submit(
-            prompt, params, request_id=request_id, priority=priority, deadline_s=deadline_s,
-            conversation_id=conversation_id, on_piece=on_piece,
-        )  # fmt: skip
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            deadline_s=deadline_s,
+            conversation_id=conversation_id,
+            on_piece=on_piece,
+        )
 
     def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
         """Return the token ids of a prompt, a text or a chat, as `submit` makes them.
@@ -278,6 +296,37 @@ class Runtime(Planned):
         """
         return self._intake.encode(prompts)
 
+    def score(
+        self, sequences: Any, params: SamplingParams | None = None, *, progress: bool = False
+    ) -> Any:
+        """Return the log-probability of each token of some sequences, given those before it.
+
+        A prompt with its answer gets the numbers that sampling reported: the same bits where
+        serving is deterministic (docs/batch_invariance.md), else within rounding. Sequences run in
+        steps with other requests, and use no cached pages.
+
+        Args:
+          sequences: a sequence or a list of them, as prompts in `generate`; usually token ids. Each
+            is at most `max_length` - 1 tokens.
+          params: None for `TokenLogprob.logprob`, which is the model's own. Else for
+            `TokenLogprob.processed_logprob`, of tokens drawn with these parameters. Their
+            temperature, truncation, `repetition_penalty`, `logit_bias` and `adapter` count, and
+            lengths, stops and seeds do not.
+          progress: show a bar when it takes over two seconds.
+
+        Returns:
+          float32 [tokens - 1] for a sequence, without the first token; a list of them for a list.
+
+        Raises:
+          InvalidSamplingParamsError: `params` are greedy, have a grammar or `min_tokens`, or count
+            output tokens apart from the prompt's (`presence_penalty`, `frequency_penalty`).
+          InvalidRequestError: a sequence cannot be scored; one of its subclasses. No scores are
+            returned then.
+          QueueFullError: more sequences than `max_waiting` would wait.
+          RuntimeClosedError, EngineFailedError
+        """
+        return score(self._intake, sequences, params, progress=progress)
+
     def cancel(self, request_id: str) -> None:
         """End a request with the tokens so far; do nothing if it has ended or is unknown."""
         self._replicas.cancel(request_id)
@@ -292,6 +341,427 @@ class Runtime(Planned):
         """Start or continue a conversation; see `Service.conversation`."""
         self._replicas.check_leads()
         return self.conversations.open(id, system=system, messages=messages)
+
+    # ---- weights, and pauses while they come ----
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the weights that the next steps compute with; 0 at first."""
+        return self._maintenance.weights.version
+
+    def prepare_params(self, params: nnx.State, *, partial: bool = False) -> PreparedParams:
+        """Check new weights, and place them on the devices beside the present ones.
+
+        Requests run meanwhile. `update_params` of the result then moves no array, unless the
+        weights or their devices have changed in between. They take memory until the result is
+        dropped, or other weights have followed them.
+
+        Args:
+          params, partial: as for `update_params`.
+
+        Raises:
+          InvalidParamsError: the parameters do not fit, or have NaN or infinite numbers.
+          DeviceMemoryError: the device has no room for them.
+          RuntimeClosedError
+        """
+        return self._maintenance.prepare_params(params, partial=partial)
+
+    def update_params(
+        self,
+        params: nnx.State | PreparedParams,
+        *,
+        version: int | None = None,
+        running: Running | None = None,
+        kv: KV = "recompute",
+        partial: bool = False,
+        max_staleness: int | None = None,
+    ) -> int:
+        """Replace the weights for all later steps, for instance by those of a trainer.
+
+        Arrays that are placed as the old ones are shared and not copied; others are moved to the
+        old ones' devices, and cast to their dtypes. No step is compiled. The runtime drops its
+        references to the old arrays, and finds no cached page of theirs again. After an error the
+        old weights go on serving, unless it is an EngineFailedError. If several processes serve the
+        model, all of them call it while none follows (`dismiss_followers`).
+        `docs/promises/rollouts.md` says what is guaranteed.
+
+        Args:
+          params: parameters of the same structure and shapes, or those that have changed, or what
+            `prepare_params` has returned.
+          version: number of the new weights, above the present one; by default the next number.
+            `Sample.weights_versions` has it for each token.
+          running: treatment of the requests that were submitted before. "finish", the default,
+            waits until they have ended with the old weights. "keep", the default while the runtime
+            is paused, continues them with the new weights, and "abort" cancels them. "restart"
+            starts them again with the new weights, except that a request that has sent tokens to a
+            stream, or has ended one of its samples, continues as with "keep". Requests that are
+            submitted during the call wait, or run on a replica that is not paused yet.
+          kv: treatment of the KV of requests that continue. "recompute" computes it anew from their
+            tokens. "keep", only with running="keep", goes on with that of the old weights at once.
+          partial: whether `params` lacks the parameters that have not changed. Prepared ones know.
+          max_staleness: a sample that continues ends with StaleWeightsError if its first token is
+            of weights more than so many versions older than the new ones; None for no bound.
+
+        Returns:
+          The version of the new weights.
+
+        Raises:
+          InvalidParamsError: the parameters do not fit, or have NaN or infinite numbers, also
+            after a cast to the model's dtype.
+          InvalidConfigError: another argument is not allowed.
+          DeviceMemoryError: the device has no room for them beside the old ones.
+          EngineBusyError: running="finish" while the runtime is paused.
+          EngineFailedError: the engine has failed, or an update has failed that could not be
+            undone; the runtime serves no more.
+          RuntimeClosedError
+        """
+        if running is None:
+            running = "keep" if self._maintenance.is_paused else "finish"
+        update = WeightUpdate(
+            version=version, running=running, kv=kv, partial=partial, max_staleness=max_staleness
+        )
+        return self._maintenance.update_params(params, update)
+
+    def pause(self, running: Running = "keep") -> None:
+        """Run no step from now on, until `resume`; return when the last one has ended.
+
+        Requests can be submitted and cancelled meanwhile; calls that wait for answers wait for
+        `resume`. `update_params` works in a pause. Pausing again with "keep" does nothing more.
+
+        Args:
+          running: treatment of the requests that were submitted before. "keep" halts them, and they
+            continue with the same tokens. "finish" waits for their end. "abort" and "restart" are
+            as in `update_params`.
+
+        Raises:
+          InvalidConfigError: `running` is unknown.
+          EngineBusyError: running="finish" while the runtime is paused.
+          ProcessGroupError: this process follows.
+          RuntimeClosedError, EngineFailedError
+        """
+        self._maintenance.pause(running)
+
+    def resume(self) -> None:
+        """Run steps again after `pause`; do nothing without a pause.
+
+        Raises:
+          EngineBusyError: the memory was given back; see `sleep`.
+          RuntimeClosedError, EngineFailedError
+        """
+        self._maintenance.resume()
+
+    def sleep(self, *, drops_weights: bool = False) -> None:
+        """Pause, and give the memory of the page pool back until `wake_up`, for a training step.
+
+        Requests are accepted meanwhile, and wait. Those that run keep their tokens, and their KV is
+        computed anew. Executables stay, so that nothing compiles for the steps after `wake_up`.
+        Cached pages on the device and the host are dropped, and those on disk are kept.
+
+        Args:
+          drops_weights: also drop the references to the weights, whose memory is free then unless
+            others share the arrays. `update_params` is needed before `wake_up`.
+
+        Raises:
+          InvalidConfigError: several processes or two groups of devices serve the model.
+          RuntimeClosedError, EngineFailedError
+        """
+        self._maintenance.sleep(drops_weights=drops_weights)
+
+    def wake_up(self) -> None:
+        """Take the memory of the page pool again, and resume; see `sleep`.
+
+        Raises:
+          DeviceMemoryError: there is too little memory; the runtime stays asleep.
+          InvalidConfigError: the weights were dropped, and no others have come.
+          RuntimeClosedError, EngineFailedError
+        """
+        self._maintenance.wake_up()
+
+    # ---- adapters ----
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, which `SamplingParams.adapter` may have."""
+        return self._maintenance.adapters.names
+
+    def load_adapter(
+        self, name: str, source: str | Path | Mapping[str, Any], *, scale: float | None = None
+    ) -> None:
+        """Load an adapter (LoRA) beside the weights, for requests that name it.
+
+        Requests run meanwhile. No step is compiled.
+
+        Args:
+          source: a folder of PEFT, with `adapter_config.json` and `adapter_model.safetensors`; or
+            arrays by PEFT's names, `...lora_A.weight` [rank, in] and `...lora_B.weight`
+            [out, rank].
+          scale: factor of B @ A, for arrays; a folder has its own.
+
+        Raises:
+          InvalidParamsError: the adapter does not fit the model or `max_adapter_rank`, has NaN or
+            infinite numbers, or is of a kind that is not served. Nothing has changed.
+          InvalidConfigError: the name is taken, or `max_adapters` adapters are loaded.
+          EngineBusyError: the memory was given back; see `sleep`.
+          DeviceMemoryError: there is no room for an eighth of the adapters' memory beside the
+            present ones, all of which go on serving.
+          RuntimeClosedError, EngineFailedError
+        """
+        self._maintenance.adapters.load(name, source, scale)
+
+    def adapter_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of the arrays of an adapter that changes all that it may.
+
+        An adapter may have some of them only. Empty for a runtime without adapters.
+        """
+        return self._maintenance.adapters.shapes(rank)
+
+    def drop_adapter(self, name: str) -> None:
+        """Drop an adapter; another one may have its name and its place afterwards.
+
+        It may be dropped while the memory is given back, too; see `sleep`.
+
+        Raises:
+          UnknownAdapterError: no adapter has this name.
+          EngineBusyError: requests with this adapter have not ended; it stays.
+          RuntimeClosedError, EngineFailedError
+        """
+        self._maintenance.adapters.drop(name)
+
+    # ---- cached pages ----
+
+    def residency(self, token_ids: Sequence[int]) -> list[Tier]:
+        """Return the tier that holds the KV of each full page of a context at present.
+
+        The result is that of the replica that holds most of the context.
+        `jaxserve.report.draw_residency` draws it.
+        """
+        return self._maintenance.residency(token_ids)
+
+    def forget_kept_pages(self) -> None:
+        """Drop all cached pages, so that later requests compute their prompts; for measurements.
+
+        Nor are past answers proposed to later requests, in a runtime that speculates.
+
+        Raises:
+          RuntimeClosedError, EngineFailedError
+        """
+        self._maintenance.forget_kept_pages()
+
+    def export_kv(self, token_ids: Sequence[int], first: int = 0, *, waits: bool = True) -> KVPages:
+        """Return the KV of the leading full pages of a context that are cached, for `import_kv`.
+
+        Of a prompt that was just answered these are all full pages, if the policy keeps pages and
+        host memory has room for them; they pass through it. Where it has none, there are fewer.
+
+        Args:
+          first: the page to begin with, in place of the first one. `import_kv` needs all from the
+            first one on.
+          waits: False to return only pages that are on the host, without waiting. The next steps
+            copy those that are missing. So the pages of a prompt can be read while it is computed.
+
+        Raises:
+          ProcessGroupError: several processes serve the model.
+          RuntimeClosedError, EngineFailedError
+        """
+        return self._maintenance.export_kv(token_ids, first, waits=waits)
+
+    def import_kv(self, token_ids: Sequence[int], kv: KVPages) -> int:
+        """Cache KV that another runtime of the same model and options exported.
+
+        The next request that begins with these tokens finds it, unless it is evicted before.
+
+        Returns:
+          The number of pages for which host memory has room.
+
+        Raises:
+          InvalidConfigError: the KV is that of a runtime with other weights or sizes.
+          ProcessGroupError: several processes serve the model.
+          RuntimeClosedError, EngineFailedError
+        """
+        return self._maintenance.import_kv(token_ids, kv)
+
+    # ---- step times and plans ----
+
+    def plan(
+        self,
+        latency_bound: float | None = None,
+        *,
+        first_token_bound: float | None = None,
+        token_bound: float | None = None,
+        lengths: Sequence[tuple[int, int]] | np.ndarray | None = None,
+        adopt: bool = True,
+        adapt: bool = True,
+        max_wait_s: float = 60.0,
+        max_pause_s: float = MAX_PAUSE_S,
+        policies: Sequence[str] | None = None,
+    ) -> Plan:
+        """Find the schedule with the most throughput under latency bounds, and serve by it.
+
+        The schedule is one of two families: continuous batching with at most B running sequences,
+        or round-robin allocation (RRA) of ExeGPT, which encodes B_E prompts, decodes N_D
+        iterations, and so on (sections 4.1 and 5.1 of the paper). On two device groups it is
+        workload-aware allocation (WAA), with the sizes of its batches and steps, and with the
+        division of the devices between the groups that serves the most, if a move pays (`Move`);
+        under policies "exegpt_waa_c" and "exegpt_waa_m", of those that the paper's rules give.
+        No request is lost by the change, and greedy answers keep their tokens. Only a move of
+        devices preempts. Except for that only the iteration shape changes; the policy's admission,
+        order, retention and preemption stay. Each replica adopts the same schedule, and the plan's
+        figures are those of one replica.
+
+        The first call measures step times, unless the cache folder has them, or they were measured
+        or loaded before (`measure_step_times`, `load_step_times`, and the same of groups). It waits
+        for the end of the requests that run, for at most `max_wait_s`, and then measures for up to
+        minutes. Requests that are submitted meanwhile start after it.
+        `docs/promises/latency_bounds.md` says what a plan does not cover.
+
+        Args:
+          latency_bound: seconds that an answer of the 99th-percentile length may take from its
+            admission to its end, without its time in the queue; None or `math.inf` for no bound.
+          first_token_bound: seconds from its admission to its first token, likewise.
+          token_bound: mean seconds per token after the first, likewise.
+          lengths: prompt and output tokens of each of some answers; by default those of the newest
+            answers of this runtime.
+          adopt: False to compute the plan only.
+          adapt: search again when the lengths of the newest answers differ from those of the plan
+            (`planning.schedules.adaptation`), and adopt what is found. A bound that no schedule
+            keeps any more is then missed as little as possible, and a warning says so. False to
+            keep the schedule until the next call.
+          max_wait_s: seconds to wait for the end of running requests, where step times have to be
+            measured.
+          max_pause_s: seconds for which moving devices between two groups may pause the engine, now
+            and when the plan is adapted. Where a longer pause is expected, the devices stay, and
+            `plan.move` says so. 0 to keep the groups.
+          policies: families to choose from: "rra" and "continuous"; or on two device groups "waa",
+            which compares every division of the devices, or "waa_c" and "waa_m", which have those
+            that equal shares of computation and of memory give. By default all that the runtime can
+            run, and under a policy of the paper, such as "exegpt_rra", that one alone.
+
+        Raises:
+          EngineBusyError: requests ran for longer than `max_wait_s`. They continue, and nothing was
+            measured.
+          InfeasibleBoundError: no schedule keeps the bounds; `lowest` has the lowest feasible ones.
+            The present schedule stays.
+          InvalidConfigError: no answer has ended yet and `lengths` is missing, or an argument is
+            not allowed.
+          DeviceMemoryError: one answer of such lengths is expected to exceed the page pool.
+          ProcessGroupError: this process follows.
+          RuntimeClosedError, EngineFailedError
+        """
+        bounds = LatencyBounds.of(latency_bound, first_token_bound, token_bound)
+        _check_limit("max_wait_s", max_wait_s)
+        _check_limit("max_pause_s", max_pause_s)
+        return self._planner.plan(
+            bounds,
+            lengths,
+            adopt=adopt,
+            adapt=adapt,
+            max_wait_s=max_wait_s,
+            max_pause_s=max_pause_s,
+            policies=policies,
+        )
+
+    def regroup(self, *, encode: int, decode: int, max_pause_s: float = MAX_PAUSE_S) -> float:
+        """Move devices between the group for prompts and the group for answers.
+
+        Requests go on: those that run keep their tokens, and their KV is computed anew. Executables
+        are made before the pause, in which weights are placed. A plan in force is dropped, and its
+        schedule stays. If it was adapted, the next answers make a plan for these groups, from which
+        devices move no more; `plan` moves devices by itself.
+
+        Args:
+          encode, decode: devices of each group, of those that the runtime has.
+          max_pause_s: seconds for which the engine may pause.
+
+        Returns:
+          The seconds for which no step ran.
+
+        Raises:
+          InvalidConfigError: there is one group, a group has stages, or the devices, their memory
+            or the model do not allow these numbers.
+          RegroupError: the pause is expected to be longer, weights cannot be placed in the devices'
+            memory, or something failed; all serve as before.
+          EngineFailedError: something failed, and the weights could not be put back; or the engine
+            had failed before. The runtime serves no more.
+          RuntimeClosedError
+        """
+        _check_limit("max_pause_s", max_pause_s)
+        return self._planner.regroup(encode, decode, max_pause_s)
+
+    def measure_step_times(self, *, rounds: int = 2, max_wait_s: float | None = None) -> StepTimes:
+        """Time every shape of step that a replica has compiled, for `planning.simulate`.
+
+        It waits until no request runs. Requests that are submitted during the call start after it.
+        It overwrites cached pages. Later pages are valued by the measured times.
+
+        Args:
+          rounds: repetitions of the whole measurement; the result has the medians.
+          max_wait_s: seconds to wait for the end of running requests; None for no limit.
+
+        Raises:
+          EngineBusyError: requests ran for longer than `max_wait_s`.
+          InvalidConfigError: the runtime has two groups of devices, or an argument is not allowed.
+          ProcessGroupError: this process follows.
+          RuntimeClosedError, EngineFailedError
+        """
+        _check_limit("max_wait_s", max_wait_s)
+        return self._planner.timings.measure_step_times(rounds, max_wait_s)
+
+    def measure_group_times(
+        self, *, rounds: int = 2, max_wait_s: float | None = None
+    ) -> GroupTimes:
+        """Time the steps of each of two device groups, and the handovers between them.
+
+        `planning.simulate` takes its `costs()`. It waits until no request runs, as
+        `measure_step_times` does. Each group is measured while the other one is idle.
+
+        Raises:
+          EngineBusyError: requests ran for longer than `max_wait_s`.
+          InvalidConfigError: the runtime has one group of devices, or an argument is not allowed.
+          ProcessGroupError: this process follows.
+          RuntimeClosedError, EngineFailedError
+        """
+        _check_limit("max_wait_s", max_wait_s)
+        return self._planner.timings.measure_group_times(rounds, max_wait_s)
+
+    def load_step_times(self, path: str | Path) -> StepTimes:
+        """Load step times that were measured on this model, device and configuration, and saved.
+
+        Cached pages are valued by these times from now on.
+
+        Raises:
+          InvalidProfileError: the model, device or configuration differs, or the file is not valid.
+          RuntimeClosedError, EngineFailedError
+        """
+        return self._planner.timings.load_step_times(path)
+
+    def find_step_times(self, folder: Path) -> StepTimes | None:
+        """Load the newest step times in a folder that `load_step_times` accepts; None without any.
+
+        Cached pages are valued by these times from now on.
+
+        Raises:
+          InvalidConfigError: the runtime has two groups of devices.
+          RuntimeClosedError, EngineFailedError
+        """
+        return self._planner.timings.find_step_times(folder)
+
+    def load_group_times(self, path: str | Path) -> GroupTimes:
+        """Load times that `GroupTimes.save` wrote, of this model on two groups like these.
+
+        Raises:
+          InvalidConfigError: the runtime has one group of devices.
+          InvalidProfileError: the model, a group or the configuration differs, or the file is not
+            valid.
+        """
+        return self._planner.timings.load_group_times(path)
+
+    def find_group_times(self, folder: Path) -> GroupTimes | None:
+        """Load the newest times in a folder that `load_group_times` accepts; None without any.
+
+        Raises:
+          InvalidConfigError: the runtime has one group of devices.
+        """
+        return self._planner.timings.find_group_times(folder)
 
     # ---- the runtime itself ----
 
@@ -391,3 +861,12 @@ class Runtime(Planned):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_limit(name: str, seconds: float | None) -> None:
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    most = sys.float_info.max  # whole numbers over it are no floats
+    if seconds is not None and not (is_number and (0 <= seconds <= most or seconds == math.inf)):
+        raise InvalidConfigError(
+            f"{name}={seconds!r} is not allowed; pass a number of seconds of at least 0"
+        )

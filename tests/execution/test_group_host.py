@@ -13,7 +13,7 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.group import allocate_host_pages
 from jaxserve.execution.pages import DevicePages
 from jaxserve.models.batch import KVCache
-from jaxserve.runtime.disks import check_disk
+from jaxserve.runtime.build import check_disk
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.testing.tiny import OPTIONS
 from tests.common.process_groups import connected

@@ -26,7 +26,13 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.build import build_executor
 from jaxserve.execution.couriers import Courier, HostCourier, PagePort, cut_of, make_courier
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.group import GroupExecutor, LeadersShare, LeadingExecutor, Report, in_group
+from jaxserve.execution.group import (
+    FollowerReport,
+    GroupExecutor,
+    LeadersShare,
+    LeadingExecutor,
+    in_group,
+)
 from jaxserve.execution.weights import sharded
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.waa import WAA
@@ -162,7 +168,7 @@ def test_pages_that_the_other_group_has_lost(caplog):
     plan = StepPlan(index=0, handovers=(Handover(0, 0, 1, (1,)),), group=LINK)
     handle = leader.submit(plan)
     assert second.receive() == plan and not handle.is_ready()
-    second.report(Report(0, "the device fell off the bus"))
+    second.report(FollowerReport(0, "the device fell off the bus"))
     arrived = handle.collect().arrived
     assert arrived is not None and not arrived.any()
     assert "KV of 1 sequences was lost: the device fell off the bus" in caplog.text

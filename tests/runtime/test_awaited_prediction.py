@@ -8,7 +8,7 @@ import pytest
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.runtime.awaited_prediction import AwaitedPrediction
+from jaxserve.runtime.forecaster import AwaitedPrediction
 from predictor import LengthBuckets
 
 pytestmark = pytest.mark.fast

@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve import Completion, Runtime, SamplingParams
 from jaxserve.engine.pending import PendingRequest
-from jaxserve.runtime.pending import Batch
+from jaxserve.runtime.pending import PromptBatch
 from jaxserve.testing.tiny import OPTIONS, tiny_llama
 
 
@@ -43,7 +43,7 @@ def test_ctrl_c_is_never_lost(completion, has_ended, ctrl_c):
     def cancel(_: str) -> None:
         future.set_result(completion if has_ended else cut)
 
-    batch = Batch.of([[1, 2]], None)
+    batch = PromptBatch.of([[1, 2]], None)
     waiting = [PendingRequest("a", future, cancel)]
     ctrl_c.start()
     if has_ended:

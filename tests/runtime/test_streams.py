@@ -11,8 +11,7 @@ import pytest
 from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
-from jaxserve.runtime.pending import Pending, submitted
-from jaxserve.runtime.streams import aread, read
+from jaxserve.runtime.pending import Pending, aread, read, submitted
 from jaxserve.runtime.turn_client import ServiceTurnClient
 
 CONSTRAINED = SamplingParams(regex="a")

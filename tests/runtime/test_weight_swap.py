@@ -22,7 +22,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.engine.versions import Weights
 from jaxserve.memory.disk_tier import HostMemory
-from jaxserve.runtime.weight_swap import swap
+from jaxserve.runtime.weight_update import swap
 from jaxserve.testing import SlowExecutor, WrapAll, tiny
 from jaxserve.testing.executors import ExecutorWrapper
 from jaxserve.testing.tiny import random_prompts, tiny_llama

@@ -39,7 +39,7 @@ from jaxserve.planning.schedules.observed import (
 from jaxserve.planning.schedules.pilot import AdaptingPilot
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Player
-from jaxserve.runtime.scored import scoring
+from jaxserve.runtime.scoring import scoring
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.order import DueFirst
 from jaxserve.scheduling.policy import Policy

@@ -17,7 +17,7 @@ from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.planning.schedules import LatencyBounds, RRAPlanner
 from jaxserve.planning.schedules.adaptation import Adaptation
 from jaxserve.planning.schedules.observed import AnswerLength
-from jaxserve.runtime.adapter import Adapter
+from jaxserve.runtime.planner import PlanController
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.scheduling.presets import get_policy
 from tests.planning.schedules.step_times import CONFIG, like_a_small_model
@@ -45,21 +45,21 @@ def _until(holds: Callable[[], bool]) -> None:
 
 
 def _threads() -> set[threading.Thread]:
-    return {each for each in threading.enumerate() if each.name == "jaxserve-adapter"}
+    return {each for each in threading.enumerate() if each.name == "jaxserve-controller"}
 
 
 def test_an_engines_thread_may_close(replicas: Replicas):
-    """The adapter's thread waits for the engine then; it ends when the engine does."""
-    adapter = Adapter(replicas)
+    """The controller's thread waits for the engine then; it ends when the engine does."""
+    controller = PlanController(replicas)
     before = _threads()
-    adapter.adopt(None, Adaptation(PLANNER, LatencyBounds()))
+    controller.adopt(None, Adaptation(PLANNER, LatencyBounds()))
     [thread] = _threads() - before
     closed = threading.Event()
 
     def close() -> None:
-        adapter.put(ANSWERS)
-        time.sleep(0.2)  # the adapter asks this engine for its running answers
-        adapter.close()
+        controller.put(ANSWERS)
+        time.sleep(0.2)  # the controller asks this engine for its running answers
+        controller.close()
         closed.set()
 
     asking = threading.Thread(target=replicas.first.loop.ask, args=(close,), daemon=True)
@@ -69,23 +69,23 @@ def test_an_engines_thread_may_close(replicas: Replicas):
     thread.join(WAIT_S)
     assert not thread.is_alive()
     with pytest.raises(RuntimeClosedError):
-        adapter.running()
+        controller.running()
 
 
 def test_adaptation_begins_again_after_a_failed_search(
     replicas: Replicas, caplog: pytest.LogCaptureFixture
 ):
     """Lengths below zero end one adaptation, which is logged; the next one finds a plan."""
-    adapter = Adapter(replicas)
+    controller = PlanController(replicas)
     try:
         with caplog.at_level(logging.INFO):
-            adapter.adopt(None, Adaptation(PLANNER, LatencyBounds()))
-            adapter.put([replace(each, num_prompt=-1) for each in ANSWERS])
+            controller.adopt(None, Adaptation(PLANNER, LatencyBounds()))
+            controller.put([replace(each, num_prompt=-1) for each in ANSWERS])
             _until(lambda: "adapted no more" in caplog.text)
-        assert not adapter.num_adopted
-        adapter.adopt(None, Adaptation(PLANNER, LatencyBounds()))
-        adapter.put(ANSWERS)
-        _until(lambda: adapter.num_adopted == 1)
-        assert adapter.in_force is not None and adapter.in_force.num_lengths == len(ANSWERS)
+        assert not controller.num_adopted
+        controller.adopt(None, Adaptation(PLANNER, LatencyBounds()))
+        controller.put(ANSWERS)
+        _until(lambda: controller.num_adopted == 1)
+        assert controller.in_force is not None and controller.in_force.num_lengths == len(ANSWERS)
     finally:
-        adapter.close()
+        controller.close()
