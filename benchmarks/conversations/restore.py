@@ -27,7 +27,7 @@ from jaxserve.core.options import RESTORES, RuntimeOptions
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.build import build_executor
+from jaxserve.execution.build import ExecutorSpec, build_executor
 from jaxserve.execution.compilation import enable_compilation_cache
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.sizes import platform_defaults
@@ -101,13 +101,18 @@ class _Server:
         model = _model(options, platform_defaults().dtype)
         num_tokens = options.wait_tokens + longest + options.new_tokens
         built, size = build_executor(
-            *(model.graphdef, model.params, model.config, "unrolled"),
-            RuntimeOptions(
-                max_slots=options.others + 1,
-                max_context=num_tokens + 1024,
-                kv_memory=options.kv_memory,
-                restore="both",
+            ExecutorSpec(
+                graphdef=model.graphdef,
+                model_config=model.config,
+                layer_layout="unrolled",
+                options=RuntimeOptions(
+                    max_slots=options.others + 1,
+                    max_context=num_tokens + 1024,
+                    kv_memory=options.kv_memory,
+                    restore="both",
+                ),
             ),
+            model.params,
         )
         assert isinstance(built, DeviceExecutor)
         if built.config.max_context < num_tokens:

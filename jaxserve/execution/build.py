@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from typing import Any, cast
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast, final
 
 import jax
 from flax import nnx
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.compatibility import (
@@ -41,30 +42,42 @@ from pallas_kernels.paged_attention import IMPLEMENTATIONS
 from sharding import ProcessGroup, StagePlan
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class ExecutorSpec:
+    """What executors of a model are built from, except its parameters and their devices.
+
+    Attributes:
+      model_config: the model's layers, KV heads, head_dim, dtype and max_position_embeddings.
+      probe: predicts remaining lengths from activations; None for no probe.
+      drafter: a draft model, which `check_drafter` has accepted; None for none.
+      takes_masks: whether requests may have grammars, so that the warm-up includes what they need.
+    """
+
+    graphdef: nnx.GraphDef
+    model_config: Any
+    layer_layout: LayerLayout
+    options: RuntimeOptions
+    probe: Probe | None = None
+    drafter: Drafter | None = None
+    takes_masks: bool = False
+
+
 def build_executor(
-    graphdef: nnx.GraphDef,
+    spec: ExecutorSpec,
     params: Any,
-    model_config: Any,
-    layer_layout: LayerLayout,
-    options: RuntimeOptions,
+    *,
     stages: StagePlan | None = None,
     group: ProcessGroup | None = None,
-    probe: Probe | None = None,
-    drafter: Drafter | None = None,
-    *,
-    takes_masks: bool = False,
     processes: Processes | None = None,
 ) -> tuple[ModelExecutor, PoolSize]:
     """Return an executor: size and allocate its page pool, allocate its slots, and compile.
 
     Args:
-      model_config: the model's layers, KV heads, head_dim, dtype and max_position_embeddings.
+      params: parameters of the whole model, on their devices unless it has stages.
       stages: the stages to cut the model into; None for a model in one piece.
       group: the processes that share the parameters, which all make the same calls; None if this
         process holds all parameters.
-      probe: a probe that predicts remaining lengths from activations; None for no probe.
-      drafter: a draft model, which `check_drafter` has accepted; None for none.
-      takes_masks: whether requests may have grammars, so that its warm-up includes what they need.
       processes: those of the encode group and those of the decode group, if the parameters are on
         the group of this process; None for one group.
 
@@ -73,6 +86,7 @@ def build_executor(
       InvalidConfigError: the options are invalid, the parameters' dtype is not the configuration's,
         the processes have different settings, or the probe does not fit the model.
     """
+    options, model_config = spec.options, spec.model_config
     names = () if options.attention is None else options.attention.split(",")
     if not set(names) <= set(IMPLEMENTATIONS):
         raise InvalidConfigError(
@@ -81,15 +95,16 @@ def build_executor(
         )
     check_dtype(params, model_config.dtype)
     check_slot_states(
-        *(model_config, options),
+        model_config,
+        options,
         mesh=Placement.like(jax.tree.leaves(params)[0].sharding).mesh,
         stages=stages,
         num_processes=1 if group is None else group.num_processes,
     )
     check_speculation(model_config, options)
-    check_deterministic(model_config, options, graphdef, params, stages)
-    if probe is not None:
-        check_probe(probe, model_config)
+    check_deterministic(model_config, options, spec.graphdef, params, stages)
+    if spec.probe is not None:
+        check_probe(spec.probe, model_config)
         if stages is not None or group is not None:
             raise InvalidConfigError(
                 "probe= needs a model that is whole in one process, but this one is cut into "
@@ -97,12 +112,9 @@ def build_executor(
             )
     try:
         if stages is None:
-            built = _build_whole(
-                *(graphdef, params, model_config, layer_layout, options, group, probe, drafter),
-                *(takes_masks, processes),
-            )
+            executor, size = _build_whole(spec, params, group, processes)
         else:
-            built = _build_stages(params, model_config, layer_layout, options, stages, takes_masks)
+            executor, size = _build_stages(spec, params, stages)
     except NotImplementedError as error:
         if options.deterministic and options.attention is None:
             raise InvalidConfigError(f"deterministic=True cannot serve: {error}") from error
@@ -111,24 +123,15 @@ def build_executor(
         raise InvalidConfigError(
             f"attention={options.attention!r} cannot serve: {error}"
         ) from error
-    executor, size = built
     if options.warmup:
         warm_up(executor, progress=options.progress, behind=options.warms_up_behind)
     return executor, size
 
 
 def _build_whole(
-    graphdef: nnx.GraphDef,
-    params: Any,
-    model_config: Any,
-    layer_layout: LayerLayout,
-    options: RuntimeOptions,
-    group: ProcessGroup | None,
-    probe: Probe | None,
-    drafter: Drafter | None,
-    takes_masks: bool,
-    processes: Processes | None,
+    spec: ExecutorSpec, params: Any, group: ProcessGroup | None, processes: Processes | None
 ) -> tuple[ModelExecutor, PoolSize]:
+    graphdef, model_config, options = spec.graphdef, spec.model_config, spec.options
     # Parameters are committed to their devices, as those of an update are; otherwise an update
     # would compile again.
     params = jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
@@ -138,22 +141,34 @@ def _build_whole(
     if group is not None:
         mesh = str(place.whole) if processes is None else f"groups of the processes {processes}"
         shared = _shared_settings(model_config, mesh, options)
-        check_alike(group, {**shared, "tokenizer and llguidance": takes_masks})
+        check_alike(group, {**shared, "tokenizer and llguidance": spec.takes_masks})
         if processes is not None:  # two device groups have no host memory
             options = replace(options, host_memory=0, restore="on_admission")
-    pages = CachePlan(model_config, options, layer_layout, place, drafter)
+    pages = CachePlan(model_config, options, spec.layer_layout, place, spec.drafter)
     # The largest steps are compiled for the number of pages that would fit without temporaries. If
     # the same number fits with the measured temporaries, these executables are used.
     store = executable_store()
     optimistic = pages.plan(step_bytes=0).num_pages
-    if options.kv_memory is None and group is None and drafter is None:
+    if options.kv_memory is None and group is None and spec.drafter is None:
         optimistic = steady(
-            *(optimistic, store, graphdef, model_config, place.whole, options.page_size),
-            *(options.kv_dtype, options.max_slots, options.max_context),
+            optimistic,
+            store,
+            graphdef,
+            model_config,
+            place.whole,
+            options.page_size,
+            options.kv_dtype,
+            options.max_slots,
+            options.max_context,
         )
     optimistic = _agreed_number(optimistic, group)
-    draft = engine_config(model_config, options, num_pages=optimistic)
-    programs = Programs.shared(graphdef, draft, model_config, place, probe, store, drafter)
+
+    def programs_for(config: EngineConfig) -> Programs:
+        return Programs.shared(
+            graphdef, config, model_config, place, spec.probe, store, spec.drafter
+        )
+
+    programs = programs_for(engine_config(model_config, options, num_pages=optimistic))
     shapes, cache_shapes = abstract(params), pages.abstract(optimistic)
     step = StepBytes(lambda: programs.step_bytes(shapes, cache_shapes))
     # A size that is asked for, or that processes agree on, depends on the largest step. Kernels
@@ -161,30 +176,24 @@ def _build_whole(
     decides = options.kv_memory is not None or options.attention is not None or group is not None
     is_deferred = not decides and leaves_room(programs.shelf.devices[0])
     size = pages.plan(step_bytes=0 if is_deferred else step.measure())
-    size = replace(
-        size,
-        num_pages=_agreed_number(min(size.num_pages, optimistic), group),
-        step=step,
+    num_pages = _agreed_number(min(size.num_pages, optimistic), group)
+    size = replace(size, num_pages=num_pages, step=step)
+    host_page_bytes = size.page_bytes * _shards_on_this_host(place, group)
+    num_host_pages = plan_host(
+        model_config, options, page_bytes=host_page_bytes, num_pages=num_pages
     )
     config = engine_config(
         model_config,
         options,
-        num_pages=size.num_pages,
-        num_host_pages=_agreed_number(
-            plan_host(
-                *(model_config, options),
-                page_bytes=size.page_bytes * _shards_on_this_host(place, group),
-                num_pages=size.num_pages,
-            ),
-            group,
-        ),
+        num_pages=num_pages,
+        num_host_pages=_agreed_number(num_host_pages, group),
     )
-    if size.num_pages != optimistic:
-        programs = Programs.shared(graphdef, config, model_config, place, probe, store, drafter)
+    if num_pages != optimistic:
+        programs = programs_for(config)
     with timed("cache"):
-        cache = jax.block_until_ready(pages.new(size.num_pages, programs.shelf))
+        cache = jax.block_until_ready(pages.new(num_pages, programs.shelf))
     executor = DeviceExecutor(
-        config, programs, params, cache, strict=options.strict, takes_masks=takes_masks
+        config, programs, params, cache, strict=options.strict, takes_masks=spec.takes_masks
     )
     if group is None:
         return executor, size
@@ -194,18 +203,14 @@ def _build_whole(
 
 
 def _build_stages(
-    params: Any,
-    model_config: Any,
-    layer_layout: LayerLayout,
-    options: RuntimeOptions,
-    stages: StagePlan,
-    takes_masks: bool,
+    spec: ExecutorSpec, params: Any, stages: StagePlan
 ) -> tuple[ModelExecutor, PoolSize]:
-    parts = cut(model_config, stages, layer_layout)
+    model_config, options = spec.model_config, spec.options
+    parts = cut(model_config, stages, spec.layer_layout)
     own = [part.params_of(params) for part in parts]
     places = [Placement.like(jax.tree.leaves(part)[0].sharding) for part in own]
     pools = [
-        CachePlan(model_config.part(part.stage.layers), options, layer_layout, place)
+        CachePlan(model_config.part(part.stage.layers), options, spec.layer_layout, place)
         for part, place in zip(parts, places, strict=True)
     ]
     # A page has one id on all stages, so the stage with the least memory limits their number.
@@ -215,7 +220,10 @@ def _build_stages(
         config = engine_config(model_config, options, num_pages=num_pages)
         return [
             Programs.shared(
-                *(part.graphdef, config, model_config.part(part.stage.layers), place),
+                part.graphdef,
+                config,
+                model_config.part(part.stage.layers),
+                place,
                 store=executable_store(),
             )
             for part, place in zip(parts, places, strict=True)
@@ -234,13 +242,16 @@ def _build_stages(
     if size.num_pages < optimistic:
         programs = programs_for(size.num_pages)
     num_host_pages = plan_host(
-        *(model_config, options),
+        model_config,
+        options,
         page_bytes=sum(pool.page_bytes * pool.place.num_shards for pool in pools),
         num_pages=size.num_pages,
     )
     built = [
         DeviceStage(
-            *(program, params, pool.new(program.config.num_pages, program.shelf)),
+            program,
+            params,
+            pool.new(program.config.num_pages, program.shelf),
             num_host_pages,
             samples=i == len(parts) - 1,
         )
@@ -255,7 +266,7 @@ def _build_stages(
         model_config.hidden_size,
         stages.micro_batches,
         strict=options.strict,
-        takes_masks=takes_masks,
+        takes_masks=spec.takes_masks,
     )
     return executor, size
 
@@ -310,14 +321,7 @@ def _agreed_number(num_pages: int, group: ProcessGroup | None) -> int:
 
 
 def build_groups(
-    graphdef: nnx.GraphDef,
-    places: Sequence[tuple[Any, StagePlan | None]],
-    model_config: Any,
-    layer_layout: LayerLayout,
-    options: RuntimeOptions,
-    probe: Probe | None = None,
-    *,
-    takes_masks: bool = False,
+    spec: ExecutorSpec, places: Sequence[tuple[Any, StagePlan | None]]
 ) -> tuple[GroupedExecutor, PoolSize]:
     """Return an executor of two device groups, compiled; see `build_executor`.
 
@@ -333,20 +337,15 @@ def build_groups(
     Raises:
       DeviceMemoryError, InvalidConfigError: see `build_executor`.
     """
-    check_slot_states(model_config, options, num_device_groups=len(places))
+    options = spec.options
+    check_slot_states(spec.model_config, options, num_device_groups=len(places))
     own = replace(options, warmup=False, host_memory=0)
     with ExitStack() as if_one_fails:
         built: list[tuple[ModelExecutor, PoolSize]] = []
         # Answers are computed by the decode group, which alone speculates.
         for (params, stages), speculation in zip(places, (None, own.speculation), strict=True):
-            group_options = replace(own, speculation=speculation)
-            built.append(
-                build_executor(
-                    *(graphdef, params, model_config, layer_layout, group_options, stages),
-                    probe=probe,
-                    takes_masks=takes_masks,
-                )
-            )
+            group_spec = replace(spec, options=replace(own, speculation=speculation))
+            built.append(build_executor(group_spec, params, stages=stages))
             if_one_fails.callback(built[-1][0].close)
         num_pages = min(executor.config.num_pages for executor, _ in built)
         for executor, _ in built:

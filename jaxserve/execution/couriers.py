@@ -130,12 +130,16 @@ class PagePort:
         layers = range(sum(leaf.shape[0] for leaf in pool.cache.k_pages))
         pieces = ((layers, (other.num_heads, other.num_parts)),)
         self._take = StepFunction(
-            *("taken", partial(gather_parts, pieces=pieces), unkept(pool.place)),
+            "taken",
+            partial(gather_parts, pieces=pieces),
+            unkept(pool.place),
             num_fixed=0,
             out_shardings=place.whole,
         )
         self._put = StepFunction(
-            *("put", scatter_pieces, unkept(pool.place)),
+            "put",
+            scatter_pieces,
+            unkept(pool.place),
             num_fixed=0,
             donate_argnums=0,
             out_shardings=pool.place,

@@ -63,249 +63,6 @@ _DELAY_S = 4.0
 _SMALLEST, _LARGER = slice(1), slice(1, None)
 
 
-def sampled(
-    programs: Programs,
-    params: Any,
-    slots: SlotState,
-    plan: StepPlan,
-    sampling: Sequence[int],
-    found: Sequence[Any],
-    variant: Variant,
-) -> tuple[SlotState, Outputs]:
-    """Have rows of a plan choose a token each; return the slots with them, and what was chosen.
-
-    Args:
-      sampling: the plan's rows that sample, which come first in the batch.
-      found: what the body returned of the batch's rows: hidden states, and what is tapped.
-    """
-    has_masks = plan.masks is not None
-    rows = [plan.rows[i] for i in sampling]
-    index = sampling_slots(programs.config, rows, variant, has_masks=has_masks)
-    # The device computes the body while the masks are still being computed.
-    masks = pack_masks(plan, sampling, len(index))
-    return programs.mixed_head(
-        *(params, slots, found[0], index, found[1], programs.probe_params),
-        *(() if masks is None else (masks,)),
-        variant=variant,
-    )
-
-
-def verified(
-    programs: Programs,
-    params: Any,
-    slots: SlotState,
-    plan: StepPlan,
-    sampling: Sequence[int],
-    found: Sequence[Any],
-    variant: Variant,
-) -> tuple[SlotState, Outputs]:
-    """`sampled` where some of the rows have proposals, and so may choose several tokens."""
-    choosing, masks = verifying_arguments(programs, plan, sampling, variant, has_masks=True)
-    return programs.verifying_head(
-        *(params, slots, found[0], choosing, found[1], programs.probe_params, masks),
-        variant=variant,
-    )
-
-
-def verifying_arguments(
-    programs: Programs,
-    plan: StepPlan,
-    sampling: Sequence[int],
-    variant: Variant,
-    *,
-    has_masks: bool,
-) -> tuple[ChoosingRows, Any]:
-    """Return the rows of a head that verifies, and its masks; waits until these are computed.
-
-    Args:
-      sampling: see `sampled`.
-      has_masks: whether the head has the sizes of steps with masks, see `head_sizes`.
-    """
-    config = programs.config
-    order = [i for i in sampling for _ in in_places(plan.rows[i])]
-    num_rows = bucket(len(order), head_sizes(config, variant, has_masks=has_masks))
-    masks = pack_masks(plan, order, num_rows)
-    if masks is None:
-        masks = no_masks(num_rows, programs.model_config.vocab_size)
-    return pack_choosing(config, [plan.rows[i] for i in sampling], num_rows), masks
-
-
-@final
-class DeviceWarmup:
-    """Makes every executable of a configuration from the shapes of what it will be called with.
-
-    The object holds no array of the executor, so that it can work beside running steps.
-
-    Args:
-      takes_masks: also what requests with a grammar need.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        programs: Programs,
-        params: Any,
-        slots: DeviceSlots,
-        pages: DevicePages,
-        states: StateMoves,
-        *,
-        takes_masks: bool = False,
-    ):
-        self._config = config
-        self._programs = programs
-        self._params, self._cache, self._state = abstract((params, pages.cache, slots.state))
-        self._edits = slots.preparations() + states.preparations(pages)
-        self._takes_masks = takes_masks
-        self._edits_for_grammars = slots.preparations_for_grammars()
-        self._copies = pages.preparations() if config.num_host_pages else ()
-        self._incoming = pages.abstract_incoming(config.num_incoming_pages)
-
-    def steps(self) -> list[_Step]:
-        """Return (name, function), those first that most requests need first."""
-        return [*self._first(), *self._later()]
-
-    @property
-    def num_first(self) -> int:
-        """Number of leading `steps` that a request may wait for that runs alone."""
-        return len(list(self._first()))
-
-    def behind(self, on_end: Callable[[], None]) -> Preparation:
-        """Make the executables on other threads, in the order of `steps`.
-
-        `Preparation.has_first` says whether a request that runs alone waits for none.
-
-        Args:
-          on_end: called when all are made.
-        """
-        first, delay_s = list(self._first()), _DELAY_S if self._programs.shelf.knows_first else 0.0
-        return Preparation([*first, *self._later()], on_end, num_first=len(first), delay_s=delay_s)
-
-    def _first(self) -> Iterator[_Step]:
-        """Yield what a prompt of any length and a greedy or drawn answer need, one at a time."""
-        num_tokens, *others = self._config.coarse_token_buckets
-        yield self._body(num_tokens)
-        yield from self._variant(Variant.GREEDY, _SMALLEST)
-        yield from self._edits
-        yield from map(self._body, others)
-        yield from self._variant(Variant.RANDOM, _SMALLEST)
-
-    def _later(self) -> Iterator[_Step]:
-        """Yield the rest: more sequences at once, and last what few requests ask for."""
-        tokens = self._config.coarse_token_buckets
-        yield from (self._body(size) for size in self._config.token_buckets if size not in tokens)
-        yield from self._variant(Variant.GREEDY, _LARGER)
-        yield from self._copies
-        if self._incoming is not None and self._config.num_host_pages:
-            yield from map(self._body_with_pages, tokens)
-        yield from self._variant(Variant.RANDOM, _LARGER)
-        yield from self._variant(Variant.FULL, slice(None))
-        yield from map(self._scores, tokens)
-        if self._takes_masks:
-            yield from self._edits_for_grammars
-            yield from self._masked_heads()
-
-    def _masked_heads(self) -> Iterator[_Step]:
-        for variant in Variant:
-            for num_rows in head_sizes(self._config, variant, has_masks=True):
-                name = f"{variant.name.lower()} sampling with masks, {num_rows} rows"
-                yield name, partial(self._head, variant, num_rows, masked=True)
-                if self._config.num_proposed and num_rows > 1:
-                    yield f"{name}, of proposals", partial(self._verifying_head, variant, num_rows)
-
-    def _variant(self, variant: Variant, part: slice) -> Iterator[_Step]:
-        """Yield a part of the sizes of a variant, which increase."""
-        name = variant.name.lower()
-        for num_rows in variant.sizes(self._config.slot_buckets)[part]:
-            yield (
-                f"{name} decode loop, {num_rows} slots",
-                partial(self._decode, variant, num_rows, 0),
-            )
-        for num_rows in variant.sizes(self._config.head_buckets)[part]:
-            yield f"{name} sampling, {num_rows} rows", partial(self._head, variant, num_rows)
-        for num_rows in loop_sizes(self._config, variant, speculates=True)[part]:
-            num_proposed = self._config.num_proposed_beside(num_rows)
-            loop = partial(self._decode, variant, num_rows, num_proposed)
-            yield f"{name} speculating loop, {num_rows} slots", loop
-
-    def _body(self, num_tokens: int) -> _Step:
-        return _body_name(num_tokens), partial(self._mixed, num_tokens, None)
-
-    def _body_with_pages(self, num_tokens: int) -> _Step:
-        step = partial(self._mixed, num_tokens, self._incoming)
-        return f"mixed step with pages, {num_tokens} tokens", step
-
-    def _scores(self, num_tokens: int) -> _Step:
-        return f"scores of prompts, {num_tokens} tokens", partial(self._prompt_scores, num_tokens)
-
-    def _mixed(self, num_tokens: int, incoming: Any) -> jax.stages.Compiled:
-        batch, _ = pack_rows(self._config, (), num_tokens)
-        return self._programs.mixed_body.prepare(
-            *(self._params, self._cache, self._state, batch),
-            *(self._programs.plan_mixed(batch), None, incoming),
-            abstract(self._programs.draft_mixed(batch)),
-        )
-
-    def _outputs(self, num_tokens: int) -> list[Any]:
-        """Return the shapes of hidden states, those of rows, and what the probe reads."""
-        _, *outputs = self._mixed(num_tokens, None).out_info
-
-        def placed(leaf: Any) -> jax.ShapeDtypeStruct:
-            whole = self._programs.place.whole
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
-
-        return jax.tree.map(placed, outputs)
-
-    def _prompt_scores(self, num_tokens: int) -> None:
-        batch, _ = pack_rows(self._config, (), num_tokens)
-        hidden, _, _ = self._outputs(num_tokens)
-        self._programs.prompt_logprobs.prepare(self._params, self._state, hidden, batch)
-
-    def _head(self, variant: Variant, num_rows: int, *, masked: bool = False) -> None:
-        _, row_hidden, tapped = self._outputs(self._config.coarse_token_buckets[0])
-        index = np.full(num_rows, self._config.max_slots, np.int32)
-        vocab_size = self._programs.model_config.vocab_size
-        self._programs.mixed_head.prepare(
-            *(self._params, self._state, row_hidden, index, tapped, self._programs.probe_params),
-            *((no_masks(num_rows, vocab_size),) if masked else ()),
-            variant=variant,
-        )
-
-    def _verifying_head(self, variant: Variant, num_rows: int) -> None:
-        _, row_hidden, tapped = self._outputs(self._config.coarse_token_buckets[0])
-        vocab_size = self._programs.model_config.vocab_size
-        self._programs.verifying_head.prepare(
-            *(self._params, self._state, row_hidden, pack_choosing(self._config, (), num_rows)),
-            *(tapped, self._programs.probe_params, no_masks(num_rows, vocab_size)),
-            variant=variant,
-        )
-
-    def _decode(self, variant: Variant, num_rows: int, num_proposed: int) -> None:
-        window = range(num_rows)
-        self._programs.decode_loop.prepare(
-            *(self._params, self._cache, self._state, pack_window(window, ())),
-            *(self._programs.plan_loop((), window, num_proposed=num_proposed),),
-            self._programs.probe_params,
-            abstract(self._programs.draft_loop((), window, num_proposed=num_proposed)),
-            variant=variant,
-            num_proposed=num_proposed,
-        )
-
-
-def made_bodies(preparing: Preparation | None) -> Callable[[int], bool] | None:
-    """Return a function that says whether mixed steps of a size exist; None if none are being made.
-
-    Args:
-      preparing: as `DeviceWarmup.behind` returned it.
-    """
-    if preparing is None:
-        return None
-    return lambda num_tokens: preparing.is_made(_body_name(num_tokens))
-
-
-def _body_name(num_tokens: int) -> str:
-    return f"mixed step, {num_tokens} tokens"
-
-
 @final
 class DeviceExecutor:
     """An executor that owns the page cache and the slots on the device and borrows the parameters.
@@ -400,8 +157,15 @@ class DeviceExecutor:
         self._has_prepared()
 
     def _warmup(self) -> DeviceWarmup:
-        parts = (self.config, self._programs, self._params, self._slots, self._pages)
-        return DeviceWarmup(*parts, self._states, takes_masks=self._takes_masks)
+        return DeviceWarmup(
+            self.config,
+            self._programs,
+            self._params,
+            self._slots,
+            self._pages,
+            self._states,
+            takes_masks=self._takes_masks,
+        )
 
     def _has_prepared(self) -> None:
         self._warm_num_pages.add(self.config.num_pages)
@@ -573,11 +337,8 @@ class DeviceExecutor:
         sampling = [i for i in computed if plan.rows[i].samples]
         if not sampling:
             return DeviceHandle(plan, needs, row_hidden, (), np.empty(0, np.int32), prompt_parts)
-        choose = verified if plan.has_proposals else sampled
-        self._slots.state, outputs = choose(
-            *(self._programs, self._params, self._slots.state, plan, sampling),
-            *((row_hidden, tapped), needs.variant),
-        )
+        choose = self._verify if plan.has_proposals else self._sample
+        self._slots.state, outputs = choose(plan, sampling, row_hidden, tapped, needs.variant)
         output_rows = np.full(len(plan.rows), -1, np.int32)
         output_rows[sampling] = np.arange(len(sampling))
         return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows, prompt_parts)
@@ -594,11 +355,71 @@ class DeviceExecutor:
         self, batch: MixedBatch, incoming: IncomingPages | None
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Run `steps.mixed_body` and replace the cache by its result."""
-        self._pages.cache, *found = self._programs.mixed_body(
-            *(self._params, self._pages.cache, self._slots.state, batch),
-            *(self._programs.plan_mixed(batch), None, incoming, self._programs.draft_mixed(batch)),
+        self._pages.cache, hidden, row_hidden, tapped = self._programs.mixed_body(
+            self._params,
+            self._pages.cache,
+            self._slots.state,
+            batch,
+            self._programs.plan_mixed(batch),
+            None,
+            incoming,
+            self._programs.draft_mixed(batch),
         )
-        return found[0], found[1], found[2]
+        return hidden, row_hidden, tapped
+
+    def _sample(
+        self,
+        plan: StepPlan,
+        sampling: Sequence[int],
+        row_hidden: jax.Array,
+        tapped: jax.Array | None,
+        variant: Variant,
+    ) -> tuple[SlotState, Outputs]:
+        """Choose a token for each of some rows; return the slots with them, and the outputs.
+
+        Args:
+          sampling: the plan's rows that sample, which come first in the batch.
+          row_hidden, tapped: of the batch's rows, as `_body` returns them.
+        """
+        has_masks = plan.masks is not None
+        rows = [plan.rows[i] for i in sampling]
+        index = sampling_slots(self._programs.config, rows, variant, has_masks=has_masks)
+        # The device computes the body while the masks are still being computed.
+        masks = pack_masks(plan, sampling, len(index))
+        with_masks = () if masks is None else (masks,)
+        return self._programs.mixed_head(
+            self._params,
+            self._slots.state,
+            row_hidden,
+            index,
+            tapped,
+            self._programs.probe_params,
+            *with_masks,
+            variant=variant,
+        )
+
+    def _verify(
+        self,
+        plan: StepPlan,
+        sampling: Sequence[int],
+        row_hidden: jax.Array,
+        tapped: jax.Array | None,
+        variant: Variant,
+    ) -> tuple[SlotState, Outputs]:
+        """`_sample` where some of the rows have proposals, and so may get several tokens."""
+        choosing, masks = verifying_arguments(
+            self._programs, plan, sampling, variant, has_masks=True
+        )
+        return self._programs.verifying_head(
+            self._params,
+            self._slots.state,
+            row_hidden,
+            choosing,
+            tapped,
+            self._programs.probe_params,
+            masks,
+            variant=variant,
+        )
 
     def _prompt_parts(
         self,
@@ -643,8 +464,227 @@ class DeviceExecutor:
             jax.block_until_ready(self._pages.cache)
 
         return measured_costs(
-            *(swap, prefill),
+            swap,
+            prefill,
             num_pages=PAGES_A_CALL,
             num_tokens=num_tokens,
             position_work=work_of_a_position([self._programs.model_config], self._params),
         )
+
+
+def verifying_arguments(
+    programs: Programs,
+    plan: StepPlan,
+    sampling: Sequence[int],
+    variant: Variant,
+    *,
+    has_masks: bool,
+) -> tuple[ChoosingRows, Any]:
+    """Return the rows of a head that verifies, and its masks; waits until these are computed.
+
+    Args:
+      sampling: the plan's rows that sample.
+      has_masks: whether the head has the sizes of steps with masks, see `head_sizes`.
+    """
+    config = programs.config
+    order = [i for i in sampling for _ in in_places(plan.rows[i])]
+    num_rows = bucket(len(order), head_sizes(config, variant, has_masks=has_masks))
+    masks = pack_masks(plan, order, num_rows)
+    if masks is None:
+        masks = no_masks(num_rows, programs.model_config.vocab_size)
+    return pack_choosing(config, [plan.rows[i] for i in sampling], num_rows), masks
+
+
+@final
+class DeviceWarmup:
+    """Makes every executable of a configuration from the shapes of what it will be called with.
+
+    The object holds no array of the executor, so that it can work beside running steps.
+
+    Args:
+      takes_masks: also what requests with a grammar need.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        programs: Programs,
+        params: Any,
+        slots: DeviceSlots,
+        pages: DevicePages,
+        states: StateMoves,
+        *,
+        takes_masks: bool = False,
+    ):
+        self._config = config
+        self._programs = programs
+        self._params, self._cache, self._state = abstract((params, pages.cache, slots.state))
+        self._edits = slots.preparations() + states.preparations(pages)
+        self._takes_masks = takes_masks
+        self._edits_for_grammars = slots.preparations_for_grammars()
+        self._copies = pages.preparations() if config.num_host_pages else ()
+        self._incoming = pages.abstract_incoming(config.num_incoming_pages)
+
+    def steps(self) -> list[_Step]:
+        """Return (name, function), those first that most requests need first."""
+        return [*self._first(), *self._later()]
+
+    @property
+    def num_first(self) -> int:
+        """Number of leading `steps` that a request may wait for that runs alone."""
+        return len(list(self._first()))
+
+    def behind(self, on_end: Callable[[], None]) -> Preparation:
+        """Make the executables on other threads, in the order of `steps`.
+
+        `Preparation.has_first` says whether a request that runs alone waits for none.
+
+        Args:
+          on_end: called when all are made.
+        """
+        first, delay_s = list(self._first()), _DELAY_S if self._programs.shelf.knows_first else 0.0
+        return Preparation([*first, *self._later()], on_end, num_first=len(first), delay_s=delay_s)
+
+    def _first(self) -> Iterator[_Step]:
+        """Yield what a prompt of any length and a greedy or drawn answer need, one at a time."""
+        num_tokens, *others = self._config.coarse_token_buckets
+        yield self._body(num_tokens)
+        yield from self._variant(Variant.GREEDY, _SMALLEST)
+        yield from self._edits
+        yield from map(self._body, others)
+        yield from self._variant(Variant.RANDOM, _SMALLEST)
+
+    def _later(self) -> Iterator[_Step]:
+        """Yield the rest: more sequences at once, and last what few requests ask for."""
+        tokens = self._config.coarse_token_buckets
+        yield from (self._body(size) for size in self._config.token_buckets if size not in tokens)
+        yield from self._variant(Variant.GREEDY, _LARGER)
+        yield from self._copies
+        if self._incoming is not None and self._config.num_host_pages:
+            yield from map(self._body_with_pages, tokens)
+        yield from self._variant(Variant.RANDOM, _LARGER)
+        yield from self._variant(Variant.FULL, slice(None))
+        yield from map(self._scores, tokens)
+        if self._takes_masks:
+            yield from self._edits_for_grammars
+            yield from self._masked_heads()
+
+    def _masked_heads(self) -> Iterator[_Step]:
+        for variant in Variant:
+            for num_rows in head_sizes(self._config, variant, has_masks=True):
+                name = f"{variant.name.lower()} sampling with masks, {num_rows} rows"
+                yield name, partial(self._head, variant, num_rows, masked=True)
+                if self._config.num_proposed and num_rows > 1:
+                    yield f"{name}, of proposals", partial(self._verifying_head, variant, num_rows)
+
+    def _variant(self, variant: Variant, part: slice) -> Iterator[_Step]:
+        """Yield a part of the sizes of a variant, which increase."""
+        name = variant.name.lower()
+        for num_rows in variant.sizes(self._config.slot_buckets)[part]:
+            yield (
+                f"{name} decode loop, {num_rows} slots",
+                partial(self._decode, variant, num_rows, 0),
+            )
+        for num_rows in variant.sizes(self._config.head_buckets)[part]:
+            yield f"{name} sampling, {num_rows} rows", partial(self._head, variant, num_rows)
+        for num_rows in loop_sizes(self._config, variant, speculates=True)[part]:
+            num_proposed = self._config.num_proposed_beside(num_rows)
+            loop = partial(self._decode, variant, num_rows, num_proposed)
+            yield f"{name} speculating loop, {num_rows} slots", loop
+
+    def _body(self, num_tokens: int) -> _Step:
+        return _body_name(num_tokens), partial(self._mixed, num_tokens, None)
+
+    def _body_with_pages(self, num_tokens: int) -> _Step:
+        step = partial(self._mixed, num_tokens, self._incoming)
+        return f"mixed step with pages, {num_tokens} tokens", step
+
+    def _scores(self, num_tokens: int) -> _Step:
+        return f"scores of prompts, {num_tokens} tokens", partial(self._prompt_scores, num_tokens)
+
+    def _mixed(self, num_tokens: int, incoming: Any) -> jax.stages.Compiled:
+        batch, _ = pack_rows(self._config, (), num_tokens)
+        return self._programs.mixed_body.prepare(
+            self._params,
+            self._cache,
+            self._state,
+            batch,
+            self._programs.plan_mixed(batch),
+            None,
+            incoming,
+            abstract(self._programs.draft_mixed(batch)),
+        )
+
+    def _outputs(self, num_tokens: int) -> list[Any]:
+        """Return the shapes of hidden states, those of rows, and what the probe reads."""
+        _, *outputs = self._mixed(num_tokens, None).out_info
+
+        def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+            whole = self._programs.place.whole
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+
+        return jax.tree.map(placed, outputs)
+
+    def _prompt_scores(self, num_tokens: int) -> None:
+        batch, _ = pack_rows(self._config, (), num_tokens)
+        hidden, _, _ = self._outputs(num_tokens)
+        self._programs.prompt_logprobs.prepare(self._params, self._state, hidden, batch)
+
+    def _head(self, variant: Variant, num_rows: int, *, masked: bool = False) -> None:
+        _, row_hidden, tapped = self._outputs(self._config.coarse_token_buckets[0])
+        index = np.full(num_rows, self._config.max_slots, np.int32)
+        vocab_size = self._programs.model_config.vocab_size
+        masks = (no_masks(num_rows, vocab_size),) if masked else ()
+        self._programs.mixed_head.prepare(
+            self._params,
+            self._state,
+            row_hidden,
+            index,
+            tapped,
+            self._programs.probe_params,
+            *masks,
+            variant=variant,
+        )
+
+    def _verifying_head(self, variant: Variant, num_rows: int) -> None:
+        _, row_hidden, tapped = self._outputs(self._config.coarse_token_buckets[0])
+        vocab_size = self._programs.model_config.vocab_size
+        self._programs.verifying_head.prepare(
+            self._params,
+            self._state,
+            row_hidden,
+            pack_choosing(self._config, (), num_rows),
+            tapped,
+            self._programs.probe_params,
+            no_masks(num_rows, vocab_size),
+            variant=variant,
+        )
+
+    def _decode(self, variant: Variant, num_rows: int, num_proposed: int) -> None:
+        window = range(num_rows)
+        self._programs.decode_loop.prepare(
+            self._params,
+            self._cache,
+            self._state,
+            pack_window(window, ()),
+            self._programs.plan_loop((), window, num_proposed=num_proposed),
+            self._programs.probe_params,
+            abstract(self._programs.draft_loop((), window, num_proposed=num_proposed)),
+            variant=variant,
+            num_proposed=num_proposed,
+        )
+
+
+def made_bodies(preparing: Preparation | None) -> Callable[[int], bool] | None:
+    """Return a function that says whether mixed steps of a size exist; None if none are being made.
+
+    Args:
+      preparing: as `DeviceWarmup.behind` returned it.
+    """
+    if preparing is None:
+        return None
+    return lambda num_tokens: preparing.is_made(_body_name(num_tokens))
+
+
+def _body_name(num_tokens: int) -> str:
+    return f"mixed step, {num_tokens} tokens"

@@ -122,7 +122,10 @@ class DeviceStage:
         self._take_in(slots)
         with self.programs.place.in_force():
             self.pages.cache, hidden, row_hidden, _ = self.programs.mixed_body(
-                *(self.params, self.pages.cache, self.slots.state, batch),
+                self.params,
+                self.pages.cache,
+                self.slots.state,
+                batch,
                 self.programs.plan_mixed(batch),
                 self._moved(inputs),
                 incoming,
@@ -139,7 +142,7 @@ class DeviceStage:
         """Write the keys and values of the encoder's output for this stage's layers."""
         with self.programs.place.in_force():
             self.pages.cache = self.programs.write_encoded(
-                *(self.params, self.pages.cache, self.slots.state, batch, self._moved(encoded))
+                self.params, self.pages.cache, self.slots.state, batch, self._moved(encoded)
             )
 
     def decode(
@@ -164,9 +167,13 @@ class DeviceStage:
             proposed = jax.device_put(proposed, self.programs.place.whole)
         with self.programs.place.in_force():
             self.pages.cache, hidden = self.programs.stage.decode(
-                *(self.params, self.pages.cache, self.slots.state, pack_window(window, rows)),
+                self.params,
+                self.pages.cache,
+                self.slots.state,
+                pack_window(window, rows),
                 self.programs.plan_decode(rows, window, iteration, num_proposed),
-                *(self._moved(inputs), proposed),
+                self._moved(inputs),
+                proposed,
             )
         return hidden
 
@@ -183,10 +190,15 @@ class DeviceStage:
         Args:
           masks: see `steps.packing.pack_masks`.
         """
+        with_masks = () if masks is None else (masks,)
         with self.programs.place.in_force():
             self.slots.state, outputs, chosen = self.programs.stage.head(
-                *(self.params, self.slots.state, hidden, index, outputs),
-                *(() if masks is None else (masks,)),
+                self.params,
+                self.slots.state,
+                hidden,
+                index,
+                outputs,
+                *with_masks,
                 variant=variant,
             )
         return outputs, chosen
@@ -197,7 +209,7 @@ class DeviceStage:
         """Choose tokens with `stages.verify`."""
         with self.programs.place.in_force():
             self.slots.state, outputs, chosen = self.programs.stage.verify(
-                *(self.params, self.slots.state, hidden, rows, masks), variant=variant
+                self.params, self.slots.state, hidden, rows, masks, variant=variant
             )
         return outputs, chosen
 
@@ -219,12 +231,18 @@ class DeviceStage:
         variant: Variant,
     ) -> tuple[Outputs, Chosen, tuple[Draft, Proposed]]:
         """Choose the tokens of an iteration with `stages.choose_proposed`, and propose others."""
+        draft, proposed = proposals
         with self.programs.place.in_force():
-            self.slots.state, outputs, chosen, *more = self.programs.stage.choose(
-                *(self.params, self.slots.state, window, hidden, outputs, *proposals),
+            self.slots.state, outputs, chosen, draft, proposed = self.programs.stage.choose(
+                self.params,
+                self.slots.state,
+                window,
+                hidden,
+                outputs,
+                draft,
+                proposed,
                 variant=variant,
             )
-        draft, proposed = more
         return outputs, chosen, (draft, proposed)
 
     def send(

@@ -152,7 +152,9 @@ class Link:
         ]
         self._put = [
             StepFunction(
-                *("put", scatter_pieces, unkept(pool.place)),
+                "put",
+                scatter_pieces,
+                unkept(pool.place),
                 num_fixed=0,
                 donate_argnums=0,
                 out_shardings=pool.place,

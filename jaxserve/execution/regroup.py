@@ -13,21 +13,18 @@ from typing import Any, cast, final
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import EngineFailedError
-from jaxserve.core.options import RuntimeOptions
+from jaxserve.execution.build import ExecutorSpec
 from jaxserve.execution.compilation import executable_store
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.grouped import GroupedExecutor, Links, links_between
 from jaxserve.execution.sizes import CachePlan, engine_config
 from jaxserve.models.config import check_fits
-from jaxserve.models.decoder import LayerLayout
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.preparation import Preparation
-from jaxserve.steps.probing import Probe
 from jaxserve.steps.programs import Programs
 from jaxserve.steps.step_function import StepFunction, abstract
 from sharding import DeviceGroups, make_groups, placed, state_shardings
@@ -198,26 +195,18 @@ def _addresses(array: jax.Array) -> set[tuple[int, int]]:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GroupMaker:
-    """Makes executors of a model for other groups of devices; see `build_executor` for arguments.
+    """Makes executors of a model for other groups of devices.
 
     Each group is one mesh, without stages, and the model has no encoder.
-
-    Attributes:
-      takes_masks: whether requests may have grammars.
     """
 
-    graphdef: nnx.GraphDef
-    model_config: Any
-    layer_layout: LayerLayout
-    options: RuntimeOptions
-    probe: Probe | None = None
-    takes_masks: bool = False
+    spec: ExecutorSpec
 
     def check_fits(self, params: Any, mesh: Mesh) -> None:
         """Raise ValueError if the model cannot be divided over a mesh."""
-        check_fits(mesh, self.model_config)
+        check_fits(mesh, self.spec.model_config)
         state_shardings(params, mesh)
 
     def moved_bytes(
@@ -302,7 +291,7 @@ class GroupMaker:
                 for mesh, config in zip(meshes_of(groups), self._configs(num_pages), strict=True)
             ]
         )
-        if self.options.warmup:
+        if self.spec.options.warmup:
             try:
                 prepared.warm_up(check)
             except BaseException:
@@ -321,8 +310,8 @@ class GroupMaker:
             programs,
             _shapes(params, shardings),
             cache,
-            strict=self.options.strict,
-            takes_masks=self.takes_masks,
+            strict=self.spec.options.strict,
+            takes_masks=self.spec.takes_masks,
         )
         return _Prepared(executor, shardings, plan.maker(config.num_pages, programs.shelf))
 
@@ -333,17 +322,21 @@ class GroupMaker:
 
     def _configs(self, num_pages: int) -> tuple[EngineConfig, EngineConfig]:
         """Return the configurations of the encode group and of the decode group."""
-        decode = engine_config(self.model_config, self.options, num_pages=num_pages)
+        decode = engine_config(self.spec.model_config, self.spec.options, num_pages=num_pages)
         return decode.without_proposals(), decode
 
     def _programs(self, mesh: Mesh, config: EngineConfig) -> Programs:
-        place = _place(mesh)
         return Programs.shared(
-            *(self.graphdef, config, self.model_config, place, self.probe, executable_store())
+            self.spec.graphdef,
+            config,
+            self.spec.model_config,
+            _place(mesh),
+            self.spec.probe,
+            executable_store(),
         )
 
     def _cache_plan(self, place: Placement) -> CachePlan:
-        return CachePlan(self.model_config, self.options, self.layer_layout, place)
+        return CachePlan(self.spec.model_config, self.spec.options, self.spec.layer_layout, place)
 
 
 @final

@@ -614,7 +614,9 @@ class StagedExecutor:
         self._raise_if_closed()
         return [
             stage.programs.compiled_stage_steps(
-                *(stage.params, stage.pages.cache, self._embed if i else None),
+                stage.params,
+                stage.pages.cache,
+                self._embed if i else None,
                 samples=stage is self._stages[-1],
             )
             for i, stage in enumerate(self._stages)
@@ -674,8 +676,14 @@ class StagedExecutor:
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], Any]]]:
         """See `ModelExecutor`."""
-        parts = (self.config, self._stages, self._steps, self._micro_batches)
-        steps = StagedWarmup(*parts, takes_masks=self._takes_masks).steps()
+        warmup = StagedWarmup(
+            self.config,
+            self._stages,
+            self._steps,
+            self._micro_batches,
+            takes_masks=self._takes_masks,
+        )
+        steps = warmup.steps()
         if self._swap_costs.is_missing:
             steps.append(("page swaps", self._swap_costs.measure))
         return steps
@@ -736,7 +744,8 @@ class StagedExecutor:
             jax.block_until_ready(caches())
 
         return measured_costs(
-            *(swap, prefill),
+            swap,
+            prefill,
             num_pages=PAGES_A_CALL,
             num_tokens=self._micro_batches * len(batch.token_row),
             position_work=work_of_a_position(

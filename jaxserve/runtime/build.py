@@ -22,7 +22,7 @@ from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.grammars import Grammars, has_grammars
 from jaxserve.engine.request_log import RequestLog
 from jaxserve.engine.requests import RequestBuilder
-from jaxserve.execution.build import build_executor, build_groups
+from jaxserve.execution.build import ExecutorSpec, build_executor, build_groups
 from jaxserve.execution.compatibility import check_adapters, check_adapters_fit, check_quantised
 from jaxserve.execution.compilation import enable_compilation_cache
 from jaxserve.execution.device_errors import out_of_memory_as
@@ -62,7 +62,6 @@ from jaxserve.runtime.turn_client import ServiceTurnClient
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import get_policy_for
 from jaxserve.steps.drafting import Drafter
-from jaxserve.steps.probing import Probe
 from jaxserve.workload.recorded import TraceWriter, check_is_free
 from sharding import DeviceGroups, ProcessGroup, StagePlan, replica_meshes, split_replicas
 
@@ -168,14 +167,17 @@ def build_parts(
         if isinstance(mesh, Mesh):
             log_replicated(used, mesh)
     check_adapters(
-        *(decoder.config, options, used),
+        decoder.config,
+        options,
+        used,
         has_mesh=mesh is not None,
         is_quantised=options.quantize is not None or is_quantised(model),
     )
     layout = None
     if options.max_adapters:
         layout = AdapterLayout(
-            *(decoder.config, decoder.layer_layout),
+            decoder.config,
+            decoder.layer_layout,
             num_adapters=options.max_adapters,
             max_rank=options.adapter_rank,
             dtype=options.adapter_dtype,
@@ -196,10 +198,20 @@ def build_parts(
         ),
     ):
         places = place_replicas(used, own_mesh(mesh, group), decoder.config)
-        takes_masks = tokenizer is not None and has_grammars()
+        spec = ExecutorSpec(
+            graphdef=graphdef,
+            model_config=decoder.config,
+            layer_layout=decoder.layer_layout,
+            options=options,
+            probe=probe,
+            drafter=drafter,
+            takes_masks=tokenizer is not None and has_grammars(),
+        )
         executors, grouped = build_executors(
-            *(graphdef, places, decoder, options, group, probe, wrap_executor, drafter),
-            takes_masks=takes_masks,
+            spec,
+            places,
+            group,
+            wrap_executor,
             processes=mesh.processes if group and isinstance(mesh, DeviceGroups) else None,
         )
     leads = group is None or group.is_leader
@@ -246,7 +258,10 @@ def build_parts(
             progress=options.progress,
         )
         origin = Origin.of(
-            *(decoder.config, places[0].params, replicas.first.executor.config, places[0].stages)
+            decoder.config,
+            places[0].params,
+            replicas.first.executor.config,
+            places[0].stages,
         )
         decode = places[0].decode
         decode_origin = None
@@ -258,14 +273,7 @@ def build_parts(
         maintenance = Maintenance(replicas, timings, options, adapters, quantiser)
         regrouper = None
         if grouped is not None and isinstance(mesh, DeviceGroups) and _may_move(places[0], decoder):
-            maker = GroupMaker(
-                graphdef=graphdef,
-                model_config=decoder.config,
-                layer_layout=decoder.layer_layout,
-                options=replace(options, host_memory=0),
-                probe=probe,
-                takes_masks=takes_masks,
-            )
+            maker = GroupMaker(replace(spec, options=replace(options, host_memory=0)))
             regrouper = Regrouper(
                 replicas, grouped, maker, mesh, maintenance.placing, timings, clock
             )
@@ -375,28 +383,22 @@ def place_replicas(
 
 
 def build_executors(
-    graphdef: nnx.GraphDef,
+    spec: ExecutorSpec,
     places: Sequence[Place],
-    decoder: Any,  # the Flax module, for its `config` and `layer_layout`
-    options: RuntimeOptions,
     group: ProcessGroup | None,
-    probe: Probe | None,
     wrap: WrapExecutor | None,
-    drafter: Drafter | None = None,
     *,
-    takes_masks: bool = False,
     processes: Processes | None = None,
 ) -> tuple[list[tuple[ModelExecutor, PoolSize]], GroupedExecutor | None]:
     """Build an executor for each place. If one cannot be built, close the others.
 
+    Args:
+      wrap: see `Runtime`.
+      processes: see `build_executor`.
+
     Returns:
       The executors with the sizes of their page pools; and the executor of two device groups
       without what `wrap` puts in front of it, or None with one group.
-
-    Args:
-      wrap: see `Runtime`.
-      takes_masks: whether requests may have grammars.
-      processes: see `build_executor`.
 
     Raises:
       DeviceMemoryError, InvalidConfigError
@@ -405,18 +407,13 @@ def build_executors(
         built: list[tuple[ModelExecutor, PoolSize]] = []
         grouped: GroupedExecutor | None = None
         for place in places:
-            model = (decoder.config, decoder.layer_layout, options)
             if place.decode is None:
                 executor, size = build_executor(
-                    *(graphdef, place.params, *model, place.stages, group, probe, drafter),
-                    takes_masks=takes_masks,
-                    processes=processes,
+                    spec, place.params, stages=place.stages, group=group, processes=processes
                 )
             else:
-                groups = [(each.params, each.stages) for each in (place, place.decode)]
-                grouped, size = build_groups(
-                    graphdef, groups, *model, probe, takes_masks=takes_masks
-                )
+                both = [(each.params, each.stages) for each in (place, place.decode)]
+                grouped, size = build_groups(spec, both)
                 executor = grouped
             if_one_fails.callback(executor.close)
             built.append((executor if wrap is None else wrap(executor), size))

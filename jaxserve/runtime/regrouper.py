@@ -156,7 +156,7 @@ class Regrouper:
         with self._placing:
             mesh = meshes_of(self._groups)[0]
             # Beyond one shard for each KV head, shards have copies.
-            num_shards = min(mesh.size, self._maker.model_config.num_kv_heads)
+            num_shards = min(mesh.size, self._maker.spec.model_config.num_kv_heads)
             page_bytes = self._maker.page_bytes(mesh) * num_shards
             leaves = jax.tree.leaves(self._executor.params[0])
             return DivisionRule(
@@ -378,7 +378,7 @@ class Regrouper:
             if step_bytes:
                 step = step_bytes[group]
             left = room.num_bytes - memory.group_bytes[group] - step
-            if (wanted := maker.options.kv_memory) is not None:
+            if (wanted := maker.spec.options.kv_memory) is not None:
                 left = min(left, parse_bytes(wanted))
             num_pages = min(num_pages, left // maker.page_bytes(mesh))
         if num_pages < MIN_PAGES:

@@ -23,7 +23,7 @@ from jaxserve.core.clock import WallClock
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.build import build_executor
+from jaxserve.execution.build import ExecutorSpec, build_executor
 from jaxserve.execution.couriers import Courier, HostCourier, PagePort, cut_of, make_courier
 from jaxserve.execution.device import DeviceExecutor
 from jaxserve.execution.group import (
@@ -63,12 +63,17 @@ def _executors(groups: DeviceGroups, **options: Any) -> list[DeviceExecutor]:
     model = tiny_llama(num_heads=8)
     graphdef, params = nnx.split(model)
     given = dict(policy=POLICY, host_memory=0)
-    parsed = RuntimeOptions.parse(OPTIONS | given | options)
+    spec = ExecutorSpec(
+        graphdef=graphdef,
+        model_config=model.config,
+        layer_layout=model.layer_layout,
+        options=RuntimeOptions.parse(OPTIONS | given | options),
+    )
     found = []
     for mesh in groups.both:
         assert isinstance(mesh, Mesh)
         own = sharded(params, mesh, model.config)
-        executor, _ = build_executor(graphdef, own, model.config, model.layer_layout, parsed)
+        executor, _ = build_executor(spec, own)
         assert isinstance(executor, DeviceExecutor)
         executor.resize(NUM_PAGES, ())
         found.append(executor)
