@@ -288,7 +288,6 @@ class HostCourier(Courier):
         return None
 
     def write(self, arrived: Arrived) -> None:
-        """See `Courier`."""
         if isinstance(arrived.outcome, str):
             return
         for pages, parts in arrived.outcome:
@@ -396,7 +395,6 @@ class TransferCourier(Courier):
         return _Pulled(calls)
 
     def write(self, arrived: Arrived) -> None:
-        """See `Courier`."""
         pages, calls = self._pulled.pop(arrived.number)
         if isinstance(arrived.outcome, str):
             return

@@ -113,21 +113,18 @@ class DeviceExecutor:
 
     @property
     def swap_costs(self) -> SwapCosts | None:
-        """See `Executor`."""
         return self._swap_costs.costs
 
     @property
     def host_memory(self) -> HostMemory | None:
-        """See `Executor`; this executor reads and writes the pages itself."""
         return self if self.config.num_host_pages else None
 
     @property
     def num_compilations(self) -> int:
-        """See `ModelExecutor`."""
         return self._compilations.count
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], Any]]]:
-        """See `ModelExecutor`. The last step, which measures page swaps, runs steps."""
+        """Return (name, function) of every executable; the last one measures page swaps."""
         steps = self._warmup().steps()
         if self.config.has_encoder:
             steps += [
@@ -139,7 +136,7 @@ class DeviceExecutor:
         return steps
 
     def warm_up_behind(self) -> bool:
-        """See `ModelExecutor`. An encoder is warmed up by running it, so that nothing is begun."""
+        """Return False with an encoder, which is warmed up by running it."""
         if self.config.has_encoder:
             return False
         self._stop_preparing()
@@ -147,11 +144,9 @@ class DeviceExecutor:
         return True
 
     def is_ready(self) -> bool:
-        """See `ModelExecutor`."""
         return self._preparing is None or self._preparing.has_first()
 
     def finish_warmup(self) -> None:
-        """See `ModelExecutor`."""
         self._stop_preparing()
         jax.block_until_ready((self._pages.cache, self._slots.state))
         self._has_prepared()
@@ -179,7 +174,6 @@ class DeviceExecutor:
 
     @property
     def is_warm(self) -> bool:
-        """See `ModelExecutor`."""
         return self._compilations.is_warm
 
     def submit(self, plan: StepPlan) -> DeviceHandle:
@@ -196,36 +190,29 @@ class DeviceExecutor:
             return self._mixed(plan, needs, late)
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """See `ModelExecutor`."""
         self._raise_if_closed()
         return encode_prompts(self._programs, self._params, prompts)
 
     def fitted(self, params: Any, *, partial: bool = False) -> Any:
-        """See `ModelExecutor`."""
         self._raise_if_closed()
         return fitted(params, self._params, partial=partial)
 
     def update_params(self, params: Any) -> None:
-        """See `ModelExecutor`."""
         self._params = params
 
     def drop_params(self) -> None:
-        """See `ModelExecutor`."""
         self._params = abstract(self._params)
 
     def has_arrived(self, host_page: int) -> bool:
         return self._pages.has_arrived(host_page)
 
     def read_host_page(self, host_page: int) -> bytes:
-        """See `HostMemory`."""
         return self._pages.read_host_page(host_page)
 
     def write_host_page(self, host_page: int, contents: bytes) -> None:
-        """See `HostMemory`."""
         self._pages.write_host_page(host_page, contents)
 
     def fingerprint(self) -> bytes:
-        """See `HostMemory`."""
         page = self._pages.page_shape
         with self._programs.place.in_force():
             drafting = self._programs.draft_params
@@ -234,7 +221,7 @@ class DeviceExecutor:
 
     @property
     def params(self) -> Any:
-        """See `ModelExecutor`; None once closed."""
+        """The parameters of the next step; None once closed."""
         return self._params
 
     @property
@@ -244,7 +231,6 @@ class DeviceExecutor:
 
     @property
     def page_pools(self) -> tuple[DevicePages]:
-        """See `LinkedExecutor`."""
         return (self._pages,)
 
     @property
@@ -258,7 +244,7 @@ class DeviceExecutor:
         return self._programs.compiled_steps(self._params, self._pages.cache, variant)
 
     def resize(self, num_pages: int, moves: Moves) -> None:
-        """See `Executor`. A new size needs another warm-up."""
+        """Resize the pool; a new size needs another warm-up."""
         self._raise_if_closed()
         self._stop_preparing()
         self._swap_costs.restart()
@@ -270,7 +256,6 @@ class DeviceExecutor:
         self._compilations.expect_none(num_pages in self._warm_num_pages)
 
     def reset(self) -> bool:
-        """See `Executor`."""
         with self._programs.place.in_force():
             self._pages.renew()
             self._slots.renew()
@@ -278,12 +263,10 @@ class DeviceExecutor:
 
     @property
     def num_buffers(self) -> int:
-        """See `ModelExecutor`."""
         return self._pages.num_buffers
 
     @property
     def device(self) -> Any:
-        """See `ModelExecutor`."""
         return next(iter(self._programs.place.whole.addressable_devices))
 
     def close(self) -> None:
@@ -317,7 +300,6 @@ class DeviceExecutor:
         return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows)
 
     def num_incoming(self, plan: StepPlan) -> int:
-        """See `pages.num_incoming`."""
         return num_incoming(self.config, plan)
 
     def _mixed(self, plan: StepPlan, needs: SamplingNeeds, late: PageCopies) -> DeviceHandle:
@@ -439,7 +421,7 @@ class DeviceExecutor:
             self._encode(pack_rows(self.config, (), num_tokens)[0])
 
     def use_idle_time(self) -> bool:
-        """See `Executor`. It times page swaps once more."""
+        """Time page swaps once more."""
         if not (self._swap_costs.is_missing and self.is_warm):
             return False
         with self._programs.place.in_force():

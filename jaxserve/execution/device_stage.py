@@ -85,12 +85,11 @@ class DeviceStage:
         self.params = abstract(self.params)
 
     def swap(self, out: PageCopies, back: PageCopies) -> None:
-        """See `DevicePages.swap`. Call it before the plan's edits and rows."""
+        """Copy pages to and from the host, before the plan's edits and rows."""
         with self.programs.place.in_force():
             self.pages.swap(out, back)
 
     def incoming(self, back: PageCopies) -> IncomingPages:
-        """See `DevicePages.incoming`."""
         return self.pages.incoming(back, self.programs.config.num_incoming_pages)
 
     def edit(self, plan: StepPlan) -> None:
@@ -268,7 +267,6 @@ class DeviceStage:
             self._append(self._incoming.popleft())
 
     def resize(self, num_pages: int, moves: Moves) -> None:
-        """See `Executor.resize`."""
         old_num_pages = self.pages.num_pages
         with self.programs.place.in_force():
             self.pages.resize(num_pages, moves)

@@ -153,7 +153,6 @@ class LeadersShare(GroupShare):
         return _FarHandle(self._reports, number)
 
     def close(self) -> None:
-        """See `GroupShare`."""
         self._pending.clear()
         self._compilations.close()
 
@@ -223,7 +222,6 @@ class FollowersShare(GroupShare):
             waits.settle()
 
     def close(self) -> None:
-        """See `GroupShare`."""
         for waits in (self._results, self._pages):
             waits.close()
         self._compilations.close()
@@ -335,7 +333,6 @@ class _FarHandle:
         self._number = number
 
     def is_ready(self) -> bool:
-        """See `StepHandle`."""
         return self._reports.has(self._number)
 
     def collect(self) -> Any:
@@ -376,11 +373,9 @@ class _HandoverHandle:
         self._receive = receive
 
     def is_ready(self) -> bool:
-        """See `StepHandle`."""
         return self._awaited.is_ready()
 
     def collect(self) -> StepResult:
-        """See `StepHandle`."""
         outcome = self._awaited.collect()
         self._receive(self, outcome)
         if not isinstance(outcome, str):
@@ -428,7 +423,7 @@ class GroupExecutor(abc.ABC):
 
     @property
     def swap_costs(self) -> SwapCosts | None:
-        """See `Executor`. All processes measure together, and the leader plans by its own times."""
+        """The costs of this process; all measure together, and the leader plans by its own."""
         return self._executor.swap_costs
 
     @property
@@ -471,7 +466,7 @@ class GroupExecutor(abc.ABC):
         return self._executor.device
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
-        """See `ModelExecutor`. All processes call the functions, in this order."""
+        """Return functions that all processes call, in this order."""
         more = [] if self._group_share is None else self._group_share.warmup_steps()
         return [*self._executor.warmup_steps(), *more]
 
@@ -481,7 +476,6 @@ class GroupExecutor(abc.ABC):
         return False
 
     def use_idle_time(self) -> bool:
-        """See `Executor`."""
         return False
 
     def reset(self) -> bool:
@@ -584,7 +578,7 @@ class LeadingExecutor(GroupExecutor):
         return self._carrier.submit(plan)
 
     def update_params(self, params: Any) -> None:
-        """See `ModelExecutor`. Every follower must do the same before the next plan."""
+        """Replace the parameters; every follower must do the same before the next plan."""
         self._executor.update_params(params)
         self._num_updates += 1
         self._group.broadcast(ParamsUpdated(self._num_updates))
@@ -631,7 +625,7 @@ class FollowingExecutor(GroupExecutor):
         raise self._refusal()
 
     def update_params(self, params: Any) -> None:
-        """See `ModelExecutor`. Call it between two calls of `follow`, once per leader's update."""
+        """Replace the parameters, between two calls of `follow`, once per leader's update."""
         self._executor.update_params(params)
         self._num_updates += 1
 

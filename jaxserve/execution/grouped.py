@@ -77,22 +77,19 @@ class GroupedExecutor:
 
     @property
     def config(self) -> EngineConfig:
-        """See `Executor`; that of the decode group, see `EngineConfig.without_proposals`."""
+        """The configuration of the decode group; see `EngineConfig.without_proposals`."""
         return self._groups[1].config
 
     @property
     def refinement(self) -> Refinement | None:
-        """See `Executor`; both groups have the same probe."""
         return self._groups[0].refinement
 
     @property
     def num_compilations(self) -> int:
-        """See `ModelExecutor`."""
         now = sum(group.num_compilations for group in self._groups)
         return self._compilations.count + self._num_former + now
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        """See `Executor`."""
         if self._is_closed:
             raise RuntimeClosedError("the executor was closed; create a new runtime")
         if plan.handovers:
@@ -141,30 +138,25 @@ class GroupedExecutor:
             group.close()
 
     def fitted(self, params: Any, *, partial: bool = False) -> list[Any]:
-        """See `ModelExecutor`. The result has one entry per group."""
+        """Return one entry per group."""
         return [group.fitted(params, partial=partial) for group in self._groups]
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """See `ModelExecutor`; by the encode group."""
         return self._groups[0].encode(prompts)
 
     @property
     def params(self) -> list[Any]:
-        """See `ModelExecutor`."""
         return [group.params for group in self._groups]
 
     def update_params(self, params: list[Any]) -> None:
-        """See `ModelExecutor`."""
         for group, own in zip(self._groups, params, strict=True):
             group.update_params(own)
 
     def drop_params(self) -> None:
-        """See `ModelExecutor`."""
         for group in self._groups:
             group.drop_params()
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
-        """See `ModelExecutor`."""
         steps = [
             (f"{name}, {step}", function)
             for name, group in zip(_NAMES, self._groups, strict=True)
@@ -173,7 +165,6 @@ class GroupedExecutor:
         return [*steps, *(("handover", link.warm_up) for link in self._links.values())]
 
     def use_idle_time(self) -> bool:
-        """See `Executor`."""
         return False
 
     def warm_up_behind(self) -> bool:
@@ -185,7 +176,6 @@ class GroupedExecutor:
         return True
 
     def finish_warmup(self) -> None:
-        """See `ModelExecutor`."""
         for group in self._groups:
             group.finish_warmup()
         self._warm_num_pages.add(self.config.num_pages)
@@ -193,11 +183,9 @@ class GroupedExecutor:
 
     @property
     def is_warm(self) -> bool:
-        """See `ModelExecutor`."""
         return self._compilations.is_warm and all(group.is_warm for group in self._groups)
 
     def resize(self, num_pages: int, moves: Moves) -> None:
-        """See `Executor`."""
         old_num_pages = self.config.num_pages
         done: list[LinkedExecutor] = []
         try:
@@ -212,21 +200,20 @@ class GroupedExecutor:
 
     @property
     def num_buffers(self) -> int:
-        """See `ModelExecutor`; the minimum over the groups."""
+        """The minimum over the groups."""
         return min(group.num_buffers for group in self._groups)
 
     @property
     def device(self) -> Any:
-        """See `ModelExecutor`; a device of the group whose pages are the largest."""
+        """A device of the group whose pages are the largest."""
         return max(self._groups, key=_page_bytes).device
 
     def reset(self) -> bool:
-        """See `Executor`. Pages on their way between the groups are lost, too."""
+        """Reset both groups; pages in transit between them are lost."""
         self._pending.clear()
         return all([group.reset() for group in self._groups])
 
     def close(self) -> None:
-        """See `Executor`."""
         if not self._is_closed:
             self._compilations.close()
         self._is_closed = True
@@ -266,11 +253,9 @@ class HandoverHandle:
                     parcel.drop(pages)
 
     def is_ready(self) -> bool:
-        """See `StepHandle`."""
         return all(parcel.is_ready() for parcels in self.parcels.values() for parcel in parcels)
 
     def collect(self) -> StepResult:
-        """See `StepHandle`."""
         try:
             jax.block_until_ready([p.pieces for parcels in self.parcels.values() for p in parcels])
         except jax.errors.JaxRuntimeError as error:

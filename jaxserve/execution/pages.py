@@ -201,7 +201,6 @@ class HostPages:
         )
 
     def preparations(self, cache: KVCache) -> list[tuple[str, Callable[[], Any]]]:
-        """See `DevicePages`; `cache` is abstract."""
         ids = np.zeros(PAGES_A_CALL, np.int32)
         pages = jax.tree.map(self._own.abstract, abstract_pages(cache, PAGES_A_CALL))
         return [
@@ -378,7 +377,7 @@ class DevicePages:
 
     @property
     def num_buffers(self) -> int:
-        """See `ModelExecutor`. Scales have separate buffers."""
+        """Size of the cache in units of its largest buffer; scales have separate buffers."""
         sizes = [leaf.nbytes for leaf in jax.tree.leaves(self.cache.pages)]
         return sum(sizes) // max(sizes, default=1)
 
@@ -440,15 +439,12 @@ class DevicePages:
         self._host.allocate(jax.tree.leaves(self.cache))
 
     def has_arrived(self, host_page: int) -> bool:
-        """See `HostMemory`."""
         return self._host.has_arrived(host_page)
 
     def read_host_page(self, host_page: int) -> bytes:
-        """See `HostMemory`."""
         return self._host.read(self.cache, host_page)
 
     def write_host_page(self, host_page: int, contents: bytes) -> None:
-        """See `HostMemory`."""
         self._host.write(self.cache, host_page, contents)
 
     def resize(self, num_pages: int, moves: Moves) -> None:

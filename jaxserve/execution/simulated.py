@@ -46,7 +46,7 @@ def mix(a: int, b: int) -> int:
 
 @final
 class SimulatedHandle:
-    """See `StepHandle`; collecting it advances the clock."""
+    """A step that is ready at its virtual time; collecting it advances the clock."""
 
     def __init__(self, result: StepResult, ready_s: float, clock: VirtualClock):
         self._result, self._ready_s, self._clock = result, ready_s, clock
@@ -139,11 +139,9 @@ class SimulatedExecutor:
 
     @property
     def host_memory(self) -> HostMemory | None:
-        """See `Executor`; this executor reads and writes the pages itself."""
         return self if self.config.num_host_pages else None
 
     def use_idle_time(self) -> bool:
-        """See `Executor`."""
         return False
 
     def submit(self, plan: StepPlan) -> SimulatedHandle:
@@ -186,15 +184,12 @@ class SimulatedExecutor:
         return True
 
     def read_host_page(self, host_page: int) -> bytes:
-        """See `HostMemory`."""
         return self._host_cells[host_page].tobytes()
 
     def write_host_page(self, host_page: int, contents: bytes) -> None:
-        """See `HostMemory`."""
         self._host_cells[host_page] = np.frombuffer(contents, np.int64)
 
     def fingerprint(self) -> bytes:
-        """See `HostMemory`."""
         return f"simulated {self.config.page_size}".encode()
 
     def _read_remaining(self, plan: StepPlan, reading: Reading) -> np.ndarray:

@@ -115,15 +115,12 @@ class StagedHostMemory:
         self._stages = stages
 
     def has_arrived(self, host_page: int) -> bool:
-        """See `HostMemory`; the page has arrived when it has on all stages."""
         return all(stage.pages.has_arrived(host_page) for stage in self._stages)
 
     def read_host_page(self, host_page: int) -> bytes:
-        """See `HostMemory`."""
         return b"".join(stage.pages.read_host_page(host_page) for stage in self._stages)
 
     def write_host_page(self, host_page: int, contents: bytes) -> None:
-        """See `HostMemory`."""
         start = 0
         for stage in self._stages:
             num_bytes = stage.pages.host_page_bytes
@@ -131,7 +128,7 @@ class StagedHostMemory:
             start += num_bytes
 
     def fingerprint(self) -> bytes:
-        """See `HostMemory`. Another stage plan has another one, as contents depend on it."""
+        """Return a hash that also depends on the stage plan, as contents of pages do."""
         digest = blake2b(digest_size=16)
         for stage in self._stages:
             digest.update(stage.fingerprint())
@@ -540,17 +537,14 @@ class StagedExecutor:
 
     @property
     def swap_costs(self) -> SwapCosts | None:
-        """See `Executor`."""
         return self._swap_costs.costs
 
     @property
     def host_memory(self) -> HostMemory | None:
-        """See `Executor`."""
         return self._host_memory
 
     @property
     def num_compilations(self) -> int:
-        """See `ModelExecutor`."""
         return self._compilations.count
 
     def watch(self, on_pass: Callable[[Pass], None]) -> None:
@@ -558,7 +552,6 @@ class StagedExecutor:
         self._on_pass = on_pass
 
     def submit(self, plan: StepPlan) -> DeviceHandle:
-        """See `Executor`."""
         self._raise_if_closed()
         with self._compilations.watch(plan):
             count = num_incoming(self.config, plan)
@@ -571,12 +564,11 @@ class StagedExecutor:
             return self._steps.mixed(plan, needs, plan.swaps_in[:count])
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """See `ModelExecutor`."""
         self._raise_if_closed()
         return encode_prompts(self._stages[0].programs, self._stages[0].params, prompts)
 
     def fitted(self, params: Any, *, partial: bool = False) -> list[Any]:
-        """See `ModelExecutor`. The result has one entry per stage."""
+        """Return one entry per stage."""
         self._raise_if_closed()
         check_same(params, self._whole, partial=partial)
         return [
@@ -586,16 +578,13 @@ class StagedExecutor:
 
     @property
     def params(self) -> list[Any]:
-        """See `ModelExecutor`."""
         return [stage.params for stage in self._stages]
 
     def update_params(self, params: list[Any]) -> None:
-        """See `ModelExecutor`."""
         for stage, own in zip(self._stages, params, strict=True):
             stage.update_params(own)
 
     def drop_params(self) -> None:
-        """See `ModelExecutor`."""
         for stage in self._stages:
             stage.drop_params()
 
@@ -606,7 +595,6 @@ class StagedExecutor:
 
     @property
     def page_pools(self) -> tuple[DevicePages, ...]:
-        """See `LinkedExecutor`."""
         return tuple(stage.pages for stage in self._stages)
 
     def compiled_steps(self) -> list[list[Any]]:
@@ -623,7 +611,6 @@ class StagedExecutor:
         ]
 
     def resize(self, num_pages: int, moves: Moves) -> None:
-        """See `Executor`."""
         self._raise_if_closed()
         self._swap_costs.restart()
         old_num_pages = self.config.num_pages
@@ -641,23 +628,21 @@ class StagedExecutor:
 
     @property
     def num_buffers(self) -> int:
-        """See `ModelExecutor`; the minimum over the stages."""
+        """The minimum over the stages."""
         return min(stage.pages.num_buffers for stage in self._stages)
 
     @property
     def device(self) -> Any:
-        """See `ModelExecutor`; a device of the stage whose pages are the largest."""
+        """A device of the stage whose pages are the largest."""
         largest = max(self._stages, key=lambda stage: stage.pages.shard_bytes)
         return next(iter(largest.programs.place.whole.device_set))
 
     def reset(self) -> bool:
-        """See `Executor`."""
         for stage in self._stages:
             stage.renew()
         return True
 
     def close(self) -> None:
-        """See `Executor`."""
         if self._stages:
             for stage in self._stages:
                 stage.delete()
@@ -675,7 +660,6 @@ class StagedExecutor:
     # ---- warm-up ----
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], Any]]]:
-        """See `ModelExecutor`."""
         warmup = StagedWarmup(
             self.config,
             self._stages,
@@ -689,14 +673,13 @@ class StagedExecutor:
         return steps
 
     def use_idle_time(self) -> bool:
-        """See `Executor`. It times page swaps once more."""
+        """Time page swaps once more."""
         if not (self._swap_costs.is_missing and self.is_warm):
             return False
         self._swap_costs.measure_on()
         return True
 
     def warm_up_behind(self) -> bool:
-        """See `ModelExecutor`."""
         return False
 
     def is_ready(self) -> bool:
@@ -704,7 +687,6 @@ class StagedExecutor:
         return True
 
     def finish_warmup(self) -> None:
-        """See `ModelExecutor`."""
         for stage in self._stages:
             jax.block_until_ready((stage.pages.cache, stage.slots.state))
         self._warm_num_pages.add(self.config.num_pages)
@@ -712,7 +694,6 @@ class StagedExecutor:
 
     @property
     def is_warm(self) -> bool:
-        """See `ModelExecutor`."""
         return self._compilations.is_warm
 
     def _swap(self, out: PageCopies, back: PageCopies) -> None:

@@ -77,11 +77,9 @@ class Adapters:
             return tuple(self._slots)
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """See `Runtime.adapter_shapes`."""
         return {} if self._layout is None else self._layout.shapes(rank)
 
     def load(self, name: str, source: str | Path | Mapping[str, Any], scale: float | None) -> None:
-        """See `Runtime.load_adapter`."""
         layout = self._layout
         if layout is None:
             raise InvalidConfigError(
@@ -110,7 +108,6 @@ class Adapters:
                 self._slots[name] = AdapterSlot(index, values.identity)
 
     def drop(self, name: str) -> None:
-        """See `Runtime.drop_adapter`."""
         self._replicas.check_may_wait()
         for replica in self._replicas.all:
             # A request that has ended lets go of its adapter on this thread, a little later.

@@ -60,7 +60,7 @@ class Intake:
         on_piece: PieceSink | None = None,
         **others: Any,
     ) -> Pending:
-        """See `Service.submit`; `others` are arguments of `RequestBuilder.build`."""
+        """Submit one request; `others` are arguments of `RequestBuilder.build`."""
         now = self._clock.now()
         request = self._requests.build(
             prompt,
@@ -74,7 +74,6 @@ class Intake:
         return pending[0]
 
     def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
-        """See `Runtime.submit_items`."""
         now = self._clock.now()
         with ExitStack() as if_refused:
             built = [self._requests.build_item(item, now) for item in items]
@@ -109,11 +108,9 @@ class Intake:
         return [refused.get(i) or next(accepted) for i in range(len(batch.prompts))]
 
     def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """See `Runtime.prompt_tokens`."""
         return self._requests.prompt_tokens(prompt)
 
     def encode(self, prompts: Any) -> Any:
-        """See `Runtime.encode`."""
         replicas = self._replicas.all
         config = replicas[0].executor.config
         if not config.has_encoder:

@@ -64,7 +64,6 @@ class Maintenance:
         self._has_weights = True
 
     def dismiss_followers(self) -> None:
-        """See `Runtime.dismiss_followers`."""
         self._replicas.check_leads()
         with self._replicas.paused():
             if self._replicas.group is not None:
@@ -76,7 +75,6 @@ class Maintenance:
         return self._replicas.first.engine.weights
 
     def update_params(self, params: Any, update: WeightUpdate) -> int:
-        """See `Runtime.update_params`."""
         update.after(self.weights)  # before any request is cancelled or starts again
         new = params if isinstance(params, PreparedParams) else None
         new = new or self.prepare_params(params, partial=update.partial)
@@ -98,7 +96,6 @@ class Maintenance:
         return weights.version
 
     def prepare_params(self, params: Any, *, partial: bool) -> PreparedParams:
-        """See `Runtime.prepare_params`."""
         check_usable(params)
         check_part(partial, has_weights=self._has_weights)
         with placing_weights():
@@ -133,7 +130,6 @@ class Maintenance:
         return self._replicas.first.loop.is_halted
 
     def pause(self, running: Running) -> None:
-        """See `Runtime.pause`."""
         check_running(running)
         self._replicas.check_leads()
         self._replicas.check_may_wait()
@@ -145,7 +141,6 @@ class Maintenance:
             if_one_fails.pop_all()
 
     def resume(self) -> None:
-        """See `Runtime.resume`."""
         with self._states:
             self._go_on()
 
@@ -155,7 +150,6 @@ class Maintenance:
             replica.loop.go_on()
 
     def sleep(self, *, drops_weights: bool) -> None:
-        """See `Runtime.sleep`."""
         first = self._replicas.first.executor
         if not first.can_resize or first.num_device_groups > 1:
             raise InvalidConfigError(
@@ -169,7 +163,6 @@ class Maintenance:
                 self._replicas.sleep(drops_weights=drops_weights)
 
     def wake_up(self) -> None:
-        """See `Runtime.wake_up`."""
         if not self._has_weights:
             raise InvalidConfigError(
                 "this runtime has dropped its weights (rt.sleep); call rt.update_params(params) "
@@ -186,12 +179,10 @@ class Maintenance:
             self._go_on()
 
     def residency(self, token_ids: Sequence[int]) -> list[Tier]:
-        """See `Runtime.residency`."""
         found = [r.engine.residency(token_ids) for r in self._replicas.all]
         return min(found, key=lambda tiers: tiers.count("nowhere"))
 
     def export_kv(self, token_ids: Sequence[int], first: int, *, waits: bool) -> KVPages:
-        """See `Runtime.export_kv`."""
         self._check_is_alone()
         found = [
             replica.loop.ask(partial(replica.engine.export_kv, token_ids, first, waits=waits))
@@ -200,7 +191,6 @@ class Maintenance:
         return max(found, key=lambda kv: len(kv.pages))
 
     def import_kv(self, token_ids: Sequence[int], kv: KVPages) -> int:
-        """See `Runtime.import_kv`."""
         self._check_is_alone()
         return min(
             replica.loop.ask(partial(replica.engine.import_kv, token_ids, kv))
@@ -208,14 +198,12 @@ class Maintenance:
         )
 
     def forget_kept_pages(self) -> None:
-        """See `Runtime.forget_kept_pages`."""
         self._replicas.check_leads()
         with self._replicas.paused("keep"):
             for replica in self._replicas.all:
                 replica.engine.forget_kept_pages(keeps_disk=False)
 
     def resize_kv(self, size: int | str) -> int:
-        """See `Runtime.resize_kv`."""
         kv_bytes = 0 if size == 0 else parse_bytes(size)
         self._replicas.check_leads()
         self._replicas.check_awake()

@@ -331,7 +331,6 @@ class Planner:
         max_pause_s: float,
         policies: Sequence[str] | None,
     ) -> Plan:
-        """See `Runtime.plan`."""
         self._replicas.check_leads()
         self._replicas.check_may_wait()
         given = None
@@ -369,7 +368,6 @@ class Planner:
                 _log.warning("planning again: %s", error)
 
     def regroup(self, encode: int, decode: int, max_pause_s: float) -> float:
-        """See `Runtime.regroup`."""
         self._replicas.check_leads()
         self._replicas.check_may_wait()
         if self._regrouper is None:

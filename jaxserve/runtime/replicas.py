@@ -304,7 +304,6 @@ class Replicas:
             self.all[placed.replica].loop.cancel(request_id)
 
     def outlook(self) -> dict[str, Outlook]:
-        """See `Runtime.outlook`."""
         self.check_leads()
         self.check_may_wait()
         found: dict[str, Outlook] = {}
@@ -329,7 +328,6 @@ class Replicas:
         return self._router.work
 
     def check_integrity(self) -> None:
-        """See `Runtime.check_integrity`."""
         self.check_leads()
         self.check_may_wait()
         for replica in self.all:

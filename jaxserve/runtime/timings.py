@@ -80,7 +80,6 @@ class Timings:
     # ---- one group of devices ----
 
     def measure_step_times(self, rounds: int, max_wait_s: float | None = None) -> StepTimes:
-        """See `Runtime.measure_step_times`."""
         self._replicas.check_leads()
         self._check_one_group()
         with self._replicas.paused(until_s=self._until_s(max_wait_s)):
@@ -99,14 +98,12 @@ class Timings:
         return times
 
     def load_step_times(self, path: str | Path) -> StepTimes:
-        """See `Runtime.load_step_times`."""
         self._check_one_group()
         times = StepTimes.load(Path(path), expected=self._origin)
         self._use(times)
         return times
 
     def find_step_times(self, folder: Path) -> StepTimes | None:
-        """See `Runtime.find_step_times`."""
         self._check_one_group()
         times = find_step_times(folder, self._origin)
         if times is not None:
@@ -132,7 +129,6 @@ class Timings:
     # ---- two groups of devices ----
 
     def measure_group_times(self, rounds: int, max_wait_s: float | None = None) -> GroupTimes:
-        """See `Runtime.measure_group_times`."""
         self._replicas.check_leads()
         self._check_two_groups()
         with self._replicas.paused(until_s=self._until_s(max_wait_s)):
@@ -147,13 +143,11 @@ class Timings:
         return self._group_times
 
     def load_group_times(self, path: str | Path) -> GroupTimes:
-        """See `Runtime.load_group_times`."""
         self._check_two_groups()
         self._group_times = GroupTimes.load(path, expected=self.origins)
         return self._group_times
 
     def find_group_times(self, folder: Path) -> GroupTimes | None:
-        """See `Runtime.find_group_times`."""
         self._check_two_groups()
         found = find_group_times(folder, self.origins)
         self._group_times = found or self._group_times

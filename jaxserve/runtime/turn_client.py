@@ -41,7 +41,6 @@ class ServiceTurnClient:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """See `TurnClient`."""
         return self._max_prompt_tokens()
 
     def answer(
@@ -52,7 +51,6 @@ class ServiceTurnClient:
         conversation_id: str,
         timeout_s: float | None,
     ) -> Completion:
-        """See `TurnClient`."""
         self._check_may_wait()
         pending = self._submit(prompt, params, conversation_id=conversation_id)
         try:
@@ -74,7 +72,6 @@ class ServiceTurnClient:
         timeout_s: float | None,
         on_piece: PieceSink | None = None,
     ) -> Completion:
-        """See `TurnClient`."""
         submit = partial(self._submit, prompt, params, conversation_id=conversation_id)
         (pending,) = await submitted(lambda: [submit(on_piece=on_piece)], [params])
         try:
@@ -95,7 +92,6 @@ class ServiceTurnClient:
         conversation_id: str,
         timeout_s: float | None,
     ) -> Generator[Piece]:
-        """See `TurnClient`."""
         self._check_may_wait()
         return read(self._start(prompt, params, conversation_id), params.n, timeout_s)
 
@@ -107,7 +103,6 @@ class ServiceTurnClient:
         conversation_id: str,
         timeout_s: float | None,
     ) -> AsyncGenerator[Piece]:
-        """See `TurnClient`."""
         return aread(self._start(prompt, params, conversation_id), params, timeout_s)
 
     def _start(self, prompt: Sequence[int], params: SamplingParams, conversation_id: str) -> Start:

@@ -30,7 +30,7 @@ def check_running(running: Running) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdate:
-    """See `Runtime.update_params`.
+    """The settings of one `Runtime.update_params`.
 
     Raises:
       InvalidConfigError: a value is not allowed, or two contradict each other.
