@@ -9,8 +9,13 @@ It needs the extra `serve`. `jaxserve serve` starts it; `running` serves in a th
             ...
 """
 
-from jaxserve.server.latency_class import parse_latency_classes
-from jaxserve.server.options import ServerOptions, check_names, is_loopback, url_of
+from jaxserve.server.options import (
+    ServerOptions,
+    check_names,
+    is_loopback,
+    parse_latency_classes,
+    url_of,
+)
 from jaxserve.server.run import listen, running, serve
 
 __all__ = [

@@ -21,17 +21,16 @@ from starlette.responses import JSONResponse, Response
 from jaxserve import __version__
 from jaxserve.core.errors import JaxserveError
 from jaxserve.server.backend import Backend
-from jaxserve.server.disconnects import ClientGoneError
 from jaxserve.server.errors import Kind, RefusedError, body_of, headers_of, invalid, kind_of
+from jaxserve.server.events import ClientGoneError
 from jaxserve.server.guard import AccessLog, BodyReader, HostGuard, KeyGuard
 from jaxserve.server.options import is_loopback
 from jaxserve.server.routes import (
-    adapters,
     chat,
     completions,
     conversations,
+    models,
     operation,
-    page,
     responses,
     tokens,
 )
@@ -94,9 +93,7 @@ def make_app(backend: Backend, traces: TracerProvider | None = None) -> FastAPI:
             Exception: _answer_defect,
         },
     )
-    for routes in (
-        *(chat, completions, responses, tokens, conversations, adapters, operation, page),
-    ):
+    for routes in (chat, completions, responses, tokens, conversations, models, operation):
         app.include_router(routes.router)
     return app
 

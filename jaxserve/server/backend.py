@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Literal, final
 
 from anyio import to_thread
@@ -17,17 +18,14 @@ from jaxserve.core.errors import (
     JaxserveError,
     StepMemoryError,
 )
-from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.runtime import RuntimeStats, Service
 from jaxserve.scheduling.outlook import Outlook
 from jaxserve.server.errors import failed, too_busy, unavailable, unknown_model
-from jaxserve.server.lengths import LengthComments
-from jaxserve.server.mailbox import Mailbox
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.options import ServerOptions
-from jaxserve.server.schema.models import ModelCard, Status
 
 Phase = Literal["loading", "ready", "draining", "failed"]
+Status = Literal["loading", "compiling", "ready", "draining", "failed"]
 
 # Seconds after which a client may ask a server again that is loading or draining.
 _RETRY_S = 5.0
@@ -37,6 +35,34 @@ _NUM_RATED = 64
 _ESTIMATE_S = 1.0
 
 OutlookOf = Callable[[], Mapping[str, Outlook]]
+
+
+@final
+class Mailbox:
+    """A queue of calls for an event loop that any thread may append to.
+
+    However many calls are posted before the loop runs, the loop is woken once: a step of the engine
+    brings a piece for each running sequence, and a wake-up is a system call.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self._calls: deque[Callable[[], None]] = deque()
+        self._is_woken = False
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have the loop make this call soon; do nothing if the loop is closed."""
+        self._calls.append(call)
+        if not self._is_woken:
+            self._is_woken = True
+            with suppress(RuntimeError):  # the loop was closed
+                self._loop.call_soon_threadsafe(self._empty)
+
+    def _empty(self) -> None:
+        # Set before the calls are taken: one that is posted from now on wakes the loop again.
+        self._is_woken = False
+        while self._calls:
+            self._calls.popleft()()
 
 
 @final
@@ -155,10 +181,6 @@ class Backend:
         """Names of the loaded adapters; empty before the service is ready."""
         return () if self._service is None else self._service.adapters
 
-    def card_of(self, name: str) -> ModelCard:
-        """Return what `/v1/models` says of the model or of an adapter."""
-        return ModelCard(id=name, created=self.created_s, max_model_len=self.max_model_len)
-
     # ---- open requests ----
 
     async def check_room(self, count: int) -> None:
@@ -195,10 +217,6 @@ class Backend:
         self.metrics.set_open(self.num_waiting, self.num_running)
         if not self.num_waiting and not self.num_running:
             self._is_idle.set()
-
-    def length_comments(self, params: SamplingParams) -> LengthComments:
-        """Return the comments of a stream; the first goes by the pace of other answers lately."""
-        return LengthComments(params.max_tokens, self.metrics.pace_s)
 
     def _stats(self) -> RuntimeStats | None:
         """Return the service's counters; None while there are none. It does not wait for them."""

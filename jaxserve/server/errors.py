@@ -9,7 +9,7 @@ from typing import Any, final
 
 from jaxserve.core import errors
 from jaxserve.core.errors import JaxserveError
-from jaxserve.server.schema.base import ErrorDetail, ErrorReply
+from jaxserve.server.schema import ErrorDetail, ErrorReply
 
 
 @final

@@ -1,23 +1,34 @@
-"""Answers as JSON, and as streams of server-sent events."""
+"""Answers as JSON and as streams of server-sent events, which end when the client leaves."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable
+import math
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
-from typing import Protocol, final
+from typing import Any, Protocol, TypeVar, final
 
 from fastapi.sse import EventSourceResponse, format_sse_event
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.core.errors import JaxserveError
-from jaxserve.server.disconnects import ClientGoneError, unless_gone
+from jaxserve.engine.answers import Piece
+from jaxserve.scheduling.lengths import LengthEstimate
 from jaxserve.server.errors import body_of
 from jaxserve.server.exchange import Group
-from jaxserve.server.schema.base import Reply
+from jaxserve.server.schema import Reply
 from jaxserve.server.tracing import trace_here
+
+_T = TypeVar("_T")
+
+# Seconds between two comments on one sample; another estimate has its own at once.
+_COMMENT_S = 0.5
+# Parts of the distribution that a comment names.
+_LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +40,117 @@ _NO_CHOICES = b'"choices":[]'
 # Returns the JSON of a value, as Pydantic writes it; for parts of a reply that come often. A text
 # takes a third of a microsecond, and a list or an object several.
 compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection, so nothing is left to answer."""
+
+
+async def unless_gone(receive: Receive, work: Awaitable[_T]) -> _T:
+    """Wait for work, and cancel it if the client closes the connection before.
+
+    It is done by the caller's task, since each further one costs turns of the event loop.
+
+    Raises:
+      ClientGoneError: the client has gone.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "it is called in a task"
+    has_gone = False
+
+    async def until_gone() -> None:
+        nonlocal has_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_gone = True
+        task.cancel()
+
+    watch = asyncio.ensure_future(until_gone())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if has_gone and task.uncancel() == 0:
+            raise ClientGoneError from None
+        raise
+    finally:
+        watch.cancel()
+
+
+@final
+class LengthComments:
+    """The comments of one stream: a first one with each sample's first piece, then others.
+
+    A comment is JSON, with the number of tokens that the answer is expected to have
+    (`predicted_tokens`), the lengths that 10, 25, 50, 75 and 90 % of such answers do not outgrow
+    (`percentiles`), the tokens that have come (`num_tokens`) and the seconds until the end
+    (`ends_in_s`): in the first one at `pace_s`, and later at the pace of the stream so far.
+
+    Args:
+      max_tokens: limit of each sample; None for the context's.
+      pace_s: seconds of a token of other answers lately; None if there were none.
+
+    Attributes:
+      predicted: the first `predicted_tokens` of each sample, by the index of its choice.
+    """
+
+    def __init__(self, max_tokens: int | None, pace_s: float | None):
+        self._most = math.inf if max_tokens is None else max_tokens
+        self._pace_s = pace_s
+        self._samples: dict[int, _Sample] = {}
+        self.predicted: dict[int, int] = {}
+
+    def of(self, pieces: Iterable[tuple[int, Piece]]) -> list[str]:
+        """Return the comments that go before pieces, each with the index of its choice."""
+        now_s = time.monotonic()
+        found = [self._next(index, piece, now_s) for index, piece in pieces]
+        return [comment for comment in found if comment is not None]
+
+    def _next(self, index: int, piece: Piece, now_s: float) -> str | None:
+        sample = self._samples.get(index)
+        if sample is None:
+            if piece.estimate is None:
+                return None
+            sample = self._samples[index] = _Sample(piece.estimate, now_s, len(piece.token_ids))
+            return self._comment(index, sample, 0, self._pace_s)
+        pace_s = sample.add(piece, now_s)
+        is_due = piece.estimate is not None or now_s >= sample.told_s + _COMMENT_S
+        if not is_due or piece.finish_reason is not None:
+            return None
+        sample.told_s = now_s
+        return self._comment(index, sample, sample.num_tokens, pace_s)
+
+    def _comment(self, index: int, sample: _Sample, num_tokens: int, pace_s: float | None) -> str:
+        left = min(sample.estimate.expected_remaining(num_tokens), self._most - num_tokens)
+        predicted = num_tokens + math.ceil(left)
+        self.predicted.setdefault(index, predicted)
+        told: dict[str, Any] = {
+            "index": index,
+            "predicted_tokens": predicted,
+            "percentiles": [
+                min(sample.estimate.percentile(level, num_tokens), self._most) for level in _LEVELS
+            ],
+            "num_tokens": num_tokens,
+        }
+        if pace_s is not None:
+            told["ends_in_s"] = round(left * pace_s, 3)
+        return json.dumps(told)
+
+
+@final
+class _Sample:
+    """What is known of one sample: its estimate, its tokens, and when they came."""
+
+    def __init__(self, estimate: LengthEstimate, now_s: float, num_tokens: int):
+        self.estimate = estimate
+        self.told_s = self._first_s = now_s
+        self.num_tokens = self._num_first = num_tokens
+
+    def add(self, piece: Piece, now_s: float) -> float | None:
+        """Take in a later piece; return the seconds of a token, None before they are known."""
+        self.estimate = piece.estimate or self.estimate
+        self.num_tokens += len(piece.token_ids)
+        later = self.num_tokens - self._num_first
+        return (now_s - self._first_s) / later if later else None
 
 
 class Events(Protocol):

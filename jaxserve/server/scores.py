@@ -10,9 +10,14 @@ from typing import final
 
 from jaxserve.core.request import TokenLogprob
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.server.schema.base import PromptLogprob, PromptLogprobs, ScoredChoice, ScoredToken
-from jaxserve.server.schema.chat import Logprobs
-from jaxserve.server.schema.completions import CompletionLogprobs
+from jaxserve.server.schema import (
+    CompletionLogprobs,
+    Logprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    ScoredChoice,
+    ScoredToken,
+)
 
 # JSON has no minus infinity; OpenAI's API says -9999.0 for the least likely tokens.
 _LOWEST = -9999.0

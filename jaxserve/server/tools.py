@@ -14,16 +14,18 @@ from jaxserve.models.call_reader import Call, CallReader
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.models.tool_calls import format_of
 from jaxserve.server.errors import invalid
-from jaxserve.server.schema.base import checked_json
-from jaxserve.server.schema.chat import (
+from jaxserve.server.schema import (
     AddedCall,
     AddedFunction,
     AnsweredCall,
     AnsweredFunction,
     AnswerMessage,
     Delta,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    checked_json,
 )
-from jaxserve.server.schema.structured import NamedTool, Tool, ToolChoice
 
 
 @final

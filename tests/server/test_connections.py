@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.server.events import EventStream
 from jaxserve.server.exchange import Exchange
-from jaxserve.server.protocol import TimedProtocol
+from jaxserve.server.run import TimedProtocol
 from tests.server.serving import CHAT, events, request_of, runtime, server
 
 NUM_CONNECTIONS = 200

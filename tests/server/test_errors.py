@@ -18,10 +18,10 @@ from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.scheduling.order import Priority
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.server.errors import STATUSES, headers_of, kind_of
-from jaxserve.server.schema.chat import ChatRequest
-from jaxserve.server.schema.completions import CompletionRequest
-from jaxserve.server.schema.responses import ResponseRequest
-from jaxserve.server.schema.tokens import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from jaxserve.server.routes.chat import ChatRequest
+from jaxserve.server.routes.completions import CompletionRequest
+from jaxserve.server.routes.responses import ResponseRequest
+from jaxserve.server.routes.tokens import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from tests.server.serving import CHAT, NAME, client, metrics, post, runtime, server
 
 

@@ -15,10 +15,10 @@ from jaxserve.core.errors import TurnCancelledError
 from jaxserve.engine.answers import Piece
 from jaxserve.server.events import ChoiceEvent, EventStream, compact
 from jaxserve.server.exchange import Group
-from jaxserve.server.schema.chat import ChatChunk, CountedChatChunk
-from jaxserve.server.schema.completions import CompletionReply, CountedCompletionChunk
-from jaxserve.server.schema.responses import ResponseEvent
-from jaxserve.server.schema.tokens import GenerateReply
+from jaxserve.server.routes.chat import ChatChunk, CountedChatChunk
+from jaxserve.server.routes.completions import CompletionReply, CountedCompletionChunk
+from jaxserve.server.routes.responses import ResponseEvent
+from jaxserve.server.routes.tokens import GenerateReply
 from tests.common.tiers import some
 from tests.server.serving import CHAT, post, runtime, server
 

@@ -11,7 +11,7 @@ import pytest
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.server import ServerOptions, parse_latency_classes
-from jaxserve.server.latency_class import LatencyClass
+from jaxserve.server.options import LatencyClass
 from tests.common.tiers import some
 from tests.server.serving import CHAT, NAME, metrics, post, runtime, server
 

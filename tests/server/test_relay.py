@@ -10,7 +10,7 @@ import pytest
 from jaxserve.core.errors import TurnCancelledError
 from jaxserve.engine.answers import Piece
 from jaxserve.server.exchange import Group
-from jaxserve.server.relay import Relay
+from jaxserve.server.turn import Relay
 
 
 def _piece(text: str) -> Piece:

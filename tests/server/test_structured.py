@@ -14,10 +14,8 @@ import pydantic
 import pytest
 
 from jaxserve import Runtime
-from jaxserve.server.response_items import OutputItems
-from jaxserve.server.schema.chat import AddedCall, AddedFunction
-from jaxserve.server.schema.responses import OutputCall, ResponseEvent
-from jaxserve.server.schema.structured import Tool
+from jaxserve.server.routes.responses import OutputCall, OutputItems, ResponseEvent
+from jaxserve.server.schema import AddedCall, AddedFunction, Tool
 from jaxserve.server.tools import Tools
 from jaxserve.testing import letter_tokenizer, write_chat_model
 from tests.common.schemas import SYMBOLS

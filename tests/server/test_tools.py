@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.server.schema.chat import ChatRequest, as_template_message
+from jaxserve.server.routes.chat import ChatRequest
+from jaxserve.server.schema import as_template_message
 from jaxserve.server.tools import Tools
 from tests.common.vocabularies import byte_level
 

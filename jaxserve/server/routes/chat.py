@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, cast, final
+from typing import Annotated, Any, Literal, cast, final
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.core.request import Completion, Sample
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxserve.engine.answers import Piece
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
-from jaxserve.server import params as params_of
-from jaxserve.server.disconnects import unless_gone
 from jaxserve.server.errors import invalid
 from jaxserve.server.events import (
     ChoiceEvent,
     EventStream,
+    LengthComments,
     comments,
     compact,
     event_of,
     json_response,
+    unless_gone,
 )
 from jaxserve.server.exchange import Exchange, Group, Job
 from jaxserve.server.guard import note, notes_here
-from jaxserve.server.lengths import LengthComments
-from jaxserve.server.relay import Relay
+from jaxserve.server.params import (
+    check_streaming,
+    constraint_of,
+    of_format,
+    sampling_params,
+)
 from jaxserve.server.routes.common import (
     ANSWERING,
     Here,
@@ -41,22 +46,128 @@ from jaxserve.server.routes.common import (
     new_id,
     now_s,
 )
-from jaxserve.server.schema.base import FinishReason, Usage
-from jaxserve.server.schema.chat import (
-    ChatChoice,
-    ChatChunk,
-    ChatReply,
-    ChatRequest,
-    ChunkChoice,
-    CountedChatChunk,
+from jaxserve.server.schema import (
+    MAX_INT32,
+    AnswerMessage,
+    Asking,
+    ConversationId,
     Delta,
+    FinishReason,
+    Items,
+    Logprobs,
+    Message,
+    PromptLogprobs,
+    Reply,
+    ResponseFormat,
+    Tool,
+    ToolChoice,
+    Usage,
     as_template_message,
+    optional,
+    predicted,
+    unused,
 )
 from jaxserve.server.scores import TokenScores
 from jaxserve.server.tools import Tools, deltas, whole
-from jaxserve.server.turn import TurnExchange
+from jaxserve.server.turn import Relay, TurnExchange
+
+
+class ChatRequest(Asking):
+    """A chat, and how its next message is generated."""
+
+    messages: Annotated[Items[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
+    max_tokens: int | None = Field(
+        None, ge=1, le=MAX_INT32, description="The former name of max_completion_tokens."
+    )
+    response_format: ResponseFormat | None = None
+    tools: Annotated[Items[Tool], Field(min_length=1, max_length=128)] | None = None
+    tool_choice: ToolChoice | None = Field(None, description='"auto" by default.')
+    parallel_tool_calls: bool | None = Field(None, description="Whether an answer may call twice.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    conversation_id: ConversationId | None = Field(
+        None,
+        description="Continue the conversation with this id, or begin it. `messages` are then the "
+        "new ones only, and the server keeps the history.",
+    )
+    modalities: Annotated[Items[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    service_tier: Literal["auto", "default"] | None = Field(
+        None, description="Both are the only tier that there is, which the answer then names."
+    )
+    store: Literal[False] | None = Field(None, description="Answers are not stored.")
+    safety_identifier: str | None = Field(None, description="Written to the access log.")
+    audio: None = unused()
+    function_call: None = unused()
+    functions: None = unused()
+    metadata: None = unused()
+    prediction: None = unused()
+    prompt_cache_key: None = unused()
+    prompt_cache_retention: None = unused()
+    reasoning_effort: None = unused()
+    verbosity: None = unused()
+    web_search_options: None = unused()
+
+
+class ChatChoice(Reply):
+    """One sample."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason
+    token_ids: list[int] | None = optional()
+
+
+class ChatReply(Reply):
+    """The answer to a chat."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = optional()
+    prompt_token_ids: list[int] | None = optional()
+    conversation_id: str | None = optional()
+    service_tier: Literal["default"] | None = optional()
+    predicted_tokens: int | None = predicted()
+
+
+class ChunkChoice(Reply):
+    """What a chunk adds to one sample."""
+
+    index: int
+    delta: Delta
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | None = optional()
+
+
+class ChatChunk(Reply):
+    """One event of a streamed answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = optional()
+    service_tier: Literal["default"] | None = optional()
+    prompt_token_ids: list[int] | None = optional()
+
+
+class CountedChatChunk(ChatChunk):
+    """One event of an answer with usage, which is null in all but the last one."""
+
+    usage: Usage | None = None
+
 
 router = APIRouter()
+
+# Fields of vLLM that say what the answer has to match.
+_VLLM = ("structured_outputs", "guided_json", "guided_regex", "guided_grammar", "guided_choice")
 
 
 @router.post(
@@ -71,22 +182,66 @@ async def chat(body: ChatRequest, http: Request, backend: Here, own: InClass) ->
     note(notes_here(), user=body.user, safety_identifier=body.safety_identifier)
     tokenizer = need_tokenizer(backend.ready_service())
     tools = Tools(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer)
-    params = own.apply(replace(params_of.of_chat(body, tools), adapter=adapter))
-    answer = _Chat(body, params, tools, adapter or backend.options.model_name, tokenizer)
+    params = own.apply(replace(_params(body, tools), adapter=adapter))
+    answer = _ChatAnswer(body, params, tools, adapter or backend.options.model_name, tokenizer)
     if body.conversation_id is not None:
         return await _turn(body, body.conversation_id, answer, http, backend)
     check_num_samples(params.n, backend)
     exchange = Exchange(backend, answer.id, at_once=is_short(http, backend, answer.params))
     if body.stream:
-        lengths = backend.length_comments(answer.params)
-        events = _Chunks(answer, lengths, lambda: exchange.jobs[0].prompt)
+        lengths = LengthComments(answer.params.max_tokens, backend.metrics.pace_s)
+        events = _ChatChunks(answer, lengths, lambda: exchange.jobs[0].prompt)
         return EventStream(exchange.stream(answer.jobs), events, exchange.close)
     (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
     return json_response(answer.reply(completion))
 
 
+def _params(body: ChatRequest, tools: Tools) -> SamplingParams:
+    """Return the sampling parameters of a chat.
+
+    Args:
+      tools: those of the request, which may have a grammar.
+
+    Raises:
+      InvalidSamplingParamsError, RefusedError: fields contradict each other.
+    """
+    check_streaming(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
+    given = (body.max_completion_tokens, body.max_tokens)
+    if None not in given and given[0] != given[1]:
+        raise invalid(
+            f"max_completion_tokens={given[0]} and max_tokens={given[1]} contradict each other; "
+            "pass max_completion_tokens only",
+            "max_tokens",
+        )
+    most = given[1] if given[0] is None else given[0]
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    constraint = constraint_of(body.response_format, tools, "response_format")
+    _check_one_constraint(body, constraint)
+    if tools.is_given and body.skip_special_tokens:
+        raise invalid(
+            "skip_special_tokens=true and tools exclude each other, since calls may be marked by "
+            "special tokens; leave skip_special_tokens out",
+            "skip_special_tokens",
+        )
+    return sampling_params(body, max_tokens=most, n=body.n or 1, logprobs=logprobs, **constraint)
+
+
+def _check_one_constraint(body: ChatRequest, constraint: Mapping[str, Any]) -> None:
+    """Check that a chat has no field of vLLM beside a constraint of its format or tools."""
+    own = next((name for name in _VLLM if getattr(body, name) is not None), None)
+    given = constraint.keys() - {"skip_special_tokens"}
+    if own is None or not given:
+        return
+    other = "response_format" if of_format(body.response_format) else "tool_choice"
+    raise invalid(
+        f"{own} and {other} both say what the answer has to match; leave one of them out", own
+    )
+
+
 async def _turn(
-    body: ChatRequest, id: str, answer: _Chat, http: Request, backend: Here
+    body: ChatRequest, id: str, answer: _ChatAnswer, http: Request, backend: Here
 ) -> Response:
     """Answer the next turn of a conversation that the service keeps."""
     for name in ("priority", "return_token_ids") if body.stream else ("priority",):
@@ -97,14 +252,14 @@ async def _turn(
     if not body.stream:
         return json_response(answer.reply(await unless_gone(http.receive, exchange.completion())))
     relay = Relay(exchange.pieces())
-    lengths = backend.length_comments(answer.params)
-    events = _Chunks(answer, lengths, None, lambda: exchange.num_prompt_tokens)
+    lengths = LengthComments(answer.params.max_tokens, backend.metrics.pace_s)
+    events = _ChatChunks(answer, lengths, None, lambda: exchange.num_prompt_tokens)
     return EventStream(relay.groups(), events, relay.close)
 
 
 @final
 @dataclass
-class _Chat:
+class _ChatAnswer:
     """The answer to one chat."""
 
     body: ChatRequest
@@ -168,7 +323,7 @@ class _Chat:
 
 
 @final
-class _Chunks:
+class _ChatChunks:
     """The events of a streamed chat: chunks.
 
     Args:
@@ -178,7 +333,7 @@ class _Chunks:
 
     def __init__(
         self,
-        answer: _Chat,
+        answer: _ChatAnswer,
         lengths: LengthComments,
         prompt: Callable[[], list[int]] | None,
         num_prompt_tokens: Callable[[], int] = lambda: 0,

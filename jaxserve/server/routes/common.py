@@ -15,8 +15,8 @@ from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
 from jaxserve.server.backend import Backend
 from jaxserve.server.errors import invalid
-from jaxserve.server.latency_class import HEADER, LatencyClass
-from jaxserve.server.schema.base import ErrorReply
+from jaxserve.server.options import LATENCY_HEADER, LatencyClass
+from jaxserve.server.schema import ErrorReply
 
 _MEANINGS = {
     400: "The request cannot be served as given.",
@@ -70,7 +70,7 @@ async def _latency_class(
     name: Annotated[
         str | None,
         Header(
-            alias=HEADER,
+            alias=LATENCY_HEADER,
             description="A class of latency bounds that the server was started with.",
         ),
     ] = None,
@@ -81,9 +81,9 @@ async def _latency_class(
     if name not in classes:
         known = f"this server has {', '.join(sorted(classes))}" if classes else "it has none"
         raise invalid(
-            f"{HEADER}: {name} is not a latency class of this server; {known}. Pass one of these, "
-            "or leave the header out",
-            HEADER,
+            f"{LATENCY_HEADER}: {name} is not a latency class of this server; {known}. Pass one of "
+            "these, or leave the header out",
+            LATENCY_HEADER,
         )
     return LatencyClass(classes[name])
 

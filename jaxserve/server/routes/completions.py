@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast, final
+from typing import Annotated, Any, Literal, cast, final
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.core.request import Completion, Sample
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxserve.engine.answers import Piece
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
-from jaxserve.server import params as params_of
-from jaxserve.server.disconnects import unless_gone
+from jaxserve.server.errors import invalid
 from jaxserve.server.events import (
     ChoiceEvent,
     EventStream,
+    LengthComments,
     comments,
     compact,
     event_of,
     json_response,
+    unless_gone,
 )
 from jaxserve.server.exchange import Exchange, Group, Job
 from jaxserve.server.guard import note, notes_here
-from jaxserve.server.lengths import LengthComments
+from jaxserve.server.params import (
+    check_streaming,
+    sampling_params,
+)
 from jaxserve.server.routes.common import (
     ANSWERING,
     Here,
@@ -39,17 +44,77 @@ from jaxserve.server.routes.common import (
     new_id,
     now_s,
 )
-from jaxserve.server.schema.base import FinishReason, Usage
-from jaxserve.server.schema.completions import (
-    CompletionChoice,
+from jaxserve.server.schema import (
+    MAX_INT32,
+    Asking,
     CompletionLogprobs,
-    CompletionReply,
-    CompletionRequest,
-    CountedCompletionChunk,
+    FinishReason,
+    Items,
+    PromptLogprobs,
+    Reply,
+    TokenId,
+    Usage,
+    optional,
+    predicted,
+    unused,
 )
 from jaxserve.server.scores import TokenScores
 
+Tokens = Annotated[Items[TokenId], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+
 router = APIRouter()
+
+# The default of OpenAI's completions.
+_COMPLETION_TOKENS = 16
+
+
+class CompletionRequest(Asking):
+    """One or several prompts, and how they are continued."""
+
+    prompt: (
+        Text
+        | Annotated[Items[Text], Field(min_length=1)]
+        | Tokens
+        | Annotated[Items[Tokens], Field(min_length=1)]
+    )
+    max_tokens: int | None = Field(
+        None, ge=0, le=MAX_INT32, description="16 by default; 0 with echo, for the prompt alone."
+    )
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = Field(None, description="Put the prompt before each completion.")
+    best_of: None = unused()
+    suffix: None = unused()
+
+
+class CompletionChoice(Reply):
+    """One sample of one prompt; with n samples, sample i of prompt p has the index p * n + i."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None
+    token_ids: list[int] | None = optional()
+    prompt_token_ids: list[int] | None = optional()
+    prompt_logprobs: PromptLogprobs | None = optional()
+    predicted_tokens: int | None = predicted()
+
+
+class CompletionReply(Reply):
+    """The completions; also one event of a streamed answer, with what it adds."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = optional()
+
+
+class CountedCompletionChunk(CompletionReply):
+    """One event of an answer with usage, which is null in all but the last one."""
+
+    usage: Usage | None = None
 
 
 @router.post(
@@ -64,18 +129,42 @@ async def complete(body: CompletionRequest, http: Request, backend: Here, own: I
     note(notes_here(), user=body.user)
     tokenizer = need_tokenizer(backend.ready_service())
     reply_id = new_id("cmpl")
-    params = own.apply(replace(params_of.of_completion(body), adapter=adapter))
+    params = own.apply(replace(_params(body), adapter=adapter))
     prompts = _prompts(body)
     check_num_samples(len(prompts) * params.n, backend)
     exchange = Exchange(backend, reply_id, at_once=is_short(http, backend, params))
     model = adapter or backend.options.model_name
-    answer = _Answer(reply_id, body, prompts, params, exchange, model, tokenizer)
+    answer = _CompletionAnswer(reply_id, body, prompts, params, exchange, model, tokenizer)
     if body.stream:
-        events = _Chunks(answer, backend.length_comments(params))
+        events = _CompletionChunks(
+            answer, LengthComments(params.max_tokens, backend.metrics.pace_s)
+        )
         return EventStream(exchange.stream(answer.jobs), events, exchange.close)
     return json_response(
         answer.reply(await unless_gone(http.receive, exchange.answer(answer.jobs)))
     )
+
+
+def _params(body: CompletionRequest) -> SamplingParams:
+    """Return the sampling parameters of a completion.
+
+    Raises:
+      InvalidSamplingParamsError, RefusedError: fields contradict each other.
+    """
+    check_streaming(body)
+    most = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if most == 0 and (body.stream or not body.echo):
+        raise invalid(
+            "max_tokens=0 needs echo=true and stream=false; pass at least 1", "max_tokens"
+        )
+    others: dict[str, Any] = {}
+    if body.echo and body.logprobs is not None:
+        if body.stream:
+            raise invalid("echo with logprobs cannot be streamed; pass stream=false", "echo")
+        others["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    # The prompt's log-probabilities come with a token, which the answer then leaves out.
+    most = max(most, 1)
+    return sampling_params(body, max_tokens=most, n=body.n or 1, logprobs=body.logprobs, **others)
 
 
 def _emptied(completion: Completion) -> tuple[Sample, ...]:
@@ -99,7 +188,7 @@ def _prompts(body: CompletionRequest) -> Any:
 
 @final
 @dataclass
-class _Answer:
+class _CompletionAnswer:
     """The completions of one request."""
 
     id: str
@@ -182,10 +271,10 @@ class _Answer:
 
 
 @final
-class _Chunks:
+class _CompletionChunks:
     """The events of streamed completions: chunks."""
 
-    def __init__(self, answer: _Answer, lengths: LengthComments):
+    def __init__(self, answer: _CompletionAnswer, lengths: LengthComments):
         self._answer = answer
         options = answer.body.stream_options
         self._with_usage = options is not None and bool(options.include_usage)

@@ -2,25 +2,57 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from anyio import to_thread
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.responses import Response
 
 from jaxserve.conversations import Conversation
 from jaxserve.core.errors import UnknownConversationError
 from jaxserve.server.events import json_response
 from jaxserve.server.routes.common import READING, Here, documented
-from jaxserve.server.schema.conversations import (
-    ConversationCard,
-    ConversationList,
-    ConversationReply,
-    Deleted,
-    ForkRequest,
-)
+from jaxserve.server.schema import Reply, Strict
 
 router = APIRouter(tags=["conversations"])
 
 _ERRORS = documented(*READING, 409, 500)
+
+
+class ConversationCard(Reply):
+    """A kept conversation. `used` is in seconds since 1970."""
+
+    id: str
+    num_turns: int
+    num_tokens: int
+    used: float
+
+
+class ConversationList(Reply):
+    """All kept conversations, the most recently used first."""
+
+    data: list[ConversationCard]
+
+
+class ConversationReply(Reply):
+    """The messages of a conversation."""
+
+    id: str
+    messages: list[dict[str, Any]]
+
+
+class ForkRequest(Strict):
+    """How a conversation is continued differently."""
+
+    num_turns: int | None = Field(None, ge=1, description="Turns to keep; all by default.")
+
+
+class Deleted(Reply):
+    """A conversation that is kept no longer."""
+
+    id: str
+    deleted: bool = True
 
 
 def _known(backend: Here, id: str) -> Conversation:

@@ -1,38 +1,55 @@
-"""`/v1/models`, `/health`, `/ready`, `/version` and `/metrics`."""
+"""`/health`, `/ready`, `/version`, `/metrics`, and `/`, a page to chat and to watch the engine."""
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.resources import files
+
 from anyio import to_thread
 from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from jaxserve import __version__
+from jaxserve.server.backend import Status
 from jaxserve.server.errors import failed
 from jaxserve.server.events import json_response
 from jaxserve.server.metrics import CONTENT_TYPE
 from jaxserve.server.routes.common import Here, documented
-from jaxserve.server.schema.models import ModelCard, ModelList, StateReply, VersionReply
+from jaxserve.server.schema import Reply
 
 router = APIRouter()
 
 
-@router.get("/v1/models", response_model=ModelList, responses=documented(401), tags=["models"])
-async def list_models(backend: Here) -> Response:
-    """Return the model that is served, also while it is being loaded, and its adapters."""
-    names = (backend.options.model_name, *backend.adapters)
-    return json_response(ModelList(data=[backend.card_of(name) for name in names]))
+_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+PATHS = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
 
 
-@router.get(
-    "/v1/models/{model:path}",
-    response_model=ModelCard,
-    responses=documented(401, 404),
-    tags=["models"],
-)
-async def retrieve_model(model: str, backend: Here) -> Response:
-    """Return the model, or one of its adapters."""
-    backend.adapter_of(model)
-    return json_response(backend.card_of(model))
+class StateReply(Reply):
+    """What the server is doing."""
+
+    status: Status = Field(
+        description='"compiling" if a request would be accepted, but would wait for a compilation.'
+    )
+
+
+class VersionReply(Reply):
+    """The version of jaxserve."""
+
+    version: str
 
 
 @router.get("/health", response_model=StateReply, responses=documented(500), tags=["operation"])
@@ -73,3 +90,17 @@ async def metrics(backend: Here) -> Response:
     """Return the metrics of the server and of the engine."""
     content = await to_thread.run_sync(backend.metrics.exposition)
     return Response(content, media_type=CONTENT_TYPE)
+
+
+@cache
+def _read(name: str) -> bytes:
+    return (files("jaxserve.server") / "page" / name).read_bytes()
+
+
+@router.get("/", include_in_schema=False)
+@router.get("/page.css", include_in_schema=False)
+@router.get("/page.js", include_in_schema=False)
+async def page(http: Request) -> Response:
+    """Return a file of the page."""
+    name, media_type = PATHS[http.url.path]
+    return Response(_read(name), media_type=media_type, headers=_HEADERS)

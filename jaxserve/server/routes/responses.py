@@ -5,27 +5,32 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Annotated, Any, Literal, final
 
 from fastapi import APIRouter
 from fastapi.sse import format_sse_event
+from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.core.request import Completion, TokenLogprob
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxserve.engine.answers import Piece
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import Service
-from jaxserve.server.disconnects import unless_gone
 from jaxserve.server.errors import invalid
-from jaxserve.server.events import EventStream, comments, compact, event_of, json_response
+from jaxserve.server.events import (
+    EventStream,
+    LengthComments,
+    comments,
+    compact,
+    event_of,
+    json_response,
+    unless_gone,
+)
 from jaxserve.server.exchange import Exchange, Group, Job
 from jaxserve.server.guard import note, notes_here
-from jaxserve.server.lengths import LengthComments
 from jaxserve.server.params import constraint_of
-from jaxserve.server.relay import Relay
-from jaxserve.server.response_items import OutputItems
 from jaxserve.server.routes.common import (
     ANSWERING,
     Here,
@@ -36,32 +41,346 @@ from jaxserve.server.routes.common import (
     new_id,
     now_s,
 )
-from jaxserve.server.schema.chat import (
+from jaxserve.server.schema import (
+    IN_PARTS,
+    MAX_INT32,
+    AddedCall,
     AssistantMessage,
     CalledFunction,
+    ConversationId,
+    Items,
+    NamedResponseTool,
+    Reply,
+    ResponseTool,
+    ResponseToolChoice,
+    ScoredChoice,
+    Strict,
+    TextFormat,
     ToolCall,
     ToolMessage,
     as_template_message,
+    optional,
+    predicted,
+    unused,
 )
-from jaxserve.server.schema.responses import (
-    GivenCall,
-    GivenOutputText,
-    Incomplete,
-    InputItem,
-    InputMessage,
-    InputText,
-    OutputItem,
-    ResponseEvent,
-    ResponseReply,
-    ResponseRequest,
-    ResponseUsage,
-)
-from jaxserve.server.schema.structured import NamedResponseTool
 from jaxserve.server.scores import TokenScores
 from jaxserve.server.tools import Tools
-from jaxserve.server.turn import TurnExchange
+from jaxserve.server.turn import Relay, TurnExchange
 
 router = APIRouter()
+
+
+class InputText(Strict):
+    """A part of what the user says."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+class GivenOutputText(Strict):
+    """A part of an earlier answer, as this server gave it."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputMessage(Strict):
+    """A message; an answer of this server can be sent back as it is."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Items[Annotated[InputText | GivenOutputText, Field(discriminator="type")]]
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+    phase: None = None
+
+
+class GivenCall(Strict):
+    """A call of a function in an earlier answer, as this server gave it."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class CallOutput(Strict):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Annotated[Items[InputText], Field(min_length=1)]
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+def _item_type(item: Any) -> Any:
+    """Return the type of an item, which a message may leave out."""
+    given = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return given or "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[GivenCall, Tag("function_call")]
+    | Annotated[CallOutput, Tag("function_call_output")],
+    Discriminator(_item_type),
+]
+
+
+class TextOptions(Strict):
+    """Options of the text."""
+
+    format: TextFormat | None = None
+
+
+class ResponseStreamOptions(Strict):
+    """Options of a streamed response."""
+
+    include_obfuscation: Literal[False] | None = Field(None, description="Nothing is padded.")
+
+
+class ConversationParam(Strict):
+    """A conversation that the server keeps."""
+
+    id: ConversationId
+
+
+class ResponseRequest(Strict):
+    """Messages, and how the next one is generated."""
+
+    input: Annotated[str, Field(min_length=1)] | Annotated[Items[InputItem], Field(min_length=1)]
+    model: str | None = None
+    instructions: str | None = None
+    conversation: ConversationId | ConversationParam | None = Field(
+        None, description="As `conversation_id` of a chat; `input` is new then."
+    )
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    include: Items[Literal["message.output_text.logprobs"]] | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    store: Literal[False] | None = Field(None, description="Responses are not stored.")
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    text: TextOptions | None = None
+    tools: Annotated[Items[ResponseTool], Field(max_length=128)] | None = None
+    tool_choice: ResponseToolChoice | None = Field(None, description='"auto" by default.')
+    parallel_tool_calls: bool | None = Field(None, description="Whether an answer may call twice.")
+    metadata: Annotated[dict[str, str], IN_PARTS] | None = Field(
+        None, description="Returned with the response."
+    )
+    user: str | None = None
+    safety_identifier: str | None = None
+    max_tool_calls: None = unused()
+    previous_response_id: None = unused()
+    prompt: None = unused()
+    prompt_cache_key: None = unused()
+    prompt_cache_retention: None = unused()
+    reasoning: None = unused()
+    service_tier: None = unused()
+
+
+class OutputText(Reply):
+    """The text of an answer."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[ScoredChoice] = []
+
+
+class OutputMessage(Reply):
+    """The message that was generated."""
+
+    type: Literal["message"] = "message"
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class OutputCall(Reply):
+    """A call of a function in the answer; `arguments` is JSON."""
+
+    type: Literal["function_call"] = "function_call"
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+OutputItem = OutputMessage | OutputCall
+
+
+class Incomplete(Reply):
+    """Why an answer is not complete."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class InputTokensDetails(Reply):
+    """Parts of the input; the server does not say which tokens were cached."""
+
+    cached_tokens: int = 0
+
+
+class OutputTokensDetails(Reply):
+    """Parts of the output; no tokens are hidden as reasoning."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Reply):
+    """Numbers of tokens."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails = InputTokensDetails()
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
+    total_tokens: int
+
+
+class ResponseReply(Reply):
+    """The answer, and the options that it was generated with."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete"]
+    error: None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    store: Literal[False] = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[Any]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None
+    user: str | None
+    metadata: dict[str, str]
+    conversation: dict[str, str] | None = optional()
+    predicted_tokens: int | None = predicted()
+
+
+class ResponseEvent(Reply):
+    """One event of a streamed response; which fields it has depends on its type."""
+
+    type: str
+    sequence_number: int
+    response: ResponseReply | None = optional()
+    output_index: int | None = optional()
+    content_index: int | None = optional()
+    item_id: str | None = optional()
+    item: OutputItem | None = optional()
+    part: OutputText | None = optional()
+    delta: str | None = optional()
+    text: str | None = optional()
+    name: str | None = optional()
+    arguments: str | None = optional()
+    logprobs: list[ScoredChoice] | None = optional()
+
+
+@final
+class OutputItems:
+    """The items of one response, one after the other.
+
+    Args:
+      make: returns an event, of a type and with fields.
+
+    Attributes:
+      items: the complete ones.
+    """
+
+    def __init__(self, make: Callable[..., ResponseEvent]):
+        self.items: list[OutputItem] = []
+        self._make = make
+        # The item that is open, as it began, and what has come of it.
+        self._open: OutputItem | None = None
+        self._texts: list[str] = []
+        self._scored: list[ScoredChoice] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no item has begun."""
+        return self._open is None and not self.items
+
+    def text(self, delta: str, scored: list[ScoredChoice]) -> Iterator[ResponseEvent]:
+        """Add text to the message, which begins unless it is open."""
+        if self._open is None or self._open.type != "message":
+            yield from self.close("completed")
+            yield self._begin(OutputMessage(id=new_id("msg"), status="in_progress", content=[]))
+            empty = OutputText(text="")
+            yield self._make("response.content_part.added", part=empty, **self._at())
+        self._texts.append(delta)
+        self._scored += scored
+        if delta or scored:
+            yield self._make(
+                "response.output_text.delta", delta=delta, logprobs=scored, **self._at()
+            )
+
+    def call(self, added: AddedCall) -> Iterator[ResponseEvent]:
+        """Add to the call that is open, or begin one."""
+        if added.id is not None:
+            yield from self.close("completed")
+            yield self._begin(
+                OutputCall(
+                    id=new_id("fc"),
+                    call_id=added.id,
+                    name=added.function.name or "",
+                    arguments="",
+                    status="in_progress",
+                )
+            )
+        arguments = added.function.arguments
+        if arguments:
+            self._texts.append(arguments)
+            kind = "response.function_call_arguments.delta"
+            yield self._make(kind, delta=arguments, **self._at())
+
+    def close(self, status: Literal["completed", "incomplete"]) -> Iterator[ResponseEvent]:
+        """End the item that is open, if there is one."""
+        item, text, scored = self._open, "".join(self._texts), self._scored
+        if item is None:
+            return
+        if item.type == "message":
+            part = OutputText(text=text, logprobs=scored)
+            kind = "response.output_text.done"
+            yield self._make(kind, text=text, logprobs=scored, **self._at())
+            yield self._make("response.content_part.done", part=part, **self._at())
+            ended: OutputItem = item.model_copy(update={"status": status, "content": [part]})
+        else:
+            kind = "response.function_call_arguments.done"
+            yield self._make(kind, name=item.name, arguments=text, **self._at())
+            ended = item.model_copy(update={"status": status, "arguments": text})
+        index = len(self.items)
+        self.items.append(ended)
+        self._open, self._texts, self._scored = None, [], []
+        yield self._make("response.output_item.done", output_index=index, item=ended)
+
+    def _begin(self, item: OutputItem) -> ResponseEvent:
+        self._open = item
+        index = len(self.items)
+        return self._make("response.output_item.added", output_index=index, item=item)
+
+    def _at(self) -> dict[str, Any]:
+        assert self._open is not None, "no item is open"
+        at = {"output_index": len(self.items), "item_id": self._open.id}
+        return {**at, "content_index": 0} if self._open.type == "message" else at
 
 
 @router.post(
@@ -77,7 +396,7 @@ async def respond(body: ResponseRequest, http: Request, backend: Here, own: InCl
     tokenizer = need_tokenizer(backend.ready_service())
     tools = _tools(body, tokenizer)
     params = own.apply(replace(_params(body, tools), adapter=adapter))
-    answer = _Answer(body, params, tools, adapter or backend.options.model_name, tokenizer)
+    answer = _ResponseAnswer(body, params, tools, adapter or backend.options.model_name, tokenizer)
     if answer.conversation_id is not None:
         turn = TurnExchange(
             backend,
@@ -90,15 +409,15 @@ async def respond(body: ResponseRequest, http: Request, backend: Here, own: InCl
         if not body.stream:
             return json_response(answer.reply(await unless_gone(http.receive, turn.completion())))
         relay = Relay(turn.pieces())
-        lengths = backend.length_comments(params)
-        events = _Events(answer, lengths, lambda: turn.num_prompt_tokens)
+        lengths = LengthComments(params.max_tokens, backend.metrics.pace_s)
+        events = _ResponseEvents(answer, lengths, lambda: turn.num_prompt_tokens)
         return _stream(relay.groups(), events, relay.close)
     exchange = Exchange(backend, answer.id, at_once=is_short(http, backend, answer.params))
     if not body.stream:
         (completion,) = await unless_gone(http.receive, exchange.answer(answer.jobs))
         return json_response(answer.reply(completion))
-    lengths = backend.length_comments(params)
-    events = _Events(answer, lengths, lambda: len(exchange.jobs[0].prompt))
+    lengths = LengthComments(params.max_tokens, backend.metrics.pace_s)
+    events = _ResponseEvents(answer, lengths, lambda: len(exchange.jobs[0].prompt))
     return _stream(exchange.stream(answer.jobs), events, exchange.close)
 
 
@@ -126,7 +445,7 @@ def _params(body: ResponseRequest, tools: Tools) -> SamplingParams:
 
 
 def _stream(
-    groups: AsyncGenerator[Group], events: _Events, close: Callable[[], None]
+    groups: AsyncGenerator[Group], events: _ResponseEvents, close: Callable[[], None]
 ) -> EventStream:
     return EventStream(groups, events, close, last=b"", error_event="error")
 
@@ -159,7 +478,7 @@ def _text(content: str | Sequence[InputText | GivenOutputText]) -> str:
 
 @final
 @dataclass
-class _Answer:
+class _ResponseAnswer:
     """The answer to one request."""
 
     body: ResponseRequest
@@ -266,7 +585,7 @@ class _Answer:
 
 
 @final
-class _Events:
+class _ResponseEvents:
     """The events of a streamed response.
 
     Args:
@@ -274,7 +593,7 @@ class _Events:
     """
 
     def __init__(
-        self, answer: _Answer, lengths: LengthComments, num_prompt_tokens: Callable[[], int]
+        self, answer: _ResponseAnswer, lengths: LengthComments, num_prompt_tokens: Callable[[], int]
     ):
         self._answer = answer
         self._num_prompt_tokens = num_prompt_tokens

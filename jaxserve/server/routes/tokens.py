@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast, final
+from typing import Annotated, Any, Literal, cast, final
 
 from anyio import to_thread
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.core.request import Completion, TokenLogprob
+from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxserve.engine.answers import Piece
-from jaxserve.server import params as params_of
-from jaxserve.server.disconnects import unless_gone
 from jaxserve.server.errors import invalid
 from jaxserve.server.events import (
     ChoiceEvent,
     EventStream,
+    LengthComments,
     comments,
     compact,
     event_of,
     json_response,
+    unless_gone,
 )
 from jaxserve.server.exchange import Exchange, Group, Job
-from jaxserve.server.lengths import LengthComments
+from jaxserve.server.params import (
+    check_no_prompt_logprobs,
+    sampling_params,
+)
 from jaxserve.server.routes.common import (
     ANSWERING,
     READING,
@@ -36,25 +41,115 @@ from jaxserve.server.routes.common import (
     need_tokenizer,
     new_id,
 )
-from jaxserve.server.schema.base import Usage
-from jaxserve.server.schema.chat import as_template_message
-from jaxserve.server.schema.tokens import (
-    DetokenizeReply,
-    DetokenizeRequest,
-    GenerateChoice,
-    GenerateReply,
-    GenerateRequest,
-    TokenizeReply,
-    TokenizeRequest,
-    TopToken,
+from jaxserve.server.schema import (
+    MAX_INT32,
+    Choosing,
+    Items,
+    Message,
+    Reply,
+    Strict,
+    TokenId,
+    Tool,
+    Usage,
+    as_template_message,
+    optional,
+    predicted,
 )
 from jaxserve.server.scores import finite, text_of
 from jaxserve.server.tools import Tools
 
 router = APIRouter()
 
+
 # Tokens of which `/tokenize` returns the texts; each of them is decoded by itself.
 _MAX_TOKEN_STRS = 1 << 17
+
+
+class TokenizeRequest(Strict):
+    """Text, or a chat for the model's template: exactly one of `prompt` and `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = None
+    tools: Annotated[Items[Tool], Field(min_length=1, max_length=128)] | None = Field(
+        None, description="Of a chat: the tools that it offers."
+    )
+    add_special_tokens: bool | None = Field(None, description="Of a prompt; true by default.")
+    add_generation_prompt: bool | None = Field(None, description="Of a chat; true by default.")
+    return_token_strs: bool | None = None
+
+
+class TokenizeReply(Reply):
+    """Token ids, their number, and the model's limit of tokens."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int | None
+    token_strs: list[str] | None = optional()
+
+
+class DetokenizeRequest(Strict):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: Items[TokenId]
+
+
+class DetokenizeReply(Reply):
+    """The text of the tokens."""
+
+    prompt: str
+
+
+class GenerateParams(Choosing):
+    """Sampling parameters of `/inference/v1/generate`."""
+
+    max_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
+    n: int | None = Field(None, ge=1, le=1024)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+
+class GenerateRequest(Strict):
+    """A prompt of token ids, answered with token ids."""
+
+    token_ids: Annotated[Items[TokenId], Field(min_length=1)]
+    sampling_params: GenerateParams = Field(
+        default_factory=lambda: GenerateParams.model_validate({})
+    )
+    model: str | None = None
+    priority: int | None = Field(None, ge=-MAX_INT32, le=MAX_INT32)
+    stream: bool | None = None
+
+
+class TopToken(Reply):
+    """One of the likeliest tokens at a position."""
+
+    token_id: int
+    logprob: float
+
+
+class GenerateChoice(Reply):
+    """One sample, or what a chunk adds to it. `logprobs` are those of `token_ids`."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float] | None = optional()
+    top_logprobs: list[list[TopToken]] | None = optional()
+    finish_reason: Literal["stop", "length"] | None
+
+
+class GenerateReply(Reply):
+    """The samples; also one event of a streamed answer, with what it adds.
+
+    `prompt_logprobs` has null for the first token, which nothing precedes.
+    """
+
+    request_id: str
+    model: str
+    choices: list[GenerateChoice]
+    prompt_logprobs: list[float | None] | None = optional()
+    predicted_tokens: int | None = predicted()
+    usage: Usage | None = optional()
 
 
 @router.post(
@@ -124,15 +219,31 @@ async def generate(body: GenerateRequest, http: Request, backend: Here, own: InC
     """Continue token ids with token ids, for instance for the rollouts of a trainer."""
     adapter = backend.adapter_of(body.model)
     reply_id, model = new_id("gen"), adapter or backend.options.model_name
-    params = own.apply(replace(params_of.of_generate(body), adapter=adapter))
+    params = own.apply(replace(_params(body), adapter=adapter))
     check_num_samples(params.n, backend)
     exchange = Exchange(backend, reply_id, at_once=is_short(http, backend, params))
     job = Job(body.token_ids, params, body.priority or 0)
     if body.stream:
-        events = _Chunks(exchange, reply_id, model, backend.length_comments(params))
+        events = _TokenChunks(
+            exchange, reply_id, model, LengthComments(params.max_tokens, backend.metrics.pace_s)
+        )
         return EventStream(exchange.stream(lambda _: [job]), events, exchange.close)
     (completion,) = await unless_gone(http.receive, exchange.answer(lambda _: [job]))
     return json_response(_reply(completion, reply_id, model))
+
+
+def _params(body: GenerateRequest) -> SamplingParams:
+    """Return the sampling parameters of tokens in and out.
+
+    Raises:
+      InvalidSamplingParamsError: fields contradict each other.
+    """
+    given = body.sampling_params
+    if body.stream:
+        check_no_prompt_logprobs(given)
+    return sampling_params(
+        given, max_tokens=given.max_tokens, n=given.n or 1, logprobs=given.logprobs
+    )
 
 
 def _reply(completion: Completion, reply_id: str, model: str) -> GenerateReply:
@@ -155,7 +266,7 @@ def _reply(completion: Completion, reply_id: str, model: str) -> GenerateReply:
 
 
 @final
-class _Chunks:
+class _TokenChunks:
     """The events of streamed tokens."""
 
     def __init__(self, exchange: Exchange, reply_id: str, model: str, lengths: LengthComments):

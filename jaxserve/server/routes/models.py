@@ -1,12 +1,14 @@
-"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, with the names that vLLM gives them."""
+"""`/v1/models`, and the LoRA adapters that clients load and unload, under vLLM's names."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.responses import Response
 
 from jaxserve.core.errors import DeviceMemoryError
@@ -14,15 +16,72 @@ from jaxserve.server.backend import Backend
 from jaxserve.server.errors import invalid, no_room, not_allowed
 from jaxserve.server.events import json_response
 from jaxserve.server.routes.common import Here, documented
-from jaxserve.server.schema.adapters import (
-    LoadAdapterRequest,
-    UnloadAdapterReply,
-    UnloadAdapterRequest,
-)
-from jaxserve.server.schema.models import ModelCard
+from jaxserve.server.schema import Reply, Strict
+
+AdapterName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f]+$")]
 
 router = APIRouter()
 _STATUSES = (400, 401, 404, 408, 409, 413, 503)
+
+
+class ModelCard(Reply):
+    """The model that is served, or an adapter of it."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "jaxserve"
+    max_model_len: int | None = None
+
+
+class ModelList(Reply):
+    """The model, and its adapters."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class LoadAdapterRequest(Strict):
+    """An adapter of PEFT to load, and the name of the model that it is from then on."""
+
+    lora_name: AdapterName
+    lora_path: Annotated[
+        str,
+        Field(min_length=1, max_length=4096, description="Below the server's folder of adapters."),
+    ]
+
+
+class UnloadAdapterRequest(Strict):
+    """A loaded adapter to drop."""
+
+    lora_name: AdapterName
+
+
+class UnloadAdapterReply(Reply):
+    """An adapter that is no model of the server any more."""
+
+    id: str
+    object: Literal["model"] = "model"
+    deleted: Literal[True] = True
+
+
+@router.get("/v1/models", response_model=ModelList, responses=documented(401), tags=["models"])
+async def list_models(backend: Here) -> Response:
+    """Return the model that is served, also while it is being loaded, and its adapters."""
+    names = (backend.options.model_name, *backend.adapters)
+    return json_response(ModelList(data=[_card(name, backend) for name in names]))
+
+
+@router.get(
+    "/v1/models/{model:path}",
+    response_model=ModelCard,
+    responses=documented(401, 404),
+    tags=["models"],
+)
+async def retrieve_model(model: str, backend: Here) -> Response:
+    """Return the model, or one of its adapters."""
+    backend.adapter_of(model)
+    return json_response(_card(model, backend))
 
 
 @router.post(
@@ -42,7 +101,7 @@ async def load_adapter(body: LoadAdapterRequest, backend: Here) -> Response:
         await to_thread.run_sync(partial(service.load_adapter, body.lora_name, folder))
     except DeviceMemoryError as error:
         raise no_room(error) from error
-    return json_response(backend.card_of(body.lora_name))
+    return json_response(_card(body.lora_name, backend))
 
 
 @router.post(
@@ -81,3 +140,8 @@ def _below(root: Path, path: str) -> Path:
             "lora_path",
         )
     return folder
+
+
+def _card(name: str, backend: Backend) -> ModelCard:
+    """Return the card of the model or of an adapter."""
+    return ModelCard(id=name, created=backend.created_s, max_model_len=backend.max_model_len)

@@ -1,4 +1,4 @@
-"""What all bodies share: strict types, and the sampling fields."""
+"""The types that bodies of several endpoints share: strict fields, messages, tools, scores."""
 
 from __future__ import annotations
 
@@ -269,3 +269,272 @@ class PromptLogprob(Reply):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionLogprobs(Reply):
+    """Log-probabilities of tokens, with the position of each token in the text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+    def followed_by(self, others: CompletionLogprobs) -> CompletionLogprobs:
+        """Return these and others of the same form."""
+        both = zip(self, others, strict=True)
+        return CompletionLogprobs(
+            **{name: one and [*one, *other] for (name, one), (_, other) in both}
+        )
+
+
+class TextResponseFormat(Strict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectResponseFormat(Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Strict):
+    """A JSON schema. It is enforced with and without `strict`."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    schema_: JsonObject = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaResponseFormat(Strict):
+    """JSON that validates."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+    @property
+    def given_schema(self) -> JsonObject:
+        """The schema itself."""
+        return self.json_schema.schema_
+
+
+ResponseFormat = Annotated[
+    TextResponseFormat | JsonObjectResponseFormat | JsonSchemaResponseFormat,
+    Field(discriminator="type"),
+]
+
+
+class JsonSchemaTextFormat(JsonSchema):
+    """JSON that validates, as `/v1/responses` writes it."""
+
+    type: Literal["json_schema"]
+
+    @property
+    def given_schema(self) -> JsonObject:
+        """The schema itself."""
+        return self.schema_
+
+
+TextFormat = Annotated[
+    TextResponseFormat | JsonObjectResponseFormat | JsonSchemaTextFormat,
+    Field(discriminator="type"),
+]
+
+
+class Function(Strict):
+    """A function that the model may call; `parameters` is a JSON schema of an object.
+
+    Where a call is demanded, the schema is enforced with and without `strict`.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ResponseTool(Function):
+    """A tool, as `/v1/responses` writes it."""
+
+    type: Literal["function"]
+
+    def as_tool(self) -> Tool:
+        """Return it as a chat writes it."""
+        function = Function(**self.model_dump(exclude={"type"}))
+        return Tool(type="function", function=function)
+
+
+class NamedFunction(Strict):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class NamedResponseTool(NamedFunction):
+    """The tool that has to be called, as `/v1/responses` writes it."""
+
+    type: Literal["function"]
+
+    def as_tool(self) -> NamedTool:
+        """Return it as a chat writes it."""
+        return NamedTool(type="function", function=NamedFunction(name=self.name))
+
+
+ResponseToolChoice = Literal["none", "auto", "required"] | NamedResponseTool
+
+
+class TextPart(Strict):
+    """A part of a message. This server reads text only."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = str | Items[TextPart]
+
+
+class CalledFunction(Strict):
+    """The function of a call in an earlier answer; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call of a function in an earlier answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class InstructionMessage(Strict):
+    """What the answer has to obey. Templates know "system", which "developer" becomes."""
+
+    role: Literal["system", "developer"]
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(Strict):
+    """What the user says."""
+
+    role: Literal["user"]
+    content: Content
+    name: str | None = None
+
+
+class AssistantMessage(Strict):
+    """An earlier answer."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: str | None = None
+    refusal: None = None
+    tool_calls: Annotated[Items[ToolCall], Field(min_length=1)] | None = None
+    # Fields that an answer has where OpenAI's client writes all of them.
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = unused()
+    function_call: None = unused()
+
+
+class ToolMessage(Strict):
+    """The result of a call."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+    name: str | None = None
+
+
+Message = Annotated[
+    InstructionMessage | UserMessage | AssistantMessage | ToolMessage,
+    Field(discriminator="role"),
+]
+
+
+class Logprobs(Reply):
+    """The log-probabilities of a message's tokens."""
+
+    content: list[ScoredChoice]
+    refusal: None = None
+
+
+class AnsweredFunction(Reply):
+    """The function that the model calls; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(Reply):
+    """A call in the answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: AnsweredFunction
+
+
+class AddedFunction(Reply):
+    """What a chunk adds to a call: its name at its beginning, or arguments."""
+
+    name: str | None = optional()
+    arguments: str
+
+
+class AddedCall(Reply):
+    """What a chunk adds to the call at this place among the calls."""
+
+    index: int
+    id: str | None = optional()
+    type: Literal["function"] | None = optional()
+    function: AddedFunction
+
+
+class AnswerMessage(Reply):
+    """The message that was generated."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: list[AnsweredCall] | None = optional()
+
+
+class Delta(Reply):
+    """What a chunk adds to a message."""
+
+    role: Literal["assistant"] | None = optional()
+    content: str | None = optional()
+    tool_calls: list[AddedCall] | None = optional()
+
+
+def as_template_message(message: Any) -> dict[str, Any]:
+    """Return a message as chat templates read it: one text, and the role "system".
+
+    The arguments of calls are the text that was sent; see `Tools.prompt`.
+    """
+    given = message.model_dump(exclude_none=True, exclude={"annotations"})
+    role = "system" if message.role == "developer" else message.role
+    content = message.content
+    if not isinstance(content, str):
+        content = "".join(part.text for part in content or ())
+    return {**given, "role": role, "content": content}
