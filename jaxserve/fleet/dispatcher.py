@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast, final
 
 from jaxserve.core.clock import WallClock
@@ -18,20 +19,158 @@ from jaxserve.core.errors import (
     RuntimeClosedError,
 )
 from jaxserve.core.request import Completion, Timing
-from jaxserve.engine.answers import PieceSink, failed_completion
+from jaxserve.engine.answers import Piece, PieceSink, failed_completion
 from jaxserve.engine.device_loop import Running
-from jaxserve.fleet.call import Call, cancelled_completion, pays
-from jaxserve.fleet.replica import Replica, ReplicaState, Role, Started
-from jaxserve.fleet.seat import OpenRequest, Reservation
-from jaxserve.fleet.seats import Seats
-from jaxserve.fleet.stream_replay import StreamReplay
-from jaxserve.fleet.weights import FleetUpdate
+from jaxserve.fleet.replica import (
+    ReplicaCall,
+    ReplicaProcess,
+    ReplicaState,
+    Role,
+    Started,
+    cancelled_completion,
+    pays,
+)
+from jaxserve.fleet.seats import FleetUpdate, Seat, Seats
 from jaxserve.runtime import RuntimeStats
 from jaxserve.scheduling.router import Router, answered_pages, predicted_tokens
 
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Reservation:
+    """The replica that is to answer a request, with the work that is counted for it.
+
+    Attributes:
+      index: of the seat.
+      work: tokens.
+      num_cached: leading pages of the prompt that it probably has.
+    """
+
+    index: int
+    seat: Seat
+    replica: ReplicaProcess
+    work: int
+    num_cached: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether the replica has not died."""
+        return self.seat.replica is self.replica
+
+
+@final
+@dataclass(eq=False)
+class OpenRequest:
+    """A request without a completion, and the replica that works on it."""
+
+    call: ReplicaCall
+    replay: StreamReplay | None = None
+    index: int | None = None
+    replica: ReplicaProcess | None = None
+    is_cancelled: bool = False
+
+    def enter(self, index: int, seat: Seat) -> ReplicaProcess:
+        """Have the replica of a seat, the one with this index, work on the request."""
+        seat.num_unfinished += 1
+        self.index, self.replica = index, seat.replica
+        return seat.replica
+
+    def leave(self, seat: Seat, replica: ReplicaProcess) -> bool:
+        """Have no replica work on the request; return whether `replica` still has the seat."""
+        self.replica = None
+        if seat.replica is not replica:
+            return False
+        seat.num_unfinished -= 1
+        return True
+
+    def cancel(self) -> None:
+        """Have the replica that works on the request end it, if there is one."""
+        self.is_cancelled = True
+        if self.replica is not None:
+            self.replica.cancel(self.call.id)
+
+
+@final
+@dataclass
+class _Extent:
+    """The tokens of a sample so far, and the characters of its text."""
+
+    token_ids: list[int] = field(default_factory=list)
+    num_characters: int = 0
+
+
+@final
+class StreamReplay:
+    """A filter of the pieces of one request, which passes each token, character and end on once.
+
+    Every replica should generate the same tokens, perhaps in other pieces. If a replica generates
+    other tokens, this is logged, and its later tokens follow those that were already passed on.
+
+    Args:
+      sink: called with the pieces; it must not wait.
+      num_samples: number of the request's samples.
+    """
+
+    def __init__(self, sink: PieceSink, num_samples: int):
+        self._sink: PieceSink | None = sink
+        self._shown = [_Extent() for _ in range(num_samples)]
+        self._given: list[_Extent] = []
+        self._has_ended = [False] * num_samples
+        self._differs = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Expect the pieces of a replica that starts the request, from the first token on."""
+        self._given = [_Extent() for _ in self._shown]
+
+    def show(self, piece: Piece) -> None:
+        """Pass on the new part of a piece.
+
+        An end with an error is not passed on, because another replica may succeed. `end` ends a
+        request that fails.
+        """
+        i = piece.sample_index
+        if piece.finish_reason == "error" or self._has_ended[i]:
+            return
+        given, shown = self._given[i], self._shown[i]
+        known = shown.token_ids[len(given.token_ids) :][: len(piece.token_ids)]
+        tokens = piece.token_ids[len(known) :]
+        text = piece.text[max(0, shown.num_characters - given.num_characters) :]
+        if known != list(piece.token_ids[: len(known)]) and not self._differs:
+            self._differs = True
+            _log.warning(
+                "a replica generates other tokens than the one that died; the stream continues "
+                "with them"
+            )
+        given.token_ids += piece.token_ids
+        given.num_characters += len(piece.text)
+        shown.token_ids += tokens
+        shown.num_characters = max(shown.num_characters, given.num_characters)
+        self._has_ended[i] = piece.finish_reason is not None
+        if tokens or text or self._has_ended[i]:
+            logprobs = None if piece.logprobs is None else piece.logprobs[len(known) :]
+            self._pass_on(replace(piece, text=text, token_ids=tokens, logprobs=logprobs))
+
+    def end(self, completion: Completion) -> None:
+        """End the samples that have not ended, with the reasons in the completion."""
+        for i, has_ended in enumerate(self._has_ended):
+            if not has_ended:
+                sample = completion.samples[min(i, len(completion.samples) - 1)]
+                reason = sample.finish_reason
+                self._pass_on(Piece(text="", token_ids=(), sample_index=i, finish_reason=reason))
+
+    def _pass_on(self, piece: Piece) -> None:
+        if self._sink is None:
+            return
+        try:
+            self._sink(piece)
+        except Exception:  # a sink's error must not end other requests
+            _log.exception("the sink of a stream failed; it gets no more pieces")
+            self._sink = None
 
 
 @final
@@ -55,7 +194,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        make_replica: Callable[[], Replica],
+        make_replica: Callable[[], ReplicaProcess],
         num_replicas: int,
         *,
         page_size: int,
@@ -122,7 +261,7 @@ class Dispatcher:
                 "answers, by an on_piece or a callback of a future; make it on another thread"
             )
 
-    def submit(self, call: Call, sink: PieceSink | None = None) -> Future[Completion]:
+    def submit(self, call: ReplicaCall, sink: PieceSink | None = None) -> Future[Completion]:
         """Answer a request.
 
         Args:
@@ -281,7 +420,7 @@ class Dispatcher:
             await self._seats.news()
         return []
 
-    def _reserved(self, call: Call, among: list[int]) -> Reservation:
+    def _reserved(self, call: ReplicaCall, among: list[int]) -> Reservation:
         """Choose the replica that answers, and count the work for it from now on."""
         started = self._seats[among[0]].started
         assert started is not None
@@ -294,7 +433,7 @@ class Dispatcher:
         return Reservation(index, seat, seat.replica, work, cached[index])
 
     async def _prefilled(self, request: OpenRequest, reservation: Reservation) -> Any:
-        """Have a prefill replica compute the prompt; return what `Replica.answer` takes.
+        """Have a prefill replica compute the prompt; return what `ReplicaProcess.answer` takes.
 
         None where the replica that answers computes the prompt itself.
         """
@@ -366,6 +505,6 @@ class Dispatcher:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._seats.kill()
 
-    def _failed(self, call: Call, error: JaxserveError, arrival_s: float) -> Completion:
+    def _failed(self, call: ReplicaCall, error: JaxserveError, arrival_s: float) -> Completion:
         timing = Timing(arrival_s=arrival_s, finished_s=self._clock.now())
         return failed_completion(call.id, (), error, timing)

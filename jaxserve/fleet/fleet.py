@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
@@ -11,8 +12,10 @@ from concurrent.futures import as_completed
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, final, overload
 
+from flax import nnx
 from tqdm import tqdm
 
 from jaxserve.conversations import Conversation, Conversations, Journal
@@ -22,18 +25,19 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import Completion, check_id, deadline_at, drawn_seed
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
+from jaxserve.engine.device_loop import Running
 from jaxserve.engine.requests import Prompt
-from jaxserve.fleet.call import make_call
-from jaxserve.fleet.checks import check_host_pages, check_resources, check_sends_kv, numbers_of
+from jaxserve.engine.versions import Weights
+from jaxserve.execution.weights import check_usable
 from jaxserve.fleet.dispatcher import Dispatcher
-from jaxserve.fleet.ray_actor import import_ray
-from jaxserve.fleet.ray_replica import RayReplica, sent_params
-from jaxserve.fleet.replica import ReplicaState, Started
-from jaxserve.fleet.trained import TrainedFleet
+from jaxserve.fleet.ray_replica import RayReplica, import_ray, sent_params
+from jaxserve.fleet.replica import ReplicaState, Started, make_call
+from jaxserve.fleet.seats import FleetUpdate
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.runtime import RuntimeStats
 from jaxserve.runtime.pending import Params, Pending, PromptBatch, aread, read
 from jaxserve.runtime.turn_client import ServiceTurnClient
+from jaxserve.runtime.weight_update import KV, WeightUpdate, check_running
 from jaxserve.scheduling.presets import get_policy
 
 # Arguments of `Runtime.from_pretrained` other than `RuntimeOptions`.
@@ -42,7 +46,7 @@ _OWN_IDS = "fleet-"
 
 
 @final
-class Fleet(TrainedFleet):
+class Fleet:
     """A `Service` on Ray that serves one model in several processes, on one or several machines.
 
     Each replica is a `Runtime` in a Ray actor with its own devices. A request goes to the replica
@@ -149,13 +153,12 @@ class Fleet(TrainedFleet):
                 num_gpus=num_gpus,
                 options=options,
             )
-            dispatcher = Dispatcher(
+            self._dispatcher = Dispatcher(
                 make_replica,
                 num_replicas,
                 page_size=self.options.page_size,
                 num_prefill=num_prefill,
             )
-            super().__init__(dispatcher, sent_params)
             left_behind.callback(self._dispatcher.close)
             self._started = self._wait_for_replicas()
             if roles is not None:
@@ -357,6 +360,102 @@ class Fleet(TrainedFleet):
         """
         return self._dispatcher.stats(wait=wait)
 
+    @property
+    def weights_version(self) -> int:
+        """The version of the newest weights; 0 for those that the fleet has loaded."""
+        return self._dispatcher.weights_version
+
+    def update_params(
+        self,
+        params: nnx.State | str | Path,
+        *,
+        version: int | None = None,
+        running: Running | None = None,
+        kv: KV = "recompute",
+        partial: bool = False,
+        max_staleness: int | None = None,
+    ) -> int:
+        """Replace the weights of every replica, for instance by those of a trainer.
+
+        Arrays go to Ray's object store once, from where every replica reads them, and stay there
+        until others have replaced them. Every replica first places the new weights beside its old
+        ones. If one cannot, none uses them. When all have placed them, each goes over to them as
+        `Runtime.update_params` does, and one that fails or dies now is replaced by a process that
+        starts with them. So does every process that replaces another one later. Until the call
+        returns, some replicas may answer with the old weights and others with the new ones; each
+        token has its version. Ctrl-C ends the wait and not the update.
+        `docs/promises/rollouts.md` says what is guaranteed.
+
+        Args:
+          params: parameters of this process, of the same structure and shapes; or a model's folder
+            or file with the same configuration, as for `Fleet`, which each replica loads.
+          version: number of the new weights, above the present one; by default the next number.
+          running: treatment of the requests that were submitted before; "keep" by default while the
+            fleet is paused, and "finish" otherwise. See `Runtime.update_params`.
+          kv, max_staleness: see `Runtime.update_params`.
+          partial: whether `params` lacks the parameters that have not changed; not with a path.
+
+        Returns:
+          The version of the new weights, which every replica has.
+
+        Raises:
+          InvalidParamsError: the parameters do not fit, or have NaN or infinite numbers, or Ray
+            cannot hold them.
+          ModelError: the folder or file cannot be loaded.
+          InvalidConfigError: another argument is not allowed.
+          DeviceMemoryError: a replica has no room for them beside the old ones.
+          EngineBusyError: running="finish" while the fleet is paused.
+          ReplicaDiedError: every replica died as it took the new weights, which none uses; or no
+            replica will serve again.
+          RuntimeClosedError
+          InvalidRequestError: this is the fleet's thread.
+        """
+        dispatcher = self._dispatcher
+        dispatcher.check_may_wait()
+        if running is None:
+            running = "keep" if dispatcher.is_paused else "finish"
+        settings = WeightUpdate(
+            version=version, running=running, kv=kv, partial=partial, max_staleness=max_staleness
+        )
+        settings.after(Weights(dispatcher.weights_version))  # before anything is sent
+        if isinstance(params, (str, Path)):
+            if partial:
+                raise InvalidConfigError(
+                    f"partial=True with the path {os.fspath(params)!r} is not allowed, because a "
+                    "folder has all parameters; pass an nnx.State of those that have changed"
+                )
+            return dispatcher.update_params(
+                FleetUpdate(source=os.fspath(params), paths=None, settings=settings)
+            )
+        check_usable(params)
+        paths = frozenset(path for path, _ in nnx.to_flat_state(params))
+        return dispatcher.update_params(
+            FleetUpdate(source=sent_params(params), paths=paths, settings=settings)
+        )
+
+    def pause(self, running: Running = "keep") -> None:
+        """Run no step on any replica from now on, until `resume`; see `Runtime.pause`.
+
+        Requests are accepted meanwhile, and wait. A process that replaces a replica is paused too.
+
+        Raises:
+          InvalidConfigError: `running` is unknown.
+          EngineBusyError: running="finish" while the fleet is paused.
+          RuntimeClosedError
+          InvalidRequestError: this is the fleet's thread.
+        """
+        check_running(running)
+        self._dispatcher.pause(running)
+
+    def resume(self) -> None:
+        """Run steps again after `pause`; do nothing without a pause.
+
+        Raises:
+          RuntimeClosedError
+          InvalidRequestError: this is the fleet's thread.
+        """
+        self._dispatcher.resume()
+
     def close(self) -> None:
         """Cancel every request that has not ended, and end every replica's process."""
         self._finalizer()
@@ -383,3 +482,63 @@ class Fleet(TrainedFleet):
                 started.result()
                 bar.update()
         return [started.result() for started in starting]
+
+
+def numbers_of(replicas: int | None, roles: Mapping[str, int] | None) -> tuple[int, int]:
+    """Return the numbers of replicas that only prefill, and of those that answer.
+
+    Raises:
+      InvalidConfigError: `roles` has other names, or both are given.
+    """
+    if roles is None:
+        return 0, 2 if replicas is None else replicas
+    if set(roles) != {"prefill", "decode"} or replicas is not None:
+        raise InvalidConfigError(
+            f"roles={dict(roles)!r} with replicas={replicas} is not allowed; pass roles={{'prefill'"
+            ": 1, 'decode': 1}, or other numbers of both, without replicas"
+        )
+    return roles["prefill"], roles["decode"]
+
+
+def check_sends_kv(options: RuntimeOptions) -> None:
+    """Raise InvalidConfigError if replicas with these options cannot send KV."""
+    policy = get_policy(options.policy)
+    keeps = policy.retention.keeps_pages and policy.retention.uses_host
+    if policy.is_planned or not keeps or options.host_memory == 0:
+        raise InvalidConfigError(
+            f"policy={policy.name!r} with host_memory={options.host_memory!r} keeps no pages of "
+            "prompts on the host, from where replicas with roles send them, or plans by itself; "
+            'pass policy="auto" or "pensieve", with host memory'
+        )
+    if options.learns:
+        raise InvalidConfigError(
+            "learns=True is not allowed with roles, because prefill replicas see answers of one "
+            "token; omit one or the other"
+        )
+
+
+def check_resources(has: dict[str, float], replicas: int, each: dict[str, float]) -> None:
+    """Raise InvalidConfigError if a resource is less than `replicas` times `each`.
+
+    Args:
+      has: amounts of the resources that Ray has, by name.
+      each: amounts that one replica needs, by name.
+    """
+    for name, wanted in each.items():
+        if wanted * replicas > has.get(name, 0):
+            raise InvalidConfigError(
+                f"{replicas} replicas with {wanted:g} {name}s each need {wanted * replicas:g}, but "
+                f"Ray has {has.get(name, 0):g}; lower replicas or num_{name.lower()}s, or connect "
+                "to a larger cluster first (ray.init)"
+            )
+
+
+def check_host_pages(prefilling: Sequence[Started], decoding: Sequence[Started]) -> None:
+    """Raise InvalidConfigError if no KV can go from replicas that prefill to those that decode."""
+    for role, started in {"prefill": prefilling, "decode": decoding}.items():
+        if not any(each.num_host_pages for each in started):
+            raise InvalidConfigError(
+                f"no {role!r} replica has pages of host memory, through which KV goes from one to "
+                "another, so every prompt would be computed twice; models with recurrent layers "
+                "have none, so omit roles for them, and pass a larger host_memory for others"
+            )

@@ -1,40 +1,386 @@
-"""The replica that runs in a Ray actor, as the fleet's process sees it."""
+"""A replica in a Ray actor: its process, and how the fleet's process reaches it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Mapping
+import asyncio
+import logging
+import os
+import platform
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, final
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeGuard, final
 
+import jax
+import numpy as np
 from flax import nnx
 
 from jaxserve.core.clock import WallClock
 from jaxserve.core.errors import (
+    DeviceMemoryError,
     EngineFailedError,
+    InvalidConfigError,
     InvalidParamsError,
     InvalidRequestError,
     JaxserveError,
+    MissingExtraError,
     ReplicaDiedError,
+    RuntimeClosedError,
+    StepMemoryError,
 )
-from jaxserve.core.request import Completion
-from jaxserve.engine.answers import PieceSink
+from jaxserve.core.request import Completion, Timing
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.answers import Piece, PieceSink, failed_completion
 from jaxserve.engine.device_loop import Running
-from jaxserve.fleet.call import Call, cancelled_completion
-from jaxserve.fleet.params import host_arrays
-from jaxserve.fleet.ray_actor import FATAL, OVER, Asked, ReplicaActor, import_ray, is_over
-from jaxserve.fleet.replica import Started
-from jaxserve.runtime.weight_update import WeightUpdate
+from jaxserve.fleet.replica import ReplicaCall, Started, cancelled_completion
+from jaxserve.runtime.loading import load_weights
+from jaxserve.runtime.pending import Pending, submitted
+from jaxserve.runtime.weight_update import PreparedParams, WeightUpdate
+from jaxserve.scheduling.kv.transfer import KVPages
 
 if TYPE_CHECKING:
-    from jaxserve.runtime import RuntimeStats
+    from jaxserve.models.store import LoadedModel
+    from jaxserve.runtime import Runtime, RuntimeStats
+
+
+# By their paths in the model's state.
+HostArrays: TypeAlias = Mapping[tuple[Any, ...], np.ndarray]
+
+_log = logging.getLogger(__name__)
+
+# Seconds between two looks at which pages of a prompt have been computed: after a look that found
+# some, and at most. They double while there are none, as for a prompt that waits.
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.01, 0.32
+
+# Seconds between two looks at whether a new runtime has compiled what it needs first.
+_READY_POLL_S = 0.05
+
+# Errors after which a runtime can answer no further request; of a completion, see `is_over`.
+FATAL = (EngineFailedError, DeviceMemoryError, RuntimeClosedError)
+# Errors of a runtime whose loop has failed or was closed.
+OVER = (EngineFailedError, RuntimeClosedError)
 
 # Maximum number of concurrent requests of one actor. Ray queues the others.
 _MAX_OPEN = 4096
 
 
+def host_arrays(params: nnx.State) -> HostArrays:
+    """Return parameters as arrays in this process's memory.
+
+    Raises:
+      InvalidParamsError: a part of an array is in other processes.
+    """
+    flat = {path: variable.get_value() for path, variable in nnx.to_flat_state(params)}
+    for path, array in flat.items():
+        if isinstance(array, jax.Array) and not (
+            array.is_fully_addressable or array.is_fully_replicated
+        ):
+            raise InvalidParamsError(
+                f"the parameter {'.'.join(map(str, path))} is spread over several processes, and a "
+                "fleet takes parameters from one; gather them there, or save them and pass the path"
+            )
+    return {path: np.asarray(array) for path, array in flat.items()}
+
+
+def state_of(arrays: HostArrays) -> nnx.State:
+    """Return the state of which `host_arrays` were made, without metadata."""
+    return nnx.from_flat_state([(path, nnx.Param(array)) for path, array in arrays.items()])
+
+
+def check_same_model(path: str, found: Any, served: Any) -> None:
+    """Raise InvalidParamsError unless two configurations of models are the same."""
+    if type(found) is not type(served):
+        raise InvalidParamsError(
+            f"{path} is a {type(found).__name__}, and this fleet serves a {type(served).__name__}; "
+            "pass weights of the served model"
+        )
+    wanted = asdict(served)
+    other = [name for name, value in asdict(found).items() if value != wanted[name]]
+    if other:
+        raise InvalidParamsError(
+            f"the configuration of {path} has another {', '.join(other)} than the served model; "
+            "pass weights of the served model"
+        )
+
+
+class Asked(TypedDict):
+    """Arguments of `Runtime.submit` other than the prompt and its parameters."""
+
+    request_id: str
+    priority: int
+    deadline_s: float | None
+    conversation_id: str | None
+
+
+def import_ray() -> Any:
+    """Return the package `ray`, which is an optional dependency.
+
+    Raises:
+      MissingExtraError: Ray is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("ray", "fleet", "running replicas on Ray") from error
+    return ray
+
+
+async def take_kv(runtime: Runtime, kv: Sequence[Awaitable[tuple[Sequence[int], KVPages]]]) -> None:
+    """Cache the KV of a prompt, which came in parts.
+
+    What cannot be read or cached, and all behind it, is computed, and the log says why.
+
+    Raises:
+      EngineFailedError, RuntimeClosedError: the runtime's loop has failed, or was closed.
+    """
+    pages: list[bytes] = []
+    identity, tokens = None, ()
+    try:
+        for each in kv:
+            tokens, found = await each
+            if identity not in (None, found.identity):
+                break  # the weights were changed meanwhile
+            identity = found.identity
+            pages += found.pages
+    except Exception as error:  # lost
+        _log.warning("KV of a prompt is not used, and is computed again: %s", error)
+    if identity is None:
+        return
+    try:
+        await asyncio.to_thread(runtime.import_kv, tokens, KVPages(identity, pages))
+    except OVER:
+        raise
+    except Exception as error:  # of other weights, or no memory for it
+        _log.warning("KV of a prompt is not used, and is computed again: %s", error)
+
+
+async def send_kv(
+    runtime: Runtime,
+    tokens: Sequence[int],
+    pending: Pending,
+    put: Callable[[KVPages], Any],
+    turn: asyncio.Lock,
+) -> tuple[list[Any], int]:
+    """Export the pages of a prompt while it is computed, as its chunks are.
+
+    Args:
+      pending: the request that computes it.
+      put: sends pages, and returns a reference to them; called on other threads.
+      turn: held while the runtime is asked for pages, so that many prompts ask one after another
+        and take little of its time.
+
+    Returns:
+      The references in the order of the pages, and the number of pages.
+    """
+    sent: list[Any] = []
+    first, ended, pause_s = 0, asyncio.wrap_future(pending.future), _LEAST_PAUSE_S
+    while not pending.future.done():
+        async with turn:
+            found = await asyncio.to_thread(runtime.export_kv, tokens, first, waits=False)
+        if found.pages:
+            sent.append(await asyncio.to_thread(put, found))
+            first += len(found.pages)
+        pause_s = _LEAST_PAUSE_S if found.pages else min(2 * pause_s, _MOST_PAUSE_S)
+        await asyncio.wait([ended], timeout=pause_s)
+    return sent, first
+
+
+@final
+class ReplicaActor:
+    """A runtime in a process of Ray. Its methods run in one event loop."""
+
+    def __init__(self) -> None:
+        self._runtime: Runtime | None = None
+        self._load: Callable[[str], LoadedModel] | None = None
+        self._prepared: PreparedParams | None = None
+        # Requests that are being submitted, and which of them were cancelled meanwhile.
+        self._submitting: dict[str, bool] = {}
+        self._exporting = asyncio.Lock()
+
+    async def start(self, model: str, tensor_parallel: int, options: Mapping[str, Any]) -> Started:
+        """See `ReplicaProcess.start`."""
+        from jaxserve.runtime import Runtime
+        from sharding import make_mesh
+
+        try:
+            mesh = None if tensor_parallel == 1 else make_mesh(tensor=tensor_parallel)
+        except ValueError as error:
+            raise InvalidConfigError(
+                f"{error}; or give each replica {tensor_parallel} GPUs (num_gpus)"
+            ) from error
+        runtime = self._runtime = Runtime.from_pretrained(
+            model, mesh=mesh, progress=False, **options
+        )
+        while not runtime.is_ready():
+            await asyncio.sleep(_READY_POLL_S)
+        self._load = partial(load_weights, runtime.options, dtype=options.get("dtype"), mesh=mesh)
+        return Started(
+            pid=os.getpid(),
+            host=platform.node(),
+            max_context=runtime.config.max_context,
+            max_length=runtime.max_length,
+            max_prompt_tokens=runtime.config.max_prompt_tokens,
+            vocab_size=runtime.model_config.vocab_size,
+            num_host_pages=runtime.config.num_host_pages,
+        )
+
+    async def prefill(self, prompt: Any, others: Asked) -> list[Any]:
+        """Compute a prompt, and put the KV of its full pages into Ray's object store.
+
+        Pages go there while the rest of the prompt is computed. They are used only if it could be
+        computed to its end.
+
+        Returns:
+          References, in a list, so that Ray copies the KV to the process that reads it and to no
+          other; an empty list without KV.
+        """
+        runtime, ray = self._runtime, import_ray()
+        assert runtime is not None
+        one = SamplingParams(max_tokens=1, ignore_eos=True)
+        pending = await self._submit(prompt, one, others)
+        sent: list[Any] = []
+        try:
+            tokens = () if pending.future.done() else runtime.prompt_tokens(prompt)
+            sent, first = await send_kv(
+                runtime, tokens, pending, lambda kv: ray.put((tokens, kv)), self._exporting
+            )
+            completion = await pending.aresult()
+            if completion.finish_reason == "length":
+                tokens = completion.prompt_token_ids
+                last = await asyncio.to_thread(runtime.export_kv, tokens, first)
+                sent += [ray.put((tokens, last))] if last.pages else []
+        except OVER:
+            raise
+        except Exception as error:  # such as a full store, or no memory for the copies
+            _log.warning("KV of a prompt is not sent, and is computed again: %s", error)
+            completion = await pending.aresult()
+        if is_over(completion.error):
+            raise completion.error
+        return sent if completion.finish_reason == "length" else []
+
+    async def take(self, kv: list[Any]) -> None:
+        """Cache the KV of a prompt that another replica has computed, if it still has it."""
+        assert self._runtime is not None
+        await take_kv(self._runtime, kv)
+
+    async def answer(self, prompt: Any, params: SamplingParams, others: Asked) -> Completion:
+        return await (await self._submit(prompt, params, others)).aresult()
+
+    async def stream(
+        self, prompt: Any, params: SamplingParams, others: Asked
+    ) -> AsyncGenerator[Piece | Completion]:
+        """Yield the pieces, then the completion."""
+        news: asyncio.Queue[Piece | Completion] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def put(latest: Piece | Completion) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, latest)
+
+        pending = await self._submit(prompt, params, others, put)
+        pending.future.add_done_callback(lambda future: put(future.result()))
+        while not isinstance(latest := await news.get(), Completion):
+            yield latest
+        yield latest
+
+    async def _submit(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        others: Asked,
+        on_piece: PieceSink | None = None,
+    ) -> Pending:
+        runtime = self._runtime
+        assert runtime is not None
+        id = others["request_id"]
+        self._submitting[id] = False
+        try:
+            (pending,) = await submitted(
+                lambda: [runtime.submit(prompt, params, on_piece=on_piece, **others)], [params]
+            )
+            if self._submitting[id]:
+                pending.cancel()
+            return pending
+        except (InvalidRequestError, MissingExtraError) as error:
+            now = WallClock().now()
+            timing = Timing(arrival_s=now, finished_s=now)
+            return Pending.ended(failed_completion(id, (), error, timing))
+        finally:
+            del self._submitting[id]
+
+    async def stats(self) -> RuntimeStats:
+        assert self._runtime is not None
+        return self._runtime.stats()
+
+    async def prepare_params(self, source: str | list[Any], is_partial: bool) -> None:
+        """See `ReplicaProcess.prepare_params`.
+
+        Args:
+          source: a path, or a list of a reference to `HostArrays`.
+        """
+        await self.drop_prepared()
+        self._prepared = await asyncio.to_thread(self._prepare, source, is_partial)
+
+    def _prepare(self, source: str | list[Any], is_partial: bool) -> PreparedParams:
+        assert self._runtime is not None and self._load is not None
+        try:
+            if isinstance(source, str):
+                loaded = self._load(source)
+                check_same_model(source, loaded.config, self._runtime.model_config)
+                params = loaded.params
+            else:
+                params = state_of(import_ray().get(source[0]))
+            return self._runtime.prepare_params(params, partial=is_partial)
+        except JaxserveError:
+            raise
+        except Exception as error:  # such as arrays that Ray has lost
+            raise InvalidParamsError(
+                f"a replica cannot take these weights ({type(error).__name__}: {error}); the "
+                "present ones go on serving"
+            ) from error
+
+    async def drop_prepared(self) -> None:
+        """See `ReplicaProcess.drop_prepared`."""
+        self._prepared = None
+
+    async def update_params(self, update: WeightUpdate) -> None:
+        """See `ReplicaProcess.update_params`."""
+        assert self._runtime is not None and self._prepared is not None
+        prepared, self._prepared = self._prepared, None
+        await asyncio.to_thread(
+            self._runtime.update_params,
+            prepared,
+            version=update.version,
+            running=update.running,
+            kv=update.kv,
+            max_staleness=update.max_staleness,
+        )
+
+    async def pause(self, running: Running) -> None:
+        """See `ReplicaProcess.pause`."""
+        assert self._runtime is not None
+        await asyncio.to_thread(self._runtime.pause, running)
+
+    async def resume(self) -> None:
+        """See `ReplicaProcess.resume`."""
+        assert self._runtime is not None
+        await asyncio.to_thread(self._runtime.resume)
+
+    async def cancel(self, request_id: str) -> None:
+        if request_id in self._submitting:
+            self._submitting[request_id] = True
+        elif self._runtime is not None:
+            self._runtime.cancel(request_id)
+
+
+def is_over(error: JaxserveError | None) -> TypeGuard[JaxserveError]:
+    """Return whether a completion's error says that its runtime can answer nothing more."""
+    return isinstance(error, FATAL) and not isinstance(error, StepMemoryError)
+
+
 @final
 class RayReplica:
-    """A `Replica` in a Ray actor: Ray assigns devices, moves data and detects deaths.
+    """A `ReplicaProcess` in a Ray actor: Ray assigns devices, moves data and detects deaths.
 
     Args:
       model, options: see `Runtime.from_pretrained`; files are read on the actor's machine.
@@ -64,7 +410,7 @@ class RayReplica:
         self._actor = make(ReplicaActor).remote()
         return await self._result(self._actor.start.remote(*self._how))
 
-    async def prefill(self, call: Call) -> Any:
+    async def prefill(self, call: ReplicaCall) -> Any:
         reply = self._sent(self._actor.prefill, call.prompt, _asked(call))
         try:
             return await self._result(reply)
@@ -72,7 +418,7 @@ class RayReplica:
             raise _useless(error) from error
 
     async def answer(
-        self, call: Call, on_piece: PieceSink | None = None, kv: Any = None
+        self, call: ReplicaCall, on_piece: PieceSink | None = None, kv: Any = None
     ) -> Completion:
         method = self._actor.answer if on_piece is None else self._actor.stream
         try:
@@ -88,7 +434,7 @@ class RayReplica:
             raise _useless(completion.error) from completion.error
         return completion
 
-    async def _has_taken(self, call: Call, kv: list[Any]) -> bool:
+    async def _has_taken(self, call: ReplicaCall, kv: list[Any]) -> bool:
         """Have the actor take KV, which Ray frees then; False if the request was cancelled."""
         self._taking[call.id] = False
         try:
@@ -112,7 +458,7 @@ class RayReplica:
         return await self._result(self._actor.stats.remote())
 
     async def prepare_params(self, source: Any, *, partial: bool) -> None:
-        """See `Replica`.
+        """See `ReplicaProcess`.
 
         Args:
           source: a path, or what `sent_params` has returned.
@@ -192,7 +538,7 @@ def sent_params(params: nnx.State) -> list[Any]:
         ) from error
 
 
-def _asked(call: Call) -> Asked:
+def _asked(call: ReplicaCall) -> Asked:
     deadline_s = call.deadline_s
     return Asked(
         request_id=call.id,

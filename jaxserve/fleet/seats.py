@@ -1,29 +1,208 @@
-"""The seats of a fleet: starts of replicas, deaths, and what all replicas have in common."""
+"""The seats of a fleet: its replicas, their starts and deaths, and the weights that all have."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, final
 
-from jaxserve.core.errors import JaxserveError, ReplicaDiedError
+from jaxserve.core.errors import EngineBusyError, JaxserveError, ReplicaDiedError
 from jaxserve.engine.device_loop import Running
-from jaxserve.fleet.replica import Replica, Role, Started
-from jaxserve.fleet.seat import Seat
-from jaxserve.fleet.weights import (
-    Failed,
-    FleetUpdate,
-    NewestWeights,
-    check_can_end,
-    commit,
-    prepare,
-)
+from jaxserve.engine.versions import Weights
+from jaxserve.fleet.replica import ReplicaProcess, Role, Started
+from jaxserve.runtime.weight_update import WeightUpdate
 
 _log = logging.getLogger(__name__)
 
 # Number of processes of one replica that may die in a row before they serve.
 _MAX_STARTS = 3
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FleetUpdate:
+    """New weights for every replica.
+
+    Attributes:
+      source: as `ReplicaProcess.prepare_params` takes it.
+      paths: the parameters that it has; None where they are not known.
+      settings: see `Runtime.update_params`.
+    """
+
+    source: Any
+    paths: frozenset[Any] | None
+    settings: WeightUpdate
+
+
+@final
+class NewestWeights:
+    """The weights that a process takes before it serves.
+
+    Attributes:
+      version: of these weights; 0 for those of the model's own files.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        # The last update of all parameters, and those of a part that followed it, oldest first.
+        self._updates: list[FleetUpdate] = []
+
+    def numbered(self, update: FleetUpdate) -> FleetUpdate:
+        """Return an update with its version.
+
+        Raises:
+          InvalidConfigError: the version is not above the present one.
+        """
+        weights = update.settings.after(Weights(self.version))
+        return replace(update, settings=replace(update.settings, version=weights.version))
+
+    def add(self, update: FleetUpdate) -> None:
+        """Take note of a numbered update, and drop those of which nothing is left."""
+        former = self._updates if update.settings.partial else []
+        left = (_without(each, update.paths) for each in former)
+        self._updates = [*filter(None, left), update]
+        assert update.settings.version is not None
+        self.version = update.settings.version
+
+    async def give_to(self, replica: ReplicaProcess) -> None:
+        """Have a process that has just started compute with these weights.
+
+        Raises:
+          JaxserveError: it cannot.
+        """
+        for update in self._updates:
+            settings = update.settings
+            await replica.prepare_params(update.source, partial=settings.partial)
+            await replica.update_params(
+                WeightUpdate(version=settings.version, partial=settings.partial)
+            )
+
+
+def _without(former: FleetUpdate, paths: frozenset[Any] | None) -> FleetUpdate | None:
+    """Return what counts of a former update beside a later one of these paths; None for nothing.
+
+    Parts come one on top of the other, so that a process takes what is left of each in their order.
+    Nothing is known of the paths of a folder, and all of it counts.
+    """
+    if former.paths is None or paths is None:
+        return former
+    left = former.paths - paths
+    return replace(former, paths=left) if left else None
+
+
+class Failed(NamedTuple):
+    """A replica that could not do what was asked of it, and why."""
+
+    replica: ReplicaProcess
+    error: ReplicaDiedError
+
+
+async def prepare(
+    replicas: Sequence[ReplicaProcess], update: FleetUpdate
+) -> tuple[list[Failed], BaseException | None]:
+    """Have every replica place the weights of a numbered update beside its present ones.
+
+    Returns:
+      The replicas that have died meanwhile, and why none may use the weights: a replica cannot take
+      them, or all have died. Then the others have dropped them. None if they may.
+    """
+    partial, version = update.settings.partial, update.settings.version
+    found = await asyncio.gather(
+        *(each.prepare_params(update.source, partial=partial) for each in replicas),
+        return_exceptions=True,
+    )
+    failed = [
+        Failed(each, error)
+        for each, error in zip(replicas, found, strict=True)
+        if isinstance(error, ReplicaDiedError)
+    ]
+    refusals = [e for e in found if e is not None and not isinstance(e, ReplicaDiedError)]
+    if not refusals and len(failed) < len(replicas):
+        return failed, None
+    ready = [each for each, error in zip(replicas, found, strict=True) if error is None]
+    # One that dies meanwhile is noticed at its next request.
+    await asyncio.gather(*(each.drop_prepared() for each in ready), return_exceptions=True)
+    if refusals:
+        return failed, refusals[0]
+    return failed, ReplicaDiedError(
+        f"every replica died while it took the weights of version {version}, the last because: "
+        f"{failed[-1].error}; new processes start with the former weights"
+    )
+
+
+async def commit(replicas: Sequence[ReplicaProcess], update: FleetUpdate) -> list[Failed]:
+    """Have every replica compute with the weights that it has placed.
+
+    Returns:
+      The replicas that could not, and compute with the former ones or nothing.
+    """
+    found = await asyncio.gather(
+        *(each.update_params(update.settings) for each in replicas), return_exceptions=True
+    )
+    failed = []
+    for each, error in zip(replicas, found, strict=True):
+        if isinstance(error, ReplicaDiedError):
+            failed.append(Failed(each, error))
+        elif error is not None:
+            said = f"it could not go over to the weights of version {update.settings.version}"
+            failed.append(Failed(each, ReplicaDiedError(f"{said}: {error}")))
+    return failed
+
+
+def check_can_end(running: Running, *, is_paused: bool) -> None:
+    """Raise EngineBusyError if running requests are to end, and cannot, because of a pause."""
+    if is_paused and running == "finish":
+        raise EngineBusyError(
+            "running='finish' waits for the end of running requests, and the fleet is paused; call "
+            "fleet.resume() before it, or pass running='keep'"
+        )
+
+
+@final
+@dataclass(eq=False)
+class Seat:
+    """The place of one replica in the fleet; a new process takes it when its process dies."""
+
+    replica: ReplicaProcess
+    role: Role = "whole"
+    started: Started | None = None
+    error: JaxserveError | None = None
+    num_unfinished: int = 0
+    num_deaths: int = 0
+    weights_version: int = 0
+
+    @property
+    def answers(self) -> bool:
+        """Whether its replica answers requests, and not only computes prompts."""
+        return self.role != "prefill"
+
+    def serve(self, started: Started, weights_version: int) -> None:
+        """Take note that the replica serves from now on."""
+        self.started = started
+        self.weights_version = weights_version
+
+    def take(self, weights_version: int) -> None:
+        """Take note that the replica computes with other weights."""
+        self.weights_version = weights_version
+
+    def give_to(self, replica: ReplicaProcess) -> None:
+        """Take another replica, because the one before died as it started."""
+        self.replica.kill()
+        self.replica = replica
+
+    def replace(self, replica: ReplicaProcess) -> None:
+        """Take another replica, because the one that served has died."""
+        self.give_to(replica)
+        self.started = None
+        self.num_deaths += 1
+        self.num_unfinished = 0
+
+    def fail(self, error: JaxserveError) -> None:
+        """Go on without a replica."""
+        self.replica.kill()
+        self.error = error
 
 
 @final
@@ -43,7 +222,7 @@ class Seats:
 
     def __init__(
         self,
-        make_replica: Callable[[], Replica],
+        make_replica: Callable[[], ReplicaProcess],
         roles: Sequence[Role],
         on_death: Callable[[int], None],
     ):
@@ -119,7 +298,7 @@ class Seats:
         finally:
             self.tell()
 
-    def replace(self, index: int, dead: Replica, error: ReplicaDiedError) -> None:
+    def replace(self, index: int, dead: ReplicaProcess, error: ReplicaDiedError) -> None:
         """Start a new process instead of a dead one; do nothing if that has been done."""
         seat = self._all[index]
         if seat.replica is not dead:
@@ -181,7 +360,7 @@ class Seats:
             seat.replica.kill()
 
     @property
-    def _replicas(self) -> list[Replica]:
+    def _replicas(self) -> list[ReplicaProcess]:
         """Those that serve now."""
         return [self._all[index].replica for index in self.serving()]
 
@@ -200,7 +379,7 @@ class Seats:
         except JaxserveError as error:
             _log.error("replica %d could not be replaced: %s", index, error)
 
-    async def _of_each(self, action: Callable[[Replica], Coroutine[Any, Any, None]]) -> None:
+    async def _of_each(self, action: Callable[[ReplicaProcess], Coroutine[Any, Any, None]]) -> None:
         """Do something on every replica that serves, and replace those that fail."""
         replicas = self._replicas
         found = await asyncio.gather(*map(action, replicas), return_exceptions=True)

@@ -12,8 +12,7 @@ from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink
 from jaxserve.engine.device_loop import Running
-from jaxserve.fleet.call import Call, make_call
-from jaxserve.fleet.replica import Started
+from jaxserve.fleet.replica import ReplicaCall, Started, make_call
 from jaxserve.runtime import RuntimeStats
 from jaxserve.runtime.weight_update import WeightUpdate
 
@@ -25,7 +24,7 @@ ANSWER = tuple(range(2, 2 + 3 * PAGE_SIZE))
 EACH_COUNTER = 3
 
 
-def call(name: str, prompt: object = "slow", max_tokens: int = 10) -> Call:
+def call(name: str, prompt: object = "slow", max_tokens: int = 10) -> ReplicaCall:
     """Return a request. "deadly" kills its replica, "odd" raises an error in the replica's code.
 
     "slow" is answered when the gate is open.
@@ -68,7 +67,7 @@ class World:
 
 @final
 class FakeReplica:
-    """See `Replica`."""
+    """See `ReplicaProcess`."""
 
     def __init__(self, world: World):
         self.world = world
@@ -98,7 +97,7 @@ class FakeReplica:
             raise ReplicaDiedError("it was killed")
         return RuntimeStats(**{field.name: EACH_COUNTER for field in fields(RuntimeStats)})
 
-    async def prefill(self, call: Call) -> object:
+    async def prefill(self, call: ReplicaCall) -> object:
         self.world.prefilled.append((call.id, self.world.replicas.index(self)))
         while self.world.prefills_wait:
             await asyncio.sleep(0.001)
@@ -108,7 +107,7 @@ class FakeReplica:
         return f"KV of {call.id}"
 
     async def answer(
-        self, call: Call, on_piece: PieceSink | None = None, kv: object = None
+        self, call: ReplicaCall, on_piece: PieceSink | None = None, kv: object = None
     ) -> Completion:
         self.world.taken[call.id] = kv
         self.world.asked[call.id] += 1

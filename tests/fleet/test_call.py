@@ -9,12 +9,12 @@ import pytest
 
 from jaxserve.core.errors import CheckpointError, MissingExtraError
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.fleet.call import Call, make_call
+from jaxserve.fleet.replica import ReplicaCall, make_call
 
 pytestmark = pytest.mark.fast
 
 
-def _call(prompt: object) -> Call:
+def _call(prompt: object) -> ReplicaCall:
     return make_call("a", prompt, SamplingParams(), priority=0, page_size=4)
 
 

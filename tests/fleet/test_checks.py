@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.fleet.checks import check_host_pages
+from jaxserve.fleet.fleet import check_host_pages
 from jaxserve.fleet.replica import Started
 
 pytestmark = pytest.mark.fast

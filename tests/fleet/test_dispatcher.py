@@ -21,8 +21,8 @@ from jaxserve.core.errors import (
 from jaxserve.core.request import Completion
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece
-from jaxserve.fleet.call import make_call
 from jaxserve.fleet.dispatcher import Dispatcher
+from jaxserve.fleet.replica import make_call
 from tests.fleet.fakes import ANSWER, EACH_COUNTER, PAGE_SIZE, World, call
 
 pytestmark = pytest.mark.fast

@@ -33,7 +33,7 @@ from jaxserve.core.errors import (
     UnknownModelError,
 )
 from jaxserve.engine.answers import Piece
-from jaxserve.fleet.checks import check_resources
+from jaxserve.fleet.fleet import check_resources
 from jaxserve.fleet.replica import ReplicaState
 from jaxserve.runtime import Service
 from jaxserve.server import ServerOptions, running

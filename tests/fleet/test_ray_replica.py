@@ -24,9 +24,8 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.request import Completion, Timing
 from jaxserve.engine.answers import failed_completion
-from jaxserve.fleet.call import cancelled_completion
-from jaxserve.fleet.ray_actor import send_kv, take_kv
-from jaxserve.fleet.ray_replica import RayReplica
+from jaxserve.fleet.ray_replica import RayReplica, send_kv, take_kv
+from jaxserve.fleet.replica import cancelled_completion
 from jaxserve.runtime.pending import Pending
 from jaxserve.scheduling.kv.transfer import KVPages
 from tests.fleet.fakes import call

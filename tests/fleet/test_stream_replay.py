@@ -9,7 +9,7 @@ import pytest
 from jaxserve.core.errors import ReplicaDiedError
 from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.engine.answers import Piece, failed_completion
-from jaxserve.fleet.stream_replay import StreamReplay
+from jaxserve.fleet.dispatcher import StreamReplay
 from tests.common.tiers import seeds
 
 pytestmark = pytest.mark.fast

@@ -21,7 +21,7 @@ from jaxserve.core.errors import (
     RuntimeClosedError,
 )
 from jaxserve.fleet.dispatcher import Dispatcher
-from jaxserve.fleet.weights import FleetUpdate, NewestWeights
+from jaxserve.fleet.seats import FleetUpdate, NewestWeights
 from jaxserve.runtime.weight_update import WeightUpdate
 from tests.fleet.fakes import PAGE_SIZE, World, call
 
