@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxserve.core import errors as errors
     from jaxserve.core.errors import JaxserveError as JaxserveError
-    from jaxserve.core.journal_limits import JournalLimits as JournalLimits
+    from jaxserve.core.options import JournalLimits as JournalLimits
     from jaxserve.core.request import Completion as Completion
     from jaxserve.core.request import Request as Request
     from jaxserve.core.request import Sample as Sample
@@ -32,7 +32,7 @@ _HOMES = {
     "Completion": "jaxserve.core.request",
     "Fleet": "jaxserve.fleet",
     "JaxserveError": "jaxserve.core.errors",
-    "JournalLimits": "jaxserve.core.journal_limits",
+    "JournalLimits": "jaxserve.core.options",
     "Request": "jaxserve.core.request",
     "Runtime": "jaxserve.runtime",
     "Sample": "jaxserve.core.request",

@@ -26,7 +26,7 @@ from jaxserve.core.errors import (
     RuntimeClosedError,
     UnknownConversationError,
 )
-from jaxserve.core.journal_limits import JournalLimits
+from jaxserve.core.options import JournalLimits
 
 _log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import final
 
-from jaxserve.core.bound_outcomes import Outcome
 from jaxserve.core.config import EngineConfig, bucket
+from jaxserve.core.metrics import BoundOutcome
 from jaxserve.core.request import Completion, Timing
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
@@ -81,7 +81,7 @@ class RequestRecord:
     finish_reason: str
     timing: Timing
     conversation_id: str | None = None
-    bounds: tuple[tuple[str, Outcome], ...] = ()
+    bounds: tuple[tuple[str, BoundOutcome], ...] = ()
 
 
 @final
@@ -223,7 +223,7 @@ class Recorder:
         self._collected_s[step.group] = now_s
         return now_s - max(step.submitted_s, before_s)
 
-    def request_ended(self, completion: Completion, bounds: Mapping[str, Outcome]) -> None:
+    def request_ended(self, completion: Completion, bounds: Mapping[str, BoundOutcome]) -> None:
         """Record a request; `bounds` says what became of those of its own."""
         record = RequestRecord(
             request_id=completion.request_id,

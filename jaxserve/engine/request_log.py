@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from jaxserve.core.bound_outcomes import bound_outcomes
+from jaxserve.core.metrics import bound_outcomes
 from jaxserve.core.request import Completion, Request
 from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from jaxserve.core.bound_outcomes import Outcome
 from jaxserve.core.clock import Clock
+from jaxserve.core.metrics import BoundOutcome
 from jaxserve.core.sampling_params import BOUND_NAMES
 from jaxserve.execution.protocol import StepHandle
 from jaxserve.scheduling.plan import StepPlan
@@ -121,7 +121,7 @@ class EngineStats:
         """Add the seconds that the scheduler took for a plan."""
         self.planning_s += seconds
 
-    def after_end(self, bounds: Mapping[str, Outcome]) -> None:
+    def after_end(self, bounds: Mapping[str, BoundOutcome]) -> None:
         """Count what became of the latency bounds of a request that has ended."""
         for name, outcome in bounds.items():
             counts = list(getattr(self, f"num_bounds_{outcome}"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, final
 
 from jaxserve.core.errors import DeviceMemoryError
-from jaxserve.core.host_memory import available_host_bytes
+from jaxserve.core.host import available_host_bytes
 from jaxserve.memory.page_pool import MIN_PAGES
 
 # Fractions of the free memory that a pool may take. Other processes use the memory of a CPU too, so

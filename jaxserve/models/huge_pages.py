@@ -21,7 +21,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from jaxserve.core.host_memory import available_host_bytes
+from jaxserve.core.host import available_host_bytes
 
 _PAGE = 2 << 20
 # Arrays share mappings of this size, which are given back when all of a mapping's arrays are gone.

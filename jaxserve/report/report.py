@@ -8,8 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from jaxserve.core.bound_outcomes import OUTCOMES, Outcome
-from jaxserve.core.metrics import spread
+from jaxserve.core.metrics import OUTCOMES, BoundOutcome, spread
 from jaxserve.engine.recorder import RequestRecord, StepRecord
 from jaxserve.report.totals import over_replicas
 from jaxserve.report.trace import trace_events
@@ -100,9 +99,9 @@ class Report:
             "kernels": self._served_by(),
         }
 
-    def _bounds(self) -> dict[str, dict[Outcome, int]]:
+    def _bounds(self) -> dict[str, dict[BoundOutcome, int]]:
         """Return how many bounds of single requests were kept, missed and refused, by name."""
-        counts: dict[str, dict[Outcome, int]] = {}
+        counts: dict[str, dict[BoundOutcome, int]] = {}
         for name, outcome in (each for request in self.requests for each in request.bounds):
             counts.setdefault(name, dict.fromkeys(OUTCOMES, 0))[outcome] += 1
         return counts

@@ -23,7 +23,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from jaxserve.core.bound_outcomes import OUTCOMES, bound_outcomes
+from jaxserve.core.metrics import OUTCOMES, bound_outcomes
 from jaxserve.core.request import Completion, Sample
 from jaxserve.core.sampling_params import BOUND_NAMES, SamplingParams
 from jaxserve.engine.stats import ITERATION_TOKENS

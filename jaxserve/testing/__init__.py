@@ -20,7 +20,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxserve.testing.chat_model import write_chat_model as write_chat_model
     from jaxserve.testing.executors import ExecutorWrapper as ExecutorWrapper
     from jaxserve.testing.executors import FaultyExecutor as FaultyExecutor
     from jaxserve.testing.executors import FreeCopiesExecutor as FreeCopiesExecutor
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from jaxserve.testing.tiny import random_prompts as random_prompts
     from jaxserve.testing.tiny import tiny_llama as tiny_llama
     from jaxserve.testing.tiny import tiny_t5 as tiny_t5
+    from jaxserve.testing.tiny import write_chat_model as write_chat_model
     from jaxserve.testing.traces import Outcome as Outcome
     from jaxserve.testing.traces import Trace as Trace
 
@@ -57,7 +57,7 @@ _HOMES = {
     "random_prompts": "tiny",
     "tiny_llama": "tiny",
     "tiny_t5": "tiny",
-    "write_chat_model": "chat_model",
+    "write_chat_model": "tiny",
 }
 
 __all__ = [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterable
+from collections import abc
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -11,22 +13,22 @@ import numpy as np
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import GrammarTooComplexError
+from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.constraints import AnswerMatcher
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.versions import Weights
-from jaxserve.execution.simulated import Accepted, SimulatedExecutor
+from jaxserve.execution.simulated import END_TOKEN, Accepted, SimulatedExecutor
 from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.scheduling.plan import TokenMasks
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.sequence import Phase, Sequence
-from jaxserve.testing.forced_tokens import ForcedTokens
-from jaxserve.testing.random_requests import (
-    random_config,
-    random_requests,
-    with_grammars,
-    with_shared_prefixes,
-)
 from predictor import LengthBuckets, Refinement
+
+BUCKETS = LengthBuckets.equal_width(40, 4)
 
 # Steps in a row, of each device group and link, in which no sequence computes or gets a token.
 MAX_IDLE_STEPS = 4
@@ -40,6 +42,128 @@ REFINEMENT = Refinement(
 _alone: dict[tuple[object, ...], dict[tuple[str, int], Outcome]] = {}
 # What a probe may read. `Trace(probe="any")` draws one of these for each reading.
 PROBES = ("truth", "shortest", "longest", "nan")
+
+
+def random_config(rng: random.Random) -> EngineConfig:
+    """Return a small machine: 1 to 9 slots, 6 to 60 pages of 1 to 8 tokens."""
+    max_slots = rng.randint(1, 9)
+    page_size, num_pages = rng.choice([1, 2, 4, 8]), rng.randint(6, 60)
+    return EngineConfig(
+        page_size=page_size,
+        num_pages=num_pages,
+        max_slots=max_slots,
+        max_context=rng.randint(20, 80),
+        max_step_tokens=max_slots + rng.randint(0, 30),
+        max_decode_iterations=rng.choice([1, 4, 8]),
+        num_host_pages=(0, 3, 200)[num_pages % 3],
+        restore=("on_admission", "prefetch")[num_pages % 2],
+    )
+
+
+def random_requests(rng: random.Random, config: EngineConfig) -> list[Request]:
+    """Return 1 to 20 requests that fit: greedy or sampled, one or three samples, with priorities.
+
+    Some have no length limit, and predictions of any quality; see `random_prediction`.
+    """
+    longest = min(config.max_context, (config.num_pages - 1) * config.page_size) - 1
+    requests = []
+    for i in range(rng.randint(1, 20)):
+        temperature = rng.choice([0.0, 1.0])
+        params = SamplingParams(
+            max_tokens=rng.choice([None, 1, 5, 30]),
+            temperature=temperature,
+            n=rng.choice([1, 1, 3]) if temperature else 1,
+        )
+        requests.append(
+            Request(
+                id=str(i),
+                prompt=tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, longest))),
+                params=params,
+                arrival_s=float(i),
+                stop_token_ids=(END_TOKEN,),
+                seed=i,
+                priority=rng.randrange(3),
+            )
+        )
+    kinds = random.Random(f"predictions {len(requests)}")
+    return [replace(request, prediction=random_prediction(kinds)) for request in requests]
+
+
+def random_prediction(rng: random.Random) -> LengthPrediction | None:
+    """Return a prediction that is missing, random, the shortest or longest, or not a number."""
+    kind = rng.choice(["none", "random", "shortest", "longest", "nan"])
+    weights = {
+        "random": [rng.random() for _ in range(BUCKETS.num)],
+        "shortest": [1.0, 0.0, 0.0, 0.0],
+        "longest": [0.0, 0.0, 0.0, 1.0],
+        "nan": [math.nan] * BUCKETS.num,
+    }.get(kind)
+    if weights is None:
+        return None
+    return LengthPrediction(BUCKETS, np.asarray(weights) / sum(weights))
+
+
+def with_shared_prefixes(rng: random.Random, requests: list[Request]) -> list[Request]:
+    """Return the requests with prompts of which some begin as others do, or are the same."""
+    prefixes = [request.prompt for request in requests[:3]]
+    shared = []
+    for request in requests:
+        prefix = rng.choice(prefixes)[: rng.randint(0, 80)] if rng.random() < 0.6 else ()
+        prompt = (*prefix, *request.prompt[len(prefix) :])
+        shared.append(replace(request, prompt=prompt))
+    return shared
+
+
+def with_grammars(rng: random.Random, requests: list[Request]) -> list[Request]:
+    """Return the requests, of which about half have a grammar, so that they await their tokens."""
+    return [
+        replace(request, params=replace(request.params, regex="a*"))
+        if rng.random() < 0.5
+        else request
+        for request in requests
+    ]
+
+
+@final
+class ForcedTokens:
+    """A `GrammarSource` whose forced tokens depend on the answer's tokens only."""
+
+    def __init__(self, seed: int):
+        self._seed = seed
+
+    def matcher(self, request: Request) -> AnswerMatcher:
+        """See `GrammarSource`."""
+        return _Matcher(self._seed)
+
+    def masks(self, rows: tuple[int, ...], matchers: abc.Sequence[AnswerMatcher]) -> TokenMasks:
+        """See `GrammarSource`; a simulation reads no masks."""
+        words: Future[np.ndarray] = Future()
+        words.set_result(np.full((len(rows), 1), 2**32 - 1, np.uint32))
+        return TokenMasks(rows, words)
+
+
+@final
+class _Matcher:
+    mask_s = 0.0
+    is_complete = False
+
+    def __init__(self, seed: int):
+        self._seed = seed
+        self._output: list[int] = []
+
+    @property
+    def error(self) -> GrammarTooComplexError | None:
+        return None
+
+    def follow(self, output: abc.Sequence[int]) -> None:
+        self._output = list(output)
+
+    def forced(self) -> list[int]:
+        rng = random.Random(f"{self._seed} forced after {self._output}")
+        return [rng.randrange(1, 50) for _ in range(rng.choice([0, 0, 0, 1, 2, 9]))]
+
+    def propose(self, tokens: abc.Sequence[int], most: int, *, forces: bool) -> tuple[int, ...]:
+        return ()
 
 
 @dataclass(frozen=True)
@@ -324,7 +448,9 @@ class Trace:
                 turns.append(replace(sequence.request, id=name, prompt=prompt))
         return turns
 
-    def expected(self, requests: Iterable[Request] | None = None) -> dict[tuple[str, int], Outcome]:
+    def expected(
+        self, requests: abc.Iterable[Request] | None = None
+    ) -> dict[tuple[str, int], Outcome]:
         """Return how every sample ends when its request is served alone.
 
         Alone it has all the memory that it can use, and one token a step. Outcomes are kept for
@@ -336,7 +462,7 @@ class Trace:
         asked = self.asked if requests is None else requests
         return {key: outcome for request in asked for key, outcome in self._alone(request)}
 
-    def _alone(self, request: Request) -> Iterable[tuple[tuple[str, int], Outcome]]:
+    def _alone(self, request: Request) -> abc.Iterable[tuple[tuple[str, int], Outcome]]:
         key = (self.seed, self._with_faults, self._probe, request.id, request.prompt)
         key = (*key, self._grammars is None)
         if key not in _alone:

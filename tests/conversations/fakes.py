@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.conversations import Conversations, Journal
 from jaxserve.conversations.journal_file import Connect
-from jaxserve.core.journal_limits import JournalLimits
+from jaxserve.core.options import JournalLimits
 from jaxserve.core.request import Completion, FinishReason, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, PieceSink

@@ -23,7 +23,7 @@ from jaxserve.core.errors import (
     RuntimeClosedError,
     UnknownConversationError,
 )
-from jaxserve.core.journal_limits import JournalLimits
+from jaxserve.core.options import JournalLimits
 from tests.conversations.fakes import Connections
 
 pytestmark = pytest.mark.fast

@@ -24,7 +24,7 @@ from jaxserve.core.errors import (
     TurnCancelledError,
     TurnTimeoutError,
 )
-from jaxserve.core.journal_limits import JournalLimits
+from jaxserve.core.options import JournalLimits
 from jaxserve.testing import SlowExecutor
 from jaxserve.workload import recorded
 from tests.common.processes import heeding_interrupts, interrupt

@@ -15,7 +15,7 @@ from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slack import Pace
-from jaxserve.testing.random_requests import random_prediction
+from jaxserve.testing.traces import random_prediction
 from tests.common.tiers import some
 
 CONFIG = EngineConfig(num_pages=41, max_slots=2, max_context=256, max_step_tokens=64, page_size=16)

@@ -14,7 +14,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
-from jaxserve.testing.random_requests import random_config, random_requests
+from jaxserve.testing.traces import random_config, random_requests
 from tests.common.tiers import some
 
 

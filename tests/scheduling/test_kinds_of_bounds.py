@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.core.bound_outcomes import bound_outcomes
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import (
@@ -19,6 +18,7 @@ from jaxserve.core.errors import (
     NumericalError,
     UnheededBoundError,
 )
+from jaxserve.core.metrics import bound_outcomes
 from jaxserve.core.request import Completion, FinishReason, Request, Sample, Timing
 from jaxserve.core.sampling_params import BOUND_NAMES, SamplingParams
 from jaxserve.engine.engine import Engine

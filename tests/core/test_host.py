@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.core.host_memory import available_host_bytes
+from jaxserve.core.host import available_host_bytes
 
 pytestmark = pytest.mark.fast
 
