@@ -78,7 +78,7 @@ def check_slot_states(
     num_processes: int = 1,
     num_device_groups: int = 1,
 ) -> None:
-    """Check options and placement of a model with recurrent layers; others pass.
+    """Check options and placement of a model with recurrent layers.
 
     Args:
       mesh: of the parameters; None on one device.
@@ -200,7 +200,7 @@ def _obstacles(
     params: Any,
     stages: StagePlan | None = None,
 ) -> list[str]:
-    """Return every reason for which bits of a request may depend on the batch; see above."""
+    """Return every reason for which bits of a request may depend on the batch."""
     sharding = jax.tree.leaves(params)[0].sharding
     platform = next(iter(sharding.device_set)).platform
     kernels = row_kernels_of(options)
@@ -259,7 +259,7 @@ def row_kernels_of(options: RuntimeOptions) -> RowKernels | None:
 
 
 def _has_wide_products(graphdef: nnx.GraphDef, params: Any) -> bool:
-    """Return whether XLA multiplies with some of the weights in few bits."""
+    """Return whether XLA, and no kernel, multiplies with some quantised weights."""
     modules = (module for _, module in nnx.iter_modules(nnx.merge(graphdef, params)))
     return any(
         isinstance(module, QuantisedWeight)

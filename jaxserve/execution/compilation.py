@@ -82,12 +82,7 @@ def steady(num_pages: int, store: ExecutableStore, *parts: Any) -> int:
 
 
 def warm_up(executor: ModelExecutor, *, progress: bool, behind: bool = False) -> None:
-    """Make every executable.
-
-    Args:
-      progress: show a progress bar.
-      behind: return at once where the executor can make them while it serves.
-    """
+    """Make every executable, on other threads if `behind` and the executor can."""
     if behind and executor.warm_up_behind():
         return
     steps = executor.warmup_steps()
@@ -112,8 +107,7 @@ def warm_up(executor: ModelExecutor, *, progress: bool, behind: bool = False) ->
 class CompilationCounter:
     """A counter of the compilations in its `watch` blocks, on the thread of the block.
 
-    Loading an executable, or waiting for another thread that makes it, counts too, because it also
-    stalls the loop.
+    Loading an executable, or waiting for a thread that makes it, also counts: it stalls the loop.
 
     Args:
       strict: raise CompilationAfterWarmupError on a compilation after the warm-up.
@@ -152,7 +146,6 @@ class CompilationCounter:
             )
 
     def close(self) -> None:
-        """Stop counting; do nothing if the listener is gone."""
         self._thread = None
         # JAX asserts that it is there, and other libraries clear all listeners (Tunix does).
         with suppress(AssertionError):

@@ -44,8 +44,8 @@ Processes = tuple[tuple[int, ...], tuple[int, ...]]
 # Pages, and the arrays of each part of them, in host memory.
 _PagesOnHost = tuple[tuple[int, ...], list[list[np.ndarray]]]
 
-# What came of a handover: pages on their way through the leader, or none, as the target's devices
-# have them; a str is the reason for which they are lost.
+# The result of a handover: pages in transit through the leader; none, if the target's devices have
+# them; or a str, the reason for which they are lost.
 Outcome = tuple[_PagesOnHost, ...] | str
 
 # What processes pull from each other at the start.
@@ -56,7 +56,7 @@ _POLL_S = 0.01
 @final
 @dataclass(frozen=True)
 class Cut:
-    """How a group's cache is cut by KV head.
+    """How a group's cache is split by KV head.
 
     Attributes:
       num_heads: KV heads of the cache, repeated ones included.
@@ -69,10 +69,7 @@ class Cut:
 
 @final
 class TakenPages:
-    """At most `PAGES_A_CALL` pages, gathered in the parts of the group that gets them.
-
-    Attributes:
-      pages: their ids.
+    """At most `PAGES_A_CALL` pages, gathered in the parts of the target group.
 
     Args:
       parts: for each kind of array its parts, with a copy on every device of the group.
@@ -83,16 +80,14 @@ class TakenPages:
         self._kinds = parts
 
     def is_ready(self) -> bool:
-        """Return whether the pages have been gathered."""
         leaves: list[Any] = jax.tree.leaves(self._kinds)
         return all(leaf.is_ready() for leaf in leaves)
 
     def part(self, index: int) -> list[jax.Array]:
-        """Return a part, an array of one device for each kind of array."""
+        """Return a part: for each kind of array, an array on one device."""
         return [copy_of_part(parts[index], index) for parts in self._kinds]
 
     def start_to_host(self) -> None:
-        """Start to copy all parts to the host."""
         for leaf in jax.tree.leaves(self._kinds):
             leaf.copy_to_host_async()
 
@@ -107,14 +102,14 @@ class TakenPages:
 
 @final
 class PagePort:
-    """The way of pages out of the cache of a device group, and into it.
+    """Copies of pages out of the cache of a device group and into it.
 
     Every process of the group makes the same calls in the same order, between steps. The caches at
-    both ends have the same layers and formats; they may be cut differently. Copies have a fixed
-    number of pages, so that nothing compiles after `warm_up`.
+    both ends have the same layers and formats; they may be split differently by KV head. Copies
+    have a fixed number of pages, so that nothing compiles after `warm_up`.
 
     Args:
-      other: how the cache of the other group is cut.
+      other: how the cache of the other group is split.
 
     Attributes:
       devices: this process's devices of the group, and the index of the part that each has.
@@ -202,7 +197,6 @@ class PagePort:
 
 
 def cut_of(pool: DevicePages) -> Cut:
-    """Return how a cache is cut."""
     return Cut(pool.cache.k_pages[0].shape[2], Placement.like(pool.place).num_shards)
 
 
@@ -223,25 +217,23 @@ class Arrived:
 
 
 class Awaited(Protocol):
-    """What a process waits for in a handover."""
+    """A handover in progress."""
 
-    def is_ready(self) -> bool:
-        """Return whether `collect` would not wait."""
-        ...
+    def is_ready(self) -> bool: ...
 
     def collect(self) -> Outcome:
-        """Wait; return what came of the handover."""
+        """Wait for the result of the handover."""
         ...
 
 
 class Courier(abc.ABC):
-    """The part of one process in handovers.
+    """Transfers KV pages between two device groups, on the side of one process.
 
     Every process gets the same handovers in the same order, and makes the same calls.
 
     Args:
       own_index: the group of this process's devices.
-      port: the way into and out of its cache.
+      port: reads and writes its cache.
     """
 
     def __init__(self, own_index: int, port: PagePort):
@@ -253,9 +245,9 @@ class Courier(abc.ABC):
         self._port.warm_up()
 
     def begin(self, plan: StepPlan, number: int) -> Awaited | None:
-        """Begin with a handover; return what this process is to wait for, if anything.
+        """Start a handover; return what this process must wait for, or None.
 
-        The first process of one of the groups is the one whose outcome counts.
+        The outcome of the first process of a group counts.
         """
         source, target = _way(plan)
         pages = list(dict.fromkeys(page for each in plan.handovers for page in each.pages))
@@ -279,7 +271,7 @@ class Courier(abc.ABC):
 
 @final
 class HostCourier(Courier):
-    """Pages go through host memory and the leader."""
+    """Sends pages through host memory and the leader."""
 
     def _give(self, taken: list[TakenPages], number: int, pages: Sequence[int]) -> Awaited:
         return _ToHost(taken)
@@ -299,12 +291,11 @@ class HostCourier(Courier):
 @final
 @dataclass(frozen=True)
 class _Peer:
-    """What a process tells the others at the start.
+    """What a process tells the other processes at the start.
 
     Attributes:
       address: of its transfer server; None where it has none.
-      key: which transfers have keys above, a random number.
-      cut: of its group's cache.
+      key: a random number; transfers have keys from it on.
       parts: the index of the part that each of its devices has.
     """
 
@@ -316,12 +307,10 @@ class _Peer:
 
 @final
 class TransferCourier(Courier):
-    """Devices of the target pull pages from a process of the source, with JAX's own transfer.
+    """Pulls pages from a process of the source onto the target's devices, with JAX's transfer.
 
     Args:
-      server: of this process.
-      peers: what every process of the job has told, by its id.
-      process_id: of this process.
+      peers: the record of every process of the job, by process id.
     """
 
     def __init__(
@@ -420,10 +409,9 @@ def make_courier(
     serve: Callable[..., transfer.TransferServer] = transfer.start_transfer_server,
     patience_s: float = 10.0,
 ) -> Courier:
-    """Return the part of this process in handovers. All processes of a job call it at once.
+    """Return a `TransferCourier`, or a `HostCourier` if a process cannot pull from the other group.
 
-    Where not every process can pull from the other group, pages go through host memory, and the
-    leader logs a warning with the reason.
+    All processes of a job call it at the same time. The leader logs the reason for a `HostCourier`.
 
     Args:
       serve: starts a server of arrays.
@@ -464,7 +452,7 @@ def _server(
     executor: DeviceExecutor,
     serve: Callable[..., transfer.TransferServer],
 ) -> tuple[transfer.TransferServer | None, str]:
-    """Return a server of arrays of this process, or None and the reason for that."""
+    """Return a server of arrays, or None and the reason."""
     address = f"{group.address}:0"
     try:
         return serve(executor.device.client, address, [address]), ""
@@ -473,7 +461,7 @@ def _server(
 
 
 def _way(plan: StepPlan) -> tuple[int, int]:
-    """Return the group that gives the pages of a plan, and the one that gets them."""
+    """Return the source group and the target group of a plan's handovers."""
     ways = {(each.source, each.target) for each in plan.handovers}
     if len(ways) > 1:
         raise NotImplementedError(
@@ -484,7 +472,7 @@ def _way(plan: StepPlan) -> tuple[int, int]:
 
 @final
 class _ToHost:
-    """Pages on their way to this process's memory."""
+    """Pages that are being copied to this process's host memory."""
 
     def __init__(self, taken: Sequence[TakenPages]):
         self._taken = taken
@@ -503,7 +491,7 @@ class _ToHost:
 
 @final
 class _Pulled:
-    """Parts of pages on their way to this process's devices."""
+    """Parts of pages that this process's devices are pulling."""
 
     def __init__(self, calls: Sequence[Sequence[Sequence[jax.Array]]]):
         self._leaves: list[Any] = jax.tree.leaves(calls)

@@ -226,7 +226,7 @@ class DeviceExecutor:
 
     @property
     def pages(self) -> DevicePages:
-        """The page pool after the last submitted step; the next step donates its cache."""
+        """The page pool, whose cache the next step donates."""
         return self._pages
 
     @property
@@ -235,7 +235,7 @@ class DeviceExecutor:
 
     @property
     def slots(self) -> DeviceSlots:
-        """The slots after the last submitted step; the next step donates their state."""
+        """The slots, whose state the next step donates."""
         return self._slots
 
     def compiled_steps(self, variant: Variant = Variant.FULL) -> list[Any]:
@@ -326,7 +326,7 @@ class DeviceExecutor:
         return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows, prompt_parts)
 
     def _encode(self, batch: MixedBatch) -> jax.Array:
-        """Encode whole prompts, write their keys and values, and return the encoder's output."""
+        """Encode whole prompts, and write the keys and values of the encoder's output."""
         programs, params, slots = self._programs, self._params, self._slots.state
         encoded = programs.encode(params, programs.prompts_of(slots, batch))
         cache = programs.write_encoded(params, self._pages.cache, slots, batch, encoded)
@@ -336,7 +336,7 @@ class DeviceExecutor:
     def _body(
         self, batch: MixedBatch, incoming: IncomingPages | None
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Run `steps.mixed_body` and replace the cache by its result."""
+        """Run the body of a mixed step; return hidden states, those of rows, and tapped ones."""
         self._pages.cache, hidden, row_hidden, tapped = self._programs.mixed_body(
             self._params,
             self._pages.cache,
@@ -388,7 +388,7 @@ class DeviceExecutor:
         tapped: jax.Array | None,
         variant: Variant,
     ) -> tuple[SlotState, Outputs]:
-        """`_sample` where some of the rows have proposals, and so may get several tokens."""
+        """Choose tokens for rows of which some have proposals, and so may get several."""
         choosing, masks = verifying_arguments(
             self._programs, plan, sampling, variant, has_masks=True
         )
@@ -479,12 +479,12 @@ def verifying_arguments(
 
 @final
 class DeviceWarmup:
-    """Makes every executable of a configuration from the shapes of what it will be called with.
+    """Compiles every executable of a configuration from the shapes of its arguments.
 
-    The object holds no array of the executor, so that it can work beside running steps.
+    It holds no array of the executor, so that it can run during steps.
 
     Args:
-      takes_masks: also what requests with a grammar need.
+      takes_masks: also compile what requests with a grammar need.
     """
 
     def __init__(
@@ -508,27 +508,24 @@ class DeviceWarmup:
         self._incoming = pages.abstract_incoming(config.num_incoming_pages)
 
     def steps(self) -> list[_Step]:
-        """Return (name, function), those first that most requests need first."""
+        """Return (name, function), in the order in which requests need them."""
         return [*self._first(), *self._later()]
 
     @property
     def num_first(self) -> int:
-        """Number of leading `steps` that a request may wait for that runs alone."""
+        """Number of leading `steps` that a single request needs."""
         return len(list(self._first()))
 
     def behind(self, on_end: Callable[[], None]) -> Preparation:
-        """Make the executables on other threads, in the order of `steps`.
+        """Make the executables on other threads, in the order of `steps`, then call `on_end`.
 
-        `Preparation.has_first` says whether a request that runs alone waits for none.
-
-        Args:
-          on_end: called when all are made.
+        `Preparation.has_first` says whether those of a single request exist.
         """
         first, delay_s = list(self._first()), _DELAY_S if self._programs.shelf.knows_first else 0.0
         return Preparation([*first, *self._later()], on_end, num_first=len(first), delay_s=delay_s)
 
     def _first(self) -> Iterator[_Step]:
-        """Yield what a prompt of any length and a greedy or drawn answer need, one at a time."""
+        """Yield what a single request needs: a prompt of any length, a greedy or drawn answer."""
         num_tokens, *others = self._config.coarse_token_buckets
         yield self._body(num_tokens)
         yield from self._variant(Variant.GREEDY, _SMALLEST)
@@ -537,7 +534,7 @@ class DeviceWarmup:
         yield from self._variant(Variant.RANDOM, _SMALLEST)
 
     def _later(self) -> Iterator[_Step]:
-        """Yield the rest: more sequences at once, and last what few requests ask for."""
+        """Yield the rest: several sequences at once, then rare features."""
         tokens = self._config.coarse_token_buckets
         yield from (self._body(size) for size in self._config.token_buckets if size not in tokens)
         yield from self._variant(Variant.GREEDY, _LARGER)
@@ -560,7 +557,7 @@ class DeviceWarmup:
                     yield f"{name}, of proposals", partial(self._verifying_head, variant, num_rows)
 
     def _variant(self, variant: Variant, part: slice) -> Iterator[_Step]:
-        """Yield a part of the sizes of a variant, which increase."""
+        """Yield a part of the sizes of a variant, in increasing order."""
         name = variant.name.lower()
         for num_rows in variant.sizes(self._config.slot_buckets)[part]:
             yield (
@@ -598,7 +595,7 @@ class DeviceWarmup:
         )
 
     def _outputs(self, num_tokens: int) -> list[Any]:
-        """Return the shapes of hidden states, those of rows, and what the probe reads."""
+        """Return the shapes of the body's outputs: hidden states, those of rows, tapped ones."""
         _, *outputs = self._mixed(num_tokens, None).out_info
 
         def placed(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -658,11 +655,7 @@ class DeviceWarmup:
 
 
 def made_bodies(preparing: Preparation | None) -> Callable[[int], bool] | None:
-    """Return a function that says whether mixed steps of a size exist; None if none are being made.
-
-    Args:
-      preparing: as `DeviceWarmup.behind` returned it.
-    """
+    """Return a predicate of the sizes of mixed steps that exist; None without a preparation."""
     if preparing is None:
         return None
     return lambda num_tokens: preparing.is_made(_body_name(num_tokens))

@@ -102,21 +102,17 @@ class DeviceSlots:
             self._edit(releases, ())
 
     def needs(self, rows: Iterable[Row]) -> SamplingNeeds:
-        """Return which sampler features the sampling rows need, after the edits of their plan."""
+        """Return the sampler features that the sampling rows need, after their plan's edits."""
         return SamplingNeeds.union(self._needs[row.slot] for row in rows if row.samples)
 
     def warm_up(self, *, takes_masks: bool) -> None:
-        """Compile every edit without changing a slot.
-
-        Args:
-          takes_masks: `preparations_for_grammars` too.
-        """
+        """Compile every edit without changing a slot."""
         grammars = self.preparations_for_grammars() if takes_masks else []
         for _, prepare in (*self.preparations(), *grammars):
             prepare()
 
     def preparations_for_grammars(self) -> list[tuple[str, Callable[[], Any]]]:
-        """`preparations` of the edits that only requests with a grammar need."""
+        """Return `preparations` of edits that only requests with a grammar need."""
         packed = edits.pack_extensions(self._config, ())
         prepare = partial(self._extend_slots.prepare, abstract(self.state), packed)
         return [("forced tokens", prepare)]
@@ -160,7 +156,7 @@ class DeviceSlots:
             self.state = own
 
     def renew(self) -> None:
-        """Replace the slots by inert ones for good."""
+        """Replace the slots by inert ones."""
         self.delete()
         self.state = self._new()
 
@@ -174,7 +170,6 @@ class DeviceSlots:
 
 
 def _proposed(row: Row) -> Extension:
-    """Return a row's proposals, as tokens of its slot until they are verified."""
     return Extension(row.slot, row.start + row.num_tokens - len(row.proposed), row.proposed)
 
 
@@ -186,12 +181,7 @@ def chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
 
 @final
 class StateMoves:
-    """Moves the states in a cache between slots; without recurrent layers there are none.
-
-    Args:
-      place: sharding of the cache.
-      shelf: where executables are kept.
-    """
+    """Moves the states of recurrent layers between slots; without such layers it does nothing."""
 
     def __init__(self, config: EngineConfig, place: jax.sharding.Sharding, shelf: Shelf):
         self._config = config
@@ -208,7 +198,6 @@ class StateMoves:
             pages.replace(replace(pages.cache, states=states))
 
     def preparations(self, pages: DevicePages) -> list[tuple[str, Callable[[], Any]]]:
-        """Return (name, function); a function makes its executable, on any thread."""
         states = abstract(pages.cache.states)
         if not states:
             return []

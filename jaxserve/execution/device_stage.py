@@ -32,7 +32,7 @@ from jaxserve.steps.step_function import abstract
 @final
 @dataclass
 class _Sampled:
-    """Sampled tokens that are in transit to a stage; see `stages.append`.
+    """Sampled tokens in transit to a stage; see `stages.append`.
 
     Attributes:
       index: int32 [R], slots; entries of `max_slots` are skipped.
@@ -77,7 +77,6 @@ class DeviceStage:
         self._incoming: deque[_Sampled] = deque()
 
     def update_params(self, params: Any) -> None:
-        """Replace the parameters of this stage for all later steps."""
         self.params = params
 
     def drop_params(self) -> None:
@@ -205,7 +204,6 @@ class DeviceStage:
     def verify(
         self, hidden: jax.Array, rows: ChoosingRows, masks: Any, variant: Variant
     ) -> tuple[Outputs, Chosen]:
-        """Choose tokens with `stages.verify`."""
         with self.programs.place.in_force():
             self.slots.state, outputs, chosen = self.programs.stage.verify(
                 self.params, self.slots.state, hidden, rows, masks, variant=variant
@@ -229,7 +227,7 @@ class DeviceStage:
         proposals: tuple[Draft, Proposed],
         variant: Variant,
     ) -> tuple[Outputs, Chosen, tuple[Draft, Proposed]]:
-        """Choose the tokens of an iteration with `stages.choose_proposed`, and propose others."""
+        """Choose the tokens of an iteration, and propose the next ones."""
         draft, proposed = proposals
         with self.programs.place.in_force():
             self.slots.state, outputs, chosen, draft, proposed = self.programs.stage.choose(
@@ -262,7 +260,6 @@ class DeviceStage:
             return self.programs.no_outputs(num_rows, most, variant, num_proposed=num_proposed)
 
     def catch_up(self) -> None:
-        """Append all tokens that are in transit."""
         while self._incoming:
             self._append(self._incoming.popleft())
 
@@ -273,7 +270,7 @@ class DeviceStage:
             self.slots.relocate(page_targets(old_num_pages, num_pages, moves))
 
     def renew(self) -> None:
-        """Go on with inert slots and a cache of zeros, after a step that failed."""
+        """Reset the slots and the cache after a step that failed."""
         self._incoming.clear()
         with self.programs.place.in_force():
             self.pages.renew()
@@ -293,13 +290,12 @@ class DeviceStage:
             self.catch_up()
 
     def delete(self) -> None:
-        """Free the cache and the slots."""
         self._incoming.clear()
         self.pages.delete()
         self.slots.delete()
 
     def _take_in(self, slots: np.ndarray) -> None:
-        """Append the tokens in transit for these slots, and all that were sent before them."""
+        """Append the tokens in transit for these slots, and all tokens sent before them."""
         last = max(
             (i for i, s in enumerate(self._incoming) if np.isin(s.index, slots).any()), default=-1
         )

@@ -17,9 +17,7 @@ def encode_prompts(
 ) -> list[np.ndarray]:
     """Return the encoder's output for each prompt, float32 [tokens, embed].
 
-    Args:
-      programs: of the part of the model that has the encoder.
-      prompts: token ids, at most `max_step_tokens` together.
+    The prompts have at most `max_step_tokens` tokens together.
     """
     place = programs.place
     batch = jax.device_put(pack_prompts(programs.config, prompts), place.whole)
@@ -34,7 +32,7 @@ def encode_prompts(
 def in_steps(
     prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> Iterator[Sequence[Sequence[int]]]:
-    """Yield prompts in their order, as many together as have at most `max_tokens` tokens."""
+    """Yield batches of consecutive prompts with at most `max_tokens` tokens each."""
     start, num_tokens = 0, 0
     for index, prompt in enumerate(prompts):
         if num_tokens + len(prompt) > max_tokens:

@@ -1,9 +1,9 @@
 """Executors of a model that several processes serve together: one leads, the others follow.
 
-The leader schedules. It sends each plan to the followers before it carries the plan out itself.
-Each process drives its own devices. Processes with devices of one group call the same executables
-in the same order, and every device of the group has the results. Where two device groups belong to
-different processes, each process has a share in the work (`GroupShare`).
+The leader schedules. It sends each plan to the followers, then carries it out itself. Each process
+drives its own devices. Processes with devices of one group call the same executables in the same
+order, and every device of the group has the results. Where two device groups belong to different
+processes, a `GroupShare` carries out the plans of the group whose devices the process owns.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True)
 class StepFailed:
-    """What a follower's own thread tells it: a step has failed, or could not be reported."""
+    """A message of a follower's own thread: a step has failed, or could not be reported."""
 
     error: BaseException
 
@@ -55,11 +55,10 @@ class StepFailed:
 @final
 @dataclass(frozen=True)
 class FollowerReport:
-    """A follower's message: what came of a plan.
+    """A follower's message: the result of a step, or the outcome of a handover.
 
     Attributes:
-      number: of plans before it.
-      content: the result of a step, or the outcome of a handover.
+      number: number of plans before it.
     """
 
     number: int
@@ -67,7 +66,10 @@ class FollowerReport:
 
 
 class GroupShare(abc.ABC):
-    """This process's share in the work of two device groups.
+    """One process's share in the work of two device groups that belong to different processes.
+
+    Every process gets every plan, in one order. KV passes between the groups through a `Courier`.
+    The leader alone decides when pages have arrived, and which of them are still needed.
 
     Args:
       executor: of the devices of this process's device group.
@@ -93,7 +95,7 @@ class GroupShare(abc.ABC):
         self._num_plans = 0
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
-        """Return what is to be warmed up in addition to the executor's own steps."""
+        """Return the warm-up steps besides those of the executor."""
         return [("handover", self._courier.warm_up)]
 
     def finish_warmup(self) -> None:
@@ -107,10 +109,10 @@ class GroupShare(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End what the share has begun; the executor is closed by its owner."""
+        """End threads and counters; the owner of the executor closes it."""
 
     def _number(self) -> int:
-        """Return the number of plans before this one, which is the same in every process."""
+        """Count a plan; return the number of plans before it, the same in every process."""
         self._num_plans += 1
         return self._num_plans - 1
 
@@ -121,7 +123,7 @@ class GroupShare(abc.ABC):
 
 @final
 class LeadersShare(GroupShare):
-    """The leader's share: the plans of its own group, and what others report of theirs."""
+    """The leader's share: the plans of its group, and the reports on those of the other group."""
 
     def __init__(
         self,
@@ -138,7 +140,6 @@ class LeadersShare(GroupShare):
         self._pending: list[_HandoverHandle] = []
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        """Carry out this process's part of a plan that every follower has, too."""
         number = self._number()
         if plan.handovers:
             return self._hand_over(plan, number)
@@ -164,7 +165,7 @@ class LeadersShare(GroupShare):
         return handle
 
     def _receive(self, handle: _HandoverHandle, outcome: Outcome) -> None:
-        """Have pages written to the target's cache, for all of the target's later steps."""
+        """Write pages to the target's cache, for all of the target's later steps."""
         self._pending.remove(handle)
         arrived = Arrived(handle.number, outcome, frozenset(handle.dropped))
         self._group.send(arrived, self._followers[handle.target])
@@ -177,8 +178,7 @@ class LeadersShare(GroupShare):
 class FollowersShare(GroupShare):
     """A follower's share: the plans of its own group, whose results one of its processes reports.
 
-    A thread waits for results in the order of the plans; another one, which does not wait for
-    steps, for pages.
+    One thread waits for results in the order of the plans, and a second one for pages.
     """
 
     def __init__(
@@ -197,11 +197,7 @@ class FollowersShare(GroupShare):
         self._pages = _Waits("jaxserve-pages")
 
     def carry_out(self, message: Any) -> None:
-        """Do this process's part of a plan, or write pages that have arrived.
-
-        Raises:
-          BaseException: an earlier step has failed.
-        """
+        """Carry out this process's part of a plan, or write pages; raise if a step has failed."""
         if isinstance(message, StepFailed):
             raise message.error
         if isinstance(message, Arrived):
@@ -227,7 +223,7 @@ class FollowersShare(GroupShare):
         self._compilations.close()
 
     def _read(self, waits: _Waits, number: int, content: Callable[[], Any]) -> None:
-        """Have a thread wait for something, and report it."""
+        """Wait for a content on a thread, and report it."""
 
         def read() -> None:
             try:
@@ -242,7 +238,7 @@ class FollowersShare(GroupShare):
 
 @final
 class _Waits:
-    """A thread that makes calls in their order."""
+    """A thread that makes calls in order."""
 
     def __init__(self, name: str):
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -250,7 +246,6 @@ class _Waits:
         threading.Thread(target=self._make_all, name=name, daemon=True).start()
 
     def put(self, call: Callable[[], object]) -> None:
-        """Have the thread make a call after those before it."""
         self._calls.put(call)
 
     def settle(self) -> None:
@@ -270,11 +265,7 @@ class _Waits:
 
 @final
 class InOrder:
-    """The share of a follower whose devices are all in one group: every plan.
-
-    Args:
-      executor: of this process's devices.
-    """
+    """The share of a follower whose devices are all in one group: every plan."""
 
     def __init__(self, executor: DeviceExecutor):
         self._executor = executor
@@ -295,7 +286,7 @@ class InOrder:
 
 @final
 class _Reports:
-    """What a follower has reported to the leader, by the number of plans before it."""
+    """The reports of a follower to the leader, by the number of plans before each."""
 
     def __init__(self, group: ProcessGroup, process_id: int):
         self._group = group
@@ -306,7 +297,6 @@ class _Reports:
             pass
 
     def has(self, number: int) -> bool:
-        """Return whether the report of a plan has come."""
         while number not in self._found and self._note(waits=False):
             pass
         return number in self._found
@@ -326,7 +316,7 @@ class _Reports:
 
 @final
 class _FarHandle:
-    """A plan that processes of the other group carry out."""
+    """A step of the other group, whose result a follower reports."""
 
     def __init__(self, reports: _Reports, number: int):
         self._reports = reports
@@ -336,24 +326,21 @@ class _FarHandle:
         return self._reports.has(self._number)
 
     def collect(self) -> Any:
-        """Wait for the report; return its content."""
         return self._reports.take(self._number)
 
 
 @final
 class _HandoverHandle:
-    """Pages that go from one group to the other.
+    """Pages in transit from one group to the other.
 
-    `collect` has them written when they have arrived. Where they are lost, it leaves the target's
-    cache as it is, and reports the loss.
+    `collect` writes them once they have arrived. If they are lost, it leaves the target's cache
+    unchanged and reports the loss.
 
     Attributes:
-      number: of plans before this one.
-      target: the group that gets them.
-      dropped: pages that are not to be written any more.
+      dropped: pages that must not be written any more, because another sequence owns them.
 
     Args:
-      awaited: what the outcome comes from.
+      number: number of plans before this one.
       receive: called once, with the outcome.
     """
 
@@ -387,7 +374,7 @@ class _HandoverHandle:
 
 @final
 class Command(enum.Enum):
-    """A message of the leader other than a plan: return from `follow`, or close."""
+    """A command of the leader: return from `follow`, or close."""
 
     DISMISS = enum.auto()
     CLOSE = enum.auto()
@@ -396,7 +383,7 @@ class Command(enum.Enum):
 @final
 @dataclass(frozen=True)
 class ParamsUpdated:
-    """A message that the leader has replaced the parameters `count` times; so must a follower."""
+    """A message: the leader has replaced the parameters `count` times, and so must a follower."""
 
     count: int
 
@@ -432,7 +419,7 @@ class GroupExecutor(abc.ABC):
 
     @property
     def host_memory(self) -> HostMemory | None:
-        """None, since each process can read its own part of a host page only."""
+        """None: each process can read only its own part of a host page."""
         return None
 
     @property
@@ -445,7 +432,7 @@ class GroupExecutor(abc.ABC):
 
     @property
     def can_resize(self) -> bool:
-        """False, since the processes would have to agree on the size."""
+        """False: the processes would have to agree on the size."""
         return False
 
     @property
@@ -472,22 +459,20 @@ class GroupExecutor(abc.ABC):
 
     @property
     def prepares_in_parallel(self) -> bool:
-        """False, since the processes compile in the same order."""
+        """False: the processes compile in the same order."""
         return False
 
     def use_idle_time(self) -> bool:
         return False
 
     def reset(self) -> bool:
-        """Return False, since a step may have failed on one process alone."""
+        """Return False: a step may have failed on one process only."""
         return False
 
     def warm_up_behind(self) -> bool:
-        """Return False, see `prepares_in_parallel`."""
         return False
 
     def is_ready(self) -> bool:
-        """Return True, since nothing is made behind requests."""
         return True
 
     def finish_warmup(self) -> None:
@@ -668,12 +653,12 @@ def in_group(
     strict: bool = False,
     couriers: Callable[..., Courier] = make_courier,
 ) -> GroupExecutor:
-    """Return `executor` in this process's role: leading in process 0, following in the others.
+    """Return a `LeadingExecutor` in process 0, and a `FollowingExecutor` in every other process.
 
     Args:
       processes: those of the encode group and those of the decode group; None for one group.
       strict: raise on any compilation of a copy between groups after the warm-up.
-      couriers: makes this process's part in handovers, of the first three arguments.
+      couriers: makes the `Courier` from the first three arguments.
     """
     share: Any = None
     if processes is not None:
@@ -687,7 +672,7 @@ def in_group(
 def allocate_host_pages(pages: DevicePages, group: ProcessGroup) -> None:
     """Allocate the memory of the host pages of every process. Every process must call it.
 
-    So a process that lacks it ends the start of all, not a step that the others compute.
+    A process without enough memory then fails at the start, and not in the middle of a step.
 
     Raises:
       HostMemoryError: a process does not have the memory; every process raises it.

@@ -39,12 +39,11 @@ class LinkedExecutor(ModelExecutor, Protocol):
 
 @final
 class GroupedExecutor:
-    """An executor with an executor for each of two device groups, and the link between them.
+    """An executor for each of two device groups, and the links between their caches.
 
-    Each group has its own parameters, page cache and slots, and runs its plans in their order while
-    the other group runs its own. A plan of the link copies pages from one group's cache to the
-    other's while both compute. There is no host memory: policies with two groups keep no KV of
-    preempted or ended sequences (`Policy`).
+    Each group has its own parameters, page cache and slots. The groups run their plans at the same
+    time, each in order. A handover copies pages between the caches while both compute. There is no
+    host memory: policies with two groups keep no KV of preempted or ended sequences (`Policy`).
 
     Args:
       groups: executors of the encode group and of the decode group, with pages and slots of
@@ -72,7 +71,6 @@ class GroupedExecutor:
 
     @property
     def groups(self) -> tuple[LinkedExecutor, ...]:
-        """The executors of the encode group and of the decode group."""
         return self._groups
 
     @property
@@ -122,13 +120,12 @@ class GroupedExecutor:
                     self._links[way].receive(parcel)
 
     def exchange(self, groups: Sequence[LinkedExecutor], links: Links) -> None:
-        """Go on with other executors, for instance on other devices; close the present ones.
+        """Replace the executors of both groups, and close the previous ones.
 
         Every step was collected, and no sequence has pages.
 
         Args:
-          groups: executors of the encode group and of the decode group.
-          links: `links_between` them.
+          links: `links_between` the new executors.
         """
         assert not self._pending, "pages are on their way"
         former, self._groups, self._links = self._groups, tuple(groups), links
@@ -168,11 +165,9 @@ class GroupedExecutor:
         return False
 
     def warm_up_behind(self) -> bool:
-        """Return False, see `prepares_in_parallel`."""
         return False
 
     def is_ready(self) -> bool:
-        """Return True, since nothing is made behind requests."""
         return True
 
     def finish_warmup(self) -> None:
@@ -224,11 +219,11 @@ class GroupedExecutor:
 
 @final
 class HandoverHandle:
-    """Pages that go from one group to the other.
+    """Pages in transit from one group to the other.
 
-    `collect` writes them to the target's cache when they have arrived, so that the target's steps
-    do not wait for them. Where the source's devices or the transfer have failed, it leaves the
-    target's cache as it is, and reports the loss.
+    `collect` writes them to the target's cache once they have arrived, so that the target's steps
+    do not wait for them. If the source's devices or the transfer have failed, it leaves the
+    target's cache unchanged and reports the loss.
 
     Args:
       parcels: what was sent, by source and target.
@@ -246,7 +241,7 @@ class HandoverHandle:
         self._receive = receive
 
     def drop(self, pages: set[int], target: int) -> None:
-        """Leave these pages of a target group as they are."""
+        """Do not write these pages of a target group."""
         for (_, arrives_in), parcels in self.parcels.items():
             if arrives_in == target:
                 for parcel in parcels:

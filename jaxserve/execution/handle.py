@@ -29,11 +29,11 @@ class PromptPart:
         rows: Sequence[tuple[int, Row]],
         starts: Sequence[int],
     ) -> Self:
-        """Return the part of those of the rows that return log-probabilities.
+        """Return the part of the rows that return prompt log-probabilities.
 
         Args:
-          rows: of the step, in its order, each with its index in the plan.
-          starts: where the tokens of each begin.
+          rows: the rows of the step in order, each with its index in the plan.
+          starts: index of each row's first token.
         """
         spans = {
             i: slice(start, start + row.num_tokens)

@@ -51,7 +51,7 @@ def scatter_pieces(
     ids: jax.Array,  # int32 [PAGES_A_CALL]; an id past the end is skipped
     pieces: Sequence[Arrays],
 ) -> KVCache:
-    """Return `cache` with the pages written that the pieces make up."""
+    """Return `cache` with the pages of the joined pieces written to it."""
     joined = iter([jnp.concatenate(leaves) for leaves in zip(*pieces, strict=True)])
     values = []
     for leaves in kinds(cache):
@@ -100,10 +100,10 @@ def _with_heads(pages: jax.Array, num_heads: int) -> jax.Array:
 @final
 @dataclass
 class Parcel:
-    """At most `PAGES_A_CALL` pages on their way to the target's devices.
+    """At most `PAGES_A_CALL` pages in transit to the target's devices.
 
     Attributes:
-      pages: the ids of the pages; a page that is dropped on the way is None.
+      pages: the ids of the pages; None for a page that was dropped.
       pieces: for each cache of the target the pieces that make up its layers, in order.
     """
 
@@ -111,11 +111,10 @@ class Parcel:
     pieces: tuple[tuple[Arrays, ...], ...]
 
     def drop(self, pages: Collection[int]) -> None:
-        """Leave these pages of the target as they are."""
+        """Do not write these pages of the target."""
         self.pages = [None if page in pages else page for page in self.pages]
 
     def is_ready(self) -> bool:
-        """Return whether every array has arrived."""
         leaves: list[Any] = jax.tree.leaves(self.pieces)
         return all(leaf.is_ready() for leaf in leaves)
 
@@ -207,30 +206,26 @@ class Link:
         return Parcel(list(pages), tuple(map(tuple, arrived)))
 
     def _is_alike(self, piece: _Piece) -> bool:
-        """Whether both caches are cut into equal shards, so that each moves as a whole."""
+        """Return whether both caches have equal shards, so that each shard moves as a whole."""
         pools = self._source[piece.source], self._target[piece.target]
         first, second = (Placement.like(pool.place).num_shards for pool in pools)
         return first == second
 
     def _split(self, piece: _Piece) -> tuple[int, int]:
-        """Return the KV heads of the target's cache, and the parts to cut them into.
+        """Return the KV heads of the target's cache, and the number of parts to split them into.
 
-        Shards that are alike are one part; else there is one for each of the target's shards.
+        That is 1 if both caches have equal shards, else the number of the target's shards.
         """
         target = self._target[piece.target]
         num_shards = Placement.like(target.place).num_shards
         return _num_heads(target), 1 if self._is_alike(piece) else num_shards
 
     def _gathered_to(self, piece: _Piece) -> jax.sharding.Sharding:
-        """Return where the source's devices put what they gather."""
         place = Placement.like(self._source[piece.source].place)
         return place.pages if self._is_alike(piece) else place.whole
 
     def _moved(self, piece: _Piece, arrays: Sequence[Sequence[jax.Array]]) -> Arrays:
-        """Return what the source has gathered on the target's devices.
-
-        Each device of the target gets only its own heads, directly from a device of the source.
-        """
+        """Move gathered pages to the target; each device gets only its own heads, directly."""
         place = self._target[piece.target].place
         if self._is_alike(piece):
             return tuple(jax.device_put([parts[0] for parts in arrays], place))
@@ -253,7 +248,6 @@ class _Piece:
 
 
 def _common(source: Sequence[range], target: Sequence[range]) -> list[list[_Piece]]:
-    """Return the pieces of each cache of the source."""
     return [
         [
             _Piece(i, j, range(first - mine.start, last - mine.start))
@@ -265,7 +259,6 @@ def _common(source: Sequence[range], target: Sequence[range]) -> list[list[_Piec
 
 
 def _layers(pools: Sequence[DevicePages]) -> list[range]:
-    """Return the layers of each cache."""
     counts = [sum(leaf.shape[0] for leaf in pool.cache.k_pages) for pool in pools]
     ends = accumulate(counts)
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
@@ -276,7 +269,7 @@ def _num_heads(pool: DevicePages) -> int:
 
 
 def _sharded(parts: Sequence[jax.Array], place: jax.sharding.Sharding) -> jax.Array:
-    """Return an array whose shards on axis 2 are `parts`, each with a copy on every source."""
+    """Return an array whose shards on axis 2 are `parts`, of which each source has a copy."""
     mine = list(own_parts(place, len(parts)))
     shards = [copy_of_part(parts[index], index) for _, index in mine]
     moved = jax.device_put(shards, [device for device, _ in mine])
@@ -285,6 +278,6 @@ def _sharded(parts: Sequence[jax.Array], place: jax.sharding.Sharding) -> jax.Ar
 
 
 def _arriving(parts: Sequence[Any], place: jax.sharding.Sharding) -> Any:
-    """Return the shape of what has arrived of these parts, which are cut by KV head."""
+    """Return the shape of the joined parts, which are split by KV head, on the target."""
     shape = joined_shape(parts[0], len(parts))
     return jax.ShapeDtypeStruct(shape, parts[0].dtype, sharding=place)

@@ -41,7 +41,7 @@ MAX_INCOMING_BYTES = 1 << 30
 
 
 def num_incoming(config: EngineConfig, plan: StepPlan) -> int:
-    """Return the number of pages that the mixed step of a plan itself copies from the host.
+    """Return the number of pages that the mixed step copies from the host, layer by layer.
 
     0 if one copy call before the step is enough.
     """
@@ -60,7 +60,6 @@ def abstract_pages(cache: KVCache, count: int, **placed: Any) -> Any:
 
 
 def by_call(copies: PageCopies) -> Iterator[PageCopies]:
-    """Yield the copies of each call."""
     for start in range(0, len(copies), PAGES_A_CALL):
         yield copies[start : start + PAGES_A_CALL]
 
@@ -87,11 +86,7 @@ def scattered(
 class OwnShards:
     """This process's part of arrays [layers, pages, kv_heads, ...] that are split by KV head.
 
-    Where all devices belong to this process, it has all heads, and jitted functions take NumPy
-    arrays as they are.
-
-    Args:
-      place: sharding of the arrays.
+    If all devices belong to this process, it has all heads, and jitted functions take NumPy arrays.
     """
 
     def __init__(self, place: jax.sharding.Sharding):
@@ -99,20 +94,18 @@ class OwnShards:
         self._has_all = place.is_fully_addressable
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the own part of an array."""
         if self._has_all:
             return shape
         num_heads = sum(stop - start for start, stop in self._ranges(shape))
         return (*shape[:2], num_heads, *shape[3:])
 
     def nbytes(self, array: jax.Array) -> int:
-        """Return the bytes of the own part of an array."""
         if self._has_all:
             return array.nbytes
         return int(np.prod(self.shape(array.shape))) * array.dtype.itemsize
 
     def to_host(self, array: jax.Array) -> np.ndarray:
-        """Wait for an array, and return the own part of it."""
+        """Wait for an array, and return this process's part."""
         if self._has_all:
             return np.asarray(array)
         parts = {shard.index[2].start or 0: shard.data for shard in array.addressable_shards}
@@ -124,10 +117,10 @@ class OwnShards:
         like: Sequence[jax.Array],
         place: jax.sharding.Sharding | None = None,
     ) -> list[Any]:
-        """Return arrays for a jitted function, of each of which `values` has the own part.
+        """Return arrays for a jitted function from this process's part of each.
 
         Args:
-          like: arrays with the numbers of KV heads of all processes.
+          like: arrays with the KV heads of all processes.
           place: where to put the arrays; by default where those of `like` are.
         """
         if self._has_all:
@@ -139,7 +132,7 @@ class OwnShards:
         ]
 
     def abstract(self, array: jax.ShapeDtypeStruct) -> Any:
-        """Return what stands for an array of `to_devices` when an executable is prepared."""
+        """Return the placeholder of an array of `to_devices`, to prepare an executable."""
         if self._has_all:
             return np.broadcast_to(np.zeros((), array.dtype), array.shape)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._place)
@@ -169,16 +162,11 @@ class HostPages:
     An additional page, with the id `num_pages`, is the target of copies whose contents are unused.
 
     Pages that leave the device are gathered into a separate buffer first, because the cache is
-    donated to the next step, which may write to them. A thread waits for them and stores them, one
-    call after another; a thread that needs a page waits for that page alone.
-
-    Args:
-      place: sharding of the cache's buffers.
-      max_incoming_bytes: see `DevicePages`.
+    donated to the next step, which may write to them. A thread stores them, one call after another;
+    a caller that needs a page waits for that page alone.
 
     Raises:
-      HostMemoryError: the host does not have the memory. The first method that allocates raises
-        it.
+      HostMemoryError: the host does not have the memory; raised by the first method that allocates.
     """
 
     def __init__(
@@ -226,8 +214,7 @@ class HostPages:
     def swap_in(self, cache: KVCache, copies: PageCopies) -> KVCache:
         """Return the cache with (host page, device page) copied into it; `cache` is donated.
 
-        The pages take memory of the device twice until they are in the cache, so many of them come
-        one part after another.
+        Pages in transit take device memory twice, so at most `max_incoming_bytes` come at once.
         """
         num_bytes = 0
         for some in by_call(copies):
@@ -252,11 +239,7 @@ class HostPages:
         return IncomingPages(target, _as_in(cache, values))  # pyrefly: ignore[bad-argument-type]
 
     def allocate(self, like: Sequence[jax.Array]) -> None:
-        """Allocate a buffer for each of these arrays, once.
-
-        Raises:
-          HostMemoryError: see the class.
-        """
+        """Allocate a buffer for each of these arrays, once."""
         if self._buffers:
             return
         try:
@@ -271,16 +254,15 @@ class HostPages:
             ) from error
 
     def settle(self) -> None:
-        """Wait for all pages that are on their way."""
         self._wait_for(list(self._arriving))
 
     def has_arrived(self, host_page: int) -> bool:
-        """Whether no copy to a host page is on its way, and the newest one has not failed."""
+        """Return whether no copy to a host page is pending, and the newest has not failed."""
         arriving = self._arriving.get(host_page)
         return arriving is None or (arriving.done() and arriving.exception() is None)
 
     def read(self, cache: KVCache, host_page: int) -> bytes:
-        """Return the contents of a host page; arbitrary ones if nothing was copied to it yet."""
+        """Return the contents of a host page, which are arbitrary before the first copy."""
         self._wait_for((host_page,))
         self.allocate(jax.tree.leaves(cache))
         return b"".join(buffer[host_page].tobytes() for buffer in self._buffers)
@@ -299,7 +281,7 @@ class HostPages:
             start += page.nbytes
 
     def drop_arriving(self) -> None:
-        """Drop the pages that are on their way; steps that failed may never bring them."""
+        """Drop pages in transit, which failed steps may never deliver."""
         wait(self._calls)
         self._arriving.clear()
         self._calls.clear()
@@ -312,7 +294,7 @@ class HostPages:
         self._buffers.clear()
 
     def _read(self, cache: KVCache, copies: PageCopies, count: int) -> list[np.ndarray]:
-        """Return `count` pages of each buffer of the cache: those of the copies, then padding."""
+        """Return the pages of the copies, padded to `count`, for each buffer of the cache."""
         self._wait_for([host_page for host_page, _ in copies])
         self.allocate(jax.tree.leaves(cache))
         wanted = np.zeros(count, np.int64)
@@ -321,7 +303,7 @@ class HostPages:
         return [np.moveaxis(buffer[wanted], 0, 1) for buffer in self._buffers]
 
     def _wait_while_full(self, num_bytes: int) -> None:
-        """Wait until one more call, of so many bytes, may be on its way."""
+        """Wait until a call of `num_bytes` may start."""
         most = max(1, _MAX_LEAVING_BYTES // max(1, num_bytes))
         while self._calls and (len(self._calls) >= most or self._calls[0].done()):
             self._calls.popleft().result()
@@ -333,7 +315,7 @@ class HostPages:
                 arriving.result()
 
     def _store(self, host_pages: Sequence[int], leaving: Sequence[jax.Array]) -> None:
-        """Put pages where they belong when they arrive; on the thread of copies."""
+        """Store pages once they arrive; runs on the thread of copies."""
         for buffer, each in zip(self._buffers, leaving, strict=True):
             pages = self._own.to_host(each)
             for i, host_page in enumerate(host_pages):
@@ -341,7 +323,6 @@ class HostPages:
 
 
 def _as_in(cache: KVCache, leaves: Sequence[Any]) -> Any:
-    """Return pages in the structure of the cache."""
     return jax.tree.unflatten(jax.tree.structure(cache), leaves)
 
 
@@ -354,10 +335,9 @@ class DevicePages:
     Args:
       place: sharding of the cache's buffers.
       num_host_pages: number of pages that fit on the host.
-      shelf: where executables are kept; by default nowhere.
-      max_incoming_bytes: of pages that may be on their way from the host.
-      copy: function that takes a buffer and an array of page ids and returns these pages; by
-        default `gathered`, jitted here.
+      shelf: keeps executables; None keeps none.
+      max_incoming_bytes: maximum size of pages in transit from the host.
+      copy: returns pages of a buffer by their ids; by default `gathered`, jitted.
     """
 
     def __init__(
@@ -393,23 +373,23 @@ class DevicePages:
 
     @property
     def page_shape(self) -> tuple[Any, ...]:
-        """Shape and dtype of a page in the first buffer: what the contents of a page depend on."""
+        """Shape and dtype of a page in the first buffer, on which its contents depend."""
         leaf = jax.tree.leaves(self.cache)[0]
         return (leaf.shape[0], *leaf.shape[2:], str(leaf.dtype))
 
     @property
     def host_page_bytes(self) -> int:
-        """Bytes of a page on the host: the length of what `read_host_page` returns."""
+        """Bytes of a page on the host."""
         return sum(leaf.nbytes // leaf.shape[1] for leaf in jax.tree.leaves(self.cache))
 
     def replace(self, cache: KVCache) -> None:
-        """Go on with the result of a function that was given the cache, and may have donated it."""
+        """Set the cache to the result of a function that may have donated the previous one."""
         self.cache = cache
 
     def swap(self, out: PageCopies, back: PageCopies) -> None:
         """Copy `out`, (device page, host page), to the host, then `back`, (host page, device page).
 
-        The copies to the host go on in the background; see `HostPages.swap_out`.
+        Copies to the host finish in the background.
         """
         self._host.swap_out(self.cache, out)
         if back:
@@ -420,22 +400,16 @@ class DevicePages:
         return self._host.incoming(self.cache, back, count)
 
     def preparations(self) -> list[tuple[str, Callable[[], Any]]]:
-        """Return (name, function) of the copies; a function makes its executable, on any thread."""
         return self._host.preparations(abstract(self.cache))
 
     def abstract_incoming(self, count: int) -> IncomingPages | None:
-        """Return the shapes of `incoming`, or None where `count` is 0."""
         if not count:
             return None
         values = abstract_pages(self.cache, count, sharding=self._host.staging)
         return IncomingPages(np.zeros(count, np.int32), values)  # pyrefly: ignore[bad-argument-type]
 
     def allocate_host(self) -> None:
-        """Allocate the memory of the host pages before the first page arrives.
-
-        Raises:
-          HostMemoryError: the host does not have the memory.
-        """
+        """Allocate the memory of the host pages now, or raise HostMemoryError."""
         self._host.allocate(jax.tree.leaves(self.cache))
 
     def has_arrived(self, host_page: int) -> bool:
@@ -448,11 +422,11 @@ class DevicePages:
         self._host.write(self.cache, host_page, contents)
 
     def resize(self, num_pages: int, moves: Moves) -> None:
-        """Continue with another number of pages; see `Executor.resize`.
+        """Change the number of pages; see `Executor.resize`.
 
-        It copies and deletes one buffer after the other. At the peak the device holds the larger
-        of the two caches and one buffer of the smaller. That buffer is the keys of one layer if
-        each layer has its own buffers, and half of the smaller cache if all layers share two.
+        Buffers are copied and deleted one by one. At the peak the device holds the larger of the
+        two caches and one buffer of the smaller: the keys of one layer if each layer has its own
+        buffers, and half of the smaller cache if all layers share two.
         """
         self._host.settle()  # copies in flight hold device memory
         old_num_pages = self.num_pages

@@ -63,9 +63,9 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> StepHandle: ...
 
     def use_idle_time(self) -> bool:
-        """Do a piece of work that waited for an idle device; return whether there was one.
+        """Do a piece of deferred work on the idle device; return whether there was one.
 
-        The caller has collected every step, and calls it again while nothing else is to be done.
+        The caller has collected every step, and calls again while it stays idle.
         """
         ...
 
@@ -86,9 +86,9 @@ class Executor(Protocol):
         ...
 
     def reset(self) -> bool:
-        """Go on after a step that failed, with inert slots and pages of any contents.
+        """Recover from a failed step, with inert slots and arbitrary contents of pages.
 
-        The caller has dropped every submitted step. False if the executor cannot go on.
+        The caller has dropped every submitted step. Return False if the executor cannot recover.
         """
         ...
 

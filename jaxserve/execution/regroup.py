@@ -42,15 +42,15 @@ _TRIAL_BYTES = 16 << 20
 
 @final
 class MovingWeights:
-    """The weights of both device groups, while they are placed on other devices.
+    """The weights of both device groups while they move to other devices.
 
-    Both groups have the same arrays, each in shards of its own. An array is freed on its former
-    devices as soon as it is placed. So nothing else may refer to the weights meanwhile; those that
-    others share are not freed in any case, and are kept to be put back.
+    Both groups have the same arrays, each with its own shards. An array is freed on its previous
+    devices as soon as it is placed, so no other reference to it may exist. Arrays that the caller
+    shares are never freed, and are kept to be put back.
 
     Args:
       params: the parameters of each group.
-      shared: the arrays that others share.
+      shared: the arrays that the caller shares.
     """
 
     def __init__(self, params: Sequence[Any], shared: Leaves = frozenset()):
@@ -62,14 +62,13 @@ class MovingWeights:
 
     @property
     def params(self) -> list[Any]:
-        """The parameters of each group where they are now."""
         pairs = zip(self._structures, self._leaves, strict=True)
         return [jax.tree.unflatten(structure, leaves) for structure, leaves in pairs]
 
     def place(self, shardings: Sequence[Sequence[Sharding]], check: Check) -> None:
-        """Place every array, and free it where it was. Arrays that are in place are not copied.
+        """Move every array, one by one. Arrays that are in place are not copied.
 
-        If it fails, some arrays are placed, and the others are where they were.
+        If it fails, some arrays have moved and the rest have not.
 
         Args:
           shardings: the place of every array of each group.
@@ -80,10 +79,7 @@ class MovingWeights:
             check()
 
     def put_back(self, check: Check) -> None:
-        """Place every array where it was at first; the last one first, as `place` has left them.
-
-        So a device has no more at a time than during `place`.
-        """
+        """Move every array back, in reverse order, so that the peak memory is that of `place`."""
         for index in reversed(range(len(self._leaves[0]))):
             self._place(index, self._former)
             check()
@@ -107,9 +103,8 @@ class WeightsMemory:
     """Bytes of weights on the devices of two groups, during and after a move.
 
     Attributes:
-      most_bytes: the most that a device has at a time, while an array is placed before it is freed
-        where it was.
-      group_bytes: what the fullest device of each group has in the end.
+      most_bytes: peak on a device, while an array is on both its previous and its new devices.
+      group_bytes: bytes on the fullest device of each group after the move.
     """
 
     most_bytes: int
@@ -124,7 +119,7 @@ def weights_memory(
     Args:
       params: the present parameters of each group.
       shardings: the place of every array of each group after the move.
-      shared: the arrays that others share, which stay in memory.
+      shared: the arrays that the caller shares, which stay in memory.
     """
     groups = [jax.tree.leaves(each) for each in params]
     held: Counter[Any] = Counter()
@@ -162,10 +157,10 @@ def weights_memory(
 
 
 def shared_leaves(params: Sequence[Any]) -> Leaves:
-    """Return the arrays of two groups whose memory other live arrays of this process have, too.
+    """Return the arrays of two groups that share memory with other live arrays of this process.
 
-    The arrays of a model that the caller has given to the runtime are such arrays. Their memory is
-    not freed when the runtime lets go of its own.
+    These are, for instance, the arrays of a model that the caller gave to the runtime. Their memory
+    is not freed when the runtime drops its references.
     """
     leaves = {
         (group, index): leaf
@@ -186,7 +181,7 @@ def _parts(array: jax.Array) -> list[jax.Array]:
 
 
 def _addresses(array: jax.Array) -> set[tuple[int, int]]:
-    """Return device and address of each shard; none of an array that was donated meanwhile."""
+    """Return device and address of each shard; none for an array that was donated."""
     try:
         parts = _parts(array)
         return {(next(iter(part.devices())).id, part.unsafe_buffer_pointer()) for part in parts}
@@ -236,9 +231,9 @@ class GroupMaker:
         return found
 
     def step_bytes(self, params: Any, groups: DeviceGroups, num_pages: int) -> list[int]:
-        """Return the bytes that the largest step of each group needs beside its arguments.
+        """Return the bytes of temporaries of each group's largest step, which is compiled here.
 
-        The executables of these steps are made, beside an engine that may serve.
+        The engine may serve meanwhile.
 
         Args:
           params: the present parameters, of which only shapes and dtypes are read.
@@ -253,14 +248,12 @@ class GroupMaker:
         ]
 
     def page_bytes(self, mesh: Mesh) -> int:
-        """Return the bytes of a page on each device of a mesh."""
         return self._cache_plan(_place(mesh)).page_bytes
 
     def placing_s(self, params: Any, groups: DeviceGroups) -> float:
         """Return the seconds that placing the parameters on other groups is expected to take.
 
-        An array of `_TRIAL_BYTES` and a small one are placed, which takes milliseconds. Devices may
-        compute meanwhile.
+        It times the placing of an array of `_TRIAL_BYTES` and of a small one: milliseconds.
         """
         leaves = jax.tree.leaves(params)
         present = leaves[0].sharding.mesh
@@ -276,10 +269,7 @@ class GroupMaker:
     def prepare(
         self, groups: DeviceGroups, params: Any, num_pages: int, check: Check
     ) -> PreparedGroups:
-        """Make executors whose weights and caches come later, and their executables.
-
-        The executables are made only if the runtime's options have a warm-up. Nothing large is
-        allocated.
+        """Make executors without weights and caches, and compile if the options have a warm-up.
 
         Args:
           params: the present parameters, of which only shapes and dtypes are read.
@@ -316,12 +306,10 @@ class GroupMaker:
         return _Prepared(executor, shardings, plan.maker(config.num_pages, programs.shelf))
 
     def empty_cache(self, mesh: Mesh, config: EngineConfig) -> Any:
-        """Return a cache of zeros for an executor of this mesh."""
         shelf = self._programs(mesh, config).shelf
         return self._cache_plan(_place(mesh)).new(config.num_pages, shelf)
 
     def _configs(self, num_pages: int) -> tuple[EngineConfig, EngineConfig]:
-        """Return the configurations of the encode group and of the decode group."""
         decode = engine_config(self.spec.model_config, self.spec.options, num_pages=num_pages)
         return decode.without_proposals(), decode
 
@@ -342,12 +330,7 @@ class GroupMaker:
 @final
 @dataclass(frozen=True)
 class _Prepared:
-    """An executor that has shapes in place of weights and cache.
-
-    Attributes:
-      shardings: of its weights.
-      new_cache: makes its cache.
-    """
+    """An executor with shapes instead of weights and cache, and what it takes to fill it."""
 
     executor: DeviceExecutor
     shardings: Any
@@ -364,7 +347,7 @@ class PreparedGroups:
         self.links: Links = links_between(encode, decode)
 
     def warm_up(self, check: Check) -> None:
-        """Make every executable, on threads of their own."""
+        """Make every executable, on several threads."""
         steps: list[tuple[str, Callable[[], Any]]] = [
             step for each in self._prepared for step in each.executor.warmup_steps()
         ]
@@ -380,7 +363,7 @@ class PreparedGroups:
             each.executor.finish_warmup()
 
     def fill(self, weights: MovingWeights, check: Check) -> None:
-        """Place weights, and make empty caches when none is left where it was."""
+        """Place weights, then make empty caches."""
         weights.place([jax.tree.leaves(each.shardings) for each in self._prepared], check)
         for executor, params in zip(self.executors, weights.params, strict=True):
             executor.update_params(params)
@@ -390,10 +373,10 @@ class PreparedGroups:
         for link in self.links.values():
             link.warm_up()
 
-    def empty(self) -> None:
-        """Let go of weights and caches, as far as there are any."""
+    def release(self) -> None:
+        """Free weights and caches."""
         for executor in self.executors:
-            _give_up(executor)
+            _release(executor)
 
     def close(self) -> None:
         for each in self._prepared:
@@ -407,29 +390,29 @@ def exchange(
     shared: Leaves,
     check: Check,
 ) -> None:
-    """Have an executor go on with prepared groups, whose caches are empty.
+    """Replace an executor's groups by prepared ones, whose caches are empty.
 
-    The present caches are deleted before weights are placed, and new ones are made after that. So
-    a device needs memory for `GroupMaker.moved_bytes`, and later for weights and cache. If it
-    fails, the weights are put back, and the present groups go on with empty caches.
+    The present caches are deleted before weights are placed, and new ones are made after that, so
+    that a device needs memory for `GroupMaker.moved_bytes`, and later for weights and cache. On a
+    failure the weights are put back, and the present groups continue with empty caches.
 
     Args:
       executor: its groups have a mesh each, no step in flight, and no sequence with pages.
       shared: see `shared_leaves`.
 
     Raises:
-      EngineFailedError: the weights could not be put back; the executor cannot go on.
+      EngineFailedError: the weights could not be put back; the executor cannot continue.
     """
     groups = _groups_of(executor)
     weights = MovingWeights(executor.params, shared)
     for group in groups:
-        _give_up(group)
+        _release(group)
     try:
         prepared.fill(weights, check)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they may hold arrays
         try:
-            prepared.empty()
+            prepared.release()
             _put_back(groups, weights, maker)
         except BaseException as second:
             raise EngineFailedError(
@@ -443,7 +426,7 @@ def exchange(
 
 
 def _put_back(groups: Sequence[DeviceExecutor], weights: MovingWeights, maker: GroupMaker) -> None:
-    """Place weights where they were, and make empty caches."""
+    """Move weights back, and make empty caches."""
     weights.put_back(check=lambda: None)
     for group, params in zip(groups, weights.params, strict=True):
         group.update_params(params)
@@ -455,14 +438,14 @@ def _groups_of(executor: GroupedExecutor) -> list[DeviceExecutor]:
     return [cast(DeviceExecutor, group) for group in executor.groups]
 
 
-def _give_up(executor: DeviceExecutor) -> None:
-    """Let go of weights and cache; the executor has their shapes instead."""
+def _release(executor: DeviceExecutor) -> None:
+    """Free weights and cache; the executor keeps their shapes."""
     executor.pages.drop()
     executor.update_params(abstract(executor.params))
 
 
 def _trial_s(num_bytes: int, source: Mesh, target: Mesh) -> float:
-    """Return the seconds in which about so many bytes are placed on another mesh."""
+    """Return the seconds to place about `num_bytes` on another mesh."""
     rows = num_bytes // 1024 + source.size * target.size
     rows -= rows % (source.size * target.size)
     spec = PartitionSpec(TENSOR)

@@ -193,7 +193,7 @@ class SimulatedExecutor:
         return f"simulated {self.config.page_size}".encode()
 
     def _read_remaining(self, plan: StepPlan, reading: Reading) -> np.ndarray:
-        """Return the probe's readings at the position from which each row's newest token comes."""
+        """Return the probe's readings at the position before each row's newest token."""
         slots = [self._slots[row.slot] for row in plan.rows]
         return np.stack(
             [reading(s.request, s.sample_index, max(0, s.num_outputs - 1)) for s in slots]
@@ -248,7 +248,7 @@ class SimulatedExecutor:
     def _check_window(self, plan: StepPlan) -> None:
         window = range(plan.window_start, plan.window_start + plan.window_size)
         if plan.is_decode_loop and any(row.slot not in window for row in plan.rows):
-            raise AssertionError("a decoding slot lies outside the window")
+            raise AssertionError("a decoding slot is outside the window")
 
     def _iterate(self, plan: StepPlan, result: StepResult) -> tuple[int, list[int]]:
         """Run the plan's rows and return how many positions they attend to.
@@ -406,7 +406,7 @@ class SimulatedExecutor:
     def _cell(self, slot: _Slot, position: int) -> tuple[int, int]:
         page = slot.page_table.get(position // self.config.page_size, NULL_PAGE)
         if page == NULL_PAGE:
-            raise AssertionError(f"position {position} lies outside the page table")
+            raise AssertionError(f"position {position} is outside the page table")
         return page, position % self.config.page_size
 
     def _has_fault(self, slot: _Slot) -> bool:

@@ -46,7 +46,7 @@ class PlatformDefaults:
     restore: str
 
 
-# Rows of heads with grammars, beside the usual sizes of 4 and 32.
+# Rows of heads with grammars, in addition to the usual sizes of 4 and 32.
 _MASKED_HEADS = (8, 16)
 _CPU = PlatformDefaults(
     dtype="float32",

@@ -105,10 +105,10 @@ def micro_batches(
 
 @final
 class StagedHostMemory:
-    """A `HostMemory` whose contents are those of the first stage, then of the next, and so on.
+    """A `HostMemory` of pages that consist of the contents on each stage, in order.
 
     Args:
-      stages: in order; the list of the executor, which empties it when it is closed.
+      stages: the executor's list, which is empty once closed.
     """
 
     def __init__(self, stages: Sequence[DeviceStage]):
@@ -137,7 +137,7 @@ class StagedHostMemory:
 
 @final
 class StagedSteps:
-    """Submits mixed steps to all stages, and sends what the last one samples to the others.
+    """Submits mixed steps to all stages, and sends the tokens of the last stage to the rest.
 
     Args:
       stages: in order; the list of the executor, which empties it when it is closed.
@@ -201,7 +201,7 @@ class StagedSteps:
     def pass_through(
         self, packed: Any, late: PageCopies = (), *, brings_pages: bool = False
     ) -> tuple[jax.Array, jax.Array]:
-        """Have all stages compute a micro-batch; return the last one's output, as `mixed` does.
+        """Run a micro-batch through all stages; return the output of the last.
 
         Args:
           late: copies from the host that each stage makes before its attention, layer by layer.
@@ -215,7 +215,7 @@ class StagedSteps:
         return hidden, row_hidden
 
     def encode(self, batch: Any) -> jax.Array:
-        """Encode whole prompts on the first stage, and write what each stage's layers see."""
+        """Encode whole prompts on the first stage, and write keys and values on every stage."""
         encoded = self._stages[0].encode(batch)
         for stage in self._stages:
             stage.write_encoded(batch, encoded)
@@ -224,7 +224,7 @@ class StagedSteps:
     def choose_verified(
         self, row_hidden: Any, rows: ChoosingRows, masks: Any, variant: Variant
     ) -> Outputs:
-        """Choose tokens of rows with proposals on the last stage, and send them to the others."""
+        """Choose tokens of rows with proposals on the last stage, and send them to the rest."""
         outputs, chosen = self._stages[-1].verify(row_hidden, rows, masks, variant)
         for stage in self._stages[:-1]:
             stage.send(np.asarray(rows.slot), chosen, np.asarray(rows.num_proposed))
@@ -238,7 +238,7 @@ class StagedSteps:
         variant: Variant,
         masks: Any = None,
     ) -> Outputs:
-        """Sample on the last stage and send the tokens to the others."""
+        """Sample on the last stage and send the tokens to the rest."""
         outputs, chosen = self._stages[-1].sample(hidden, index, outputs, variant, masks)
         for stage in self._stages[:-1]:
             stage.send(index, chosen)
@@ -266,7 +266,7 @@ class StagedSteps:
     def _verify(
         self, plan: StepPlan, sampling: Sequence[int], row_hidden: Any, variant: Variant
     ) -> Outputs:
-        """`_sample_rows` where some of the rows have proposals, and so may get several tokens."""
+        """Choose tokens for rows of which some have proposals, and so may get several."""
         last = self._stages[-1].programs
         rows, masks = verifying_arguments(last, plan, sampling, variant, has_masks=False)
         return self.choose_verified(row_hidden, rows, masks, variant)
@@ -318,11 +318,7 @@ class WindowPass:
         return cls(window, rows, index, packed, outputs, proposals)
 
     def iterate(self, stages: Sequence[DeviceStage], iteration: int, variant: Variant) -> None:
-        """Submit one iteration to all stages, and send what the last one chooses to the others.
-
-        Args:
-          iteration: number of iterations before it.
-        """
+        """Submit one iteration to all stages, and send the tokens of the last to the rest."""
         *others, last = stages
         proposed = None if self.proposals is None else self.proposals[1]
         hidden = None
@@ -346,10 +342,9 @@ def run_loop(
     micro_batches: int,
     tell: Callable[[Pass], None],
 ) -> DeviceHandle:
-    """Submit a decode loop; every iteration that its plan has.
+    """Submit every iteration of a decode loop, in at most `micro_batches` micro-batches.
 
     Args:
-      micro_batches: maximum number of micro-batches; a power of two.
       tell: called with each pass of a micro-batch.
     """
     variant, last = needs.variant, stages[-1]
@@ -375,17 +370,12 @@ def run_loop(
 
 
 def micro_batch_size(num_slots: int, micro_batches: int) -> int:
-    """Return the number of slots of a micro-batch of a window with `num_slots` slots."""
     return num_slots // gcd(num_slots, micro_batches)
 
 
 @final
 class StagedWarmup:
-    """Makes every executable of a configuration; stages run them with slots that do not advance.
-
-    Args:
-      takes_masks: also what requests with a grammar need.
-    """
+    """Compiles every executable by running it on stages whose slots do not advance."""
 
     def __init__(
         self,
@@ -403,7 +393,6 @@ class StagedWarmup:
         self._takes_masks = takes_masks
 
     def steps(self) -> list[_Step]:
-        """Return (name, function) of every executable."""
         return [(name, partial(self._idly, step)) for name, step in self._all()]
 
     def _all(self) -> Iterator[_Step]:
@@ -548,7 +537,7 @@ class StagedExecutor:
         return self._compilations.count
 
     def watch(self, on_pass: Callable[[Pass], None]) -> None:
-        """Call `on_pass` with every later pass, for measurements of the pipeline."""
+        """Call `on_pass` with every later pass, to measure the pipeline."""
         self._on_pass = on_pass
 
     def submit(self, plan: StepPlan) -> DeviceHandle:
@@ -683,7 +672,6 @@ class StagedExecutor:
         return False
 
     def is_ready(self) -> bool:
-        """Return True, since nothing is made behind requests."""
         return True
 
     def finish_warmup(self) -> None:

@@ -34,10 +34,10 @@ class StepWork:
     source_s: float = 0.0
 
     def beside(self, free_at_s: Mapping[int, float], now_s: float, begin_s: float) -> Self:
-        """Return the work beside what was submitted before.
+        """Return the work with `is_beside` and `source_s` from earlier submissions.
 
         Args:
-          free_at_s: when each device group, and the link, has run what was submitted to it.
+          free_at_s: when each device group, and the link, ends what was submitted to it.
           begin_s: when the work begins.
         """
         others = {

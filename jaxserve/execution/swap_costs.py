@@ -1,4 +1,4 @@
-"""Costs of page swaps: measured piece by piece, and kept beside the executables."""
+"""Costs of page swaps: measured in short pieces, and kept with the executables."""
 
 from __future__ import annotations
 
@@ -80,18 +80,16 @@ class KeptSwapCosts:
         self._key = shelf.key("swap costs", config.token_buckets, leaves, *settings)
 
     def load(self) -> SwapCosts | None:
-        """Return the costs that an earlier start measured; None if there are none."""
         contents = self._shelf.read(self._key)
         return None if contents is None else SwapCosts(**json.loads(contents))
 
     def save(self, costs: SwapCosts) -> None:
-        """Keep the costs for later starts."""
         self._shelf.write(self._key, json.dumps(asdict(costs)).encode())
 
 
 @final
 class SwapCostMeter:
-    """The swap costs of an executor: kept by an earlier start, or measured piece by piece.
+    """The swap costs of an executor: from an earlier start, or measured in short pieces.
 
     Args:
       timings: begins a measurement; see `measured_costs`.
@@ -120,10 +118,7 @@ class SwapCostMeter:
         return self._has_host_pages and self.costs is None
 
     def measure_on(self) -> None:
-        """Do the next timing, and keep the costs after the last one.
-
-        After an error, which is raised, there are none to measure.
-        """
+        """Do the next timing, and keep the costs after the last. An error ends the measurement."""
         self._running = self._running or self._timings()
         try:
             self.costs = next(self._running)
@@ -134,7 +129,6 @@ class SwapCostMeter:
             self._kept.save(self.costs)
 
     def measure(self) -> None:
-        """Do all timings that are missing."""
         while self.is_missing:
             self.measure_on()
 

@@ -175,7 +175,7 @@ def fingerprint(params: Any, *settings: Any) -> bytes:
 
     It covers every bit of every parameter, and is computed where they are. Adapters do not count:
     the keys of their pages tell them apart. What computes with the weights counts as well: the
-    settings, and our sources. Settings that `key_of` cannot name are like no others.
+    settings, and our sources. Settings that `key_of` cannot name match no other process's.
     """
     try:
         digest = blake2b(key_of(our_sources(), settings).encode(), digest_size=16)
@@ -193,8 +193,8 @@ def fingerprint(params: Any, *settings: Any) -> bytes:
 def _sums(array: jax.Array) -> tuple[jax.Array, ...]:
     """Return four sums of hashes of an array's elements and their places.
 
-    Arrays that differ in one element differ in their sums, and others by chance alike with a
-    probability of about 2^-128. Integer sums do not depend on their order, so on no mesh.
+    Arrays that differ in one element have different sums; other arrays have equal sums with a
+    probability of about 2^-128. Integer sums do not depend on their order, and so on no mesh.
     """
     if array.dtype == jnp.bool_:
         bits = array.astype(jnp.uint32)

@@ -1,6 +1,4 @@
-"""The facade `Runtime`, the protocol `Service` that it implements, the types it returns,
-and what a trainer computes beside it.
-"""
+"""The facade `Runtime`, the protocol `Service` that it implements, and the types it returns."""
 
 from jaxserve.runtime.pending import Pending
 from jaxserve.runtime.runtime import Runtime

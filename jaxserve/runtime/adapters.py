@@ -30,8 +30,8 @@ class AdapterUsage:
 
     Attributes:
       max_adapters: how many may be loaded at the same time.
-      running: names of those that requests with a slot have, or had one, in alphabetical order.
-      waiting: likewise, of requests that have had no slot yet.
+      running: names in the requests that have a slot, or had one, in alphabetical order.
+      waiting: likewise, in the requests that have had no slot yet.
     """
 
     max_adapters: int
@@ -44,7 +44,7 @@ class Adapters:
     """A thread-safe table of the loaded adapters.
 
     Args:
-      layout: where adapters lie in the model; None for a runtime without adapters.
+      layout: where adapters are in the model; None for a runtime without adapters.
       params: parameters of the adapted model.
 
     Attributes:
@@ -110,7 +110,7 @@ class Adapters:
     def drop(self, name: str) -> None:
         self._replicas.check_may_wait()
         for replica in self._replicas.all:
-            # A request that has ended lets go of its adapter on this thread, a little later.
+            # A request that has ended releases its adapter on this thread, a little later.
             replica.loop.ask(lambda: None)
         with self._changing, self._lock:
             slot = self._slot(name)
@@ -134,15 +134,12 @@ class Adapters:
             return slot
 
     def release(self, slot: AdapterSlot) -> None:
-        """Let go of an adapter that `acquire` returned."""
+        """Release an adapter that `acquire` returned."""
         with self._lock:
             self._num_requests[slot.index] -= 1
 
     def release_after(self, answer: Answer) -> None:
-        """`release` the adapter of a submitted request when it ends; until then it is in `usage`.
-
-        Only for a request that has an adapter.
-        """
+        """Release the adapter of a submitted request when it ends; until then it is in `usage`."""
         with self._lock:
             self._answers.add(answer)
         answer.future.add_done_callback(lambda _: self._ended(answer))
@@ -165,12 +162,8 @@ class Adapters:
         with self._lock:
             self._answers.discard(answer)
 
-    def beside(self, params: nnx.State, *, partial: bool) -> nnx.State:
-        """Return new parameters as those of the adapted model, with the present adapters.
-
-        Args:
-          partial: whether `params` has some parameters only; then it gets no adapters.
-        """
+    def with_adapters(self, params: nnx.State, *, partial: bool) -> nnx.State:
+        """Return new parameters of the adapted model, with the loaded adapters unless `partial`."""
         if self._layout is None:
             return params
         inside = self._layout.inside(params)
@@ -213,5 +206,5 @@ def _making_room() -> AbstractContextManager[None]:
 
 
 def _install(executor: ModelExecutor, state: nnx.State) -> None:
-    """Compute with these adapters from the next step on."""
+    """Use these adapters from the next step on."""
     executor.update_params(executor.fitted(state, partial=True))

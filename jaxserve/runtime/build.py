@@ -76,8 +76,8 @@ class Parts:
     """The parts of a `Runtime`, without a reference to it, so that it can be garbage-collected.
 
     Attributes:
-      group: the processes that serve the model together; None if this process serves it alone.
-      opened: stack that closes replicas and files.
+      group: the processes that serve the model together; None for one process.
+      opened: closes replicas and files.
       weights_bytes: size of the parameters over all devices.
     """
 
@@ -92,7 +92,7 @@ class Parts:
     weights_bytes: int
 
     def start(self) -> None:
-        """Start to train the predictor. Call it when the runtime is complete."""
+        """Start the forecaster, once the runtime is complete."""
         if self.forecaster is not None:
             self.forecaster.start()
 
@@ -296,7 +296,7 @@ def build_parts(
 
 
 def _may_move(place: Place, decoder: Any) -> bool:
-    """Return whether devices may move between two groups: they have no stages, and no encoder."""
+    """Return whether devices may move between two groups: no stages, and no encoder."""
     has_stages = any(each is not None and each.stages is not None for each in (place, place.decode))
     return not has_stages and not decoder.config.has_encoder
 
@@ -312,12 +312,7 @@ def check_early(
     mesh: Mesh | StagePlan | DeviceGroups | None,
     group: ProcessGroup | None,
 ) -> None:
-    """Check options and output files before the slow part of the construction.
-
-    Raises:
-      InvalidConfigError: an option is not allowed, or the policy does not fit the mesh.
-      JournalError: the journal of conversations cannot be used.
-    """
+    """Check options and output files before the slow part of the construction."""
     has_groups = isinstance(mesh, DeviceGroups)
     if policy.num_device_groups > 1 and not has_groups:
         raise InvalidConfigError(
@@ -367,9 +362,6 @@ def place_replicas(
     """Return a place for each index of the mesh's `data` axis.
 
     Parameters that are already on its devices are shared, not copied.
-
-    Raises:
-      InvalidConfigError: the mesh does not fit the model.
     """
     if isinstance(mesh, DeviceGroups):
         [encode], [decode] = (place_replicas(params, each, model_config) for each in mesh.both)
@@ -390,18 +382,15 @@ def build_executors(
     *,
     processes: Processes | None = None,
 ) -> tuple[list[tuple[ModelExecutor, PoolSize]], GroupedExecutor | None]:
-    """Build an executor for each place. If one cannot be built, close the others.
+    """Build an executor for each place. If one fails, close those that were built.
 
     Args:
       wrap: see `Runtime`.
       processes: see `build_executor`.
 
     Returns:
-      The executors with the sizes of their page pools; and the executor of two device groups
-      without what `wrap` puts in front of it, or None with one group.
-
-    Raises:
-      DeviceMemoryError, InvalidConfigError
+      The executors with the sizes of their page pools; and the executor of two device groups,
+      unwrapped, or None with one group.
     """
     with ExitStack() as if_one_fails:
         built: list[tuple[ModelExecutor, PoolSize]] = []
@@ -422,12 +411,7 @@ def build_executors(
 
 
 def open_disks(options: RuntimeOptions, executors: Sequence[ModelExecutor]) -> list[DiskTier]:
-    """Open a disk tier for each executor, in its own folder; return [] without `disk_memory`.
-
-    Raises:
-      InvalidConfigError: an executor has no host pages, the folder cannot be used, or another
-        runtime uses it.
-    """
+    """Open a disk tier for each executor, in its own folder; return [] without `disk_memory`."""
     if options.disk_memory is None:
         return []
     if any(executor.host_memory is None for executor in executors):
@@ -447,10 +431,6 @@ def check_disk(options: RuntimeOptions, policy: Policy, *, has_processes: bool) 
 
     Args:
       has_processes: whether several processes serve the model.
-
-    Raises:
-      InvalidConfigError: the policy retains no pages on the host, several processes serve the
-        model, or the folder cannot be used.
     """
     if options.disk_memory is None:
         return
@@ -527,7 +507,7 @@ def load_drafter(
 
 
 def _check(draft: DecoderConfig, served: DecoderConfig, options: RuntimeOptions) -> None:
-    """Check the configuration of a draft model against that of the model that is served."""
+    """Check the configuration of a draft model against that of the served model."""
     for name, each in (("the draft model", draft), ("a model with a draft model", served)):
         if each.has_encoder or each.num_recurrent_layers:
             raise InvalidConfigError(

@@ -42,7 +42,7 @@ _PATIENCE_S = 0.01
 class AwaitedPrediction:
     """A thread-safe handle of the prediction of one request, which may come at any time.
 
-    It is in the request that `wait` returns, or `submitted` has it told, or it never comes.
+    The request that `wait` returns has the prediction, or the callback of `submitted` gets it.
     """
 
     def __init__(self, request: Request):
@@ -55,7 +55,7 @@ class AwaitedPrediction:
         self._late: Late | None = None
 
     def wait(self, seconds: float) -> Request:
-        """Return the request, with its prediction if that comes within so many seconds."""
+        """Return the request, with its prediction if that comes within `seconds`."""
         self._is_answered.wait(seconds)
         with self._lock:
             if self._prediction is not None:
@@ -64,11 +64,7 @@ class AwaitedPrediction:
             return self.request
 
     def submitted(self, late: Late) -> None:
-        """Note that the engines have the request that `wait` returned.
-
-        Args:
-          late: called once with a prediction that came after `wait`, on any thread.
-        """
+        """Register a callback for a prediction that came after `wait`; it runs on any thread."""
         with self._lock:
             self._late = late
             prediction = self._prediction if self._goes_without else None
@@ -76,7 +72,7 @@ class AwaitedPrediction:
             late(prediction)
 
     def answer(self, prediction: LengthPrediction | None) -> bool:
-        """Give the prediction, None for none; return whether it came late."""
+        """Set the prediction, None for none; return whether it came after `wait`."""
         with self._lock:
             self._prediction = prediction
             self._is_answered.set()
@@ -102,14 +98,12 @@ class Predictor(Protocol):
 
 @final
 class Forecaster:
-    """A forecaster that predicts on a thread of its own, so that no request waits for it for long.
+    """Predicts output lengths on a thread, so that no request waits longer than `patience_s`.
 
-    The thread predicts at once what many calls have asked for within some milliseconds. A request
-    gets its prediction before it is submitted if that comes within `patience_s`, and else later. If
-    the predictor raises, requests go on without predictions, and the first error is logged.
-
-    What it has still to predict is dropped when a request is refused or ends, so it is never more
-    than the requests that have not ended.
+    The thread predicts requests in batches of those that come within some milliseconds. A
+    prediction that comes after `patience_s` reaches the engine later. If the predictor raises,
+    requests continue without predictions, and the first error is logged. The queue never holds a
+    request that was refused or has ended.
 
     Args:
       tokenizer: tokenizer that decodes the prompts to text for the predictor.
@@ -191,13 +185,13 @@ class Forecaster:
         return cls(predictor, tokenizer, learner, folder, device=device)
 
     def start(self) -> None:
-        """Start to predict and to train. The caller must call `close` afterwards."""
+        """Start to predict and to train; `close` must follow."""
         self._thread.start()
         if self.learner is not None:
             self.learner.start()
 
     def ask(self, requests: Sequence[Request]) -> list[AwaitedPrediction]:
-        """Have the lengths of requests predicted. The caller must `drop` what it does not need."""
+        """Queue requests for prediction. The caller must `drop` those that it does not need."""
         asked = [AwaitedPrediction(request) for request in requests]
         with self._changed:
             self._asked.update(dict.fromkeys(asked))
@@ -210,7 +204,7 @@ class Forecaster:
         return [each.wait(max(0.0, end_s - time.monotonic())) for each in asked]
 
     def drop(self, *asked: AwaitedPrediction) -> None:
-        """Predict these no more, because their requests were refused or have ended."""
+        """Remove these from the queue: their requests were refused or have ended."""
         with self._changed:
             for each in asked:
                 self._asked.pop(each, None)
@@ -221,10 +215,7 @@ class Forecaster:
                 self._predict(batch)
 
     def _next_batch(self) -> list[AwaitedPrediction] | None:
-        """Return what was asked for within `_WINDOW_S` of the first one; None when closing.
-
-        It is empty where all of that was dropped meanwhile.
-        """
+        """Return what came within `_WINDOW_S` of the first, perhaps nothing; None when closing."""
         with self._changed:
             self._changed.wait_for(lambda: self._asked or self._is_closing)
             self._changed.wait_for(
@@ -291,7 +282,6 @@ def _on(device: Any) -> AbstractContextManager[None]:
 
 
 def _likeliest(request: Request) -> int | None:
-    """Return the bucket with the highest predicted probability."""
     if request.prediction is None:
         return None
     return int(request.prediction.probabilities.argmax())

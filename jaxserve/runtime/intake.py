@@ -88,7 +88,7 @@ class Intake:
 
         Raises:
           InvalidRequestError: the call is on an engine's thread.
-          QueueFullError: the prompts are more than may wait beside others; none was submitted.
+          QueueFullError: more requests than `max_waiting` would wait; none was submitted.
           RuntimeClosedError, EngineFailedError, ProcessGroupError
         """
         self._replicas.check_may_wait()
@@ -123,7 +123,7 @@ class Intake:
         batch, single = as_batch(prompts)
         tokens = [self._requests.prompt_tokens(prompt) for prompt in batch]
         found = []
-        # One step at a time, so that running requests go on in between.
+        # One step at a time, so that running requests continue in between.
         for index, some in enumerate(in_steps(tokens, config.max_step_tokens)):
             replica = replicas[index % len(replicas)]
             found += replica.loop.ask(partial(replica.executor.encode, some))
@@ -133,11 +133,7 @@ class Intake:
         """Return a request with its adapter, which stays loaded until the request has ended.
 
         Args:
-          if_refused: gets what is to be done if the request is not handed over.
-
-        Raises:
-          UnheededBoundError: it has a latency bound, and the policy heeds none.
-          UnknownAdapterError: no adapter has that name.
+          if_refused: gets the callbacks for a request that is not handed over.
         """
         check_heeded(request, self._replicas.first.engine.scheduler.policy)
         if request.params.adapter is None:
@@ -186,7 +182,7 @@ class Intake:
         if tokenizer is None:
             return Answer(request, sink=on_piece)
         skip = request.params.skip_special_tokens
-        # The answer of a decoder goes on with the prompt's text; after an encoder it is a new text.
+        # A decoder's answer continues the prompt's text; an encoder-decoder's is a new text.
         after = () if request.num_encoded else request.prompt
         return Answer(
             request,

@@ -42,8 +42,8 @@ def load_for(
     """Load the model of a runtime with these options; see `Runtime.from_pretrained`.
 
     It checks the options before it reads a file. With device groups, the weights are read onto the
-    encode group, from whose devices those of the decode group get theirs; with groups in several
-    processes, each process reads them onto its own group.
+    encode group, and copied from there to the decode group; with groups in several processes, each
+    process reads them onto its own group.
     """
     from jaxserve.models.registry import resolve
 
@@ -70,12 +70,7 @@ def load_weights(
     dtype: str | None,
     mesh: Mesh | StagePlan | DeviceGroups | None,
 ) -> LoadedModel:
-    """Load a model in the form in which a runtime with these options stores it.
-
-    Raises:
-      UnknownModelError, UnsupportedModelError, CheckpointError, DownloadError, ModelCacheError,
-      InvalidConfigError, DeviceMemoryError
-    """
+    """Load a model in the form in which a runtime with these options stores it."""
     from jaxserve.models.quantisation import Quantisation
     from jaxserve.models.store import load_model
 
@@ -131,6 +126,6 @@ def _begin_to_load(
 
         @atexit.register
         def end() -> None:
-            """Have the thread end: one that is in XLA while the interpreter ends would crash."""
+            """End the thread, which would crash inside XLA when the interpreter exits."""
             store.end_start()
             thread.join()

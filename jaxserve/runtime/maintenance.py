@@ -39,11 +39,10 @@ class Maintenance:
 
     Args:
       quantiser: of the weights of an update; None for dense weights.
-      timings: knows the devices that weights are placed on.
+      timings: describes the devices that weights are placed on.
 
     Attributes:
-      adapters: those that are loaded.
-      placing: held while weights are placed, so that the groups of devices stay as they are.
+      placing: held while weights are placed, so that no devices move between groups.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Maintenance:
 
     @property
     def weights(self) -> Weights:
-        """The weights that the next steps compute with; they change in pauses."""
+        """The weights of the next steps, which change only in pauses."""
         return self._replicas.first.engine.weights
 
     def update_params(self, params: Any, update: WeightUpdate) -> int:
@@ -109,12 +108,12 @@ class Maintenance:
 
     @property
     def _place(self) -> object:
-        """What parameters are placed for; it changes when they would be placed otherwise."""
+        """A value that changes when prepared parameters would have to be placed again."""
         return self._timings.devices, self.weights, self.adapters.generation
 
     def _fitted(self, params: Any, partial: bool) -> list[Any]:
         """Return new parameters on the devices of each replica."""
-        params = self.adapters.beside(params, partial=partial)
+        params = self.adapters.with_adapters(params, partial=partial)
         replicas = self._replicas.all
         parts = split_replicas(params)
         if len(parts) != len(replicas):  # the parameters are on other devices than the replicas
@@ -126,7 +125,6 @@ class Maintenance:
 
     @property
     def is_paused(self) -> bool:
-        """Whether `pause` was called, and `resume` was not."""
         return self._replicas.first.loop.is_halted
 
     def pause(self, running: Running) -> None:

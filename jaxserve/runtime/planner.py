@@ -55,16 +55,16 @@ _GROUPED = ("waa", "waa_c", "waa_m")
 
 @final
 class PlanController:
-    """A thread that searches for schedules beside the engines, and has all replicas adopt them.
+    """Carries out plans on all replicas, and adapts them on a thread to the lengths of answers.
 
-    A search takes tenths of a second of this thread. The engines serve on meanwhile, and adopt a
-    schedule between two steps. The thread starts with the first adaptation.
+    A search takes tenths of a second of the thread, while the engines serve; they adopt a schedule
+    between two steps. The thread starts with the first adaptation.
 
     Args:
       regrouper: moves devices between two groups, as a plan needs; None with one group.
 
     Attributes:
-      num_adopted: plans that were adopted, those of `adopt` included.
+      num_adopted: number of adopted plans.
     """
 
     def __init__(self, replicas: Replicas, regrouper: Regrouper | None = None):
@@ -88,35 +88,27 @@ class PlanController:
         return self._in_force
 
     def put(self, lengths: Sequence[AnswerLength]) -> None:
-        """Take in ended answers, without blocking; any thread may call it."""
+        """Queue ended answers for the adaptation; any thread may call it."""
         if self._adaptation is not None and not self._is_closed and lengths:
             self._ended.put(lengths)
 
     def running(self) -> list[AnswerLength]:
-        """Return the answers of all replicas that were admitted and go on.
-
-        Raises:
-          RuntimeClosedError, EngineFailedError
-        """
+        """Return the unfinished answers that were admitted, of all replicas."""
         found: list[AnswerLength] = []
         for replica in self._replicas.all:
             found += replica.loop.ask(partial(unfinished, replica.engine.scheduler))
         return found
 
     def adopt(self, plan: Plan | None, adaptation: Adaptation | None) -> Plan | None:
-        """Have the replicas carry out a plan, and follow the lengths from now on.
+        """Carry out a plan, and adapt it from now on; return it with the pause of a move.
 
         Args:
-          plan: None to go on as before until the adaptation finds one.
-          adaptation: None to leave the plan as it is.
-
-        Returns:
-          The plan, with the pause that a move of devices took.
+          plan: None to keep the present schedule until the adaptation finds one.
+          adaptation: None to keep the plan.
 
         Raises:
           RegroupError: devices could not be moved, or were moved since the plan was made; nothing
             has changed.
-          RuntimeClosedError, EngineFailedError
         """
         with self._lock:
             if plan is not None:
@@ -131,15 +123,12 @@ class PlanController:
         return plan
 
     def regroup(self, division: Division, max_pause_s: float) -> float:
-        """Move devices between the groups, and drop the plan, which was for others.
+        """Move devices between the groups, drop the plan, and return the pause in seconds.
 
-        If it was adapted, the next answers make one for these groups, which then stay.
-
-        Returns the seconds for which the engine was paused.
+        If the plan was adapted, the next answers make one for the new groups, which then stay.
 
         Raises:
-          RegroupError: they could not be moved; the plan stays.
-          RuntimeClosedError, EngineFailedError
+          RegroupError: the devices could not be moved; the plan stays.
         """
         assert self._regrouper is not None
         with self._lock:
@@ -147,15 +136,14 @@ class PlanController:
             self._in_force = None
             adaptation = self._adaptation
             if adaptation is not None and not self._is_closed:
-                # Another one, so that a search that goes on meanwhile has no consequence.
+                # A new object, so that the result of a search in progress is dropped.
                 self._adaptation = adaptation.on_other_groups()
         return pause_s
 
     def close(self) -> None:
-        """Stop the thread; return when it has ended. Any thread may call it.
+        """Stop the thread and wait for its end, except on an engine's thread or on its own.
 
-        On an engine's thread, or on its own, it does not wait. The thread then ends when the
-        replicas are closed, which ends its open question.
+        In these cases the thread ends when the replicas are closed.
         """
         # Not under the lock: its holder may wait for the thread that calls this.
         self._is_closed = True
@@ -168,7 +156,7 @@ class PlanController:
             thread.join()
 
     def _carry_out(self, plan: Plan) -> Plan:
-        """Have the replicas carry out a plan; return it with the pause that a move took."""
+        """Make the replicas adopt a plan; return it with the pause of a move."""
         iteration, move, regrouper = plan.iteration(), plan.move, self._regrouper
         if regrouper is not None and plan.num_moves != regrouper.num_moves:
             raise RegroupError(
@@ -260,7 +248,7 @@ class ObservedLengths:
 
 @final
 class Planner:
-    """Finds schedules for the replicas of a runtime, has them adopt them, and adapts them.
+    """Finds schedules for the replicas of a runtime, which a `PlanController` carries out.
 
     Args:
       regrouper: moves devices between two groups; None if the groups stay as they are.
@@ -287,12 +275,10 @@ class Planner:
 
     @property
     def in_force(self) -> Plan | None:
-        """The plan that the replicas carry out; None without one."""
         return self._controller.in_force
 
     @property
     def num_adopted(self) -> int:
-        """Plans that the replicas have adopted."""
         return self._controller.num_adopted
 
     @property
@@ -306,11 +292,7 @@ class Planner:
         return 0.0 if self._regrouper is None else self._regrouper.pause_s
 
     def start(self, bounds: LatencyBounds) -> None:
-        """Plan by itself as soon as lengths are known; measure step times first if there are none.
-
-        Args:
-          bounds: those of the options, see `RuntimeOptions`.
-        """
+        """Plan as soon as lengths are known, under bounds of the options; measure step times."""
         # One round is the shortest measurement that has every shape.
         if self.timings.has_groups:
             self.timings.group_times(rounds=1)
@@ -364,7 +346,7 @@ class Planner:
             try:
                 return self._adopted(planner, plan, used, adapt=adapt, is_given=is_given)
             except RegroupError as error:
-                # The next plan does without this division, or is for the one that there is now.
+                # The next plan excludes this division, or is for the present one.
                 _log.warning("planning again: %s", error)
 
     def regroup(self, encode: int, decode: int, max_pause_s: float) -> float:
@@ -393,13 +375,13 @@ class Planner:
         adapt: bool,
         is_given: bool,
     ) -> Plan:
-        """Have the replicas adopt a plan; return it with the pause that a move took."""
+        """Make the replicas adopt a plan, and adapt it; return it with the pause of a move."""
         if not adapt:
             return self._controller.adopt(plan, None) or plan
         running = self._controller.running()
         begins_s = -math.inf
         if is_given:
-            # Answers that run now tell nothing of lengths that the caller gave.
+            # Answers that run now say nothing about lengths that the caller gave.
             known = (*self._observed.newest(), *running)
             begins_s = max((answer.admitted_s for answer in known), default=-math.inf)
             running = []
@@ -447,7 +429,6 @@ class Planner:
         max_wait_s: float | None,
         max_pause_s: float,
     ) -> SchedulePlanner:
-        """Return the planner of WAA's schedules on two groups of devices."""
         executor, regrouper = self._replicas.first.executor, self._regrouper
         if regrouper is None and policies is not None and "waa" not in policies:
             raise InvalidConfigError(

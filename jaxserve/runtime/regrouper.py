@@ -43,7 +43,7 @@ from sharding import DeviceGroups
 
 _log = logging.getLogger(__name__)
 
-# Seconds of a pause besides the placing of weights, before a move has shown them.
+# Seconds of a pause without the placing of weights, until a move has measured them.
 _REST_S = 0.05
 
 
@@ -77,22 +77,22 @@ class _Fit:
 
 @final
 class Regrouper:
-    """Divides the devices of a runtime with two groups in other ways, while requests go on.
+    """Moves devices between the two groups of a runtime, while requests continue.
 
-    Executors for the other groups, and their executables, are made beside the engine. Then its loop
+    Executors and executables for the new groups are made while the engine serves. Then its loop
     is paused: KV is dropped, weights are placed, and caches are made. Running sequences keep their
-    tokens, and their KV is computed anew. If anything fails, the weights are put back, and the
-    groups serve as before. If that fails, too, the engine fails.
+    tokens, and their KV is recomputed. If anything fails, the weights are put back, and the groups
+    serve as before. If that fails too, the engine fails.
 
-    One thread at a time may call `move`, beside others that call `options`.
+    One thread at a time may call `move`; any thread may call `options`.
 
     Args:
       executor: the executor of both groups, without wrappers.
       groups: the present groups, in one piece each.
-      placing: held while weights are placed, so that the groups of devices stay as they are.
+      placing: held while weights are placed, so that no devices move between groups.
 
     Attributes:
-      num_moves: moves so far. With other groups it is another number.
+      num_moves: number of moves so far, which identifies the present groups.
       pause_s: seconds for which they have paused the engine.
     """
 
@@ -122,7 +122,7 @@ class Regrouper:
         # Seconds that placing weights is expected to take, and that the rest of a pause took last.
         self._placing_s: dict[Division, float] = {}
         self._rest_s = _REST_S
-        # By the arrays that others share; empty after a move.
+        # By the arrays that the caller shares; empty after a move.
         self._memories: dict[tuple[Division, Leaves], WeightsMemory] = {}
         # Divisions whose executors could not be made, and why.
         self._failed: dict[Division, str] = {}
@@ -130,13 +130,12 @@ class Regrouper:
 
     @property
     def present(self) -> Division:
-        """The division that the engine has."""
         return _division(self._groups)
 
     def learn(self, times: GroupTimes) -> None:
-        """Take in step times of the present groups; let divisions be tried again that have failed.
+        """Set the step times of the present groups, and retry divisions that have failed.
 
-        Times of groups of other sizes are taken from the cache folder, if it has them.
+        Times of groups of other sizes come from the cache folder, if it has them.
         """
         with self._placing:
             self._failed.clear()
@@ -168,10 +167,7 @@ class Regrouper:
     def options(self) -> Sequence[DivisionOption]:
         """Return the divisions that the devices allow, the present one first. Call `learn` before.
 
-        Those that do not hold as long an answer as the present one are left out.
-
-        Raises:
-          RuntimeClosedError, EngineFailedError
+        Divisions that hold only shorter answers than the present one are left out.
         """
         with self._placing:
             self._replicas.first.loop.check()
@@ -207,10 +203,7 @@ class Regrouper:
         return found
 
     def _expected_pause_s(self, division: Division) -> float:
-        """Return the seconds for which a move is expected to pause the engine.
-
-        An array is placed on the devices for a trial, once until the next move.
-        """
+        """Return the expected pause of a move; times a trial array, once until the next move."""
         if division not in self._placing_s:
             params, groups = self._executor.params[0], self._others[division]
             self._placing_s[division] = self._maker.placing_s(params, groups)
@@ -326,14 +319,13 @@ class Regrouper:
                 pause_s = self._clock.now() - begin_s
                 self._groups = groups
                 self.num_moves += 1
-                self._placing_s.clear()  # weights lie elsewhere now
+                self._placing_s.clear()  # weights are elsewhere now
                 self._memories.clear()
                 times = self._measured(division)
-                self._timings.regrouped(division.encode, division.decode, times)
+                self._timings.set_groups(division.encode, division.decode, times)
         return pause_s
 
     def _measured(self, division: Division) -> GroupTimes | None:
-        """Return the times of a division, if they were measured."""
         sizes = astuple(division)
         if self._sizes is None or not self._sizes.is_measured(*sizes):
             return None
@@ -352,7 +344,6 @@ class Regrouper:
         return _Room(used + size.step.measure(), shared)
 
     def _memory(self, division: Division, shared: Leaves) -> WeightsMemory:
-        """Return the memory of the weights during and after a move."""
         if (division, shared) not in self._memories:
             groups = self._groups if division == self.present else self._others[division]
             found = self._maker.moved_bytes(self._executor.params, groups, shared)
@@ -362,11 +353,11 @@ class Regrouper:
     def _fit(self, division: Division, room: _Room, step_bytes: Sequence[int] = ()) -> _Fit | None:
         """Return how a division fits; None if its pool holds shorter answers than the present one.
 
-        Each device is taken to have as much memory as the fullest one of the present groups.
+        Every device is assumed to have the memory of the fullest one of the present groups.
 
         Args:
-          step_bytes: of the largest step of each group. Without them the largest present step grows
-            as the shards do, which is the most that it can.
+          step_bytes: size of each group's largest step; by default the present one scaled by the
+            size of the shards, which is an upper bound.
         """
         config, maker = self._executor.config, self._maker
         memory = self._memory(division, room.shared)

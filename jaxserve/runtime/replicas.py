@@ -43,14 +43,14 @@ from pallas_kernels import dispatch
 # Pages of a pool without any that a sequence could use: the null page, and one more.
 _NO_PAGES = 2
 
-# Answers that a call looks at, where the queue seems full, to find some that wait no more.
+# Answers that a call looks at, if the queue seems full, to find some that have begun.
 _MAX_LOOKED_AT = 128
 
 
 @final
 @dataclass
 class Replica:
-    """A replica: one engine with its own devices, page pool, slots, scheduler and thread."""
+    """An engine with its own devices, page pool, slots, scheduler and thread."""
 
     executor: ModelExecutor
     pool_size: PoolSize
@@ -66,7 +66,7 @@ class Replica:
     def free_pool(self) -> None:
         """Free the page pool until `take_pool`; no step follows before. The loop is paused.
 
-        Every sequence is computed anew when it goes on. The scheduler knows the pool as it was.
+        Every sequence is recomputed when it continues. The scheduler keeps the size of the pool.
         """
         self.engine.drop_kv()
         self.executor.resize(_NO_PAGES, ())
@@ -89,14 +89,11 @@ class Replica:
         self.pool_size = size
 
     def recompute(self, size: PoolSize, exchange: Callable[[], None]) -> int:
-        """Go on with other caches, in which KV is computed anew. The loop is paused.
+        """Replace the caches; return the number of tokens to recompute. The loop is paused.
 
         Args:
-          size: of the pool after `exchange`, which holds as long an answer as before.
+          size: size of the pool after `exchange`, which holds as long an answer as before.
           exchange: replaces the executor's caches. If it raises, they are as large as before.
-
-        Returns:
-          Tokens that were computed, and will be again.
         """
         num_tokens = self.engine.drop_kv()
         exchange()
@@ -183,7 +180,7 @@ class Replicas:
 
     def sleep(self, *, drops_weights: bool) -> None:
         """Free what `Runtime.sleep` says. The loops are paused and halted."""
-        self.are_asleep = True  # also if what follows fails: `wake_up` mends it
+        self.are_asleep = True  # even if the rest fails: `wake_up` repairs it
         for replica in self.all:
             replica.free_pool()
             if drops_weights:
@@ -230,7 +227,7 @@ class Replicas:
 
     @contextmanager
     def claimed(self, requests: Sequence[Request]) -> Iterator[set[str]]:
-        """Keep ids and places in the queue for requests, for `submit_claimed` within the block.
+        """Reserve ids and places in the queue for `submit_claimed` within the block.
 
         Raises:
           RuntimeClosedError, EngineFailedError: any replica was closed or has failed.
@@ -251,7 +248,7 @@ class Replicas:
                 self._claimed -= ids
 
     def submit(self, *answers: Answer) -> None:
-        """Claim and submit answers; raise what `claimed` and `submit_claimed` raise."""
+        """Claim and submit answers."""
         with self.claimed([answer.request for answer in answers]) as claimed:
             self.submit_claimed(claimed, *answers)
 
@@ -285,9 +282,9 @@ class Replicas:
             raise
 
     def expect(self, answer: Answer, prediction: LengthPrediction) -> None:
-        """Take a prediction that comes after its answer was submitted, unless that has ended.
+        """Give a submitted answer its late prediction, unless it has ended.
 
-        A later request may have the id of one that has ended; it does not get the prediction.
+        A later request with the same id does not get the prediction.
         """
         with self._lock:
             placed = self._placed.get(answer.request.id)
@@ -393,10 +390,10 @@ class Replicas:
             )
 
     def _drop_begun(self) -> None:
-        """Drop answers from `_waiting` that wait no more: the first ones, and some of the others.
+        """Drop leading answers from `_waiting` that have begun, and some of the rest.
 
-        A call looks at `_MAX_LOOKED_AT` answers that wait. Of more, some that have begun count
-        until later calls have looked at all; at most as many as have begun and not ended.
+        A call looks at `_MAX_LOOKED_AT` answers. Until later calls have looked at all, some that
+        have begun count as waiting: at most as many as have begun and not ended.
         """
         waiting = self._waiting
         while waiting and not waiting[first := next(iter(waiting))].waits:

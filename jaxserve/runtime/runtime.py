@@ -278,7 +278,7 @@ class Runtime:
     def encode(self, prompts: Any) -> Any:
         """Return the encoder's output for one prompt, or a batch, of an encoder-decoder model.
 
-        Steps of running requests go on between the encoder's. Nothing is cached.
+        Steps of running requests run between the encoder's. Nothing is cached.
 
         Args:
           prompts: a prompt or a list of them, as in `generate`; each at most
@@ -350,11 +350,11 @@ class Runtime:
         return self._maintenance.weights.version
 
     def prepare_params(self, params: nnx.State, *, partial: bool = False) -> PreparedParams:
-        """Check new weights, and place them on the devices beside the present ones.
+        """Check new weights, and place them on the devices in addition to the present ones.
 
         Requests run meanwhile. `update_params` of the result then moves no array, unless the
-        weights or their devices have changed in between. They take memory until the result is
-        dropped, or other weights have followed them.
+        weights or their devices have changed in between. The new weights take memory until the
+        result is dropped, or other weights have replaced them.
 
         Args:
           params, partial: as for `update_params`.
@@ -378,8 +378,8 @@ class Runtime:
     ) -> int:
         """Replace the weights for all later steps, for instance by those of a trainer.
 
-        Arrays that are placed as the old ones are shared and not copied; others are moved to the
-        old ones' devices, and cast to their dtypes. No step is compiled. The runtime drops its
+        Arrays on the same devices in the same dtypes are shared and not copied; all other arrays
+        are copied there and cast. No step is compiled. The runtime drops its
         references to the old arrays, and finds no cached page of theirs again. After an error the
         old weights go on serving, unless it is an EngineFailedError. If several processes serve the
         model, all of them call it while none follows (`dismiss_followers`).
@@ -397,10 +397,10 @@ class Runtime:
             stream, or has ended one of its samples, continues as with "keep". Requests that are
             submitted during the call wait, or run on a replica that is not paused yet.
           kv: treatment of the KV of requests that continue. "recompute" computes it anew from their
-            tokens. "keep", only with running="keep", goes on with that of the old weights at once.
+            tokens. "keep", only with running="keep", continues with the KV of the old weights.
           partial: whether `params` lacks the parameters that have not changed. Prepared ones know.
           max_staleness: a sample that continues ends with StaleWeightsError if its first token is
-            of weights more than so many versions older than the new ones; None for no bound.
+            of weights more than this number of versions older; None for no bound.
 
         Returns:
           The version of the new weights.
@@ -409,7 +409,7 @@ class Runtime:
           InvalidParamsError: the parameters do not fit, or have NaN or infinite numbers, also
             after a cast to the model's dtype.
           InvalidConfigError: another argument is not allowed.
-          DeviceMemoryError: the device has no room for them beside the old ones.
+          DeviceMemoryError: the device has no room for both the new and the old ones.
           EngineBusyError: running="finish" while the runtime is paused.
           EngineFailedError: the engine has failed, or an update has failed that could not be
             undone; the runtime serves no more.
@@ -458,8 +458,8 @@ class Runtime:
         Cached pages on the device and the host are dropped, and those on disk are kept.
 
         Args:
-          drops_weights: also drop the references to the weights, whose memory is free then unless
-            others share the arrays. `update_params` is needed before `wake_up`.
+          drops_weights: also drop the references to the weights, which frees their memory unless
+            the caller holds the arrays. `update_params` is needed before `wake_up`.
 
         Raises:
           InvalidConfigError: several processes or two groups of devices serve the model.
@@ -472,7 +472,7 @@ class Runtime:
 
         Raises:
           DeviceMemoryError: there is too little memory; the runtime stays asleep.
-          InvalidConfigError: the weights were dropped, and no others have come.
+          InvalidConfigError: the weights were dropped and not replaced.
           RuntimeClosedError, EngineFailedError
         """
         self._maintenance.wake_up()
@@ -487,7 +487,7 @@ class Runtime:
     def load_adapter(
         self, name: str, source: str | Path | Mapping[str, Any], *, scale: float | None = None
     ) -> None:
-        """Load an adapter (LoRA) beside the weights, for requests that name it.
+        """Load an adapter (LoRA), for requests that name it.
 
         Requests run meanwhile. No step is compiled.
 
@@ -502,8 +502,8 @@ class Runtime:
             infinite numbers, or is of a kind that is not served. Nothing has changed.
           InvalidConfigError: the name is taken, or `max_adapters` adapters are loaded.
           EngineBusyError: the memory was given back; see `sleep`.
-          DeviceMemoryError: there is no room for an eighth of the adapters' memory beside the
-            present ones, all of which go on serving.
+          DeviceMemoryError: there is no room for a copy of an eighth of the adapters' memory. The
+            present adapters continue to serve.
           RuntimeClosedError, EngineFailedError
         """
         self._maintenance.adapters.load(name, source, scale)
@@ -516,9 +516,7 @@ class Runtime:
         return self._maintenance.adapters.shapes(rank)
 
     def drop_adapter(self, name: str) -> None:
-        """Drop an adapter; another one may have its name and its place afterwards.
-
-        It may be dropped while the memory is given back, too; see `sleep`.
+        """Drop an adapter, which frees its name and its place. It works during `sleep` too.
 
         Raises:
           UnknownAdapterError: no adapter has this name.
@@ -540,7 +538,7 @@ class Runtime:
     def forget_kept_pages(self) -> None:
         """Drop all cached pages, so that later requests compute their prompts; for measurements.
 
-        Nor are past answers proposed to later requests, in a runtime that speculates.
+        A runtime that speculates also forgets past answers, which it would propose.
 
         Raises:
           RuntimeClosedError, EngineFailedError
@@ -554,10 +552,9 @@ class Runtime:
         host memory has room for them; they pass through it. Where it has none, there are fewer.
 
         Args:
-          first: the page to begin with, in place of the first one. `import_kv` needs all from the
-            first one on.
+          first: index of the first page to return; `import_kv` needs all pages from 0 on.
           waits: False to return only pages that are on the host, without waiting. The next steps
-            copy those that are missing. So the pages of a prompt can be read while it is computed.
+            copy the missing ones, so that a prompt's pages can be read while it is computed.
 
         Raises:
           ProcessGroupError: several processes serve the model.
@@ -663,8 +660,8 @@ class Runtime:
     def regroup(self, *, encode: int, decode: int, max_pause_s: float = MAX_PAUSE_S) -> float:
         """Move devices between the group for prompts and the group for answers.
 
-        Requests go on: those that run keep their tokens, and their KV is computed anew. Executables
-        are made before the pause, in which weights are placed. A plan in force is dropped, and its
+        Running requests keep their tokens, and their KV is recomputed. Executables are made before
+        the pause, in which weights are placed. A plan in force is dropped, and its
         schedule stays. If it was adapted, the next answers make a plan for these groups, from which
         devices move no more; `plan` moves devices by itself.
 

@@ -29,7 +29,7 @@ class RuntimeStats:
       predicting_s: seconds that the prediction of lengths took on the submitting threads.
       num_plans: schedules that were adopted (`Runtime.plan`, policy "exegpt").
       num_moves: moves of devices between two groups (`Runtime.plan`, `Runtime.regroup`).
-      move_pause_s: seconds for which these have paused the engine.
+      move_pause_s: seconds for which moves have paused the engine.
       adapters: those of open requests; None for a runtime without adapters.
       plan: the schedule in force, its bounds, and what is expected of it; None without one.
       num_pages_owned, num_pages_usable: pages of the device that sequences own now, and that they

@@ -73,7 +73,7 @@ class Timings:
 
     @property
     def _stored(self) -> tuple[Origin, ...]:
-        """The origins with the configuration of the start, which a resize leaves behind."""
+        """The origins with the configuration of the start, which a resize does not change."""
         both = (self._origin, self._decode_origin)
         return tuple(each for each in both if each is not None)
 
@@ -111,13 +111,9 @@ class Timings:
         return times
 
     def step_times(self, max_wait_s: float | None = None, *, rounds: int = 2) -> StepTimes:
-        """Return the step times that were measured or loaded last, else those of the cache folder.
+        """Return the newest step times, else those of the cache folder, else measure and keep them.
 
-        If it has none, they are measured, and kept there. If the file cannot be written, a warning
-        says so, and the next start measures again.
-
-        Args:
-          max_wait_s, rounds: of a measurement, see `Runtime.measure_step_times`.
+        If the file cannot be written, a warning says so, and the next start measures again.
         """
         found = self._times or self.find_step_times(_folder())
         if found is None:
@@ -179,15 +175,15 @@ class Timings:
         return times if counts == [each["count"] for each in self.devices] else None
 
     def group_origin(self, num_devices: int) -> Origin:
-        """Return the origin of step times of a group of so many devices."""
+        """Return the origin of step times of a group of `num_devices` devices."""
         return self.origins[0].on(num_devices)
 
-    def regrouped(self, encode: int, decode: int, times: GroupTimes | None) -> None:
-        """Take note of other groups.
+    def set_groups(self, encode: int, decode: int, times: GroupTimes | None) -> None:
+        """Record the groups after a move of devices.
 
         Args:
-          encode, decode: numbers of their devices.
-          times: their measured times; None to measure them when they are needed.
+          encode, decode: their numbers of devices.
+          times: their measured times; None to measure them when needed.
         """
         self._origin, self._decode_origin = map(self.group_origin, (encode, decode))
         self._group_times = times
@@ -198,7 +194,7 @@ class Timings:
         self._times = times
 
     def _warm_up(self) -> None:
-        """Compile all that is left, which would be timed, too, if it were compiled beside."""
+        """Compile what is missing, so that no compilation is timed."""
         for replica in self._replicas.all:
             replica.warm_up(self._options, waits=True)
 

@@ -16,7 +16,7 @@ from jaxserve.engine.versions import Weights
 from jaxserve.execution.device_errors import out_of_memory_as
 from jaxserve.runtime.replicas import Replica
 
-# What an update does to the KV of requests that go on.
+# What an update does to the KV of requests that continue.
 KV = Literal["recompute", "keep"]
 _MAX_VERSION = 2**63 - 1
 
@@ -85,13 +85,13 @@ def _is_int(value: object) -> bool:
 class PreparedParams:
     """Checked parameters on the devices of a runtime, which `Runtime.update_params` takes.
 
-    They take memory beside the present ones as long as they are referenced.
+    They take memory in addition to the present ones as long as they are referenced.
 
     Attributes:
       owner: the part of the runtime that placed them.
       params: as the runtime stores them.
       partial: whether `params` lacks parameters that stay as they are.
-      place: what they were placed for; after a change of it they are placed again.
+      place: the value of `Maintenance._place` for which they were placed.
       fitted: for each replica, as its executor takes them.
     """
 
@@ -105,7 +105,7 @@ class PreparedParams:
         """Raise InvalidParamsError unless they can serve now; they were checked some time ago.
 
         Args:
-          place: that they are for; where it is another, `params` are placed again.
+          place: the present place; if it differs, `params` are placed again.
           has_weights: whether there are weights that `params` can be a part of.
         """
         check_part(self.partial, has_weights=has_weights)
@@ -119,7 +119,7 @@ class PreparedParams:
 
 
 def check_part(partial: bool, *, has_weights: bool) -> None:
-    """Raise InvalidParamsError if some parameters come where the others were dropped."""
+    """Raise InvalidParamsError for a partial update of weights that were dropped."""
     if partial and not has_weights:
         raise InvalidParamsError(
             "partial=True is not allowed, because the weights were dropped (rt.sleep); pass all "
@@ -138,7 +138,7 @@ def placing_weights() -> AbstractContextManager[None]:
 def swap(
     replicas: Sequence[Replica], fitted: Sequence[Any], weights: Weights, *, keeps_kv: bool
 ) -> None:
-    """Have all replicas compute with other weights, or none of them; their loops are paused.
+    """Replace the weights of all replicas, or of none; their loops are paused.
 
     Args:
       fitted: for each replica, as its executor takes them.
@@ -174,7 +174,7 @@ def _put_back(replicas: Sequence[Replica], former: Sequence[Any]) -> None:
 
 
 def _failed(replicas: Sequence[Replica], cause: BaseException) -> EngineFailedError:
-    """End every loop, since replicas may compute with weights of several versions."""
+    """Fail every loop, since replicas may have weights of several versions."""
     error = EngineFailedError(
         f"an update of the weights failed in its middle ({type(cause).__name__}: {cause}), and "
         "could not be undone; this runtime serves no more: close it, and create a new one"
