@@ -15,7 +15,7 @@ from jaxserve.core.errors import RuntimeClosedError
 from jaxserve.execution.compilation import CompilationCounter
 from jaxserve.execution.device_slots import DeviceSlots, StateMoves
 from jaxserve.execution.encoding import encode_prompts
-from jaxserve.execution.handle import DeviceHandle, PromptPart
+from jaxserve.execution.handle import PromptPart, SubmittedStep
 from jaxserve.execution.pages import PAGES_A_CALL, DevicePages, num_incoming
 from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.swap_costs import (
@@ -176,10 +176,10 @@ class DeviceExecutor:
     def is_warm(self) -> bool:
         return self._compilations.is_warm
 
-    def submit(self, plan: StepPlan) -> DeviceHandle:
+    def submit(self, plan: StepPlan) -> SubmittedStep:
         self._raise_if_closed()
         with self._compilations.watch(plan), self._programs.place.in_force():
-            count = self.num_incoming(plan)
+            count = num_incoming(self.config, plan)
             late = plan.swaps_in[:count]
             self._pages.swap(plan.swaps_out, plan.swaps_in[count:])
             self._slots.apply(plan)
@@ -283,7 +283,7 @@ class DeviceExecutor:
 
     # ---- steps ----
 
-    def _decode(self, plan: StepPlan, needs: SamplingNeeds) -> DeviceHandle:
+    def _decode(self, plan: StepPlan, needs: SamplingNeeds) -> SubmittedStep:
         window, num_proposed = decode_window(self.config, plan, needs.variant)
         self._pages.cache, self._slots.state, outputs = self._programs.decode_loop(
             self._params,
@@ -297,16 +297,13 @@ class DeviceExecutor:
             num_proposed=num_proposed,
         )
         output_rows = np.array([row.slot - window.start for row in plan.rows], np.int32)
-        return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows)
+        return SubmittedStep(plan, needs, outputs.tokens, (outputs,), output_rows)
 
-    def num_incoming(self, plan: StepPlan) -> int:
-        return num_incoming(self.config, plan)
-
-    def _mixed(self, plan: StepPlan, needs: SamplingNeeds, late: PageCopies) -> DeviceHandle:
+    def _mixed(self, plan: StepPlan, needs: SamplingNeeds, late: PageCopies) -> SubmittedStep:
         if prompts := [row for row in plan.rows if row.encodes]:
             encoded = self._encode(pack_rows(self.config, prompts)[0])
             if len(prompts) == len(plan.rows) and not late:
-                return DeviceHandle(plan, needs, encoded, (), np.empty(0, np.int32))
+                return SubmittedStep(plan, needs, encoded, (), np.empty(0, np.int32))
         computed = [i for i in sampling_first(plan.rows) if not plan.rows[i].encodes]
         order = [i for i in computed for _ in in_places(plan.rows[i])]
         rows = [part for i in computed for part in in_places(plan.rows[i])]
@@ -318,12 +315,12 @@ class DeviceExecutor:
         prompt_parts = self._prompt_parts(plan, order, starts, batch, hidden)
         sampling = [i for i in computed if plan.rows[i].samples]
         if not sampling:
-            return DeviceHandle(plan, needs, row_hidden, (), np.empty(0, np.int32), prompt_parts)
+            return SubmittedStep(plan, needs, row_hidden, (), np.empty(0, np.int32), prompt_parts)
         choose = self._verify if plan.has_proposals else self._sample
         self._slots.state, outputs = choose(plan, sampling, row_hidden, tapped, needs.variant)
         output_rows = np.full(len(plan.rows), -1, np.int32)
         output_rows[sampling] = np.arange(len(sampling))
-        return DeviceHandle(plan, needs, outputs.tokens, (outputs,), output_rows, prompt_parts)
+        return SubmittedStep(plan, needs, outputs.tokens, (outputs,), output_rows, prompt_parts)
 
     def _encode(self, batch: MixedBatch) -> jax.Array:
         """Encode whole prompts, and write the keys and values of the encoder's output."""

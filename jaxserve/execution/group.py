@@ -31,7 +31,7 @@ from jaxserve.core.errors import (
 from jaxserve.execution.compilation import CompilationCounter
 from jaxserve.execution.couriers import Arrived, Awaited, Courier, Outcome, Processes, make_courier
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.execution.handle import DeviceHandle
+from jaxserve.execution.handle import SubmittedStep
 from jaxserve.execution.pages import DevicePages
 from jaxserve.execution.protocol import StepHandle
 from jaxserve.memory.disk_tier import HostMemory
@@ -269,7 +269,7 @@ class InOrder:
 
     def __init__(self, executor: DeviceExecutor):
         self._executor = executor
-        self._before: DeviceHandle | None = None
+        self._before: SubmittedStep | None = None
 
     def carry_out(self, message: Any) -> None:
         """Submit a plan, and wait for the one before it; raise if that one has failed."""

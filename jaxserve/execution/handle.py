@@ -44,8 +44,8 @@ class PromptPart:
 
 
 @final
-class DeviceHandle:
-    """A submitted step.
+class SubmittedStep:
+    """A step on the device, whose results `collect` reads.
 
     Args:
       plan: the submitted plan.

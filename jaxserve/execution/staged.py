@@ -19,7 +19,7 @@ from jaxserve.execution.compilation import CompilationCounter
 from jaxserve.execution.device import verifying_arguments
 from jaxserve.execution.device_stage import DeviceStage
 from jaxserve.execution.encoding import encode_prompts
-from jaxserve.execution.handle import DeviceHandle, PromptPart
+from jaxserve.execution.handle import PromptPart, SubmittedStep
 from jaxserve.execution.pages import PAGES_A_CALL, DevicePages, num_incoming
 from jaxserve.execution.protocol import GroupRole
 from jaxserve.execution.swap_costs import (
@@ -156,7 +156,7 @@ class StagedSteps:
     def _config(self) -> EngineConfig:
         return self._stages[0].programs.config
 
-    def mixed(self, plan: StepPlan, needs: SamplingNeeds, late: PageCopies = ()) -> DeviceHandle:
+    def mixed(self, plan: StepPlan, needs: SamplingNeeds, late: PageCopies = ()) -> SubmittedStep:
         """Submit the mixed step of a plan.
 
         Args:
@@ -168,7 +168,7 @@ class StagedSteps:
         prompts = [row for row in plan.rows if row.encodes]
         marker: Any = self.encode(pack_rows(self._config, prompts)[0]) if prompts else None
         if prompts and len(prompts) == len(plan.rows) and not late:
-            return DeviceHandle(plan, needs, marker, (), np.empty(0, np.int32))
+            return SubmittedStep(plan, needs, marker, (), np.empty(0, np.int32))
         batches = [[(i, row) for i, row in enumerate(plan.rows) if not row.encodes]]
         if not is_one:
             smallest = self._config.token_buckets[0]
@@ -196,7 +196,7 @@ class StagedSteps:
                 output_rows[sampling] = num_outputs + np.arange(len(sampling))
                 num_outputs += len(outputs[-1].num_tokens)
         marker = outputs[-1].tokens if outputs else marker
-        return DeviceHandle(plan, needs, marker, outputs, output_rows, prompt_part)
+        return SubmittedStep(plan, needs, marker, outputs, output_rows, prompt_part)
 
     def pass_through(
         self, packed: Any, late: PageCopies = (), *, brings_pages: bool = False
@@ -341,7 +341,7 @@ def run_loop(
     needs: SamplingNeeds,
     micro_batches: int,
     tell: Callable[[Pass], None],
-) -> DeviceHandle:
+) -> SubmittedStep:
     """Submit every iteration of a decode loop, in at most `micro_batches` micro-batches.
 
     Args:
@@ -366,7 +366,7 @@ def run_loop(
     place = {slot: i for i, slot in enumerate(slots)}
     output_rows = np.array([place[row.slot] for row in plan.rows], np.int32)
     outputs = [each.outputs for each in passes]
-    return DeviceHandle(plan, needs, outputs[-1].tokens, outputs, output_rows)
+    return SubmittedStep(plan, needs, outputs[-1].tokens, outputs, output_rows)
 
 
 def micro_batch_size(num_slots: int, micro_batches: int) -> int:
@@ -540,7 +540,7 @@ class StagedExecutor:
         """Call `on_pass` with every later pass, to measure the pipeline."""
         self._on_pass = on_pass
 
-    def submit(self, plan: StepPlan) -> DeviceHandle:
+    def submit(self, plan: StepPlan) -> SubmittedStep:
         self._raise_if_closed()
         with self._compilations.watch(plan):
             count = num_incoming(self.config, plan)

@@ -18,6 +18,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.compilation import warm_up
 from jaxserve.execution.device import DeviceExecutor
+from jaxserve.execution.pages import num_incoming
 from jaxserve.memory.eviction import LRU
 from jaxserve.models.batch import empty_cache
 from jaxserve.scheduling.plan import StepPlan
@@ -108,7 +109,7 @@ class Watched:
             for left, came in zip(self._on_host[host_page], self._contents(page), strict=True):
                 assert left.tobytes() == came.tobytes()
         self.counts["restored"] += len(plan.swaps_in)
-        self.counts["in steps"] += self._executor.num_incoming(plan)
+        self.counts["in steps"] += num_incoming(self._executor.config, plan)
         rows = Counter(row.slot for row in plan.rows)
         self.counts["several rows"] += max(rows.values()) > 1
         return handle
