@@ -1,6 +1,7 @@
 """The page pool counts references and reservations."""
 
 import random
+from array import array
 
 import pytest
 
@@ -72,3 +73,27 @@ def test_growing_past_the_reservation_is_refused():
     table.reserve(2)
     with pytest.raises(ValueError, match="reserve first"):
         table.allocate(4)
+
+
+def test_freeing_a_long_table_is_freeing_each_of_its_pages():
+    """Pages in one pass count as one by one: shared, retained, and copied to the host."""
+    rng = random.Random(1)
+    pools = [PagePool(400), PagePool(400)]
+    tables = []
+    for pool in pools:
+        assert pool.reserve(300)
+        tables.append(pool.allocate(300))
+    for page in tables[0]:
+        kind = rng.choice(["shared", "retained", "copied", "dropped"])
+        for pool in pools:
+            if kind == "shared":
+                pool.lock([page])
+            elif kind != "dropped":
+                pool.retain(page, is_copied=kind == "copied")
+    pools[0].free(tables[0])
+    pools[1].free_all(array("i", tables[1]))
+    for pool in pools:
+        pool.check_integrity()
+        assert pool.num_copied > 0 and pool.num_owned > 0
+    assert pools[0].num_copied == pools[1].num_copied
+    assert pools[0].num_free == pools[1].num_free

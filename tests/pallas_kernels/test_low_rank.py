@@ -65,7 +65,8 @@ def _expected(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["cpu", "xla"])
-@pytest.mark.parametrize("shape", some(SHAPES, are_tuples=True))
+# The last shape has tokens of several adapters, which are out of order.
+@pytest.mark.parametrize("shape", some(SHAPES, 3, are_tuples=True))
 def test_each_token_goes_through_its_own_adapter(shape, implementation, dtype):
     arguments = _arguments(shape, dtype=dtype)
     found = jax.jit(lambda *each: add_low_rank(*each, implementation=implementation))(*arguments)

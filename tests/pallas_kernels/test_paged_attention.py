@@ -75,7 +75,8 @@ def _check(attention, inputs, layer=1, max_query_length=None, **options) -> None
     assert np.isfinite(got).all()
 
 
-@pytest.mark.parametrize("shape", some(TEST_SHAPES), ids=lambda shape: shape.name)
+# Of the shapes, "decode" merges parts of a softmax whose maxima differ.
+@pytest.mark.parametrize("shape", some(TEST_SHAPES, 1), ids=lambda shape: shape.name)
 def test_agrees_with_the_reference(attention, shape):
     """Ragged batches agree in the mixed form, with every option at once."""
     _check(attention, make_inputs(shape, seed=1, padding=5), **_options("all", shape))

@@ -11,6 +11,7 @@ import pytest
 
 from predictor import Example, LengthPredictor, OnlineConfig, OnlineLearner, TrainingConfig, train
 from predictor.data import columns
+from tests.common.tiers import some
 from tests.predictor.tiny import FailingTokenizer, examples, tiny_predictor
 
 CONFIG = OnlineConfig(
@@ -82,28 +83,26 @@ def test_it_follows_a_drift(trained_folder):
     assert 200 < counters.mispredicted < 800
 
 
-@pytest.mark.release
-def test_adopting_never_makes_the_holdout_worse(trained_folder):
-    """Whatever is learned, even noise at a high learning rate, adopted parameters are not worse."""
+@pytest.mark.parametrize("num", some([150, 600]))
+def test_adopting_never_makes_the_holdout_worse(trained_folder, num):
+    """Whatever is learned, half of it noise at a high rate, adopted parameters are not worse."""
     wild = OnlineConfig(**(vars(CONFIG) | {"learning_rate": 0.1, "patience": 3}))
     learner = OnlineLearner.load(trained_folder, wild)
     random = np.random.default_rng(0)
-    served = [learner.predictor.params]
-    for one in _stream(600, 14):
-        learner.observe(one.prompt, int(random.integers(1, 41)))
-        if learner.counters.observed % 4:
+    num_compared = 0
+    for number, one in enumerate(_stream(num, 14, times=3)):
+        is_noise = random.random() < 0.5
+        learner.observe(one.prompt, int(random.integers(1, 41)) if is_noise else one.output_length)
+        if number % 4 < 3:
             continue
-        for _ in range(3):
-            # Sorts the examples, so that the losses are of the same requests.
+        for step in range(3):
+            before, adoptions = learner.holdout_loss(), learner.counters.adoptions
             learner.step_once()
-        before, params = learner.holdout_loss(), learner.predictor.params
-        learner.step_once()
-        if learner.predictor.params is not params:
-            assert learner.holdout_loss() <= before
-            served.append(learner.predictor.params)
-    counters = learner.counters
-    assert counters.rejections > 3
-    assert counters.adoptions >= len(served) - 1
+            # The first step takes in what was observed, so that losses are of other requests.
+            if step and learner.counters.adoptions > adoptions:
+                assert learner.holdout_loss() <= before
+                num_compared += 1
+    assert num_compared > 0 and learner.counters.rejections > 0
 
 
 @pytest.mark.release

@@ -35,7 +35,13 @@ from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.scheduling.iteration.request_level import Static
 from jaxserve.scheduling.presets import get_policy
 from jaxserve.steps.step_function import COMPILED_EVENT, LOADED_EVENT
-from jaxserve.testing import ExecutorWrapper, FaultyExecutor, RecordingExecutor, WrapAll
+from jaxserve.testing import (
+    ExecutorWrapper,
+    FaultyExecutor,
+    RecordingExecutor,
+    SlowExecutor,
+    WrapAll,
+)
 from jaxserve.testing.tiny import (
     MAX_CONTEXT,
     OPTIONS,
@@ -383,6 +389,19 @@ def test_a_dropped_runtime_frees_its_pool():
     gc.collect()
     thread.join(10)
     assert not thread.is_alive() and all(array.is_deleted() for array in cache)
+
+
+def test_cancelling_ends_what_runs():
+    """A request with tokens ends at once with these, long before its limit."""
+    begun = threading.Event()
+    options = OPTIONS | {"wrap_executor": SlowExecutor, "max_decode_iterations": 1}
+    with Runtime(tiny_llama(), **options) as rt:
+        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        pending = rt.submit([1, 2, 3], params, on_piece=lambda piece: begun.set())
+        assert begun.wait(60)
+        pending.cancel()
+        completion = pending.result(60)
+    assert completion.finish_reason == "cancelled" and 0 < len(completion.token_ids) < 90
 
 
 def test_cancel_returns_what_was_generated(runtime):

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from jaxserve.core.clock import VirtualClock
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import JaxserveError, StepMemoryError
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.memory.page_files import PageFiles
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.sequence_kv import MAX_LOOKED_AT
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Tiered
 from jaxserve.scheduling.sequence import Sequence
+from tests.memory.gate import GatedFiles
 
 CONFIG = EngineConfig(
     page_size=4,
@@ -48,11 +53,13 @@ class Watched:
 class Server:
     """An engine that answers batches of prompts, one batch after the other."""
 
-    def __init__(self, config: EngineConfig = CONFIG, free_share: float = 0.0):
+    def __init__(
+        self, config: EngineConfig = CONFIG, free_share: float = 0.0, disk: DiskTier | None = None
+    ):
         policy = replace(PRESETS["pensieve"], retention=Tiered(free_share=free_share))
         self.clock = VirtualClock()
         self.executor = Watched(config, self.clock)
-        self.engine = Engine(self.executor, policy, self.clock)
+        self.engine = Engine(self.executor, policy, self.clock, disk=disk)
 
     def answer(self, *prompts: tuple[int, ...], max_tokens: int = 5) -> list[tuple[int, ...]]:
         """Return prompts with their answers; `plans` has those of this call."""
@@ -242,6 +249,60 @@ def test_other_weights_find_nothing():
     assert server.engine.scheduler.page_usage().num_cached == 0
     server.answer(history)
     assert server.first_rows == [(0, 23)]
+
+
+@pytest.mark.parametrize("keeps_disk", [True, False])
+def test_pages_on_the_disk_are_forgotten_as_told(tmp_path: Path, keeps_disk: bool):
+    """Later prompts evict the first one's pages to the disk, where it finds them, or none."""
+    disk = DiskTier(PageFiles(tmp_path, 100_000))
+    server = Server(replace(CONFIG, num_pages=13, num_host_pages=8), disk=disk)
+    try:
+        (history,) = server.answer(PROMPT)
+        for first in range(100, 1000, 100):
+            server.answer(tuple(range(first, first + 18)))
+        server.engine.forget_kept_pages(keeps_disk=keeps_disk)
+        assert server.answer(PROMPT) == [history]
+        found = server.engine.scheduler.counters()["num_prefix_hit_on_disk"]
+        assert found == (16 if keeps_disk else 0)
+    finally:
+        server.engine.close(is_whole=False)
+
+
+def test_a_sequence_that_is_cancelled_waits_for_no_page(tmp_path: Path):
+    """One whose pages are being read from the disk gives up its claim to them when it ends."""
+    config = replace(CONFIG, num_pages=13, num_host_pages=8)
+    before = Server(config, disk=DiskTier(PageFiles(tmp_path, 100_000)))
+    before.answer(PROMPT)
+    before.engine.close(is_whole=True)
+    files = GatedFiles(tmp_path)
+    files.reading.shut()
+    server = Server(config, disk=DiskTier(files))
+    try:
+        params = SamplingParams(max_tokens=5)
+        request = Request(id="a", prompt=PROMPT, params=params, arrival_s=0.0)
+        [sequence] = server.engine.add(request)
+        server.engine.step()
+        assert server.engine.awaits_disk and not server.executor.plans
+        server.engine.scheduler.end(sequence, "cancelled")
+        assert not server.engine.awaits_disk and not server.engine.has_work
+    finally:
+        files.reading.open()
+        server.engine.close(is_whole=False)
+
+
+@pytest.mark.parametrize("error", [None, StepMemoryError("no memory")])
+def test_the_kv_of_a_failed_sequence_is_not_found(error: JaxserveError | None):
+    """What a cancelled sequence has computed is right and stays; after an error it may be wrong."""
+    server = Server()
+    params = SamplingParams(max_tokens=50)
+    server.engine.add(Request(id="a", prompt=PROMPT, params=params, arrival_s=0.0))
+    for _ in range(3):
+        server.engine.step()
+    server.engine.drain()
+    [sequence] = server.engine.scheduler.running
+    server.engine.scheduler.end(sequence, "error" if error else "cancelled", error)
+    server.engine.scheduler.check_integrity()
+    assert set(server.engine.residency(PROMPT)) == {"nowhere" if error else "device"}
 
 
 def test_prompt_log_probabilities_need_the_whole_prompt():

@@ -104,3 +104,33 @@ def test_pages_of_mixed_weights_are_not_found():
         engine.step()
     engine.scheduler.check_integrity()
     assert engine.residency(sequence.known_tokens) == ["device"] * 8
+
+
+@pytest.mark.fast
+def test_kv_on_the_host_is_computed_anew_with_new_weights():
+    """A preempted sequence whose pages wait on the host loses them, as running ones do theirs."""
+    config = EngineConfig(
+        page_size=4,
+        num_pages=14,
+        max_slots=4,
+        max_context=48,
+        max_step_tokens=64,
+        max_decode_iterations=4,
+        num_host_pages=40,
+    )
+    clock = VirtualClock()
+    engine = Engine(SimulatedExecutor(config, clock), POLICIES[3], clock)
+    for name in "ab":
+        params, prompt = SamplingParams(max_tokens=20), tuple(range(1, 21))
+        engine.add(Request(id=name, prompt=prompt, params=params, arrival_s=0.0))
+    while not any(sequence.kv.host_pages for sequence in engine.scheduler.waiting):
+        engine.step()
+    engine.drain()
+    engine.weights_changed(Weights(1), engine.name_of(1), keeps_kv=False)
+    sequences = (*engine.scheduler.running, *engine.scheduler.waiting)
+    assert len(sequences) == 2
+    assert not any(s.kv.host_pages or s.kv.num_computed for s in sequences)
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check_integrity()
+    assert {len(sequence.output) for sequence in sequences} == {20}

@@ -240,6 +240,14 @@ def test_full_queue_is_429(slow: Runtime):
     assert len({one.choices[0].text for one in answers if one not in refused}) == 1
 
 
+def test_a_queue_takes_as_many_as_it_has_room_for(slow: Runtime):
+    """Two prompts fill a queue of two, and are answered; three are refused."""
+    with server(slow, max_waiting=2) as url:
+        body: dict[str, Any] = {"prompt": ["a", "b"], "max_tokens": 1}
+        assert post(url, "/v1/completions", body).status_code == 200
+        assert post(url, "/v1/completions", {**body, "prompt": ["a", "b", "c"]}).status_code == 429
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_request_timeout(slow: Runtime, stream: bool):
     """An answer that takes too long is cancelled with an error, which clients do not retry."""

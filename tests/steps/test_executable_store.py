@@ -89,6 +89,13 @@ def test_an_executable_is_loaded_and_not_compiled(tmp_path, compiled):
     assert len(compiled) == 1
 
 
+def test_another_configuration_has_its_own_executable(tmp_path):
+    """What a function computes may depend on parts of its shelf alone, as on a model's sizes."""
+    for factor in (2, 3):
+        function = _function_of(tmp_path, lambda x, y, by=factor: by * x + y, str(factor))
+        np.testing.assert_array_equal(function(X, X), (factor + 1) * X)
+
+
 @pytest.mark.parametrize("other", ["shelf", "shape", "dtype", "settings"])
 def test_another_program_is_compiled(tmp_path, compiled, other):
     """A key differs if what decides the program differs."""

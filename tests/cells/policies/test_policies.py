@@ -163,6 +163,13 @@ def test_lazy_batching_keeps_the_target():
         assert [played.ends[0], played.ends[1]] == ends
 
 
+def test_lazy_batching_admits_together_what_keeps_the_target():
+    """Of three chains of 4 s that arrive at once, two are within 9 s; the third waits for them."""
+    arrivals = [(0.0, chain_graph(0, 4))] * 3
+    played = play(LazyBatching(cell_s={"lstm": 1.0}, target_s=9.0), LSTM, arrivals)
+    assert sizes(played)[:4] == [(0, 2, 0)] * 3 + [(0, 3, 0)]
+
+
 POLICIES = [
     GraphMerging(order="depth", max_graphs=3),
     GraphMerging(max_graphs=5),

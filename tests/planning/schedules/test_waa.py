@@ -69,6 +69,17 @@ def test_slow_encoding_sets_the_rate_and_decoding_goes_on_at_its_own():
     assert figures.memory_bytes == pytest.approx(2 * (20 + 12 * kv_tokens) + 8)
 
 
+def test_the_encode_group_holds_the_batch_that_it_hands_over():
+    """Long inputs with short answers fill the encode device: two batches of two 40-token inputs.
+
+    Its decode device has one such batch, which arrives, and less than a sequence of its own.
+    """
+    timeline = _timeline(lengths=TaskLengths(always(40), always(2)))
+    figures = timeline.estimate(Points.one(0, 2, 1))[0]
+    assert figures.decode_batch < 1
+    assert figures.memory_bytes == pytest.approx(2 * (20 + 12 * 2 * 80) + 8)
+
+
 def test_slow_decoding_takes_one_encode_batch_an_iteration():
     """Decoding 8 sequences takes 2 * (5 + 2) = 14 s: every iteration admits B_E and ends B_E."""
     timeline = _timeline(cost=MadeUpCost(read_s=5.0))
