@@ -31,7 +31,7 @@ from jaxserve.scheduling.iteration.request_level import Static
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.workload import WorkloadItem, random_items
-from jaxserve.workload.arrivals import with_arrivals
+from jaxserve.workload.items import with_arrivals
 
 # The paper's request alone (figure 5), its interval (VI-B), the mean intervals of figure 5 that are
 # played here, and the windows of dynamic batching (VI-E): milliseconds.

@@ -20,7 +20,7 @@ from benchmarks.common.repeats import add_repeats
 from benchmarks.common.serving import Runtimes, measure
 from jaxserve.core.metrics import goodput
 from jaxserve.workload import WorkloadItem
-from jaxserve.workload.arrivals import with_arrivals
+from jaxserve.workload.items import with_arrivals
 
 # Share of the rate at which requests that are answered one by one keep the device busy.
 START_SHARE = 0.5

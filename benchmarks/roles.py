@@ -22,7 +22,7 @@ from benchmarks.common.repeats import add_repeats, in_turns, summary
 from jaxserve.core.metrics import spread
 from jaxserve.engine.answers import Piece
 from jaxserve.workload import random_items
-from jaxserve.workload.arrivals import with_arrivals
+from jaxserve.workload.items import with_arrivals
 
 if TYPE_CHECKING:
     from jaxserve import Fleet

@@ -30,7 +30,7 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.presets import PRESETS
 from jaxserve.scheduling.retention import Stateless
 from jaxserve.workload import WorkloadItem
-from jaxserve.workload.arrivals import with_arrivals
+from jaxserve.workload.items import with_arrivals
 from predictor import LengthBuckets
 
 # Tokens of the longest sequence, which ORCA reserves for each.

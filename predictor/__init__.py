@@ -17,9 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from predictor.buckets import LengthBuckets as LengthBuckets
     from predictor.calibration import Calibration as Calibration
-    from predictor.comparison import PROMISES as PROMISES
-    from predictor.comparison import Contender as Contender
-    from predictor.comparison import compare as compare
     from predictor.data import Example as Example
     from predictor.data import read_jsonl as read_jsonl
     from predictor.data import split as split
@@ -29,7 +26,10 @@ if TYPE_CHECKING:
     from predictor.encoder import SIZES as SIZES
     from predictor.encoder import EncoderConfig as EncoderConfig
     from predictor.encoder import LengthClassifier as LengthClassifier
+    from predictor.evaluation import PROMISES as PROMISES
+    from predictor.evaluation import Contender as Contender
     from predictor.evaluation import Evaluation as Evaluation
+    from predictor.evaluation import compare as compare
     from predictor.evaluation import evaluate as evaluate
     from predictor.online import Counters as Counters
     from predictor.online import OnlineConfig as OnlineConfig
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from predictor.training import train as train
 
 _HOMES = {
-    "PROMISES": "comparison",
+    "PROMISES": "evaluation",
     "SIZES": "encoder",
     "Calibration": "calibration",
-    "Contender": "comparison",
+    "Contender": "evaluation",
     "Counters": "online",
     "EncoderConfig": "encoder",
     "Evaluation": "evaluation",
@@ -65,7 +65,7 @@ _HOMES = {
     "Readings": "probe_training",
     "Refinement": "refinement",
     "TrainingConfig": "training",
-    "compare": "comparison",
+    "compare": "evaluation",
     "evaluate": "evaluation",
     "read_jsonl": "data",
     "split": "data",
@@ -75,36 +75,7 @@ _HOMES = {
     "write_jsonl": "data",
 }
 
-__all__ = [
-    "PROMISES",
-    "SIZES",
-    "Calibration",
-    "Contender",
-    "Counters",
-    "EncoderConfig",
-    "Evaluation",
-    "Example",
-    "History",
-    "LengthBuckets",
-    "LengthClassifier",
-    "LengthDistributions",
-    "LengthPredictor",
-    "LengthProbe",
-    "OnlineConfig",
-    "OnlineLearner",
-    "ProbeConfig",
-    "Readings",
-    "Refinement",
-    "TrainingConfig",
-    "compare",
-    "evaluate",
-    "read_jsonl",
-    "split",
-    "split_in_three",
-    "train",
-    "train_probe",
-    "write_jsonl",
-]
+__all__ = sorted(_HOMES)  # pyrefly: ignore[unresolvable-dunder-all]
 
 
 def __getattr__(name: str) -> Any:

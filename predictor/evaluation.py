@@ -1,17 +1,18 @@
-"""Figures of merit of predictions: of buckets, of lengths, and of their confidence."""
+"""Figures of merit of predictions, and a comparison with baselines on the same requests."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from predictor.buckets import LengthBuckets
-from predictor.calibration import softmax
+from predictor.calibration import Calibration, softmax
+from predictor.data import Example, clipped, columns
 from predictor.distribution import LengthDistributions
 
 _RELIABILITY_BINS = 10
@@ -107,3 +108,184 @@ def _reliability(
         for number in range(_RELIABILITY_BINS)
         if (chosen := index == number).any()
     )
+
+
+Features = Callable[[Sequence[str]], np.ndarray]
+
+_RIDGE = 1e-2
+_ROUNDS = 300
+
+
+@final
+class Majority:
+    """A baseline that predicts the training lengths' distribution for every prompt."""
+
+    def __init__(self, buckets: LengthBuckets):
+        self._buckets = buckets
+        self._logits = np.zeros(buckets.num)
+
+    def fit(self, prompts: Sequence[str], lengths: Int[np.ndarray, " prompts"]) -> Majority:
+        counts = np.bincount(self._buckets.bucket_of(lengths), minlength=self._buckets.num)
+        self._logits = np.log((counts + 1.0) / (counts.sum() + self._buckets.num))
+        return self
+
+    def logits(self, prompts: Sequence[str]) -> Float[np.ndarray, "prompts buckets"]:
+        """Return logits."""
+        return np.tile(self._logits, (len(prompts), 1))
+
+
+@final
+class Linear:
+    """Multinomial logistic regression on standardised features of the prompts.
+
+    Args:
+      features: maps prompts to float [prompts, features], such as their lengths or mean-pooled
+        embeddings.
+    """
+
+    def __init__(self, buckets: LengthBuckets, features: Features):
+        self._buckets = buckets
+        self._features = features
+        self._weights = np.zeros((0, buckets.num))
+        self._mean = self._scale = np.zeros(0)
+
+    def fit(self, prompts: Sequence[str], lengths: Int[np.ndarray, " prompts"]) -> Linear:
+        """Fit by full-batch gradient descent with Nesterov momentum; the loss is convex."""
+        x = self._features(prompts)
+        self._mean, self._scale = x.mean(0), x.std(0) + 1e-8
+        x = self._standardised(x)
+        wanted = np.eye(self._buckets.num)[self._buckets.bucket_of(lengths)]
+        # The loss's curvature is at most half the largest eigenvalue of the second moment of x.
+        rate = 2.0 / (np.linalg.eigvalsh(x.T @ x / len(x))[-1] + _RIDGE)
+        weights = ahead = np.zeros((x.shape[1], self._buckets.num))
+        for step in range(_ROUNDS):
+            logits = x @ ahead
+            probabilities = np.exp(logits - logits.max(1, keepdims=True))
+            probabilities /= probabilities.sum(1, keepdims=True)
+            gradient = x.T @ (probabilities - wanted) / len(x) + _RIDGE * ahead / len(x)
+            new = ahead - rate * gradient
+            ahead = new + step / (step + 3.0) * (new - weights)
+            weights = new
+        self._weights = weights
+        return self
+
+    def logits(self, prompts: Sequence[str]) -> Float[np.ndarray, "prompts buckets"]:
+        """Return logits."""
+        return self._standardised(self._features(prompts)) @ self._weights
+
+    def _standardised(
+        self, x: Float[np.ndarray, "prompts features"]
+    ) -> Float[np.ndarray, "prompts columns"]:
+        return np.concatenate([(x - self._mean) / self._scale, np.ones((len(x), 1))], axis=1)
+
+
+def prompt_lengths(prompts: Sequence[str]) -> Float[np.ndarray, "prompts 4"]:
+    """Return the numbers of characters and words and their logarithms."""
+    counts = np.asarray([(len(p), len(p.split())) for p in prompts], np.float64).reshape(-1, 2)
+    return np.concatenate([counts, np.log1p(counts)], axis=1)
+
+
+# The target miss rates of the comparison's reservations.
+PROMISES = (0.05, 0.1, 0.2, 0.3)
+
+Logits = Callable[[Sequence[str]], np.ndarray]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One predictor's figures on test requests.
+
+    Attributes:
+      evaluation: figures after calibration.
+      missed: target miss rate -> share of requests that outgrew their reservations.
+      reserved: target miss rate -> mean reservation in tokens. Of two predictors that meet the
+        target, the one with the lower mean is better.
+    """
+
+    name: str
+    evaluation: Evaluation
+    missed: dict[float, float]
+    reserved: dict[float, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a dictionary for JSON; the evaluation's figures are at its top level."""
+        figures = vars(self.evaluation) | {
+            "calibration_error": self.evaluation.calibration_error,
+            "promises": {
+                str(promised): {"missed": missed, "reserved_tokens": self.reserved[promised]}
+                for promised, missed in self.missed.items()
+            },
+        }
+        return {"name": self.name, **figures}
+
+
+def contender(
+    name: str,
+    buckets: LengthBuckets,
+    logits: Logits,
+    test: Sequence[Example],
+    calibration: Calibration,
+) -> Contender:
+    """Return the figures of a function from prompts to logits [prompts, buckets]."""
+    prompts, lengths = columns(test)
+    scaled = logits(prompts) / calibration.temperature
+    predicted = LengthDistributions(buckets, softmax(scaled))
+    reserved = {rate: predicted.quantile(calibration.level(rate)) for rate in PROMISES}
+    return Contender(
+        name=name,
+        evaluation=evaluate(buckets, scaled, lengths),
+        missed={rate: float((lengths > tokens).mean()) for rate, tokens in reserved.items()},
+        reserved={rate: float(tokens.mean()) for rate, tokens in reserved.items()},
+    )
+
+
+def compare(
+    buckets: LengthBuckets,
+    logits: Logits,
+    features: Features,
+    learned: Sequence[Example],
+    held_out: Sequence[Example],
+    test: Sequence[Example],
+    *,
+    calibration: Calibration | None = None,
+) -> list[Contender]:
+    """Return the figures of a predictor, then of the baselines.
+
+    The baselines are majority, prompt length, and linear on embeddings. In all three sets of
+    examples, a length over the buckets' longest counts as the longest.
+
+    Args:
+      logits: the predictor's function from prompts to logits [prompts, buckets].
+      features: the linear baseline's features: embeddings of the encoder before it was trained.
+      learned: examples that the baselines learn from, and the predictor learned from.
+      held_out: examples that calibrate each of them.
+      test: examples that the figures are of.
+      calibration: the predictor's calibration; by default it is fitted on `held_out`.
+
+    Raises:
+      ValueError: one of the three sets is empty.
+    """
+    if not (learned and held_out and test):
+        raise ValueError(
+            f"{len(learned)} examples to learn from, {len(held_out)} held out and {len(test)} to "
+            "test on are not allowed; pass at least one of each"
+        )
+    learned, held_out, test = (
+        clipped(part, buckets.max_length) for part in (learned, held_out, test)
+    )
+    baselines = {
+        "majority": Majority(buckets),
+        "prompt length": Linear(buckets, prompt_lengths),
+        "linear on embeddings": Linear(buckets, features),
+    }
+    contenders: dict[str, Logits] = {"predictor": logits} | {
+        name: baseline.fit(*columns(learned)).logits for name, baseline in baselines.items()
+    }
+    prompts, lengths = columns(held_out)
+    done = []
+    for name, own in contenders.items():
+        fitted = calibration if name == "predictor" else None
+        fitted = fitted or Calibration.fit(buckets, own(prompts), lengths)
+        done.append(contender(name, buckets, own, test, fitted))
+    return done

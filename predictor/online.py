@@ -14,18 +14,248 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
+from jaxtyping import Array, Bool, Float32, Int32
 
-from predictor.candidate import Candidate
-from predictor.pacing import Budget
-from predictor.predictor import LengthPredictor
-from predictor.replay import Observation, ReplayBuffer, pack, unpack
+from predictor.calibration import Calibration
+from predictor.data import padded, width_of
+from predictor.evaluation import evaluate
+from predictor.predictor import LengthPredictor, Params
+from predictor.training import adamw
+
+
+@final
+@dataclass(frozen=True)
+class Budget:
+    """A budget of seconds that grows by a share of the time that passes.
+
+    The caller passes times; this class reads no clock. If no work costs more than was passed to
+    `wait_s`, the time spent since `at_s` is at most `share` of the time passed. Time spent beyond
+    that is a debt, which delays the next work.
+
+    Attributes:
+      share: earned seconds per second, over 0 and at most 1.
+      at_s: time at which the budget was `level_s`.
+      level_s: seconds available at `at_s`; negative is a debt.
+      most_s: maximum of the budget, except for a single piece of work that costs more.
+    """
+
+    share: float
+    at_s: float
+    level_s: float = 0.0
+    most_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.share <= 1.0:
+            raise ValueError(f"share={self.share} is not allowed; pass a share over 0, at most 1")
+
+    def wait_s(self, now_s: float, cost_s: float) -> float:
+        """Return the seconds from `now_s` until work of this cost may begin."""
+        return max(0.0, (cost_s - self._level_s(now_s, cost_s)) / self.share)
+
+    def spent(self, begin_s: float, cost_s: float) -> Budget:
+        """Return the budget after work that began at `begin_s` and took `cost_s`."""
+        level_s = self._level_s(begin_s, cost_s) - cost_s
+        return replace(self, at_s=begin_s, level_s=level_s)
+
+    def _level_s(self, now_s: float, cost_s: float) -> float:
+        earned_s = self.share * max(0.0, now_s - self.at_s)
+        return min(max(self.most_s, cost_s), self.level_s + earned_s)
+
+
+@final
+@dataclass(frozen=True)
+class Observation:
+    """One answered prompt.
+
+    Attributes:
+      tokens: the prompt as the predictor's encoder tokenizes it.
+      length: number of tokens of the answer.
+      bucket: the bucket of `length`.
+      predicted: the bucket that was predicted as likeliest.
+    """
+
+    tokens: Int32[np.ndarray, " tokens"]
+    length: int
+    bucket: int
+    predicted: int
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.bucket != self.predicted
+
+
+@final
+class ReplayBuffer:
+    """A buffer of the newest observations, with fewer of the correctly predicted ones.
+
+    Args:
+      capacity: maximum number of observations; beyond it, the oldest is removed.
+      favour: 1 or more. A full buffer keeps one in `favour` of the correctly predicted
+        observations, and a sample draws each of them `favour` times less often.
+    """
+
+    def __init__(self, capacity: int, favour: float = 2.0):
+        if capacity < 1 or favour < 1.0:
+            raise ValueError(
+                f"capacity={capacity} and favour={favour} are not allowed; pass 1 or more of both"
+            )
+        self.capacity = capacity
+        self.favour = favour
+        self._items: deque[Observation] = deque(maxlen=capacity)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Observation]:
+        return iter(self._items)
+
+    def add(self, observation: Observation, random: np.random.Generator) -> None:
+        """Add an observation, or drop it; deterministic given the generator's state."""
+        is_full = len(self._items) == self.capacity
+        if not is_full or observation.is_wrong or random.random() * self.favour < 1.0:
+            self._items.append(observation)
+
+    def sample(self, num: int, random: np.random.Generator) -> list[Observation]:
+        """Draw `num` observations with replacement."""
+        weights = np.asarray([self.favour if item.is_wrong else 1.0 for item in self._items])
+        drawn = random.choice(len(weights), num, p=weights / weights.sum())
+        return [self._items[index] for index in drawn]
+
+    def restore(self, observations: Iterable[Observation]) -> None:
+        """Replace the content by these observations, oldest first."""
+        self._items = deque(observations, maxlen=self.capacity)
+
+
+def pack(observations: Iterable[Observation], prefix: str) -> dict[str, np.ndarray]:
+    """Return arrays for `unpack`; their names begin with `prefix`."""
+    kept = list(observations)
+    numbers = [(len(o.tokens), o.length, o.bucket, o.predicted) for o in kept]
+    return {
+        f"{prefix}_tokens": np.concatenate([np.zeros(0, np.int32), *(o.tokens for o in kept)]),
+        f"{prefix}_numbers": np.asarray(numbers, np.int64).reshape(-1, 4),
+    }
+
+
+def unpack(arrays: Mapping[str, np.ndarray], prefix: str) -> list[Observation]:
+    """Return the observations that `pack` was given."""
+    numbers = arrays[f"{prefix}_numbers"]
+    tokens = np.split(arrays[f"{prefix}_tokens"], np.cumsum(numbers[:, 0])[:-1])
+    return [
+        Observation(own, int(length), int(bucket), int(predicted))
+        for own, (_, length, bucket, predicted) in zip(tokens, numbers, strict=False)
+    ]
+
+
+@final
+class Candidate:
+    """Parameters under training. Every computation has one shape, so that it compiles once.
+
+    Attributes:
+      params: at first the parameters that serve.
+    """
+
+    def __init__(self, predictor: LengthPredictor, *, batch_size: int, learning_rate: float):
+        self._predictor = predictor
+        self._batch_size = batch_size
+        self._width = width_of(predictor.encoder.max_tokens)
+        self._optimizer = adamw(learning_rate)
+        self._update, self._apply = jax.jit(self._updated), jax.jit(predictor.apply)
+        self.restart()
+
+    def restart(self) -> None:
+        """Start over from the parameters that serve."""
+        self.params = self._predictor.params
+        self._moments = self._optimizer.init(self.params)
+
+    def learn(self, batch: Sequence[Observation]) -> float:
+        """Take one step on a whole batch and return its mean cross-entropy before the step."""
+        labels = np.asarray([one.bucket for one in batch], np.int32)
+        arrays = self._padded([one.tokens for one in batch])
+        self.params, self._moments, loss = self._update(self.params, self._moments, *arrays, labels)
+        return float(loss)
+
+    def logits(
+        self, tokens: Sequence[np.ndarray], params: Params
+    ) -> Float32[np.ndarray, "texts buckets"]:
+        """Return logits, computed with `params`."""
+        rows = [np.zeros((0, self._predictor.buckets.num), np.float32)]
+        for start in range(0, len(tokens), self._batch_size):
+            some = tokens[start : start + self._batch_size]
+            rows.append(np.asarray(self._apply(params, *self._padded(some)))[: len(some)])
+        return np.concatenate(rows)
+
+    def judged(
+        self, params: Params, kept: Sequence[Observation]
+    ) -> tuple[float, Calibration | None]:
+        """Calibrate `params` on held-out observations and return their loss and calibration.
+
+        The loss is the mean cross-entropy after calibration. Without observations, or with logits
+        that are not finite, the result is (infinity, None).
+        """
+        logits = self.logits([one.tokens for one in kept], params)
+        if not kept or not np.isfinite(logits).all():
+            return float("inf"), None
+        buckets, lengths = self._predictor.buckets, np.asarray([one.length for one in kept])
+        calibration = Calibration.fit(buckets, logits, lengths)
+        figures = evaluate(buckets, logits / calibration.temperature, lengths)
+        return figures.cross_entropy, calibration
+
+    def warm_up(self) -> tuple[float, float]:
+        """Compile everything, and return the seconds of a step and of a batch's logits."""
+        text = np.zeros(self._width, np.int32)
+        arrays, labels = self._padded([text]), np.zeros(self._batch_size, np.int32)
+        params, moments = self.params, self._moments
+        step_s = logits_s = 0.0
+        for _ in range(3):  # the first compiles; the second may too, on arrays that a step returned
+            begin_s = time.perf_counter()
+            params, moments, _ = jax.block_until_ready(
+                self._update(params, moments, *arrays, labels)
+            )
+            middle_s = time.perf_counter()
+            self.logits([text] * self._batch_size, params)
+            step_s, logits_s = middle_s - begin_s, time.perf_counter() - middle_s
+        return step_s, logits_s
+
+    def leaves(self) -> list[Any]:
+        """Return all arrays of the state, for `restore`."""
+        return jax.tree.leaves((self.params, self._moments))
+
+    def restore(self, leaves: Sequence[Any]) -> None:
+        """Set the state to the arrays that `leaves` returned."""
+        structure = jax.tree.structure((self.params, self._moments))
+        self.params, self._moments = jax.tree.unflatten(structure, leaves)
+
+    def _padded(
+        self, tokens: Sequence[np.ndarray]
+    ) -> tuple[Int32[np.ndarray, "rows width"], Bool[np.ndarray, "rows width"]]:
+        return padded(tokens, self._batch_size, self._width)
+
+    def _updated(
+        self,
+        params: Params,
+        moments: Any,
+        tokens: Int32[Array, "rows width"],
+        mask: Bool[Array, "rows width"],
+        labels: Int32[Array, " rows"],
+    ) -> tuple[Params, Any, Float32[Array, ""]]:
+        def loss_of(params: Params) -> jax.Array:
+            logits = self._predictor.apply(params, tokens, mask)
+            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        updates, moments = self._optimizer.update(gradients, moments, params)
+        return optax.apply_updates(params, updates), moments, loss  # pyrefly: ignore[bad-return]
+
 
 _log = logging.getLogger(__name__)
 

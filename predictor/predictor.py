@@ -20,8 +20,7 @@ from predictor.buckets import LengthBuckets
 from predictor.calibration import Calibration, softmax
 from predictor.data import TOKEN_BUCKETS, PromptEncoder, padded, width_of
 from predictor.distribution import LengthDistributions
-from predictor.encoder import EncoderConfig, LengthClassifier, mean_pooled
-from predictor.weights import config_of, load_encoder
+from predictor.encoder import EncoderConfig, LengthClassifier, config_of, load_encoder, mean_pooled
 
 DESCRIPTION, TOKENIZER, PARAMS = "predictor.json", "tokenizer.json", "params"
 MAX_TOKENS = 256

@@ -52,7 +52,7 @@ KNOW_FORCED_LENGTHS = {
     "scheduling/admission.py Oracle",
     "scheduling/limits.py",
     "scheduling/plan.py",
-    "workload/item.py",
+    "workload/items.py",
     "workload/recorded.py",
 }
 

@@ -32,9 +32,8 @@ from benchmarks.common.harness import Record, arguments_of, command, record_pars
 from benchmarks.common.repeats import add_repeats, in_turns, summary
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sizes import parse_bytes
-from jaxserve.workload import treebank
-from jaxserve.workload.arrivals import arrival_times
-from jaxserve.workload.sentences import LONGEST, SentenceLengths
+from jaxserve.workload.items import arrival_times
+from jaxserve.workload.sentences import LONGEST, SentenceLengths, draw_treebank_lengths
 
 COSTS = ("thesis", "measured", "none")
 LENGTHS = ("wmt15", "treebank")
@@ -139,7 +138,7 @@ def _requests(workload: Workload, options: argparse.Namespace, sizes: Sizes) -> 
     if workload.length is not None:
         lengths = [workload.length] * num
     elif options.lengths == "treebank" and workload.longest is None:
-        lengths = treebank.draw(num, seed)
+        lengths = draw_treebank_lengths(num, seed)
     else:
         lengths = SentenceLengths(workload.longest or options.longest).draw(num, seed)
     return requests_of(workload.application, lengths, vocab_size=sizes.vocab_size, seed=seed)

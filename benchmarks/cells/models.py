@@ -15,7 +15,7 @@ from benchmarks.cells.applications import Sizes
 from jaxserve.cells import Cell, Graph, Repeat
 from jaxserve.cells.models import CellModel, Predicting
 from jaxserve.cells.models.recurrent import Batch, Reader, token_inputs
-from jaxserve.cells.models.sequence import read, token_cell
+from jaxserve.cells.models.seq2seq import read, token_cell
 from jaxserve.cells.values import ValueSpec
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from benchmarks.cells.applications import CellRequest, Simulated, decoder_steps
-from jaxserve.cells.simulated import TaskCost
+from jaxserve.cells.simulation import TaskCost
 from jaxserve.core.metrics import spread
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload import WorkloadItem, random_items
-from jaxserve.workload.arrivals import with_arrivals
+from jaxserve.workload.items import with_arrivals
 from jaxserve.workload.recorded import recorded_items
 from jaxserve.workload.tasks import TASKS, task_items
 

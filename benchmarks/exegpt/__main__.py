@@ -47,9 +47,8 @@ from jaxserve.planning.schedules import (
     search,
     timelines_of,
 )
-from jaxserve.planning.schedules.candidate import throughput_under
-from jaxserve.planning.schedules.misses import misses_of
-from jaxserve.planning.schedules.search import maximise, search_among
+from jaxserve.planning.schedules.monotone import misses_of
+from jaxserve.planning.schedules.search import maximise, search_among, throughput_under
 
 BASELINES = ("fastertransformer", "deepspeed", "orca", "vllm")
 FAMILIES = ("rra", "waa", "continuous")

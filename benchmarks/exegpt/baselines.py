@@ -22,9 +22,9 @@ from jaxserve.planning.schedules.continuous import (
     ContinuousTimeline,
     mixed_iteration_s,
 )
-from jaxserve.planning.schedules.costs import Numbers
 from jaxserve.planning.schedules.pipeline import Pipeline
 from jaxserve.planning.schedules.step_cost import pipeline_of
+from jaxserve.planning.schedules.timeline import Numbers
 
 # Batches beyond this many sequences are tried in steps of a thousandth, smaller ones all.
 _EVERY = 1024

@@ -21,8 +21,8 @@ from jaxserve.planning.schedules import (
     Schedule,
     TaskLengths,
 )
-from jaxserve.planning.schedules.iterations import iteration_of
 from jaxserve.planning.schedules.pipeline import Pipeline
+from jaxserve.planning.schedules.plan import iteration_of
 from jaxserve.planning.schedules.step_cost import LayerStepCost, MixedStepCost, pipeline_of
 from jaxserve.scheduling.admission import MaxLength, OnDemand
 from jaxserve.scheduling.iteration.continuous import Unified

@@ -40,9 +40,8 @@ from jaxserve.planning.schedules import (
     RRAPlanner,
     TaskLengths,
 )
-from jaxserve.planning.schedules.adaptation import Adaptation
+from jaxserve.planning.schedules.adaptation import Adaptation, AdaptingPilot
 from jaxserve.planning.schedules.observed import AnswerLength
-from jaxserve.planning.schedules.pilot import AdaptingPilot
 from jaxserve.planning.schedules.step_cost import LayerStepCost
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.order import FCFS

@@ -23,9 +23,8 @@ from jaxserve.planning.schedules import (
     Timeline,
     WAATimeline,
 )
-from jaxserve.planning.schedules.candidate import Found, throughput_under
 from jaxserve.planning.schedules.lengths import cautious_level
-from jaxserve.planning.schedules.search import maximise
+from jaxserve.planning.schedules.search import Found, maximise, throughput_under
 from jaxserve.workload.tasks import TASKS, Lengths
 
 # (mean, deviation, maximum) of inputs and outputs, in tokens: log-normal stand-ins. Articles and

@@ -43,8 +43,8 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.common import environment
     from jaxserve.cli.predictor import Settings
     from predictor import TrainingConfig, train
-    from predictor.comparison import compare
     from predictor.data import columns
+    from predictor.evaluation import compare
 
     settings = Settings(
         data=str(options.data or "sharegpt"),

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train a probe, compare it with survival alone, and time it."""
     from benchmarks.common import environment
-    from predictor.probe_evaluation import compare_remaining
+    from predictor.probe_training import compare_remaining
 
     predictor = load_predictor(options)
     settings = ProbeSettings(

@@ -22,28 +22,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxserve.cells.answers import CellCompletion as CellCompletion
+    from jaxserve.cells.answers import CellPiece as CellPiece
     from jaxserve.cells.batchmaker import BatchMaker as BatchMaker
     from jaxserve.cells.cell import Cell as Cell
     from jaxserve.cells.cell import Repeat as Repeat
     from jaxserve.cells.graph import Graph as Graph
     from jaxserve.cells.nodes import Node as Node
     from jaxserve.cells.nodes import Output as Output
-    from jaxserve.cells.results import CellCompletion as CellCompletion
-    from jaxserve.cells.results import CellPiece as CellPiece
     from jaxserve.cells.runtime import CellRuntime as CellRuntime
-    from jaxserve.cells.simulated import SimulatedCell as SimulatedCell
+    from jaxserve.cells.simulation import SimulatedCell as SimulatedCell
 
 _HOMES = {
     "BatchMaker": "jaxserve.cells.batchmaker",
     "Cell": "jaxserve.cells.cell",
-    "CellCompletion": "jaxserve.cells.results",
-    "CellPiece": "jaxserve.cells.results",
+    "CellCompletion": "jaxserve.cells.answers",
+    "CellPiece": "jaxserve.cells.answers",
     "CellRuntime": "jaxserve.cells.runtime",
     "Graph": "jaxserve.cells.graph",
     "Node": "jaxserve.cells.nodes",
     "Output": "jaxserve.cells.nodes",
     "Repeat": "jaxserve.cells.cell",
-    "SimulatedCell": "jaxserve.cells.simulated",
+    "SimulatedCell": "jaxserve.cells.simulation",
 }
 
 __all__ = sorted(_HOMES)  # pyrefly: ignore[unresolvable-dunder-all]

@@ -3,18 +3,79 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import final
+from dataclasses import dataclass, field
+from typing import TypeAlias, final
 
 import numpy as np
 
 from jaxserve.cells.flat_graph import FlatGraph
 from jaxserve.cells.graph_plan import Wanted
-from jaxserve.cells.results import CellCompletion, CellPiece, CellSink
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import FinishReason, Timing
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CellPiece:
+    """A value of a request that is there before the request has ended.
+
+    Attributes:
+      name: name of the graph's output.
+      value: the value; for `Node.steps` that of one step, and for a list that of one member.
+      index: the number of the step, or of the member of the list; 0 for a single output.
+    """
+
+    name: str
+    value: np.ndarray
+    index: int = 0
+
+
+CellSink: TypeAlias = "Callable[[CellPiece | None], None]"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CellCompletion:
+    """The result of one request.
+
+    A request that failed has `finish_reason == "error"` and the typed `error`.
+
+    Attributes:
+      values: the values of the graph's outputs by name. A cancelled or failed request has those
+        that were there before.
+      finish_reason: "stop"; "length" if a loop ran its `max_steps` and did not end before;
+        "cancelled"; or "error".
+      timing: `admitted_s` is the time at which the call with its first task could run: that of its
+        submission, or of the end of the worker's call before it, if that was later. `first_token_s`
+        is the time at which its first value was read.
+      num_nodes: nodes of its graphs; a loop counts as one.
+    """
+
+    request_id: str
+    values: Mapping[str, np.ndarray]
+    finish_reason: FinishReason
+    timing: Timing
+    num_nodes: int
+    error: JaxserveError | None = field(default=None, compare=False)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.values[name]
+
+
+def failed_completion(request_id: str, error: JaxserveError, now_s: float) -> CellCompletion:
+    """Return the completion of a request that was refused with an error."""
+    return CellCompletion(
+        request_id=request_id,
+        values={},
+        finish_reason="error",
+        timing=Timing(arrival_s=now_s, finished_s=now_s),
+        num_nodes=0,
+        error=error,
+    )
+
 
 _log = logging.getLogger(__name__)
 
@@ -202,3 +263,54 @@ class Part:
         if wanted.member is None:
             return wanted.name in self._values
         return self._members[wanted.name][wanted.member] is not None
+
+
+@final
+class PartRows:
+    """The part of a request that each row is of, and whether the request has begun."""
+
+    def __init__(self) -> None:
+        self._part_of: list[Part | None] = []
+        # Whether each row is of a request without a submitted task.
+        self._has_not_begun = np.zeros(0, np.bool_)
+
+    def __getitem__(self, row: int) -> Part | None:
+        """Return the part of a row; None if its request has ended."""
+        return self._part_of[row]
+
+    def add(self, part: Part, num_rows: int) -> None:
+        """Add the rows of a part that has started.
+
+        Args:
+          num_rows: the rows that there are of all parts.
+        """
+        num_new = num_rows - len(self._part_of)
+        if num_new > 0:
+            self._part_of += [None] * num_new
+            self._has_not_begun = np.append(self._has_not_begun, np.zeros(num_new, np.bool_))
+        num = part.graph.num_nodes
+        self._part_of[part.first_row : part.first_row + num] = [part] * num
+        self._mark(part, not part.answer.has_begun)
+
+    def remove(self, part: Part) -> None:
+        """Forget the rows of a part."""
+        num = part.graph.num_nodes
+        self._part_of[part.first_row : part.first_row + num] = [None] * num
+        if not part.answer.has_begun:
+            self._mark(part, False)
+
+    def begin(self, rows: np.ndarray) -> list[Part]:
+        """Return the parts of rows whose requests begin with them."""
+        new = rows[self._has_not_begun[rows]].tolist()
+        found = [part for part in dict.fromkeys(map(self._part_of.__getitem__, new)) if part]
+        for part in found:
+            self._mark(part, False)
+        return found
+
+    def parts(self) -> list[Part]:
+        """Return every part once."""
+        return [part for part in dict.fromkeys(self._part_of) if part is not None]
+
+    def _mark(self, part: Part, has_not_begun: bool) -> None:
+        end = part.first_row + part.graph.num_nodes
+        self._has_not_begun[part.first_row : end] = has_not_begun

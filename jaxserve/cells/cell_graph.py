@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias, final
 import numpy as np
 
 from jaxserve.cells.links import Entry, Links, chain_links, links_of
-from jaxserve.cells.newest import Newest
+from jaxserve.cells.lru_cache import LRUCache
 from jaxserve.cells.tree_shape import TreeShape, tree_links
 
 _Edges: TypeAlias = "tuple[tuple[int, ...], ...]"
@@ -198,8 +198,8 @@ class Subgraph:
 
 
 # Sentences have few lengths. Trees hardly repeat, and cost the garbage collector time.
-_structures: Newest[_Structure, CellGraph] = Newest(1 << 14)
-_chains: Newest[tuple[int, int], CellGraph] = Newest(1 << 14)  # by type and length
+_structures: LRUCache[_Structure, CellGraph] = LRUCache(1 << 14)
+_chains: LRUCache[tuple[int, int], CellGraph] = LRUCache(1 << 14)  # by type and length
 
 
 def cell_graph(

@@ -6,25 +6,273 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 
-from jaxserve.cells import failures
-from jaxserve.cells.answers import CellAnswer, Part
-from jaxserve.cells.executor import CellExecutor, CellHandle, TaskResults
+from jaxserve.cells.answers import CellAnswer, CellCompletion, Part, PartRows
+from jaxserve.cells.executor import CellExecutor, CellHandle, NodeRows, TaskResults
 from jaxserve.cells.flat_graph import FlatGraph, flatten
 from jaxserve.cells.graph import Graph
-from jaxserve.cells.lanes import Lanes
-from jaxserve.cells.part_rows import PartRows
+from jaxserve.cells.layout import Layout
 from jaxserve.cells.policy import CellPolicy, TaskGroup
 from jaxserve.cells.recorder import CellRecorder
-from jaxserve.cells.results import CellCompletion
-from jaxserve.cells.stats import CellStats
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import JaxserveError, TooManyNodesError
+from jaxserve.core.errors import (
+    DeviceMemoryError,
+    InvalidGraphError,
+    JaxserveError,
+    NumericalError,
+    TooManyNodesError,
+    UnfoldError,
+)
 from jaxserve.core.request import FinishReason
+
+
+@final
+@dataclass
+class CellStats:
+    """Counters since the start.
+
+    Attributes:
+      num_tasks, num_calls: tasks, and calls of executables that ran them; a call runs several
+        tasks of one type and size.
+      num_nodes: nodes in tasks; a loop's node counts in each of its steps.
+      num_padding: rows of tasks without a node.
+      scheduling_s: seconds that the policy took.
+      submitting_s: seconds that the executor took to submit tasks.
+    """
+
+    num_tasks: int = 0
+    num_calls: int = 0
+    num_nodes: int = 0
+    num_padding: int = 0
+    scheduling_s: float = 0.0
+    submitting_s: float = 0.0
+
+    def submitted(self, num_calls: int, scheduling_s: float, submitting_s: float) -> None:
+        """Count tasks that were submitted together."""
+        self.num_calls += num_calls
+        self.scheduling_s += scheduling_s
+        self.submitting_s += submitting_s
+
+    def added(self, num_tasks: int, num_nodes: int, num_padding: int) -> None:
+        """Count the tasks of a call."""
+        self.num_tasks += num_tasks
+        self.num_nodes += num_nodes
+        self.num_padding += num_padding
+
+
+def _too_many_values(
+    layout: Layout, num_slots: Sequence[int], allowed: Sequence[int]
+) -> TooManyNodesError | None:
+    """Return the error for a graph that needs more slots than a device has; None for others.
+
+    Args:
+      num_slots, allowed: of each pool.
+    """
+    for spec, needed, most in zip(layout.pools, num_slots, allowed, strict=True):
+        if needed > most:
+            return TooManyNodesError(
+                f"the graph may have {needed} live values {spec}, and a device has {most} slots "
+                "for them; pass a shorter input, or create the runtime with more slot_memory"
+            )
+    return None
+
+
+def _no_free_slots(part: Part) -> DeviceMemoryError:
+    """Return the error for a part that would wait for ever."""
+    return DeviceMemoryError(
+        f"request {part.answer.id}: its next graph needs more slots than are free, and all others "
+        "are kept by requests whose `then` returned further graphs; pass more slot_memory, or "
+        "submit fewer at a time"
+    )
+
+
+def _not_finite(part: Part, node: int, layout: Layout) -> NumericalError:
+    """Return the error for a node whose outputs are not finite."""
+    number = node - part.first_row
+    cell = layout.types[part.graph.graph.types[number]].cell
+    return NumericalError(
+        f"request {part.answer.id}: node {number} (cell {cell.name!r}) returned NaN or infinite "
+        "values; check the input and the cell's parameters, or pass allows_infinite to its Cell if "
+        "infinity is meant"
+    )
+
+
+def _policy_failed(policy: str, cause: Exception) -> InvalidGraphError:
+    """Return the error for a graph for which a policy raised an exception."""
+    refused = InvalidGraphError(
+        f"the policy {policy!r} raised {type(cause).__name__} for the graph: {cause}; pass a graph "
+        "that it schedules, or another policy"
+    )
+    refused.__cause__ = cause
+    return refused
+
+
+def _not_scheduled(part: Part, policy: str) -> InvalidGraphError:
+    """Return the error for a graph of which a policy schedules no node although nothing runs."""
+    return InvalidGraphError(
+        f"request {part.answer.id}: the policy {policy!r} schedules none of the nodes that are "
+        "left, and nothing else runs; pass a graph that it schedules, or another policy"
+    )
+
+
+def _then_failed(part: Part, cause: Exception) -> UnfoldError:
+    """Return the error for a `then` that raised an exception."""
+    failure = UnfoldError(
+        f"request {part.answer.id}: its `then` raised {type(cause).__name__}: {cause}; it must "
+        "return a Graph or the values"
+    )
+    failure.__cause__ = cause
+    return failure
+
+
+@final
+class _Lane:
+    """The tasks of one worker that are submitted and not collected, in their order.
+
+    Attributes:
+      num_groups: groups of tasks that the policy returned together.
+      num_submitted, num_collected: handles since the start.
+    """
+
+    def __init__(self) -> None:
+        self.handles: deque[tuple[CellHandle, bool]] = deque()  # whether it ends its group
+        self.num_groups = 0
+        self.num_submitted = 0
+        self.num_collected = 0
+
+    def push(self, handle: CellHandle, *, ends_group: bool) -> None:
+        self.handles.append((handle, ends_group))
+        self.num_groups += ends_group
+        self.num_submitted += 1
+
+    def pop(self) -> CellHandle:
+        handle, ends_group = self.handles.popleft()
+        self.num_groups -= ends_group
+        self.num_collected += 1
+        return handle
+
+
+@final
+class Lanes:
+    """The tasks in flight, and the ids of rows.
+
+    Args:
+      max_in_flight: groups of tasks that a worker is given ahead.
+    """
+
+    def __init__(self, num_workers: int, max_in_flight: int, clock: Clock):
+        self._lanes = [_Lane() for _ in range(num_workers)]
+        self._max_in_flight = max_in_flight
+        self._clock = clock
+        self._rows = NodeRows()
+        # Ranges of ids that tasks in flight may name: (handles submitted before, first, number).
+        self._limbo: deque[tuple[list[int], int, int]] = deque()
+
+    @property
+    def is_at_work(self) -> bool:
+        return any(lane.handles for lane in self._lanes)
+
+    @property
+    def num_rows(self) -> int:
+        """Ids of rows are below it."""
+        return self._rows.num_rows
+
+    def open_workers(self, among: Collection[int] | None = None) -> list[int]:
+        """Return the workers that may be given another group of tasks, the least loaded first.
+
+        Those come first that have the fewest groups, and of these the ones that have been given the
+        fewest calls.
+
+        Args:
+          among: workers of which to choose; None for all.
+        """
+        found = [
+            (lane.num_groups, lane.num_submitted, worker)
+            for worker, lane in enumerate(self._lanes)
+            if lane.num_groups < self._max_in_flight and (among is None or worker in among)
+        ]
+        return [worker for *_, worker in sorted(found)]
+
+    def has_run(self, worker: int) -> bool:
+        """Return whether a worker has run the tasks that it was given last."""
+        handles = self._lanes[worker].handles
+        return bool(handles) and handles[-1][0].is_ready()
+
+    def has_news(self, worker: int) -> bool:
+        """Return whether a request may wait for the results of what a worker was given last."""
+        return self._lanes[worker].handles[-1][0].has_news
+
+    @property
+    def is_any_ready(self) -> bool:
+        """Whether a worker has run its oldest tasks in flight."""
+        oldest = [lane.handles[0][0] for lane in self._lanes if lane.handles]
+        return any([handle.is_ready() for handle in oldest])
+
+    def push(self, worker: int, handles: list[CellHandle]) -> None:
+        """Add a group of tasks."""
+        for handle in handles:
+            self._lanes[worker].push(handle, ends_group=handle is handles[-1])
+
+    def push_read(self, worker: int, handle: CellHandle) -> None:
+        """Add a handle without tasks, which is not counted as a group."""
+        self._lanes[worker].push(handle, ends_group=False)
+
+    def pop_ready(self) -> tuple[int, CellHandle] | None:
+        """Remove the oldest handle of a worker that is ready.
+
+        If none is ready, wait; but only for a moment if there are several workers and one of them
+        may be given more, so that a request that arrives does not wait for a task of another one.
+
+        Returns:
+          Its worker, and the handle; None if none is ready. With one worker, a handle that may not
+          be ready, whose `collect` waits.
+        """
+        if len(self._lanes) == 1:
+            return 0, self._lanes[0].pop()
+        while (found := self._pop_if_ready()) is None:
+            self._clock.wait()
+            if self.open_workers():
+                return self._pop_if_ready()
+        return found
+
+    def _pop_if_ready(self) -> tuple[int, CellHandle] | None:
+        for worker, lane in enumerate(self._lanes):
+            if lane.handles and lane.handles[0][0].is_ready():
+                return worker, lane.pop()
+        return None
+
+    def clear(self) -> None:
+        for lane in self._lanes:
+            lane.handles.clear()
+
+    def take_rows(self, num: int) -> int:
+        """Return the first of consecutive ids that no task in flight names."""
+        return self._rows.take(num)
+
+    def free_rows(self, first: int, num: int) -> None:
+        """Take back ids, which are used again when the tasks of now have been collected."""
+        self._limbo.append(([lane.num_submitted for lane in self._lanes], first, num))
+
+    def forget_rows(self) -> list[range]:
+        """Return the ids that no task in flight names any more, each once."""
+        found = []
+        last: list[int] = []  # numbers of handles that have been collected
+        while self._limbo:
+            submitted, first, num = self._limbo[0]
+            if submitted != last:
+                pairs = zip(self._lanes, submitted, strict=True)
+                if any([lane.num_collected < until for lane, until in pairs]):
+                    break
+                last = submitted
+            self._limbo.popleft()
+            self._rows.free(first, num)
+            found.append(range(first, first + num))
+        return found
 
 
 @final
@@ -224,7 +472,7 @@ class CellEngine:
         except JaxserveError as error:
             return error
         except Exception as error:
-            return failures.policy_failed(self._policy_name, error)
+            return _policy_failed(self._policy_name, error)
         return None
 
     def refusal(self, num_slots: Sequence[int]) -> TooManyNodesError | None:
@@ -232,7 +480,7 @@ class CellEngine:
 
         Any thread may call it.
         """
-        return failures.too_many_values(self._layout, num_slots, self._executor.num_slots)
+        return _too_many_values(self._layout, num_slots, self._executor.num_slots)
 
     def _submit(self, worker: int) -> bool:
         """Submit the tasks that the policy has for a worker now; return whether it has any."""
@@ -267,10 +515,10 @@ class CellEngine:
         if self._scheduler.has_work:
             if self._scheduler.wake_s is None:
                 part = next(iter(self._parts.values()))
-                self._end(part, "error", failures.not_scheduled(part, self._policy_name))
+                self._end(part, "error", _not_scheduled(part, self._policy_name))
         elif self._waiting:
             part = next((p for p in self._waiting if p.before is not None), self._waiting[0])
-            self._end(part, "error", failures.no_free_slots(part))
+            self._end(part, "error", _no_free_slots(part))
 
     # ---- results ----
 
@@ -290,7 +538,7 @@ class CellEngine:
         for node in results.not_finite:
             part = self._rows[node]
             if part is not None:
-                self._end(part, "error", failures.not_finite(part, node, self._layout))
+                self._end(part, "error", _not_finite(part, node, self._layout))
         finished: list[int] = []
         if handle.tasks is not None:
             self.recorder.collected(worker, now_s)
@@ -348,7 +596,7 @@ class CellEngine:
             self._end(part, "error", error)
             return
         except Exception as error:
-            self._end(part, "error", failures.then_failed(part, error))
+            self._end(part, "error", _then_failed(part, error))
             return
         self._shrink(part, flat.kept)
         follower = Part(part.answer, flat, part)

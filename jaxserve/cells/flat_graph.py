@@ -7,19 +7,19 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from jaxserve.cells.block_plans import TreesOfASize, plan_of_a_chain
-from jaxserve.cells.blocks import Chain, Tree
 from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.graph import Graph, Then, parts_of
 from jaxserve.cells.graph_plan import (
     GraphPlan,
     LargeConstant,
     PlanBuilder,
+    TreesOfASize,
     Wanted,
     WantedValues,
+    plan_of_a_chain,
 )
 from jaxserve.cells.layout import Layout, TypeLayout, words_of, words_of_each
-from jaxserve.cells.nodes import Node, Output, Steps
+from jaxserve.cells.nodes import Chain, Node, Output, Steps, Tree
 from jaxserve.core.errors import InvalidGraphError, TooManyNodesError, UnknownCellError
 
 # Graphs of more calls than this are not looked up by their structure.

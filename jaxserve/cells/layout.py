@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from jaxserve.cells.base import BaseCell
-from jaxserve.cells.newest import Newest
+from jaxserve.cells.lru_cache import LRUCache
 from jaxserve.cells.policy import CellType
 from jaxserve.cells.values import ValueSpec, zeros
 from jaxserve.core.errors import InvalidCellError
@@ -111,7 +111,7 @@ class Layout:
         self.stride = max(t.num_outputs for t in self.types)
         self.max_inputs = max(t.num_inputs for t in self.types)
         self.max_words = max(t.num_words for t in self.types)
-        self.plans: Newest[Hashable, Any] = Newest(1 << 14)
+        self.plans: LRUCache[Hashable, Any] = LRUCache(1 << 14)
         self.output_pools = np.zeros((len(self.types), self.stride), np.int64)
         for t in self.types:
             self.output_pools[t.index, : t.num_outputs] = t.output_pools

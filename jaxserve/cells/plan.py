@@ -13,8 +13,7 @@ from jaxserve.cells.base import BaseCell
 from jaxserve.cells.batchmaker import BatchMaker
 from jaxserve.cells.graph import Graph
 from jaxserve.cells.layout import Layout
-from jaxserve.cells.simulated import LoopLength, TaskCost
-from jaxserve.cells.simulation import simulate_cells
+from jaxserve.cells.simulation import LoopLength, TaskCost, simulate_cells
 from jaxserve.core.errors import InfeasibleBoundError, InvalidConfigError
 
 # The rate of a plan is exact up to this share.

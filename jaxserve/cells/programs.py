@@ -2,22 +2,198 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, final
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, final, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Int32, UInt8
+from jaxtyping import Array, Bool, Float, Int32, UInt8
 
-from jaxserve.cells.gated import FINITE, gated_tasks_of
-from jaxserve.cells.layout import TRASH_SLOT, Layout, TypeLayout
-from jaxserve.cells.runs import sources_of, stay_in_place
+from jaxserve.cells.layout import TRASH_SLOT, ZERO_SLOT, Layout, TypeLayout
 from jaxserve.cells.values import ValueSpec
 from pallas_kernels import RowsAt, scatter_pages
 from pallas_kernels.dispatch import target_platform
+from pallas_kernels.gated_cell import Column, GatedCell, TaskColumns, gated_tasks, pack_gates
 from pallas_kernels.put_rows import can_put_rows, put_rows
+
+
+def sources_of(t: TypeLayout) -> tuple[int, ...]:
+    """Return for each input the output that may become it in the next task; -1 for none.
+
+    A loop says which ones these are. For other cells it is the output with the input's name, shape
+    and dtype. There is none if two inputs take one output.
+    """
+    cell = t.cell
+    found = t.carry if t.is_loop else tuple(
+        cell.output_index[name] if cell.outputs.get(name) == spec else -1
+        for name, spec in cell.inputs.items()
+    )  # fmt: skip
+    taken = [source for source in found if source >= 0]
+    return found if len(set(taken)) == len(taken) else (-1,) * len(found)
+
+
+def stay_in_place(
+    rows: Int32[Array, "tasks batch width"], t: TypeLayout, layout: Layout, sources: tuple[int, ...]
+) -> Bool[Array, " tasks"]:
+    """Return for each task whether all its rows go on from the same rows of the task before it.
+
+    Such a row writes the slots that the row before it wrote. An input with a source reads that
+    output of the row before; any other input travels with the task, or is read where it was read
+    before, from a slot that the row does not write. So no slot needs to be written between both.
+    Rows of padding may follow each other, too.
+
+    Args:
+      rows: see `Layout`.
+      sources: see `sources_of`.
+    """
+    first = layout.first_output
+    before, now = rows[:-1], rows[1:]
+    written, writes = (one[..., first : first + t.num_outputs] for one in (before, now))
+    same = (written == writes).all(-1)
+    is_padding = same & (writes == TRASH_SLOT).all(-1)
+    if t.is_loop:
+        # Twice the slot of the flag, plus one in the first step; in padding, all are the first.
+        flag = now[..., layout.flag]
+        is_padding &= flag == 2 * TRASH_SLOT + 1
+        same &= flag == before[..., layout.flag] // 2 * 2
+    for number, source in enumerate(sources):
+        slot = now[..., number]
+        is_padding &= slot <= ZERO_SLOT
+        if source >= 0:
+            same &= slot == written[..., source]
+            continue
+        stays = slot == before[..., number]
+        for output, pool in enumerate(t.output_pools):
+            if pool == t.input_pools[number]:
+                stays &= slot != written[..., output]
+        same &= (slot < 0) | stays
+    return jnp.concatenate([jnp.zeros(1, jnp.bool_), (same | is_padding).all(-1)])
+
+
+# The bit of a row's flags that says that its outputs are finite.
+FINITE = 1
+# The most rows, with padding, of calls that run on the thread that submits them.
+MOST_AT_ONCE = 1024
+_TOKEN = ValueSpec((), np.dtype(np.int32))
+
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Gated(Protocol):
+    """A module that is one gated cell, which has `takes_rows`."""
+
+    def as_gated_cell(self, *args: Any, **named: Any) -> GatedCell:
+        """Return the cell of inputs, whose new states are the outputs h and c."""
+        ...
+
+
+@final
+class GatedTasks:
+    """A function that runs all tasks of a call, one after the other; see `FlatTaskFunction`.
+
+    Raises:
+      NotImplementedError: the type is not a gated cell whose states lie in one pool; the message
+        says why.
+    """
+
+    def __init__(self, t: TypeLayout, layout: Layout, graphdef: Any, tree: Any):
+        cell: Any = t.cell
+        if not (cell.takes_rows and isinstance(cell.module, Gated)):
+            raise NotImplementedError("its module is not one gated cell")
+        if t.is_loop:
+            raise NotImplementedError("it is a loop")
+        if cell.allows_infinite:
+            raise NotImplementedError("its outputs may be infinite")
+        if len(set(t.output_pools)) > 1 or t.num_outputs != 2:
+            raise NotImplementedError("its states do not lie in one pool")
+        for spec, words in zip(cell.inputs.values(), t.words, strict=True):
+            if words is not None and spec != _TOKEN:
+                raise NotImplementedError(f"an input {spec} travels with the task")
+        self.__name__ = f"tasks_of_{''.join(c if c.isalnum() else '_' for c in t.cell.name)}"
+        self._type = t
+        # Column of each input of tokens -> that with the token itself.
+        self._word_of = {
+            number: layout.first_word + words.start
+            for number, words in enumerate(t.words)
+            if words is not None
+        }
+        outputs = [cell.output_index.get(name, -1) for name in ("h", "c")]
+        if min(outputs) < 0:
+            raise NotImplementedError("its outputs are not h and c")
+        self._outputs = layout.first_output + outputs[0], layout.first_output + outputs[1]
+        self._graphdef, self._tree = graphdef, tree
+        self.pools = t.pools
+
+    def __call__(
+        self,
+        params: tuple[Array, ...],
+        pools: tuple[Array, ...],
+        rows: Int32[Array, "num width"],
+        reads: Int32[Array, " reads"],
+    ) -> tuple[tuple[Array, ...], UInt8[Array, " num"], Float[Array, "reads hidden"]]:
+        t, held = self._type, dict(zip(self.pools, pools, strict=True))
+        *leaves, packed = params
+        of_states = t.output_pools[0]
+        tokens = None
+        for number in self._word_of:
+            tokens = held[t.input_pools[number]]
+        held[of_states], is_finite, values = gated_tasks(
+            self._cell(leaves, held),
+            TaskColumns(self._word_of, self._outputs),
+            *(held[of_states], tokens, rows, reads, packed),
+            trash=TRASH_SLOT,
+        )
+        # XLA runs an executable in the call, and not on its own threads, if it counts less than
+        # 1,000 operations in it, and it counts none in the kernel. One for each row makes the host
+        # not wait for calls of many rows. It waits for those of fewer: what arrives in the meantime
+        # joins the next call, and would else wait for one more that was submitted ahead.
+        if rows.shape[0] > MOST_AT_ONCE:
+            is_finite &= jnp.uint8(FINITE)
+        return tuple(held.values()), is_finite, values
+
+    def packed(self, leaves: Sequence[Any]) -> Array:
+        """Return what follows the leaves of the module's parameters in `params`."""
+        return pack_gates(self._cell(leaves, dict.fromkeys(self.pools)))
+
+    def _cell(self, leaves: Sequence[Any], pools: Mapping[int, Any]) -> GatedCell:
+        """Return the cell, whose rows are columns of tasks."""
+        t = self._type
+        inputs: dict[str, Any] = {}
+        for number, name in enumerate(t.cell.inputs):
+            column = Column(number)
+            is_token = number in self._word_of
+            inputs[name] = column if is_token else RowsAt(pools[t.input_pools[number]], column)
+        module: Any = nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, leaves))
+        return module.as_gated_cell(**inputs)
+
+
+def gated_tasks_of(
+    t: TypeLayout, layout: Layout, graphdef: Any, tree: Any, leaves: list[Any]
+) -> tuple[GatedTasks, Array] | None:
+    """Return the function that runs a type's tasks in one kernel, and what it needs beside leaves.
+
+    None if no kernel can.
+    """
+    try:
+        found = GatedTasks(t, layout, graphdef, tree)
+        pools = tuple(
+            jax.ShapeDtypeStruct((2, *layout.pools[pool].shape), layout.pools[pool].dtype)
+            for pool in found.pools
+        )
+        rows = jax.ShapeDtypeStruct((1, layout.width + 1), "int32")
+        packed = found.packed(leaves)
+        reads = jax.ShapeDtypeStruct((1,), "int32")
+        jax.eval_shape(found, (*leaves, packed), pools, rows, reads)
+    except NotImplementedError as error:
+        _log.info("cell %s runs its tasks one by one: %s", t.cell.name, error)
+        return None
+    return found, packed
+
 
 # Bits of the flags of a row beside `FINITE`: its loop has ended; it had ended before.
 ENDED, WAS_ENDED = 2, 4

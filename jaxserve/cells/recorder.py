@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, final
 
+from jaxserve.cells.answers import CellCompletion
 from jaxserve.cells.layout import Layout
 from jaxserve.cells.policy import TaskGroup
-from jaxserve.cells.results import CellCompletion
 from jaxserve.core.config import bucket
 from jaxserve.engine.recorder import MAX_RECORDS, Records, RequestRecord, StepRecord
 

@@ -9,7 +9,7 @@ from typing import TypeAlias, final
 import numpy as np
 
 from jaxserve.cells.links import NO_SUCCESSOR, Entry, Links, Waves
-from jaxserve.cells.newest import Newest
+from jaxserve.cells.lru_cache import LRUCache
 from jaxserve.core.errors import InvalidGraphError
 
 # A number, such as a token, or a pair of trees.
@@ -51,7 +51,7 @@ class TreeShape:
 
 
 # Those of nested tuples, by their kinds of parts.
-_shapes: Newest[bytes, TreeShape] = Newest(1 << 14)
+_shapes: LRUCache[bytes, TreeShape] = LRUCache(1 << 14)
 
 
 def numbered(tree: NestedTree) -> tuple[Sequence[int] | np.ndarray, TreeShape]:

@@ -299,7 +299,7 @@ def _show(
 def _lengths(task: str | None, path: Path | None) -> tuple[TaskLengths, str]:
     """Return the lengths that the options give, and what they are."""
     from jaxserve.planning.schedules import TaskLengths, lengths_of
-    from jaxserve.workload.length_pairs import read_lengths
+    from jaxserve.workload.answers import read_lengths
     from jaxserve.workload.tasks import TASKS
 
     if (task is None) == (path is None):

@@ -72,7 +72,7 @@ def on_engine(
     from jaxserve.cli.profiles import step_times
     from jaxserve.planning.schedules.configuration import check_families
     from jaxserve.planning.schedules.families import FAMILIES
-    from jaxserve.planning.schedules.families_search import FamiliesSearch
+    from jaxserve.planning.schedules.frontier import FamiliesSearch
 
     families = FAMILIES if families is None else tuple(families)
     check_families(families, FAMILIES)
@@ -91,7 +91,7 @@ def on_groups(
     """Return the schedules of two groups of this machine's devices."""
     from jaxserve.cli.profiles import group_times
     from jaxserve.planning.schedules.configuration import check_families
-    from jaxserve.planning.schedules.groups_search import GroupsSearch
+    from jaxserve.planning.schedules.frontier import GroupsSearch
 
     check_families(families or ("waa",), ("waa",))
     times, config = group_times(profile, lengths, **settings)

@@ -70,10 +70,10 @@ class Settings:
     def read(self, progress: bool) -> list[list[Example]]:
         """Return the examples for training, calibration and test."""
         from jaxserve.models.tokenizer import Tokenizer
-        from jaxserve.workload import answers
+        from jaxserve.workload.answers import read_examples
         from predictor.data import clipped, split_in_three
 
-        examples = answers.read(
+        examples = read_examples(
             self.data,
             tokenizer=partial(Tokenizer.of_model, self.model, progress=progress),
             max_examples=self.max_examples,
@@ -155,8 +155,8 @@ def train(
         )  # fmt: skip
         from predictor import TrainingConfig
         from predictor import train as train_predictor
-        from predictor.comparison import compare
         from predictor.data import columns
+        from predictor.evaluation import compare
 
         config = TrainingConfig(
             num_epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, seed=seed
@@ -207,7 +207,7 @@ def evaluate(
         from dataclasses import replace
 
         from predictor import LengthPredictor
-        from predictor.comparison import compare
+        from predictor.evaluation import compare
 
         settings = _settings_of(folder)
         if data is not None:

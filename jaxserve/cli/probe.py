@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from jaxserve.models.store import LoadedModel
-    from jaxserve.workload.finished import FinishedAnswer
+    from jaxserve.workload.answers import FinishedAnswer
     from predictor import History, LengthProbe, Readings
 
 probe_app = typer.Typer(
@@ -130,10 +130,10 @@ def train_probe_on(settings: ProbeSettings, *, progress: bool) -> TrainedProbe:
 
 
 def _split_answers(settings: ProbeSettings) -> list[list[FinishedAnswer]]:
-    from jaxserve.workload import finished
+    from jaxserve.workload.answers import read_finished
     from predictor.data import split_in_three
 
-    answers = finished.read(settings.data)[: settings.max_answers]
+    answers = read_finished(settings.data)[: settings.max_answers]
     with opt.refusals():
         parts = split_in_three(answers, held_out=settings.held_out, seed=settings.seed)
     shared.check_parts(parts, "answers")
@@ -200,7 +200,7 @@ def train(
             batch_size=batch_size, learning_rate=learning_rate, seed=seed,
         )  # fmt: skip
         _prepare(output)
-        from predictor.probe_evaluation import compare_remaining
+        from predictor.probe_training import compare_remaining
 
         done = train_probe_on(settings, progress=not quiet)
         done.probe.save(output)

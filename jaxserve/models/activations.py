@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.decoder import Decoder
-from jaxserve.workload.finished import FinishedAnswer
+from jaxserve.workload.answers import FinishedAnswer
 from predictor import Readings
 
 # Tokens of a forward pass; sequences are padded to whole multiples of the least length.

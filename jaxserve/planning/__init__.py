@@ -1,8 +1,6 @@
 """Prediction of what a schedule does: measured step times, and a simulator that uses them."""
 
-from jaxserve.planning.group_costs import GroupCosts
-from jaxserve.planning.group_times import GroupTimes, measure_groups
-from jaxserve.planning.origin import Origin
+from jaxserve.planning.group_times import GroupCosts, GroupTimes, measure_groups
 from jaxserve.planning.profiler import measure
 from jaxserve.planning.roofline import DeviceRoofs, ModelShape, RooflineCost
 from jaxserve.planning.saved_times import (
@@ -12,7 +10,7 @@ from jaxserve.planning.saved_times import (
     keep_step_times,
 )
 from jaxserve.planning.simulator import Simulation, simulate
-from jaxserve.planning.step_times import StepTimes
+from jaxserve.planning.step_times import Origin, StepTimes
 
 __all__ = [
     "DeviceRoofs",

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
 from jaxserve.core.clock import Clock
 from jaxserve.execution.pages import PAGES_A_CALL
 from jaxserve.execution.protocol import Executor
-from jaxserve.planning.group_costs import GroupCosts
-from jaxserve.planning.origin import Origin
+from jaxserve.execution.step_cost import StepCost, StepWork
 from jaxserve.planning.profiler import measure, measure_beside
 from jaxserve.planning.step_times import (
+    Curve,
+    Origin,
     StepTimes,
     checked_number,
     raise_if_foreign,
@@ -22,6 +24,46 @@ from jaxserve.planning.step_times import (
     write_table,
 )
 from jaxserve.scheduling.plan import LINK, Handover, StepPlan
+
+
+@final
+@dataclass(frozen=True)
+class GroupCosts:
+    """The costs of each group's steps, and of the KV that is handed from one to another.
+
+    The link carries one handover at a time, while the groups compute.
+
+    Attributes:
+      groups: of each device group, by its number in `StepPlan.group`.
+      page_bytes: bytes of a page, in all layers.
+      link_bytes_per_s: bandwidth of all links between two groups together. Over the host's memory,
+        as in ExeGPT's runner (section 3), a page passes two links in turn, at half the bandwidth.
+      handover_s: seconds of a handover besides its bytes.
+      beside: how many times as long a step of each group takes while the other one computes; see
+        `GroupTimes`.
+      copies_follow_steps: whether a handover begins when its source has run the steps that were
+        submitted before it, as on devices.
+    """
+
+    groups: tuple[StepCost, ...]
+    page_bytes: float
+    link_bytes_per_s: float
+    handover_s: float = 0.0
+    beside: tuple[float, ...] = (1.0, 1.0)
+    copies_follow_steps: bool = False
+
+    def host_s(self, plan: StepPlan) -> float:
+        return self.groups[0 if plan.handovers else plan.group].host_s(plan)
+
+    def device_s(self, work: StepWork) -> float:
+        plan = work.plan
+        if not plan.handovers:
+            slower = self.beside[plan.group] if work.is_beside else 1.0
+            return slower * self.groups[plan.group].device_s(work)
+        num_bytes = plan.num_pages_handed_over * self.page_bytes
+        before_s = work.source_s if self.copies_follow_steps else 0.0
+        return before_s + self.handover_s + num_bytes / self.link_bytes_per_s
+
 
 # The pages of the larger handover that is timed; the smaller one has those of a call.
 _MANY_PAGES = 4 * PAGES_A_CALL
@@ -138,3 +180,94 @@ def _handover_s(executor: Executor, clock: Clock, num_pages: int) -> float:
         executor.submit(plan).collect()
         seconds.append(clock.now() - begin_s)
     return statistics.median(seconds[1:])
+
+
+# Times that a group of another size divides among its devices.
+_DIVIDED = ("decode_s", "prefill_s", "encode_s")
+
+
+@final
+class GroupSizes:
+    """Step times by the number of devices of a group, measured or derived from measured ones.
+
+    A group measures every kind of step, so that either group may have what the other one measured.
+
+    Args:
+      measured: times of the present groups.
+    """
+
+    def __init__(self, measured: GroupTimes):
+        self._measured: dict[int, StepTimes] = {}
+        self._present = measured
+        self.learn(measured)
+
+    def learn(self, measured: GroupTimes) -> None:
+        """Take in times of both groups, and of the handovers between them."""
+        self._present = measured
+        for times in measured.groups:
+            self.add(times)
+
+    def add(self, times: StepTimes) -> None:
+        """Take in times of a group of `times.origin.device["count"]` devices."""
+        self._measured[times.origin.device["count"]] = times
+
+    def is_measured(self, *sizes: int) -> bool:
+        """Return whether no times of groups of these sizes are derived."""
+        return all(size in self._measured for size in sizes)
+
+    def times(self, encode: int, decode: int) -> GroupTimes:
+        """Return the times of groups of these sizes; handovers take what they took when measured.
+
+        Args:
+          encode, decode: numbers of devices.
+        """
+        groups = tuple(map(self._of_size, (encode, decode)))
+        return replace(self._present, groups=groups)
+
+    def _of_size(self, size: int) -> StepTimes:
+        if size in self._measured:
+            return self._measured[size]
+        near = sorted(self._measured, key=lambda each: abs(math.log(each / size)))
+        nearest = self._measured[near[0]]
+        other = self._measured[near[1]] if near[1:] else None
+        return derived(nearest, size, other)
+
+
+def derived(times: StepTimes, size: int, other: StepTimes | None = None) -> StepTimes:
+    """Return the times of a group of `size` devices, from those of groups of other sizes.
+
+    A step on k devices takes s + p / k seconds (Amdahl's law). Measured times of two sizes give s
+    and p, from the median ratio of their entries; with one size s is 0, so that more devices are
+    taken as better than they are, and fewer as worse. What the host does is as it was.
+
+    Args:
+      times: of the size that is nearest.
+      other: of another size; None if there is one size.
+    """
+    count = times.origin.device["count"]
+    parallel = 1.0
+    if other is not None:
+        share = count / other.origin.device["count"]
+        ratio = statistics.median(_ratios(times, other))
+        # Of a step on `count` devices; ratio = (1 - parallel) + parallel * share.
+        parallel = min(1.0, max(0.0, (ratio - 1) / (share - 1)))
+    factor = (1 - parallel) + parallel * count / size
+    divided: dict[str, Any] = {
+        name: {
+            key: Curve(tuple((position, factor * s) for position, s in curve.points))
+            for key, curve in getattr(times, name).items()
+        }
+        for name in _DIVIDED
+    }
+    origin = replace(times.origin, device={**times.origin.device, "count": size})
+    return replace(times, origin=origin, **divided)
+
+
+def _ratios(times: StepTimes, other: StepTimes) -> Iterator[float]:
+    """Yield how many times as long each entry of `other` takes."""
+    for name in _DIVIDED:
+        mine, others = getattr(times, name), getattr(other, name)
+        for key, curve in mine.items():
+            positions = curve.points[-1][0]
+            if key in others and curve(positions) > 0:
+                yield others[key](positions) / curve(positions)

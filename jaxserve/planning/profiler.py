@@ -9,18 +9,401 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, final
 
 import numpy as np
 from tqdm import tqdm
 
-from jaxserve.core.clock import Clock
+from jaxserve.core.clock import Clock, VirtualClock
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidConfigError
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.pages import PAGES_A_CALL
 from jaxserve.execution.protocol import Executor, StepHandle
-from jaxserve.planning.origin import Origin
-from jaxserve.planning.step_bench import TIMED_STEPS, Measured, Shape, StepBench, planning
-from jaxserve.planning.step_times import StepTimes
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.execution.simulated import SimulatedExecutor
+from jaxserve.memory.page_pool import NULL_PAGE
+from jaxserve.planning.step_times import Curve, Origin, StepTimes
+from jaxserve.scheduling.plan import LINK, Admission, Handover, Row, StepPlan
+from jaxserve.scheduling.presets import PRESETS
+from jaxserve.steps.slots import ADMISSIONS_A_CALL
+
+# Timed steps of a shape per round; one untimed step before them fills the pipeline.
+TIMED_STEPS = 3
+SHORT_TOKENS = 16
+# Tokens of the answers whose planning is timed.
+_SHORT_ANSWER = 64
+# Name -> size -> (positions attended to, seconds).
+Measured = defaultdict[str, defaultdict[int, list[tuple[float, float]]]]
+
+
+@final
+@dataclass(frozen=True)
+class Shape:
+    """A shape to time.
+
+    Attributes:
+      size: compiled size.
+      positions: positions attended to per iteration.
+      time: measures and returns the median seconds per step.
+    """
+
+    name: str
+    size: int
+    positions: float
+    time: Callable[[], float]
+
+
+@final
+class StepBench:
+    """A maker of plans of each shape, and their timer."""
+
+    def __init__(self, executor: Executor, clock: Clock, group: int):
+        self.config = executor.config
+        self._executor = executor
+        self._group = group
+        self._clock = clock
+        self._live: set[int] = set()
+        self._submits_s: list[float] = []
+        # Long enough to hide the cost around the iterations, short enough for slow devices.
+        self._num_iterations = max(1, self.config.max_decode_iterations // 2)
+        # Where a decoder's tokens begin: behind an encoder's prompt of a page, if there is one.
+        self._first = self.config.page_size if self.config.has_encoder else 0
+
+    def shapes(self) -> list[Shape]:
+        """Return the shapes of all parts of a step."""
+        config = self.config
+        shapes = [Shape("loop", size, 0, partial(self._loop, size)) for size in config.slot_buckets]
+        for size in config.slot_buckets:
+            shapes += self._decode_shapes(size)
+        for size in config.token_buckets:
+            shapes += self._body_shapes(size)
+            shapes += self._encode_shapes(size) if config.has_encoder else []
+        for size in config.head_buckets:
+            shapes += [
+                Shape("sampling", size, 0, partial(self._rows_of_one, size, True)),
+                Shape("not sampling", size, 0, partial(self._rows_of_one, size, False)),
+            ]
+        return [*shapes, *(Shape(name, 0, 0, edit) for name, edit in self._edits().items())]
+
+    def table(self, origin: Origin, measured: Measured) -> StepTimes:
+        """Return the step times from one round's measurements."""
+
+        def only(name: str, size: int = 0) -> float:
+            return measured[name][size][0][1]
+
+        loop_s = {size: only("loop", size) for size in self.config.slot_buckets}
+        decode_s = {
+            size: _curve((x, (s - loop_s[size]) / self._num_iterations) for x, s in points)
+            for size, points in measured["decode"].items()
+        }
+        without_edit_s = loop_s[self.config.slot_buckets[0]]
+        return StepTimes(
+            origin=origin,
+            decode_s=decode_s,
+            loop_s=loop_s,
+            prefill_s={size: _curve(points) for size, points in measured["body"].items()},
+            encode_s={size: _curve(points) for size, points in measured["encode"].items()},
+            head_s={
+                size: max(0.0, only("sampling", size) - only("not sampling", size))
+                for size in self.config.head_buckets
+            },
+            edit_s=max(0.0, only("edit") - without_edit_s),
+            move_s=max(0.0, only("move") - without_edit_s),
+            admit_s=max(0.0, only("admit and edit") - only("edit")),
+            page_out_s=max(0.0, only("swap out") - without_edit_s) / PAGES_A_CALL,
+            page_in_s=max(0.0, only("swap in") - without_edit_s) / PAGES_A_CALL,
+            plan_s=_planning_s(self.config, self._clock),
+            submit_s=statistics.median(self._submits_s),
+        )
+
+    # ---- shapes ----
+
+    def _loop(self, size: int, edits: Sequence[dict[str, Any]] = ({},)) -> float:
+        """Time a decode loop without iterations."""
+        num_steps = TIMED_STEPS + 1
+        steps = [edits[i % len(edits)] for i in range(num_steps)]
+        return self._time([_plan(num_iterations=0, window_size=size, **step) for step in steps])
+
+    def _decode_shapes(self, size: int) -> list[Shape]:
+        """Return decode shapes with short, medium and maximum contexts, equal for all rows."""
+        grown = self._num_iterations * (TIMED_STEPS + 1)
+        longest = max(1, self.config.max_context - grown - 1)
+        shortest = min(self._first + SHORT_TOKENS, longest)
+        contexts = sorted({shortest, max(shortest, -(-longest // 4)), longest})
+        # The mean growth of the contexts in the timed iterations, with the steps before them.
+        mean = (self._num_iterations * (TIMED_STEPS + 2) - 1) / 2
+        return [
+            Shape("decode", size, size * (c + mean), partial(self._decode, size, c, c + grown))
+            for c in contexts
+        ]
+
+    def _decode(self, size: int, context: int, room: int) -> float:
+        # Most of an encoder-decoder model's positions are those of the prompt.
+        most = min(context - 1, self.config.max_prompt_tokens) // self.config.page_size
+        encoded = max(self._first, most * self._first)
+        self.reset([context] * size, room, encoded=[encoded] * size)
+        rows = tuple(Row(slot, slot, 0, 1, self._num_iterations) for slot in range(size))
+        step = _plan(rows=rows, num_iterations=self._num_iterations, window_size=size)
+        return self._time([step] * (TIMED_STEPS + 1))
+
+    def _body_shapes(self, size: int) -> list[Shape]:
+        """Return shapes with many short prompts, few long prompts, and ends of the longest."""
+        first = self._first
+        most = self.config.max_context - 1 - first
+        longest = max(1, (self.config.max_context - first) // 2)
+        # Slots of short contexts may hold fewer tokens than the largest size has.
+        num_tokens = min(size, self.config.max_slots * most)
+        few = min(self.config.max_slots, -(-size // longest))
+        many = min(self.config.max_slots, max(few, size // SHORT_TOKENS))
+        shapes: dict[int, Shape] = {}
+        for num_rows, at in ((many, 0), (few, 0), (few, most - longest)):
+            lengths = [len(part) for part in np.array_split(np.arange(num_tokens), num_rows)]
+            start = first + min(at, most - lengths[0])
+            positions = sum(n * start + n * (n + 1) // 2 for n in lengths if n > 1)
+            shape = Shape("body", size, positions, partial(self._body, lengths, start))
+            shapes.setdefault(positions, shape)
+        return list(shapes.values())
+
+    def _encode_shapes(self, size: int) -> list[Shape]:
+        """Return shapes with many short prompts of an encoder, and with few long ones."""
+        longest = self.config.max_prompt_tokens
+        num_tokens = min(size, self.config.max_slots * longest)
+        few = -(-num_tokens // longest)
+        many = min(self.config.max_slots, max(few, size // SHORT_TOKENS))
+        shapes: dict[int, Shape] = {}
+        for num_rows in (many, few):
+            lengths = [len(part) for part in np.array_split(np.arange(num_tokens), num_rows)]
+            positions = sum(n * n for n in lengths)
+            shape = Shape("encode", size, positions, partial(self._encode, lengths))
+            shapes.setdefault(positions, shape)
+        return list(shapes.values())
+
+    def _encode(self, lengths: Sequence[int]) -> float:
+        contexts = [min(n + self._first, self.config.max_context) for n in lengths]
+        self.reset(contexts, encoded=lengths)
+        rows = tuple(Row(i, i, 0, n, 0, encodes=True) for i, n in enumerate(lengths))
+        return self._time([_plan(rows=rows)] * (TIMED_STEPS + 1))
+
+    def _body(self, lengths: Sequence[int], start: int) -> float:
+        self.reset([start + n + 1 for n in lengths])
+        rows = tuple(Row(i, i, start, n, 0) for i, n in enumerate(lengths))
+        return self._time([_plan(rows=rows)] * (TIMED_STEPS + 1))
+
+    def _rows_of_one(self, size: int, samples: bool) -> float:
+        """Time mixed steps of `size` decode rows, with or without sampling."""
+        # Rows that sample lengthen their slots; for others, which a device computes only inside of
+        # what their slots hold, the slots are as long as that from the start.
+        short = self._first + SHORT_TOKENS
+        longest = short + TIMED_STEPS + 1
+        self.reset([short if samples else longest] * size, longest)
+        first = short - 1
+        return self._time(
+            [
+                _plan(rows=tuple(Row(i, i, first + step, 1, int(samples)) for i in range(size)))
+                for step in range(TIMED_STEPS + 1)
+            ]
+        )
+
+    @property
+    def prompt_handover(self) -> StepPlan:
+        """The handover of the pages of a step of `prompt_steps`, to the second group."""
+        config = self.config
+        num = config.max_slots * -(-self._short_prompt // config.page_size)
+        pages = tuple(range(1, 1 + min(num, config.num_pages - 1)))
+        return _plan(num_iterations=0, handovers=(Handover(0, 0, 1, pages),), group=LINK)
+
+    def prompt_steps(self) -> Iterator[StepPlan]:
+        """Yield steps without end that compute short prompts in all slots."""
+        config, num = self.config, self._short_prompt
+        encodes = config.has_encoder
+        context = min(num + (self._first or 1), config.max_context)
+        self.reset([context] * config.max_slots, encoded=[num if encodes else 0] * config.max_slots)
+        rows = tuple(Row(i, i, 0, num, 0, encodes=encodes) for i in range(config.max_slots))
+        while True:
+            yield _plan(rows=rows, group=self._group)
+
+    @property
+    def _short_prompt(self) -> int:
+        """Tokens of each prompt of `prompt_steps`."""
+        config = self.config
+        num = min(SHORT_TOKENS, config.max_step_tokens // config.max_slots)
+        return min(max(1, num), config.max_prompt_tokens)
+
+    def decode_loops(self, num_iterations: int) -> Iterator[StepPlan]:
+        """Yield decode loops of all slots without end; contexts that are full begin again.
+
+        Args:
+          num_iterations: of a loop; fewer if the configuration or its contexts allow no more.
+        """
+        config, context = self.config, self._first + 1
+        room = config.max_context - context - 1
+        num_iterations = max(1, min(num_iterations, config.max_decode_iterations, room))
+        loop = _plan(
+            rows=tuple(Row(i, i, 0, 1, num_iterations) for i in range(config.max_slots)),
+            num_iterations=num_iterations,
+            window_size=config.slot_buckets[-1],
+            group=self._group,
+        )
+        while True:
+            anew = self._contents([context] * config.max_slots, config.max_context)
+            self._live = set(range(config.max_slots))
+            yield replace(loop, **anew)
+            for _ in range(room // num_iterations - 1):
+                yield loop
+
+    def _edits(self) -> dict[str, Callable[[], float]]:
+        smallest, last = self.config.slot_buckets[0], self.config.max_slots - 1
+        admissions = tuple(
+            _admission(self.config, slot, self._first + 1, self._first)
+            for slot in range(last + 1)[:ADMISSIONS_A_CALL]
+        )
+        released = {"releases": tuple(new.slot for new in admissions)}
+        moves = [{"moves": ((last, 0),)}, {"moves": ((0, last),)}] if last else [{}]
+
+        def after_reset(edits: Sequence[dict[str, Any]]) -> float:
+            self.reset([self._first + 1] * self.config.max_slots)
+            self.reset()
+            return self._loop(smallest, edits)
+
+        out, back = ((NULL_PAGE, 0),) * PAGES_A_CALL, ((0, NULL_PAGE),) * PAGES_A_CALL
+        swaps = [{"swaps_out": out}, {"swaps_in": back}] if self.config.num_host_pages else [{}, {}]
+        return {
+            # In this order, since a page must be swapped out before it is swapped in.
+            "swap out": partial(self._loop, smallest, swaps[:1]),
+            "swap in": partial(self._loop, smallest, swaps[1:]),
+            "edit": partial(after_reset, [released]),
+            "move": partial(after_reset, moves),
+            "admit and edit": partial(after_reset, [{"admissions": admissions, **released}]),
+        }
+
+    # ---- runs on the executor ----
+
+    def reset(
+        self, contexts: Sequence[int] = (), room: int = 0, *, encoded: Sequence[int] | None = None
+    ) -> None:
+        """Put sequences of `contexts` tokens into slots 0, 1, ...; other slots are inert.
+
+        If the pool is too small, sequences share pages, which changes no time.
+
+        Args:
+          room: tokens that each sequence's pages must hold, if more than its context.
+          encoded: tokens of each one's prompt that an encoder reads; by default a page of them, or
+            none for a model without an encoder.
+        """
+        contents = self._contents(contexts, room, encoded=encoded)
+        smallest = self.config.slot_buckets[0]
+        self._submit(_plan(**contents, num_iterations=0, window_size=smallest)).collect()
+        self._live = set(range(len(contexts)))
+
+    def _contents(
+        self, contexts: Sequence[int], room: int = 0, *, encoded: Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        """Return the edits of slots of a plan that does what `reset` says."""
+        config = self.config
+        encoded = [self._first] * len(contexts) if encoded is None else encoded
+        num_pages = -(-max(room, *contexts, 1) // config.page_size)
+        pages = 1 + np.arange(len(contexts) * num_pages) % (config.num_pages - 1)
+        return {
+            "releases": tuple(self._live),
+            "admissions": tuple(
+                _admission(config, slot, *sizes)
+                for slot, sizes in enumerate(zip(contexts, encoded, strict=True))
+            ),
+            "page_updates": tuple(
+                (i // num_pages, i % num_pages, page) for i, page in enumerate(pages.tolist())
+            ),
+        }
+
+    def _submit(self, plan: StepPlan) -> StepHandle:
+        return self._executor.submit(replace(plan, group=self._group))
+
+    def _time(self, plans: Sequence[StepPlan]) -> float:
+        """Return the median seconds from one step's end to the next one's, with two in flight."""
+        ends, newest = [], None
+        for plan in plans:
+            begin_s = self._clock.now()
+            oldest, newest = newest, self._submit(plan)
+            self._submits_s.append(self._clock.now() - begin_s)
+            self._live.update(new.slot for new in plan.admissions)
+            if oldest is not None:
+                oldest.collect()
+                ends.append(self._clock.now())
+        assert newest is not None
+        newest.collect()
+        ends.append(self._clock.now())
+        return statistics.median(np.diff(ends).tolist())
+
+
+def _plan(**fields: Any) -> StepPlan:
+    nothing: dict[str, Any] = {
+        "index": 0,
+        "swaps_out": (),
+        "swaps_in": (),
+        "releases": (),
+        "moves": (),
+        "admissions": (),
+        "page_updates": (),
+        "rows": (),
+        "num_iterations": 1,
+        "window_start": 0,
+        "window_size": 0,
+    }
+    return StepPlan(**{**nothing, **fields})
+
+
+def _admission(config: EngineConfig, slot: int, num_tokens: int, encoded: int) -> Admission:
+    tokens = np.arange(num_tokens, dtype=np.int32) % SHORT_TOKENS
+    num_padding = -encoded % config.page_size
+    request = Request(
+        id=f"profile-{slot}",
+        prompt=tuple(tokens.tolist()),
+        params=SamplingParams(),
+        arrival_s=0.0,
+        num_encoded=encoded + num_padding,
+        num_padding=num_padding,
+    )
+    return Admission(slot, request, 0, tokens, config.max_context)
+
+
+def _curve(points: Iterator[tuple[float, float]] | Sequence[tuple[float, float]]) -> Curve:
+    # The difference of two timings may be below zero on a busy machine.
+    return Curve(tuple(sorted((x, max(1e-9, s)) for x, s in points)))
+
+
+def _planning_s(config: EngineConfig, clock: Clock) -> float:
+    """Return the seconds per step of the scheduler and the engine on the host with full slots."""
+    times, begin_s = [], clock.now()
+    for _ in _planned(config, _SHORT_ANSWER):
+        end_s = clock.now()
+        times.append(end_s - begin_s)
+        begin_s = end_s
+    return statistics.median(times[1:] or times)  # the first one made the engine
+
+
+def planning(config: EngineConfig) -> Iterator[None]:
+    """Do what the host does for a step with full slots, each time it is asked, without end."""
+    while True:
+        yield from _planned(config, config.max_prompt_tokens)
+
+
+def _planned(config: EngineConfig, num_tokens: int) -> Iterator[None]:
+    """Plan the steps of as many answers as there are slots, one each time it is asked."""
+    virtual = VirtualClock()
+    engine = Engine(
+        SimulatedExecutor(config, virtual, reads_context=False), PRESETS["auto"], virtual
+    )
+    params = SamplingParams(max_tokens=min(num_tokens, config.max_prompt_tokens))
+    for i in range(config.max_slots):
+        engine.add(Request(id=str(i), prompt=(1,), params=params, arrival_s=0.0))
+    while engine.has_work:
+        engine.step()
+        yield
+
 
 # A shape is timed repeatedly in a round for at least this long, so that short fluctuations of the
 # machine's speed average out.

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from jaxserve.core.errors import InvalidProfileError
 from jaxserve.planning.group_times import GroupTimes
-from jaxserve.planning.origin import Origin
-from jaxserve.planning.step_times import StepTimes
+from jaxserve.planning.step_times import Origin, StepTimes
 
 _Times = TypeVar("_Times", StepTimes, GroupTimes)
 

@@ -8,7 +8,7 @@ from jaxserve.report.report import Report
 
 if TYPE_CHECKING:
     from jaxserve.report.frontier import draw_frontier
-    from jaxserve.report.residency import draw_residency
+    from jaxserve.report.picture import draw_residency
 
 __all__ = ["Report", "draw_frontier", "draw_residency"]
 
@@ -16,7 +16,7 @@ __all__ = ["Report", "draw_frontier", "draw_residency"]
 def __getattr__(name: str) -> Any:
     """Import names that need Matplotlib on first use, since its import is slow."""
     if name == "draw_residency":
-        from jaxserve.report.residency import draw_residency
+        from jaxserve.report.picture import draw_residency
 
         return draw_residency
     if name == "draw_frontier":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from jaxserve.core.metrics import OUTCOMES, BoundOutcome, spread
 from jaxserve.engine.recorder import RequestRecord, StepRecord
-from jaxserve.report.totals import over_replicas
+from jaxserve.report.picture import over_replicas
 from jaxserve.report.trace import trace_events
 from pallas_kernels.dispatch import Choice
 

@@ -32,10 +32,9 @@ from jaxserve.execution.regroup import (
 )
 from jaxserve.memory.page_pool import MIN_PAGES
 from jaxserve.planning import GroupTimes, find_step_times
-from jaxserve.planning.group_sizes import GroupSizes
+from jaxserve.planning.group_times import GroupSizes
 from jaxserve.planning.schedules.configuration import Division, Policy
-from jaxserve.planning.schedules.divided import DivisionOption
-from jaxserve.planning.schedules.division_rule import DivisionRule
+from jaxserve.planning.schedules.divided import DivisionOption, DivisionRule
 from jaxserve.runtime.replicas import Replicas
 from jaxserve.runtime.timings import Timings
 from jaxserve.steps.step_function import abstract

@@ -1,13 +1,17 @@
-"""Prompts and their output lengths, as training data of a length predictor."""
+"""Finished answers as data: examples of a predictor or a probe, and pairs of lengths."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import logging
 import random
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 from tqdm import tqdm
 
@@ -34,7 +38,7 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], /) -> str: ...
 
 
-def read(
+def read_examples(
     source: str,
     *,
     tokenizer: Callable[[], Tokenizer],
@@ -64,11 +68,11 @@ def read(
     if source == "sharegpt":
         found = _of_sharegpt(path, tokenizer(), max_examples, seed, progress)
     elif source.startswith(_ANSWERED):
-        found = _answered(Path(source.removeprefix(_ANSWERED)), path, progress)
+        found = _with_lengths(Path(source.removeprefix(_ANSWERED)), path, progress)
     elif source.startswith(_RECORDED):
         found = list(_of_trace(source.removeprefix(_RECORDED), tokenizer()))
     else:
-        found = _of_lines(Path(source))
+        found = _of_jsonl(Path(source))
     if not found:
         raise InvalidConfigError(f"{source} has no prompt with a whole answer; pass other data")
     random.Random(seed).shuffle(found)
@@ -124,7 +128,7 @@ def turns(talk: sharegpt.Conversation) -> Iterator[tuple[str, str]]:
             yield question, answer
 
 
-def _answered(path: Path, shared: Path | None, progress: bool) -> list[Example]:
+def _with_lengths(path: Path, shared: Path | None, progress: bool) -> list[Example]:
     """Read lines of {"record": id, "turn": n, "output_length": tokens}, with ShareGPT's prompts."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -155,7 +159,7 @@ def _of_trace(path: str, tokenizer: Tokenizer) -> Iterable[Example]:
                 yield Example(prompt, length)
 
 
-def _of_lines(path: Path) -> list[Example]:
+def _of_jsonl(path: Path) -> list[Example]:
     try:
         return list(read_jsonl(path))
     except OSError as error:
@@ -164,3 +168,165 @@ def _of_lines(path: Path) -> list[Example]:
         ) from error
     except ValueError as error:
         raise InvalidConfigError(str(error)) from error
+
+
+_log = logging.getLogger(__name__)
+
+# Answers that stopped or reached their limit; the lengths of other answers are not used.
+_LINE = (
+    'pass a file written by record=... or --record, or lines of {"prompt_token_ids": [5, 6], '
+    '"token_ids": [7, 8, 2]}, optionally with "conversation" and "finish_reason"'
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FinishedAnswer:
+    """A finished answer.
+
+    Attributes:
+      prompt: token ids.
+      output: token ids with the stop token, at least one.
+      conversation: id of its conversation, which a split keeps whole; "" stands for a conversation
+        of this prompt alone.
+    """
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    conversation: str = ""
+
+
+def read_finished(path: str | Path) -> list[FinishedAnswer]:
+    """Read the answers of a recorded run, or of other JSON lines with prompts' and answers' tokens.
+
+    A line is one of a trace (`jaxserve.workload.recorded`), or has one answer's tokens as
+    `token_ids`. Answers that were cancelled or failed are skipped.
+
+    Raises:
+      InvalidConfigError: the file cannot be read, a line is malformed, or no answer is left.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfigError(f"cannot read the answers {path}: {error}; {_LINE}") from error
+    found = list(_answers(path, lines))
+    if not found:
+        raise InvalidConfigError(
+            f"{path} has no answer that stopped or reached its limit; pass other data"
+        )
+    return found
+
+
+def _answers(path: str | Path, lines: Sequence[str]) -> Iterator[FinishedAnswer]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            given = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                _log.warning("%s line %d is cut off and is skipped", path, number)
+                return
+            raise InvalidConfigError(f"{path}:{number} is not JSON: {error}; {_LINE}") from error
+        try:
+            yield from _of_line(given)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidConfigError(
+                f"{path}:{number}: {type(error).__name__}: {error}; {_LINE}"
+            ) from error
+
+
+def _of_line(given: dict[str, Any]) -> Iterator[FinishedAnswer]:
+    if "token_ids" in given:
+        outputs, reasons = [given["token_ids"]], [given.get("finish_reason", "stop")]
+    else:
+        outputs, reasons = given["output_token_ids"], given["finish_reasons"]
+    for output, reason in zip(outputs, reasons, strict=True):
+        if reason in _WHOLE and output:
+            yield FinishedAnswer(
+                prompt=tuple(map(int, given["prompt_token_ids"])),
+                output=tuple(map(int, output)),
+                conversation=str(given.get("conversation") or ""),
+            )
+
+
+_FORMS = (
+    "pass a file written by record=..., a CSV file with two columns, or a JSON list of [prompt "
+    "tokens, output tokens]"
+)
+# Answers that ended by themselves or at their limit; others say nothing of lengths.
+_MAX_DIGITS = 18
+
+
+def read_lengths(path: str | Path) -> list[tuple[int, int]]:
+    """Return (prompt tokens, output tokens) of each answer in a file.
+
+    A recorded trace has lines of JSON objects; each sample counts, cancelled and failed ones do
+    not. A CSV file has two columns, with or without a header. A JSON file has a list of pairs.
+
+    Raises:
+      InvalidConfigError: the file cannot be read, has another form or no lengths, or a length is
+        below 1.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfigError(f"cannot read lengths from {path}: {error}; {_FORMS}") from error
+    begin = text.lstrip()[:1]
+    if begin == "{":
+        pairs = _pairs_of_trace(path)
+    elif begin == "[":
+        pairs = _pairs_of_json(path, text)
+    else:
+        pairs = _pairs_of_csv(path, text)
+    if not pairs:
+        raise InvalidConfigError(f"{path} has no lengths of answers; {_FORMS}")
+    return pairs
+
+
+def _pairs_of_trace(path: str | Path) -> list[tuple[int, int]]:
+    return [
+        (len(request.prompt_token_ids), num_output)
+        for request in recorded.read(path)
+        for num_output, reason in zip(
+            request.num_output_tokens, request.finish_reasons, strict=True
+        )
+        if reason in _WHOLE and num_output
+    ]
+
+
+def _pairs_of_json(path: str | Path, text: str) -> list[tuple[int, int]]:
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidConfigError(f"{path} is not JSON: {error}; {_FORMS}") from error
+    return [_pair(path, f"item {number}", item) for number, item in enumerate(given, start=1)]
+
+
+def _pairs_of_csv(path: str | Path, text: str) -> list[tuple[int, int]]:
+    try:
+        rows = [
+            (number, [field.strip() for field in row])
+            for number, row in enumerate(csv.reader(io.StringIO(text)), start=1)
+            if any(field.strip() for field in row)
+        ]
+    except csv.Error as error:
+        raise InvalidConfigError(f"{path} is not CSV: {error}; {_FORMS}") from error
+    if rows and not any(field.isdecimal() for field in rows[0][1]):
+        rows = rows[1:]  # a header
+    return [_pair(path, f"line {number}", list(map(_number, fields))) for number, fields in rows]
+
+
+def _number(field: str) -> int | str:
+    """Return a field's whole number; the field itself if it is none, or longer than any length."""
+    return int(field) if field.isdecimal() and len(field) <= _MAX_DIGITS else field
+
+
+def _pair(path: str | Path, where: str, given: Any) -> tuple[int, int]:
+    is_pair = isinstance(given, list) and len(given) == 2
+    if not is_pair or not all(type(length) is int and length >= 1 for length in given):
+        raise InvalidConfigError(
+            f"{path} {where}: {reprlib.repr(given)} is not allowed; use two whole numbers of at "
+            "least 1, prompt tokens and output tokens"
+        )
+    return given[0], given[1]

@@ -16,7 +16,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion
 from jaxserve.workload import sharegpt
 from jaxserve.workload.answers import turns
-from jaxserve.workload.item import WorkloadItem
+from jaxserve.workload.items import WorkloadItem
 
 
 class FollowUp(Protocol):

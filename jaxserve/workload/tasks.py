@@ -12,7 +12,7 @@ from typing import final
 import numpy as np
 
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.workload.item import WorkloadItem
+from jaxserve.workload.items import WorkloadItem
 
 
 @final

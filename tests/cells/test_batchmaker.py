@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from jaxserve.cells import Graph, SimulatedCell
 from jaxserve.cells.answers import CellAnswer
-from jaxserve.cells.batchmaker import BatchMaker, BatchMakerScheduler
+from jaxserve.cells.batchmaker import BatchMaker, BatchMakerScheduler, OneWorkerScheduler
 from jaxserve.cells.cell_graph import cell_graph, chain_graph
 from jaxserve.cells.engine import CellEngine
 from jaxserve.cells.flat_graph import flatten
-from jaxserve.cells.one_worker import OneWorkerScheduler
 from jaxserve.cells.policy import CellType, Task
-from jaxserve.cells.simulated import SimulatedCells
+from jaxserve.cells.simulation import SimulatedCells
 from jaxserve.core.clock import VirtualClock
 from tests.cells.examples import OneSecond, chain_cell, layout_of, random_graphs, three_cells
 from tests.common.tiers import some

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.cells.lanes import Lanes
+from jaxserve.cells.engine import Lanes
 from jaxserve.core.clock import VirtualClock
 
 pytestmark = pytest.mark.fast

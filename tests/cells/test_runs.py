@@ -21,7 +21,7 @@ from jaxserve.cells.models import (
     seq2seq_model,
     sequence_model,
 )
-from jaxserve.cells.runs import sources_of, stay_in_place
+from jaxserve.cells.programs import sources_of, stay_in_place
 from jaxserve.cells.values import ValueSpec
 from tests.common.tiers import some
 

@@ -9,10 +9,10 @@ from typing import final
 import pytest
 
 from jaxserve.cells import BatchMaker
+from jaxserve.cells.answers import CellCompletion
 from jaxserve.cells.cell_graph import CellGraph
 from jaxserve.cells.layout import Layout
 from jaxserve.cells.policy import CellScheduler, CellType
-from jaxserve.cells.results import CellCompletion
 from jaxserve.cells.simulation import simulate_cells
 from jaxserve.core.errors import InvalidCellError, InvalidConfigError, InvalidGraphError
 from tests.cells.examples import OneSecond, chain, chain_cell, layout_of, leaf_cell

@@ -13,7 +13,7 @@ from jaxserve.core.assets import WheelFile, fetch_together
 from jaxserve.core.errors import UnknownModelError
 from jaxserve.models.encoders import encoder_folder, untrained_predictor
 from predictor import SIZES, LengthBuckets
-from predictor.weights import config_of
+from predictor.encoder import config_of
 
 
 @pytest.mark.release

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from predictor import PROMISES, Calibration, Example, compare
-from predictor.baselines import prompt_lengths
 from predictor.data import split_in_three
+from predictor.evaluation import prompt_lengths
 from tests.predictor.tiny import BUCKETS, examples
 
 pytestmark = pytest.mark.fast

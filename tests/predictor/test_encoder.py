@@ -13,8 +13,7 @@ import transformers
 from flax import nnx
 
 from predictor import EncoderConfig, LengthClassifier
-from predictor.encoder import SIZES, Encoder
-from predictor.weights import config_of, load_encoder
+from predictor.encoder import SIZES, Encoder, config_of, load_encoder
 from tests.common.tiers import some
 
 SHAPE = dict(vocab_size=99)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from predictor.replay import Observation, ReplayBuffer, pack, unpack
+from predictor.online import Observation, ReplayBuffer, pack, unpack
 
 pytestmark = pytest.mark.fast
 

@@ -16,8 +16,8 @@ from predictor import (
     split_in_three,
     train,
 )
-from predictor.baselines import Linear, Majority, prompt_lengths
 from predictor.data import padded, read_jsonl, shuffled_batches, write_jsonl
+from predictor.evaluation import Linear, Majority, prompt_lengths
 from sharding import make_mesh
 from tests.predictor.tiny import BUCKETS, examples, tiny_predictor
 

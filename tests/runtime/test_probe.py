@@ -15,7 +15,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.models.activations import read_along
 from jaxserve.testing import ExecutorWrapper, RecordingExecutor, WrapAll
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
-from jaxserve.workload.finished import FinishedAnswer
+from jaxserve.workload.answers import FinishedAnswer
 from predictor import LengthBuckets, LengthProbe, ProbeConfig, Refinement
 from predictor.probe import ProbeHead
 from sharding import StagePlan, make_mesh

@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.workload import treebank
-from jaxserve.workload.arrivals import arrival_times
-from jaxserve.workload.sentences import LONGEST, SentenceLengths, target_lengths
+from jaxserve.workload.items import arrival_times
+from jaxserve.workload.sentences import (
+    LONGEST,
+    SentenceLengths,
+    draw_treebank_lengths,
+    target_lengths,
+    treebank_lengths,
+)
 from jaxserve.workload.trees import complete_tree, random_tree, random_trees, with_tokens
 
 
@@ -39,10 +44,10 @@ def test_lengths_are_cut_and_repeat_with_their_seed():
 
 def test_lengths_of_real_sentences():
     """The treebank has 42,068 sentences with a mean of 21 words, the longest with 82."""
-    lengths = np.array(treebank.lengths())
+    lengths = np.array(treebank_lengths())
     assert (len(lengths), lengths.max()) == (42_068, 82) and abs(lengths.mean() - 21) < 0.5
-    drawn = treebank.draw(50, seed=1)
-    assert drawn == treebank.draw(50, seed=1) and set(drawn) <= set(treebank.lengths())
+    drawn = draw_treebank_lengths(50, seed=1)
+    assert drawn == draw_treebank_lengths(50, seed=1) and set(drawn) <= set(treebank_lengths())
 
 
 def test_translations_are_about_as_long():

@@ -21,7 +21,7 @@ from benchmarks.common.processes import PeerError, run
 from benchmarks.common.repeats import in_turns, summary
 from benchmarks.offline.peers.compare import Environment
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.workload.arrivals import arrival_times
+from jaxserve.workload.items import arrival_times
 
 OURS = "jaxserve"
 RUN_LIMIT_S = 1800.0

@@ -8,8 +8,7 @@ from jaxserve.cells.models.bundle import CellModel
 from jaxserve.cells.models.folding import FoldedLeaf, FoldedLSTM, folded
 from jaxserve.cells.models.g2p import G2P, load_g2p
 from jaxserve.cells.models.recurrent import GRU, LSTM, Embedded, Predicting, Stacked
-from jaxserve.cells.models.seq2seq import Decoding, seq2seq_model
-from jaxserve.cells.models.sequence import sequence_model
+from jaxserve.cells.models.seq2seq import Decoding, seq2seq_model, sequence_model
 from jaxserve.cells.models.tree_lstm import Internal, Leaf, Tree, tree_lstm_model
 
 __all__ = [

@@ -23,8 +23,7 @@ from jaxserve.cells.cell import Cell, Repeat
 from jaxserve.cells.graph import Graph
 from jaxserve.cells.models.bundle import CellModel
 from jaxserve.cells.models.recurrent import Batch, Predicting, Reader, state_inputs
-from jaxserve.cells.models.seq2seq import Decoding, EndsWith, encoder_cell
-from jaxserve.cells.models.sequence import read
+from jaxserve.cells.models.seq2seq import Decoding, EndsWith, encoder_cell, read
 from jaxserve.cells.values import ValueSpec
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.steps.sampling.choice import top_k

@@ -12,10 +12,9 @@ They get a system's choices without its costs: no time of the host for building,
 launching graphs counts, except that of the run itself.
 """
 
+from jaxserve.cells.policies.graph_batches import IdenticalGraphs, OneAtATime
 from jaxserve.cells.policies.graph_merging import GraphMerging
-from jaxserve.cells.policies.identical_graphs import IdenticalGraphs
 from jaxserve.cells.policies.lazy_batching import LazyBatching
-from jaxserve.cells.policies.one_at_a_time import OneAtATime
 from jaxserve.cells.policies.padding import Padding
 
 __all__ = ["GraphMerging", "IdenticalGraphs", "LazyBatching", "OneAtATime", "Padding"]

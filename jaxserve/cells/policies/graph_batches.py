@@ -300,3 +300,50 @@ def check_max_graphs(name: str, max_graphs: int) -> None:
         raise InvalidConfigError(
             f"policy {name!r}: max_graphs={max_graphs} is not allowed; pass at least 1"
         )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class IdenticalGraphs:
+    """Batches of graphs of one structure; each task has the same node of every graph.
+
+    With one structure in the workload there is nothing to merge and nothing to pad: the ideal line
+    of figure 2.15. A tree of 16 leaves is 31 tasks, and none has two nodes of one tree.
+
+    Attributes:
+      max_graphs: the most graphs of a batch; by default the smallest `max_batch` of the types.
+    """
+
+    max_graphs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_graphs is not None:
+            check_max_graphs(self.name, self.max_graphs)
+
+    @property
+    def name(self) -> str:
+        return "identical_graphs"
+
+    def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> GraphBatchScheduler:
+        most = min(type.max_batch for type in types)
+        max_graphs = most if self.max_graphs is None else min(self.max_graphs, most)
+        waiting = Buckets(_structure_of, max_graphs, is_round_robin=False)
+        return GraphBatchScheduler(types, num_workers, waiting, by_position)
+
+
+def _structure_of(graph: CellGraph) -> Hashable:
+    return graph.types, graph.predecessors
+
+
+@final
+@dataclass(frozen=True)
+class OneAtATime:
+    """The first request runs alone, its nodes in their order, one in a task."""
+
+    @property
+    def name(self) -> str:
+        return "one_at_a_time"
+
+    def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> GraphBatchScheduler:
+        waiting = Buckets(lambda _: 0, 1, is_round_robin=False)
+        return GraphBatchScheduler(types, num_workers, waiting, by_position)

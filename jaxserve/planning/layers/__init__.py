@@ -7,11 +7,14 @@ and partial tensor parallelism.
 """
 
 from jaxserve.planning.layers.bench import LayerBench, degrees_of
-from jaxserve.planning.layers.cost import MeasuredLayerCost
-from jaxserve.planning.layers.deployment import free_bytes_of, layers_deployment, shape_of
+from jaxserve.planning.layers.cost import (
+    MeasuredLayerCost,
+    free_bytes_of,
+    layers_deployment,
+    shape_of,
+)
 from jaxserve.planning.layers.measure import LayerTimer, measure_layers
-from jaxserve.planning.layers.origin import LayerOrigin, LayerSizes
-from jaxserve.planning.layers.profile import LayerProfile
+from jaxserve.planning.layers.profile import LayerOrigin, LayerProfile, LayerSizes
 
 __all__ = [
     "LayerBench",

@@ -11,7 +11,6 @@ between the two, and `measured_waa.WAAPlanner` for two device groups.
 
 from jaxserve.planning.schedules.clusters import CLUSTERS, DEPLOYMENTS, Cluster
 from jaxserve.planning.schedules.configuration import Layout, Points, Policy, Schedule, Stage
-from jaxserve.planning.schedules.costs import LayerCost, Phase
 from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths, lengths_of
 from jaxserve.planning.schedules.measured_cost import MeasuredCost, measured_deployment
@@ -22,7 +21,7 @@ from jaxserve.planning.schedules.roofline_cost import RooflineLayerCost, rooflin
 from jaxserve.planning.schedules.rra import RRATimeline
 from jaxserve.planning.schedules.rra_planner import RRAPlanner
 from jaxserve.planning.schedules.search import Choice, search, timelines_of
-from jaxserve.planning.schedules.timeline import Deployment, Timeline
+from jaxserve.planning.schedules.timeline import Deployment, LayerCost, Phase, Timeline
 from jaxserve.planning.schedules.waa import WAATimeline
 
 __all__ = [

@@ -9,11 +9,17 @@ from typing import final
 import numpy as np
 
 from jaxserve.planning.schedules.configuration import Layout, Points, Policy, Schedule, Stage
-from jaxserve.planning.schedules.costs import LayerCost, Numbers, Phase
 from jaxserve.planning.schedules.estimates import Best, Estimates
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.pipeline import Pipeline, shared_out
-from jaxserve.planning.schedules.timeline import Boxes, Deployment, layouts_of
+from jaxserve.planning.schedules.timeline import (
+    Boxes,
+    Deployment,
+    LayerCost,
+    Numbers,
+    Phase,
+    layouts_of,
+)
 
 # Prompt tokens of a micro-batch at most, by the number of the control variable less one.
 CHUNKS = (64, 128, 256, 512, 1024, 2048)

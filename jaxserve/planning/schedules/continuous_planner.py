@@ -2,23 +2,209 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
 
-from jaxserve.planning.schedules.candidate import Score, throughput_under
+from jaxserve.core.config import EngineConfig, bucket
 from jaxserve.planning.schedules.configuration import Layout, Policy, Schedule
-from jaxserve.planning.schedules.continuous_limits import ContinuousLimits
-from jaxserve.planning.schedules.continuous_search import SizeSearch
-from jaxserve.planning.schedules.estimates import Estimates, LatencyBounds
+from jaxserve.planning.schedules.estimates import Best, Estimates, LatencyBounds
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.observed import RequestClass, spans_of
 from jaxserve.planning.schedules.plan import SIMULATED
 from jaxserve.planning.schedules.planner import SchedulePlanner
-from jaxserve.planning.schedules.played import Played, Player
+from jaxserve.planning.schedules.played import LONGER, Played, Player
+from jaxserve.planning.schedules.search import Score, throughput_under
+from jaxserve.planning.step_times import Curve, StepTimes
 from jaxserve.scheduling.iteration.continuous import Unified
+
+# How many times the share of the answers beyond the percentile may be left out by a simulation of
+# few answers.
+_FEW_ANSWERS = 4
+# By how much a simulation's throughput may be above that of the mean lengths.
+_DEVIATION = 1.05
+# How many times the expected mixed steps there may be.
+_MORE_MIXED = 1.5
+# Seconds, where nothing is known.
+_NO_TIME_S = 1e-9
+
+
+@final
+@dataclass(frozen=True)
+class ContinuousLimits:
+    """Figures that no simulation of continuous batching has, for any number of sequences.
+
+    While N sequences run, an iteration takes at least as long as a decode iteration of the compiled
+    size for N, or, as often as prompts come, as a mixed step of N tokens. Each iteration gives a
+    sequence one token at most. So does the step that ends its prompt. Where an iteration may give
+    a sequence several tokens, nothing is known. Where memory may be short, fewer may run.
+    """
+
+    times: StepTimes
+    config: EngineConfig
+    lengths: TaskLengths
+
+    def of(self, sizes: np.ndarray) -> Best:
+        """Return the limits with at most so many sequences, [sizes] each."""
+        outputs, level = self.lengths.outputs, self.lengths.level
+        most = self._least_room
+        mean = float(np.minimum(np.arange(outputs.max_length + 1), most) @ outputs.probabilities)
+        longest = min(most, outputs.percentile(max(0.0, 1 - _FEW_ANSWERS * (1 - level))))
+        prompt_s, iteration_s = 0.0, np.zeros(len(sizes))
+        if not self.config.num_proposed:
+            prompt_s = min(map(_least_s, (self.times.encode_s or self.times.prefill_s).values()))
+            iteration_s = np.array([self._iteration_s(size, mean) for size in sizes.tolist()])
+        answer_s = np.maximum(_NO_TIME_S, prompt_s + max(0.0, mean - 1) * iteration_s)
+        latency_s = prompt_s + max(0, longest - 1) * iteration_s
+        token_s = iteration_s * (longest > 1)
+        room = (self.config.num_pages - 1) * self.config.page_size
+        return Best(
+            fits=np.full(len(sizes), self.lengths.inputs.mean + outputs.mean <= room),
+            throughput=_DEVIATION * sizes / answer_s,
+            latency_s=np.maximum(_NO_TIME_S, LONGER * latency_s),
+            first_token_s=np.full(len(sizes), max(_NO_TIME_S, LONGER * prompt_s)),
+            token_s=np.maximum(_NO_TIME_S, LONGER * token_s),
+            own_share=np.zeros(len(sizes)),
+        )
+
+    def prompt_s(self) -> float:
+        """Return the seconds of a prompt of mean length in full steps, for a first guess."""
+        curves = self.times.encode_s or self.times.prefill_s
+        return self.lengths.inputs.mean * min(_least_s(c) / size for size, c in curves.items())
+
+    @property
+    def _least_room(self) -> int:
+        """Tokens of an answer that the context has room for, at least; others are cut."""
+        config = self.config
+        prompt = min(self.lengths.inputs.max_length, config.max_prompt_tokens)
+        encoded = config.page_size + 1 if config.has_encoder else 0
+        return max(1, config.max_length - prompt - encoded)
+
+    def _iteration_s(self, num_running: int, mean: float) -> float:
+        """Return the seconds of an iteration on average; `mean` are the tokens of an answer."""
+        config, inputs = self.config, self.lengths.inputs
+        prompt = inputs.max_length + config.page_size + 1
+        longest = min(config.max_length, prompt + self.lengths.outputs.max_length)
+        room = (config.num_pages - 1) // -(-longest // config.page_size)
+        certain = max(1, min(num_running, room))
+        size = bucket(certain, config.slot_buckets)
+        loop_s = self.times.loop_s[size] / config.max_decode_iterations
+        decode_s = _least_s(self.times.decode_s[size]) + max(0.0, loop_s)
+        mixed_s = _least_s(self.times.prefill_s[bucket(certain, config.token_buckets)])
+        num_steps = 1 + inputs.mean / max(1, config.max_step_tokens - num_running)
+        num_mixed = _MORE_MIXED * num_steps * num_running / max(1.0, mean)
+        mixed_share = min(1.0, num_mixed) if certain == num_running else 1.0
+        return decode_s - mixed_share * max(0.0, decode_s - mixed_s)
+
+
+def _least_s(curve: Curve) -> float:
+    return max(0.0, min(curve(0.0), *(seconds for _, seconds in curve.points)))
+
+
+# By which share expected latencies may be too long. Beside sizes that were simulated they are off
+# by less.
+_SLACK = 0.01
+# By which share a score must be expected to be higher than the best for another simulation.
+_GAIN = 0.01
+# Prompts come between the tokens of others at this power of the number of sequences.
+_GROWTH = 0.75
+_LATENCIES = ("latency_s", "first_token_s", "token_s")
+
+
+@final
+class SizeSearch:
+    """A search among numbers of sequences, which simulates those that are expected to be best.
+
+    What is expected are the limits and costs of prompts. Engine time per answer is that of the
+    limits, and that of a prompt. Latencies are those of the limits, and so much for each sequence
+    that runs, since its prompts come between the tokens of others. Both are taken from the sizes
+    that were simulated, and interpolated between them.
+
+    Args:
+      simulated: returns the figures of a number of sequences, each a scalar.
+      limits: figures that simulations do not beat.
+      sizes: numbers of sequences, increasing; at least one.
+
+    Attributes:
+      scores: by number of sequences, of those that were simulated.
+    """
+
+    def __init__(
+        self,
+        simulated: Callable[[int], Estimates],
+        limits: ContinuousLimits,
+        score: Score,
+        sizes: range,
+    ):
+        self.scores: dict[int, float] = {}
+        self._simulated = simulated
+        self._score = score
+        self._sizes = np.array(sizes)
+        self._limits = limits.of(self._sizes)
+        self._prompt_s = limits.prompt_s()
+
+    @property
+    def best(self) -> int | None:
+        """The number of sequences with the highest score, if that is above 0."""
+        best = max(self.scores, key=lambda size: self.scores[size], default=None)
+        return best if best is not None and self.scores[best] > 0 else None
+
+    def score_of(self, size: int) -> float:
+        if size not in self.scores:
+            self.scores[size] = float(self._score(self._simulated(size)))
+        return self.scores[size]
+
+    def run(self) -> None:
+        """Simulate sizes until none is expected to have a higher score."""
+        while (size := self._next()) is not None:
+            self.score_of(size)
+
+    def _next(self) -> int | None:
+        most = max(self.scores.values(), default=0.0)
+        may_gain = (self._score(self._limits) > most) & ~np.isin(self._sizes, list(self.scores))
+        if not may_gain.any():
+            return None
+        expected = self._expected()
+        scores = np.where(may_gain, self._score(expected), 0.0)
+        first = int(np.argmax(scores))
+        if scores[first] > most * (1 + _GAIN):
+            return int(self._sizes[first])
+        if self.scores:
+            return None
+        # A first guess is not enough to simulate none.
+        return int(self._sizes[np.argmin(np.where(may_gain, expected.latency_s, np.inf))])
+
+    def _expected(self) -> Best:
+        """Return what the sizes are expected to do, [sizes] each, with latencies in favour."""
+        sizes, limits = self._sizes, self._limits
+        known = sorted(self.scores)
+        figures = [self._simulated(size) for size in known]
+
+        def beside(values: np.ndarray) -> list[tuple[Estimates, float]]:
+            return list(zip(figures, values[np.searchsorted(sizes, known)], strict=True))
+
+        def between(values: list[float], otherwise: float) -> np.ndarray:
+            return np.interp(sizes, known, values) if known else np.full(len(sizes), otherwise)
+
+        periods_s = [float(1 / f.throughput - p) for f, p in beside(1 / limits.throughput)]
+        longer = {}
+        for name in _LATENCIES:
+            least, times = getattr(limits, name), sizes**_GROWTH
+            each_s = [float(getattr(f, name) - s) for f, s in beside(least)]
+            each_s = [s / n**_GROWTH for s, n in zip(each_s, known, strict=True)]
+            longer[name] = (1 - _SLACK) * np.maximum(least, least + between(each_s, 0.0) * times)
+        shares = [float(f.own_share / s) for f, s in beside(longer["token_s"])]
+        own_share = (1 - _SLACK) * between(shares, 0.0) * longer["token_s"]
+        periods_s = 1 / limits.throughput + between(periods_s, self._prompt_s)
+        return replace(
+            limits,
+            throughput=1 / np.maximum(periods_s, 1e-12),
+            own_share=own_share,
+            **longer,
+        )
+
 
 # Share of preempted answers from which on memory is short.
 _PREEMPTED = 0.01

@@ -9,17 +9,16 @@ from typing import final
 
 import numpy as np
 
-from jaxserve.planning.schedules.candidate import Score, throughput_under
 from jaxserve.planning.schedules.configuration import Policy, Schedule, check_families
 from jaxserve.planning.schedules.continuous_planner import ContinuousPlanner, ContinuousSpace
 from jaxserve.planning.schedules.estimates import Best, Estimates, LatencyBounds
-from jaxserve.planning.schedules.iterations import iteration_of
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.observed import RequestClass
-from jaxserve.planning.schedules.plan import SIMULATED
+from jaxserve.planning.schedules.plan import SIMULATED, iteration_of
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Played, Player
 from jaxserve.planning.schedules.rra_planner import RRAPlanner, RRASpace
+from jaxserve.planning.schedules.search import Score, throughput_under
 
 # Families of one device group.
 FAMILIES = ("rra", "continuous")

@@ -12,9 +12,8 @@ import numpy as np
 from jaxserve.core.config import EngineConfig
 from jaxserve.planning.roofline import DeviceRoofs
 from jaxserve.planning.schedules.clusters import Cluster
-from jaxserve.planning.schedules.costs import Numbers, Phase
 from jaxserve.planning.schedules.models import LayerShape, TransformerShape
-from jaxserve.planning.schedules.timeline import Deployment
+from jaxserve.planning.schedules.timeline import Deployment, Numbers, Phase
 from jaxserve.planning.step_times import Curve, StepTimes
 from jaxserve.steps.slots import ADMISSIONS_A_CALL
 

@@ -11,15 +11,15 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.planning.group_times import GroupTimes
-from jaxserve.planning.schedules.candidate import Score
 from jaxserve.planning.schedules.configuration import Layout, Policy, Schedule
-from jaxserve.planning.schedules.costs import Phase
 from jaxserve.planning.schedules.estimates import Estimates
 from jaxserve.planning.schedules.lengths import TaskLengths
 from jaxserve.planning.schedules.measured_cost import THRESHOLD, MeasuredCost, num_tokens_held
 from jaxserve.planning.schedules.observed import OwnSpan, RequestClass, spans_of
 from jaxserve.planning.schedules.plan import CLOSED_FORM
 from jaxserve.planning.schedules.planner import SchedulePlanner
+from jaxserve.planning.schedules.search import Score
+from jaxserve.planning.schedules.timeline import Phase
 
 # Steps of a group, or handovers, of two in flight, that a sequence waits for before its own: at
 # most, and on average.

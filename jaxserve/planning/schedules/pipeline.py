@@ -8,8 +8,8 @@ from typing import final
 
 import numpy as np
 
-from jaxserve.planning.schedules.costs import LayerCost, Numbers, Phase
 from jaxserve.planning.schedules.models import TransformerShape
+from jaxserve.planning.schedules.timeline import LayerCost, Numbers, Phase
 
 
 @final

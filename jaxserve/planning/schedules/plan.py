@@ -8,11 +8,37 @@ from typing import Any, final
 
 from jaxserve.planning.schedules.configuration import Division, Policy, Schedule
 from jaxserve.planning.schedules.estimates import LatencyBounds
-from jaxserve.planning.schedules.iterations import iteration_of
+from jaxserve.planning.schedules.measured_cost import THRESHOLD
 from jaxserve.planning.schedules.observed import RequestClass
 from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.iteration.waa import WAA
+
+
+def iteration_of(schedule: Schedule, *, reserved_slots: int = 0) -> RRA | WAA | Unified:
+    """Return the iteration shape that carries out a schedule.
+
+    Args:
+      reserved_slots: slots that only requests with bounds of their own may take.
+    """
+    if schedule.layout.policy is Policy.CONTINUOUS:
+        return Unified(
+            chunk_tokens=schedule.chunk_tokens,
+            max_running=schedule.max_running,
+            reserved_slots=reserved_slots,
+            heeds_arrivals=True,
+        )
+    sizes: dict[str, Any] = {
+        "encode_batch": schedule.encode_batch,
+        "decode_iterations": schedule.num_decodes,
+        "encode_tokens": schedule.encode_tokens,
+        # Without a decode iteration no batch is kept up.
+        "decode_batch": schedule.decode_batch or None,
+        "threshold": THRESHOLD,
+        "reserved_slots": reserved_slots,
+    }
+    return RRA(**sizes) if schedule.layout.policy is Policy.RRA else WAA(**sizes)
+
 
 # Where a plan's figures are from: ExeGPT's equations (section 6), or simulations (`Player`). The
 # first token's latency of RRA is always by the equations.

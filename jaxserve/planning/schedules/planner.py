@@ -12,18 +12,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxserve.core.errors import DeviceMemoryError, InfeasibleBoundError
-from jaxserve.planning.schedules.candidate import (
+from jaxserve.planning.schedules.configuration import Schedule
+from jaxserve.planning.schedules.estimates import Best, Estimates, LatencyBounds
+from jaxserve.planning.schedules.lengths import TaskLengths
+from jaxserve.planning.schedules.observed import RequestClass
+from jaxserve.planning.schedules.plan import Plan
+from jaxserve.planning.schedules.search import (
     Score,
     nearest_to,
     shortest,
     shortest_with,
     throughput_under,
 )
-from jaxserve.planning.schedules.configuration import Schedule
-from jaxserve.planning.schedules.estimates import Best, Estimates, LatencyBounds
-from jaxserve.planning.schedules.lengths import TaskLengths
-from jaxserve.planning.schedules.observed import RequestClass
-from jaxserve.planning.schedules.plan import Plan
 
 _log = logging.getLogger(__name__)
 

@@ -8,9 +8,8 @@ from typing import final
 import numpy as np
 
 from jaxserve.planning.schedules.clusters import Cluster
-from jaxserve.planning.schedules.costs import Numbers, Phase
 from jaxserve.planning.schedules.models import LayerShape, TransformerShape
-from jaxserve.planning.schedules.timeline import Deployment
+from jaxserve.planning.schedules.timeline import Deployment, Numbers, Phase
 
 # What an answer may take longer than on average: the scheduler keeps encode phases within a tenth
 # of their mean (`Workload.threshold`), and decode iterations of RRA are within 2.4 % (table 7).

@@ -12,9 +12,8 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.execution.step_cost import StepWork
 from jaxserve.planning.schedules.configuration import Layout
 from jaxserve.planning.schedules.continuous import mixed_iteration_s
-from jaxserve.planning.schedules.costs import Phase
 from jaxserve.planning.schedules.pipeline import Pipeline
-from jaxserve.planning.schedules.timeline import Deployment
+from jaxserve.planning.schedules.timeline import Deployment, Phase
 from jaxserve.scheduling.plan import StepPlan
 
 

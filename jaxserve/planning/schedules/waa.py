@@ -2,18 +2,215 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 
-from jaxserve.planning.schedules.allocation import divide, encode_shares
 from jaxserve.planning.schedules.configuration import Layout, Points, Policy, Schedule, Stage
-from jaxserve.planning.schedules.costs import Phase
-from jaxserve.planning.schedules.decode_group import DecodeGroup
 from jaxserve.planning.schedules.estimates import Best, Estimates
-from jaxserve.planning.schedules.lengths import TaskLengths
+from jaxserve.planning.schedules.lengths import LengthDistribution, TaskLengths
+from jaxserve.planning.schedules.models import TransformerShape
 from jaxserve.planning.schedules.pipeline import Pipeline, shared_out
-from jaxserve.planning.schedules.timeline import Boxes, Deployment, layouts_of
+from jaxserve.planning.schedules.timeline import Boxes, Deployment, LayerCost, Phase, layouts_of
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The encode group and the decode group of layouts, in int arrays.
+
+    The encode group is the first devices. So tensor-parallel stages, which are the last of a
+    layout, are in the decode group first, where they shorten every iteration.
+    """
+
+    num_encode: np.ndarray
+    num_decode: np.ndarray
+    num_encode_sharded: np.ndarray
+    num_decode_sharded: np.ndarray
+
+
+def encode_shares(
+    deployment: Deployment,
+    lengths: TaskLengths,
+    iterations: LengthDistribution,
+    encode_batch: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the encode group's share of computation (WAA-C) and of memory (WAA-M), by batch.
+
+    C_E is an encode phase of B_E sequences on one device, C_D a decode iteration of B_D = B_E S_D;
+    the memory is weights, the KV of two encode batches, and that of a decode batch.
+
+    Args:
+      iterations: decode iterations of an answer; S_D is their mean.
+    """
+    model, cost = deployment.model, deployment.cost
+    decode_batch = encode_batch * max(iterations.mean, 1.0)
+    length = lengths.inputs.mean + iterations.mean_position
+    encode_tokens = encode_batch * lengths.inputs.mean
+    encode_s = model.num_encode_layers * (
+        cost.attention_s(Phase.ENCODE, encode_batch, np.sqrt(lengths.inputs.mean_square), 1)
+        + cost.rest_s(Phase.ENCODE, encode_tokens, 1)
+    )
+    decode_s = model.num_decode_layers * (
+        cost.attention_s(Phase.DECODE, decode_batch, length, 1)
+        + cost.rest_s(Phase.DECODE, decode_batch, 1)
+        + cost.join_s(encode_tokens, 1)
+    )
+    encode_kv = 2 * encode_tokens * model.kv_bytes_per_token * model.is_decoder_only
+    encode_bytes = model.num_encode_layers * (model.encode_layer_bytes + encode_kv)
+    decode_kv = decode_batch * length * model.kv_bytes_per_token
+    decode_bytes = model.num_decode_layers * (model.decode_layer_bytes + decode_kv)
+    return encode_s / (encode_s + decode_s), encode_bytes / (encode_bytes + decode_bytes)
+
+
+def divide(
+    layouts: tuple[Layout, ...],
+    num_devices: int,
+    shares: tuple[np.ndarray, np.ndarray],
+) -> Groups:
+    """Return the groups for every layout (rows) and share (columns).
+
+    The number of encode devices is rounded to a boundary between stages. Both groups have at least
+    one stage; layouts of a single stage are not allowed.
+
+    Args:
+      shares: those of WAA-C and of WAA-M, as `encode_shares` returns them.
+    """
+    by_memory = np.array([layout.policy is Policy.WAA_M for layout in layouts])[:, None]
+    sharded = np.array([layout.num_sharded_devices for layout in layouts])[:, None]
+    degree = np.array([layout.degree for layout in layouts])[:, None]
+    single = num_devices - sharded
+    wanted = num_devices * np.where(by_memory, shares[1][None], shares[0][None])
+    beyond = degree * np.rint(np.maximum(wanted - single, 0) / degree).astype(int)
+    near = np.clip(np.rint(wanted).astype(int), np.minimum(1, single), single)
+    num_encode = np.where(wanted < single, near, single + beyond)
+    fewest = np.where(single > 0, 1, degree)
+    last = np.where(sharded > 0, degree, 1)
+    most = np.maximum(num_devices - last, fewest)
+    num_encode = np.clip(num_encode, fewest, most)
+    num_encode_sharded = np.maximum(num_encode - single, 0)
+    return Groups(
+        num_encode=num_encode,
+        num_decode=num_devices - num_encode,
+        num_encode_sharded=num_encode_sharded,
+        num_decode_sharded=sharded - num_encode_sharded,
+    )
+
+
+# As many as halve the distance to the solution, even where a row costs most of its share of time.
+_NUM_REFINEMENTS = 32
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DecodeGroup:
+    """Decode iterations of micro-batches, for ranges of their number B_m.
+
+    More micro-batches than stages gain nothing, so B_m counts up to the number of stages.
+
+    A decode batch is in B_m micro-batches, and k = ceil(stages / B_m) decode batches fill the
+    stages. So M = k B_m micro-batches are in turn, and each gets a token every R = max(M d, D)
+    seconds, with d and D the seconds of a micro-batch in the slowest stage and through all. One
+    decode batch takes a new encode batch an iteration.
+
+    Attributes:
+      num_turns: the fewest and the most M of a range of B_m; equal for a single B_m.
+      num_batches: the fewest and the most k.
+      length: positions that a token attends to, on average.
+      num_iterations: E(D), mean decode iterations of an answer.
+      num_joined: encoder outputs that a micro-batch's stages project per decoding sequence and
+        iteration.
+    """
+
+    model: TransformerShape
+    cost: LayerCost
+    pipeline: Pipeline
+    num_turns: tuple[np.ndarray, np.ndarray]
+    num_batches: tuple[np.ndarray, np.ndarray]
+    length: float
+    num_iterations: float
+    num_joined: float
+
+    @classmethod
+    def of(
+        cls,
+        model: TransformerShape,
+        cost: LayerCost,
+        pipeline: Pipeline,
+        micro_batches: tuple[np.ndarray, np.ndarray],
+        *,
+        num_input_tokens: float,
+        length: float,
+        num_iterations: float,
+    ) -> DecodeGroup:
+        """Return the decode groups of these pipelines.
+
+        Args:
+          micro_batches: the fewest and the most B_m.
+        """
+        num_stages = pipeline.num_stages
+        fewest, most = (np.minimum(num, num_stages) for num in micro_batches)
+        num_batches = -(-num_stages // most), -(-num_stages // fewest)
+        is_one = fewest == most
+        return cls(
+            model=model,
+            cost=cost,
+            pipeline=pipeline,
+            num_turns=(
+                np.where(is_one, fewest * num_batches[0], np.maximum(num_stages, fewest)),
+                np.where(is_one, fewest * num_batches[0], num_stages + most - 1),
+            ),
+            num_batches=num_batches,
+            length=length,
+            num_iterations=num_iterations,
+            num_joined=num_input_tokens / num_iterations,
+        )
+
+    def iteration_s(
+        self, num_sequences: np.ndarray, *, at_most: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return R, and d + launch of one turn, with so many decoding sequences in all.
+
+        Args:
+          at_most: for the slowest B_m of the range, in place of the fastest.
+        """
+        turns, split = self.num_turns[::-1] if at_most else self.num_turns
+        batch = np.maximum(num_sequences / split, 1.0)
+        slowest_s, through_s = self.pipeline.pass_s(
+            self.cost,
+            Phase.DECODE,
+            self.model.num_decode_layers,
+            batch=batch,
+            length=self.length,
+            num_tokens=batch,
+            num_head_tokens=batch,
+        )
+        if not self.model.is_decoder_only:
+            joined = self.pipeline.join_s(
+                self.cost, self.model.num_decode_layers, batch * self.num_joined
+            )
+            slowest_s, through_s = slowest_s + joined[0], through_s + joined[1]
+        num_busy = np.clip(num_sequences, 1.0, turns)
+        return np.maximum(num_busy * slowest_s, through_s), slowest_s
+
+    def full(self, encode_batch: np.ndarray, *, at_most: bool = False) -> np.ndarray:
+        """Return the sequences of k decode batches of B_D = B_E E(D) (section 4.1)."""
+        return self.num_batches[at_most] * encode_batch * self.num_iterations
+
+    def settled(self, per_s: np.ndarray, full: np.ndarray) -> np.ndarray:
+        """Return the sequences that decode at a time if `per_s` begin a second.
+
+        By Little's law that is n = per_s E(D) R(n); the largest solution up to `full`, which a few
+        refinements from above approach.
+        """
+        num = full
+        for _ in range(_NUM_REFINEMENTS):
+            before = num
+            num = np.minimum(num, per_s * self.num_iterations * self.iteration_s(num)[0])
+            if np.array_equal(num, before):
+                break
+        return num
 
 
 @final

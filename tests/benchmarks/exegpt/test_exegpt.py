@@ -32,9 +32,8 @@ from jaxserve.planning.schedules import (
     TaskLengths,
     timelines_of,
 )
-from jaxserve.planning.schedules.candidate import throughput_under
 from jaxserve.planning.schedules.continuous import ContinuousTimeline
-from jaxserve.planning.schedules.search import maximise
+from jaxserve.planning.schedules.search import maximise, throughput_under
 from jaxserve.planning.schedules.step_cost import MixedStepCost, pipeline_of
 from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.workload.tasks import TASKS

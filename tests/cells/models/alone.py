@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.cells import Graph
-from jaxserve.cells.blocks import Chain, Tree
-from jaxserve.cells.nodes import Node, Output, Steps
+from jaxserve.cells.nodes import Chain, Node, Output, Steps, Tree
 
 
 def evaluate(graph: Graph) -> dict[str, np.ndarray]:

@@ -20,7 +20,7 @@ from jaxserve.planning.layers import (
     layers_deployment,
     measure_layers,
 )
-from jaxserve.planning.layers.deployment import shape_of
+from jaxserve.planning.layers.cost import shape_of
 from jaxserve.planning.layers.profile import LAUNCH, curve
 from jaxserve.planning.schedules import (
     LatencyBounds,

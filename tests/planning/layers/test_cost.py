@@ -14,8 +14,7 @@ from jaxserve.planning.layers import (
 )
 from jaxserve.planning.layers.cost import Line, Surface
 from jaxserve.planning.schedules import LatencyBounds, LengthDistribution, Phase, TaskLengths
-from jaxserve.planning.schedules.candidate import throughput_under
-from jaxserve.planning.schedules.search import enumerate_all, search, timelines_of
+from jaxserve.planning.schedules.search import enumerate_all, search, throughput_under, timelines_of
 from jaxserve.testing.tiny import tiny_llama
 from tests.common.tiers import some
 from tests.planning.layers.made_up import SIZES, MadeUpTimer, made_up_profile

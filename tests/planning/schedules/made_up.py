@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxserve.planning.roofline import DeviceRoofs
 from jaxserve.planning.schedules import Cluster, Deployment, LengthDistribution, TaskLengths
-from jaxserve.planning.schedules.costs import Numbers, Phase
 from jaxserve.planning.schedules.models import LayerShape, TransformerShape
+from jaxserve.planning.schedules.timeline import Numbers, Phase
 
 
 @dataclass(frozen=True)

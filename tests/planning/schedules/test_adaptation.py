@@ -15,12 +15,11 @@ import pytest
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.planning import GroupTimes, simulate
 from jaxserve.planning.schedules import LatencyBounds, RRAPlanner
-from jaxserve.planning.schedules.adaptation import Adaptation, task_of
+from jaxserve.planning.schedules.adaptation import Adaptation, AdaptingPilot, task_of
 from jaxserve.planning.schedules.configuration import Division
 from jaxserve.planning.schedules.lengths import lengths_of
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength
-from jaxserve.planning.schedules.pilot import AdaptingPilot
 from jaxserve.planning.schedules.plan import Move, Plan
 from jaxserve.planning.schedules.planner import SchedulePlanner, ScheduleSpace
 from jaxserve.scheduling.admission import OnDemand

@@ -23,8 +23,7 @@ from jaxserve.planning.schedules import (
     TaskLengths,
     lengths_of,
 )
-from jaxserve.planning.schedules.adaptation import Adaptation
-from jaxserve.planning.schedules.candidate import throughput_under
+from jaxserve.planning.schedules.adaptation import Adaptation, AdaptingPilot
 from jaxserve.planning.schedules.continuous_planner import ContinuousPlanner
 from jaxserve.planning.schedules.estimates import Estimates
 from jaxserve.planning.schedules.families import planner_of
@@ -36,9 +35,9 @@ from jaxserve.planning.schedules.observed import (
     classes_of,
     own_bounds,
 )
-from jaxserve.planning.schedules.pilot import AdaptingPilot
 from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.played import Player
+from jaxserve.planning.schedules.search import throughput_under
 from jaxserve.runtime.scoring import scoring
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.order import DueFirst

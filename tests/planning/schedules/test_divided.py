@@ -13,13 +13,12 @@ import pytest
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InfeasibleBoundError
 from jaxserve.planning import GroupTimes, StepTimes, simulate
-from jaxserve.planning.group_sizes import GroupSizes, derived
+from jaxserve.planning.group_times import GroupSizes, derived
 from jaxserve.planning.schedules import LatencyBounds, lengths_of
 from jaxserve.planning.schedules.adaptation import Adaptation
 from jaxserve.planning.schedules.configuration import Division
 from jaxserve.planning.schedules.configuration import Policy as WAAPolicy
-from jaxserve.planning.schedules.divided import DividedPlanner, DivisionOption
-from jaxserve.planning.schedules.division_rule import DivisionRule
+from jaxserve.planning.schedules.divided import DividedPlanner, DivisionOption, DivisionRule
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength
 from jaxserve.planning.schedules.plan import Plan

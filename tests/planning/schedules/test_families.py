@@ -16,15 +16,13 @@ from jaxserve.core.request import Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.planning import simulate
 from jaxserve.planning.schedules import LatencyBounds, Plan, lengths_of
-from jaxserve.planning.schedules.adaptation import Adaptation
-from jaxserve.planning.schedules.candidate import throughput_under
+from jaxserve.planning.schedules.adaptation import Adaptation, AdaptingPilot
 from jaxserve.planning.schedules.families import FamiliesPlanner, planner_of
-from jaxserve.planning.schedules.families_search import FamiliesSearch
-from jaxserve.planning.schedules.frontier import frontier_of, neighbours_of
+from jaxserve.planning.schedules.frontier import FamiliesSearch, frontier_of, neighbours_of
 from jaxserve.planning.schedules.observed import AnswerLength, RequestClass
-from jaxserve.planning.schedules.pilot import AdaptingPilot
 from jaxserve.planning.schedules.plan import CLOSED_FORM, SIMULATED
 from jaxserve.planning.schedules.played import LONGER, Player
+from jaxserve.planning.schedules.search import throughput_under
 from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.iteration.rra import RRA
 from jaxserve.scheduling.presets import PRESETS

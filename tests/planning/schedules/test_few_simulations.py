@@ -12,8 +12,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InfeasibleBoundError
 from jaxserve.planning import StepTimes
 from jaxserve.planning.schedules import LatencyBounds, TaskLengths, lengths_of
-from jaxserve.planning.schedules.continuous_limits import ContinuousLimits
-from jaxserve.planning.schedules.continuous_planner import ContinuousSpace
+from jaxserve.planning.schedules.continuous_planner import ContinuousLimits, ContinuousSpace
 from jaxserve.planning.schedules.families import planner_of
 from jaxserve.planning.schedules.played import Player
 from jaxserve.planning.step_times import Curve

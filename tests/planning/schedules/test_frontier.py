@@ -18,14 +18,13 @@ from jaxserve.planning.schedules import (
     search,
     timelines_of,
 )
-from jaxserve.planning.schedules.candidate import throughput_under
 from jaxserve.planning.schedules.frontier import (
     ClusterSearch,
     EngineSearch,
     frontier_of,
     neighbours_of,
 )
-from jaxserve.planning.schedules.search import enumerate_all
+from jaxserve.planning.schedules.search import enumerate_all, throughput_under
 from tests.common.tiers import some
 from tests.planning.schedules.made_up import MadeUpCost, cluster_of, model_of, random_case
 from tests.planning.schedules.step_times import plan_rra

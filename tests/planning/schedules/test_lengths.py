@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.planning.schedules import LengthDistribution, TaskLengths
-from jaxserve.planning.schedules.phases import NUM_PARTS, DecodePhases
+from jaxserve.planning.schedules.rra import NUM_PARTS, DecodePhases
 from jaxserve.workload.tasks import TASKS
 from predictor import LengthBuckets, LengthDistributions
 from tests.planning.schedules.made_up import always

@@ -25,10 +25,9 @@ from jaxserve.planning.schedules import (
     search,
     timelines_of,
 )
-from jaxserve.planning.schedules.candidate import shortest, throughput_under
-from jaxserve.planning.schedules.misses import misses_of
-from jaxserve.planning.schedules.remembered import RememberedTimeline
-from jaxserve.planning.schedules.search import enumerate_all, maximise
+from jaxserve.planning.schedules.monotone import misses_of
+from jaxserve.planning.schedules.rra_planner import RememberedTimeline
+from jaxserve.planning.schedules.search import enumerate_all, maximise, shortest, throughput_under
 from jaxserve.planning.schedules.timeline import Boxes
 from jaxserve.workload.tasks import TASKS
 from tests.common.tiers import some

@@ -13,7 +13,7 @@ from jaxserve.planning.schedules import (
     TaskLengths,
     WAATimeline,
 )
-from jaxserve.planning.schedules.allocation import divide, encode_shares
+from jaxserve.planning.schedules.waa import divide, encode_shares
 from jaxserve.workload.tasks import TASKS
 from tests.planning.schedules.made_up import MadeUpCost, always, cluster_of, model_of
 from tests.planning.schedules.pipelines import decode_batch

@@ -11,10 +11,9 @@ import pytest
 
 from jaxserve.planning import GroupTimes, simulate
 from jaxserve.planning.schedules import LatencyBounds, Plan, lengths_of
-from jaxserve.planning.schedules.adaptation import Adaptation
+from jaxserve.planning.schedules.adaptation import Adaptation, AdaptingPilot
 from jaxserve.planning.schedules.measured_waa import WAAPlanner
 from jaxserve.planning.schedules.observed import AnswerLength
-from jaxserve.planning.schedules.pilot import AdaptingPilot
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.order import FCFS
 from jaxserve.scheduling.policy import Policy

@@ -1,4 +1,4 @@
-"""A cache of what was used last."""
+"""A least-recently-used cache."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _Value = TypeVar("_Value")
 
 
 @final
-class Newest(Generic[_Key, _Value]):
-    """The values that were used last, of at most `max_size` together. It is thread-safe."""
+class LRUCache(Generic[_Key, _Value]):
+    """A thread-safe cache that evicts the least recently used values above a total size."""
 
     def __init__(self, max_size: int):
         self._max_size = max_size

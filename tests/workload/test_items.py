@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.workload import WorkloadItem
-from jaxserve.workload.arrivals import with_arrivals
+from jaxserve.workload import WorkloadItem, random_items
+from jaxserve.workload.items import with_arrivals
 
 ITEMS = [WorkloadItem(prompt_token_ids=(1,), num_output_tokens=1)] * 2000
 
@@ -35,3 +35,17 @@ def test_other_patterns_are_refused(pattern):
     """The error lists the allowed patterns."""
     with pytest.raises(InvalidConfigError, match="constant:SECONDS"):
         with_arrivals(ITEMS, pattern, 0)
+
+
+def test_random_items_have_the_asked_shape():
+    """Every prompt has the requested length and only ids in the vocabulary."""
+    items = random_items(7, num_prompt_tokens=5, num_output_tokens=3, vocab_size=11, seed=0)
+    assert [len(item.prompt_token_ids) for item in items] == [5] * 7
+    assert {token for item in items for token in item.prompt_token_ids} <= set(range(11))
+    assert {item.num_output_tokens for item in items} == {3}
+
+
+def test_random_items_refuse_counts_below_one():
+    """A count of zero raises a typed error that names it."""
+    with pytest.raises(InvalidConfigError, match="num_output_tokens=0"):
+        random_items(7, num_prompt_tokens=5, num_output_tokens=0, vocab_size=11, seed=0)
