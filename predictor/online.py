@@ -32,6 +32,8 @@ from predictor.evaluation import evaluate
 from predictor.predictor import LengthPredictor, Params
 from predictor.training import adamw
 
+_log = logging.getLogger(__name__)
+
 
 @final
 @dataclass(frozen=True)
@@ -257,8 +259,6 @@ class Candidate:
         return optax.apply_updates(params, updates), moments, loss  # pyrefly: ignore[bad-return]
 
 
-_log = logging.getLogger(__name__)
-
 FOLDER = "online"
 _STATE, _OBSERVATIONS, _DESCRIPTION = "state", "observations.npz", "online.json"
 # Observations that one piece of "digest" work takes from the inbox.
@@ -300,8 +300,13 @@ class OnlineConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            *("batch_size", "max_epochs", "capacity", "adopt_every", "holdout_size"),
-            *("min_holdout", "patience"),
+            "batch_size",
+            "max_epochs",
+            "capacity",
+            "adopt_every",
+            "holdout_size",
+            "min_holdout",
+            "patience",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not allowed; pass 1 or more")

@@ -104,12 +104,10 @@ class LengthProbe:
 
     @property
     def layer(self) -> int:
-        """See `ProbeConfig`."""
         return self.config.layer
 
     @property
     def width(self) -> int:
-        """See `ProbeConfig`."""
         return self.config.width
 
     @property

@@ -16,6 +16,8 @@ from jaxserve.cells.graph_plan import Wanted
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import FinishReason, Timing
 
+_log = logging.getLogger(__name__)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +79,6 @@ def failed_completion(request_id: str, error: JaxserveError, now_s: float) -> Ce
     )
 
 
-_log = logging.getLogger(__name__)
-
-
 @final
 class CellAnswer:
     """The answer to one request; its future is resolved exactly once, with a `CellCompletion`.
@@ -109,11 +108,11 @@ class CellAnswer:
         return self._begun_s is not None
 
     def begin(self, now_s: float) -> None:
-        """Take note that the first task with a node of the request was submitted."""
+        """Record when the first task with a node of the request was submitted."""
         self._begun_s = now_s
 
     def wait_until(self, time_s: float) -> None:
-        """Take note that the first task did not run before a time."""
+        """Record that the first task did not run before a time."""
         if self._begun_s is not None:
             self._begun_s = max(self._begun_s, time_s)
 
@@ -121,7 +120,7 @@ class CellAnswer:
         self._num_nodes += num
 
     def hit_limit(self) -> None:
-        """Take note that a loop ran its last allowed step and did not end before."""
+        """Record that a loop ran its last allowed step and did not end before."""
         self._has_hit_limit = True
 
     def show(self, name: str, values: np.ndarray, first: int, now_s: float) -> None:
@@ -202,7 +201,7 @@ class Part:
         self.first_row = first_row
 
     def reserve(self, num_slots: tuple[int, ...]) -> None:
-        """Take note of the slots that are reserved for it from now on."""
+        """Set the slots that are reserved for it from now on."""
         self.num_slots = num_slots
 
     def detach(self) -> None:

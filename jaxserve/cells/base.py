@@ -220,8 +220,11 @@ class BaseCell:
         Raises:
           MissingInputError, UnknownInputError, InputMismatchError, InvalidGraphError
         """
-        given = {name: leaf._constants(name, values) for name, values in each.items()
-                 if name in leaf.inputs}  # fmt: skip
+        given = {
+            name: leaf._constants(name, values)
+            for name, values in each.items()
+            if name in leaf.inputs
+        }
         lengths = {len(values) for values in given.values()}
         if len(lengths) != 1 or 0 in lengths or self.is_loop or leaf.is_loop:
             raise InvalidGraphError(

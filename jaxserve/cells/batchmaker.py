@@ -249,7 +249,7 @@ class _Submitted:
 
 @final
 class OneWorkerScheduler:
-    """See `CellScheduler` and `BatchMaker`; it returns the tasks of `BatchMakerScheduler`.
+    """The scheduler of `BatchMaker` for one worker; it returns the tasks of `BatchMakerScheduler`.
 
     A node is ready when the nodes before it have been submitted, or have ended if they are loops.
     The nodes that follow a task's nodes in their subgraphs take their places in the queue, so that
@@ -369,7 +369,7 @@ class OneWorkerScheduler:
         return finished
 
     def _submit(self, queue: NodeQueue, nodes: np.ndarray, sizes: list[int]) -> TaskGroup:
-        """Return tasks of so many of the nodes each, which are submitted now."""
+        """Return tasks of `sizes` nodes each, which are submitted now."""
         tasks = TaskGroup(queue.index, 0, nodes, sizes)
         self._submitted.append(_Submitted(tasks, self._counted(nodes, sizes)))
         queue.count_running(len(sizes))
@@ -461,7 +461,7 @@ class OneWorkerScheduler:
         return self._last_of_each(after[self._inner_left[after] == 0])
 
     def _release(self, heads: np.ndarray) -> None:
-        """Take note that nodes before subgraphs need not be waited for, once for each edge."""
+        """Count down the edges into subgraphs, and release those that wait for none."""
         if not len(heads):
             return
         np.subtract.at(self._outer_left, heads, 1)
@@ -569,8 +569,17 @@ class _Subgraph:
     """
 
     __slots__ = (
-        *("run", "type", "ready", "num_open", "num_before", "num_running", "worker", "place"),
-        *("steps_left", "is_bound", "is_ended"),
+        "run",
+        "type",
+        "ready",
+        "num_open",
+        "num_before",
+        "num_running",
+        "worker",
+        "place",
+        "steps_left",
+        "is_bound",
+        "is_ended",
     )
 
     def __init__(self, run: _Run, type: int, ready: list[int], num_nodes: int, num_before: int):
@@ -628,7 +637,7 @@ class _Queue:
 
 @final
 class BatchMakerScheduler:
-    """See `CellScheduler` and `BatchMaker`. It serves any number of workers.
+    """The scheduler of `BatchMaker` for any number of workers.
 
     `OneWorkerScheduler` returns the same tasks for one worker, in less time.
     """
@@ -795,7 +804,7 @@ class BatchMakerScheduler:
         return nodes
 
     def _submitted_before(self, subgraph: _Subgraph, worker: int) -> None:
-        """Take note that a node before a subgraph was submitted to a worker."""
+        """Count a node before a subgraph that was submitted to a worker."""
         subgraph.num_running += 1
         if subgraph.worker == _FREE:
             subgraph.worker = worker
@@ -806,7 +815,7 @@ class BatchMakerScheduler:
             self._queues[subgraph.type].push(subgraph)
 
     def _completed_before(self, subgraph: _Subgraph, is_loop: bool) -> None:
-        """Take note that a node before a subgraph has run."""
+        """Count a node before a subgraph that has run."""
         if self._releases_early and not is_loop:
             subgraph.num_running -= 1
             if subgraph.num_running == 0:

@@ -69,7 +69,7 @@ class Cell(BaseCell):
 class Repeat(BaseCell):
     """A loop of a cell on the device: outputs of a step are inputs of the next one.
 
-    Create it once, beside its cell, and call it while unfolding, with the inputs of the first step
+    Create it once, next to its cell, and call it while unfolding, with the inputs of the first step
     and the most steps:
 
         decode = Repeat(decoder, carry={"h": "h", "token": "token"}, until=is_end, emits=["token"])

@@ -161,7 +161,7 @@ class CellGraph:
 
 
 class _Partition(NamedTuple):
-    """See the properties of `CellGraph`; all are computed in one pass."""
+    """The properties of a `CellGraph`, all computed in one pass."""
 
     starts: tuple[tuple[int, tuple[int, ...]], ...]
     num_starts: int

@@ -137,8 +137,13 @@ def _plan_of_a_tree(graph: Graph, layout: Layout, key: Hashable) -> GraphPlan | 
     leaf, pair = layout.index_of.get(tree.leaf.key), layout.index_of.get(root.cell.key)
     if leaf is None or pair is None or leaf == pair or None in layout.types[leaf].words:
         return None
-    outputs = tuple([(name, result.index) for name, result in graph.outputs.items()
-                     if isinstance(result, Output)])  # fmt: skip
+    outputs = tuple(
+        [
+            (name, result.index)
+            for name, result in graph.outputs.items()
+            if isinstance(result, Output)
+        ]
+    )
     same = tree.form, tree.num_leaves, outputs
     trees = layout.plans.get(same) or layout.plans.add(
         same, TreesOfASize(layout, layout.types[leaf], layout.types[pair], tree, outputs), 1

@@ -1,4 +1,4 @@
-"""Where the values of cells lie: pools of slots, and rows of the arrays that describe a task."""
+"""The storage of values: pools of slots, and rows of the arrays that describe a task."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ class CellScheduler(Protocol):
         ...
 
     def complete(self, tasks: Sequence[Task], ended: Sequence[Collection[int]] = ()) -> list[int]:
-        """Take note that tasks have run, and return the keys of graphs that finished with them.
+        """Record that tasks have run; return the keys of the graphs that finished with them.
 
         Each worker's tasks are completed in the order of their submission. The tasks are of one
         type and worker, and `schedule` returned them together.

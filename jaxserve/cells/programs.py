@@ -20,6 +20,8 @@ from pallas_kernels.dispatch import target_platform
 from pallas_kernels.gated_cell import Column, GatedCell, TaskColumns, gated_tasks, pack_gates
 from pallas_kernels.put_rows import can_put_rows, put_rows
 
+_log = logging.getLogger(__name__)
+
 
 def sources_of(t: TypeLayout) -> tuple[int, ...]:
     """Return for each input the output that may become it in the next task; -1 for none.
@@ -28,10 +30,14 @@ def sources_of(t: TypeLayout) -> tuple[int, ...]:
     and dtype. There is none if two inputs take one output.
     """
     cell = t.cell
-    found = t.carry if t.is_loop else tuple(
-        cell.output_index[name] if cell.outputs.get(name) == spec else -1
-        for name, spec in cell.inputs.items()
-    )  # fmt: skip
+    found = (
+        t.carry
+        if t.is_loop
+        else tuple(
+            cell.output_index[name] if cell.outputs.get(name) == spec else -1
+            for name, spec in cell.inputs.items()
+        )
+    )
     taken = [source for source in found if source >= 0]
     return found if len(set(taken)) == len(taken) else (-1,) * len(found)
 
@@ -79,8 +85,6 @@ FINITE = 1
 # The most rows, with padding, of calls that run on the thread that submits them.
 MOST_AT_ONCE = 1024
 _TOKEN = ValueSpec((), np.dtype(np.int32))
-
-_log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -145,7 +149,11 @@ class GatedTasks:
         held[of_states], is_finite, values = gated_tasks(
             self._cell(leaves, held),
             TaskColumns(self._word_of, self._outputs),
-            *(held[of_states], tokens, rows, reads, packed),
+            held[of_states],
+            tokens,
+            rows,
+            reads,
+            packed,
             trash=TRASH_SLOT,
         )
         # XLA runs an executable in the call, and not on its own threads, if it counts less than
@@ -175,7 +183,7 @@ class GatedTasks:
 def gated_tasks_of(
     t: TypeLayout, layout: Layout, graphdef: Any, tree: Any, leaves: list[Any]
 ) -> tuple[GatedTasks, Array] | None:
-    """Return the function that runs a type's tasks in one kernel, and what it needs beside leaves.
+    """Return the function that runs a type's tasks in one kernel, and what it needs besides leaves.
 
     None if no kernel can.
     """
@@ -195,7 +203,7 @@ def gated_tasks_of(
     return found, packed
 
 
-# Bits of the flags of a row beside `FINITE`: its loop has ended; it had ended before.
+# Bits of the flags of a row besides `FINITE`: its loop has ended; it had ended before.
 ENDED, WAS_ENDED = 2, 4
 # Numbers of rows for which reads and writes of slots are compiled.
 COPY_SIZES = (8, 64, 512)
@@ -290,8 +298,6 @@ class CellPrograms:
 
 @final
 class _Tasks:
-    """See `TaskFunction`."""
-
     def __init__(self, t: TypeLayout, layout: Layout, graphdef: Any, tree: Any):
         self.__name__ = f"tasks_of_{''.join(c if c.isalnum() else '_' for c in t.cell.name)}"
         self._type = t
@@ -495,7 +501,7 @@ def _set(pool: Array, slots: Int32[Array, " n"], values: Array) -> Array:
 
 
 def _scatter(pool: Array, slots: Int32[Array, " n"], values: list[Array]) -> Array:
-    """Set the slots of several outputs of a task, which lie in one pool, in one copy."""
+    """Set the slots of several outputs of a task, which are in one pool, in one copy."""
     return scatter_pages(pool[None], slots, jnp.concatenate(values)[None])[0]
 
 

@@ -14,7 +14,7 @@ from jaxserve.core.config import bucket
 from jaxserve.engine.recorder import MAX_RECORDS, Records, RequestRecord, StepRecord
 
 
-class _Call(NamedTuple):
+class _SubmittedTasks(NamedTuple):
     """Tasks of one type that were submitted together, in numbers: records are made when read.
 
     Attributes:
@@ -42,9 +42,9 @@ class CellRecorder:
         self._layout = layout
         self._records = Records()
         self._reading = threading.Lock()
-        self._in_flight: list[deque[_Call]] = [deque() for _ in range(num_workers)]
+        self._in_flight: list[deque[_SubmittedTasks]] = [deque() for _ in range(num_workers)]
         # Calls with the time of their collection, which `records` has not been asked for since.
-        self._collected: deque[tuple[_Call, float]] = deque(maxlen=MAX_RECORDS)
+        self._collected: deque[tuple[_SubmittedTasks, float]] = deque(maxlen=MAX_RECORDS)
         self._ended: deque[CellCompletion] = deque(maxlen=MAX_RECORDS)  # likewise
         self._num_tasks = 0
         # Of each type and number of rows, the compiled size.
@@ -71,7 +71,7 @@ class CellRecorder:
           num_requests: requests that have not ended.
         """
         type, worker, num_nodes = tasks.type, tasks.worker, len(tasks.array)
-        call = _Call(
+        call = _SubmittedTasks(
             self._num_tasks, type, worker, tasks.sizes, tasks.num_rows, num_requests, now_s
         )
         self._in_flight[worker].append(call)
@@ -86,7 +86,7 @@ class CellRecorder:
         """Record that a request ended."""
         self._ended.append(completion)
 
-    def _steps(self, call: _Call, collected_s: float) -> list[StepRecord]:
+    def _steps(self, call: _SubmittedTasks, collected_s: float) -> list[StepRecord]:
         """Return the records of the tasks of a call."""
         sizes = self._sizes[call.type]
         return [

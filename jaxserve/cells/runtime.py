@@ -53,8 +53,6 @@ from pallas_kernels import dispatch
 
 @final
 class CellWork:
-    """See `DeviceWork`."""
-
     def __init__(self, engine: CellEngine, clock: Clock):
         self._engine = engine
         self._clock = clock

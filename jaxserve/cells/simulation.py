@@ -1,4 +1,4 @@
-"""Simulation of cells: the real policy and engine, simulated workers and clock."""
+"""Simulation of cells: the real policy and engine; simulated cells, workers and clock."""
 
 from __future__ import annotations
 

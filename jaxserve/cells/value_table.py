@@ -1,4 +1,4 @@
-"""The slots of all graphs that run: which each node reads and writes, and where copies lie."""
+"""The slots of all running graphs: which ones each node reads and writes, and where they are."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ class ValueTable:
         self._grow(64)
 
     def add(self, graph: FlatGraph, first_row: int, kept_row: int) -> None:
-        """See `CellExecutor.add`."""
         layout, num = self._layout, graph.num_nodes
         end = first_row + num
         if end > len(self._rows):
@@ -96,7 +95,6 @@ class ValueTable:
             self._add_loops(graph, first_row)
 
     def shrink(self, graph: FlatGraph, first_row: int, kept: Sequence[int]) -> None:
-        """See `CellExecutor.shrink`."""
         layout = self._layout
         pools, slots = self.places_of(np.array(kept, np.int64) + first_row * layout.stride)
         taken = self._taken[first_row]
@@ -106,7 +104,6 @@ class ValueTable:
             taken[pool] = some[stays]
 
     def remove(self, first_row: int) -> None:
-        """See `CellExecutor.remove`."""
         for free, some in zip(self._free, self._taken.pop(first_row), strict=True):
             if len(some):
                 free.free(some)
@@ -155,7 +152,7 @@ class ValueTable:
                 yield pool, slots
 
     def written(self, worker: int, type: int, rows: np.ndarray) -> None:
-        """Take note that a worker will write what filled rows write, and others will not."""
+        """Record that only this worker has the values that filled rows write."""
         t, first = self._layout.types[type], self._layout.first_output
         for number, pool in enumerate(t.output_pools):
             slots = rows[:, first + number]
@@ -169,7 +166,7 @@ class ValueTable:
         return np.where(has[:, worker], worker, first)
 
     def copied(self, worker: int, pool: int, slots: np.ndarray) -> None:
-        """Take note that a worker will have the values of slots, too."""
+        """Record that a worker has the values of slots, too."""
         self._has[pool][slots, worker] = True
 
     def check_integrity(self) -> None:

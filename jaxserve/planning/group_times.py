@@ -171,7 +171,7 @@ def measure_groups(
 
 
 def _handover_s(executor: Executor, clock: Clock, num_pages: int) -> float:
-    """Return the median seconds of a handover of so many pages, between idle groups."""
+    """Return the median seconds of a handover of `num_pages` pages between idle groups."""
     handover = Handover(0, 0, 1, tuple(range(1, 1 + num_pages)))
     plan = StepPlan(index=0, num_iterations=0, handovers=(handover,), group=LINK)
     seconds = []

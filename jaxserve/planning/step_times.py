@@ -30,9 +30,18 @@ from sharding import StagePlan
 
 # The fields of a configuration that change a compiled step, and so its time.
 _COMPILED = (
-    *("page_size", "kv_dtype", "max_context"),
-    *("token_buckets", "slot_buckets", "head_buckets", "max_decode_iterations"),
-    *("attention", "row_kernels", "num_proposed", "drafts", "max_adapters"),
+    "page_size",
+    "kv_dtype",
+    "max_context",
+    "token_buckets",
+    "slot_buckets",
+    "head_buckets",
+    "max_decode_iterations",
+    "attention",
+    "row_kernels",
+    "num_proposed",
+    "drafts",
+    "max_adapters",
 )
 
 

@@ -84,21 +84,35 @@ def _draw_stairs(axes: Any, frontier: Frontier, highest_s: float) -> None:
     latencies = [float(outcome.estimates.latency_s) for _, outcome in frontier.points]
     answers = [float(outcome.estimates.throughput) for _, outcome in frontier.points]
     axes.step(
-        [*latencies, highest_s], [*answers, answers[-1]],
-        where="post", color=_INK, linewidth=1.2, alpha=0.7, zorder=2,
-    )  # fmt: skip
+        [*latencies, highest_s],
+        [*answers, answers[-1]],
+        where="post",
+        color=_INK,
+        linewidth=1.2,
+        alpha=0.7,
+        zorder=2,
+    )
     axes.fill_between(
-        [*latencies, highest_s], [*answers, answers[-1]],
-        step="post", color=_COLOURS[Policy.RRA], alpha=0.06, linewidth=0, zorder=0,
-    )  # fmt: skip
+        [*latencies, highest_s],
+        [*answers, answers[-1]],
+        step="post",
+        color=_COLOURS[Policy.RRA],
+        alpha=0.06,
+        linewidth=0,
+        zorder=0,
+    )
     for policy in Policy:
         own = [i for i, (_, outcome) in enumerate(frontier.points) if outcome.policy is policy]
         if own:
             axes.plot(
-                [latencies[i] for i in own], [answers[i] for i in own],
-                _MARKERS[policy], color=_COLOURS[policy], markersize=5.5, zorder=3,
+                [latencies[i] for i in own],
+                [answers[i] for i in own],
+                _MARKERS[policy],
+                color=_COLOURS[policy],
+                markersize=5.5,
+                zorder=3,
                 label=f"best, {_NAMES[policy]}",
-            )  # fmt: skip
+            )
 
 
 def _draw_chosen(axes: Any, bound_s: float, outcome: Outcome, *, at: float) -> None:
@@ -109,9 +123,15 @@ def _draw_chosen(axes: Any, bound_s: float, outcome: Outcome, *, at: float) -> N
     where_s = bound_s if np.isfinite(bound_s) else latency_s
     axes.axvline(where_s, color=colour, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
     axes.plot(
-        latency_s, answers, _MARKERS[outcome.policy],
-        markersize=13, markerfacecolor="none", markeredgecolor=colour, markeredgewidth=2, zorder=4,
-    )  # fmt: skip
+        latency_s,
+        answers,
+        _MARKERS[outcome.policy],
+        markersize=13,
+        markerfacecolor="none",
+        markeredgecolor=colour,
+        markeredgewidth=2,
+        zorder=4,
+    )
     batch = f"$B_E$ {outcome.schedule.encode_batch}, ${outcome.control_name}$ {outcome.control}"
     if outcome.policy is Policy.CONTINUOUS:
         batch = f"at most {outcome.control}"
@@ -120,7 +140,13 @@ def _draw_chosen(axes: Any, bound_s: float, outcome: Outcome, *, at: float) -> N
     is_left = np.log(where_s / low) < 0.5 * np.log(high / low)
     axes.annotate(
         f"{bound}: {_NAMES[outcome.policy]}, {batch}\n{answers:.3g} answers/s, {latency_s:.3g} s",
-        (where_s, at), (6 if is_left else -6, 0),
-        xycoords=axes.get_xaxis_transform(), textcoords="offset points",
-        ha="left" if is_left else "right", va="top", fontsize=9, color=colour, zorder=5,
-    )  # fmt: skip
+        (where_s, at),
+        (6 if is_left else -6, 0),
+        xycoords=axes.get_xaxis_transform(),
+        textcoords="offset points",
+        ha="left" if is_left else "right",
+        va="top",
+        fontsize=9,
+        color=colour,
+        zorder=5,
+    )

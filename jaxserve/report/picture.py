@@ -121,9 +121,13 @@ def draw_residency(contexts: Mapping[str, Sequence[Tier]]) -> Picture:
     for row, tiers in enumerate(contexts.values()):
         cells[row, : len(tiers)] = [order.index(tier) for tier in tiers]
     axes.pcolormesh(
-        cells, cmap=ListedColormap(list(_COLOURS.values())), vmin=-0.5, vmax=len(order) - 0.5,
-        edgecolors="white", linewidth=0.5,
-    )  # fmt: skip
+        cells,
+        cmap=ListedColormap(list(_COLOURS.values())),
+        vmin=-0.5,
+        vmax=len(order) - 0.5,
+        edgecolors="white",
+        linewidth=0.5,
+    )
     axes.set_yticks(np.arange(len(contexts)) + 0.5, list(contexts))
     axes.invert_yaxis()
     axes.set(xlabel="page of the context", title="residency of the KV")
@@ -131,6 +135,8 @@ def draw_residency(contexts: Mapping[str, Sequence[Tier]]) -> Picture:
     axes.tick_params(length=0)
     axes.legend(
         handles=[Patch(color=colour, label=tier) for tier, colour in _COLOURS.items()],
-        frameon=False, loc="upper left", bbox_to_anchor=(1, 1),
-    )  # fmt: skip
+        frameon=False,
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+    )
     return Picture(figure)

@@ -20,6 +20,8 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload import recorded, sharegpt
 from predictor.data import Example, read_jsonl
 
+_log = logging.getLogger(__name__)
+
 KNOWN = (
     "sharegpt, answered:FILE with answer lengths that benchmarks.lengths.answers wrote, "
     "recorded:FILE with a file written by --record, or a file of JSON lines"
@@ -87,9 +89,13 @@ def _of_sharegpt(
     # Only drawn answers are tokenized; all of them would take minutes.
     random.Random(seed).shuffle(found)
     bar = tqdm(
-        found[:max_examples], desc="counting tokens", unit="answer",
-        delay=2, leave=False, disable=not progress,
-    )  # fmt: skip
+        found[:max_examples],
+        desc="counting tokens",
+        unit="answer",
+        delay=2,
+        leave=False,
+        disable=not progress,
+    )
     lengths = ((one, len(tokenizer.encode(one.answer))) for one in bar)
     return [Example(one.text, length, one.origin) for one, length in lengths if length]
 
@@ -169,8 +175,6 @@ def _of_jsonl(path: Path) -> list[Example]:
     except ValueError as error:
         raise InvalidConfigError(str(error)) from error
 
-
-_log = logging.getLogger(__name__)
 
 # Answers that stopped or reached their limit; the lengths of other answers are not used.
 _LINE = (

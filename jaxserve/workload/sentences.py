@@ -1,4 +1,4 @@
-"""Lengths of sentences: by a distribution that is fitted to WMT-15's, and of the Penn treebank."""
+"""Lengths of sentences: from a distribution that is fitted to WMT-15's, or of the Penn treebank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SentenceLengths:
 
 def fitted() -> tuple[float, float]:
     """Return mu and sigma of the log-normal distribution with this mean and 99th percentile."""
-    z = 2.3263478740408408  # of a normal distribution, below which 99 % lie
+    z = 2.3263478740408408  # of a normal distribution, below which 99 % are
     # sigma² / 2 - z sigma + ln(P99 / MEAN) = 0, and the smaller of its roots.
     sigma = z - math.sqrt(z * z - 2 * math.log(P99 / MEAN))
     return math.log(MEAN) - sigma**2 / 2, sigma

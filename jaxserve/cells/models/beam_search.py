@@ -32,7 +32,7 @@ from pallas_kernels import RowsAt
 # The logarithm of the probability of what must not be chosen. It is finite: a cell may not return
 # infinite values.
 _NEVER = -1e30
-# What a step takes from the one before it, beside states.
+# What a step takes from the one before it, in addition to states.
 _CARRIED = ("token", "parent", "total", "length")
 
 
@@ -120,7 +120,7 @@ class Searching(nnx.Module):
 
     Hypotheses are in the order of their scores. Each row of `state` is [num_beams, hidden_size]; it
     is that of the hypotheses of the step before, and `parent` says which of them each goes on from.
-    So a GPU's kernel reads states where they lie, and nothing rearranges them.
+    So a GPU's kernel reads states in place, and nothing rearranges them.
 
     Its outputs are the new states, `token`, `parent`, `total` (the sum of the logarithms of the
     probabilities), `length`, and `score`, each [batch, num_beams].

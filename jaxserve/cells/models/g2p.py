@@ -41,7 +41,10 @@ _CONSONANTS = "B CH D DH F G HH JH K L M N NG P R S SH T TH V W Y Z ZH".split()
 # In the order of the published tables.
 LETTERS = ("<pad>", "<unk>", "</s>", *"abcdefghijklmnopqrstuvwxyz")
 PHONEMES = (
-    *("<pad>", "<unk>", "<s>", "</s>"),
+    "<pad>",
+    "<unk>",
+    "<s>",
+    "</s>",
     *sorted([*_CONSONANTS, "UW", *(vowel + stress for vowel in _VOWELS for stress in "012")]),
 )
 _LETTER_IDS = {letter: number for number, letter in enumerate(LETTERS)}

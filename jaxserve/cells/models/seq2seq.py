@@ -1,4 +1,4 @@
-"""Sequence to sequence: a chain of encoder cells, then a decoder that is fed its own tokens."""
+"""Models of sequences: one cell a token, and an encoder with a decoder fed with its own tokens."""
 
 from __future__ import annotations
 

@@ -83,8 +83,16 @@ class _Request:
     """
 
     __slots__ = (
-        *("key", "graph", "first", "deadline_s", "num_left", "ready", "left_s", "num_running"),
-        *("steps_left", "ended"),
+        "key",
+        "graph",
+        "first",
+        "deadline_s",
+        "num_left",
+        "ready",
+        "left_s",
+        "num_running",
+        "steps_left",
+        "ended",
     )
 
     def __init__(self, key: int, graph: CellGraph, first: int, deadline_s: float, left_s: float):
@@ -110,7 +118,7 @@ class _Request:
         return min(found, default=None)
 
     def release(self, node: int) -> None:
-        """Take note that a node has been submitted, or that a loop has ended."""
+        """Record that a node has been submitted, or that a loop has ended."""
         for after in self.graph.successors[node]:
             self.num_left[after] -= 1
             if self.num_left[after] == 0:
@@ -119,7 +127,7 @@ class _Request:
 
 @final
 @dataclass
-class _Batch:
+class _StackedBatch:
     """Requests that advance together; the next nodes of all have this type."""
 
     type: int
@@ -146,7 +154,7 @@ class LazyBatchingScheduler:
         self._expected_steps = expected_steps
         self._max_requests = max(type.max_batch for type in types)
         self._waiting: OrderedDict[int, _Request] = OrderedDict()
-        self._stacks: list[list[_Batch]] = [[] for _ in range(num_workers)]
+        self._stacks: list[list[_StackedBatch]] = [[] for _ in range(num_workers)]
         # Requests of each worker, also those that wait for the end of a loop.
         self._running: list[dict[int, _Request]] = [{} for _ in range(num_workers)]
         # Of each worker: the nodes of each task in flight, with their requests.
@@ -239,7 +247,7 @@ class LazyBatchingScheduler:
         if new:
             self._push(stack, new)
 
-    def _push(self, stack: list[_Batch], requests: Sequence[_Request]) -> None:
+    def _push(self, stack: list[_StackedBatch], requests: Sequence[_Request]) -> None:
         """Put requests on a stack, those with the least depth on top, and merge what can be."""
         groups: dict[int, tuple[int, dict[int, _Request]]] = {}
         for request in requests:
@@ -253,7 +261,7 @@ class LazyBatchingScheduler:
             if stack and stack[-1].type == type:
                 stack[-1].requests |= group
             else:
-                stack.append(_Batch(type, group))
+                stack.append(_StackedBatch(type, group))
 
     def _submit(self, request: _Request, type: int, nodes: list[int]) -> None:
         ready = request.ready[type]
@@ -278,7 +286,7 @@ class LazyBatchingScheduler:
         type: int,
         nodes: list[int],
         ended: Collection[int],
-        stack: list[_Batch],
+        stack: list[_StackedBatch],
     ) -> list[int]:
         """Return the nodes of loops that have ended with a task, and let their successors run."""
         found = []

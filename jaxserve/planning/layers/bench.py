@@ -142,7 +142,6 @@ class _WithoutAttention:
         return out.reshape(len(qkv), -1, qkv.shape[-1])
 
     def cross(self) -> Any:
-        """See `LayerContext`."""
         return _WithoutCrossAttention()
 
 
@@ -159,7 +158,6 @@ class _WithoutCrossAttention:
         scale: float | None,
         soft_cap: float | None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
-        """See `CrossContext`."""
         return q
 
 
@@ -200,11 +198,9 @@ class EncoderLayer:
         self._attend = jax.jit(attend)
 
     def rest_s(self, x: Float[Array, "tokens embed"]) -> float:
-        """See `TimedBlock`."""
         return self._block.rest_s(x)
 
     def busy_s(self, x: Float[Array, "tokens embed"], devices: Sequence[Any]) -> float:
-        """See `TimedBlock`."""
         return self._block.busy_s(x, devices)
 
     def attention_s(self, num_prompts: int, qkv: Float[Array, "tokens heads 3 head_dim"]) -> float:
@@ -294,7 +290,10 @@ class ShardedLayer:
 
         def attend(qkv: Array, tables: Any, batch: AttentionBatch, cache: KVCache) -> Any:
             out, cache = cache.attend(
-                *(0, qkv, tables, batch),
+                0,
+                qkv,
+                tables,
+                batch,
                 sliding_window=config.sliding_windows[0],
                 scale=config.attention_scale,
                 soft_cap=config.attention_soft_cap,
@@ -579,7 +578,6 @@ class LayerBench:
         self.num_devices = len(devices)
 
     def seconds(self, part: str, degree: int, at: int) -> float:
-        """See `LayerTimer`."""
         layer = self._layer(degree)
         num_prompts = max(1, self.sizes.max_tokens // at)
         timed = {
@@ -598,7 +596,6 @@ class LayerBench:
         return timed[part]()
 
     def batch_s(self, part: str, degree: int, batch: int, length: int) -> float:
-        """See `LayerTimer`."""
         layer = self._layer(degree)
         if part == parts.CROSS:
             return layer.cross_s(batch, length)

@@ -1,4 +1,4 @@
-"""Layer costs from measured layers, for `schedules.search`."""
+"""Layer costs from measured layers, and a deployment that has them, for `schedules.search`."""
 
 from __future__ import annotations
 

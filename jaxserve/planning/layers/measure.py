@@ -22,6 +22,8 @@ from jaxserve.planning.layers.profile import (
     ranges_of,
 )
 
+_log = logging.getLogger(__name__)
+
 
 def sample(
     ranges: Sequence[Range],
@@ -85,8 +87,6 @@ def middle(low: int, high: int, ratio: float) -> int | None:
     at = round(math.sqrt(low * high))
     return at if low < at < high and high / low >= ratio else None
 
-
-_log = logging.getLogger(__name__)
 
 TOLERANCE = 0.1
 BUDGET_S = 75.0

@@ -67,7 +67,7 @@ class Cluster:
         )
 
     def of(self, num_devices: int) -> Cluster:
-        """Return the sub-cluster of so many devices, in as few machines as possible."""
+        """Return the sub-cluster of a number of devices, in as few machines as possible."""
         return replace(self, num_devices=num_devices)
 
 

@@ -47,7 +47,7 @@ class ContinuousLimits:
     lengths: TaskLengths
 
     def of(self, sizes: np.ndarray) -> Best:
-        """Return the limits with at most so many sequences, [sizes] each."""
+        """Return the limits for each maximum number of sequences, [sizes] each."""
         outputs, level = self.lengths.outputs, self.lengths.level
         most = self._least_room
         mean = float(np.minimum(np.arange(outputs.max_length + 1), most) @ outputs.probabilities)
@@ -249,9 +249,9 @@ class ContinuousSpace:
       smaller compiled sizes are simulated, too, and the smallest size that is as good as the best
       is bisected downwards.
 
-    Slots are reserved for requests with bounds of their own, beside the limit. Each limit is
-    simulated with as many sequences as the limit, and with the reserved slots in use as well; the
-    worse figure of both counts, for the throughput, too.
+    Slots are reserved for requests with bounds of their own, in addition to the limit. Each limit
+    is simulated with as many sequences as the limit, and with the reserved slots in use as well;
+    the worse figure of both counts, for the throughput, too.
 
     Attributes:
       classes: requests with bounds of their own.
@@ -309,7 +309,7 @@ class ContinuousSpace:
         return self._own_latencies_s(schedule.max_running)
 
     def of(self, max_running: int) -> tuple[Schedule, Estimates]:
-        """Return the schedule with at most so many sequences, and what it is expected to do."""
+        """Return the schedule with this maximum number of sequences, and its estimates."""
         played = self._played(max_running)
         schedule = Schedule(
             layout=Layout(policy=Policy.CONTINUOUS),

@@ -84,7 +84,7 @@ class DivisionRule:
         return [order[index] for index in most.argmin(axis=1)]
 
 
-# Another division has to serve so many times as much, by measured times and by derived ones.
+# Another division has to serve this many times as much, by measured times and by derived ones.
 _GAIN = 1.1
 _GAIN_IF_DERIVED = 1.25
 # Seconds within which a move has to pay for its pause and for the KV that is computed anew.

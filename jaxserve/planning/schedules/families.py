@@ -255,7 +255,7 @@ class FamiliesSpace:
 
 
 def _with_more(schedule: Schedule, num: int) -> Schedule:
-    """Return an RRA schedule with so many more sequences that decode, and as often."""
+    """Return an RRA schedule with more sequences that decode, and as often."""
     share = 1 + num / max(1.0, schedule.decode_batch)
     return replace(
         schedule,

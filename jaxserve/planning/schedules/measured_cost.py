@@ -122,7 +122,7 @@ class MeasuredCost:
         return np.where(has_multiple, 1 / longest, -(-most // longest) / most)
 
     def _window_shares(self, batch: Numbers) -> np.ndarray:
-        """Return the `_shares_padded` of windows for so many decoding sequences."""
+        """Return the `_shares_padded` of windows for a number of decoding sequences."""
         return _shares_padded(self._rows(batch), self._config.slot_buckets)
 
     def _iteration_s(self, shares: np.ndarray, positions: Numbers) -> np.ndarray:
@@ -141,7 +141,7 @@ class MeasuredCost:
         return _mean_s(shares, seconds) + self.times.edit_s
 
     def _rows(self, batch: Numbers) -> np.ndarray:
-        """Return the rows that windows span for so many decoding sequences; see the class."""
+        """Return the rows that windows span for a number of decoding sequences; see the class."""
         longest, fewest = self._config.max_decode_iterations, np.asarray(self.num_decodes)
         num_loops = -(-fewest // longest)
         lag = fewest / num_loops * (1.5 - 1 / num_loops)

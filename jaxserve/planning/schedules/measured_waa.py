@@ -42,10 +42,10 @@ class WAAPlanner(SchedulePlanner):
     behind another encode step in flight; two decode steps; and its iterations, in whole steps.
     Both groups are taken to compute all the time, each beside the other.
 
-    Slots are reserved for requests with bounds of their own, beside those that run on average.
-    Latencies have them in use, as far as memory holds them, and throughput has not. Such a request
-    goes into the next encode batch, behind the encode steps in flight, however many these are on
-    average.
+    Slots are reserved for requests with bounds of their own, in addition to those that run on
+    average. Latencies have them in use, as far as memory holds them, and throughput has not. Such a
+    request goes into the next encode batch, behind the encode steps in flight, however many these
+    are on average.
 
     Attributes:
       times: measured step times of both groups.
@@ -67,7 +67,13 @@ class WAAPlanner(SchedulePlanner):
         config, spans = self.config(), spans_of(classes)
         allowed = np.ones(config.max_slots, bool) if self.allowed is None else self.allowed
         return WAASpace.of(
-            *(self.times, config, lengths, spans, _reserved(classes), self.policy, allowed)
+            self.times,
+            config,
+            lengths,
+            spans,
+            num_reserved=_reserved(classes),
+            policy=self.policy,
+            allowed=allowed,
         )
 
 

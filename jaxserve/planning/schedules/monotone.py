@@ -1,4 +1,4 @@
-"""Algorithm 1 of ExeGPT: branch and bound for monotone variables, with tolerances."""
+"""Algorithm 1 of ExeGPT: branch and bound for monotone variables, and its misses of the best."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Space:
 
 @final
 @dataclass(frozen=True, order=True)
-class _Block:
+class _ConfigurationBlock:
     """A block of configurations, with `limit`, the throughput of its last corner, negated."""
 
     limit: float
@@ -95,12 +95,12 @@ def monotone_search(
     best = Candidate()
     for timeline in timelines:
         for space in _Space.all_of(timeline):
-            best = _Search(space, bounds, tolerance, at_a_time).run(best)
+            best = _BranchAndBound(space, bounds, tolerance, at_a_time).run(best)
     return best
 
 
 @final
-class _Search:
+class _BranchAndBound:
     """Algorithm 1 on one space."""
 
     def __init__(self, space: _Space, bounds: LatencyBounds, tolerance: float, at_a_time: int):
@@ -119,7 +119,7 @@ class _Search:
             return best
         if self._bounds.met(figures)[1]:
             return best
-        queue = [_Block(-float(figures.throughput[1]), first, last)]
+        queue = [_ConfigurationBlock(-float(figures.throughput[1]), first, last)]
         while queue:
             blocks = self._popped(queue, best)
             if not blocks:
@@ -131,10 +131,12 @@ class _Search:
             limits = figures.throughput[1::2]
             for (low, high), worth, limit in zip(halves, is_worth, limits, strict=True):
                 if worth and low != high:
-                    heapq.heappush(queue, _Block(-float(limit), low, high))
+                    heapq.heappush(queue, _ConfigurationBlock(-float(limit), low, high))
         return best
 
-    def _popped(self, queue: list[_Block], best: Candidate) -> list[_Block]:
+    def _popped(
+        self, queue: list[_ConfigurationBlock], best: Candidate
+    ) -> list[_ConfigurationBlock]:
         """Remove the most promising blocks from the queue; none if all are worse than the best."""
         blocks = []
         while queue and len(blocks) < self._at_a_time:
@@ -146,7 +148,7 @@ class _Search:
         return blocks
 
     def _split(
-        self, blocks: list[_Block], best: Candidate
+        self, blocks: list[_ConfigurationBlock], best: Candidate
     ) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], Candidate]:
         """Split blocks in two, by the paper's rule (lines 7 to 10).
 

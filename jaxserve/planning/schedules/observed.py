@@ -175,7 +175,7 @@ def classes_of(answers: Sequence[AnswerLength], num_slots: int) -> tuple[Request
     for answer in answers:
         if answer.has_ended and answer.bounds != LatencyBounds():
             by_bounds.setdefault(answer.bounds, []).append(answer)
-    kinds = sorted(map(_Kind.of, by_bounds.values()), key=lambda each: each.tightness)
+    kinds = sorted(map(_BoundsGroup.of, by_bounds.values()), key=lambda each: each.tightness)
     num_classes = min(len(kinds), _MOST_CLASSES)
     most = max(1, num_slots // (2 * max(1, num_classes)))
     classes = []
@@ -187,7 +187,7 @@ def classes_of(answers: Sequence[AnswerLength], num_slots: int) -> tuple[Request
 
 @final
 @dataclass(frozen=True)
-class _Kind:
+class _BoundsGroup:
     """Ended answers with the same bounds."""
 
     answers: list[AnswerLength]
@@ -195,7 +195,7 @@ class _Kind:
     min_tokens: int
 
     @classmethod
-    def of(cls, answers: list[AnswerLength]) -> _Kind:
+    def of(cls, answers: list[AnswerLength]) -> _BoundsGroup:
         lengths = sorted(answer.num_output for answer in answers)
         level = 0.99 + math.sqrt(0.99 * 0.01 / len(lengths))
         last = min(len(lengths) - 1, math.ceil(level * len(lengths)) - 1)
@@ -211,7 +211,7 @@ class _Kind:
         return self.bounds.latency_s / self.max_tokens, *astuple(self.bounds)
 
 
-def _merged(kinds: Sequence[_Kind], most: int) -> RequestClass:
+def _merged(kinds: Sequence[_BoundsGroup], most: int) -> RequestClass:
     """Return the class of kinds in the order of their tightness.
 
     Its bound on a whole answer is that of the tightest kind, with that kind's length: the tightest

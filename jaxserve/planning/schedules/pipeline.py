@@ -125,7 +125,7 @@ class Pipeline:
         """Return the seconds in the fullest single and sharded stage, and through all of them.
 
         Args:
-          layer_s: returns the seconds of a layer on so many devices.
+          layer_s: returns the seconds of a layer on a number of devices.
         """
         single_s = layer_s(1)
         # Without sharded stages theirs count for nothing.

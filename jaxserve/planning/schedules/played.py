@@ -152,8 +152,12 @@ class Played:
     def or_worse(self, other: Played) -> Played:
         """Return the worse figure of each of two simulations; the spans are those of `other`."""
         longest = (
-            *("latency_s", "first_token_s", "token_s"),
-            *("step_s", "mean_running", "preempted_share"),
+            "latency_s",
+            "first_token_s",
+            "token_s",
+            "step_s",
+            "mean_running",
+            "preempted_share",
         )
         return replace(
             other,

@@ -77,7 +77,7 @@ class DecodePhases:
 
     @classmethod
     def of(cls, num_input_tokens: float, iterations: LengthDistribution) -> DecodePhases:
-        """Return the phases of answers that take so many decode iterations.
+        """Return the phases of answers that take a number of decode iterations.
 
         A sequence with D iterations takes part in iteration u of every phase k with k N_D + u <= D.
         In a steady state with one new sequence a phase, iteration u has sum_k P(D >= k N_D + u) of
@@ -282,7 +282,7 @@ class RoundParts:
         return self.busy_s if self.overlaps else self.encode_s + self.stagger_s
 
     def round_s(self, num_decodes: np.ndarray) -> np.ndarray:
-        """Return the seconds of rounds with so many decode iterations."""
+        """Return the seconds of rounds with a number of decode iterations."""
         decode_s = num_decodes * self.iteration_s
         if not self.overlaps:
             return self.encode_s + self.stagger_s + decode_s

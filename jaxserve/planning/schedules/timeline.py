@@ -1,4 +1,4 @@
-"""What the search asks of a scheduling policy's timeline."""
+"""What the search asks of layer costs, of a deployment, and of a scheduling policy's timeline."""
 
 from __future__ import annotations
 

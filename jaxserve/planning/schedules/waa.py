@@ -170,7 +170,7 @@ class DecodeGroup:
     def iteration_s(
         self, num_sequences: np.ndarray, *, at_most: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return R, and d + launch of one turn, with so many decoding sequences in all.
+        """Return R, and d + launch of one turn, for a total number of decoding sequences.
 
         Args:
           at_most: for the slowest B_m of the range, in place of the fastest.
