@@ -6,6 +6,8 @@ Writes the results of README.md and of docs/results/, and docs/figures/.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -15,11 +17,9 @@ from pathlib import Path
 from typing import final
 
 from benchmarks.common.environment import ROOT
-from benchmarks.figures import style
-from benchmarks.figures.charts import charts
-from benchmarks.figures.results import Result, ResultFileError, is_quantised, load
-from benchmarks.figures.tables import HEADINGS, tables
-from benchmarks.figures.tables.serving import peers
+from benchmarks.figures.charts import charts, svg
+from benchmarks.figures.results import Result, ResultFileError, is_quantised
+from benchmarks.figures.tables import TABLES, peers, tables
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -45,13 +45,21 @@ class Page:
         return "../" * self.path.count("/")
 
 
-_THROUGHPUT = (
-    *("offline", "http", "structured", "startup", "compile_times", "loading", "planning"),
-    "quality",
-)
 PAGES = (
     Page("README.md", None),
-    Page("docs/results/throughput.md", _THROUGHPUT),
+    Page(
+        "docs/results/throughput.md",
+        (
+            "offline",
+            "http",
+            "structured",
+            "startup",
+            "compile_times",
+            "loading",
+            "planning",
+            "quality",
+        ),
+    ),
     Page(
         "docs/results/policies.md",
         ("policies", "policies_grid", "online", "flover", "simulate", "s3"),
@@ -63,6 +71,7 @@ PAGES = (
     Page("docs/results/rollouts.md", ("invariance", "residual", "adapters", "speculation")),
     Page("docs/results/devices.md", ("sharding", "roles", "gpu_check")),
 )
+KINDS = tuple(kind for page in PAGES for kind in page.kinds or ())
 FIGURES = "docs/figures"
 RESULTS = "benchmarks/results"
 
@@ -82,6 +91,31 @@ def main(arguments: list[str] | None = None) -> int:
         print("run python -m benchmarks.figures", file=sys.stderr)
         return 1
     return 0
+
+
+def load(folder: Path) -> list[Result]:
+    """Read every `*.json` of the folder, by kind and name.
+
+    Raises:
+      ResultFileError: a file that is not a result, or of an unknown kind.
+    """
+    results = [_read(path) for path in sorted(folder.glob("*.json"))]
+    return sorted(results, key=lambda result: KINDS.index(result.kind))
+
+
+def _read(path: Path) -> Result:
+    try:
+        text = path.read_bytes()
+        data = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ResultFileError(f"{path} cannot be read as JSON: {error}") from error
+    kind = data.get("benchmark") if isinstance(data, dict) else None
+    if kind not in KINDS:
+        raise ResultFileError(
+            f"{path}: 'benchmark' is {kind!r}, and should be one of {', '.join(KINDS)}; "
+            "keep other files elsewhere"
+        )
+    return Result(path, data, hashlib.sha256(path.name.encode() + text).hexdigest())
 
 
 def check_commits(results: list[Result], root: Path) -> None:
@@ -144,7 +178,7 @@ def update(root: Path, *, write: bool) -> list[Path]:
         if not write:
             stale += [] if is_current else [path]
             continue
-        data = style.svg(partial(chart, result), identifier)
+        data = svg(partial(chart, result), identifier)
         if not path.exists() or path.read_bytes() != data:
             stale.append(path)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +199,7 @@ def render(page: Page, results: list[Result], root: Path) -> str:
 
     def pictures(result: Result) -> list[str]:
         return [
-            f"![{HEADINGS[result.kind]}: {name}]({page.up}{FIGURES}/{name}.svg)"
+            f"![{TABLES[result.kind][0]}: {name}]({page.up}{FIGURES}/{name}.svg)"
             for name in charts(result)
         ]
 
@@ -179,7 +213,7 @@ def render(page: Page, results: list[Result], root: Path) -> str:
     for kind in page.kinds or ():
         own = [result for result in results if result.kind == kind]
         if own:
-            parts.append(f"## {HEADINGS[kind]}")
+            parts.append(f"## {TABLES[kind][0]}")
             for result, text in zip(own, tables(kind, own, link), strict=True):
                 parts += [text] if text else []
                 parts += pictures(result)

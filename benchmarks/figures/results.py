@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,25 +10,6 @@ from typing import Any, final
 from benchmarks.common.repeats import Spread
 from jaxserve.core.errors import InvalidConfigError
 
-# The kinds of results, in the order of the pages.
-KINDS = (
-    *(
-        "offline",
-        "http",
-        "structured",
-        "policies",
-        "online",
-        "conversations",
-        "flover",
-        "simulate",
-        "predictor",
-    ),
-    *("probe", "s3", "pensieve", "scattered", "restore", "startup", "compile_times"),
-    "loading",
-    *("planning", "sharding", "gpu_check", "exegpt", "exegpt_bounds"),
-    *("exegpt_measured", "exegpt_drift", "cells", "cells_host", "roles", "invariance", "residual"),
-    *("policies_grid", "adapters", "speculation", "quality"),
-)
 # Names and positions of a value in a result.
 Keys = Sequence[str | int]
 
@@ -151,26 +130,9 @@ def is_quantised(result: Result) -> bool:
     return result.data.get("quantize") is not None
 
 
-def load(folder: Path) -> list[Result]:
-    """Read every `*.json` of the folder, by kind and name.
-
-    Raises:
-      ResultFileError: a file that is not a result, or of an unknown kind.
-    """
-    results = [_read(path) for path in sorted(folder.glob("*.json"))]
-    return sorted(results, key=lambda result: KINDS.index(result.kind))
-
-
-def _read(path: Path) -> Result:
-    try:
-        text = path.read_bytes()
-        data = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise ResultFileError(f"{path} cannot be read as JSON: {error}") from error
-    kind = data.get("benchmark") if isinstance(data, dict) else None
-    if kind not in KINDS:
-        raise ResultFileError(
-            f"{path}: 'benchmark' is {kind!r}, and should be one of {', '.join(KINDS)}; "
-            "keep other files elsewhere"
-        )
-    return Result(path, data, hashlib.sha256(path.name.encode() + text).hexdigest())
+def by_policy(result: Result, part: str) -> dict[str, list[int]]:
+    """Return the positions of each policy's points in one part of a result."""
+    positions: dict[str, list[int]] = {}
+    for i, _ in result.items(part):
+        positions.setdefault(result.get(part, i, "policy"), []).append(i)
+    return positions

@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from benchmarks.figures.__main__ import PAGES, main, render, update
-from benchmarks.figures.results import KINDS, ResultFileError, load
+from benchmarks.figures.__main__ import KINDS, PAGES, load, main, render, update
+from benchmarks.figures.results import ResultFileError
 from tests.benchmarks.figures.made_up import results, write_checkout
 
 pytestmark = pytest.mark.release

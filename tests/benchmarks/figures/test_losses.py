@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.common.repeats import Spread
-from benchmarks.figures.losses import behind_by, losses
+from benchmarks.figures.render import behind_by, losses
 
 pytestmark = pytest.mark.release
 

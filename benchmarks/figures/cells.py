@@ -1,0 +1,211 @@
+"""Tables of cellular batching and of other policies and systems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.figures.render import (
+    Cell,
+    Place,
+    Table,
+    caption,
+    drawn,
+    each,
+    joined,
+    key,
+    name,
+    number,
+    spread,
+    text,
+    words,
+)
+from benchmarks.figures.results import Result
+
+# Goals: our peak over that of the best baseline, about as in the thesis.
+WANTED = {"lstm": 1.25, "seq2seq": 1.6, "treelstm": 1.8}
+# Goal: our peak over that of the ideal, on identical trees.
+WANTED_OF_IDEAL = 0.7
+# Goal: nodes a second of the host on one core.
+WANTED_NODES = 100_000
+_IDEAL = "identical_graphs"
+_OURS = "jaxserve"
+
+HOST = Table(
+    what=f"Everything but the device, on one thread (wanted {WANTED_NODES:,} nodes/s)",
+    rows=each("points", ...),
+    columns=(
+        ("application", text("application")),
+        ("nodes/s", spread("nodes_per_s", form=",.0f", links=True)),
+        ("nodes/s of the policy alone", spread("scheduled_per_s", form=",.0f")),
+        ("requests/s", spread("requests_per_s", form=",.0f")),
+    ),
+)
+
+
+def batching(result: Result, link: str) -> str:
+    """Return a row for each policy of each workload, and one for each other system."""
+    whole = Place(result, link)
+    hidden, given = result.get("sizes", "hidden_size"), result.get("arguments")
+    parts = []
+    if result.get("compared"):
+        what = f"Hidden size {hidden}, sentences as in {result.get('arguments', 'lengths')}"
+        parts += [
+            caption(result, what, link),
+            drawn(_GOALS, _with_baseline, whole),
+            _lost(whole),
+            drawn(_POLICIES, each("compared", ..., "peaks_per_s", ...), whole),
+        ]
+    if result.data.get("compare"):
+        folds = "; ours computes products with embeddings when it loads the model"
+        how = "" if given.get("unfolded") else folds
+        what = f"Other systems, hidden size {hidden}, the same requests and weights{how}"
+        parts += [
+            caption(result, what, link),
+            drawn(_SYSTEMS, each("compare", ...), whole),
+            *_behind(result.data["compare"]),
+        ]
+    return joined(*parts)
+
+
+def _with_baseline(whole: Place) -> Iterator[Place]:
+    return (row for row in each("compared", ...)(whole) if row.get("best") is not None)
+
+
+def _against(figure: str, form: str, named: str, links: bool = False) -> Cell:
+    """Show a figure of the comparison with the policy that a field of the row names."""
+    return lambda row: number(figure, row.get(named), form=form, links=links, optional=not links)(
+        row
+    )
+
+
+def _wanted(row: Place) -> str:
+    wanted = WANTED.get(row.get("application"))
+    return "" if wanted is None else f"{wanted:g}"
+
+
+def _over_ideal(row: Place) -> str:
+    ideal = row.optional("peak_over", _IDEAL)
+    return "" if ideal is None else f"{ideal:.2f} (wanted {WANTED_OF_IDEAL:g})"
+
+
+_GOALS = (
+    ("workload", text("application")),
+    ("", text("how")),
+    ("best baseline", words("best")),
+    ("wanted", _wanted),
+    ("ours over it", _against("peak_over", ".2f", "best", links=True)),
+    ("best within 0.5 s", words("best_within")),
+    ("ours over it", _against("within_over", ".2f", "best_within")),
+    ("p90 lower by (wanted 37% to 90%)", _against("p90_lower_by", ".0%", "best")),
+    ("ours over the ideal", _over_ideal),
+)
+
+
+def _lost(whole: Place) -> str:
+    """Return where our peak is behind a baseline or behind what was wanted; "" for nowhere."""
+    found = []
+    for row in _with_baseline(whole):
+        best, place = row.get("best"), f"{row.get('application')} ({row.get('how')})"
+        over, wanted = row.number("peak_over", best), WANTED.get(row.get("application"))
+        if over < 1:
+            found.append(f"{place}: {over:.2f} of {name(best)}")
+        elif wanted is not None and over < wanted:
+            found.append(f"{place}: {over:.2f} times {name(best)}, wanted {wanted:g}")
+        lower = row.optional("p90_lower_by", best)
+        if lower is not None and lower < 0:
+            found.append(f"{place}: p90 {-lower:.0%} higher than that of {name(best)}")
+        ideal = row.optional("peak_over", _IDEAL)
+        if ideal is not None and ideal < WANTED_OF_IDEAL:
+            found.append(f"{place}: {ideal:.2f} of the ideal, wanted {WANTED_OF_IDEAL:g}")
+    return f"Lost or short: {'; '.join(found)}." if found else ""
+
+
+def _of_policy(figure: str, form: str, *, links: bool = False, optional: bool = False) -> Cell:
+    """Show a figure of a comparison for the policy of the row."""
+
+    def cell(row: Place) -> str:
+        of = number(figure, row.at[3], form=form, links=links, optional=optional)
+        return of(row.above(2))
+
+    return cell
+
+
+def _at_moderate_load(cell: Cell) -> Cell:
+    """Show a figure of the policy's point with the highest rate of at most half of its peak."""
+
+    def moderate(row: Place) -> str:
+        entry = row.above(2)
+        wanted = entry.get("application"), entry.get("how"), row.at[3]
+        own = [
+            point
+            for point in each("points", ...)(row.above(0))
+            if (point.get("application"), point.get("how"), point.get("policy")) == wanted
+        ]
+        peak = max(point.get("requests_per_s") for point in own)
+        rates = {
+            point.get("rate"): point
+            for point in own
+            if point.get("rate") is not None and point.get("rate") <= peak / 2
+        }
+        return cell(rates[max(rates)]) if rates else ""
+
+    return moderate
+
+
+def _p90_ms(part: str) -> Callable[[Place], str]:
+    return _at_moderate_load(number(part, "p90", form=".2f", unit=" ms", per=1e-3))
+
+
+_POLICIES = (
+    ("workload", lambda row: row.above(2).get("application")),
+    ("", lambda row: row.above(2).get("how")),
+    ("policy", key()),
+    ("most requests/s", _of_policy("peaks_per_s", ".1f", links=True)),
+    ("ours over it", _of_policy("peak_over", ".2f", optional=True)),
+    ("with p90 within 0.5 s", _of_policy("peaks_within_per_s", ".1f")),
+    ("ours over it", _of_policy("within_over", ".2f", optional=True)),
+    ("p90 at moderate load is lower by", _of_policy("p90_lower_by", ".0%", optional=True)),
+    ("queueing", _p90_ms("queueing_s")),
+    ("computing", _p90_ms("computing_s")),
+    ("batch", _at_moderate_load(number("average_batch", form=".1f"))),
+)
+
+
+def _if_it_ran(cell: Cell) -> Cell:
+    return lambda row: cell(row) if row.get("runs") else ""
+
+
+def _error(row: Place) -> str:
+    return "" if row.get("runs") else (row.get("error") or "").partition("\n")[0]
+
+
+_SYSTEMS = (
+    ("workload", text("application")),
+    ("load", text("load")),
+    ("system", words("engine")),
+    ("requests/s", _if_it_ran(spread("requests_per_s", form=".1f", links=True))),
+    ("p50", _if_it_ran(spread("latency_s", "p50", form=".1f", unit=" ms", per=1e-3))),
+    ("p90", _if_it_ran(spread("latency_s", "p90", form=".1f", unit=" ms", per=1e-3))),
+    ("agree", _if_it_ran(number("agreeing", form=".0%", optional=True))),
+    ("", _error),
+)
+
+
+def _behind(systems: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a sentence for each workload and load in which another system is ahead of ours."""
+    ran = [entry for entry in systems if entry["runs"]]
+    for ours in (entry for entry in ran if entry["engine"] == _OURS):
+        where = ours["application"], ours["load"]
+        others = [entry for entry in ran if (entry["application"], entry["load"]) == where]
+        most = max(others, key=lambda entry: entry["requests_per_s"])
+        soonest = min(others, key=lambda entry: entry["latency_s"]["p90"])
+        lost = []
+        if most is not ours:
+            times = most["requests_per_s"] / ours["requests_per_s"]
+            lost.append(f"{name(most['engine'])} serves {times:.2f} times as many requests/s")
+        if soonest is not ours:
+            share = soonest["latency_s"]["p90"] / ours["latency_s"]["p90"]
+            lost.append(f"{name(soonest['engine'])} has {share:.2f} times its p90")
+        if lost:
+            yield f"jaxserve is behind on {where[0]}, {where[1]}: {', and '.join(lost)}."

@@ -1,0 +1,530 @@
+"""Figures 6 to 11 and tables 5 and 6 of the ExeGPT paper, its plans measured, and drift."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from statistics import mean
+from typing import Any
+
+from benchmarks.figures.render import (
+    Column,
+    Place,
+    Table,
+    caption,
+    drawn,
+    each,
+    joined,
+    linked,
+    name,
+    number,
+    spread,
+    table,
+    text,
+)
+from benchmarks.figures.results import Result
+
+_BASELINES = ("fastertransformer", "deepspeed", "orca", "vllm")
+_FAMILIES = ("rra", "waa", "continuous")
+_STATIC = "fastertransformer"
+# A baseline is ahead from this ratio on.
+_LEAST = 1.005
+_Point = dict[str, Any]
+
+
+def simulated(result: Result, link: str) -> str:
+    """Return the gains, every figure and table with the paper's, and what was lost."""
+    whole = Place(result, link)
+    return joined(
+        _gains(result, link),
+        _in_words(result, link),
+        _kept(result),
+        _search(result),
+        drawn(_points("figure"), each("points", ...), whole),
+        _lost(result),
+        drawn(_points("figure 7"), each("figure_7", ...), whole),
+        _checked(result, link),
+        _long_tailed(whole),
+        *(
+            drawn(columns, each(key, ...), whole)
+            for key, columns in (("figure_11", _CHANGED), ("table_5", _MONOTONE))
+            if result.items(key)
+        ),
+        drawn(_CASE_STUDY, each("table_6", ...), whole),
+    )
+
+
+# ---- plans and schedules on a device ----
+
+
+def bounds(result: Result, link: str) -> str:
+    """Return plans and hand-tuned batch sizes under equal bounds, and what was lost."""
+    points = [(task, point) for task, own in result.items("tasks") for point in own]
+    policies = list(dict.fromkeys(policy for _, point in points for policy in point["best"]))
+    header = ("task", "bound, s", *map(name, policies), "plan", "p99, s", "within the bound")
+    rows, behind, ahead, late = [], 0, 0, 0
+    for task, point in points:
+        planned, best = point["exegpt"], point["best"]
+        cells = [
+            f"{best[p]['answers_per_s']:.3f} ({best[p]['batch']})" if best.get(p) else "NS"
+            for p in policies
+        ]
+        rows.append([task, _bound(point), *cells, *_planned(planned, link)])
+        most = max((best[p]["answers_per_s"] for p in policies if best.get(p)), default=0.0)
+        behind += most > (planned["answers_per_s"] if planned else 0.0)
+        is_late = bool(planned and planned["p99_s"] > (point["bound_s"] or math.inf))
+        late += is_late
+        ahead += bool(planned and not is_late and planned["answers_per_s"] >= most)
+    given = result.get("arguments")
+    what = (
+        f"Answers a second of {given['num_requests']} requests, lengths times {given['scale']:g}, "
+        f"{given['model']}; each policy with its best batch size of {given['batches']} that keeps "
+        "the bound"
+    )
+    return joined(
+        caption(result, what, link),
+        table(header, rows),
+        f"The plan is behind the best of the others under {behind} of {len(points)} bounds. Its "
+        f"own p99 is over {late} of them; sizes of the others whose p99 is over the bound do not "
+        f"count. It is ahead, with its p99 within the bound, under {ahead}.",
+        _errors(result.get("simulated")),
+    )
+
+
+def _planned(planned: dict[str, Any] | None, link: str) -> list[str]:
+    if not planned:
+        return ["NS", "", ""]
+    failed = planned.get("num_failed", 0)
+    rounds = f" (NS in {failed} of {failed + planned['num_runs']})" if failed else ""
+    return [
+        linked(planned["answers_per_s"], ".3f", link) + rounds,
+        f"{planned['p99_s']:.2f}",
+        f"{planned['within']:.0%}",
+    ]
+
+
+def _errors(simulated: dict[str, Any]) -> str:
+    if "p99_s" not in simulated:
+        return ""
+    answers, p99 = simulated["answers_per_s"], simulated["p99_s"]
+    return (
+        f"Simulated with measured step times, {len(simulated['configurations'])} configurations: "
+        f"throughput {answers['median']:.1%} off in the median and {answers['most']:.1%} at most, "
+        f"p99 {p99['median']:.1%} and {p99['most']:.1%}."
+    )
+
+
+def _measured_below(whole: Place) -> Iterator[str]:
+    result, schedules = whole.result, whole.result.items("schedules")
+    if schedules:
+        errors = result.get("errors")
+        throughput, p99 = errors["output_tokens_per_s"], errors["p99_s"]
+        yield (
+            f"Throughput is {throughput['median']:.1%} off in the median and "
+            f"{throughput['most']:.1%} at most, p99 from admission to end {p99['median']:.1%} and "
+            f"{p99['most']:.1%}. In both, {result.get('num_within_5%')} of {len(schedules)} "
+            f"schedules are within 5%, and {result.get('num_within_10%')} within 10%."
+        )
+    if skipped := result.get("skipped"):
+        yield f"Left out, since the time was up: {', '.join(skipped)} devices."
+    policies = [each for _, each in result.items("policies")]
+    named = [
+        f"{each['schedule']} on {each['groups']}"
+        for _, each in schedules
+        if not each["tokens_agree"]
+    ]
+    named += [each["policy"] for each in policies if not each["tokens_agree"]]
+    others = ", ".join(name(each["policy"]) for each in policies)
+    yield (
+        f"The tokens of {', '.join(named)} differ from those of the first policy ({others})."
+        if named
+        else f"All schedules give the same tokens, which are those of {others} on one device."
+    )
+
+
+def _measured_columns(_: Place) -> list[Column]:
+    columns: list[Column] = [("schedule", text("schedule")), ("devices", text("groups"))]
+    for heading, figure, form in (
+        ("output tokens/s", "output_tokens_per_s", ".1f"),
+        ("p99, s", "p99_s", ".2f"),
+        ("first token, s", "first_token_p50_s", ".2f"),
+    ):
+        own = spread(figure, form=form, links=True)
+        columns += [
+            (heading, lambda row, own=own: own(row.inside("measured"))),
+            ("simulated", number("error", figure, form="+.1%")),
+        ]
+    return columns
+
+
+MEASURED = Table(
+    what="{arguments[num_requests]} requests that all wait from the start, random weights of "
+    "{arguments[model]}; the error of the simulation beside each figure",
+    rows=each("schedules", ...),
+    columns=_measured_columns,
+    below=_measured_below,
+)
+
+
+# ---- drift ----
+
+
+def _drift(whole: Place) -> str:
+    bound_s = whole.optional("bound_s")
+    bound = "no bound" if bound_s is None else f"the bound of {bound_s:.1f} s"
+    return (
+        f"Answers a second of RRA, and the share within {bound}, from the change on "
+        f"({whole.get('arguments')['after']} answers) and of their second half"
+    )
+
+
+DRIFT = Table(
+    what=_drift,
+    rows=each("drifts", ...),
+    columns=(
+        ("change", text("changed")),
+        ("to", text("to", form="g")),
+        *(
+            column
+            for heading, engine, part in (
+                ("left alone", "left_alone", "from_drift"),
+                ("adapted", "adapted", "from_drift"),
+                ("adapted, settled", "adapted", "settled"),
+                ("planned anew, settled", "planned_anew", "settled"),
+            )
+            for column in (
+                (heading, number(engine, part, "answers_per_s", form=".2f", links=True)),
+                ("within", number(engine, part, "share_in_bound", form=".1%")),
+            )
+        ),
+        ("plans", lambda row: str(len(row.get("adapted")["adopted"]))),
+    ),
+    how=lambda whole: f"one simulation each, seed {whole.get('arguments')['seed']}",
+)
+
+
+# ---- figures and tables of the paper ----
+
+
+def _bound(point: _Point) -> str:
+    return "none" if point["bound_s"] is None else f"{point['bound_s']:.1f}"
+
+
+def _per_s(value: float | None) -> str:
+    return "NS" if value is None else f"{value:.2f}"
+
+
+def _rate(*keys: str) -> Callable[[Place], str]:
+    """Show a throughput or a latency, "NS" where no schedule keeps the bound."""
+    return lambda row: _per_s(row.get(*keys))
+
+
+def _bound_of(row: Place) -> str:
+    return _bound(row.get())
+
+
+def _gains(result: Result, link: str) -> str:
+    header = ("mean gain over FasterTransformer", "plan", "RRA and WAA", "paper")
+    paper = result.get("paper_mean_gain")
+
+    def cells(*keys: str) -> list[str]:
+        found = [result.get(key, keys[-1]) for key in keys[:-1]]
+        return ["" if value is None else linked(value, ".2f", link) for value in found]
+
+    rows = [
+        [named, *cells("mean_gain", "mean_gain_exegpt", key), f"{paper[key]:g}"]
+        for key, named in (("small", "figure 6"), ("large", "figure 8"), ("all", "all"))
+    ]
+    overlapping = result.get("mean_gain_overlapping")
+    shown = "" if overlapping is None else linked(overlapping, ".2f", link)
+    rows.append(["all, if RRA's rounds overlap", "", shown, ""])
+    for baseline in _BASELINES[1:]:
+        gains = cells("mean_gain_over", "mean_gain_exegpt_over", baseline)
+        rows.append([f"all, over {name(baseline)} instead", *gains, ""])
+    what = "Throughput under the paper's four bounds, A40 and A100 as rooflines"
+    how = "estimated, and bounded schedules simulated with sampled lengths"
+    return joined(caption(result, what, link, how=how), table(header, rows))
+
+
+def _kept(result: Result) -> str:
+    """Return how many simulated answers kept their bounds."""
+    played = result.get("played")
+    if played is None:
+        return ""
+    within, others = played["within"], played["missed_by_others"]
+    errors = played["throughput_error"]
+    num_of = ", ".join(f"{num} of {name(policy)}" for policy, num in played["num_runs_of"].items())
+    return (
+        f"Of {played['num_answers']} answers in {played['num_runs']} simulations by the real "
+        f"scheduler, of plans and of the best schedules of RRA and WAA ({num_of}), "
+        f"{within['mean']:.2%} kept the bound (at least {within['least']:.2%} in each). "
+        f"{played['longer_share']:.2%} were longer than planned for; of the others "
+        f"{others['mean']:.2%} missed it (at most {others['most']:.2%}). Throughput was "
+        f"{errors['least']:+.1%} to {errors['most']:+.1%} off its estimate."
+    )
+
+
+def _search(result: Result) -> str:
+    search, missed = result.get("search"), result.get("algorithm_1")
+    shares = search["most_evaluated_share"]
+    return (
+        f"The longest search took {search['most_s']:.2f} s. It evaluated at most "
+        + ", ".join(f"{share:.2%} ({model})" for model, share in shares.items())
+        + f" of the configurations. Algorithm 1 alone misses the best schedule for "
+        f"{missed['missed_share']:.0%} of {missed['num_cases']} bounds, for "
+        f"{missed['beyond_tolerance_share']:.0%} by more than its tolerance, and finds "
+        f"{missed['worst_share']:.0%} of its throughput at worst."
+    )
+
+
+def _system(each: str) -> Callable[[Place], str]:
+    return lambda row: _per_s(row.get("per_s_of").get(each))
+
+
+def _gain(row: Place) -> str:
+    return "" if row.get("gain") is None else number("gain", form=".2f", links=True)(row)
+
+
+def _within(row: Place) -> str:
+    """Show the share of answers within the bound when the plan was played."""
+    point = row.get()
+    # The best of RRA and WAA is played, too, where the plan is another.
+    played = [run for run in point.get("played", ()) if run["policy"] == point["policy"]]
+    return f"{mean(run['within'] for run in played):.1%}" if played else ""
+
+
+def _points(figure: str) -> tuple[Column, ...]:
+    def scenario(row: Place) -> str:
+        number = 7 if row.at[0] == "figure_7" else row.get("figure")
+        cluster = f"{row.get('num_devices')} {row.get('cluster')}"
+        return f"{number}: {row.get('model')}, {cluster}"
+
+    return (
+        (figure, scenario),
+        ("task", text("task")),
+        ("bound, s", _bound_of),
+        *((name(system), _system(system)) for system in (*_BASELINES, *_FAMILIES)),
+        ("plan", _rate("per_s")),
+        ("gain", _gain),
+        ("schedule", lambda row: _schedule(row.get())),
+        ("latency, s", number("latency_s", form=".1f", optional=True)),
+        ("within the bound", _within),
+    )
+
+
+def _schedule(point: _Point) -> str:
+    """Return a plan's schedule in a few words."""
+    if "policy" not in point:
+        return "none"
+    if point["policy"] == "continuous":
+        chunks = f", chunks {point['chunk_tokens']}" if point["chunk_tokens"] else ""
+        schedule = f"continuous, at most {point['max_running']}{chunks}"
+    elif point["policy"] == "rra":
+        schedule = f"rra B_E {point['encode_batch']}, N_D {point['num_decodes']}"
+    else:
+        batches = point["encode_batch"], point["num_micro_batches"]
+        schedule = f"{point['policy']} B_E {batches[0]}, B_m {batches[1]}"
+    num_sharded = point["num_sharded_devices"]
+    return f"{schedule}; {num_sharded} in shards of {point['degree']}" if num_sharded else schedule
+
+
+def _lost(result: Result) -> str:
+    """Return how often a baseline is ahead of the plan, and of ExeGPT's own schedules."""
+    points = result.get("points")
+    lost, own = _ahead(points, "per_s"), _ahead(points, "exegpt_per_s")
+    families = [point.get("policy", "none").partition("_")[0] for point in points]
+    counts = ", ".join(f"{each} {families.count(each)} times" for each in _FAMILIES)
+    return (
+        (
+            f"Ahead of the plan under {len(points)} bounds are {lost}. "
+            if lost
+            else f"No baseline is ahead of the plan under any of {len(points)} bounds. "
+        )
+        + (f"Ahead of the better one of RRA and WAA are {own}. " if own else "")
+        + f"The plan is {counts}. Baselines have the same kernels as the schedules and no host "
+        "time a step; ORCA and vLLM have the same latency margins, too, and the others none. vLLM "
+        "is continuous batching with all devices of a machine in one shard group, so the plan, "
+        "which chooses the groups, has all that it has."
+    )
+
+
+def _ahead(points: Sequence[_Point], of: str) -> str:
+    """Return which baselines are ahead of a throughput, how often, and by how much."""
+    parts = []
+    for system in _BASELINES:
+        ahead = [
+            point["per_s_of"][system] / point[of] if point.get(of) else math.inf
+            for point in points
+            if point["per_s_of"].get(system)
+            if point["per_s_of"][system] > _LEAST * (point.get(of) or 0.0)
+        ]
+        if ahead:
+            most = max((each for each in ahead if each < math.inf), default=math.inf)
+            alone = ahead.count(math.inf)
+            parts.append(
+                f"{name(system)} {len(ahead)} times"
+                + (f", by {most - 1:.0%} at most" if most < math.inf else "")
+                + (f", {alone} of them where nothing else keeps the bound" if alone else "")
+            )
+    return "; ".join(parts)
+
+
+def _checked(result: Result, link: str) -> str:
+    header = ("figure 7", "bound, s", "policy", "batch", "answers/s", "estimated")
+    header += ("p99, s", "estimated", "within the bound")
+    rows = [
+        [
+            point["task"],
+            _bound(point),
+            name(system),
+            str(each["batch"]),
+            linked(each["per_s"], ".2f", link),
+            f"{each['estimated_per_s']:.2f}",
+            "" if each["p99_length_s"] is None else f"{each['p99_length_s']:.2f}",
+            f"{each['estimated_latency_s']:.2f}",
+            f"{each['within']:.1%}",
+        ]
+        for _, point in result.items("figure_7")
+        for system, each in point["checked"].items()
+        if each
+    ]
+    return table(header, rows) if rows else ""
+
+
+_LONG_TAILED = (
+    ("figure 10, stand-ins", text("data_set")),
+    ("model", text("model")),
+    ("bound, s", _bound_of),
+    ("FasterTransformer", number("static_per_s", form=".2f")),
+    ("rra", _rate("rra_per_s")),
+    ("s", _rate("rra_latency_s")),
+    ("waa", _rate("waa_per_s")),
+    ("s", _rate("waa_latency_s")),
+    ("gain", number("gain", form=".2f", links=True)),
+)
+
+
+def _long_tailed(whole: Place) -> str:
+    gains = [row["gain"] for _, row in whole.result.items("figure_10")]
+    if not gains:
+        return ""
+    return joined(
+        drawn(_LONG_TAILED, each("figure_10", ...), whole),
+        f"Figure 10 has {mean(gains):.1f} on average and {max(gains):.1f} at most; the paper, with "
+        "its data sets, 4.4 and 8.7.",
+    )
+
+
+def _over_bound(figure: str) -> Callable[[Place], str]:
+    return lambda row: f"{row.get(figure) / row.get('bound_s'):.2f}"
+
+
+_CHANGED = (
+    ("figure 11", lambda row: f"{row.get('policy')}, {row.get('bound_s'):.1f} s"),
+    ("changed", text("changed")),
+    ("by", text("by", form="g")),
+    ("left alone /s", number("left_alone_per_s", form=".2f", links=True)),
+    ("planned anew /s", _rate("planned_per_s")),
+    ("p99 over bound", _over_bound("left_alone_latency_s")),
+    ("same length over bound", _over_bound("left_alone_same_length_s")),
+)
+_MONOTONE = (
+    ("table 5", text("task")),
+    ("tolerance", text("tolerance", form=".0%")),
+    ("variable", lambda row: f"{row.get('policy')} {row.get('variable')}"),
+    ("latency, %", number("latency", form=".1f", links=True)),
+    ("paper", number("paper", 0, form="g")),
+    ("throughput, %", number("throughput", form=".1f")),
+    ("paper", number("paper", 1, form="g")),
+)
+_CASE_STUDY = (
+    ("table 6", text("policy")),
+    ("B_E", text("encode_batch")),
+    ("N_D", text("num_decodes")),
+    ("T_P", text("degree")),
+    ("latency, s", number("latency_s", form=".2f", links=True)),
+    ("paper", number("paper_latency_s", form=".2f")),
+    ("answers/s", number("per_s", form=".2f")),
+    ("paper", number("paper_per_s", form=".2f")),
+)
+
+
+# ---- what the paper says in words ----
+
+
+def _in_words(result: Result, link: str) -> str:
+    """Return a row for each figure that the paper gives in its text; "" without points."""
+    points = [point for _, point in result.items("points")]
+    rows = [*_gains_in_words(points, link), *_margins(result, link), *_changes(result, link)]
+    return table(("paper, in words", "paper", "plan", "RRA and WAA", "RRA"), rows) if rows else ""
+
+
+def _gains_in_words(points: Sequence[_Point], link: str) -> Iterator[list[str]]:
+    """Yield gains over FasterTransformer: of figure 6 the largest, of figure 8 all (section 7)."""
+    sixth = [point for point in points if point["figure"] == 6]
+    eighth = [point for point in points if point["figure"] == 8]
+    unbounded = [point for point in eighth if point["bound_s"] is None]
+    throughputs: tuple[Callable[[_Point], float | None], ...] = (
+        lambda point: point.get("per_s"),
+        lambda point: point.get("exegpt_per_s"),
+        lambda point: point["per_s_of"].get("rra"),
+    )
+    for named, paper, own, of in (
+        ("figure 6, largest gain", "5.4", sixth, max),
+        ("figure 8, least gain", "1.1", eighth, min),
+        ("figure 8, largest gain", "15.2", eighth, max),
+        ("figure 8, mean gain", "3.2", eighth, mean),
+        ("figure 8 without a bound, mean gain", "2.2", unbounded, mean),
+    ):
+        cells = []
+        for throughput in throughputs:
+            gains = [
+                per_s / point["per_s_of"][_STATIC]
+                for point in own
+                if (per_s := throughput(point)) and point["per_s_of"].get(_STATIC)
+            ]
+            cells.append(linked(of(gains), ".2f", link) if gains else "")
+        if any(cells):
+            yield [named, paper, *cells]
+
+
+def _margins(result: Result, link: str) -> Iterator[list[str]]:
+    """Yield by how much a p99 latency grows if lengths change and the schedule of WAA does not.
+
+    That is the tighter bound under which the schedule has to be found (section 7.6): of all answers
+    (SLA a), and of answers as long as before (SLA b).
+    """
+    rows = {
+        (row["changed"], row["by"]): row
+        for _, row in result.items("figure_11")
+        if row["policy"] == "waa"
+    }
+    for changed, by, papers in (("mean", 1.15, ("13%", "10%")), ("deviation", 1.3, ("5%", "0%"))):
+        after, before = rows.get((changed, by)), rows.get((changed, 1.0))
+        if after is None or before is None:
+            continue
+        keys = ("left_alone_latency_s", "left_alone_same_length_s")
+        for sla, key, paper in zip("ab", keys, papers, strict=True):
+            margin = after[key] / before[key] - 1
+            named = f"figure 11, WAA, {changed} times {by:g}: tighter bound, SLA {sla}"
+            yield [named, paper, "", linked(margin, ".0%", link), ""]
+
+
+def _changes(result: Result, link: str) -> Iterator[list[str]]:
+    """Yield how far RRA's unchanged schedule is from the one planned anew, at most."""
+    rows = [row for _, row in result.items("figure_11") if row["policy"] == "rra"]
+    keys = {
+        "throughput": ("left_alone_per_s", "planned_per_s"),
+        "p99": ("left_alone_latency_s", "planned_latency_s"),
+    }
+    for named, papers in (("mean", ("28%", "12.6%")), ("others", ("11%", "17%"))):
+        own = [row for row in rows if (row["changed"] == "mean") == (named == "mean")]
+        for (what, (left_alone, planned)), paper in zip(keys.items(), papers, strict=True):
+            found = [
+                abs(row[left_alone] / row[planned] - 1)
+                for row in own
+                if row.get(planned) and math.isfinite(row[planned])
+            ]
+            if found:
+                at = f"figure 11, RRA, {named}: {what} of the unchanged schedule off by at most"
+                yield [at, f"under {paper}", "", "", linked(max(found), ".0%", link)]

@@ -1,0 +1,272 @@
+"""Tables of the Flover, S3 and Pensieve papers, of conversations, and of their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from benchmarks.common.counters import PrefixCounts
+from benchmarks.common.repeats import Spread
+from benchmarks.figures.render import (
+    Column,
+    Place,
+    Table,
+    each,
+    key,
+    linked,
+    lost,
+    number,
+    spread,
+    table,
+    text,
+    words,
+)
+from benchmarks.figures.results import by_policy
+
+# The policies of the S3 paper's tables, in the order of their numbers.
+_S3_POLICIES = ("orca", "s3", "s3_oracle")
+
+
+def _flover_rows(whole: Place) -> Iterator[Place]:
+    last = {policy: points[-1] for policy, points in by_policy(whole.result, "constant").items()}
+    return (whole.inside("constant", i) for i in last.values())
+
+
+def _over_instances(row: Place) -> str:
+    slowest = [
+        other
+        for other in _flover_rows(row.above(0))
+        if other.get("policy") == "concurrent_instances"
+    ]
+    if not slowest:
+        return ""
+    return f"{slowest[0].spread('wall_s').median / row.spread('wall_s').median:.1f}"
+
+
+FLOVER = Table(
+    what="{arguments[max_requests]} requests of {arguments[output_tokens]} output tokens, one "
+    "every {interval_s:.2f} s, {arguments[model]}",
+    rows=_flover_rows,
+    columns=(
+        ("policy", words("policy")),
+        ("total time, s", spread("wall_s", form=".1f", links=True)),
+        ("faster than concurrent instances by", _over_instances),
+        ("output tokens/s", spread("output_tokens_per_s", form=".0f")),
+    ),
+)
+
+_S3_ROWS = each("models", ..., ...)
+
+
+def _of_paper(figure: str) -> Callable[[Place], str]:
+    def cell(row: Place) -> str:
+        _, model, policy = row.at
+        values = row.result.get("paper").get(model, {}).get(figure, ())
+        theirs = dict(zip(_S3_POLICIES, values, strict=False))
+        return f"{theirs[policy]:.0f}" if policy in theirs else ""
+
+    return cell
+
+
+def _within_slo(row: Place) -> str:
+    _, model, policy = row.at
+    rates = row.result.get("slo").get(model, {}).get(policy, ())
+    within = [each["requests_within_per_s"] for each in rates]
+    return f"{max(within):.2f}" if within else ""
+
+
+S3 = Table(
+    what="{arguments[num_requests]} requests of ShareGPT's lengths, all at once, A100 80 GB as "
+    "rooflines",
+    rows=_S3_ROWS,
+    columns=(
+        ("model", lambda row: str(row.at[1])),
+        ("policy", key()),
+        ("tokens/s", number("output_tokens_per_s", form=".0f", links=True)),
+        ("paper", _of_paper("output_tokens_per_s")),
+        ("batch", number("average_batch", form=".0f", links=True)),
+        ("paper", _of_paper("average_batch")),
+        ("iterations", number("num_iterations", form=".0f", links=True)),
+        ("paper", _of_paper("num_iterations")),
+        ("requests/s within 0.1875 s a token, at the best rate", _within_slo),
+    ),
+    how="simulated",
+    below=lost(
+        "output tokens/s",
+        _S3_ROWS,
+        lambda row: Spread.of([row.number("output_tokens_per_s")]),
+        place=lambda row: str(row.at[1]),
+    ),
+)
+
+
+# ---- conversations ----
+
+
+def _last_points(whole: Place) -> Iterator[Place]:
+    """Yield every policy's point at its highest rate, for each set of conversations."""
+    return (curve.inside("points", -1) for curve in each("sets", ..., "policies", ...)(whole))
+
+
+def _rounds(row: Place) -> str:
+    given = row.above(2)
+    return f"{given.number('min_rounds'):.0f} or more, {given.number('reaction_s'):g} s"
+
+
+def _at_bound(row: Place) -> str:
+    """Show the requests served at the bound, "over" the highest rate if p90 stays within it."""
+    curve = row.above(4)
+    served, most = curve.get("requests_per_s_at_bound"), curve.inside("points", -1)
+    if served is None:
+        return f"[over {most.number('requests_per_s'):.2f}]({row.link})"
+    return linked(served, ".2f", row.link)
+
+
+def _of_stateless(row: Place) -> str:
+    return text("of_stateless", form=".2f")(row.above(4))
+
+
+def _prefix(row: Place) -> PrefixCounts:
+    return PrefixCounts.of(row.get("engine"))
+
+
+def _conversations_columns(whole: Place) -> tuple[Column, ...]:
+    return (
+        ("rounds, reaction", _rounds),
+        ("policy", key(3)),
+        (f"requests/s at {whole.get('arguments')['bound']:g} s a token", _at_bound),
+        ("of stateless", _of_stateless),
+        ("requests/s at the highest rate", spread("requests_per_s", form=".2f")),
+        ("p90 s/token there", spread("normalised_latency_s", "p90", form=".3f", unit=" s")),
+        ("hit", lambda row: f"{_prefix(row).hit_share:.0%}"),
+        ("on the host", lambda row: f"{_prefix(row).hit_on_host_share:.0%}"),
+        ("tokens evicted", lambda row: f"{_prefix(row).evicted:.0f}"),
+    )
+
+
+def _simulated_or_runs(whole: Place) -> str | None:
+    return "simulated with measured step times" if whole.get("arguments")["simulated"] else None
+
+
+CONVERSATIONS = Table(
+    what="{arguments[num_conversations]} conversations a rate, {arguments[model]}",
+    rows=_last_points,
+    columns=_conversations_columns,
+    how=_simulated_or_runs,
+    below=lost(
+        "p90 s/token at the highest rate",
+        _last_points,
+        lambda row: row.spread("normalised_latency_s", "p90"),
+        policy=3,
+        place=_rounds,
+        is_lower_better=True,
+    ),
+)
+
+
+def _thesis_gain(row: Place) -> str:
+    gain = row.above(2).get("gain")
+    return f"{gain:g}" if row.at[3] == "pensieve" and gain else ""
+
+
+def _pensieve_columns(whole: Place) -> tuple[Column, ...]:
+    return (
+        ("figure", lambda row: f"{row.above(2).get('figure')}, {row.above(2).get('model')}"),
+        ("rounds, reaction", _rounds),
+        ("policy", key(3)),
+        (f"requests/s at {whole.number('arguments', 'bound'):g} s a token", _at_bound),
+        ("of stateless", _of_stateless),
+        ("thesis", _thesis_gain),
+        (
+            "p90 s/token at the lowest rate",
+            number("points", 0, "normalised_latency_s", "p90", form=".3f", unit=" s"),
+        ),
+    )
+
+
+def _reached_bounds(whole: Place) -> Iterator[Place]:
+    """Yield the curves of panels with `auto` that reach the bound."""
+    return (
+        curve
+        for curve in each("sets", ..., "policies", ...)(whole)
+        if "auto" in curve.above(2).get("policies")
+        if curve.get("requests_per_s_at_bound") is not None
+    )
+
+
+def _pensieve_below(whole: Place) -> list[str]:
+    sentence = lost(
+        f"requests/s at {whole.number('arguments', 'bound'):g} s a token",
+        _reached_bounds,
+        lambda row: Spread.of([row.get("requests_per_s_at_bound")]),
+        place=lambda row: f"{row.above(2).get('figure')}, {row.above(2).get('model')}",
+    )
+    header = ("figure 3.14", "requests/s", "hit with LRU", "with cost over time")
+    header += ("tokens recomputed with LRU", "with cost over time", "fewer")
+    rows = list(_evictions(whole))
+    return [*sentence(whole), table(header, rows) if rows else ""]
+
+
+def _by_rate(panel: Place, policy: str) -> dict[float, Place]:
+    points = each("policies", policy, "points", ...)(panel)
+    return {point.number("rate"): point for point in points}
+
+
+def _evictions(whole: Place) -> Iterator[list[str]]:
+    """Yield the rates of figure 3.14 that both policies played and at which LRU evicted tokens."""
+    for panel in each("sets", ...)(whole):
+        if not {"pensieve_lru", "pensieve"} <= panel.get("policies").keys():
+            continue
+        lru, ours = (
+            {
+                point.number("rate"): point
+                for point in each("policies", policy, "points", ...)(panel)
+            }
+            for policy in ("pensieve_lru", "pensieve")
+        )
+        for rate in sorted(lru.keys() & ours.keys()):
+            before, after = _prefix(lru[rate]), _prefix(ours[rate])
+            if before.evicted:
+                yield [
+                    panel.get("model"),
+                    f"{rate:.2f}",
+                    f"{before.hit_share:.1%}",
+                    f"{after.hit_share:.1%}",
+                    linked(before.evicted, ".0f", whole.link),
+                    f"{after.evicted:.0f}",
+                    f"{1 - after.evicted / before.evicted:.1%}",
+                ]
+
+
+PENSIEVE = Table(
+    what="ShareGPT's conversations for {arguments[seconds]:.0f} s, A100 80 GB as "
+    "{arguments[efficiency]:.0%} of its rooflines",
+    rows=each("sets", ..., "policies", ...),
+    columns=_pensieve_columns,
+    how="simulated",
+    below=_pensieve_below,
+)
+
+SCATTERED = Table(
+    what="{arguments[batch]} rows of {arguments[queries]} tokens, milliseconds",
+    rows=each("contexts", ...),
+    columns=(
+        ("context", number("context", form=".0f")),
+        ("over pages", spread("over_pages_s", form=".2f", per=1e-3, links=True)),
+        ("copied out", spread("copied_out_s", form=".2f", per=1e-3)),
+        ("one token at a time", spread("one_token_at_a_time_s", form=".2f", per=1e-3)),
+    ),
+)
+
+RESTORE = Table(
+    what=lambda whole: (
+        f"Pages of {whole.number('page_bytes') / 1e6:.2f} MB, {whole.get('arguments')['model']}"
+    ),
+    rows=each("points", ...),
+    columns=(
+        ("slot", words("situation")),
+        ("tokens", text("length", form=",")),
+        ("pages come", words("way")),
+        ("first token, ms", spread("first_token_s", form=".0f", per=1e-3, links=True)),
+        ("others lost, ms", spread("others_lost_s", form=".0f", per=1e-3)),
+    ),
+)

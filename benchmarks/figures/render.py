@@ -1,0 +1,317 @@
+"""Tables in Markdown: cells of a result, and the table of one kind of result as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from benchmarks.common.policies import BASELINES, PREDICTING, missing_baselines
+from benchmarks.common.repeats import Spread
+from benchmarks.figures.results import Result
+
+# A difference below this share is no loss.
+_LEAST_LOSS = 0.0005
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """An object inside a result, and the address of the result's file as the page sees it."""
+
+    result: Result
+    link: str
+    at: tuple[str | int, ...] = ()
+
+    def above(self, depth: int) -> Place:
+        """Return the object that is `depth` keys below the result and contains this one."""
+        return replace(self, at=self.at[:depth])
+
+    def inside(self, *keys: str | int) -> Place:
+        return replace(self, at=(*self.at, *keys))
+
+    def get(self, *keys: str | int) -> Any:
+        return self.result.get(*self.at, *keys)
+
+    def number(self, *keys: str | int) -> float:
+        return self.result.number(*self.at, *keys)
+
+    def optional(self, *keys: str | int) -> float | None:
+        return self.result.optional(*self.at, *keys)
+
+    def spread(self, *keys: str | int) -> Spread:
+        return self.result.spread(self.at, *keys)
+
+    def linked(self, text: str) -> str:
+        return f"[{text}]({self.link})"
+
+
+Cell = Callable[[Place], str]
+Column = tuple[str, Cell]
+Rows = Callable[[Place], Iterable[Place]]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The table of one result of a kind.
+
+    Attributes:
+      what: what it shows; a text may have fields of the result, such as {arguments[model]}.
+      how: in place of the number of runs, for figures that do not come from repeated runs.
+      below: sentences and further tables.
+    """
+
+    what: str | Callable[[Place], str]
+    rows: Rows
+    columns: Sequence[Column] | Callable[[Place], Sequence[Column]]
+    how: str | Callable[[Place], str | None] | None = None
+    below: Callable[[Place], Iterable[str]] = lambda _: ()
+
+    def __call__(self, result: Result, link: str) -> str:
+        """Return the caption, the table, and what is below it."""
+        whole = Place(result, link)
+        what = self.what.format_map(_Fields(result)) if isinstance(self.what, str) else None
+        return joined(
+            caption(
+                result,
+                self.what(whole) if callable(self.what) else what or "",
+                link,
+                how=self.how(whole) if callable(self.how) else self.how,
+            ),
+            drawn(self.columns, self.rows, whole),
+            *self.below(whole),
+        )
+
+
+class _Fields(dict[str, Any]):
+    """The fields of a result for `str.format_map`."""
+
+    def __init__(self, result: Result):
+        super().__init__()
+        self._result = result
+
+    def __missing__(self, key: str) -> Any:
+        return self._result.get(key)
+
+
+def drawn(
+    columns: Sequence[Column] | Callable[[Place], Sequence[Column]], rows: Rows, whole: Place
+) -> str:
+    """Return a table with a row for each place."""
+    given = columns(whole) if callable(columns) else columns
+    cells = [[cell(place) for _, cell in given] for place in rows(whole)]
+    return table([heading for heading, _ in given], cells)
+
+
+def each(*path: Any) -> Rows:
+    """Return the rows at a path of keys, in which `...` stands for every key or position."""
+
+    def rows(whole: Place) -> Iterator[Place]:
+        found = [whole]
+        for key in path:
+            found = [
+                place.inside(inner)
+                for place in found
+                for inner in (
+                    [name for name, _ in place.result.items(*place.at)] if key is ... else [key]
+                )
+            ]
+        yield from found
+
+    return rows
+
+
+def key(depth: int = -1) -> Cell:
+    """Show a key of the place, the last one by default, in words."""
+    return lambda place: name(str(place.at[depth]))
+
+
+def text(*keys: str, form: str = "") -> Cell:
+    """Show a value as it is; an empty cell for None."""
+
+    def cell(place: Place) -> str:
+        found = place.get(*keys)
+        return "" if found is None else format(found, form)
+
+    return cell
+
+
+def words(*keys: str) -> Cell:
+    """Show an identifier in words."""
+    return lambda place: name(place.get(*keys))
+
+
+def number(
+    *keys: str | int,
+    form: str,
+    unit: str = "",
+    per: float = 1.0,
+    links: bool = False,
+    optional: bool = False,
+) -> Cell:
+    """Show a number, divided by `per`; with `optional`, an empty cell if it was not measured."""
+
+    def cell(place: Place) -> str:
+        found = place.optional(*keys) if optional else place.number(*keys)
+        if found is None:
+            return ""
+        shown = format(found / per, form)
+        return (place.linked(shown) if links else shown) + unit
+
+    return cell
+
+
+def spread(
+    *keys: str | int,
+    form: str,
+    unit: str = "",
+    per: float = 1.0,
+    links: bool = False,
+    optional: bool = False,
+) -> Cell:
+    """Show the median and the range of a figure, divided by `per`."""
+
+    def cell(place: Place) -> str:
+        if optional and place.result.optional_spread(place.at, *keys) is None:
+            return ""
+        return shown(place.spread(*keys).over(per), form, unit, place.link if links else None)
+
+    return cell
+
+
+def name(identifier: str) -> str:
+    """Return an identifier in words, as tables and charts show it."""
+    return identifier.replace("_", " ")
+
+
+def joined(*parts: str) -> str:
+    """Return the parts that are not empty as paragraphs."""
+    return "\n\n".join(filter(None, parts))
+
+
+def caption(result: Result, what: str, link: str, *, how: str | None = None) -> str:
+    """Return what a table shows, on which machine, from which file, and from how many runs."""
+    note = result.data.get("note")
+    sentences = f"{what}, on {where(result)} ([{result.path.stem}]({link})); {how or runs(result)}."
+    return f"{sentences} {note}" if note else sentences
+
+
+def runs(result: Result) -> str:
+    """Return how many whole runs the figures come from."""
+    if result.repeats == 1:
+        return "one run"
+    return f"medians of {result.repeats} whole runs (least to most)"
+
+
+def where(result: Result) -> str:
+    """Return the machine in words."""
+    device = result.get("device")
+    if result.get("device", "platform") != "cpu":
+        return f"{device['count']} x {device['kind']}"
+    return f"{device['host_cores']} cores of {device['host_cpu']}"
+
+
+def shown(spread: Spread, form: str, unit: str = "", link: str | None = None) -> str:
+    """Return median and range; the range is left out where it rounds to the median."""
+    median, low, high = (format(value, form) for value in (spread.median, spread.low, spread.high))
+    text = f"{median}{unit}" if link is None else f"[{median}]({link}){unit}"
+    return text if low == high == median else f"{text} ({low} to {high})"
+
+
+def linked(value: float, form: str, link: str) -> str:
+    """Return a number that links to the file that it comes from."""
+    return f"[{value:{form}}]({link})"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table without the columns that are empty in every row."""
+    kept = [i for i in range(len(header)) if not rows or any(row[i] for row in rows)]
+    lines = [[line[i] for i in kept] for line in (header, ["---"] * len(header), *rows)]
+    return "\n".join(
+        "|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|" for line in lines
+    )
+
+
+def lost(
+    unit: str,
+    rows: Rows,
+    figure: Callable[[Place], Spread],
+    *,
+    policy: int = -1,
+    place: Callable[[Place], str] = lambda _: "",
+    is_lower_better: bool = False,
+) -> Callable[[Place], list[str]]:
+    """Return the sentence of `losses` for the figure of every row.
+
+    Args:
+      policy: the position of the policy's name among the keys of a row.
+      place: where a row was measured.
+    """
+
+    def sentence(whole: Place) -> list[str]:
+        sets: dict[str, dict[str, Spread]] = {}
+        for row in rows(whole):
+            sets.setdefault(place(row), {})[str(row.at[policy])] = figure(row)
+        return [losses(unit, sets, is_lower_better=is_lower_better)]
+
+    return sentence
+
+
+def losses(
+    unit: str, sets: Mapping[str, Mapping[str, Spread]], *, is_lower_better: bool = False
+) -> str:
+    """Return where `s3` and `auto` are behind `vllm_like` and `s3_oracle`; "" without the former.
+
+    Args:
+      unit: of the figures, in words.
+      sets: figures by policy, by where they were measured ("" for one place alone).
+      is_lower_better: whether less is better, as for latencies.
+    """
+    policies = dict.fromkeys(policy for found in sets.values() for policy in found)
+    ours = [policy for policy in PREDICTING if policy in policies]
+    if not ours:
+        return ""
+    known = [baseline for baseline in BASELINES if baseline in policies]
+    behind = {place: list(_behind(found, is_lower_better)) for place, found in sets.items()}
+    parts = [
+        f"{place}{', '.join(texts)}"
+        for place, texts in ((f"{p}: " if p else "", texts) for p, texts in behind.items())
+        if texts
+    ]
+    sentences = []
+    if parts:
+        comma = ", " if "" not in sets else ": "
+        sentences.append(f"Lost in {unit}{comma}{'; '.join(parts)}.")
+    elif known:
+        verb = "is" if len(ours) == 1 else "are"
+        names, others = " and ".join(map(name, ours)), " and ".join(map(name, known))
+        sentences.append(f"Nothing lost in {unit}: {names} {verb} not behind {others}.")
+    if missing := missing_baselines(policies):
+        verb = "was" if len(missing) == 1 else "were"
+        sentences.append(f"{' and '.join(map(name, missing))} {verb} not measured here.")
+    return " ".join(sentences)
+
+
+def behind_by(own: Spread, other: Spread, *, is_lower_better: bool = False) -> float | None:
+    """Return by which share of the other's median ours is worse; None if it is not."""
+    share = own.median / other.median - 1 if is_lower_better else 1 - own.median / other.median
+    return share if share > _LEAST_LOSS else None
+
+
+def _behind(found: Mapping[str, Spread], is_lower_better: bool) -> Iterator[str]:
+    """Yield, for each policy that is behind a baseline, the baselines and the shares."""
+    for policy in PREDICTING:
+        texts = []
+        for baseline in BASELINES:
+            if policy not in found or baseline not in found:
+                continue
+            own, other = found[policy], found[baseline]
+            share = behind_by(own, other, is_lower_better=is_lower_better)
+            if share is not None:
+                form = ".0%" if share >= 0.01 else ".1%"
+                touches = own.num_runs > 1 and own.overlaps(other)
+                note = " (their ranges overlap)" if touches else ""
+                texts.append(f"{share:{form}} behind {name(baseline)}{note}")
+        if texts:
+            yield f"{name(policy)} is {' and '.join(texts)}"
