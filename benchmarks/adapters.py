@@ -13,12 +13,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.table import Table
 
-from benchmarks.common import workloads
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common import environment, workloads
+from benchmarks.common.harness import Benchmark, arguments_of, print_table
 from benchmarks.common.policies import add_policy_options, parse_policies
-from benchmarks.common.repeats import Figures, Spread, add_repeats, in_turns, ratios, summary
+from benchmarks.common.repeats import Figures, add_repeats, in_turns, ratio, summary
 from benchmarks.common.serving import Runtimes
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sampling_params import SamplingParams
@@ -32,16 +31,8 @@ _WITHOUT = "without"
 _SCALE = 0.01
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    options = build_parser().parse_args(arguments)
-    return command(run, options, show_result=_print_table, is_whole=_is_whole)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures without adapters, and with each number of them."""
-    from benchmarks.common import environment
-
     counts = [int(count) for count in options.adapters.split(",")]
     if min(counts) < 0 or max(counts) < 1:
         raise InvalidConfigError(
@@ -74,7 +65,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "cases": [
             {
                 "num_adapters": count,
-                "share_of_throughput": _spread(rates[str(count)], rates[_WITHOUT]),
+                "share_of_throughput": ratio(rates[str(count)], rates[_WITHOUT]),
                 **summary(found[str(count)]),
             }
             for count in counts
@@ -117,36 +108,22 @@ def _played(rt: Runtime, prompts: list[Any], count: int, output_tokens: int) -> 
     }
 
 
-def _spread(rates: list[float], others: list[float]) -> dict[str, Any]:
-    spread = Spread.of(ratios(rates, others))
-    return {"median": spread.median, "range": [spread.low, spread.high]}
-
-
 def _is_whole(result: dict[str, Any]) -> bool:
     return not any(case["num_failed"] for case in (result["without"], *result["cases"]))
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table("adapters", "tokens/s", "share", box=None, header_style="bold")
-    table.add_row("without", f"{result['without']['tokens_per_s']:.0f}", "")
-    for case in result["cases"]:
-        share = case["share_of_throughput"]
-        low, high = share["range"]
-        table.add_row(
-            str(case["num_adapters"]),
-            f"{case['tokens_per_s']:.0f}",
-            f"{share['median']:.2f} ({low:.2f} to {high:.2f})",
-        )
-    show(table)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.adapters",
-        description="The same prompts without adapters and with several, in turns. Prints a table "
-        "and one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    share = "{share_of_throughput[median]:.2f} ({share_of_throughput[range][0]:.2f} to "
+    share += "{share_of_throughput[range][1]:.2f})"
+    print_table(
+        [{"num_adapters": "without", **result["without"]}, *result["cases"]],
+        ("adapters", "{num_adapters}"),
+        ("tokens/s", "{tokens_per_s:.0f}"),
+        ("share", lambda case: share.format_map(case) if "share_of_throughput" in case else ""),
     )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     workloads.add_arguments(parser)
     add_repeats(parser, "way")
     add_policy_options(parser, policies="auto", max_context=1024)
@@ -157,7 +134,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--adapter-dtype", default=None, help="bfloat16, if not the dtype of the weights"
     )
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, is_whole=_is_whole)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

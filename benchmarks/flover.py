@@ -2,7 +2,8 @@
 
 Section VI with every time scaled to the model at hand: what the paper gives in milliseconds is
 taken relative to the 5,800 ms that one request takes there, and lengths relative to its 512 tokens.
-Progress on stderr, one JSON object on stdout; docs/benchmarks/papers.md says what each part holds.
+A repeat takes about a quarter of an hour on two cores. Progress on stderr, one JSON object on
+stdout; docs/benchmarks/papers.md says what each part holds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, final
 
 from tqdm import tqdm
 
-from benchmarks.common.harness import arguments_of, command
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, arguments_of
 from benchmarks.common.policies import (
     REQUEST_LEVEL_AND_ITERATION_LEVEL,
     VARIANTS,
@@ -198,15 +200,8 @@ def timeline(done: Sequence[Completion]) -> list[dict[str, Any]]:
     ]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments))
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of the whole section."""
-    from benchmarks.common import environment
-
     if options.quick:
         options.max_requests, options.output_tokens, options.repeats = 4, 8, 1
     if options.max_requests < 1 or options.output_tokens < 8:
@@ -230,15 +225,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.flover",
-        description="Section VI of the Flover paper, scaled to the model at hand: total time over "
-        "the number of requests at a constant interval, under Poisson arrivals, and with answers "
-        "of many lengths with and without the memory shuffle. Prints one JSON object. About "
-        "a quarter of an hour a repeat on two CPU cores.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--max-requests", type=int, default=32, help="1, 2, 4, ... up to this many")
     add("--prompt-tokens", type=int, default=16, help="of each prompt")
@@ -247,7 +234,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="4 requests of 8 tokens, once")
     add_repeats(parser, "policy")
     add_policy_options(parser, policies=REQUEST_LEVEL_AND_ITERATION_LEVEL, max_context=None)
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Latency against the rate of arrivals: `python -m benchmarks.online --help`.
 
-Poisson arrivals at rising rates, the policies in turns at each. A table on stderr, one JSON object
-on stdout; docs/benchmarks/serving.md says what each figure means.
+Poisson arrivals at rising rates, the policies in turns at each. By default rates rise until p90 of
+the normalised latency is five times that at the lowest rate, or throughput no longer rises. A table
+on stderr, one JSON object on stdout; docs/benchmarks/serving.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from rich.table import Table
-
-from benchmarks.common import sweep, workloads
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common import environment, sweep, workloads
+from benchmarks.common.harness import Benchmark, arguments_of, numbers, print_table
 from benchmarks.common.policies import add_policy_options, parse_policies
 from benchmarks.common.repeats import add_repeats
 from benchmarks.common.serving import Runtimes, measure
@@ -26,17 +25,10 @@ from jaxserve.workload.items import with_arrivals
 START_SHARE = 0.5
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return every policy's figures at every rate."""
-    from benchmarks.common import environment
-
     policies = parse_policies(options.policies)
-    given = None if options.rates is None else sweep.rates_from(options.rates)
+    given = None if options.rates is None else numbers(options.rates, "--rates")
     sweep.geometric(1.0 if options.start_rate is None else options.start_rate, options.factor)
     with Runtimes(options) as open_runtimes:
         runtimes = {policy.name: open_runtimes.open(policy) for policy in policies}
@@ -94,38 +86,27 @@ def _or_infinite(limit_s: float | None) -> float:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table(
-        "policy", "requests/s", "served", "tokens/s", "latency p50 s", "p99 s",
-        "s/token p50", "p90", "first token p90 s", "goodput", box=None, header_style="bold",
-    )  # fmt: skip
-    for name, curve in result["policies"].items():
-        for point in curve["points"]:
-            within = point.get("goodput")
-            table.add_row(
-                name,
-                f"{point['rate']:.3g}",
-                f"{point['requests_per_s']:.3g}",
-                f"{point['output_tokens_per_s']:.0f}",
-                f"{point['latency_s']['p50']:.1f}",
-                f"{point['latency_s']['p99']:.1f}",
-                f"{point['normalised_latency_s']['p50']:.3f}",
-                f"{point['normalised_latency_s']['p90']:.3f}",
-                f"{point['time_to_first_token_s']['p90']:.2f}",
-                f"{within['requests_per_s']:.3g}/s, {within['share']:.0%}" if within else "",
-            )
-        table.add_section()
-    show(table)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.online",
-        description="Latency against load: Poisson arrivals at rising rates, for every policy. By "
-        "default rates rise until p90 of the normalised latency is "
-        f"{sweep.FLAT:g} times that at the lowest rate, or throughput no longer rises. "
-        "Prints a table and one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    within = "{goodput[requests_per_s]:.3g}/s, {goodput[share]:.0%}"
+    print_table(
+        [
+            {"policy": name, **point}
+            for name, curve in result["policies"].items()
+            for point in curve["points"]
+        ],
+        ("policy", "{policy}"),
+        ("requests/s", "{rate:.3g}"),
+        ("served", "{requests_per_s:.3g}"),
+        ("tokens/s", "{output_tokens_per_s:.0f}"),
+        ("latency p50 s", "{latency_s[p50]:.1f}"),
+        ("p99 s", "{latency_s[p99]:.1f}"),
+        ("s/token p50", "{normalised_latency_s[p50]:.3f}"),
+        ("p90", "{normalised_latency_s[p90]:.3f}"),
+        ("first token p90 s", "{time_to_first_token_s[p90]:.2f}"),
+        ("goodput", lambda point: within.format_map(point) if point.get("goodput") else ""),
     )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rates", default=None, help="requests a second, separated by commas: these and no other")
     add(
@@ -141,7 +122,10 @@ def build_parser() -> argparse.ArgumentParser:
     workloads.add_arguments(parser)
     add_repeats(parser, "policy at every rate")
     add_policy_options(parser, policies="fastertransformer,orca,vllm_like", max_context=1024)
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

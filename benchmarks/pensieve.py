@@ -11,16 +11,14 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.common import sweep
+from benchmarks.common import environment, sweep
 from benchmarks.common.counters import PrefixCounts, average_batch, counters_of
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common.harness import Benchmark, arguments_of, print_table
 from benchmarks.common.policies import VARIANTS
 from benchmarks.common.repeats import Figures
 from benchmarks.common.sweep import Curve
@@ -288,15 +286,8 @@ def described(talks: Sequence[Talk]) -> dict[str, float]:
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_tables)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the curves of every panel."""
-    from benchmarks.common import environment
-
     panels = panels_of(options)
     drawn = {
         rounds: drawn_talks(options, rounds) for rounds in {each.min_rounds for each in panels}
@@ -343,49 +334,57 @@ def _eviction_pairs(each: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict
 
 
 def _print_tables(result: dict[str, Any]) -> None:
-    table = Table(
-        "figure", "model", "rounds", "reaction s", "policy", "requests/s at bound", "of stateless",
-        "thesis", box=None, header_style="bold",
-    )  # fmt: skip
-    for each in result["sets"]:
-        for name, curve in each["policies"].items():
-            served, ratio = curve["requests_per_s_at_bound"], curve["of_stateless"]
-            table.add_row(
-                each["figure"],
-                each["model"],
-                str(each["min_rounds"]),
-                f"{each['reaction_s']:g}",
-                name,
-                "" if served is None else f"{served:.2f}",
-                "" if ratio is None else f"{ratio:.2f}",
-                f"{each['gain']}" if name == "pensieve" and each["gain"] else "",
-            )
-    show(table)
-    table = Table(
-        "model", "rate", "hit: LRU", "cost over time", "recomputed: LRU", "cost over time",
-        "fewer", box=None, header_style="bold", title="3.14",
-    )  # fmt: skip
-    for each in result["sets"]:
-        for pair in _eviction_pairs(each):
-            lru, other = (PrefixCounts.of(point["engine"]) for point in pair)
-            table.add_row(
-                each["model"],
-                f"{pair[0]['rate']:.2f}",
-                *(f"{each.hit_share:.1%}" for each in (lru, other)),
-                f"{lru.evicted:.0f}",
-                f"{other.evicted:.0f}",
-                f"{1 - other.evicted / lru.evicted:.1%}" if lru.evicted else "",
-            )
-    show(table)
+    def thesis_gain(row: dict[str, Any]) -> str:
+        return f"{row['gain']}" if row["policy"] == "pensieve" and row["gain"] else ""
 
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pensieve",
-        description="The Pensieve thesis's models on its GPUs, simulated with rooflines: figures "
-        "3.12 to 3.16 with ShareGPT's conversations.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    print_table(
+        [
+            {**each, "policy": name, **curve}
+            for each in result["sets"]
+            for name, curve in each["policies"].items()
+        ],
+        ("figure", "{figure}"),
+        ("model", "{model}"),
+        ("rounds", "{min_rounds}"),
+        ("reaction s", "{reaction_s:g}"),
+        ("policy", "{policy}"),
+        ("requests/s at bound", _number("requests_per_s_at_bound")),
+        ("of stateless", _number("of_stateless")),
+        ("thesis", thesis_gain),
     )
+    pairs = [
+        {
+            "model": each["model"],
+            "rate": lru["rate"],
+            "lru": PrefixCounts.of(lru["engine"]),
+            "other": PrefixCounts.of(other["engine"]),
+        }
+        for each in result["sets"]
+        for lru, other in _eviction_pairs(each)
+    ]
+    print_table(
+        pairs,
+        ("model", "{model}"),
+        ("rate", "{rate:.2f}"),
+        ("hit: LRU", "{lru.hit_share:.1%}"),
+        ("cost over time", "{other.hit_share:.1%}"),
+        ("recomputed: LRU", "{lru.evicted:.0f}"),
+        ("cost over time", "{other.evicted:.0f}"),
+        ("fewer", _fewer_evicted),
+        title="3.14",
+    )
+
+
+def _number(figure: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: "" if row[figure] is None else f"{row[figure]:.2f}"
+
+
+def _fewer_evicted(row: dict[str, Any]) -> str:
+    before = row["lru"].evicted
+    return f"{1 - row['other'].evicted / before:.1%}" if before else ""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--figures", default="3.12,3.13,3.14,3.15,3.16", help="which to play")
     add(
@@ -413,8 +412,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--copies-before", action="store_true", help="swap before computing instead of beside it")
     add("--model", default="smollm2-135m", help="the model whose tokenizer counts")
     add("--seed", type=int, default=0, help="of the draw, the arrivals and the reactions")
-    add("--output", type=Path, default=None, help="also write the object here")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_tables)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ import argparse
 import math
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from rich.table import Table
-
-from benchmarks.common.harness import command, show
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, print_table
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import QUANTIZE
 
@@ -103,15 +102,8 @@ def problems(name: str, figures: Mapping[str, Any], unquantised_perplexity: floa
     return found
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=show_result)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of every format, and what they were measured on."""
-    from benchmarks.common import environment
-
     formats = options.formats.split(",")
     if unknown := [each for each in formats if each not in FORMATS]:
         raise InvalidConfigError(f"formats {unknown} are unknown; give some of {FORMATS}")
@@ -227,32 +219,28 @@ def _measured(
 def show_result(result: dict[str, Any]) -> None:
     """Print the table, and warnings."""
     base = result["unquantised"]
-    table = Table(
-        "format", "MB", "perplexity", "x", "KL", "same greedy token", box=None, header_style="bold"
-    )
-    table.add_row(
-        "unquantised", f"{base['weights_bytes'] / 1e6:.0f}", f"{base['perplexity']:.3f}", "", "", ""
-    )
+
+    def of_format(template: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: template.format_map(row) if "ratio" in row else ""
+
+    rows = [{"format": "unquantised", **base}]
     for name, figures in result["formats"].items():
-        table.add_row(
-            name,
-            f"{figures['weights_bytes'] / 1e6:.0f}",
-            f"{figures['perplexity']:.3f}",
-            f"{figures['perplexity'] / base['perplexity']:.3f}",
-            f"{figures['divergence']:.4f}",
-            f"{figures['agreement']:.1%}",
-        )
-    show(table)
+        ratio = figures["perplexity"] / base["perplexity"]
+        rows.append({"format": name, "ratio": ratio, **figures})
+    print_table(
+        rows,
+        ("format", "{format}"),
+        ("MB", lambda row: f"{row['weights_bytes'] / 1e6:.0f}"),
+        ("perplexity", "{perplexity:.3f}"),
+        ("x", of_format("{ratio:.3f}")),
+        ("KL", of_format("{divergence:.4f}")),
+        ("same greedy token", of_format("{agreement:.1%}")),
+    )
     for warning in result["warnings"]:
         print(f"warning: {warning}", file=sys.stderr)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality",
-        description="Quality of weights in few bits, beside the unquantised model's.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
     add("--dtype", default="float32", help="of the unquantised model and of activations")
@@ -270,8 +258,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=256, help="of each, at most")
     add("--seed", type=int, default=0, help="of the draw")
     add("--path", type=Path, default=None, help="a ShareGPT file, if not the published one")
-    add("--output", type=Path, default=None, help="also write the object here")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=show_result)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Both fleets answer the same random prompts with the same arrivals. Times are those of the caller,
 from the submission on, so that they include what goes from one replica to the other. Each run
-starts a fleet of its own, since the fleets may need the same devices.
+starts a fleet of its own, since the fleets may need the same devices. It needs the extra `fleet`,
+and devices for two replicas.
 """
 
 from __future__ import annotations
@@ -12,12 +13,10 @@ import itertools
 import json
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from rich.table import Table
-
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, arguments_of, print_table
 from benchmarks.common.repeats import add_repeats, in_turns, summary
 from jaxserve.core.metrics import spread
 from jaxserve.engine.answers import Piece
@@ -35,14 +34,8 @@ CONTENDERS: dict[str, dict[str, Any]] = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of both fleets, and whether their answers have the same tokens."""
-    from benchmarks.common import environment
     from jaxserve import Fleet
 
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
@@ -121,30 +114,19 @@ def _measured(fleet: Fleet, options: argparse.Namespace) -> tuple[dict[str, Any]
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table(
-        "fleet", "tokens/s", "first token p50 s", "p99", "latency p50 s", "p99", "gap p99 s",
-        box=None, header_style="bold",
-    )  # fmt: skip
-    for name, figures in result["fleets"].items():
-        gap = figures["gap_s"]
-        table.add_row(
-            name,
-            f"{figures['output_tokens_per_s']:.0f}",
-            *(f"{figures['first_token_s'][each]:.3f}" for each in ("p50", "p99")),
-            *(f"{figures['latency_s'][each]:.3f}" for each in ("p50", "p99")),
-            "" if gap is None else f"{gap['p99']:.3f}",
-        )
-    show(table)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.roles",
-        description="Answer random prompts with one replica for prompts and one for answers, and "
-        "with two replicas that compute both, and print throughput and latencies as JSON. It needs "
-        "the extra `fleet`, and devices for two replicas.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    print_table(
+        [{"fleet": name, **figures} for name, figures in result["fleets"].items()],
+        ("fleet", "{fleet}"),
+        ("tokens/s", "{output_tokens_per_s:.0f}"),
+        ("first token p50 s", "{first_token_s[p50]:.3f}"),
+        ("p99", "{first_token_s[p99]:.3f}"),
+        ("latency p50 s", "{latency_s[p50]:.3f}"),
+        ("p99", "{latency_s[p99]:.3f}"),
+        ("gap p99 s", lambda row: f"{row['gap_s']['p99']:.3f}" if row["gap_s"] else ""),
     )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", default="smollm2-135m", help="a name, folder or GGUF file")
     add("settings", nargs="?", type=json.loads, default={}, help="JSON of further `Fleet` settings")
@@ -154,8 +136,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--arrivals", default="poisson:2", help="all, constant:S or poisson:R, per second")
     add("--seed", type=int, default=0, help="of prompts and arrivals")
     add_repeats(parser, "fleet")
-    add("--output", type=Path, default=None, help="also write the result here")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-from rich.table import Table
 
+from benchmarks.common import environment
 from benchmarks.common.counters import average_batch
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common.harness import Benchmark, arguments_of, print_table
 from benchmarks.common.policies import load_predictor, predictions_of
 from benchmarks.common.repeats import Figures
 from benchmarks.common.workloads import is_tested_on
@@ -201,15 +200,8 @@ POLICIES = ("orca", "vllm_like", "s3", "s3_oracle", "auto")
 RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_tables)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return every model's figures under every policy, all requests at once and arriving."""
-    from benchmarks.common import environment
-
     items, predictions = _requests(options)
     costs = dict(machines())
     offline = {
@@ -268,45 +260,47 @@ def _requests(
 
 
 def _print_tables(result: dict[str, Any]) -> None:
-    table = Table(
-        "model", "policy", "tokens/s", "paper", "batch", "paper", "iterations", "paper",
-        "of ORCA", "paper", "preempted", box=None, header_style="bold",
-    )  # fmt: skip
-    for name, runs in result["models"].items():
-        for policy, figures in runs.items():
-            rate, batch, iterations = (
-                paper_value(name, key, policy)
-                for key in ("output_tokens_per_s", "average_batch", "num_iterations")
-            )
-            ratio = figures["output_tokens_per_s"] / runs["orca"]["output_tokens_per_s"]
-            orca = paper_value(name, "output_tokens_per_s", "orca")
-            table.add_row(
-                name if policy == "orca" else "",
-                policy,
-                f"{figures['output_tokens_per_s']:.0f}",
-                _shown(rate),
-                f"{figures['average_batch']:.1f}",
-                _shown(batch),
-                str(figures["num_iterations"]),
-                _shown(iterations),
-                f"{ratio:.2f}",
-                f"{rate / orca:.2f}" if rate and orca else "",
-                str(figures["num_preemptions"]),
-            )
-    show(table)
-
-
-def _shown(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f}"
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.s3",
-        description="The S3 paper's models on its GPU, simulated with rooflines: tables 2, 3 and 4 "
-        "with ShareGPT's lengths, and sequences served within 0.1875 s a token.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    print_table(
+        [
+            {"model": model, "policy": policy, "orca": runs["orca"], **figures}
+            for model, runs in result["models"].items()
+            for policy, figures in runs.items()
+        ],
+        ("model", lambda row: row["model"] if row["policy"] == "orca" else ""),
+        ("policy", "{policy}"),
+        ("tokens/s", "{output_tokens_per_s:.0f}"),
+        ("paper", _of_paper("output_tokens_per_s")),
+        ("batch", "{average_batch:.1f}"),
+        ("paper", _of_paper("average_batch")),
+        ("iterations", "{num_iterations}"),
+        ("paper", _of_paper("num_iterations")),
+        ("of ORCA", _of_orca),
+        ("paper", _of_orca_in_paper),
+        ("preempted", "{num_preemptions}"),
     )
+
+
+def _of_paper(figure: str) -> Callable[[dict[str, Any]], str]:
+    def cell(row: dict[str, Any]) -> str:
+        value = paper_value(row["model"], figure, row["policy"])
+        return "" if value is None else f"{value:.0f}"
+
+    return cell
+
+
+def _of_orca(row: dict[str, Any]) -> str:
+    return f"{row['output_tokens_per_s'] / row['orca']['output_tokens_per_s']:.2f}"
+
+
+def _of_orca_in_paper(row: dict[str, Any]) -> str:
+    rate, orca = (
+        paper_value(row["model"], "output_tokens_per_s", policy)
+        for policy in (row["policy"], "orca")
+    )
+    return f"{rate / orca:.2f}" if rate and orca else ""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--num-requests", type=int, default=2000, help="that arrive all at once")
     add(
@@ -320,8 +314,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--accuracy", type=float, default=0.986, help="of the imitated predictor: table 5, Alpaca")
     add("--model", default="smollm2-135m", help="the model whose tokenizer counts")
     add("--seed", type=int, default=0, help="of the draw, the arrivals and the imitation")
-    add("--output", type=Path, default=None, help="also write the object here")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_tables)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -15,13 +15,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from benchmarks.common import workloads
+from benchmarks.common import environment, workloads
 from benchmarks.common.counters import counters_of, since
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common.harness import Benchmark, arguments_of, print_table, whole_numbers
 from benchmarks.common.policies import add_policy_options, parse_policies
-from benchmarks.common.repeats import Figures, Spread, add_repeats, in_turns, ratios, summary
+from benchmarks.common.repeats import Figures, add_repeats, in_turns, ratio, summary
 from benchmarks.common.serving import Runtimes
 from benchmarks.offline.peers.compare import Peer, any_failed, named
 from jaxserve.core.errors import InvalidConfigError
@@ -118,19 +116,11 @@ _WITHOUT, _LOOKUP, _DRAFT = "without", "lookup", "draft"
 _PEERS = ("llamacpp", "vllm")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    options = build_parser().parse_args(arguments)
-    return command(run, options, show_result=_print_table, is_whole=_is_whole)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of every kind of prompt and number of requests."""
-    from benchmarks.common import environment
-
     kinds = _kinds("--kinds", options.kinds, KINDS)
     compared_kinds = _kinds("--compare-kinds", options.compare_kinds or options.kinds, kinds)
-    counts = [int(count) for count in options.requests.split(",")]
+    counts = whole_numbers(options.requests, "--requests")
     options.num_requests = max(counts)
     peers = _peers(options)
     cases, answers = [], {}
@@ -183,15 +173,11 @@ def _case(
         answers[way] += [tuple(each.token_ids) for each in done]
         most = most or [most_by_lookup(each.prompt_token_ids, each.token_ids) for each in done]
     rates = {way: [run["tokens_per_s"] for run in runs] for way, runs in found.items()}
-    faster = {
-        way: Spread.of(ratios(rates[way], rates[_WITHOUT])) for way in runtimes if way != _WITHOUT
-    }
     return {
         "kind": kind,
         "num_requests": len(prompts),
         "is_faster_by": {
-            way: {"median": spread.median, "range": [spread.low, spread.high]}
-            for way, spread in faster.items()
+            way: ratio(rates[way], rates[_WITHOUT]) for way in runtimes if way != _WITHOUT
         },
         "most_by_lookup": statistics.mean(most),
         "num_answers": len(answers[_WITHOUT]),
@@ -278,34 +264,28 @@ def _is_whole(result: dict[str, Any]) -> bool:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table(
-        "prompts", "requests", "proposer", "tokens/s without", "with", "faster by", "at most",
-        "accepted", "same",
-        box=None, header_style="bold",
-    )  # fmt: skip
-    for case in result["cases"]:
-        for way, spread in case["is_faster_by"].items():
-            low, high = spread["range"]
-            table.add_row(
-                case["kind"],
-                str(case["num_requests"]),
-                way,
-                *(f"{case[each]['tokens_per_s']:.0f}" for each in (_WITHOUT, way)),
-                f"{spread['median']:.2f} ({low:.2f} to {high:.2f})",
-                f"{case['most_by_lookup']:.2f}" if way == _LOOKUP else "",
-                f"{case[way]['accepted_share']:.0%}",
-                f"{case['num_same_answers']}/{case['num_answers']}",
-            )
-    show(table)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.speculation",
-        description="The same prompts with and without speculation, in turns. Prints a table and "
-        "one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    print_table(
+        [
+            {**case, "way": way, "faster": faster, "with": case[way]}
+            for case in result["cases"]
+            for way, faster in case["is_faster_by"].items()
+        ],
+        ("prompts", "{kind}"),
+        ("requests", "{num_requests}"),
+        ("proposer", "{way}"),
+        ("tokens/s without", "{without[tokens_per_s]:.0f}"),
+        ("with", "{with[tokens_per_s]:.0f}"),
+        (
+            "faster by",
+            "{faster[median]:.2f} ({faster[range][0]:.2f} to {faster[range][1]:.2f})",
+        ),
+        ("at most", lambda row: f"{row['most_by_lookup']:.2f}" if row["way"] == _LOOKUP else ""),
+        ("accepted", "{with[accepted_share]:.0%}"),
+        ("same", "{num_same_answers}/{num_answers}"),
     )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     workloads.add_arguments(parser)
     add_repeats(parser, "way")
     add_policy_options(parser, policies="auto", max_context=1024)
@@ -320,7 +300,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--compare", default=None, help=text)
     text = "kinds of prompts that they answer; by default all, about 20 minutes each on two cores"
     parser.add_argument("--compare-kinds", default=None, help=text)
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, is_whole=_is_whole)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -11,11 +11,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from benchmarks.common import workloads
+from benchmarks.common import environment, workloads
 from benchmarks.common.counters import counters_of, since
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common.harness import Benchmark, arguments_of, print_table
 from benchmarks.common.policies import add_policy_options, parse_policies
 from benchmarks.common.repeats import Figures, add_repeats, ratios, summary
 from benchmarks.common.serving import Runtimes
@@ -48,16 +46,8 @@ SCHEMAS: tuple[dict[str, Any], ...] = tuple(
 )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    options = build_parser().parse_args(arguments)
-    return command(run, options, show_result=_print_table, is_whole=_is_whole)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures with grammars and without."""
-    from benchmarks.common import environment
-
     found: dict[str, list[Figures]] = {"with": [], "without": []}
     with Runtimes(options) as open_runtimes:
         rt = open_runtimes.open(parse_policies(options.policies)[0])
@@ -131,35 +121,26 @@ def _is_whole(result: dict[str, Any]) -> bool:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table(
-        "grammars", "tokens/s", "ms a token", "mask ms a token", "forced", "host gap",
-        box=None, header_style="bold",
-    )  # fmt: skip
-    for name in ("with", "without"):
-        figures = result[name]
-        table.add_row(
-            name,
-            f"{figures['tokens_per_s']:.0f}",
-            f"{figures['token_s'] * 1e3:.2f}",
-            f"{figures['mask_token_s'] * 1e3:.3f}",
-            f"{figures['forced_share']:.0%}",
-            f"{figures['host_gap_share']:.0%}",
-        )
-    show(table)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.structured",
-        description="The same prompts with JSON schemas and without, all at once. Prints a table "
-        "and one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    print_table(
+        [{"grammars": name, **result[name]} for name in ("with", "without")],
+        ("grammars", "{grammars}"),
+        ("tokens/s", "{tokens_per_s:.0f}"),
+        ("ms a token", lambda row: f"{row['token_s'] * 1e3:.2f}"),
+        ("mask ms a token", lambda row: f"{row['mask_token_s'] * 1e3:.3f}"),
+        ("forced", "{forced_share:.0%}"),
+        ("host gap", "{host_gap_share:.0%}"),
     )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     workloads.add_arguments(parser)
     parser.add_argument("--temperature", type=float, default=1.0, help="of both ways; 0 is greedy")
     add_repeats(parser, "way")
     add_policy_options(parser, policies="auto", max_context=1024)
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, is_whole=_is_whole)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from rich.table import Table
-
 from benchmarks.cells import contenders
 from benchmarks.cells.applications import (
     SIZES,
@@ -28,7 +26,8 @@ from benchmarks.cells.applications import (
 from benchmarks.cells.contenders import ThesisCost, products
 from benchmarks.cells.peers.options import add_compare, any_failed, peers_of, run_peers
 from benchmarks.cells.playing import compared, is_saturated, serve, simulate, warm
-from benchmarks.common.harness import Record, arguments_of, command, record_parser, show
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, Record, arguments_of, numbers, print_table
 from benchmarks.common.repeats import add_repeats, in_turns, summary
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.sizes import parse_bytes
@@ -45,16 +44,8 @@ _WARM_REQUESTS = 16
 Play = Callable[[str, float | None], dict[str, Any]]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    options = build_parser().parse_args(arguments)
-    return command(run, options, show_result=show_result, is_whole=_is_whole)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the points of every sweep, and our policy beside the others on each workload."""
-    from benchmarks.common import environment
-
     names = _chosen(options)
     peers = peers_of(options)
     sizes = SIZES[options.size]
@@ -64,12 +55,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         benchmark="cells",
         arguments=arguments_of(options),
         repeats=options.repeats,
-        sizes={"hidden_size": sizes.hidden_size, "vocab_size": sizes.vocab_size,
-               "max_batch": dict(sizes.max_batch)},
+        sizes={
+            "hidden_size": sizes.hidden_size,
+            "vocab_size": sizes.vocab_size,
+            "max_batch": dict(sizes.max_batch),
+        },
         points=[],
         task_s={},
         **environment.describe(),
-    )  # fmt: skip
+    )
     for name in names:
         workload = WORKLOADS[name]
         own = sizes.limited(workload.max_batch)
@@ -80,8 +74,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if options.measured and workload.num_workers == 1:
             _sweep_measured(name, workload.application, options, own, requests, cost, record)
     if peers:
-        requests = {name: _requests(WORKLOADS[name], options, sizes) for name in names
-                    if WORKLOADS[name].application == name}  # fmt: skip
+        requests = {
+            name: _requests(WORKLOADS[name], options, sizes)
+            for name in names
+            if WORKLOADS[name].application == name
+        }
         record.result["compare"] = run_peers(requests, options, peers, sizes, record)
     record.result["compared"] = _comparisons(record.result["points"])
     record.save()
@@ -90,17 +87,27 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def show_result(result: dict[str, Any]) -> None:
     """Print a table of the peaks on stderr."""
-    table = Table("workload", "", "policy", "peak, requests/s", "ours over it", "p90 lower by",
-                  box=None, header_style="bold")  # fmt: skip
-    for entry in result["compared"]:
-        for name, peak in entry["peaks_per_s"].items():
-            over, lower = entry["peak_over"].get(name), entry["p90_lower_by"].get(name)
-            table.add_row(
-                *(entry["application"], entry["how"], name, f"{peak:.0f}"),
-                "" if over is None else f"{over:.2f}",
-                "" if lower is None else f"{lower:.0%}",
-            )
-    show(table)
+
+    def against(figure: str, form: str) -> Callable[[dict[str, Any]], str]:
+        def cell(row: dict[str, Any]) -> str:
+            found = row[figure].get(row["policy"])
+            return "" if found is None else format(found, form)
+
+        return cell
+
+    print_table(
+        [
+            {**entry, "policy": policy}
+            for entry in result["compared"]
+            for policy in entry["peaks_per_s"]
+        ],
+        ("workload", "{application}"),
+        ("", "{how}"),
+        ("policy", "{policy}"),
+        ("peak, requests/s", against("peaks_per_s", ".0f")),
+        ("ours over it", against("peak_over", ".2f")),
+        ("p90 lower by", against("p90_lower_by", ".0%")),
+    )
 
 
 def _is_whole(result: dict[str, Any]) -> bool:
@@ -108,17 +115,15 @@ def _is_whole(result: dict[str, Any]) -> bool:
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:
-    """Return the names of the workloads.
-
-    Raises:
-      InvalidConfigError: an unknown workload or policy, or nothing to do.
-    """
+    """Return the names of the workloads."""
     chosen = options.applications.split(",")
     for unknown, known in (
         ([name for name in chosen if name not in WORKLOADS], WORKLOADS),
-        (contenders.unknown(options.policies.split(",") if options.policies else []),
-         contenders.KNOWN),
-    ):  # fmt: skip
+        (
+            contenders.unknown(options.policies.split(",") if options.policies else []),
+            contenders.KNOWN,
+        ),
+    ):
         if unknown:
             raise InvalidConfigError(f"{unknown} are unknown; pass some of {', '.join(known)}")
     for name in ("num_requests", "compare_requests", "longest"):
@@ -217,9 +222,10 @@ def _sweep_measured(
                 is_ours = policy == contenders.OURS
                 chosen = None if is_ours else contenders.policy_of(policy, cell_s=cell_s)
                 runtimes[policy] = stack.enter_context(
-                    CellRuntime(model.cells, model.unfold, policy=chosen,
-                                slot_memory=options.slot_memory)
-                )  # fmt: skip
+                    CellRuntime(
+                        model.cells, model.unfold, policy=chosen, slot_memory=options.slot_memory
+                    )
+                )
                 warm(runtimes[policy], requests[:_WARM_REQUESTS])
             arrivals = arrival_times(len(requests), pattern(rate), options.seed)
             return serve(runtimes[policy], requests, arrivals)
@@ -245,9 +251,10 @@ def _sweep(
     """
     given = options.policies.split(",") if options.policies else None
     names = [
-        name for name in given or contenders.contenders_of(application)
+        name
+        for name in given or contenders.contenders_of(application)
         if name in (*contenders.contenders_of(application), *contenders.OTHERS)
-    ]  # fmt: skip
+    ]
     shares = _shares(options)
     for rate in (None, *(share * most for share in shares)):
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -266,8 +273,9 @@ def _sweep(
         about = {"application": workload, "how": how, "rate": rate}
         points: list[dict[str, Any]] = [
             {**about, "policy": name, **(summary(own) if repeats > 1 else own[0])}
-            for name, own in runs.items() if own
-        ]  # fmt: skip
+            for name, own in runs.items()
+            if own
+        ]
         record.result["points"] += points
         record.save()
         names = [point["policy"] for point in points if not is_saturated(point)]
@@ -276,22 +284,10 @@ def _sweep(
 
 
 def _shares(options: argparse.Namespace) -> Sequence[float]:
-    """Return the shares of `--shares`.
-
-    Raises:
-      InvalidConfigError: one of them is not a number above 0.
-    """
+    """Return the shares of `--shares`."""
     if not options.shares:
         return _SHARES
-    try:
-        shares = [float(share) for share in options.shares.split(",")]
-    except ValueError:
-        shares = [0.0]
-    if min(shares) <= 0:
-        raise InvalidConfigError(
-            f"--shares {options.shares} is not allowed; pass numbers above 0, with commas"
-        )
-    return shares
+    return numbers(options.shares, "--shares")
 
 
 def pattern(rate: float | None) -> str:
@@ -326,10 +322,7 @@ def _comparisons(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = record_parser(
-        "benchmarks.cells", "Latency against throughput of recurrent and tree models."
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("workload").add_argument
     add("--applications", default=",".join(WORKLOADS), help="some of them, with commas")
     add("--lengths", choices=LENGTHS, default="wmt15", help="of sentences: fitted, or real text")
@@ -352,11 +345,19 @@ def build_parser() -> argparse.ArgumentParser:
         "not see",
     )
     add("--policies", default=None, help="with commas; by default those of the thesis")
-    add("--shares", default=None,
-        help="rates, as shares of the rate with full batches alone, with commas")  # fmt: skip
+    add(
+        "--shares",
+        default=None,
+        help="rates, as shares of the rate with full batches alone, with commas",
+    )
     add_repeats(parser, "policy on the device")
     add_compare(parser)
-    return parser
+
+
+BENCHMARK = Benchmark(
+    __doc__, run, add_options, show=show_result, is_whole=_is_whole, has_budget=True
+)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

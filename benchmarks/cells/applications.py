@@ -140,11 +140,7 @@ class Simulated:
 def requests_of(
     application: str, lengths: Sequence[int], *, vocab_size: int, seed: int
 ) -> list[CellRequest]:
-    """Return a request for each sentence length; identical trees have 16 words each.
-
-    Raises:
-      InvalidConfigError: the application is unknown.
-    """
+    """Return a request for each sentence length; identical trees have 16 words each."""
     random = np.random.default_rng([seed, 3])
 
     def tokens(num: int) -> tuple[int, ...]:

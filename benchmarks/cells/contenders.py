@@ -59,9 +59,6 @@ def policy_of(name: str, *, cell_s: Mapping[str, float]) -> Any:
 
     Args:
       cell_s: seconds of a cell alone, which LazyBatching estimates with.
-
-    Raises:
-      InvalidConfigError: the name is unknown.
     """
     if name in (OURS, _OF_THESIS):
         return BatchMaker(max_tasks_to_submit=1 if name == OURS else _TASKS_OF_THESIS)

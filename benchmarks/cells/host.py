@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
-from rich.table import Table
 
 from benchmarks.cells.applications import (
     APPLICATIONS,
@@ -25,7 +24,8 @@ from benchmarks.cells.applications import (
     simulated,
 )
 from benchmarks.cells.contenders import OURS, batch_sizes_of
-from benchmarks.common.harness import Record, arguments_of, command, record_parser, show
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, Record, arguments_of, print_table
 from benchmarks.common.repeats import add_repeats, in_turns, summary
 from jaxserve.cells import BatchMaker
 from jaxserve.cells.answers import CellAnswer
@@ -45,16 +45,8 @@ _MAX_FUSED = 5
 _PARTS = ("unfolding_s", "serving_s", "scheduling_s")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    options = build_parser().parse_args(arguments)
-    return command(run, options, show_result=show_result)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the nodes a second of each application."""
-    from benchmarks.common import environment
-
     record = Record(
         options.output,
         options.budget,
@@ -215,21 +207,25 @@ class _Handle:
 
 def show_result(result: dict[str, Any]) -> None:
     """Print a table on stderr."""
-    table = Table("workload", "nodes/s", "scheduled/s", "requests/s", box=None)
-    for point in result["points"]:
-        names = ("nodes_per_s", "scheduled_per_s", "requests_per_s")
-        table.add_row(point["application"], *(f"{point[name]:,.0f}" for name in names))
-    show(table)
+    print_table(
+        result["points"],
+        ("workload", "{application}"),
+        ("nodes/s", "{nodes_per_s:,.0f}"),
+        ("scheduled/s", "{scheduled_per_s:,.0f}"),
+        ("requests/s", "{requests_per_s:,.0f}"),
+    )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = record_parser("benchmarks.cells.host", "Nodes a second of the host, without a device.")
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("workload").add_argument
     add("--size", choices=tuple(SIZES), default="small", help="the largest batches")
     add("--num-requests", type=int, default=500, help="of each application")
     add("--seed", type=int, default=0, help="of lengths, trees and tokens")
     add_repeats(parser, "application")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=show_result, has_budget=True)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

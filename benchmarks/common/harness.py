@@ -7,29 +7,17 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.core.errors import JaxserveError
+from jaxserve.core.errors import InvalidConfigError, JaxserveError
 
 Run = Callable[[argparse.Namespace], dict[str, Any]]
-
-
-def record_parser(module: str, description: str) -> argparse.ArgumentParser:
-    """Return the parser of a benchmark that fills a `Record`, with `--budget` and `--output`."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {module}",
-        description=description,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument_group("result").add_argument
-    add("--budget", type=float, default=None, help="seconds after which no measurement begins")
-    add("--output", type=Path, default=None, help="also write the object here")
-    return parser
 
 
 def nothing_failed(result: dict[str, Any]) -> bool:
@@ -61,6 +49,49 @@ def command(
     return 0 if is_whole(result) else 1
 
 
+@final
+@dataclass(frozen=True)
+class Benchmark:
+    """A command of its own: `python -m MODULE`.
+
+    Attributes:
+      about: the docstring of its module, which names it: "What it is: `python -m MODULE`. ...".
+      run: measures, and returns the result, which is printed as one JSON object.
+      add_options: adds its options. Every benchmark has `--output`.
+      show: prints a table of the result on stderr; None for none.
+      is_whole: whether the exit code of a result is 0.
+      has_budget: whether it fills a `Record`, and so has `--budget`.
+    """
+
+    about: str | None
+    run: Run
+    add_options: Callable[[argparse.ArgumentParser], None]
+    show: Callable[[dict[str, Any]], None] | None = None
+    is_whole: Callable[[dict[str, Any]], bool] = nothing_failed
+    has_budget: bool = False
+
+    def parser(self) -> argparse.ArgumentParser:
+        summary, _, rest = (self.about or "").partition(": `")
+        command, _, details = rest.partition("`")
+        parser = argparse.ArgumentParser(
+            prog=" ".join(command.split()[:3]),
+            description=f"{summary}{details}",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        add = parser.add_argument_group("result").add_argument
+        if self.has_budget:
+            text = "seconds after which no measurement begins"
+            add("--budget", type=float, default=None, help=text)
+        add("--output", type=Path, default=None, help="also write the object here")
+        self.add_options(parser)
+        return parser
+
+    def main(self, arguments: list[str] | None = None) -> int:
+        """Run, print and write the result; return the exit code, see `command`."""
+        options = self.parser().parse_args(arguments)
+        return command(self.run, options, show_result=self.show, is_whole=self.is_whole)
+
+
 def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options for the result; of files and folders their names without the path."""
     given = {name: value for name, value in vars(options).items() if name != "output"}
@@ -69,11 +100,61 @@ def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
     return {name: v.name if isinstance(v, Path) else v for name, v in given.items()}
 
 
+def whole_numbers(text: str, option: str) -> list[int]:
+    """Return the numbers of an option, whole and above 0, which are separated by commas.
+
+    Raises:
+      InvalidConfigError: the text has something else.
+    """
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise InvalidConfigError(f"{option} {text!r}: pass whole numbers above 0, such as 1,32")
+    return found
+
+
+def numbers(text: str, option: str) -> list[float]:
+    """Return the finite numbers above 0 of an option, which are separated by commas.
+
+    Raises:
+      InvalidConfigError: the text has something else.
+    """
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < each < float("inf") for each in found):
+        raise InvalidConfigError(f"{option} {text!r}: pass numbers above 0, such as 0.5,1,2")
+    return found
+
+
 def show(table: Table) -> None:
     """Print a table on stderr, at least 120 columns wide even where stderr is not a terminal."""
     console = Console(stderr=True)
     console.width = max(console.width, 120)
     console.print(table)
+
+
+def print_table(
+    rows: Iterable[Mapping[str, Any]],
+    *columns: tuple[str, str | Callable[[Any], str]],
+    title: str | None = None,
+) -> None:
+    """Print a row for each mapping on stderr.
+
+    Args:
+      columns: headings, and the cells under them: a text with fields of the row, such as
+        "{latency_s[p50]:.1f}", or a function of the row.
+    """
+    table = Table(*(name for name, _ in columns), title=title, box=None, header_style="bold")
+    for row in rows:
+        cells = (
+            cell.format_map(row) if isinstance(cell, str) else cell(row) for _, cell in columns
+        )
+        table.add_row(*cells)
+    show(table)
 
 
 def emit(result: dict[str, Any], path: Path | None) -> None:

@@ -6,7 +6,6 @@ import argparse
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from jaxserve.core.errors import InvalidConfigError
@@ -43,7 +42,7 @@ BASELINES = ("vllm_like", "s3_oracle")
 def add_policy_options(
     parser: argparse.ArgumentParser, *, policies: str, max_context: int | None
 ) -> None:
-    """Add the options for policies, model, memory and output.
+    """Add the options for policies, model and memory.
 
     Args:
       policies: the default of `--policies`.
@@ -59,15 +58,10 @@ def add_policy_options(
     if max_context is not None:
         text = "most tokens of prompt and answer"
         add("--max-context", type=int, default=max_context, help=text)
-    add("--output", type=Path, default=None, help="also write the object here")
 
 
 def parse_policies(names: str) -> list[Policy]:
-    """Return the presets and variants of these names, separated by commas.
-
-    Raises:
-      InvalidConfigError: an unknown name, or a name given twice.
-    """
+    """Return the presets and variants of these names, separated by commas."""
     policies = [VARIANTS.get(name) or get_policy(name) for name in names.split(",")]
     if len({policy.name for policy in policies}) < len(policies):
         raise InvalidConfigError(f"policies {names!r} name one twice; give each once")
@@ -81,11 +75,7 @@ def missing_baselines(names: Iterable[str]) -> list[str]:
 
 
 def load_predictor(options: argparse.Namespace) -> Predictor | None:
-    """Load the predictor of `--predictor`, scaled by `--output-scale`; None without the option.
-
-    Raises:
-      InvalidConfigError: the folder does not hold a predictor.
-    """
+    """Load the predictor of `--predictor`, scaled by `--output-scale`; None without the option."""
     if options.predictor is None:
         return None
     from predictor import LengthPredictor

@@ -109,9 +109,14 @@ def group(
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env,
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        env=env,
         process_group=0,
-    )  # fmt: skip
+    )
     try:
         yield process
     finally:

@@ -50,11 +50,7 @@ def add_repeats(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def in_turns(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
-    """Return the order of runs, (number of the run, name): A, B, C, A, B, C, ...
-
-    Raises:
-      InvalidConfigError: `repeats` is below 1.
-    """
+    """Return the order of runs, (number of the run, name): A, B, C, A, B, C, ..."""
     if repeats < 1:
         raise InvalidConfigError(f"--repeats is {repeats}; it must be at least 1")
     return ((number, name) for number in range(repeats) for name in names)
@@ -81,6 +77,12 @@ def ratios(own: Sequence[float], other: Sequence[float]) -> list[float]:
     A contender that failed after some runs has fewer; the runs that both have count.
     """
     return [a / b for a, b in zip(own, other, strict=False)]
+
+
+def ratio(own: Sequence[float], other: Sequence[float]) -> Figures:
+    """Return the median and the range of `ratios`."""
+    spread = Spread.of(ratios(own, other))
+    return {"median": spread.median, "range": [spread.low, spread.high]}
 
 
 def _medians(runs: Sequence[Figures]) -> Figures:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.core.errors import InvalidConfigError
-
 # Of config.json, for Llama's architecture.
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -23,18 +21,3 @@ def hf_config(shape: str, num_layers: int | None = None) -> dict[str, Any]:
     if num_layers is not None:
         config["num_hidden_layers"] = num_layers
     return {**config, "model_type": "llama", "max_position_embeddings": 8192}
-
-
-def sizes_from(text: str) -> list[int]:
-    """Return batch sizes, separated by commas in `text`.
-
-    Raises:
-      InvalidConfigError: a size that is not a whole number above 0.
-    """
-    try:
-        sizes = [int(size) for size in text.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise InvalidConfigError(f"--batches {text}: give whole numbers, separated by commas")
-    return sizes

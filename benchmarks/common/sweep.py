@@ -29,29 +29,8 @@ class Curve:
     stopped_by: str | None = None
 
 
-def rates_from(text: str) -> list[float]:
-    """Return the rates of `text`, requests a second separated by commas.
-
-    Raises:
-      InvalidConfigError: `text` has something else, or a rate that is not above 0.
-    """
-    try:
-        rates = [float(part) for part in text.split(",")]
-    except ValueError:
-        rates = []
-    if not rates or not all(0 < rate < float("inf") for rate in rates):
-        raise InvalidConfigError(
-            f"rates {text!r} are not understood; give requests a second above 0, such as 0.5,1,2"
-        )
-    return rates
-
-
 def geometric(start: float, factor: float) -> Iterator[float]:
-    """Yield start, start x factor, start x factor², ... without end.
-
-    Raises:
-      InvalidConfigError: a factor that is not above 1, or a start that is not above 0.
-    """
+    """Yield start, start x factor, start x factor², ... without end."""
     if not factor > 1 or not start > 0:
         raise InvalidConfigError(
             f"a sweep from rate {start} by factor {factor} goes nowhere; "

@@ -65,9 +65,6 @@ def items(options: argparse.Namespace, rt: Runtime) -> list[WorkloadItem]:
     """Return the requests that the options ask for.
 
     Drawn requests arrive at 0 s, recorded ones at their recorded times.
-
-    Raises:
-      InvalidConfigError: options out of range, or requests that do not fit in the context.
     """
     drawn = _draw(options, rt)
     longest = max((len(i.prompt_token_ids) + i.num_output_tokens for i in drawn), default=0)

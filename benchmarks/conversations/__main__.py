@@ -15,15 +15,12 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from benchmarks.common import sweep
+from benchmarks.common import environment, sweep
 from benchmarks.common.counters import PrefixCounts, average_batch, counters_of
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common.harness import Benchmark, arguments_of, numbers, print_table
 from benchmarks.common.policies import add_policy_options, missing_baselines, parse_policies
 from benchmarks.common.repeats import add_repeats
 from benchmarks.common.serving import Runtimes, measure
-from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import summarise
 from jaxserve.scheduling.policy import Policy
 from jaxserve.workload.conversations import Talk, Talks, sample
@@ -38,19 +35,12 @@ DEFAULT = "vllm_like,s3_oracle,pensieve_device_only,pensieve_lru,pensieve,auto"
 Play = Callable[[Policy, list[Talk], str], dict[str, Any]]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return every policy's figures at every rate, for each set of conversations."""
-    from benchmarks.common import environment
-
     policies = {policy.name: policy for policy in parse_policies(options.policies)}
-    rates = sweep.rates_from(options.rates)
-    rounds = _numbers(options.min_rounds, "--min-rounds")
-    reactions = _numbers(options.reaction_s, "--reaction-s")
+    rates = numbers(options.rates, "--rates")
+    rounds = numbers(options.min_rounds, "--min-rounds")
+    reactions = numbers(options.reaction_s, "--reaction-s")
     # A simulation is deterministic: one run says all.
     repeats = 1 if options.simulated else options.repeats
     with Runtimes(options) as runtimes:
@@ -148,9 +138,14 @@ class _Simulator:
 
         client = Talks(talks)
         simulation = simulate(
-            client.items, policy, self._config, self._times,
-            follow_up=client.follow_up, chunk_cost=self._times.chunk_cost(), label=label,
-        )  # fmt: skip
+            client.items,
+            policy,
+            self._config,
+            self._times,
+            follow_up=client.follow_up,
+            chunk_cost=self._times.chunk_cost(),
+            label=label,
+        )
         return {
             **summarise(simulation.completions, simulation.wall_s),
             "average_batch": average_batch(simulation.steps),
@@ -158,51 +153,29 @@ class _Simulator:
         }
 
 
-def _numbers(text: str, option: str) -> list[float]:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) <= 0:
-        raise InvalidConfigError(
-            f"{option} {text!r} is not understood; give numbers above 0, such as 1,5"
-        )
-    return numbers
-
-
 def _print_table(result: dict[str, Any]) -> None:
     for each in result["sets"]:
-        table = Table(
-            "policy", "conversations/s", "requests/s", "tokens/s", "s/token p50", "p90",
-            "first token p50 s", "hit", "on host", "evicted", box=None, header_style="bold",
+        print_table(
+            [
+                {"policy": name, "prefix": PrefixCounts.of(point["engine"]), **point}
+                for name, curve in each["policies"].items()
+                for point in curve["points"]
+            ],
+            ("policy", "{policy}"),
+            ("conversations/s", "{rate:.3g}"),
+            ("requests/s", "{requests_per_s:.3g}"),
+            ("tokens/s", "{output_tokens_per_s:.0f}"),
+            ("s/token p50", "{normalised_latency_s[p50]:.3f}"),
+            ("p90", "{normalised_latency_s[p90]:.3f}"),
+            ("first token p50 s", "{time_to_first_token_s[p50]:.2f}"),
+            ("hit", "{prefix.hit_share:.0%}"),
+            ("on host", "{prefix.hit_on_host_share:.0%}"),
+            ("evicted", "{prefix.evicted:.0f}"),
             title=f"{each['min_rounds']} rounds or more, reaction {each['reaction_s']:g} s",
-        )  # fmt: skip
-        for name, curve in each["policies"].items():
-            for point in curve["points"]:
-                prefix = PrefixCounts.of(point["engine"])
-                table.add_row(
-                    name,
-                    f"{point['rate']:.3g}",
-                    f"{point['requests_per_s']:.3g}",
-                    f"{point['output_tokens_per_s']:.0f}",
-                    f"{point['normalised_latency_s']['p50']:.3f}",
-                    f"{point['normalised_latency_s']['p90']:.3f}",
-                    f"{point['time_to_first_token_s']['p50']:.2f}",
-                    f"{prefix.hit_share:.0%}",
-                    f"{prefix.hit_on_host_share:.0%}",
-                    f"{prefix.evicted:.0f}",
-                )
-            table.add_section()
-        show(table)
+        )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.conversations",
-        description="Conversations whose turns follow their answers, for every policy and rate. "
-        "Prints a table and one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--num-conversations", type=int, default=32, help="drawn from ShareGPT")
     add("--min-rounds", default="1,5", help="sets, by the least number of rounds")
@@ -227,7 +200,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_repeats(parser, "policy at every rate (once if simulated)")
     add_policy_options(parser, policies=DEFAULT, max_context=1024)
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

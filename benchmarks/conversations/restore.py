@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 from typing import Any, final
 
 import numpy as np
-from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.common import environment
-from benchmarks.common.harness import Record, arguments_of, command, record_parser, show
+from benchmarks.common.harness import Benchmark, Record, arguments_of, print_table, whole_numbers
 from benchmarks.common.repeats import Figures, in_turns, summary
 from benchmarks.common.shapes import SHAPES, hf_config
 from jaxserve.core.clock import WallClock
@@ -49,14 +49,9 @@ _POINT = ("situation", "length", "way")
 FIGURES = ("first_token_s", "others_lost_s", "others_longest_gap_s")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of every situation, length and way, as many as the budget allows."""
-    lengths = lengths_from(options.lengths)
+    lengths = whole_numbers(options.lengths, "--lengths")
     record = Record(
         options.output,
         options.budget,
@@ -237,36 +232,23 @@ def _model(options: argparse.Namespace, dtype: str) -> LoadedModel:
     return load_model(options.model, dtype=dtype, load=load)
 
 
-def lengths_from(text: str) -> list[int]:
-    try:
-        lengths = [int(part) for part in text.split(",")]
-    except ValueError:
-        lengths = []
-    if not lengths or min(lengths) < 1:
-        raise InvalidConfigError(
-            f"--lengths {text!r} are not understood; give numbers of tokens, such as 256,1024"
-        )
-    return lengths
-
-
 def _print_table(result: dict[str, Any]) -> None:
+    def ms(figure: str) -> Callable[[dict[str, Any]], str]:
+        return lambda point: f"{1e3 * point[figure]:.1f}"
+
     for situation in SITUATIONS:
-        table = Table(
-            "tokens", "way", "first token, ms", "others lost, ms", "longest gap, ms",
-            box=None, header_style="bold", title=situation.replace("_", " "),
-        )  # fmt: skip
-        for point in result["points"]:
-            if point["situation"] == situation:
-                figures = (f"{1e3 * point[name]:.1f}" for name in FIGURES)
-                table.add_row(str(point["length"]), point["way"], *figures)
-        show(table)
+        print_table(
+            [point for point in result["points"] if point["situation"] == situation],
+            ("tokens", "{length}"),
+            ("way", "{way}"),
+            ("first token, ms", ms("first_token_s")),
+            ("others lost, ms", ms("others_lost_s")),
+            ("longest gap, ms", ms("others_longest_gap_s")),
+            title=situation.replace("_", " "),
+        )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = record_parser(
-        "benchmarks.conversations.restore",
-        "Restoring the pages of a conversation from the host, every way.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     models = f"a name, folder or GGUF file, or {', '.join(SHAPES)} with random weights"
     add("--model", default="smollm2-135m", help=models)
@@ -277,7 +259,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--wait-tokens", type=int, default=192, help="of the answer that a turn waits for")
     add("--repeats", type=int, default=5, help="runs of every way, in turns")
     add("--kv-memory", default=None, help='size of the page pool, e.g. "1GiB"')
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, has_budget=True)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

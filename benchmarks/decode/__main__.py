@@ -16,19 +16,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from benchmarks.common.harness import Record, command, record_parser, show
-from benchmarks.common.shapes import SHAPES, hf_config, sizes_from
+from benchmarks.common.harness import Benchmark, Record, print_table, whole_numbers
+from benchmarks.common.shapes import SHAPES, hf_config
+from benchmarks.decode.batches import (
+    if_it_fits,
+    measure_batch,
+    measure_prefill,
+    step_ms_of,
+    trace_batch,
+)
 from jaxserve.core.errors import InvalidConfigError
 
 # Tokens of the answers in a trace, which has every kernel of every step.
 _TRACED_TOKENS = 64
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -36,12 +36,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from benchmarks.common import environment, roofline
-    from benchmarks.decode.batches import measure_batch, measure_prefill, trace_batch
     from jaxserve import Runtime
     from jaxserve.execution.sizes import platform_defaults
     from pallas_kernels import dispatch
 
-    sizes = sizes_from(options.batches)
+    sizes = whole_numbers(options.batches, "--batches")
     prefills = _prefills_from(options.prefill)
     dtype = jnp.dtype(options.dtype or platform_defaults().dtype)
     record = Record(
@@ -99,7 +98,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for count, tokens in prefills:
             measured = partial(measure_prefill, rt, count, tokens, machine, dtype)
             record.add("prefill", f"{count} prompts of {tokens}", measured)
-        for size in sizes_from(options.trace) if options.trace else []:
+        for size in whole_numbers(options.trace, "--trace") if options.trace else []:
             traced = min(_TRACED_TOKENS, options.output_tokens)
             measured = partial(trace_batch, rt, size, options.prompt_tokens, traced)
             record.add("traces", f"trace of batch {size}", measured)
@@ -120,24 +119,16 @@ def _prefills_from(text: str) -> list[tuple[int, int]]:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table(
-        *("batch", "ms a step", "tokens/s", "of bound", "host gap", "tokens/s with prompts"),
-        title=f"{result['model']}, {result['precision']}, KV in {result['kv_dtype']}",
-        box=None,
+    print_table(
+        result["batches"],
+        ("batch", "{batch_size}"),
+        ("ms a step", step_ms_of),
+        ("tokens/s", if_it_fits("{decode_tokens_per_s:,.0f}")),
+        ("of bound", if_it_fits("{of_bound:.0%}")),
+        ("host gap", if_it_fits("{host_gap_share:.1%}")),
+        ("tokens/s with prompts", if_it_fits("{output_tokens_per_s:,.0f}")),
+        title="{model}, {precision}, KV in {kv_dtype}".format_map(result),
     )
-    for row in result["batches"]:
-        if "does_not_fit" in row:
-            table.add_row(str(row["batch_size"]), row["does_not_fit"])
-            continue
-        table.add_row(
-            str(row["batch_size"]),
-            f"{row['decode_step_s'] * 1e3:.2f}",
-            f"{row['decode_tokens_per_s']:,.0f}",
-            f"{row['of_bound']:.0%}",
-            f"{row['host_gap_share']:.1%}",
-            f"{row['output_tokens_per_s']:,.0f}",
-        )
-    show(table)
     for row in result["prefill"]:
         print(
             f"{row['prompts']} prompts of {row['prompt_tokens']}: {row['tokens_per_s']:,.0f} "
@@ -148,10 +139,7 @@ def _print_table(result: dict[str, Any]) -> None:
         print(f"batch {row['batch_size']}: device idle {row['idle_share']:.1%}", file=sys.stderr)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = record_parser(
-        "benchmarks.decode", "Decode steps at several batch sizes against the memory roofline."
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="llama-3-8b", help=f"{', '.join(SHAPES)}, or a name, folder or GGUF")
     add("--dtype", default=None, help="of weights and cache; the platform's by default")
@@ -162,7 +150,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--attention", default=None, help="by name, such as mosaic,triton; the platform's choice")
     add("--prefill", default="", help="COUNTxTOKENS of prompts that get one token, such as 8x4096")
     add("--trace", default="", help="batches whose idle time on a GPU is read off a trace")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, has_budget=True)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -38,9 +38,6 @@ def measure_batch(
       size: sequences; the result says so if their keys and values do not fit.
       dtype: of the weights.
       prompt_tokens, output_tokens: of each sequence.
-
-    Raises:
-      InvalidConfigError: no iteration had all sequences.
     """
     needed = size * -(-(prompt_tokens + output_tokens) // rt.options.page_size)
     stats = rt.stats()
@@ -60,7 +57,9 @@ def measure_batch(
     if step_s is None:
         raise InvalidConfigError(f"no decode step had all {size} sequences; lower --batches")
     roof = bound(
-        *(machine, rt.model_config, dtype),
+        machine,
+        rt.model_config,
+        dtype,
         kv_dtype=rt.options.kv_dtype,
         batch_size=size,
         context=prompt_tokens + output_tokens / 2,
@@ -84,7 +83,9 @@ def measure_prefill(rt: Runtime, count: int, tokens: int, machine: Machine, dtyp
     _answer(rt, count, tokens, 1, seed=0)  # compiles
     wall_s = _answer(rt, count, tokens, 1, seed=1)
     roof = bound(
-        *(machine, rt.model_config, dtype),
+        machine,
+        rt.model_config,
+        dtype,
         kv_dtype=rt.options.kv_dtype,
         batch_size=count,
         context=tokens,
@@ -198,3 +199,13 @@ def summarise(events: list[Event]) -> dict[str, Any]:
             for name, duration_ns in longest
         ],
     }
+
+
+def step_ms_of(figures: Figures) -> str:
+    """Show the milliseconds of a decode step, or why the batch was not measured."""
+    return figures.get("does_not_fit") or f"{figures['decode_step_s'] * 1e3:.3f}"
+
+
+def if_it_fits(template: str) -> Callable[[Figures], str]:
+    """Show fields of the figures of a batch; nothing if it does not fit in memory."""
+    return lambda figures: "" if "does_not_fit" in figures else template.format_map(figures)

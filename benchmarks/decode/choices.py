@@ -18,12 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from rich.table import Table
 
 from benchmarks.common import environment, roofline
-from benchmarks.common.harness import Record, command, record_parser, show
-from benchmarks.common.shapes import SHAPES, hf_config, sizes_from
-from benchmarks.decode.batches import measure_batch
+from benchmarks.common.harness import Benchmark, Record, print_table, whole_numbers
+from benchmarks.common.shapes import SHAPES, hf_config
+from benchmarks.decode.batches import if_it_fits, measure_batch, step_ms_of
 from jaxserve import Runtime
 from jaxserve.execution.sizes import platform_defaults
 from jaxserve.models.families.llama import LlamaConfig
@@ -32,15 +31,10 @@ from jaxserve.models.loading import LayerLayout, abstract_model, random_params
 LAYOUTS: tuple[LayerLayout, ...] = ("scanned", "unrolled")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of both layouts at every batch size."""
     dtype = jnp.dtype(options.dtype or platform_defaults().dtype)
-    sizes = sizes_from(options.batches)
+    sizes = whole_numbers(options.batches, "--batches")
     record = Record(
         options.output,
         options.budget,
@@ -103,30 +97,18 @@ def _measure(
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table(
-        *("layers", "batch", "ms a step", "of bound", "host gap"),
-        title=f"{result['layers']} layers of {result['model']}, flags: {result['xla_flags']}",
-        box=None,
+    print_table(
+        result["choices"],
+        ("layers", "{layout}"),
+        ("batch", "{batch_size}"),
+        ("ms a step", step_ms_of),
+        ("of bound", if_it_fits("{of_bound:.0%}")),
+        ("host gap", if_it_fits("{host_gap_share:.1%}")),
+        title="{layers} layers of {model}, flags: {xla_flags}".format_map(result),
     )
-    for row in result["choices"]:
-        if "does_not_fit" in row:
-            table.add_row(row["layout"], str(row["batch_size"]), row["does_not_fit"])
-            continue
-        table.add_row(
-            row["layout"],
-            str(row["batch_size"]),
-            f"{row['decode_step_s'] * 1e3:.3f}",
-            f"{row['of_bound']:.0%}",
-            f"{row['host_gap_share']:.1%}",
-        )
-    show(table)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = record_parser(
-        "benchmarks.decode.choices",
-        "Decode steps with layers scanned and unrolled, under the present XLA_FLAGS.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="llama-3-8b", choices=tuple(SHAPES), help="the shape of the model")
     add("--layers", type=int, default=8, help="of the model; unrolled layers compile slowly")
@@ -134,7 +116,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batches", default="1,32", help="sequences that decode together")
     add("--prompt-tokens", type=int, default=128, help="of each prompt")
     add("--output-tokens", type=int, default=64, help="of each answer")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, has_budget=True)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

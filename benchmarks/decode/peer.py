@@ -15,19 +15,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from benchmarks.common import environment
-from benchmarks.common.harness import Record, command, record_parser, show
-from benchmarks.common.shapes import SHAPES, hf_config, sizes_from
+from benchmarks.common.harness import Benchmark, Record, print_table, whole_numbers
+from benchmarks.common.shapes import SHAPES, hf_config
 from benchmarks.offline.peers.transformers_continuous import answer
 
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "flash-attn")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -36,7 +30,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from transformers import GenerationConfig
 
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    sizes = sizes_from(options.batches)
+    sizes = whole_numbers(options.batches, "--batches")
     record = Record(
         options.output,
         options.budget,
@@ -132,26 +126,17 @@ def _measure(
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table(
-        *("batch", "ms a step", "tokens/s", "tokens/s with prompts"),
-        title=f"transformers, {result['model']}, {result['precision']}, {result['attention']}",
-        box=None,
+    print_table(
+        result["batches"],
+        ("batch", "{batch_size}"),
+        ("ms a step", lambda row: f"{row['decode_step_s'] * 1e3:.2f}"),
+        ("tokens/s", "{decode_tokens_per_s:,.0f}"),
+        ("tokens/s with prompts", "{output_tokens_per_s:,.0f}"),
+        title="transformers, {model}, {precision}, {attention}".format_map(result),
     )
-    for row in result["batches"]:
-        table.add_row(
-            str(row["batch_size"]),
-            f"{row['decode_step_s'] * 1e3:.2f}",
-            f"{row['decode_tokens_per_s']:,.0f}",
-            f"{row['output_tokens_per_s']:,.0f}",
-        )
-    show(table)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = record_parser(
-        "benchmarks.decode.peer",
-        "transformers' continuous batching with random weights of a shape.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="llama-3-8b", choices=tuple(SHAPES), help="the shape of the model")
     add("--layers", type=int, default=None, help="instead of those of the shape")
@@ -160,7 +145,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batches", default="1,8,32,128,256", help="requests at once")
     add("--prompt-tokens", type=int, default=512, help="of each prompt")
     add("--output-tokens", type=int, default=128, help="of each answer")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, has_budget=True)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

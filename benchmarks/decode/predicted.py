@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.common.harness import command, record_parser
-from benchmarks.common.shapes import sizes_from
+from benchmarks.common.harness import Benchmark, whole_numbers
 from benchmarks.decode.step_time import H100, PAGES, counted, fits, predict
 
 BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (1024, 4096, 16384)
@@ -17,7 +16,8 @@ BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (1024, 4096, 16384)
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the prediction of every batch and context that fit in memory."""
-    batches, contexts = sizes_from(options.batches), sizes_from(options.contexts)
+    batches = whole_numbers(options.batches, "--batches")
+    contexts = whole_numbers(options.contexts, "--contexts")
     rows = []
     for batch in batches:
         for context in contexts:
@@ -51,21 +51,21 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    options = build_parser().parse_args(arguments)
-    return command(run, options, show_result=lambda result: print(table(result), file=sys.stderr))
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = record_parser(
-        "benchmarks.decode.predicted", "Predicted decode steps of Llama 3 8B on an H100."
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--batches", default=",".join(map(str, BATCHES)), help="sequences that decode together")
     add("--contexts", default=",".join(map(str, CONTEXTS)), help="tokens of each sequence")
     add("--kv-dtype", default=None, choices=[*filter(None, PAGES)], help="of the pages")
-    return parser
+
+
+BENCHMARK = Benchmark(
+    __doc__,
+    run,
+    add_options,
+    show=lambda result: print(table(result), file=sys.stderr),
+    has_budget=True,
+)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

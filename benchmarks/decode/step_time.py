@@ -140,11 +140,7 @@ def fits(
 
 
 def counted(batch: int, kv_dtype: str | None = None) -> Launches:
-    """Return what the gate counted in the decode loop that serves a batch of Llama 3 8B.
-
-    Raises:
-      InvalidConfigError: the gate compiles no loop for this batch.
-    """
+    """Return what the gate counted in the decode loop that serves a batch of Llama 3 8B."""
     known = json.loads(_GATE.read_text(encoding="utf-8"))
     largest = next((size for size in _STEPS if batch <= size), None)
     if largest is None:

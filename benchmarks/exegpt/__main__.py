@@ -11,16 +11,16 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, arguments_of, print_table
 from benchmarks.exegpt.baselines import IterationLevel, Served, StaticBatches, hybrid_batches
 from benchmarks.exegpt.discrete import compared, play
 from benchmarks.exegpt.estimated import figure_10, figure_11, table_5
@@ -187,15 +187,8 @@ def _batch(served: Served, bound_s: float) -> int | None:
 _PLANNED_LEVEL = 0.995
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_tables)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return every figure and table, the gains, and what Algorithm 1 alone would miss."""
-    from benchmarks.common import environment
-
     models = tuple(options.models.split(","))
     unknown = [model for model in models if model not in MODELS]
     if unknown:
@@ -352,76 +345,82 @@ def _table_6() -> list[dict[str, Any]]:
 
 
 def _print_tables(result: dict[str, Any]) -> None:
-    table = Table(
-        "model", "task", "bound s", *BASELINES, *FAMILIES, "plan", "gain", "latency s", "policy",
-        "degree", "B_E", "N_D", "B_m", "B_D", "chunk", "within", "search s", box=None,
-        header_style="bold",
-    )  # fmt: skip
-    for point in result["points"]:
-        table.add_row(*_cells(point))
-    show(table)
-    means = Table("mean gain", "paper", "rra and waa", "plan", box=None, header_style="bold")
-    own = result["mean_gain_exegpt"], result["mean_gain_exegpt_over"]
-    for name, paper in result["paper_mean_gain"].items():
-        gains = own[0][name], result["mean_gain"][name]
-        means.add_row(name, f"{paper:.1f}", *map(_shown, gains))
-    for name, gain in result["mean_gain_over"].items():
-        means.add_row(f"over {name}", "", _shown(own[1][name]), _shown(gain))
-    show(means)
-    fits = Table(
-        "table 6", "B_E", "N_D", "degree", "latency s", "paper", "answers/s", "paper",
-        box=None, header_style="bold",
-    )  # fmt: skip
-    for row in result["table_6"]:
-        fits.add_row(
-            *(str(row[name]) for name in ("policy", "encode_batch", "num_decodes", "degree")),
-            f"{row['latency_s']:.2f}",
-            f"{row['paper_latency_s']:.2f}",
-            f"{row['per_s']:.2f}",
-            f"{row['paper_per_s']:.2f}",
-        )
-    show(fits)
-
-
-def _cells(point: dict[str, Any]) -> list[str]:
-    name = f"{point['model']} {point['num_devices']}x{point['cluster']}"
-    systems = [_shown(point["per_s_of"].get(each)) for each in (*BASELINES, *FAMILIES)]
-    cells = [name, point["task"], _shown(point["bound_s"], "inf"), *systems]
-    if "policy" not in point:
-        return [*cells, "NS", "", f"{point['lowest_s']:.1f}", "none"]
-    within = [run["within"] for run in point["played"] if run["policy"] == point["policy"]]
-    return [
-        *cells,
-        _shown(point["per_s"]),
-        _shown(point["gain"]),
-        f"{point['latency_s']:.1f}",
-        point["policy"],
-        f"{point['degree']} on {point['num_sharded_devices']}",
-        *(str(point[each]) for each in ("encode_batch", "num_decodes", "num_micro_batches")),
-        f"{point['decode_batch']:.0f}",
-        str(point["chunk_tokens"] or ""),
-        f"{np.mean(within):.2%}" if within else "",
-        f"{point['search_s']:.2f}",
+    print_table(
+        result["points"],
+        ("model", "{model} {num_devices}x{cluster}"),
+        ("task", "{task}"),
+        ("bound s", lambda point: _shown(point["bound_s"], "inf")),
+        *((name, _throughput_of(name)) for name in (*BASELINES, *FAMILIES)),
+        ("plan", lambda point: _shown(point["per_s"])),
+        ("gain", lambda point: _shown(point["gain"], "")),
+        ("latency s", lambda point: f"{point.get('latency_s', point.get('lowest_s')):.1f}"),
+        ("policy", lambda point: point.get("policy", "none")),
+        ("degree", _of_schedule("{degree} on {num_sharded_devices}")),
+        ("B_E", _of_schedule("{encode_batch}")),
+        ("N_D", _of_schedule("{num_decodes}")),
+        ("B_m", _of_schedule("{num_micro_batches}")),
+        ("B_D", _of_schedule("{decode_batch:.0f}")),
+        ("chunk", lambda point: str(point.get("chunk_tokens") or "")),
+        ("within", _mean_within),
+        ("search s", _of_schedule("{search_s:.2f}")),
+    )
+    own, own_over = result["mean_gain_exegpt"], result["mean_gain_exegpt_over"]
+    means = [
+        (name, f"{paper:.1f}", own[name], result["mean_gain"][name])
+        for name, paper in result["paper_mean_gain"].items()
     ]
+    means += [
+        (f"over {name}", "", own_over[name], gain)
+        for name, gain in result["mean_gain_over"].items()
+    ]
+    print_table(
+        [dict(name=name, paper=paper, own=own, plan=plan) for name, paper, own, plan in means],
+        ("mean gain", "{name}"),
+        ("paper", "{paper}"),
+        ("rra and waa", lambda row: _shown(row["own"])),
+        ("plan", lambda row: _shown(row["plan"])),
+    )
+    print_table(
+        result["table_6"],
+        ("table 6", "{policy}"),
+        ("B_E", "{encode_batch}"),
+        ("N_D", "{num_decodes}"),
+        ("degree", "{degree}"),
+        ("latency s", "{latency_s:.2f}"),
+        ("paper", "{paper_latency_s:.2f}"),
+        ("answers/s", "{per_s:.2f}"),
+        ("paper", "{paper_per_s:.2f}"),
+    )
+
+
+def _throughput_of(system: str) -> Callable[[dict[str, Any]], str]:
+    return lambda point: _shown(point["per_s_of"].get(system))
+
+
+def _of_schedule(template: str) -> Callable[[dict[str, Any]], str]:
+    """Leave the cell empty where no schedule keeps the bound."""
+    return lambda point: template.format_map(point) if "policy" in point else ""
+
+
+def _mean_within(point: dict[str, Any]) -> str:
+    runs = point.get("played", ())
+    within = [run["within"] for run in runs if run["policy"] == point["policy"]]
+    return f"{np.mean(within):.2%}" if within else ""
 
 
 def _shown(value: float | None, otherwise: str = "NS") -> str:
     return otherwise if value is None else f"{value:.2f}"
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.exegpt",
-        description="The best schedules of ExeGPT's models, clusters and tasks under four latency "
-        "bounds, from rooflines, beside other systems and the paper's own figures.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", default=",".join(MODELS), help="of table 1, separated by commas")
     text = "times that every chosen schedule is played by the real scheduler; 0 for estimates alone"
     add("--seeds", type=int, default=1, help=text)
-    add("--output", type=Path, default=None, help="also write the object here")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_tables)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -15,17 +15,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 from rich.table import Table
 
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, arguments_of, show, whole_numbers
 from benchmarks.common.repeats import add_repeats
 from benchmarks.common.serving import Runtimes, measure
 from benchmarks.common.workloads import add_arguments, items
-from jaxserve.core.errors import InfeasibleBoundError, InvalidConfigError
+from jaxserve.core.errors import InfeasibleBoundError
 from jaxserve.core.request import Completion
 from jaxserve.scheduling.presets import get_policy
 
@@ -42,20 +42,11 @@ LEVEL = 0.99
 _PERCENTILES = (10, 30, 70)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_tables)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return what every policy and plan did, the best of each under each bound, and the errors of
     the simulations.
     """
-    from benchmarks.common import environment
-
-    batches = tuple(int(each) for each in options.batches.split(","))
-    if min(batches) < 1:
-        raise InvalidConfigError(f"--batches {options.batches!r}: pass sizes of at least 1")
+    batches = tuple(whole_numbers(options.batches, "--batches"))
     session = _Session(options, tuple(options.tasks.split(",")), batches)
     with Runtimes(options) as runtimes:
         while session.num_rounds < options.repeats and session.has_time():
@@ -368,12 +359,7 @@ def _print_tables(result: dict[str, Any]) -> None:
             )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.exegpt.bounds",
-        description="Throughput of rt.plan and of hand-tuned batch sizes under latency bounds.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     add_repeats(parser, "policy and batch size")
     parser.set_defaults(num_requests=64, scale=0.25, output_scale=0.25, repeats=2)
@@ -389,9 +375,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", default="smollm2-135m", help="a name, folder or GGUF file")
     add("--kv-memory", default="512MB", help="size of each page pool")
     add("--max-context", type=int, default=1024, help="most tokens of prompt and answer")
-    add("--output", type=Path, default=None, help="also write the object here")
     parser.set_defaults(max_slots=None, predictor=None)
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_tables)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

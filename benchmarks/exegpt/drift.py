@@ -16,14 +16,13 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, arguments_of, print_table
 from benchmarks.exegpt.baselines import StaticBatches
 from benchmarks.exegpt.estimated import SCENARIO, skewed
 from benchmarks.exegpt.scenarios import Scenario
@@ -205,8 +204,6 @@ def measure(setting: Setting, drift: Drift, *, seed: int) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the result of every drift."""
-    from benchmarks.common import environment
-
     setting = Setting.of(SCENARIO, options.bound, options.before, options.after)
     wanted = options.only.split(",")
     if unknown := sorted(set(wanted) - set(STATISTICS)):
@@ -232,27 +229,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.exegpt.drift",
-        description="Throughput and share of answers within the latency bound when output lengths "
-        "drift, with the schedule left alone, adapted, and planned anew (figure 11 of ExeGPT).",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--bound", default="30", help="bottom 10, 30 or 70 % of FasterTransformer, or none")
+    add("--bound", default="30", help="bottom 10, 30 or 70 %% of FasterTransformer, or none")
     add("--before", type=int, default=1000, help="answers before the drift")
     add("--after", type=int, default=2000, help="answers from the drift on")
     add("--only", default=",".join(STATISTICS), help="statistics that change")
     add("--factors", default=",".join(map(str, FACTORS)), help="of mean and deviation")
     add("--seed", type=int, default=0)
-    add("--output", type=Path, default=None, help="also write the object here")
-    return parser
 
 
 def _drawn(probabilities: np.ndarray, num: int, rng: np.random.Generator) -> list[int]:
@@ -275,20 +259,24 @@ def _schedule(plan: Plan) -> dict[str, Any]:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table(
-        "changed", "to", "alone /s", "in bound", "adapted /s", "in bound", "settled /s",
-        "in bound", "anew /s", "in bound", "plans", box=None, header_style="bold",
-    )  # fmt: skip
-    for row in result["drifts"]:
-        cells = [row["changed"], f"{row['to']:g}"]
-        parts = ("from_drift", "from_drift", "settled", "settled")
-        names = ("left_alone", "adapted", "adapted", "planned_anew")
-        for name, part in zip(names, parts, strict=True):
-            figures = row[name][part]
-            cells += [f"{figures['answers_per_s']:.2f}", f"{figures['share_in_bound']:.3f}"]
-        table.add_row(*cells, str(len(row["adapted"]["adopted"])))
-    show(table)
+    print_table(
+        result["drifts"],
+        ("changed", "{changed}"),
+        ("to", "{to:g}"),
+        ("alone /s", "{left_alone[from_drift][answers_per_s]:.2f}"),
+        ("in bound", "{left_alone[from_drift][share_in_bound]:.3f}"),
+        ("adapted /s", "{adapted[from_drift][answers_per_s]:.2f}"),
+        ("in bound", "{adapted[from_drift][share_in_bound]:.3f}"),
+        ("settled /s", "{adapted[settled][answers_per_s]:.2f}"),
+        ("in bound", "{adapted[settled][share_in_bound]:.3f}"),
+        ("anew /s", "{planned_anew[settled][answers_per_s]:.2f}"),
+        ("in bound", "{planned_anew[settled][share_in_bound]:.3f}"),
+        ("plans", lambda row: str(len(row["adapted"]["adopted"]))),
+    )
 
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

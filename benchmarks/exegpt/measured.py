@@ -23,7 +23,8 @@ import numpy as np
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.common.harness import Record, arguments_of, command, record_parser, show
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, Record, arguments_of, show
 from benchmarks.common.repeats import Figures, add_repeats, summary
 from benchmarks.common.serving import replay
 from jaxserve.cli.meshes import device_groups
@@ -59,18 +60,11 @@ class Case:
     groups: str
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return measured and simulated figures of every schedule, and whether tokens agree."""
     # Read when JAX starts its devices.
     if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
-    from benchmarks.common import environment
-
     if options.repeats < 1:
         raise InvalidConfigError(f"--repeats is {options.repeats}; it must be at least 1")
     policies = [get_policy(name) for name in options.policies.split(",")]
@@ -308,12 +302,7 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = record_parser(
-        "benchmarks.exegpt.measured",
-        "RRA and WAA on devices and simulated from the devices' step times: a table and one JSON "
-        "object.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", choices=list(GROUPS), default="smollm2", help="shape of the random weights")
     text = 'devices, such as "1 4/4" for RRA on one and WAA on 4 and 4; by default the model\'s'
@@ -330,7 +319,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-step-tokens", type=int, default=256, help="tokens of a step")
     add_repeats(parser, "schedule, one after another")
     add("--seed", type=int, default=0, help="of prompts and lengths")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, has_budget=True)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -13,15 +13,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
-from rich.table import Table
 
-from benchmarks.common import workloads
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common import environment, workloads
+from benchmarks.common.harness import Benchmark, arguments_of, print_table
 from benchmarks.common.policies import add_policy_options, parse_policies
 from benchmarks.common.processes import PeerError
 from benchmarks.common.repeats import Figures, add_repeats, summary
@@ -44,18 +43,8 @@ OURS = ("in process", "socket", "http", "completions")
 _RECORDED_WITHIN_S = 10.0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of all ways for each number of connections.
-
-    Raises:
-      InvalidConfigError: an unknown peer, or a model that peers do not read.
-    """
-    from benchmarks.common import environment
+    """Return the figures of all ways for each number of connections."""
     from jaxserve.server import ServerOptions, running
 
     peers = named(options.compare)
@@ -72,9 +61,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         rt = open_runtimes.open(parse_policies(options.policies)[0])
         items = workloads.items(options, rt)
         serving = ServerOptions(
-            model_name="model", port=0, max_waiting=2 * most, max_connections=2 * most + 64,
+            model_name="model",
+            port=0,
+            max_waiting=2 * most,
+            max_connections=2 * most + 64,
             log_requests=False,
-        )  # fmt: skip
+        )
         with (
             bare_socket(rt) as socket_url,
             running(rt, serving) as url,
@@ -249,50 +241,53 @@ def _peer(text: str) -> tuple[str, tuple[str, str]]:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table(
-        "connections", "way", "requests/s", "tokens/s", "first token p50 ms", "p99",
-        "token p50 ms", "p99", box=None, header_style="bold",
-    )  # fmt: skip
+    def ms(figure: str, level: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: "" if row[figure] is None else f"{row[figure][level] * 1e3:.1f}"
 
-    def ms(seconds: dict[str, float] | None) -> list[str]:
-        shown = ("", "") if seconds is None else (seconds["p50"], seconds["p99"])
-        return [each if isinstance(each, str) else f"{each * 1e3:.1f}" for each in shown]
-
-    for point in result["points"]:
-        for way, figures in point["ways"].items():
-            at_once, poisson = figures["at_once"], figures["poisson"]
-            table.add_row(
-                str(point["connections"]),
-                way,
-                f"{at_once['requests_per_s']:.3g}",
-                f"{at_once['tokens_per_s']:.0f}",
-                *ms(poisson["first_token_s"]),
-                *ms(poisson["token_s"]),
-            )
-        table.add_section()
-    show(table)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.http",
-        description="Requests over HTTP from another process beside the same requests in process. "
-        "The client shares this machine's cores with the server. Prints a table and JSON.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    print_table(
+        [
+            {
+                "connections": point["connections"],
+                "way": way,
+                **figures["at_once"],
+                "first": figures["poisson"]["first_token_s"],
+                "token": figures["poisson"]["token_s"],
+            }
+            for point in result["points"]
+            for way, figures in point["ways"].items()
+        ],
+        ("connections", "{connections}"),
+        ("way", "{way}"),
+        ("requests/s", "{requests_per_s:.3g}"),
+        ("tokens/s", "{tokens_per_s:.0f}"),
+        ("first token p50 ms", ms("first", "p50")),
+        ("p99", ms("first", "p99")),
+        ("token p50 ms", ms("token", "p50")),
+        ("p99", ms("token", "p99")),
     )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "numbers of requests, each on its connection"
     add("--connections", type=_counts, default="1,64,1000", help=text)
     text = f"servers that are installed, started and measured, too: {','.join(PEERS)}"
     add("--compare", default="", help=text)
     add(
-        "--peer", type=_peer, action="append", default=[], metavar="NAME=URL,MODEL",
+        "--peer",
+        type=_peer,
+        action="append",
+        default=[],
+        metavar="NAME=URL,MODEL",
         help="a server with OpenAI's completions that runs already",
-    )  # fmt: skip
+    )
     workloads.add_arguments(parser, num_requests="as many as the largest number of connections")
     add_repeats(parser, "way at every number of connections")
     add_policy_options(parser, policies="auto", max_context=1024)
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -66,9 +66,14 @@ def send(
     limit_s = LIMIT_S + max(arrivals_s, default=0.0)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program], input=given, capture_output=True, text=True, cwd=ROOT,
-            check=False, timeout=limit_s,
-        )  # fmt: skip
+            [sys.executable, "-c", program],
+            input=given,
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=False,
+            timeout=limit_s,
+        )
     except subprocess.TimeoutExpired as error:
         raise PeerError(f"not every answer came within {limit_s:g} s") from error
     if done.returncode:
@@ -148,8 +153,11 @@ def phases(seen: Sequence[Seen], records: Sequence[RequestRecord]) -> Figures | 
     if any(one.request_id not in timings for one in seen):
         return None
     found: dict[str, list[float]] = {
-        "late_s": [], "before_engine_s": [], "engine_s": [], "after_engine_s": []
-    }  # fmt: skip
+        "late_s": [],
+        "before_engine_s": [],
+        "engine_s": [],
+        "after_engine_s": [],
+    }
     for one in seen:
         times = timings[one.request_id]
         assert times.first_token_s is not None, "each answer has a token"

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
-from rich.table import Table
 
-from benchmarks.common import workloads
+from benchmarks.common import environment, workloads
 from benchmarks.common.counters import counters_of, since
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common.harness import Benchmark, arguments_of, print_table
 from benchmarks.common.policies import add_policy_options, parse_policies
-from benchmarks.common.repeats import Figures, Spread, add_repeats, in_turns, ratios, summary
+from benchmarks.common.repeats import Figures, add_repeats, in_turns, ratio, summary
 from benchmarks.common.serving import Runtimes
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.request import Completion, TokenLogprob
@@ -32,12 +31,6 @@ if TYPE_CHECKING:
 
 _COSTS = ("ordinary", "deterministic")
 _MOST_LISTED = 100
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    options = build_parser().parse_args(arguments)
-    return command(run, options, show_result=_print_table, is_whole=_is_whole)
 
 
 @final
@@ -95,8 +88,6 @@ class Requests:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the number of pairs of each way, what differed, and the cost."""
-    from benchmarks.common import environment
-
     if options.pairs < 1:
         raise InvalidConfigError(f"--pairs is {options.pairs}; it must be at least 1")
     policy = parse_policies(options.policies)[0]
@@ -221,11 +212,10 @@ def _cost(
         _played(rt, requests)  # compiles
     for _, name in in_turns(_COSTS, options.repeats):
         found[name].append(_played(runtimes[name], requests))
-    share = ratios(*([run["tokens_per_s"] for run in found[name]] for name in reversed(_COSTS)))
-    spread = Spread.of(share)
+    own, ordinary = ([run["tokens_per_s"] for run in found[name]] for name in reversed(_COSTS))
     return {
         **{name: summary(runs) for name, runs in found.items()},
-        "throughput_share": {"median": spread.median, "range": [spread.low, spread.high]},
+        "throughput_share": ratio(own, ordinary),
     }
 
 
@@ -254,16 +244,16 @@ def _is_whole(result: dict[str, Any]) -> bool:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table(
-        "way", "batches", "pairs", "different", "preempted", "pages restored", "cached tokens",
-        box=None, header_style="bold",
-    )  # fmt: skip
-    for way, each in result["ways"].items():
-        names = ("num_batches", "num_pairs", "num_different", "num_preemptions", "num_pages_in")
-        table.add_row(
-            way, *(f"{each[name]:.0f}" for name in names), f"{each['num_prefix_hit']:.0f}"
-        )
-    show(table)
+    print_table(
+        [{"way": way, **figures} for way, figures in result["ways"].items()],
+        ("way", "{way}"),
+        ("batches", "{num_batches:.0f}"),
+        ("pairs", "{num_pairs:.0f}"),
+        ("different", "{num_different:.0f}"),
+        ("preempted", "{num_preemptions:.0f}"),
+        ("pages restored", "{num_pages_in:.0f}"),
+        ("cached tokens", "{num_prefix_hit:.0f}"),
+    )
     for name in ("scores", "processed_scores"):
         scores = result[name]
         print(
@@ -274,13 +264,7 @@ def _print_table(result: dict[str, Any]) -> None:
     print(f"throughput of the ordinary mode: {share['median']:.2f}", file=sys.stderr)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.invariance",
-        description="The bits of requests in random batches, of runtimes that cut them into steps "
-        "differently. Prints a table and one JSON object; fails if a bit differs.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     workloads.add_arguments(parser)
     parser.set_defaults(output_tokens=24)
     parser.add_argument(
@@ -288,7 +272,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_repeats(parser, "mode")
     add_policy_options(parser, policies="auto", max_context=1024)
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, is_whole=_is_whole)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ import argparse
 import random
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float64
-from rich.table import Table
 
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, arguments_of, print_table
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sampling_params import SamplingParams
@@ -37,14 +36,8 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
 _ROWS = 4
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the differences of each mode."""
-    from benchmarks.common import environment
     from jaxserve.execution.compilation import enable_compilation_cache
 
     modes = [mode.strip() for mode in options.modes.split(",")]
@@ -154,28 +147,19 @@ def _trained(
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table(
-        "mode", "tokens", "other bits", "largest", "mean", "largest error of a ratio", "KL",
-        box=None, header_style="bold",
-    )  # fmt: skip
-    for mode, each in result["modes"].items():
-        figures = ("largest", "mean", "largest_ratio_error", "kl")
-        table.add_row(
-            mode,
-            *(f"{each[name]}" for name in ("num_tokens", "num_different")),
-            *(f"{each[name]:.1e}" for name in figures),
-        )
-    show(table)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.invariance.residual",
-        description="How far log-probabilities of sampling are from the trainer's, by mode of "
-        "serving. Prints a table and one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    print_table(
+        [{"mode": mode, **figures} for mode, figures in result["modes"].items()],
+        ("mode", "{mode}"),
+        ("tokens", "{num_tokens}"),
+        ("other bits", "{num_different}"),
+        ("largest", "{largest:.1e}"),
+        ("mean", "{mean:.1e}"),
+        ("largest error of a ratio", "{largest_ratio_error:.1e}"),
+        ("KL", "{kl:.1e}"),
     )
-    parser.add_argument("--output", type=Path, default=None, help="also write the object here")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("workload").add_argument
     add("--model", default="smollm2-135m", help="registered name, folder or GGUF file")
     add("--modes", default=",".join(MODES), help="ways of serving")
@@ -183,7 +167,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=int, default=16, help="random tokens of each prompt")
     add("--output-tokens", type=int, default=48, help="of each answer")
     add("--seed", type=int, default=0, help="of prompts and answers")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

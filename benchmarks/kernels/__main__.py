@@ -21,7 +21,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.common import environment
-from benchmarks.common.harness import Record, command, record_parser, show
+from benchmarks.common.harness import Benchmark, Record, show
 from benchmarks.common.roofline import Machine, kv_token_bytes, measure_gpu
 from benchmarks.kernels import peers_jax
 from benchmarks.kernels.calls import measure_move, measure_product
@@ -41,11 +41,6 @@ from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import planned_tiling
 from pallas_kernels.paged_attention.shapes import AttentionShape
 from pallas_kernels.quantised_matmul.shapes import Configuration as Product
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -77,7 +72,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             if isinstance(each, AttentionShape):
                 measured = partial(
                     _measure,
-                    *(each, dtype, page_dtype, machine),
+                    each,
+                    dtype,
+                    page_dtype,
+                    machine,
                     attention=options.attention,
                     has_peers=options.peers,
                 )
@@ -170,7 +168,12 @@ def _print_table(result: dict[str, Any]) -> None:
     )
     if result["shapes"]:
         table = Table(
-            *("attention", "us", "GB/s", "TFLOP/s", "of bound", "error"),
+            "attention",
+            "us",
+            "GB/s",
+            "TFLOP/s",
+            "of bound",
+            "error",
             *(f"{name}, us" for name in peers_jax.PEERS),
             title=title,
             box=None,
@@ -192,7 +195,14 @@ def _print_table(result: dict[str, Any]) -> None:
         show(table)
     if result["products"]:
         table = Table(
-            *("products", "us", "GB/s", "of bound", "TFLOP/s", "error", "XLA, us", "dense, us"),
+            "products",
+            "us",
+            "GB/s",
+            "of bound",
+            "TFLOP/s",
+            "error",
+            "XLA, us",
+            "dense, us",
             title=title,
             box=None,
         )
@@ -220,10 +230,7 @@ def _common(row: dict[str, Any]) -> tuple[str, str, str, str]:
     )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = record_parser(
-        "benchmarks.kernels", "The GPU kernels at named shapes against the roofline of the device."
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--shapes",
@@ -235,7 +242,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--kv-dtype", default=None, help="of pages with scales: int8 or float8_e4m3fn")
     add("--attention", default=None, help="by name, such as mosaic,triton; the platform's choice")
     add("--peers", action="store_true", help="also time JAX's other attention kernels, on a GPU")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, has_budget=True)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from rich.table import Table
 
-from benchmarks.common.harness import command, show
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, show
 from benchmarks.common.roofline import Machine, measure_machine
 from pallas_kernels import (
     Rows,
@@ -51,15 +51,8 @@ PAGES = ("float32", "int8")
 Case = tuple[Callable[..., Any], tuple[Any, ...], dict[str, float]]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=show_result)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the times of every case, and its share of the machine's rates."""
-    from benchmarks.common import environment
-
     machine = measure_machine(jnp.float32)
     counts = [int(rows) for rows in options.rows.split(",")]
     cases: dict[str, Case] = {}
@@ -218,7 +211,11 @@ def _attention(rows: int, context: int, dtype: str, layers: int) -> Case:
     def attend(q: jax.Array, pages: jax.Array, scales: jax.Array | None) -> jax.Array:
         for layer in range(layers):
             q = paged_attention(
-                *(q, pages, pages, layer, where),
+                q,
+                pages,
+                pages,
+                layer,
+                where,
                 scale=HEAD_DIM**-0.5,
                 k_scales=scales,
                 v_scales=scales,
@@ -240,24 +237,25 @@ def show_result(result: dict[str, Any]) -> None:
     rates = result["machine"]
     table.add_row(
         "the machine",
-        *("", "", f"{rates['flops_per_s'] / 1e9:.0f}", f"{rates['bytes_per_s'] / 1e9:.0f}", ""),
+        "",
+        "",
+        f"{rates['flops_per_s'] / 1e9:.0f}",
+        f"{rates['bytes_per_s'] / 1e9:.0f}",
+        "",
     )
     show(table)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.cpu",
-        description="The C++ kernels against the limits of this CPU.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rows", default="1,4,32,256", help="numbers of tokens of a step, separated by commas")
     add("--context", type=int, default=172, help="keys that a query sees")
     add("--layers", type=int, default=30, help="of the model")
     add("--repeats", type=int, default=7, help="timed runs; rates are those of the fastest")
-    add("--output", type=Path, default=None, help="also write the object here")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=show_result)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

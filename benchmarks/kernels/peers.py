@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 from benchmarks.common import environment
-from benchmarks.common.harness import Record, command, reason, record_parser, show
+from benchmarks.common.harness import Benchmark, Record, reason, show
 from benchmarks.kernels.timing import chosen, num_layers
 from jaxserve.core.errors import InvalidConfigError
 from pallas_kernels.paged_attention.shapes import AttentionShape
@@ -269,7 +269,9 @@ class FlashAttention2:
 
             def attend(layer: int) -> torch.Tensor:
                 out = package.flash_attn_with_kvcache(
-                    *(q, case.k_pages[layer], case.v_pages[layer]),
+                    q,
+                    case.k_pages[layer],
+                    case.v_pages[layer],
                     cache_seqlens=case.contexts,
                     block_table=case.page_table,
                     causal=True,
@@ -283,7 +285,12 @@ class FlashAttention2:
 
         def attend_rows(layer: int) -> torch.Tensor:
             return package.flash_attn_varlen_func(
-                *(case.q, case.k_pages[layer], case.v_pages[layer], starts, key_starts, *longest),
+                case.q,
+                case.k_pages[layer],
+                case.v_pages[layer],
+                starts,
+                key_starts,
+                *longest,
                 causal=True,
                 block_table=case.page_table,
             )
@@ -305,7 +312,9 @@ class FlashAttention3:
 
         def attend(layer: int) -> torch.Tensor:
             out = package.flash_attn_with_kvcache(
-                *(case.q, case.k_pages[layer], case.v_pages[layer]),
+                case.q,
+                case.k_pages[layer],
+                case.v_pages[layer],
                 cache_seqlens=case.contexts,
                 page_table=case.page_table,
                 cu_seqlens_q=starts,
@@ -433,7 +442,9 @@ class FlashInfer:
         else:
             wrapper = package.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
             wrapper.plan(
-                *(case.query_starts, *pages, *heads),
+                case.query_starts,
+                *pages,
+                *heads,
                 causal=True,
                 q_data_type=dtype,
                 kv_data_type=dtype,
@@ -473,11 +484,6 @@ PEERS: dict[str, Peer] = {
     "flashinfer": FlashInfer(),
     "torch_flex_paged": PagedFlex(),
 }
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -551,17 +557,17 @@ def _print_table(result: dict[str, Any]) -> None:
     show(table)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = record_parser(
-        "benchmarks.kernels.peers", "Attention of PyTorch and its neighbours at named shapes."
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shapes", default="decode,prefill,mixed", help="as for benchmarks.kernels")
     add("--leave-out", default="", help="shapes to leave out, likewise")
     add("--peers", default=",".join(PEERS), help="some of them")
     add("--dtype", default="bfloat16", help="of queries and pages")
     add("--device", default=None, help="PyTorch's name; its GPU where it finds one")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, has_budget=True)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -100,7 +100,13 @@ def _cudnn_paged_s(
     def attend(q: jax.Array, layer: int, layers: list[tuple[jax.Array, ...]]) -> jax.Array:
         keys, values = layers[layer]
         out: Any = cudnn.paged_attention(
-            *(q, keys, values, rows.query_length, rows.context_length, table, table),
+            q,
+            keys,
+            values,
+            rows.query_length,
+            rows.context_length,
+            table,
+            table,
             scale=shape.head_dim**-0.5,
             mask_type=mask,
             qkv_layout="BNTH",

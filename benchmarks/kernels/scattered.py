@@ -12,16 +12,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.common import environment
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common.harness import Benchmark, arguments_of, print_table, whole_numbers
 from benchmarks.common.repeats import Figures, in_turns, summary
 from jaxserve.core.errors import InvalidConfigError
 from pallas_kernels import Rows, paged_attention
@@ -30,21 +28,13 @@ from pallas_kernels.paged_attention.shapes import AttentionShape, make_inputs
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Rows], jax.Array]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the seconds of every way at every context."""
-    try:
-        contexts = [int(part) for part in options.contexts.split(",")]
-    except ValueError:
-        contexts = []
-    if not contexts or min(contexts) < options.queries:
+    contexts = whole_numbers(options.contexts, "--contexts")
+    if min(contexts) < options.queries:
         raise InvalidConfigError(
-            f"--contexts {options.contexts!r} are not understood; give numbers of at least "
-            f"{options.queries}, the queries of a row, such as 128,1024"
+            f"--contexts {options.contexts!r}: pass numbers of at least {options.queries}, the "
+            "queries of a row"
         )
     bar = tqdm(contexts, desc="timing attention", delay=2, leave=False)
     return {
@@ -121,19 +111,15 @@ WAYS: dict[str, Attend] = {
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    names = [name.removesuffix("_s").replace("_", " ") + ", ms" for name in WAYS]
-    table = Table("context", *names, box=None, header_style="bold")
-    for point in result["contexts"]:
-        table.add_row(str(point["context"]), *(f"{1e3 * point[name]:.2f}" for name in WAYS))
-    show(table)
+    def ms(way: str) -> Callable[[dict[str, Any]], str]:
+        return lambda point: f"{1e3 * point[way]:.2f}"
+
+    names = {way: way.removesuffix("_s").replace("_", " ") for way in WAYS}
+    columns = ((f"{name}, ms", ms(way)) for way, name in names.items())
+    print_table(result["contexts"], ("context", "{context}"), *columns)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.scattered",
-        description="Attention over scattered pages beside two other ways; prints one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--batch", type=int, default=32, help="rows")
     add("--queries", type=int, default=8, help="of each row, at the end of its context")
@@ -143,8 +129,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--head-dim", type=int, default=64, help="of a head")
     add("--page-size", type=int, default=32, help="tokens of a page")
     add("--repeats", type=int, default=9, help="calls of every way, in turns")
-    add("--output", type=Path, default=None, help="also write the object here")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

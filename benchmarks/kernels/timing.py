@@ -61,9 +61,6 @@ def chosen(kinds: str, left_out: str = "") -> tuple[list[AttentionShape], list[A
     Args:
       kinds: kinds or names of shapes, separated by commas.
       left_out: shapes to leave out, likewise.
-
-    Raises:
-      InvalidConfigError: an unknown kind or name.
     """
     named = {shape.name: (shape,) for shapes in SHAPES.values() for shape in shapes}
     known = {**SHAPES, **named}
@@ -149,7 +146,8 @@ def _plan(shape: AttentionShape, rows: Rows, tiling: Tiling | None) -> Plan | No
         is_decode=shape.is_decode,
     )
     return plan(
-        *(tiling, capacity),
+        tiling,
+        capacity,
         query_length=length,
         first_position=np.asarray(rows.first_position),
         context_length=np.asarray(rows.context_length),

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from rich.table import Table
 
 from benchmarks.common import environment
-from benchmarks.common.harness import Record, command, reason, record_parser, show
+from benchmarks.common.harness import Benchmark, Record, reason, show
 from benchmarks.common.roofline import kv_token_bytes
 from benchmarks.kernels.timing import inputs, num_layers, relative_error, time_attention
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
@@ -69,11 +69,6 @@ _HEADER = """\
 
 class WrongTilesError(JaxserveError):
     """The fastest tiles give wrong numbers and are not written."""
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -244,11 +239,7 @@ def _print_table(result: dict[str, Any]) -> None:
     show(table)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = record_parser(
-        "benchmarks.kernels.tune",
-        "Find the fastest tiles of attention on this GPU, and write them.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--kind",
@@ -258,7 +249,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--heads", default="8x4x128", help="KV heads, query heads for each, and their size")
     add("--table", type=Path, default=TUNED, help="the file to write")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table, has_budget=True)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common.harness import arguments_of, command
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, arguments_of
 from jaxserve.core.metrics import spread
 from jaxserve.workload.answers import Question, questions
 
@@ -26,14 +27,8 @@ if TYPE_CHECKING:
     from jaxserve.runtime import Runtime
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments))
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Submit all questions, and write each answer's line in the order of the questions."""
-    from benchmarks.common import environment
     from jaxserve import Runtime
 
     with ExitStack() as stack:
@@ -125,12 +120,7 @@ def _answers(
         yield question, one.result()
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lengths.answers",
-        description="Let a model answer ShareGPT's questions, and keep its answers' lengths.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--lengths", type=Path, required=True, help="JSON lines of ids and lengths, written here")
     add("--tokens", type=Path, default=None, help="also write prompts' and answers' tokens here")
@@ -142,8 +132,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-slots", type=int, default=None, help="most answers at once")
     add("--max-context", type=int, default=512, help="most tokens of prompt and answer")
     add("--seed", type=int, default=0, help="of the draw; answer i is sampled with seed i")
-    add("--output", type=Path, default=None, help="also write the object here")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

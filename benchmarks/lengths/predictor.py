@@ -15,18 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common.harness import command, show
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, show
 from jaxserve.core.errors import InvalidConfigError, JaxserveError
 
 if TYPE_CHECKING:
     from predictor import LengthPredictor
 
 BATCHES = (1, 64)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -40,7 +36,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks.common import environment
     from jaxserve.cli.predictor import Settings
     from predictor import TrainingConfig, train
     from predictor.data import columns
@@ -121,12 +116,7 @@ def _print_table(result: dict[str, Any]) -> None:
         print(f"{milliseconds:.2f} ms a prompt in batches of {size}", file=sys.stderr)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lengths.predictor",
-        description="How well lengths are predicted; prints one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--data",
@@ -148,8 +138,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", default="smollm2-135m", help="the model whose tokens are counted")
     add("--seed", type=int, default=0, help="of draw, split and training")
     add("--save", type=Path, default=None, help="save the trained predictor in this folder")
-    add("--output", type=Path, default=None, help="also write the object here")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.common.harness import command, show
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, show
 from benchmarks.common.policies import load_predictor
 from benchmarks.common.timing import full_step_s
 from jaxserve.cli.probe import ELAPSED, ProbeSettings, TrainedProbe, train_probe_on
@@ -32,14 +33,8 @@ _PROMPT_TOKENS = 16
 _CALLS = 200
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_tables)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train a probe, compare it with survival alone, and time it."""
-    from benchmarks.common import environment
     from predictor.probe_training import compare_remaining
 
     predictor = load_predictor(options)
@@ -146,9 +141,10 @@ def _decode(rt: Runtime, size: int, num_tokens: int) -> None:
         0, rt.model_config.vocab_size, (size, _PROMPT_TOKENS)
     )
     rt.generate(
-        prompts.tolist(), SamplingParams(max_tokens=num_tokens, forced_length=num_tokens),
+        prompts.tolist(),
+        SamplingParams(max_tokens=num_tokens, forced_length=num_tokens),
         progress=False,
-    )  # fmt: skip
+    )
 
 
 def _refinement_s(refinement: Refinement, size: int) -> float:
@@ -183,12 +179,7 @@ def _print_tables(result: dict[str, Any]) -> None:
     )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lengths.probe",
-        description="What a probe knows of remaining lengths, and its cost; one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add, given = parser.add_argument, ProbeSettings
     add(
         "--answers",
@@ -221,8 +212,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=64, help="of each of them")
     add("--rounds", type=int, default=5, help="runs with and without the probe, in turns")
     add("--save", type=Path, default=None, help="save the trained probe in this folder")
-    add("--output", type=Path, default=None, help="also write the object here")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_tables)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import jax
@@ -20,8 +19,9 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common import environment
 from benchmarks.common.counters import counters_of, since
-from benchmarks.common.harness import command
+from benchmarks.common.harness import Benchmark
 from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
 from benchmarks.common.roofline import Bound, bound, measure_machine
 from benchmarks.common.timing import full_step_s, seconds
@@ -197,14 +197,8 @@ WORKLOADS = ("sharegpt", "random")
 _SETTLING_S = 0.02
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), is_whole=_is_whole)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of whole runs, and everything that is needed to repeat them."""
-    from benchmarks.common import environment
     from jaxserve import Runtime
     from jaxserve.execution.sizes import platform_defaults
 
@@ -277,7 +271,9 @@ def _compared_with_bound(
     context = (num_prompt + num_output / 2) / figures["num_requests"]
     machine = measure_machine(dtype)
     roof = bound(
-        *(machine, config, dtype),
+        machine,
+        config,
+        dtype,
         kv_dtype=engine.kv_dtype,
         batch_size=batch_size,
         context=context,
@@ -287,7 +283,9 @@ def _compared_with_bound(
     parts = None
     if step_s := full_step_s(report.steps, batch_size):
         parts = timed_step(
-            *(config, engine, dtype),
+            config,
+            engine,
+            dtype,
             step_s=step_s,
             batch_size=batch_size,
             context=round(context),
@@ -334,12 +332,7 @@ def _runtime_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.offline",
-        description="Throughput of requests that arrive all at once; prints one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workload", choices=WORKLOADS, default="sharegpt", help="what is asked")
     add("--num-requests", type=int, default=64, help="how many, all at once")
@@ -365,8 +358,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--cold", action="store_true", help="also time a cold and a warm start in new processes")
     add_repeats(parser, "engine")
     add_arguments(parser)
-    add("--output", type=Path, default=None, help="also write the object here")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, is_whole=_is_whole)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

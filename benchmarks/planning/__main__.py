@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.common import environment
 from benchmarks.common.environment import ROOT
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common.harness import Benchmark, arguments_of, print_table, whole_numbers
 from benchmarks.common.policies import parse_policies
 from benchmarks.common.repeats import Figures, add_repeats, in_turns, summary
 from benchmarks.planning import host_time
@@ -27,24 +27,15 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.scheduling.presets import PRESETS
 
 HERE, OTHER = "here", "against"
-# What names a point.
-_PLACE = ("policy", "max_slots", "num_waiting", "max_context")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the points of this checkout and, if one is given, of the other."""
-    from benchmarks.common import environment
-
     job = {
         "policies": [policy.name for policy in parse_policies(options.policies)],
-        "contexts": _numbers(options.contexts, "--contexts"),
-        "slots": _numbers(options.slots, "--slots"),
-        "waiting": _numbers(options.waiting, "--waiting"),
+        "contexts": whole_numbers(options.contexts, "--contexts"),
+        "slots": whole_numbers(options.slots, "--slots"),
+        "waiting": whole_numbers(options.waiting, "--waiting"),
         "steps": options.steps,
     }
     checkouts = {HERE: ROOT}
@@ -83,39 +74,30 @@ def _points(job: dict[str, Any], checkout: Path) -> list[Figures]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise InvalidConfigError(f"{option} {text!r}: give whole numbers above 0, such as 32,256")
-    return numbers
-
-
 def _print_table(result: dict[str, Any]) -> None:
     columns = [("planning_ms", share) for share in ("p50", "p99", "max")]
     columns += [("host_ms", "p50"), ("host_ms", "p99"), ("host_cpu_ms", "p50")]
-    names = (f"{kind.removesuffix('_ms').replace('_', ' ')} {share}" for kind, share in columns)
-    table = Table(
-        *("policy", "slots", "waiting", "context", "checkout", *names),
-        box=None, header_style="bold", title="ms a step",
-    )  # fmt: skip
     checkouts = result["points"]
-    for same in zip(*checkouts.values(), strict=True):
-        for checkout, point in zip(checkouts, same, strict=True):
-            cells = (f"{point[kind][share]:.2f}" for kind, share in columns)
-            table.add_row(*(str(point[key]) for key in _PLACE), checkout, *cells)
-    show(table)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.planning",
-        description="Milliseconds a step of planning and of the host, on the simulated executor; "
-        "prints a table and one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    print_table(
+        [
+            {"checkout": checkout, **point}
+            for same in zip(*checkouts.values(), strict=True)
+            for checkout, point in zip(checkouts, same, strict=True)
+        ],
+        ("policy", "{policy}"),
+        ("slots", "{max_slots}"),
+        ("waiting", "{num_waiting}"),
+        ("context", "{max_context}"),
+        ("checkout", "{checkout}"),
+        *(
+            (f"{kind.removesuffix('_ms').replace('_', ' ')} {share}", f"{{{kind}[{share}]:.2f}}")
+            for kind, share in columns
+        ),
+        title="ms a step",
     )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--policies", default=",".join(PRESETS), help="presets, separated by commas")
     add("--slots", default="8,64,512", help="sequences that run at once")
@@ -124,8 +106,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=300, help="that are timed, of each combination")
     add("--against", type=Path, default=None, help="another checkout, measured in turns")
     add_repeats(parser, "checkout")
-    add("--output", type=Path, default=None, help="also write the object here")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, arguments_of, show
 from benchmarks.common.policies import (
     REQUEST_LEVEL_AND_ITERATION_LEVEL,
     add_policy_options,
@@ -51,15 +52,8 @@ COUNTERS = ("num_steps", "num_iterations", "num_padding_tokens", "num_preemption
 JUDGED = ("output_tokens_per_s", "latency_p99_s")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return measured and predicted figures of every policy, and the errors of the predictions."""
-    from benchmarks.common import environment
-
     policies = {policy.name: policy for policy in parse_policies(options.policies)}
     turns = in_turns(list(policies), options.repeats)
     runs: dict[str, list[Figures]] = {name: [] for name in policies}
@@ -147,13 +141,7 @@ def _print_table(result: dict[str, Any]) -> None:
     show(table)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.planning.simulate",
-        description="Measured step times, real runs and simulated ones: a table and one JSON "
-        "object with the errors of the predictions.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     parser.add_argument("--arrivals", default=None, help=ARRIVALS)
     add_repeats(parser, "policy")
@@ -162,7 +150,10 @@ def build_parser() -> argparse.ArgumentParser:
     text = "a file of step times of this machine; without it they are measured in each round"
     add("--step-times", type=Path, default=None, help=text)
     add("--save-step-times", type=Path, default=None, help="write those of the last round here")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

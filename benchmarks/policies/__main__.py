@@ -12,9 +12,8 @@ import sys
 from contextlib import closing
 from typing import Any
 
-from rich.table import Column, Table
-
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, arguments_of, print_table
 from benchmarks.common.policies import (
     REQUEST_LEVEL_AND_ITERATION_LEVEL,
     add_policy_options,
@@ -26,15 +25,8 @@ from benchmarks.common.serving import Runtimes, measure
 from benchmarks.common.workloads import ARRIVALS, add_arguments, arriving_items
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return every policy's figures on the same requests."""
-    from benchmarks.common import environment
-
     policies = {policy.name: policy for policy in parse_policies(options.policies)}
     turns = in_turns(list(policies), options.repeats)
     runs: dict[str, list[Figures]] = {name: [] for name in policies}
@@ -71,45 +63,39 @@ def with_split(figures: Figures) -> Figures:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table(
-        "policy", "tokens/s", Column("range", no_wrap=True), "latency p50 s", "p99 s",
-        "first token p50 s", "s/token p50", "batch", "iterations", "padding", "preempted",
-        "penalty + overhead", box=None, header_style="bold",
-    )  # fmt: skip
-    for name, figures in result["policies"].items():
-        engine, split = figures["engine"], figures["latency_split_s"]
-        first, rate = figures["time_to_first_token_s"], figures["time_per_output_token_s"]
-        low, high = figures["range"]["output_tokens_per_s"]
-        table.add_row(
-            name,
-            f"{figures['output_tokens_per_s']:.0f}",
-            f"{low:.0f} to {high:.0f}",
-            f"{figures['latency_s']['p50']:.1f}",
-            f"{figures['latency_s']['p99']:.1f}",
-            f"{first['p50']:.2f}",
-            f"{rate['p50']:.3f}" if rate else "",
-            f"{figures['average_batch']:.1f}",
-            f"{engine['num_iterations']:.0f}",
-            f"{engine['num_padding_tokens']:.0f}",
-            f"{engine['num_preemptions']:.0f}",
-            f"{(split['penalty'] + split['overhead']) / split['generation']:.1%}",
-        )
-    show(table)
+    def lost(row: dict[str, Any]) -> str:
+        split = row["latency_split_s"]
+        return f"{(split['penalty'] + split['overhead']) / split['generation']:.1%}"
+
+    rate = "{time_per_output_token_s[p50]:.3f}"
+    print_table(
+        [{"policy": name, **figures} for name, figures in result["policies"].items()],
+        ("policy", "{policy}"),
+        ("tokens/s", "{output_tokens_per_s:.0f}"),
+        ("range", "{range[output_tokens_per_s][0]:.0f} to {range[output_tokens_per_s][1]:.0f}"),
+        ("latency p50 s", "{latency_s[p50]:.1f}"),
+        ("p99 s", "{latency_s[p99]:.1f}"),
+        ("first token p50 s", "{time_to_first_token_s[p50]:.2f}"),
+        ("s/token p50", lambda row: rate.format_map(row) if row["time_per_output_token_s"] else ""),
+        ("batch", "{average_batch:.1f}"),
+        ("iterations", "{engine[num_iterations]:.0f}"),
+        ("padding", "{engine[num_padding_tokens]:.0f}"),
+        ("preempted", "{engine[num_preemptions]:.0f}"),
+        ("penalty + overhead", lost),
+    )
     for name in result["missing_baselines"]:
         print(f"{name} is missing: predicted lengths are compared with it", file=sys.stderr)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.policies",
-        description="Policies compared on one workload; prints a table and one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     parser.add_argument("--arrivals", default=None, help=ARRIVALS)
     add_repeats(parser, "policy")
     add_policy_options(parser, policies=REQUEST_LEVEL_AND_ITERATION_LEVEL, max_context=1024)
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

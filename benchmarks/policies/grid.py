@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.common.harness import arguments_of, command, show
+from benchmarks.common import environment
+from benchmarks.common.harness import Benchmark, arguments_of, print_table
 from benchmarks.common.policies import parse_policies
 from benchmarks.common.repeats import Figures
 from jaxserve.core.config import EngineConfig
@@ -50,15 +49,8 @@ _MAX_CONTEXT, _MAX_OUTPUT, _NUM_PRIOR = 2048, 1024, 2000
 _NOISE = {"none": None, "marginal": float("inf"), "informed": 0.7}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run, print and write the result; return the exit code."""
-    return command(run, build_parser().parse_args(arguments), show_result=_print_table)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of every policy, with each predictor, workload and pool."""
-    from benchmarks.common import environment
-
     policies = parse_policies(options.policies)
     workloads = options.workloads.split(",")
     cases = [
@@ -176,31 +168,21 @@ def _predictions(
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    table = Table(
-        *("workload", "pool", "policy", "predictor", "tokens/s", "of " + BASELINE, "p99 s"),
-        *("of " + BASELINE, "preempted"),
-        box=None, header_style="bold",
-    )  # fmt: skip
-    for row in result["rows"]:
-        over = row.get("over_baseline", {})
-        table.add_row(
-            *(row[name] for name in ("workload", "pool", "policy", "predictor")),
-            f"{row['output_tokens_per_s']:.0f}",
-            f"{over.get('output_tokens_per_s', float('nan')):.3f}",
-            f"{row['latency_s']['p99']:.2f}",
-            f"{over.get('latency_p99', float('nan')):.3f}",
-            str(row["engine"]["num_preemptions"]),
-        )
-    show(table)
+    def over(figure: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: f"{row.get('over_baseline', {}).get(figure, float('nan')):.3f}"
 
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.policies.grid",
-        description="Policies over workloads, pools and predictors, simulated with an A100's "
-        "rooflines: a table and one JSON object.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    print_table(
+        result["rows"],
+        *((name, f"{{{name}}}") for name in ("workload", "pool", "policy", "predictor")),
+        ("tokens/s", "{output_tokens_per_s:.0f}"),
+        (f"of {BASELINE}", over("output_tokens_per_s")),
+        ("p99 s", "{latency_s[p99]:.2f}"),
+        (f"of {BASELINE}", over("latency_p99")),
+        ("preempted", "{engine[num_preemptions]}"),
     )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--policies", default=POLICIES, help="separated by commas")
     add("--workloads", default="sharegpt,S,T,G,C1,C2", help="separated by commas")
@@ -208,8 +190,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-slots", type=int, default=64, help="most sequences at once")
     add("--no-host", action="store_true", help="no host memory: preempted KV is computed anew")
     add("--seed", type=int, default=0, help="of the draws")
-    add("--output", type=Path, default=None, help="also write the object here")
-    return parser
+
+
+BENCHMARK = Benchmark(__doc__, run, add_options, show=_print_table)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -81,9 +81,6 @@ def measure(
 
     Args:
       parent: the folder to write under; the checkpoint is removed again.
-
-    Raises:
-      InvalidConfigError: the disk or the memory is too small for the checkpoint.
     """
     with tempfile.TemporaryDirectory(prefix="jaxserve-loading-", dir=parent) as folder:
         _check_room(SHAPES[shape], dtype, Path(folder))

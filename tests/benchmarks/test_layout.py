@@ -61,8 +61,11 @@ def test_commands_are_listed_with_a_line_each(capsys):
 def test_commands_that_documents_name_are_there():
     """Pages, scripts and messages name only commands that exist."""
     pages = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").rglob("*.md")]
-    sources = [path for folder in ("jaxserve", "pallas_kernels", "scripts", "benchmarks")
-               for path in (ROOT / folder).rglob("*.py")]  # fmt: skip
+    sources = [
+        path
+        for folder in ("jaxserve", "pallas_kernels", "scripts", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     for path in [*pages, *sources]:
         text = path.read_text(encoding="utf-8")
         for name in re.findall(r"python -m (benchmarks(?:\.\w+)+)", text):

@@ -7,13 +7,13 @@ import pytest
 
 from benchmarks.common import sweep
 from benchmarks.pensieve import (
+    BENCHMARK,
     FACTOR,
     MACHINES,
     PANELS,
     STATELESS,
     Run,
     beginning,
-    build_parser,
     compare_with_stateless,
     cost_of,
     curve_of,
@@ -46,7 +46,7 @@ def _talks(count: int) -> list[Talk]:
 
 def _options(*more: str):
     short = ["--seconds", "60", "--warm-up", "10"]
-    return build_parser().parse_args([*short, *more])
+    return BENCHMARK.parser().parse_args([*short, *more])
 
 
 def test_models_need_the_memory_that_their_heads_say():

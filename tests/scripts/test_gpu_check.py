@@ -13,8 +13,8 @@ import time
 
 import pytest
 
+from benchmarks.common.harness import whole_numbers
 from benchmarks.common.shapes import SHAPES, hf_config
-from benchmarks.conversations.restore import lengths_from
 from benchmarks.kernels.timing import chosen
 from scripts.gpu_check import check, count_tests, main, run_part
 from scripts.gpu_parts import PARTS, Part
@@ -31,7 +31,7 @@ def _options(name: str) -> argparse.Namespace:
     module, *arguments = PARTS[name].command
     if hasattr(importlib.import_module(module), "__path__"):  # a package
         module += ".__main__"
-    parser = importlib.import_module(module).build_parser()
+    parser = importlib.import_module(module).BENCHMARK.parser()
     return parser.parse_args([*arguments, "--budget", "10", "--output", "x.json"])
 
 
@@ -141,7 +141,7 @@ def test_restores_take_the_shape_of_a_model():
     options = _options("restore")
     assert options.model in SHAPES
     model = hf_config(options.model)
-    longest = max(lengths_from(options.lengths))
+    longest = max(whole_numbers(options.lengths, "--lengths"))
     assert longest + options.wait_tokens + options.new_tokens < model["max_position_embeddings"]
 
 

@@ -72,17 +72,16 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     known = ", ".join([*GROUPS, *PEERS])
     add("--compare", default=None, help=f"with commas: {known}")
     add("--compare-requests", type=int, default=500, help="of each run")
-    add("--unfolded", action="store_true",
+    add(
+        "--unfolded",
+        action="store_true",
         help="ours multiplies embeddings with weights for every token, as the others do, and not "
-        "once when it loads")  # fmt: skip
+        "once when it loads",
+    )
 
 
 def peers_of(options: argparse.Namespace) -> dict[str, CellPeer]:
-    """Return the peers of `--compare`; none without the option.
-
-    Raises:
-      InvalidConfigError: an unknown name.
-    """
+    """Return the peers of `--compare`; none without the option."""
     if options.compare is None:
         return {}
     names = [name.strip() for name in options.compare.split(",")]
@@ -95,9 +94,12 @@ def peers_of(options: argparse.Namespace) -> dict[str, CellPeer]:
 
 
 def run_peers(
-    by_application: Mapping[str, Sequence[CellRequest]], options: argparse.Namespace,
-    peers: Mapping[str, CellPeer], sizes: Sizes, record: Record,
-) -> list[dict[str, Any]]:  # fmt: skip
+    by_application: Mapping[str, Sequence[CellRequest]],
+    options: argparse.Namespace,
+    peers: Mapping[str, CellPeer],
+    sizes: Sizes,
+    record: Record,
+) -> list[dict[str, Any]]:
     """Return every system's figures on the requests of each application.
 
     They come all at once, and at a moderate load: half of the most that a peer served when all came
@@ -125,22 +127,36 @@ def run_peers(
             for load in ("all at once", "moderate load"):
                 if load == "moderate load":
                     served = [
-                        entry["requests_per_s"] for entry in found
-                        if entry["application"] == application and entry["engine"] != OURS
+                        entry["requests_per_s"]
+                        for entry in found
+                        if entry["application"] == application
+                        and entry["engine"] != OURS
                         and entry["requests_per_s"] is not None
-                    ]  # fmt: skip
+                    ]
                     if not served:
                         break
                     rate = max(served) / 2
                 pattern = "all" if rate is None else f"poisson:{rate}"
                 job["arrivals"] = arrival_times(len(requests), pattern, options.seed)
                 runs = _interleaved(
-                    contenders, peers, job, max_batch_of(requests, sizes), Path(folder),
-                    options.repeats, errors, record, f"{application}, {load}",
-                )  # fmt: skip
+                    contenders,
+                    peers,
+                    job,
+                    max_batch_of(requests, sizes),
+                    Path(folder),
+                    options.repeats,
+                    errors,
+                    record,
+                    f"{application}, {load}",
+                )
                 for name in (OURS, *names):
-                    entry = {"application": application, "load": load, "rate": rate,
-                             "engine": name, "error": errors.get(name)}  # fmt: skip
+                    entry = {
+                        "application": application,
+                        "load": load,
+                        "rate": rate,
+                        "engine": name,
+                        "error": errors.get(name),
+                    }
                     empty = {"requests_per_s": None, "latency_s": None, "runs": []}
                     found.append({**entry, **(summary(runs[name]) if runs.get(name) else empty)})
     return found

@@ -74,11 +74,7 @@ PEERS = {
 
 
 def named(names: str) -> dict[str, PeerServer]:
-    """Return the servers of a list separated by commas; none for an empty one.
-
-    Raises:
-      InvalidConfigError: an unknown name.
-    """
+    """Return the servers of a list separated by commas; none for an empty one."""
     given = [name.strip() for name in names.split(",")] if names else []
     unknown = sorted(set(given) - set(PEERS))
     if unknown:

@@ -131,11 +131,7 @@ GROUPS = {"transformers": ("transformers_static", "transformers_continuous")}
 
 
 def named(names: str) -> dict[str, Peer]:
-    """Return the peers of a list separated by commas; a group stands for its members.
-
-    Raises:
-      InvalidConfigError: an unknown name.
-    """
+    """Return the peers of a list separated by commas; a group stands for its members."""
     given = [name.strip() for name in names.split(",")]
     unknown = sorted(set(given) - set(PEERS) - set(GROUPS))
     if unknown:
@@ -194,9 +190,14 @@ def compare(
         models = write_models(source, Path(folder), settings.get("quantize"))
         job = Path(folder) / "job.json"
         write_job(
-            *(job, models, items), batch_size=batch_size, settings=settings, fewer=fewer,
+            job,
+            models,
+            items,
+            batch_size=batch_size,
+            settings=settings,
+            fewer=fewer,
             speculates=speculates,
-        )  # fmt: skip
+        )
         lengths = [item.num_output_tokens for item in items]
         runs = interleave(commands, job, lengths, repeats=repeats, gauge=_gauge)
     runs |= {name: Runs(error=error) for name, error in failed.items()}
@@ -302,10 +303,18 @@ def print_table(comparison: Mapping[str, Any]) -> None:
 
 def _print_engines(engines: Mapping[str, Any], best_of: Mapping[str, str], title: str) -> None:
     table = Table(
-        Column("engine", no_wrap=True), "tokens/s", "range", "ours is faster by", "start-up s",
-        "peak GiB", "same answers", "",
-        title=title, box=None, header_style="bold",
-    )  # fmt: skip
+        Column("engine", no_wrap=True),
+        "tokens/s",
+        "range",
+        "ours is faster by",
+        "start-up s",
+        "peak GiB",
+        "same answers",
+        "",
+        title=title,
+        box=None,
+        header_style="bold",
+    )
     best = {name: f"best of {group}" for group, name in best_of.items()}
 
     def shown(value: float | None, form: str) -> str:
@@ -394,11 +403,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
-    """Return the peers of `--compare`; none without the option.
-
-    Raises:
-      InvalidConfigError: an unknown peer, or settings that the peers do not have.
-    """
+    """Return the peers of `--compare`; none without the option."""
     if options.compare is None:
         return {}
     from jaxserve.execution.sizes import platform_defaults
@@ -435,11 +440,7 @@ def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
 
 
 def _fewer(options: argparse.Namespace) -> list[int]:
-    """Return the numbers of requests of `--fewer-requests`.
-
-    Raises:
-      InvalidConfigError: one of them is not a number from 1 to all requests but one.
-    """
+    """Return the numbers of requests of `--fewer-requests`."""
     found = [each for each in options.fewer_requests.split(",") if each]
     if not all(each.isdecimal() and 0 < int(each) < options.num_requests for each in found):
         raise InvalidConfigError(

@@ -123,9 +123,13 @@ def write_models(source: Path, folder: Path, quantize: str | None = None) -> dic
             paths[kind] = folder / f"model.{kind}.gguf"
             keeps = quantize == "keep"
             _write_gguf(
-                source if keeps else paths["F16"], paths[kind], np.dtype(np.float32),
-                endless=endless, keeps=keeps, blocks=BLOCKS.get(quantize),
-            )  # fmt: skip
+                source if keeps else paths["F16"],
+                paths[kind],
+                np.dtype(np.float32),
+                endless=endless,
+                keeps=keeps,
+                blocks=BLOCKS.get(quantize),
+            )
     if quantize in BLOCKS:
         paths["compressed_tensors"] = folder / "compressed_tensors"
         write_compressed_tensors(

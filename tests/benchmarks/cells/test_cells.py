@@ -78,11 +78,15 @@ def test_policies_are_compared_at_moderate_load():
     points = [
         {"policy": policy, "rate": rate, "requests_per_s": served, "latency_s": {"p90": p90}}
         for policy, rate, served, p90 in [
-            ("ours", 1.0, 1.0, 2.0), ("ours", 4.0, 4.0, 3.0), ("ours", 8.0, 7.0, 9.0),
-            ("other", 1.0, 1.0, 5.0), ("other", 4.0, 3.5, 30.0), ("slow", 1.0, 0.8, 50.0),
+            ("ours", 1.0, 1.0, 2.0),
+            ("ours", 4.0, 4.0, 3.0),
+            ("ours", 8.0, 7.0, 9.0),
+            ("other", 1.0, 1.0, 5.0),
+            ("other", 4.0, 3.5, 30.0),
+            ("slow", 1.0, 0.8, 50.0),
             ("ours", None, 6.0, 1.0),
         ]
-    ]  # fmt: skip
+    ]
     found = compared(points, "ours", without=["slow"])
     assert found["best"] == "other" and found["peak_over"]["other"] == 2.0
     assert found["p90_lower_by"] == {"other": pytest.approx(0.6), "slow": None}
@@ -148,8 +152,9 @@ def test_requests_have_what_policies_must_not_know():
     assert requests[1].counts()["encoder"] == 20
     trees = requests_of("treelstm", [3, 20], vocab_size=50, seed=1)
     assert [one.counts() for one in trees] == [
-        {"leaf": 3, "internal": 2}, {"leaf": 20, "internal": 19}
-    ]  # fmt: skip
+        {"leaf": 3, "internal": 2},
+        {"leaf": 20, "internal": 19},
+    ]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.common import sweep
+from benchmarks.common.harness import numbers
 from jaxserve.core.errors import InvalidConfigError
 
 pytestmark = pytest.mark.fast
@@ -83,7 +84,7 @@ def test_given_rates_are_all_played():
     """Requested rates are all run, even if latency explodes."""
     calls = []
     curves = sweep.play_every(
-        _engine(1.0, calls, knee=0), ["a", "b"], sweep.rates_from("4,1"), repeats=1
+        _engine(1.0, calls, knee=0), ["a", "b"], numbers("4,1", "--rates"), repeats=1
     )
     assert calls == [("a", 4.0), ("b", 4.0), ("a", 1.0), ("b", 1.0)]
     assert [point["rate"] for point in curves["b"].points] == [4.0, 1.0]
@@ -93,7 +94,7 @@ def test_given_rates_are_all_played():
 def test_other_rates_are_refused(text):
     """The error shows what is allowed."""
     with pytest.raises(InvalidConfigError, match="0.5,1,2"):
-        sweep.rates_from(text)
+        numbers(text, "--rates")
 
 
 @pytest.mark.parametrize(("start", "factor"), [(0, 2), (1, 1), (float("nan"), 2), (1, 0.5)])

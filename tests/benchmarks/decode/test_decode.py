@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.common.harness import whole_numbers
 from benchmarks.common.roofline import Machine
-from benchmarks.common.shapes import hf_config, sizes_from
+from benchmarks.common.shapes import hf_config
 from benchmarks.decode.__main__ import main
 from benchmarks.decode.batches import measure_batch
 from jaxserve import Runtime
@@ -54,7 +55,7 @@ def test_shapes_are_configurations_of_llama():
 def test_batches_are_whole_numbers(batches):
     """The error shows what was given."""
     with pytest.raises(InvalidConfigError, match="--batches"):
-        sizes_from(batches)
+        whole_numbers(batches, "--batches")
 
 
 def test_prompts_without_a_length_are_refused(capsys):

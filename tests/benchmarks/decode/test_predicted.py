@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.decode.predicted import BATCHES, build_parser, run, table
+from benchmarks.decode.predicted import BATCHES, BENCHMARK, run, table
 from benchmarks.decode.step_time import Device, Launches, counted, fits, predict
 
 pytestmark = pytest.mark.release
@@ -60,5 +60,5 @@ def test_the_page_has_the_tables_of_the_command():
     """docs/performance_model.md shows what the command prints."""
     page = (ROOT / "docs/performance_model.md").read_text(encoding="utf-8")
     for arguments in ([], ["--kv-dtype", "float8_e4m3fn", "--batches", "32,64"]):
-        result = run(build_parser().parse_args(arguments))
+        result = run(BENCHMARK.parser().parse_args(arguments))
         assert table(result) in page

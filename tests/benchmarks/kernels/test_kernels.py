@@ -66,7 +66,8 @@ def test_kernels_with_plans_are_timed_and_compared():
     given = (shape, *inputs(shape, FLOAT32, FLOAT32, layers=2))
     kind = "triton_interpreted"
     tiling = planned_tiling(
-        *(jax.devices()[0], kind),
+        jax.devices()[0],
+        kind,
         dtype="float32",
         page_dtype="float32",
         kv_heads=1,

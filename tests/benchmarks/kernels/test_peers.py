@@ -48,7 +48,11 @@ def _reference(case: Case) -> np.ndarray:
         page_table=jnp.asarray(case.page_table.numpy()),
     )
     out = paged_attention(
-        *(jnp.asarray(case.q.numpy()), pages(case.k_pages), pages(case.v_pages), 0, rows),
+        jnp.asarray(case.q.numpy()),
+        pages(case.k_pages),
+        pages(case.v_pages),
+        0,
+        rows,
         implementation="reference",
     )
     return np.asarray(out)
@@ -126,7 +130,7 @@ def test_what_a_peer_does_not_serve_is_said(name: str):
 @UNCOMPILED
 def test_missing_peers_are_recorded_with_the_reason(capsys, monkeypatch, tmp_path):
     """The other peers are timed, with their errors."""
-    monkeypatch.setattr("benchmarks.kernels.peers.__main__.chosen", lambda *_: ([TURN], []))
+    monkeypatch.setattr("benchmarks.kernels.peers.chosen", lambda *_: ([TURN], []))
     output = tmp_path / "peers.json"
     assert main(["--device", "cpu", "--dtype", "float32", "--output", str(output)]) == 0
     result = json.loads(output.read_text())
