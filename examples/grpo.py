@@ -98,10 +98,16 @@ def sampled(rt: Runtime, problems: Sequence[str], group: int, seed: int) -> tupl
     """Return a group of sampled answers to each problem, and their mean reward."""
     sampling = [
         # `logprobs=0` asks for those of the sampled tokens alone.
-        SamplingParams(temperature=1.0, max_tokens=MAX_ANSWER, stop_token_ids=(END,), n=group,
-                       logprobs=0, seed=seed * len(problems) + i)
+        SamplingParams(
+            temperature=1.0,
+            max_tokens=MAX_ANSWER,
+            stop_token_ids=(END,),
+            n=group,
+            logprobs=0,
+            seed=seed * len(problems) + i,
+        )
         for i in range(len(problems))
-    ]  # fmt: skip
+    ]
     done = rt.generate([encode(problem) for problem in problems], sampling, progress=False)
     batch, rewards = Batch.empty(len(problems) * group), np.zeros((len(problems), group))
     for i, (problem, completion) in enumerate(zip(problems, done, strict=True)):
@@ -174,9 +180,15 @@ class Trainer:
 def small_model(seed: int) -> Llama:
     """Return a Llama of two layers with random weights."""
     config = LlamaConfig(
-        vocab_size=len(SYMBOLS), hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4,
-        num_kv_heads=4, head_dim=16, max_position_embeddings=16,
-    )  # fmt: skip
+        vocab_size=len(SYMBOLS),
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        max_position_embeddings=16,
+    )
     return Llama(config, rngs=nnx.Rngs(seed))
 
 

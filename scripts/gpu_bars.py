@@ -55,7 +55,9 @@ def bars(parts: Parts) -> list[dict[str, str]]:
         _least(
             f"decode, batch >= {_MIN_BATCH}, context >= {_MIN_CONTEXT}: share of copy bandwidth",
             [row for row in shapes if _is_long_decode(row)],
-            *("of_copy", MIN_OF_COPY, "{:.0%}"),
+            "of_copy",
+            MIN_OF_COPY,
+            "{:.0%}",
         ),
         _prefill("prefill, 4096 and more, Triton", shapes, MIN_TRITON_FLOPS),
         _prefill(
@@ -79,9 +81,7 @@ def print_table(lines: Iterable[Mapping[str, str]]) -> None:
     styles = {"met": "green", "not met": "red", "not measured": "yellow", "no bar": "dim"}
     for line in lines:
         verdict = line["verdict"]
-        table.add_row(
-            *(line["what"], line["wanted"], line["found"]), verdict, style=styles[verdict]
-        )
+        table.add_row(line["what"], line["wanted"], line["found"], verdict, style=styles[verdict])
     show(table)
 
 
@@ -163,9 +163,11 @@ def _mixed(rows: Sequence[Row], kernel: str) -> Iterable[Bar]:
             met = row["of_parts_bound"] >= MIN_OF_PARTS
             found = f"{row['of_parts_bound']:.0%} of the sum of its parts' rooflines"
             yield Bar(
-                f"{row['shape']}, {kernel}", f">= {MIN_OF_PARTS:.0%}", found,
+                f"{row['shape']}, {kernel}",
+                f">= {MIN_OF_PARTS:.0%}",
+                found,
                 "met" if met else "not met",
-            )  # fmt: skip
+            )
 
 
 def _products(rows: Sequence[Row]) -> Iterable[Bar]:
@@ -176,7 +178,9 @@ def _products(rows: Sequence[Row]) -> Iterable[Bar]:
     yield _least(
         f"{what}, up to {_MAX_DECODE_TOKENS} tokens: share of the roofline",
         few,
-        *("of_bound", MIN_OF_PRODUCT_BOUND, "{:.0%}"),
+        "of_bound",
+        MIN_OF_PRODUCT_BOUND,
+        "{:.0%}",
     )
     ratios = [{**row, "ratio": row["dense_s"] / row["seconds"]} for row in few]
     yield _least(f"{what}: speed over the dense product", ratios, "ratio", 1.0, "{:.2f} times")

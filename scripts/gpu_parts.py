@@ -62,7 +62,12 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         "decode_llama_3_8b": Part(
             _decode(
                 "llama-3-8b",
-                *("--batches", "32,1,128,256,8", "--prefill", "8x4096,32x512", "--trace", "32"),
+                "--batches",
+                "32,1,128,256,8",
+                "--prefill",
+                "8x4096,32x512",
+                "--trace",
+                "32",
             ),
             130,
             _MOST_MEMORY,

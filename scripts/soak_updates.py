@@ -178,9 +178,14 @@ class _Trainer:
         self._rng = rng
         self._load = load
         self._all = (
-            self.keep, self.restart, self.prepare, self.in_parts, self.in_a_pause, self.stale,
+            self.keep,
+            self.restart,
+            self.prepare,
+            self.in_parts,
+            self.in_a_pause,
+            self.stale,
             self.refused,
-        )  # fmt: skip
+        )
 
     def update(self) -> None:
         """Update the weights in one way: in each once, then mostly with `keep`."""

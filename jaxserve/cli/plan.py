@@ -45,7 +45,8 @@ def plan(
     latency_bound: Annotated[
         list[float] | None,
         _option(
-            *("--latency-bound", "-b"),
+            "--latency-bound",
+            "-b",
             text="Seconds that an answer of the 99th-percentile length may take; may be given "
             "several times. [default: none]",
             show_default=False,

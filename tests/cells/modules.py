@@ -86,30 +86,37 @@ def cells(sizes: Sequence[int] = SIZES) -> dict[str, Cell | Repeat]:
     """Return one cell of each module above, with random weights."""
     rngs = nnx.Rngs(0)
     decoder = Cell(
-        Decoder(rngs), {"token": TOKEN, "h": STATE, "bias": STATE}, name="decoder",
-        priority=2, batch_sizes=sizes,
-    )  # fmt: skip
+        Decoder(rngs),
+        {"token": TOKEN, "h": STATE, "bias": STATE},
+        name="decoder",
+        priority=2,
+        batch_sizes=sizes,
+    )
     number = jax.ShapeDtypeStruct((), jnp.float32)
     small = jax.ShapeDtypeStruct((), jnp.int16)
     flag = jax.ShapeDtypeStruct((), jnp.bool_)
     found = [
         Cell(Embed(rngs), {"token": TOKEN}, name="embed", batch_sizes=sizes),
         Cell(
-            Recurrent(rngs), {"x": STATE, "h": STATE, "c": STATE}, name="recurrent",
-            priority=1, batch_sizes=sizes,
+            Recurrent(rngs),
+            {"x": STATE, "h": STATE, "c": STATE},
+            name="recurrent",
+            priority=1,
+            batch_sizes=sizes,
         ),
         Cell(
-            Merge(rngs), {"left": STATE, "right": STATE}, name="merge", priority=1,
+            Merge(rngs),
+            {"left": STATE, "right": STATE},
+            name="merge",
+            priority=1,
             batch_sizes=sizes,
         ),
         decoder,
         Repeat(
             decoder, {"token": "token", "h": "h"}, is_end, emits=["token", "logits"], name="decode"
         ),
-        Cell(
-            Root(), {"x": number, "number": small, "use": flag}, name="root", batch_sizes=sizes
-        ),
-    ]  # fmt: skip
+        Cell(Root(), {"x": number, "number": small, "use": flag}, name="root", batch_sizes=sizes),
+    ]
     return {cell.name: cell for cell in found}
 
 

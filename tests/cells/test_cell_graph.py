@@ -68,9 +68,11 @@ def test_subgraphs_partition_the_graph(graph: CellGraph):
     for number, subgraph in enumerate(graph.subgraphs):
         assert {graph.types[node] for node in subgraph.nodes} == {subgraph.type}
         outer = [
-            other for node in subgraph.nodes for other in graph.predecessors[node]
+            other
+            for node in subgraph.nodes
+            for other in graph.predecessors[node]
             if of[other] != number
-        ]  # fmt: skip
+        ]
         assert len(outer) == subgraph.num_dependencies
         assert all(of[other] < number for other in outer)
         assert _is_connected(graph, subgraph.nodes)

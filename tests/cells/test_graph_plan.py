@@ -32,9 +32,10 @@ def test_a_slot_holds_its_value_until_nothing_takes_it(graph, seed):
     held: dict[int, int] = {}
     while not has_run.all():
         ready = [
-            node for node, before in enumerate(structure.predecessors)
+            node
+            for node, before in enumerate(structure.predecessors)
             if not has_run[node] and has_run[list(before)].all()
-        ]  # fmt: skip
+        ]
         first = random.choice(ready)
         nodes = [n for n in ready if structure.types[n] == structure.types[first]]
         nodes = np.array(nodes)[: random.integers(1, len(nodes) + 1)]

@@ -105,8 +105,10 @@ def test_bits_do_not_depend_on_runs(name):
 
 def test_which_tasks_of_a_chain_stay():
     """A run ends where a row begins, leaves, moves, or reads another value."""
-    cell = Cell(Embedded(GRU(4, HIDDEN, rngs=nnx.Rngs(0)), VOCAB, rngs=nnx.Rngs(0)),
-                {"token": NUMBER, "h": STATE})  # fmt: skip
+    cell = Cell(
+        Embedded(GRU(4, HIDDEN, rngs=nnx.Rngs(0)), VOCAB, rngs=nnx.Rngs(0)),
+        {"token": NUMBER, "h": STATE},
+    )
     layout = Layout([cell])
     (t,) = layout.types
     sources = sources_of(t)

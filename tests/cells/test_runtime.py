@@ -132,9 +132,7 @@ BAD_GRAPHS = {
 
 def search(state: int) -> Graph:
     """Return two candidates; the host continues the one with the larger norm."""
-    candidates = [
-        CELLS["decoder"](token=token, h=STATES[state], bias=0.0) for token in (1, 2)
-    ]  # fmt: skip
+    candidates = [CELLS["decoder"](token=token, h=STATES[state], bias=0.0) for token in (1, 2)]
 
     def then(values: dict[str, np.ndarray]) -> Any:
         best = int(np.argmax(np.linalg.norm(values["h"], axis=-1)))

@@ -157,9 +157,20 @@ def test_generate_answers_in_order(model, tmp_path, replicas):
     file = _file(tmp_path, "\n".join(json.dumps(line) for line in lines))
     out, trace = tmp_path / "answers.jsonl", tmp_path / "run.jsonl"
     done = run(
-        *("generate", "--jsonl", file, "--output", str(out), "--ignore-eos", "--raw"),
-        *("--record", str(trace)),
-        *("--data-parallel", replicas, "--model", model, *SMALL),
+        "generate",
+        "--jsonl",
+        file,
+        "--output",
+        str(out),
+        "--ignore-eos",
+        "--raw",
+        "--record",
+        str(trace),
+        "--data-parallel",
+        replicas,
+        "--model",
+        model,
+        *SMALL,
     )
     assert done.exit_code == 1, done.stderr
     answers = [json.loads(line) for line in out.read_text().splitlines()]
@@ -187,8 +198,16 @@ def test_text_prompts_become_chats(model):
 def test_chat_converses(model):
     """The terminal loop answers, resets on /reset, refuses unknown commands, and leaves."""
     done = run(
-        *("chat", "--model", model, "--max-context", "64", "--max-tokens", "4", "--quiet"),
-        *("--load", "random"),
+        "chat",
+        "--model",
+        model,
+        "--max-context",
+        "64",
+        "--max-tokens",
+        "4",
+        "--quiet",
+        "--load",
+        "random",
         given="hi\n/reset\n/dance\n" + "x" * 80 + "\nho\n/exit\nnever\n",
     )
     assert done.exit_code == 0, done.stderr
@@ -266,8 +285,16 @@ def test_pages_go_to_the_folder_that_is_named(model, tmp_path):
 def test_bench_prints_one_object(model):
     """The measurement prints one JSON object with the requested number of tokens."""
     done = run(
-        *("bench", "--num-requests", "3", "--prompt-tokens", "5", "--output-tokens", "4"),
-        *("--model", model, *SMALL),
+        "bench",
+        "--num-requests",
+        "3",
+        "--prompt-tokens",
+        "5",
+        "--output-tokens",
+        "4",
+        "--model",
+        model,
+        *SMALL,
     )
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)

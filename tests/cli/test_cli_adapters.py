@@ -61,8 +61,17 @@ def test_lines_name_one_of_several(model, tmp_path):
     file.write_text("\n".join(map(json.dumps, lines)))
     given = [part for each in some for part in ("--adapter", each)]
     done = run(
-        *("generate", "--jsonl", str(file), "--raw", "--ignore-eos", "--max-tokens", "6"),
-        *(*given, "--model", model, *SMALL),
+        "generate",
+        "--jsonl",
+        str(file),
+        "--raw",
+        "--ignore-eos",
+        "--max-tokens",
+        "6",
+        *given,
+        "--model",
+        model,
+        *SMALL,
     )
     plain, zeros, large = _tokens(done)
     assert plain == zeros != large

@@ -38,8 +38,14 @@ def _run(*arguments: str):
 
 def _train(folder, name: str, *more: str):
     return _run(
-        *("train", str(folder / "data.jsonl"), "--encoder", str(folder / "encoder")),
-        *("--output", str(folder / name), *SMALL, *more),
+        "train",
+        str(folder / "data.jsonl"),
+        "--encoder",
+        str(folder / "encoder"),
+        "--output",
+        str(folder / name),
+        *SMALL,
+        *more,
     )
 
 

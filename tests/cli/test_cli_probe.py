@@ -23,8 +23,14 @@ def folder(token_model, tmp_path_factory):
     jobs = [{"prompt": [1, 2, i], "max_tokens": 1 + i % 40, "id": str(i)} for i in range(60)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
     done = run(
-        *("generate", "--jsonl", str(folder / "prompts.jsonl")),
-        *("--record", str(folder / "run.jsonl"), "--model", token_model, *SMALL),
+        "generate",
+        "--jsonl",
+        str(folder / "prompts.jsonl"),
+        "--record",
+        str(folder / "run.jsonl"),
+        "--model",
+        token_model,
+        *SMALL,
     )
     assert done.exit_code == 0, done.stderr
     done = _train(folder, token_model, "--output", str(folder / "own"), "--epochs", "2", "--json")
@@ -35,8 +41,15 @@ def folder(token_model, tmp_path_factory):
 
 def _train(folder, model, *more: str):
     return run(
-        *(*TRAIN, str(folder / "run.jsonl"), "--model", model, "--load", "random", "--quiet"),
-        *(*HEAD, *more),
+        *TRAIN,
+        str(folder / "run.jsonl"),
+        "--model",
+        model,
+        "--load",
+        "random",
+        "--quiet",
+        *HEAD,
+        *more,
     )
 
 

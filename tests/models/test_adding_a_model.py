@@ -74,9 +74,23 @@ def test_the_example_has_the_logits_of_pytorch(sources):
     """The parity tests pass for the family on the page, in every kind of batch."""
     path = os.pathsep.join((str(sources), str(ROOT)))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "phi",
-         "--rootdir", str(sources), "tests/models/test_parity.py"],
-        cwd=sources, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "phi",
+            "--rootdir",
+            str(sources),
+            "tests/models/test_parity.py",
+        ],
+        cwd=sources,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\b4 passed", done.stdout), done.stdout

@@ -289,7 +289,11 @@ def test_a_cross_attention_layer(num_shards, dtype):
         in_force = jax.set_mesh(mesh)
     with in_force:
         written, got = _cross_steps(
-            *(graphdef, params, cache, encoded, x),
+            graphdef,
+            params,
+            cache,
+            encoded,
+            x,
             pages.batch(
                 encoded_lengths,
                 _rows("bidirectional", encoded_lengths, encoded_lengths, pages.table),

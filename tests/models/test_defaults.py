@@ -118,12 +118,18 @@ def test_null_is_not_absent(kind):
         ),
         ("qwen3_moe", dict(num_experts=4, num_local_experts=6), dict(num_experts=6)),
         ("mixtral", dict(num_experts=4, num_local_experts=6), dict(num_experts=4)),
-        ("gptj", dict(hidden_size=64, num_attention_heads=4, rotary_dim=8),
-         dict(hidden_size=64, num_heads=4)),
-        ("gemma2", dict(sliding_window_pattern=3, num_hidden_layers=2),
-         dict(sliding_windows=(4096, None))),
+        (
+            "gptj",
+            dict(hidden_size=64, num_attention_heads=4, rotary_dim=8),
+            dict(hidden_size=64, num_heads=4),
+        ),
+        (
+            "gemma2",
+            dict(sliding_window_pattern=3, num_hidden_layers=2),
+            dict(sliding_windows=(4096, None)),
+        ),
     ],
-)  # fmt: skip
+)
 def test_values_that_differ_from_family_to_family(kind, given, expected):
     """Some of the values, spelled out; `_full` has them from transformers 5.24.0, too."""
     config = config_from_hf({"model_type": kind, **given})

@@ -52,11 +52,16 @@ def test_files_of_one_wheel_come_together(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     files = [
         WheelFile(
-            package="made-up", version="1.0", member=f"made_up/{name}", size_bytes=len(data),
-            sha256=hashlib.sha256(data).hexdigest(), wheel_bytes=1500, license="MIT",
+            package="made-up",
+            version="1.0",
+            member=f"made_up/{name}",
+            size_bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+            wheel_bytes=1500,
+            license="MIT",
         )
         for name, data in content.items()
-    ]  # fmt: skip
+    ]
     paths = fetch_together(files, progress=False)
     assert [path.read_bytes() for path in paths] == list(content.values())
     assert len({path.parent for path in paths}) == 1

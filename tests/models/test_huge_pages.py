@@ -33,8 +33,11 @@ def test_files_are_read_whole(tmp_path):
         maps.append(np.load(tmp_path / f"{i}.npy", mmap_mode="r").view(array.dtype))
     found = huge_pages.read(maps)
     assert [array is mapped for array, mapped in zip(found, maps, strict=True)] == [
-        False, False, True, False
-    ]  # fmt: skip
+        False,
+        False,
+        True,
+        False,
+    ]
     for array, wanted in zip(found, whole, strict=True):
         np.testing.assert_array_equal(array, wanted)
     own = jax.device_put(found[1], jax.devices()[0])

@@ -58,7 +58,12 @@ def test_rows_advance_their_slots(seed, is_decode):
     slot = jnp.asarray([*slots, *[0] * (SLOTS - len(slots))], jnp.int32)
     got, new = jax.jit(
         lambda states: advance_rows(
-            *(_advance, {"x": jnp.asarray(x)}, {"h": states}, jnp.int32(1), slot, rows),
+            _advance,
+            {"x": jnp.asarray(x)},
+            {"h": states},
+            jnp.int32(1),
+            slot,
+            rows,
             is_decode=is_decode,
             longest=4,
         )
@@ -95,7 +100,12 @@ def test_a_mixed_batch_advances_its_rows_alone(lengths):
     @jax.jit
     def advanced(states):
         return advance_rows(
-            *(counted, {"x": jnp.asarray(x)}, {"h": states}, 0, jnp.asarray(slots), rows),
+            counted,
+            {"x": jnp.asarray(x)},
+            {"h": states},
+            0,
+            jnp.asarray(slots),
+            rows,
             is_decode=False,
             longest=4,
             group=2,

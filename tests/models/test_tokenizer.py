@@ -204,8 +204,11 @@ def test_sentencepiece_joins_by_score_and_falls_back_to_bytes():
     assert tokenizer.encode("") == [1]
     assert tokenizer.encode("é", False) == [id_of["▁"], id_of["<0xC3>"], id_of["<0xA9>"]]
     assert tokenizer.encode("h<tool>e", False) == [
-        id_of["▁h"], id_of["<tool>"], id_of["▁"], id_of["e"],
-    ]  # fmt: skip
+        id_of["▁h"],
+        id_of["<tool>"],
+        id_of["▁"],
+        id_of["e"],
+    ]
     assert tokenizer.decode(tokenizer.encode("hello é  h")) == "hello é  h"
     assert tokenizer.encode("</s>", False) == [2]
     assert 2 not in tokenizer.encode("</s>", False, parse_special=False)

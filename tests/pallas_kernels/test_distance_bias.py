@@ -36,9 +36,7 @@ def test_agrees_with_the_reference(implementation, name, distances):
     of_rows = np.asarray(rows.query_start), np.asarray(rows.query_length)
     for start, length in zip(*of_rows, strict=True):
         has_row[start : start + length] = True
-    without = paged_attention(
-        *(q, k_pages, v_pages, 1, rows), scale=1.0, implementation="reference"
-    )
+    without = paged_attention(q, k_pages, v_pages, 1, rows, scale=1.0, implementation="reference")
     got, wanted, without = (np.asarray(each)[has_row] for each in (got, wanted, without))
     assert distances == 1 or np.abs(wanted - without).max() > 1e-2
     np.testing.assert_allclose(got, wanted, atol=2e-5)

@@ -129,9 +129,7 @@ def test_tanh_near_zero_and_far_from_it():
         added = RowsAt(jnp.tile(sign * gates, 4)[None])
         product = Product((RowsAt(jnp.ones((1, 1))),), weight, bias, added)
         given = {"products": [product], "carried": [RowsAt(jnp.ones((1, 10)))]}
-        ours, xla = (
-            _gated_cell("lstm", **given, implementation=name) for name in ("cpu", "xla")
-        )  # fmt: skip
+        ours, xla = (_gated_cell("lstm", **given, implementation=name) for name in ("cpu", "xla"))
         for one, other in zip(ours, xla, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-30)
 

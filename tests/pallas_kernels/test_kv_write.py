@@ -197,8 +197,14 @@ def test_contradictory_shapes_are_refused():
     with pytest.raises(ValueError, match=r"one per token, \[13\]"):
         write(**{**inputs, "page": inputs["page"][1:]})
     with pytest.raises(ValueError, match="rotated at most head_dim"):
-        write(**{**inputs, "qkv": inputs["qkv"][..., :8], "k_pages": inputs["k_pages"][..., :8],
-                 "v_pages": inputs["v_pages"][..., :8]})  # fmt: skip
+        write(
+            **{
+                **inputs,
+                "qkv": inputs["qkv"][..., :8],
+                "k_pages": inputs["k_pages"][..., :8],
+                "v_pages": inputs["v_pages"][..., :8],
+            }
+        )
     with pytest.raises(ValueError, match="both or none"):
         write(**{**inputs, "k_scales": inputs["k_pages"][..., 0]})
     with pytest.raises(ValueError, match="unknown"):

@@ -173,7 +173,11 @@ def test_what_is_refused():
     def refused(reason: str, q=q, k_pages=k_pages, v_pages=v_pages, work=work, **options) -> None:
         with pytest.raises(NotImplementedError, match=reason):
             paged_attention(
-                *(q, k_pages, v_pages, 0, rows),
+                q,
+                k_pages,
+                v_pages,
+                0,
+                rows,
                 plan=work,
                 **{"implementation": "mosaic_interpreted", **options},
             )

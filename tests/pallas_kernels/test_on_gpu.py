@@ -303,7 +303,8 @@ def _plan(configuration: Configuration, q: jax.Array, rows: Rows) -> Plan:
         is_decode=configuration.is_decode,
     )
     return plan(
-        *(tiling, capacity),
+        tiling,
+        capacity,
         query_length=np.asarray(rows.query_length),
         first_position=np.asarray(rows.first_position),
         context_length=np.asarray(rows.context_length),

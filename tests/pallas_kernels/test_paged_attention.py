@@ -207,7 +207,10 @@ def test_the_cache_is_not_copied(compiled_attention, max_query_length):
             *(("cpu", dtype, decode) for dtype in (None, *QUANTIZED) for decode in (False, True)),
             *(("triton_interpreted", None, decode) for decode in (False, True)),
         ],
-        *(0, 1, 2, 6),
+        0,
+        1,
+        2,
+        6,
     ),
 )
 def test_a_row_has_the_same_bits_in_any_batch(implementation, dtype, decode):
@@ -320,7 +323,11 @@ def test_a_context_that_ends_before_the_queries(compiled_attention, context, win
     ("dtype", "implementation"),
     some(
         itertools.product(QUANTIZED, ["reference", "xla", "cpu", "triton_interpreted"]),
-        *(0, 1, 2, 3, 6),
+        0,
+        1,
+        2,
+        3,
+        6,
     ),
 )
 def test_quantized_pages_are_multiplied_by_their_scales(implementation, dtype):
@@ -336,7 +343,11 @@ def test_quantized_pages_are_multiplied_by_their_scales(implementation, dtype):
     wanted = paged_attention(q, *restored, 1, rows, implementation="reference")
     attend = paged_attention if implementation == "reference" else _attend
     got = attend(
-        *(q, k, v, 1, rows),
+        q,
+        k,
+        v,
+        1,
+        rows,
         k_scales=k_scales,
         v_scales=v_scales,
         plan=_plan(q, k_pages, rows),
@@ -381,7 +392,10 @@ def test_every_number_of_eight_bits_is_read_as_it_is(dtype, width):
     pages = jnp.zeros((1, 2, 1, 1, width), dtype).at[0, 1, 0, 0].set(numbers)
     one = jnp.ones(1, jnp.int32)
     out = paged_attention(
-        *(jnp.zeros((1, 1, width)), pages, pages, 0),
+        jnp.zeros((1, 1, width)),
+        pages,
+        pages,
+        0,
         Rows(one - 1, one, one - 1, one, page_table=one[None]),
         k_scales=jnp.ones((1, 2, 1, 1)),
         v_scales=jnp.ones((1, 2, 1, 1)),

@@ -170,8 +170,10 @@ def test_zero_points(bits, kind, scales_dtype, implementation):
         scales = rng.uniform(0.5, 2, zeros.shape).astype(scales_dtype)
     channels = rng.uniform(0.5, 2, width).astype(np.float32)
     packed = _pack(
-        *(jnp.asarray(codes), jnp.asarray(channels)),
-        *(None if scales is None else jnp.asarray(scales), None),
+        jnp.asarray(codes),
+        jnp.asarray(channels),
+        None if scales is None else jnp.asarray(scales),
+        None,
         bits=bits,
         group=group,
         zeros=jnp.asarray(zeros.astype(kind)),

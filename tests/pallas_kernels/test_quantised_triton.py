@@ -89,7 +89,10 @@ def test_zero_points(bits, kind, group, tokens):
     zeros = rng.choice([0, 1, 2 ** (bits - 1), 2**bits], (width, 5))
     scales = rng.uniform(0.5, 2, zeros.shape).astype(np.float32)
     packed = pack(
-        *(jnp.asarray(codes), jnp.ones(width), jnp.asarray(scales), None),
+        jnp.asarray(codes),
+        jnp.ones(width),
+        jnp.asarray(scales),
+        None,
         bits=bits,
         group=group,
         zeros=jnp.asarray(zeros.astype(kind)),

@@ -132,7 +132,8 @@ def test_a_query_has_the_same_bits_in_any_chunk_and_decoded_alone():
     """All rows go to the split kernel, several programs share a row or none, and one merges."""
     heads = dict(kv_heads=2, group=4, head_dim=16)
     tiling = planned_tiling(
-        *(jax.devices()[0], "triton_interpreted"),
+        jax.devices()[0],
+        "triton_interpreted",
         **dict(dtype="float32", page_dtype="float32"),
         chunk_invariant=True,
         **heads,

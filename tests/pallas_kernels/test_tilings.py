@@ -76,6 +76,4 @@ def test_mosaic_refuses_an_old_jax():
     """The refusal has the required and the present version."""
     q, k_pages, v_pages, rows = make_inputs(TEST_SHAPES[0], seed=1)
     with pytest.raises(NotImplementedError, match="JAX 0.11 or newer, not 0.10"):
-        paged_attention(
-            *(q.astype(jnp.bfloat16), k_pages, v_pages, 0, rows), implementation="mosaic"
-        )
+        paged_attention(q.astype(jnp.bfloat16), k_pages, v_pages, 0, rows, implementation="mosaic")

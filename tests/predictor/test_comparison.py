@@ -29,8 +29,11 @@ def test_a_better_predictor_has_better_figures():
     done = compare(BUCKETS, _oracle, embeddings, *parts)
     knowing, majority, by_length, linear = done
     assert [one.name for one in done] == [
-        "predictor", "majority", "prompt length", "linear on embeddings",
-    ]  # fmt: skip
+        "predictor",
+        "majority",
+        "prompt length",
+        "linear on embeddings",
+    ]
     for rate in PROMISES:
         # Lengths are integers: one token more may give a miss rate of 0 instead of 5 %.
         assert all(one.missed[rate] < rate + 0.04 for one in done), rate

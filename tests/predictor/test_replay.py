@@ -62,8 +62,10 @@ def test_packed_and_unpacked(num):
     for one, other in zip(kept, again, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         assert (one.length, one.bucket, one.predicted) == (
-            other.length, other.bucket, other.predicted,
-        )  # fmt: skip
+            other.length,
+            other.bucket,
+            other.predicted,
+        )
 
 
 def test_bounds_that_make_no_sense():

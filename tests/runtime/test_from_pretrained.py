@@ -17,9 +17,14 @@ ROUNDING = 1e-4
 # answer ends at the same time as the others, so that one window size is compiled.
 NUM_TOKENS = {1: 13, 5: 13, 21: 13, 61: 12}
 OPTIONS: dict[str, Any] = dict(
-    max_slots=4, max_context=80, max_step_tokens=64, page_size=8, kv_memory="500KB",
-    warmup=False, progress=False,
-)  # fmt: skip
+    max_slots=4,
+    max_context=80,
+    max_step_tokens=64,
+    page_size=8,
+    kv_memory="500KB",
+    warmup=False,
+    progress=False,
+)
 
 
 @pytest.mark.release

@@ -58,9 +58,13 @@ def test_tokens_of_iterations():
 def test_moved_bytes_by_direction():
     """Copies between device and host, and files of the disk, in bytes of pages."""
     found = _exposed(
-        pool_bytes=300, num_pages=3, num_pages_out=1, num_pages_in=2,
-        num_pages_to_disk=4, num_pages_from_disk=5,
-    )  # fmt: skip
+        pool_bytes=300,
+        num_pages=3,
+        num_pages_out=1,
+        num_pages_in=2,
+        num_pages_to_disk=4,
+        num_pages_from_disk=5,
+    )
     name = "jaxserve:kv_moved_bytes_total"
     for direction, count in (("to_host", 1), ("to_device", 2), ("to_disk", 4), ("from_disk", 5)):
         assert f'{name}{{direction="{direction}",..}} {100.0 * count}' in found
@@ -69,9 +73,12 @@ def test_moved_bytes_by_direction():
 def test_the_schedule_in_force_and_its_bounds():
     """Of the bounds those that are given; without a schedule there is none of these metrics."""
     plan = SimpleNamespace(
-        name="RRA encode 2, decode 9", bounds=LatencyBounds(latency_s=2.0),
-        latency_s=1.5, first_token_s=0.5, token_s=0.25,
-    )  # fmt: skip
+        name="RRA encode 2, decode 9",
+        bounds=LatencyBounds(latency_s=2.0),
+        latency_s=1.5,
+        first_token_s=0.5,
+        token_s=0.25,
+    )
     found = _exposed(plan=plan)
     assert {line for line in found if line.startswith("jaxserve:schedule")} == {
         'jaxserve:schedule_info{..,schedule="RRA encode 2, decode 9"} 1.0',

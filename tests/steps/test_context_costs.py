@@ -49,13 +49,13 @@ def _compiled(what: str, num_rows: int) -> str:
         hidden = jax.ShapeDtypeStruct((SLOTS, 32), jnp.float32)
         index = np.zeros(num_rows, np.int32)
         traced = programs.mixed_head.trace(
-            *(params, slots, hidden, index, None, None), variant=Variant.FULL
+            params, slots, hidden, index, None, None, variant=Variant.FULL
         )
     else:
         window = pack_window(range(num_rows), ())
         plan = programs.plan_loop((), range(num_rows))
         traced = programs.decode_loop.trace(
-            *(params, cache, slots, window, plan, None), variant=Variant.FULL
+            params, cache, slots, window, plan, None, variant=Variant.FULL
         )
     return traced.lower().compile().as_text()
 

@@ -52,19 +52,30 @@ def test_steps(layout):
         programs = Programs(graphdef, CONFIG, model.config, place)
         batch, _ = pack_rows(CONFIG, (), CONFIG.max_step_tokens)
         mixed = _kernels(
-            *(programs.mixed_body, params, cache, slots, batch, programs.plan_mixed(batch))
+            programs.mixed_body, params, cache, slots, batch, programs.plan_mixed(batch)
         )
         window = range(CONFIG.max_slots)
         decode = _kernels(
-            *(programs.decode_loop, params, cache, slots, pack_window(window, ())),
-            *(programs.plan_loop((), window), None),
+            programs.decode_loop,
+            params,
+            cache,
+            slots,
+            pack_window(window, ()),
+            programs.plan_loop((), window),
+            None,
             variant=Variant.FULL,
         )
         values = jax.eval_shape(gathered, cache, np.zeros(8, np.int32))
         incoming = IncomingPages(np.zeros(8, np.int32), values)
         bringing = _kernels(
-            *(programs.mixed_body, params, cache, slots, batch, programs.plan_mixed(batch)),
-            *(None, incoming),
+            programs.mixed_body,
+            params,
+            cache,
+            slots,
+            batch,
+            programs.plan_mixed(batch),
+            None,
+            incoming,
         )
     assert mixed == {"rotate_and_write"} | ATTENTION
     assert bringing == mixed | {"copy_pages"}
@@ -84,8 +95,13 @@ def test_a_loop_that_speculates():
         programs = Programs(graphdef, config, model.config, place)
         window = range(4)
         found = _kernels(
-            *(programs.decode_loop, params, cache, slots, pack_window(window, ())),
-            *(programs.plan_loop((), window, num_proposed=4), None),
+            programs.decode_loop,
+            params,
+            cache,
+            slots,
+            pack_window(window, ()),
+            programs.plan_loop((), window, num_proposed=4),
+            None,
             variant=Variant.GREEDY,
             num_proposed=4,
         )

@@ -46,7 +46,7 @@ def _with(state: SlotState, texts: Mapping[int, Sequence[int]]) -> SlotState:
 def _proposed(state: SlotState, slot: int) -> list[int]:
     index = jnp.array([slot])
     found, available, _ = _look_up(
-        *(state.lookup, state.answers, state.tokens, index, state.length[index]), num=NUM
+        state.lookup, state.answers, state.tokens, index, state.length[index], num=NUM
     )
     return found[0, : int(available[0])].tolist()
 

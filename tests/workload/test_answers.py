@@ -84,8 +84,11 @@ def test_answers_of_a_recorded_run(tmp_path):
     writer.close()
     found = _read(f"recorded:{path}")
     assert sorted((e.prompt, e.output_length) for e in found) == [
-        ("0 9", 3), ("1 9", 5), ("4 9", 7), ("4 9", 7),
-    ]  # fmt: skip
+        ("0 9", 3),
+        ("1 9", 5),
+        ("4 9", 7),
+        ("4 9", 7),
+    ]
 
 
 def test_json_lines_need_no_tokenizer(tmp_path):

@@ -107,12 +107,17 @@ def test_turns_follow_their_answers():
     client = Talks(talks, max_tokens=20)
     config = EngineConfig(num_pages=40, max_slots=2)
     run = simulate(
-        client.items, get_policy("vllm_like"), config, FlatCost(), follow_up=client.follow_up,
+        client.items,
+        get_policy("vllm_like"),
+        config,
+        FlatCost(),
+        follow_up=client.follow_up,
         progress=False,
-    )  # fmt: skip
+    )
     assert len(run.completions) == 12
-    by_talk = {talk: [c for c in run.completions if c.prompt_token_ids[0] == talk + 1]
-               for talk in range(4)}  # fmt: skip
+    by_talk = {
+        talk: [c for c in run.completions if c.prompt_token_ids[0] == talk + 1] for talk in range(4)
+    }
     for talk, answers in by_talk.items():
         assert [len(answer.token_ids) for answer in answers] == [4, 5, 6]
         for before, after in zip(answers, answers[1:], strict=False):

@@ -128,8 +128,11 @@ def test_merging_by_depth_and_by_agenda():
     found = sizes(play(GraphMerging(order="depth"), types, arrivals))
     assert found == [(0, 2, 0), (0, 1, 0), (1, 1, 0), (1, 2, 0)]
     assert sizes(play(GraphMerging(), types, arrivals)) == [
-        (0, 2, 0), (0, 1, 0), (1, 2, 0), (1, 1, 0)
-    ]  # fmt: skip
+        (0, 2, 0),
+        (0, 1, 0),
+        (1, 2, 0),
+        (1, 1, 0),
+    ]
     assert len(play(GraphMerging(), TREE, [(0, tree_graph(caterpillar))]).tasks) == 4
 
 
