@@ -27,7 +27,7 @@ from benchmarks.common import environment
 from benchmarks.common.harness import Benchmark, Record, arguments_of, show
 from benchmarks.common.repeats import Figures, add_repeats, summary
 from benchmarks.common.serving import replay
-from jaxserve.cli.meshes import device_groups
+from jaxserve.cli.opening import device_groups
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.metrics import spread
 from jaxserve.core.request import Completion

@@ -13,6 +13,7 @@ from jaxserve.cli.generate import generate
 from jaxserve.cli.models import models_app
 from jaxserve.cli.plan import plan
 from jaxserve.cli.predictor import predictor_app
+from jaxserve.cli.probe import probe_app
 from jaxserve.cli.serve import serve
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app.command()(bench)
 app.command()(plan)
 app.add_typer(conversations_app, name="conversations")
 app.add_typer(models_app, name="models")
+predictor_app.add_typer(probe_app, name="probe")
 app.add_typer(predictor_app, name="predictor")
 
 

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from jaxserve.cli import options as opt
-from jaxserve.cli.flat import flat
-from jaxserve.cli.groups import ProcessOptions, ServiceOptions
+from jaxserve.cli.options import ProcessOptions, ServiceOptions, flat
 
 
 @flat()

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxserve.cli import options as opt
-from jaxserve.cli.flat import flat
-from jaxserve.cli.groups import (
+from jaxserve.cli.options import (
     OF_MANY_REQUESTS,
     ProcessOptions,
     SamplingOptions,
     ServiceOptions,
+    flat,
 )
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.sampling_params import SamplingParams

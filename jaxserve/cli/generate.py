@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import reprlib
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO, final
 
 import typer
 
 from jaxserve.cli import options as opt
-from jaxserve.cli import prompts
-from jaxserve.cli.flat import flat
-from jaxserve.cli.groups import ProcessOptions, SamplingOptions, ServiceOptions
-from jaxserve.core.errors import InvalidConfigError
-from jaxserve.core.request import Completion
+from jaxserve.cli.options import ProcessOptions, SamplingOptions, ServiceOptions, flat
+from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
+from jaxserve.core.request import Completion, Sample, TokenLogprob
 from jaxserve.core.sampling_params import SamplingParams
 
 # Tokens up to which answers come before steps with huge pages save what a start with them costs.
 _FEW_TOKENS = 256
+
+Message = dict[str, str]
+Prompt = str | list[int] | list[Message]
+
+_MAX_DIGITS = 18  # of a token id
+_PROMPT_KEYS = ("prompt", "messages")
+_PARAM_KEYS = tuple(field.name for field in fields(SamplingParams))
 
 
 @flat()
@@ -88,7 +97,7 @@ def generate(
             tokenizer = service.tokenizer
             has_template = tokenizer is not None and tokenizer.chat_template is not None
             if has_template if chat is None else chat:
-                jobs = [prompts.as_chat(job, system) for job in jobs]
+                jobs = [as_chat(job, system) for job in jobs]
             done = service.generate(
                 [job.prompt for job in jobs],
                 [job.params for job in jobs],
@@ -102,18 +111,18 @@ def generate(
 
 def _read_jobs(
     arguments: list[str] | None, file: Path | None, jsonl: Path | None, params: SamplingParams
-) -> list[prompts.Job]:
+) -> list[BatchJob]:
     given = [source for source in (arguments, file, jsonl) if source]
     if len(given) != 1:
         raise InvalidConfigError(
             "pass prompts in exactly one way: as arguments, with --file, or with --jsonl"
         )
     if file:
-        jobs = prompts.from_text_file(file, params)
+        jobs = from_text_file(file, params)
     elif jsonl:
-        jobs = prompts.from_jsonl(jsonl, params)
+        jobs = from_jsonl(jsonl, params)
     else:
-        jobs = prompts.from_arguments(arguments or [], params)
+        jobs = from_arguments(arguments or [], params)
     if not jobs:
         raise InvalidConfigError(f"{file or jsonl} holds no prompts; put one on each line")
     return jobs
@@ -130,9 +139,7 @@ def _sink(output: Path | None) -> AbstractContextManager[TextIO]:
         ) from error
 
 
-def _write(
-    jobs: list[prompts.Job], done: list[Completion], sink: TextIO, *, text_only: bool
-) -> None:
+def _write(jobs: list[BatchJob], done: list[Completion], sink: TextIO, *, text_only: bool) -> None:
     """Write every completion that is not cancelled; write errors to stderr too."""
     for job, completion in zip(jobs, done, strict=True):
         if completion.error is not None:
@@ -140,7 +147,7 @@ def _write(
         elif completion.finish_reason == "cancelled":
             continue
         if not text_only:
-            print(prompts.to_json_line(job, completion), file=sink)
+            print(to_json_line(job, completion), file=sink)
         elif completion.error is None:
             print("\n".join(sample.text for sample in completion.samples), file=sink)
 
@@ -149,3 +156,148 @@ def _exit_code(done: list[Completion]) -> int:
     if any(item.error is None and item.finish_reason == "cancelled" for item in done):
         return opt.EXIT_INTERRUPTED
     return opt.EXIT_FAILED if any(item.error is not None for item in done) else 0
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class BatchJob:
+    """One prompt of the batch, its parameters, and the id of its output line."""
+
+    id: Any
+    prompt: Prompt
+    params: SamplingParams
+
+
+def from_arguments(prompts: Sequence[str], params: SamplingParams) -> list[BatchJob]:
+    """Return a job for each argument, numbered from 0."""
+    return [BatchJob(id=i, prompt=prompt, params=params) for i, prompt in enumerate(prompts)]
+
+
+def from_text_file(path: Path, params: SamplingParams) -> list[BatchJob]:
+    """Return a job for each line that is not blank.
+
+    Raises:
+      InvalidRequestError: the file cannot be read.
+    """
+    return from_arguments([line for line in _lines(path) if line.strip()], params)
+
+
+def from_jsonl(path: Path, params: SamplingParams) -> list[BatchJob]:
+    """Return a job for each line that is not blank.
+
+    A line is an object with `prompt` (text or token ids) or `messages`, optionally with an `id` and
+    with sampling parameters that differ from `params`.
+
+    Raises:
+      InvalidRequestError: a line is not such an object.
+    """
+    jobs = []
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            jobs.append(_job(json.loads(line), len(jobs), params))
+        except json.JSONDecodeError as error:
+            raise InvalidRequestError(f"{path} line {number} is not JSON: {error}") from error
+        except InvalidRequestError as error:
+            raise type(error)(f"{path} line {number}: {error}") from error
+        except (ValueError, RecursionError) as error:  # a number of many digits, or deep nesting
+            raise InvalidRequestError(f"{path} line {number} cannot be read: {error}") from error
+    return jobs
+
+
+def as_chat(job: BatchJob, system: str | None) -> BatchJob:
+    """Return the job with a text prompt as chat messages; other prompts stay as they are.
+
+    An empty text stays, too, so that the service refuses it as it does without a chat.
+    """
+    if not isinstance(job.prompt, str) or not job.prompt:
+        return job
+    head: list[Message] = [{"role": "system", "content": system}] if system else []
+    return replace(job, prompt=[*head, {"role": "user", "content": job.prompt}])
+
+
+def to_json_line(job: BatchJob, completion: Completion) -> str:
+    """Return a completion as a line of JSON; several samples are a list, `samples`."""
+    record: dict[str, object] = {"id": job.id, "prompt": job.prompt}
+    samples = [_sample(sample) for sample in completion.samples]
+    if job.params.n > 1:
+        record["samples"] = samples
+    elif samples:
+        record |= samples[0]
+    record["prompt_tokens"] = len(completion.prompt_token_ids)
+    if completion.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [e and _logprob(e) for e in completion.prompt_logprobs]
+    if completion.error is not None:
+        record["finish_reason"] = "error"
+        record["error"] = {
+            "type": type(completion.error).__name__,
+            "message": str(completion.error),
+        }
+    return json.dumps(record, ensure_ascii=False)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").split("\n")  # JSON may contain other separators
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(
+            f"cannot read prompts from {path}: {error}; pass a UTF-8 text file"
+        ) from error
+
+
+def _job(record: object, index: int, params: SamplingParams) -> BatchJob:
+    if not isinstance(record, Mapping):
+        raise InvalidRequestError(
+            'a line must be an object such as {"prompt": "..."} or {"messages": [...]}'
+        )
+    unknown = set(record) - {"id", *_PROMPT_KEYS, *_PARAM_KEYS}
+    if unknown:
+        raise InvalidRequestError(
+            f"unknown field(s) {', '.join(sorted(unknown))}; allowed are id, prompt, messages and "
+            f"the sampling parameters {', '.join(_PARAM_KEYS)}"
+        )
+    given = [key for key in _PROMPT_KEYS if key in record]
+    if len(given) != 1:
+        raise InvalidRequestError(
+            f"pass exactly one of prompt and messages, not {' and '.join(given) or 'neither'}"
+        )
+    prompt = record[given[0]]
+    if not isinstance(prompt, (str, list)):
+        raise InvalidRequestError(
+            f"{given[0]}={prompt!r} is not allowed; pass text, a list of token ids or messages"
+        )
+    changes = {key: record[key] for key in _PARAM_KEYS if key in record}
+    if isinstance(changes.get("logit_bias"), Mapping):
+        # JSON object keys are always text.
+        bias = changes["logit_bias"]
+        changes["logit_bias"] = {_token_id(key): value for key, value in bias.items()}
+    return BatchJob(id=record.get("id", index), prompt=prompt, params=replace(params, **changes))
+
+
+def _token_id(key: str) -> int:
+    if not key.isdecimal() or len(key) > _MAX_DIGITS:
+        raise InvalidRequestError(
+            f"logit_bias key {reprlib.repr(key)} is not a token id; pass whole numbers as keys"
+        )
+    return int(key)
+
+
+def _sample(sample: Sample) -> dict[str, object]:
+    shown: dict[str, object] = {
+        "text": sample.text,
+        "token_ids": sample.token_ids,
+        "finish_reason": sample.finish_reason,
+        "output_tokens": len(sample.token_ids),
+    }
+    if sample.logprobs is not None:
+        shown["logprobs"] = [_logprob(entry) for entry in sample.logprobs]
+    return shown
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, object]:
+    return {
+        "token_id": entry.token_id,
+        "logprob": entry.logprob,
+        "top": [list(pair) for pair in entry.top],
+    }

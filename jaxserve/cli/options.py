@@ -1,4 +1,7 @@
-"""Options that several commands share, and exit codes.
+"""The options of the command line, each declared once, what commands print, and exit codes.
+
+A field of `SamplingOptions`, `ServiceOptions` or `ProcessOptions` is an option of every command
+that takes the group (see `flat`). An option that other commands take too has an alias.
 
 Exit codes: 0 done, 1 failure (of a request of a batch, memory, the cache), 2 bad input,
 130 interrupted.
@@ -6,14 +9,19 @@ Exit codes: 0 done, 1 failure (of a request of a batch, memory, the cache), 2 ba
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast, final, get_type_hints
 
 import typer
 
+from jaxserve.cli.opening import adapters_of, open_service
 from jaxserve.core.errors import (
     CheckpointError,
     InvalidConfigError,
@@ -23,8 +31,75 @@ from jaxserve.core.errors import (
     MissingExtraError,
     ModelError,
     OtherModelError,
+    ProcessGroupError,
     UnknownConversationError,
 )
+from jaxserve.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from jaxserve.runtime import Service
+
+
+Command = Callable[..., None]
+
+
+def flat(*, omit: Collection[str] = ()) -> Callable[[Command], Command]:
+    """Return a decorator that replaces each dataclass parameter of a command by its fields.
+
+    Typer reads the signature that results, and the command gets the dataclasses. A field has the
+    annotation of an option, and its default is the option's default.
+
+    Args:
+      omit: fields that are not options of this command, and keep their defaults.
+
+    Raises:
+      TypeError: `omit` has a name that is not a field, or two options have one name.
+    """
+
+    def decorate(command: Command) -> Command:
+        hints = get_type_hints(command, include_extras=True)
+        groups: dict[str, tuple[Any, list[str]]] = {}
+        shown: list[inspect.Parameter] = []
+        unknown = set(omit)
+        for name, parameter in inspect.signature(command).parameters.items():
+            group = hints[name]
+            if not dataclasses.is_dataclass(group):
+                shown.append(_option(name, group, parameter.default))
+                continue
+            annotations = get_type_hints(group, include_extras=True)
+            fields = [field for field in dataclasses.fields(group) if field.name not in omit]
+            unknown -= {field.name for field in dataclasses.fields(group)}
+            groups[name] = (group, [field.name for field in fields])
+            shown += [_option(each.name, annotations[each.name], each.default) for each in fields]
+        names = [parameter.name for parameter in shown]
+        twice = {name for name in names if names.count(name) > 1}
+        if unknown or twice:
+            raise TypeError(
+                f"{command.__name__}: {sorted(unknown)} to omit are not fields, and "
+                f"{sorted(twice)} are options twice"
+            )
+
+        @functools.wraps(command)
+        def flattened(**given: Any) -> None:
+            made = {
+                name: group(**{field: given.pop(field) for field in fields})
+                for name, (group, fields) in groups.items()
+            }
+            command(**given, **made)
+
+        cast(Any, flattened).__signature__ = inspect.Signature(shown)
+        return flattened
+
+    return decorate
+
+
+def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
+    )
+
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -57,23 +132,6 @@ def journal(text: str) -> typer.models.OptionInfo:
 
 
 MaxTokens = Annotated[int, _sampling("--max-tokens", "Maximum number of output tokens.")]
-MinTokens = Annotated[int, _sampling("--min-tokens", "Minimum number of output tokens.")]
-Temperature = Annotated[float, _sampling("--temperature", "0 is greedy.")]
-TopK = Annotated[int, _sampling("--top-k", "Keep the k likeliest tokens; 0 keeps all.")]
-TopP = Annotated[
-    float, _sampling("--top-p", "Keep the fewest tokens of at least this total probability.")
-]
-MinP = Annotated[
-    float, _sampling("--min-p", "Drop tokens less likely than this times the likeliest.")
-]
-RepetitionPenalty = Annotated[float, _sampling("--repetition-penalty", "1 for no penalty.")]
-PresencePenalty = Annotated[float, _sampling("--presence-penalty", "0 for no penalty.")]
-FrequencyPenalty = Annotated[float, _sampling("--frequency-penalty", "0 for no penalty.")]
-Seed = Annotated[int | None, _sampling("--seed", "Seed; equal seeds give equal answers.")]
-Stop = Annotated[
-    list[str] | None, _sampling("--stop", "Text that ends an answer; may be given several times.")
-]
-IgnoreEos = Annotated[bool, _sampling("--ignore-eos", "Continue after the model's end token.")]
 
 Model = Annotated[
     str,
@@ -82,33 +140,6 @@ Model = Annotated[
         "-m",
         text="A name (see `jaxserve models list`), org/name of the Hub, folder or GGUF file.",
     ),
-]
-Policy = Annotated[
-    str, _runtime("--policy", text="Scheduling preset, such as auto, orca, exegpt_rra.")
-]
-LatencyBound = Annotated[
-    float | None,
-    _runtime(
-        "--latency-bound",
-        text="For --policy exegpt: seconds that a long answer (99th percentile) may take.",
-    ),
-]
-FirstTokenBound = Annotated[
-    float | None,
-    _runtime(
-        "--first-token-bound",
-        text="For --policy exegpt: seconds that its first token may take.",
-    ),
-]
-TokenBound = Annotated[
-    float | None,
-    _runtime(
-        "--token-bound",
-        text="For --policy exegpt: seconds that each later token may take, on average.",
-    ),
-]
-Revision = Annotated[
-    str | None, _runtime("--revision", text="Branch, tag or commit of a model of the Hub.")
 ]
 Load = Annotated[str, _runtime("--load", text="auto, or random for random weights.")]
 DType = Annotated[str | None, _runtime("--dtype", text="dtype of weights and KV, e.g. bfloat16.")]
@@ -130,75 +161,6 @@ QuantizeEmbeddings = Annotated[
         text="Embedding and head with --quantize: int8, int4 or none. [default: int8]",
     ),
 ]
-Speculation = Annotated[
-    str | None,
-    _runtime(
-        "--speculation",
-        text="Propose next tokens: lookup (what followed the same tokens in the request or in "
-        "past answers), or draft (--draft-model).",
-    ),
-]
-DraftModel = Annotated[
-    str | None,
-    _runtime(
-        "--draft-model",
-        text="Model that proposes tokens with --speculation draft: named like --model.",
-    ),
-]
-EndTokens = Annotated[
-    list[str] | None,
-    _runtime(
-        "--end-token",
-        text="Text of a token that ends an answer, beside those that the model declares, such as "
-        "'<|end|>'; may be given several times.",
-    ),
-]
-Deterministic = Annotated[
-    bool,
-    _runtime(
-        "--deterministic",
-        text="Refuse to serve where the bits of an answer could depend on other requests.",
-    ),
-]
-Adapter = Annotated[
-    list[str] | None,
-    _runtime(
-        "--adapter",
-        text="A LoRA adapter as NAME=FOLDER; may be given several times. A server's clients name "
-        "it as the model. Elsewhere, a single one is that of all prompts.",
-    ),
-]
-AdapterDType = Annotated[
-    str | None,
-    _runtime(
-        "--adapter-dtype",
-        text="Dtype of adapters, bfloat16; by default that of the weights. Only with --adapter.",
-    ),
-]
-HostMemory = Annotated[
-    str | None,
-    _runtime("--host-memory", text="Host memory for KV that leaves the device, e.g. 8GiB, or 0."),
-]
-DiskMemory = Annotated[
-    str | None,
-    _runtime("--disk-memory", text="Disk space for KV that leaves the host, e.g. 50GiB."),
-]
-DiskFolder = Annotated[
-    Path | None,
-    _runtime("--disk-folder", text="Folder for --disk-memory; one runtime at a time can use it."),
-]
-Predictor = Annotated[
-    str | None,
-    _runtime(
-        "--predictor", text="Folder of a length predictor, for policies that use predictions."
-    ),
-]
-Probe = Annotated[
-    str | None,
-    _runtime(
-        "--probe", text="Folder of a probe of remaining lengths, for policies that use predictions."
-    ),
-]
 MaxSlots = Annotated[
     int | None, _runtime("--max-slots", text="Maximum number of sequences that run at once.")
 ]
@@ -209,57 +171,9 @@ MaxContext = Annotated[
 TensorParallel = Annotated[
     int, _runtime("--tensor-parallel", text="Number of devices over which the model is split.")
 ]
-Stages = Annotated[
-    str | None,
-    _runtime(
-        "--stages",
-        text="Cut the model into stages of LAYERSxDEVICES, e.g. 20x2,2*10x1 or just 20,10.",
-    ),
-]
-Groups = Annotated[
-    str | None,
-    _runtime(
-        "--groups",
-        text="Devices for prompts / devices for answers, e.g. 1/4 or, with stages, 2/20x2,10x1; "
-        "needs --policy exegpt, exegpt_waa_c or exegpt_waa_m.",
-    ),
-]
-DataParallel = Annotated[
-    int,
-    _runtime("--data-parallel", text="Replicas in this process, each on its own devices."),
-]
-Replicas = Annotated[
-    int,
-    _runtime("--replicas", text="Replicas on Ray, each in its own process; see `Fleet`."),
-]
-Roles = Annotated[
-    str | None,
-    _runtime(
-        "--roles",
-        text="Replicas on Ray that compute prompts and others that compute answers, e.g. "
-        "prefill=1,decode=2; in place of --replicas.",
-    ),
-]
-Record = Annotated[
-    Path | None,
-    _runtime("--record", text="Record every request in this new file, for benchmarks to replay."),
-]
 Journal = Annotated[Path | None, journal("Journal of the conversations; by default {default}.")]
-Coordinator = Annotated[
-    str | None,
-    _processes("--coordinator", "host:port of process 0. [default: JAXSERVE_COORDINATOR, SLURM]"),
-]
-NumProcesses = Annotated[
-    int | None,
-    _processes("--num-processes", "Number of processes. [default: JAXSERVE_NUM_PROCESSES, SLURM]"),
-]
-ProcessId = Annotated[
-    int | None,
-    _processes(
-        "--process-id", "Number of this process, from 0. [default: JAXSERVE_PROCESS_ID, SLURM]"
-    ),
-]
 Quiet = Annotated[bool, _runtime("--quiet", "-q", text="No progress bars.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, not a table.")]
 
 
 def default_journal() -> Path:
@@ -320,3 +234,281 @@ def refusals() -> Iterator[None]:
         raise
     except ValueError as error:
         raise InvalidConfigError(str(error)) from error
+
+
+def show_wide(table: Table) -> None:
+    """Print a table at least 120 characters wide."""
+    from rich.console import Console
+
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table)
+
+
+# Options of many requests at once, which one conversation in a terminal does not have.
+OF_MANY_REQUESTS = ("max_slots", "data_parallel", "replicas", "roles")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Options of how tokens are chosen; fields of `SamplingParams`."""
+
+    min_tokens: Annotated[int, _sampling("--min-tokens", "Minimum number of output tokens.")] = 0
+    temperature: Annotated[float, _sampling("--temperature", "0 is greedy.")] = 0.0
+    top_k: Annotated[int, _sampling("--top-k", "Keep the k likeliest tokens; 0 keeps all.")] = 0
+    top_p: Annotated[
+        float, _sampling("--top-p", "Keep the fewest tokens of at least this total probability.")
+    ] = 1.0
+    min_p: Annotated[
+        float, _sampling("--min-p", "Drop tokens less likely than this times the likeliest.")
+    ] = 0.0
+    repetition_penalty: Annotated[float, _sampling("--repetition-penalty", "1 for no penalty.")] = (
+        1.0
+    )
+    presence_penalty: Annotated[float, _sampling("--presence-penalty", "0 for no penalty.")] = 0.0
+    frequency_penalty: Annotated[float, _sampling("--frequency-penalty", "0 for no penalty.")] = 0.0
+    seed: Annotated[int | None, _sampling("--seed", "Seed; equal seeds give equal answers.")] = None
+    stop: Annotated[
+        list[str] | None,
+        _sampling("--stop", "Text that ends an answer; may be given several times."),
+    ] = None
+    ignore_eos: Annotated[
+        bool, _sampling("--ignore-eos", "Continue after the model's end token.")
+    ] = False
+
+    def params(self, **more: Any) -> SamplingParams:
+        """Return the sampling parameters, with more fields that the command has itself.
+
+        Raises:
+          InvalidSamplingParamsError: a field has a value that is not allowed.
+        """
+        fields: dict[str, Any] = {**vars(self), "stop": tuple(self.stop or ()), **more}
+        return SamplingParams(
+            **{name: value for name, value in fields.items() if value is not None}
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ServiceOptions:
+    """Options of the service that a command opens; arguments of `open_service`."""
+
+    policy: Annotated[
+        str, _runtime("--policy", text="Scheduling preset, such as auto, orca, exegpt_rra.")
+    ] = "auto"
+    latency_bound: Annotated[
+        float | None,
+        _runtime(
+            "--latency-bound",
+            text="For --policy exegpt: seconds that a long answer (99th percentile) may take.",
+        ),
+    ] = None
+    first_token_bound: Annotated[
+        float | None,
+        _runtime(
+            "--first-token-bound",
+            text="For --policy exegpt: seconds that its first token may take.",
+        ),
+    ] = None
+    token_bound: Annotated[
+        float | None,
+        _runtime(
+            "--token-bound",
+            text="For --policy exegpt: seconds that each later token may take, on average.",
+        ),
+    ] = None
+    revision: Annotated[
+        str | None, _runtime("--revision", text="Branch, tag or commit of a model of the Hub.")
+    ] = None
+    load: Load = "auto"
+    dtype: DType = None
+    kv_memory: KvMemory = None
+    kv_dtype: KvDType = None
+    quantize: Quantize = None
+    quantize_embeddings: QuantizeEmbeddings = None
+    speculation: Annotated[
+        str | None,
+        _runtime(
+            "--speculation",
+            text="Propose next tokens: lookup (what followed the same tokens in the request or in "
+            "past answers), or draft (--draft-model).",
+        ),
+    ] = None
+    draft_model: Annotated[
+        str | None,
+        _runtime(
+            "--draft-model",
+            text="Model that proposes tokens with --speculation draft: named like --model.",
+        ),
+    ] = None
+    deterministic: Annotated[
+        bool,
+        _runtime(
+            "--deterministic",
+            text="Refuse to serve where the bits of an answer could depend on other requests.",
+        ),
+    ] = False
+    end_tokens: Annotated[
+        list[str] | None,
+        _runtime(
+            "--end-token",
+            text="Text of a token that ends an answer, besides those that the model declares, such "
+            "as '<|end|>'; may be given several times.",
+        ),
+    ] = None
+    adapter: Annotated[
+        list[str] | None,
+        _runtime(
+            "--adapter",
+            text="A LoRA adapter as NAME=FOLDER; may be given several times. A server's clients "
+            "name it as the model. Elsewhere, a single one is that of all prompts.",
+        ),
+    ] = None
+    adapter_dtype: Annotated[
+        str | None,
+        _runtime(
+            "--adapter-dtype",
+            text="Dtype of adapters, bfloat16; by default that of the weights. Only with "
+            "--adapter.",
+        ),
+    ] = None
+    host_memory: Annotated[
+        str | None,
+        _runtime(
+            "--host-memory", text="Host memory for KV that leaves the device, e.g. 8GiB, or 0."
+        ),
+    ] = None
+    disk_memory: Annotated[
+        str | None,
+        _runtime("--disk-memory", text="Disk space for KV that leaves the host, e.g. 50GiB."),
+    ] = None
+    disk_folder: Annotated[
+        Path | None,
+        _runtime(
+            "--disk-folder", text="Folder for --disk-memory; one runtime at a time can use it."
+        ),
+    ] = None
+    predictor: Annotated[
+        str | None,
+        _runtime(
+            "--predictor", text="Folder of a length predictor, for policies that use predictions."
+        ),
+    ] = None
+    probe: Annotated[
+        str | None,
+        _runtime(
+            "--probe",
+            text="Folder of a probe of remaining lengths, for policies that use predictions.",
+        ),
+    ] = None
+    max_slots: MaxSlots = None
+    max_context: MaxContext = None
+    tensor_parallel: TensorParallel = 1
+    stages: Annotated[
+        str | None,
+        _runtime(
+            "--stages",
+            text="Cut the model into stages of LAYERSxDEVICES, e.g. 20x2,2*10x1 or just 20,10.",
+        ),
+    ] = None
+    groups: Annotated[
+        str | None,
+        _runtime(
+            "--groups",
+            text="Devices for prompts / devices for answers, e.g. 1/4 or, with stages, "
+            "2/20x2,10x1; needs --policy exegpt, exegpt_waa_c or exegpt_waa_m.",
+        ),
+    ] = None
+    data_parallel: Annotated[
+        int,
+        _runtime("--data-parallel", text="Replicas in this process, each on its own devices."),
+    ] = 1
+    replicas: Annotated[
+        int,
+        _runtime("--replicas", text="Replicas on Ray, each in its own process; see `Fleet`."),
+    ] = 1
+    roles: Annotated[
+        str | None,
+        _runtime(
+            "--roles",
+            text="Replicas on Ray that compute prompts and others that compute answers, e.g. "
+            "prefill=1,decode=2; in place of --replicas.",
+        ),
+    ] = None
+    record: Annotated[
+        Path | None,
+        _runtime(
+            "--record", text="Record every request in this new file, for benchmarks to replay."
+        ),
+    ] = None
+    quiet: Quiet = False
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters."""
+        return tuple(adapters_of(self.adapter or ()))
+
+    @property
+    def only_adapter(self) -> str | None:
+        """Name of the adapter, if there is exactly one."""
+        return self.adapters[0] if len(self.adapters) == 1 else None
+
+    @property
+    def is_fleet(self) -> bool:
+        """Whether the service is a `Fleet`, and not a `Runtime`."""
+        return self.replicas != 1 or self.roles is not None
+
+    def open(self, model: str, *, conversations: Path | None = None, **more: Any) -> Service:
+        """Open the service; a process that does not lead serves the leader, and then exits.
+
+        Args:
+          conversations: the journal of conversations; None for none.
+          more: values that the command sets itself, in place of its options.
+
+        Raises:
+          InvalidConfigError: an option is not allowed, or a fleet does not have it.
+        """
+        settings: dict[str, Any] = {**vars(self), "conversations": conversations, **more}
+        return open_service(model, **settings)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """Options of a command that several processes run together."""
+
+    coordinator: Annotated[
+        str | None,
+        _processes(
+            "--coordinator", "host:port of process 0. [default: JAXSERVE_COORDINATOR, SLURM]"
+        ),
+    ] = None
+    num_processes: Annotated[
+        int | None,
+        _processes(
+            "--num-processes", "Number of processes. [default: JAXSERVE_NUM_PROCESSES, SLURM]"
+        ),
+    ] = None
+    process_id: Annotated[
+        int | None,
+        _processes(
+            "--process-id", "Number of this process, from 0. [default: JAXSERVE_PROCESS_ID, SLURM]"
+        ),
+    ] = None
+
+    def join(self) -> bool:
+        """Connect the processes, if there are several; return whether this process leads.
+
+        Raises:
+          InvalidConfigError, ProcessGroupError
+        """
+        import sharding
+
+        try:
+            group = sharding.join(self.coordinator, self.num_processes, self.process_id)
+        except ValueError as error:
+            raise InvalidConfigError(str(error)) from error
+        except sharding.JoinError as error:
+            raise ProcessGroupError(str(error)) from error
+        return group is None or group.is_leader

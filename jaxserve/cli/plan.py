@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, final
 
 import typer
 
 from jaxserve.cli import options as opt
-from jaxserve.cli import plan_tables
-from jaxserve.cli.plan_searches import on_cluster, on_engine, on_groups, on_layers
-from jaxserve.cli.training import AsJson, show_wide
-from jaxserve.core.errors import InvalidConfigError
+from jaxserve.cli.opening import open_service
+from jaxserve.cli.options import AsJson, show_wide
+from jaxserve.core.assets import cache_errors, cache_folder
+from jaxserve.core.errors import InvalidConfigError, InvalidProfileError
 
 if TYPE_CHECKING:
-    from jaxserve.planning.schedules import TaskLengths
-    from jaxserve.planning.schedules.frontier import ScheduleSearch
+    from rich.table import Table
+
+    from jaxserve.core.config import EngineConfig
+    from jaxserve.models.config import DecoderConfig
+    from jaxserve.planning import GroupTimes, StepTimes
+    from jaxserve.planning.layers import LayerOrigin
+    from jaxserve.planning.schedules import Deployment, LatencyBounds, Schedule, TaskLengths
+    from jaxserve.planning.schedules.frontier import Frontier, Outcome, ScheduleSearch
+
 
 _SCHEDULE = "Schedule"
 _SIMULATED = "Simulated cluster"
@@ -34,6 +43,8 @@ _MACHINE = (
     *("profile", "measure_again", "dtype", "kv_dtype", "quantize", "quantize_embeddings"),
     *("max_slots", "max_context", "tensor_parallel"),
 )
+
+_NAMES = {"rra": "RRA", "waa_c": "WAA-C", "waa_m": "WAA-M", "continuous": "continuous"}
 
 
 def _option(*names: str, text: str, panel: str = _SCHEDULE, **more: Any) -> Any:
@@ -288,11 +299,11 @@ def _show(
             )
         )
         return
-    typer.echo(plan_tables.summary(about))
-    show_wide(plan_tables.frontier_table(frontier, chosen))
+    typer.echo(summary(about))
+    show_wide(frontier_table(frontier, chosen))
     for bound_s, outcome in chosen.items():
         bounds = replace(fixed, latency_s=bound_s)
-        show_wide(plan_tables.neighbours_table(bounds, outcome, beside[bound_s]))
+        show_wide(neighbours_table(bounds, outcome, beside[bound_s]))
     if picture is not None:
         typer.echo(f"drawn in {picture}")
 
@@ -333,3 +344,428 @@ def _writing(picture: Path) -> Iterator[None]:
         raise InvalidConfigError(
             f"cannot write --picture {picture}: {error}; name a file in a writable folder"
         ) from error
+
+
+def on_cluster(
+    model: str,
+    name: str,
+    num_devices: int | None,
+    lengths: TaskLengths,
+    families: tuple[str, ...] | None,
+) -> tuple[ScheduleSearch, str]:
+    """Return the schedules of a model on a simulated cluster."""
+    from jaxserve.planning.schedules import CLUSTERS, MODELS, roofline_deployment
+    from jaxserve.planning.schedules.frontier import ClusterSearch
+    from jaxserve.planning.schedules.search import CLUSTER_FAMILIES
+
+    if name not in CLUSTERS:
+        raise InvalidConfigError(
+            f"--cluster {name!r} is unknown; pass one of {', '.join(CLUSTERS)}"
+        )
+    if model not in MODELS:
+        raise InvalidConfigError(
+            f"--model {model!r} has no shape for --cluster; pass one of {', '.join(MODELS)}"
+        )
+    shape, cluster = MODELS[model], CLUSTERS[name]
+    if num_devices is not None:
+        cluster = cluster.of(num_devices)
+    deployment = roofline_deployment(shape, cluster)
+    schedules = ClusterSearch(deployment, lengths, families or CLUSTER_FAMILIES)
+    return schedules, f"{cluster.num_devices} {name} (rooflines)"
+
+
+def on_layers(
+    lengths: TaskLengths,
+    families: tuple[str, ...] | None,
+    profile: Path | None,
+    **settings: Any,
+) -> tuple[ScheduleSearch, str]:
+    """Return the schedules of this machine's devices, by measured layers."""
+    import jax
+
+    from jaxserve.core.host import cpu_name
+    from jaxserve.planning.schedules.configuration import check_families
+    from jaxserve.planning.schedules.frontier import ClusterSearch
+    from jaxserve.planning.schedules.search import CLUSTER_FAMILIES
+
+    families = families or CLUSTER_FAMILIES
+    check_families(families, CLUSTER_FAMILIES)
+    deployment = layer_deployment(profile, lengths, **settings)
+    where = f"{deployment.cluster.num_devices} {jax.devices()[0].device_kind} ({cpu_name()})"
+    return ClusterSearch(deployment, lengths, families), f"{where}, by layers"
+
+
+def on_engine(
+    lengths: TaskLengths,
+    families: tuple[str, ...] | None,
+    profile: Path | None,
+    **settings: Any,
+) -> tuple[ScheduleSearch, str]:
+    """Return the schedules of one engine on this machine, under policy `auto`."""
+    from jaxserve.planning.schedules.configuration import check_families
+    from jaxserve.planning.schedules.families import FAMILIES
+    from jaxserve.planning.schedules.frontier import FamiliesSearch
+
+    families = FAMILIES if families is None else tuple(families)
+    check_families(families, FAMILIES)
+    times, config = step_times(profile, lengths, **settings)
+    device = times.origin.device
+    where = f"{device['count']} {device['kind']} ({device['host_cpu']})"
+    return FamiliesSearch(times, config, lengths, families=families), where
+
+
+def on_groups(
+    lengths: TaskLengths,
+    families: tuple[str, ...] | None,
+    profile: Path | None,
+    **settings: Any,
+) -> tuple[ScheduleSearch, str]:
+    """Return the schedules of two groups of this machine's devices."""
+    from jaxserve.planning.schedules.configuration import check_families
+    from jaxserve.planning.schedules.frontier import GroupsSearch
+
+    check_families(families or ("waa",), ("waa",))
+    times, config = group_times(profile, lengths, **settings)
+    device = times.groups[0].origin.device
+    where = f"{settings['groups']} {device['kind']} ({device['host_cpu']})"
+    return GroupsSearch(times, config, lengths), where
+
+
+def step_times(
+    given: Path | None,
+    lengths: TaskLengths,
+    *,
+    measure_again: bool,
+    model: str,
+    quiet: bool,
+    **settings: Any,
+) -> tuple[StepTimes, EngineConfig]:
+    """Return the step times of a model's engine, and the engine's configuration.
+
+    They are read from `given`, or from the cache folder, or else measured and kept there.
+
+    Args:
+      given: a file that `StepTimes.save` wrote; None for the cache folder.
+      lengths: those of the requests, which must fit in the engine's context.
+      settings: of `opening.open_service`.
+
+    Raises:
+      InvalidConfigError: the lengths do not fit.
+      InvalidProfileError: `given` is damaged, or was measured on something else.
+    """
+    from jaxserve.planning import keep_step_times
+
+    kind = _TimesKind(
+        load=lambda rt, path: rt.load_step_times(path),
+        find=lambda rt, folder: rt.find_step_times(folder),
+        measure=lambda rt: rt.measure_step_times(),
+        keep=keep_step_times,
+    )
+    return _times(kind, given, lengths, measure_again, model, quiet, settings)
+
+
+def group_times(
+    given: Path | None,
+    lengths: TaskLengths,
+    *,
+    measure_again: bool,
+    model: str,
+    quiet: bool,
+    **settings: Any,
+) -> tuple[GroupTimes, EngineConfig]:
+    """Return the step times of a model's two groups of devices; see `step_times`.
+
+    Args:
+      given: a file that `GroupTimes.save` wrote; None for the cache folder.
+      settings: of `opening.open_service`, with `groups`.
+    """
+    from jaxserve.planning import keep_group_times
+
+    kind = _TimesKind(
+        load=lambda rt, path: rt.load_group_times(path),
+        find=lambda rt, folder: rt.find_group_times(folder),
+        measure=lambda rt: rt.measure_group_times(),
+        keep=keep_group_times,
+    )
+    settings = {**settings, "policy": "exegpt_waa_c"}
+    return _times(kind, given, lengths, measure_again, model, quiet, settings)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _TimesKind:
+    """How a runtime loads, finds in a folder, and measures its times, and how these are kept."""
+
+    load: Callable[[Any, Path], Any]
+    find: Callable[[Any, Path], Any]
+    measure: Callable[[Any], Any]
+    keep: Callable[[Path, Any], Path]
+
+
+def _times(
+    kind: _TimesKind,
+    given: Path | None,
+    lengths: TaskLengths,
+    measure_again: bool,
+    model: str,
+    quiet: bool,
+    settings: dict[str, Any],
+) -> tuple[Any, EngineConfig]:
+    """Return times of one kind and the engine's configuration; see `step_times`."""
+    folder = cache_folder() / "profiles"
+    with _opened(model, quiet, settings, warmup=False) as rt:
+        lengths.check_fits(rt.config)
+        if given is not None:
+            return kind.load(rt, given), rt.config
+        kept = None if measure_again else kind.find(rt, folder)
+        if kept is not None:
+            return kept, rt.config
+    # Executables are compiled before they are timed.
+    with _opened(model, quiet, settings, warmup=True) as rt:
+        times = kind.measure(rt)
+        with cache_errors("keeping step times"):
+            kind.keep(folder, times)
+        return times, rt.config
+
+
+def layer_deployment(
+    given: Path | None,
+    lengths: TaskLengths,
+    *,
+    measure_again: bool,
+    model: str,
+    quiet: bool,
+    num_devices: int | None,
+    dtype: str | None,
+    kv_dtype: str | None,
+    quantize: str | None,
+    quantize_embeddings: str | None,
+    max_slots: int | None,
+    max_context: int | None,
+) -> Deployment:
+    """Return a model on this machine's devices, by measured layers; reads no weights.
+
+    The profile is read from `given`, or from the cache folder, and what it lacks is measured.
+
+    Args:
+      given: a file that is complete; None for the cache folder.
+      num_devices: devices to plan for; None for all.
+
+    Raises:
+      InvalidConfigError: the lengths do not fit, there are fewer devices, or the model has
+        recurrent layers.
+      InvalidProfileError: `given` is damaged, or was measured on something else.
+    """
+    import jax
+
+    from jaxserve.execution.compilation import enable_compilation_cache
+    from jaxserve.execution.sizes import platform_defaults
+    from jaxserve.planning.layers import (
+        LayerBench,
+        LayerOrigin,
+        LayerProfile,
+        LayerSizes,
+        free_bytes_of,
+        layers_deployment,
+        measure_layers,
+    )
+
+    config = replace(_model_config(model, quiet), dtype=dtype or platform_defaults().dtype)
+    lengths.check_context(config.max_position_embeddings)
+    devices = jax.devices()
+    num = len(devices) if num_devices is None else num_devices
+    if not 1 <= num <= len(devices):
+        raise InvalidConfigError(
+            f"--devices {num} is not allowed; this machine has {len(devices)}. XLA_FLAGS="
+            "--xla_force_host_platform_device_count=8 makes eight host devices"
+        )
+    sizes = LayerSizes.of(config, max_length=max_context, kv_dtype=kv_dtype)
+    given_sizes: dict[str, Any] = {
+        "max_batch": max_slots,
+        "quantize": quantize,
+        "quantize_embeddings": quantize_embeddings,
+    }
+    sizes = replace(sizes, **{name: x for name, x in given_sizes.items() if x is not None})
+    origin = LayerOrigin.of(config, devices, sizes)
+    if given is not None:
+        profile = LayerProfile.load(given, expected=origin)
+    else:
+        path = layers_path(model, origin)
+        profile = LayerProfile(origin, path=path)
+        if path.is_file() and not measure_again:
+            try:
+                profile = LayerProfile.load(path, expected=origin)
+            except InvalidProfileError as error:
+                typer.echo(f"measuring again: {error}", err=True)
+        bench = LayerBench(config, sizes, devices)
+        if not profile.is_complete:
+            enable_compilation_cache()
+            with cache_errors(f"keeping {path.name}"):
+                measure_layers(bench, profile, progress=not quiet)
+    mean = lengths.inputs.mean
+    memory_bytes = free_bytes_of(devices[:num])
+    return layers_deployment(profile, config, num, memory_bytes, num_input_tokens=mean)
+
+
+def layers_path(model: str, origin: LayerOrigin) -> Path:
+    """Return the file in the cache folder for measured layers of an origin."""
+    digest = hashlib.sha256(json.dumps(asdict(origin), sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / "profiles" / f"layers-{Path(model).stem}-{digest}.json"
+
+
+def _model_config(model: str, quiet: bool) -> DecoderConfig:
+    """Return a model's configuration, without its weights."""
+    from jaxserve.models import registry
+    from jaxserve.models.families import config_from_hf
+
+    registry.resolve(model).fetch(weights=False, progress=not quiet)
+    return config_from_hf(registry.show(model)["config"])
+
+
+def _opened(model: str, quiet: bool, settings: dict[str, Any], *, warmup: bool) -> Any:
+    return open_service(model, quiet=quiet, warmup=warmup, **settings)
+
+
+def frontier_table(frontier: Frontier, chosen: Mapping[float, Outcome]) -> Table:
+    """Return a row for each point of the frontier; those that are chosen are marked.
+
+    The control is N_D of RRA, B_m of WAA, and B of continuous batching; on two groups that exist it
+    is the iterations of a decode step, N_D. Stages, which only schedules of a cluster have, are as
+    in `stages_of`.
+    """
+    from rich import box
+    from rich.table import Table
+
+    [estimate] = {outcome.estimate for _, outcome in frontier.points}
+    table = Table(
+        title=f"best schedule for each latency bound ({estimate})",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("")
+    table.add_column("bound", justify="right", no_wrap=True)
+    table.add_column("policy", no_wrap=True)
+    for name in ("B_E", "control", "B_D"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("answers/s", "tokens/s", "p99 answer", "1st token", "a token"):
+        table.add_column(name, justify="right", no_wrap=True)
+    has_stages = any(outcome.schedule.stages for _, outcome in frontier.points)
+    if has_stages:
+        table.add_column("stages", overflow="fold")
+    marked = [outcome.schedule for outcome in chosen.values()]
+    for bound_s, outcome in frontier.points:
+        schedule, estimates = outcome.schedule, outcome.estimates
+        is_marked = schedule in marked
+        table.add_row(
+            ">" if is_marked else "",
+            seconds(bound_s),
+            _NAMES[outcome.policy.value],
+            _encode_batch(outcome),
+            outcome.control_text,
+            f"{schedule.decode_batch:.1f}",
+            f"{estimates.throughput:.4g}",
+            f"{outcome.tokens_per_s:.4g}",
+            seconds(float(estimates.latency_s)),
+            seconds(float(estimates.first_token_s)),
+            seconds(float(estimates.token_s)),
+            *([stages_of(schedule)] if has_stages else []),
+            style="bold green" if is_marked else None,
+        )
+    return table
+
+
+def neighbours_table(
+    bounds: LatencyBounds, chosen: Outcome, neighbours: Mapping[str, Outcome]
+) -> Table:
+    """Return the schedule that is chosen for bounds, and one row for each neighbour."""
+    from rich import box
+    from rich.table import Table
+
+    title = f"chosen for {_bounds_of(bounds)}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("schedule")
+    for name in (
+        "B_E",
+        chosen.control_name,
+        "answers/s",
+        "",
+        "p99 answer",
+        "1st token",
+        "a token",
+    ):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for name, outcome in {"chosen": chosen, **neighbours}.items():
+        estimates = outcome.estimates
+        change = float(estimates.throughput / chosen.estimates.throughput - 1)
+        table.add_row(
+            name,
+            _encode_batch(outcome),
+            str(outcome.control),
+            f"{estimates.throughput:.4g}",
+            "" if name == "chosen" else f"{change:+.1%}",
+            seconds(float(estimates.latency_s)),
+            seconds(float(estimates.first_token_s)),
+            seconds(float(estimates.token_s)),
+            remark(bounds, outcome),
+            style="bold green" if name == "chosen" else None,
+        )
+    return table
+
+
+def remark(bounds: LatencyBounds, outcome: Outcome) -> str:
+    """Return why a schedule cannot be chosen for bounds, if it cannot."""
+    if not outcome.estimates.fits:
+        return "not possible: memory, slots or chunk"
+    return "" if bounds.met(outcome.estimates) else "misses the bound"
+
+
+def _encode_batch(outcome: Outcome) -> str:
+    """Return B_E; continuous batching has none."""
+    return "" if outcome.policy.value == "continuous" else str(outcome.schedule.encode_batch)
+
+
+def stages_of(schedule: Schedule) -> str:
+    """Return the stages as `--stages` takes them; WAA's groups as `--groups` does."""
+    encode = [s for s in schedule.stages if s.num_encode_layers and not s.num_decode_layers]
+    decode = [s for s in schedule.stages if s.num_decode_layers]
+    groups = [
+        _counted([f"{s.num_encode_layers}x{s.num_devices}" for s in encode]),
+        _counted([f"{s.num_decode_layers}x{s.num_devices}" for s in decode]),
+    ]
+    return "/".join(group for group in groups if group)
+
+
+def seconds(value: float) -> str:
+    """Return seconds as text with three digits."""
+    if not math.isfinite(value):
+        return "none"
+    if value < 0.1:
+        return f"{1000 * value:.3g} ms"
+    return f"{value:.3g} s" if value < 1000 else f"{value:.0f} s"
+
+
+def summary(about: Mapping[str, Any]) -> str:
+    """Return a line on the model, the devices, and the lengths."""
+    return (
+        f"{about['model']} on {about['devices']}; {about['lengths']}: prompts of "
+        f"{about['mean_input_tokens']:.4g} tokens and answers of {about['mean_output_tokens']:.4g} "
+        f"on average, 99th percentile {about['long_output_tokens']}"
+    )
+
+
+def _bounds_of(bounds: LatencyBounds) -> str:
+    named = {
+        "bound": bounds.latency_s,
+        "1st token in": bounds.first_token_s,
+        "a token in": bounds.token_s,
+    }
+    given = [f"{name} {seconds(bound_s)}" for name, bound_s in named.items() if bound_s != math.inf]
+    return ", ".join(given) or "no bound"
+
+
+def _counted(names: list[str]) -> str:
+    runs = [(name, len(list(same))) for name, same in groupby(names)]
+    return ",".join(name if num == 1 else f"{num}*{name}" for name, num in runs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, final
 import typer
 
 from jaxserve.cli import options as opt
-from jaxserve.cli import training as shared
-from jaxserve.cli.probe import probe_app
-from jaxserve.cli.training import SETTINGS
 from jaxserve.core.errors import InvalidConfigError
 
 if TYPE_CHECKING:
@@ -22,11 +20,22 @@ if TYPE_CHECKING:
 
     from predictor import Contender, Example, LengthPredictor
 
+
+# File beside a trained predictor or probe, with the settings of its training.
+SETTINGS = "training.json"
+
+HeldOut = Annotated[
+    float,
+    typer.Option("--held-out", help="Share of the data for calibration, and again for the test."),
+]
+NumBuckets = Annotated[int, typer.Option("--num-buckets", help="Number of buckets.")]
+Epochs = Annotated[int, typer.Option("--epochs", help="Maximum number of epochs.")]
+LearningRate = Annotated[float, typer.Option("--learning-rate", help="Highest learning rate.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of draw, split and training.")]
+
 predictor_app = typer.Typer(
     help="Train, measure and describe predictors of output lengths.", no_args_is_help=True
 )
-
-predictor_app.add_typer(probe_app, name="probe")
 
 _SHOWN_MISS_RATES = (0.05, 0.1, 0.2)
 
@@ -46,6 +55,56 @@ ServedModel = Annotated[
 MaxExamples = Annotated[
     int | None, typer.Option("--max-examples", help="Number of examples to draw. [default: all]")
 ]
+
+
+def check_output(output: Path, *, marker: str, kind: str) -> None:
+    """Check before training that the output folder can be written to.
+
+    Args:
+      marker: a file that marks an earlier result, which may be replaced.
+      kind: "predictor" or "probe", for the message.
+
+    Raises:
+      InvalidConfigError: it cannot be written to, or holds other files.
+    """
+    if output.exists() and not output.is_dir():
+        raise InvalidConfigError(f"--output {output} is a file; name a folder")
+    if output.is_dir() and any(output.iterdir()) and not (output / marker).is_file():
+        raise InvalidConfigError(
+            f"--output {output} is not empty and holds no {kind}; name another folder"
+        )
+
+
+def cannot_write(error: OSError) -> InvalidConfigError:
+    return InvalidConfigError(f"cannot write --output: {error}; name a folder that can be written")
+
+
+def check_parts(parts: Sequence[Sequence[Any]], what: str) -> None:
+    """Check that no part of a split is empty.
+
+    Args:
+      parts: items for training, calibration and test.
+      what: the name of the items, for the message.
+
+    Raises:
+      InvalidConfigError: a part is empty.
+    """
+    if not all(parts):
+        raise InvalidConfigError(
+            f"{sum(map(len, parts))} {what} leave {', '.join(str(len(p)) for p in parts)} for "
+            "training, calibration and test; pass more, or another --held-out"
+        )
+
+
+def sizes(parts: Sequence[Sequence[Any]]) -> dict[str, int]:
+    """Return the sizes of the three parts, by name."""
+    return dict(zip(("trained_on", "calibrated_on", "tested_on"), map(len, parts), strict=True))
+
+
+def describe(about: Mapping[str, Any]) -> None:
+    """Print one line per item."""
+    for key, value in about.items():
+        typer.echo(f"{key:<26} {value}")
 
 
 @final
@@ -81,7 +140,7 @@ class Settings:
             progress=progress,
         )
         parts = split_in_three(examples, held_out=self.held_out, seed=self.seed)
-        shared.check_parts(parts, "examples")
+        check_parts(parts, "examples")
         return [clipped(part, self.max_length) for part in parts]
 
     def start(self, parts: list[list[Example]], progress: bool) -> LengthPredictor:
@@ -127,19 +186,19 @@ def train(
     buckets: Annotated[
         str, typer.Option("--buckets", help="Kind of buckets: equal, log or quantile.")
     ] = "equal",
-    num_buckets: shared.NumBuckets = 10,
-    epochs: shared.Epochs = 4,
+    num_buckets: NumBuckets = 10,
+    epochs: Epochs = 4,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts per step.")] = 32,
-    learning_rate: shared.LearningRate = 5e-5,
+    learning_rate: LearningRate = 5e-5,
     max_examples: MaxExamples = None,
-    held_out: shared.HeldOut = 0.1,
-    seed: shared.Seed = 0,
+    held_out: HeldOut = 0.1,
+    seed: Seed = 0,
     model: ServedModel = opt.DEFAULT_MODEL,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue after the last epoch of an interrupted run.")
     ] = False,
-    as_json: shared.AsJson = False,
-    quiet: shared.Quiet = False,
+    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Train a predictor, calibrate it, and compare it with baselines on a test set.
 
@@ -204,8 +263,8 @@ def evaluate(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Model whose tokens are counted.")
     ] = None,
-    as_json: shared.AsJson = False,
-    quiet: shared.Quiet = False,
+    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Compare a predictor with baselines, on conversations that it was not trained on.
 
@@ -259,7 +318,7 @@ def show(folder: Annotated[Path, typer.Argument(help="A trained predictor.")]) -
                 about[f"level for {rate:.0%}"] = f"{calibration.level(rate):.4f}"
         if (folder / SETTINGS).is_file():
             about |= {f"trained: {k}": v for k, v in asdict(_settings_of(folder)).items()}
-        shared.describe(about)
+        describe(about)
 
 
 def table_of(contenders: list[dict[str, Any]]) -> Table:
@@ -297,12 +356,12 @@ def table_of(contenders: list[dict[str, Any]]) -> Table:
 def _print(
     done: list[Contender], parts: list[list[Example]], as_json: bool, **more: object
 ) -> None:
-    num = shared.sizes(parts)
+    num = sizes(parts)
     contenders = [one.to_dict() for one in done]
     if as_json:
         typer.echo(json.dumps({**num, "contenders": contenders, **more}))
         return
-    shared.show_wide(table_of(contenders))
+    opt.show_wide(table_of(contenders))
     typer.echo(f"tested on {num['tested_on']} prompts that were not used for training")
 
 
@@ -312,7 +371,7 @@ def _prepare(output: Path, settings: Settings, resume: bool) -> Path:
     Raises:
       InvalidConfigError: one of them cannot be used.
     """
-    shared.check_output(output, marker="predictor.json", kind="predictor")
+    check_output(output, marker="predictor.json", kind="predictor")
     checkpoints = output.with_name(output.name + ".checkpoints")
     kept = checkpoints / SETTINGS
     if checkpoints.exists() and not kept.is_file():
@@ -329,7 +388,7 @@ def _prepare(output: Path, settings: Settings, resume: bool) -> Path:
         checkpoints.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(asdict(settings)) + "\n", encoding="utf-8")
     except OSError as error:
-        raise shared.cannot_write(error) from error
+        raise cannot_write(error) from error
     return checkpoints
 
 

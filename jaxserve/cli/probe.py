@@ -11,8 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, final
 import typer
 
 from jaxserve.cli import options as opt
-from jaxserve.cli import training as shared
-from jaxserve.cli.training import SETTINGS
+from jaxserve.cli.predictor import (
+    SETTINGS,
+    Epochs,
+    HeldOut,
+    LearningRate,
+    NumBuckets,
+    Seed,
+    cannot_write,
+    check_output,
+    check_parts,
+    describe,
+    sizes,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -136,7 +147,7 @@ def _split_answers(settings: ProbeSettings) -> list[list[FinishedAnswer]]:
     answers = read_finished(settings.data)[: settings.max_answers]
     with opt.refusals():
         parts = split_in_three(answers, held_out=settings.held_out, seed=settings.seed)
-    shared.check_parts(parts, "answers")
+    check_parts(parts, "answers")
     return list(parts)
 
 
@@ -173,19 +184,19 @@ def train(
     buckets: Annotated[
         str, typer.Option("--buckets", help="Kind of buckets: log, equal or quantile.")
     ] = ProbeSettings.buckets,
-    num_buckets: shared.NumBuckets = ProbeSettings.num_buckets,
+    num_buckets: NumBuckets = ProbeSettings.num_buckets,
     max_answers: Annotated[
         int | None, typer.Option("--max-answers", help="Use the first N answers. [default: all]")
     ] = None,
-    held_out: shared.HeldOut = ProbeSettings.held_out,
-    epochs: shared.Epochs = ProbeSettings.epochs,
+    held_out: HeldOut = ProbeSettings.held_out,
+    epochs: Epochs = ProbeSettings.epochs,
     batch_size: Annotated[
         int, typer.Option("--batch-size", help="Readings per step.")
     ] = ProbeSettings.batch_size,
-    learning_rate: shared.LearningRate = ProbeSettings.learning_rate,
-    seed: shared.Seed = 0,
-    as_json: shared.AsJson = False,
-    quiet: shared.Quiet = False,
+    learning_rate: LearningRate = ProbeSettings.learning_rate,
+    seed: Seed = 0,
+    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Train a probe on answers of the model that it will read, and test it on other answers.
 
@@ -222,7 +233,7 @@ def train(
             typer.echo(
                 json.dumps(
                     {
-                        **shared.sizes(done.answers),
+                        **sizes(done.answers),
                         "figures": figures,
                         "belief_weight": refinement.belief_weight,
                         "reading_weight": refinement.reading_weight,
@@ -231,7 +242,7 @@ def train(
                 )
             )
             return
-        shared.show_wide(table_of(figures))
+        opt.show_wide(table_of(figures))
         typer.echo(f"tested on {len(done.answers[2])} answers that were not used for training")
 
 
@@ -255,7 +266,7 @@ def show(folder: Annotated[Path, typer.Argument(help="A trained probe.")]) -> No
         if (folder / SETTINGS).is_file():
             kept = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
             about |= {f"trained: {key}": value for key, value in kept.items()}
-        shared.describe(about)
+        describe(about)
 
 
 def table_of(figures: Sequence[dict[str, Any]]) -> Table:
@@ -281,8 +292,8 @@ def table_of(figures: Sequence[dict[str, Any]]) -> Table:
 
 def _prepare(output: Path) -> None:
     """Create the output folder; raise InvalidConfigError if it cannot be used."""
-    shared.check_output(output, marker="probe.json", kind="probe")
+    check_output(output, marker="probe.json", kind="probe")
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise shared.cannot_write(error) from error
+        raise cannot_write(error) from error

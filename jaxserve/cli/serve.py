@@ -14,8 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxserve.cli import options as opt
-from jaxserve.cli.flat import flat
-from jaxserve.cli.groups import ProcessOptions, ServiceOptions
+from jaxserve.cli.options import ProcessOptions, ServiceOptions, flat
 from jaxserve.core.errors import InvalidConfigError, MissingExtraError
 
 _SERVER = "Server"

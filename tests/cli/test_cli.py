@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from jax.sharding import Mesh
 
-from jaxserve.cli.meshes import device_groups
+from jaxserve.cli.opening import device_groups
 from jaxserve.conversations import Journal
 from jaxserve.testing import write_chat_model
 from jaxserve.workload import recorded

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve.cli.adapters import room_for
+from jaxserve.cli.opening import room_for
 from jaxserve.testing import write_chat_model
 from tests.cli.common import run
 

@@ -11,9 +11,13 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from jaxserve.cli import app, opening
-from jaxserve.cli import options as opt
-from jaxserve.cli.flat import flat
-from jaxserve.cli.groups import OF_MANY_REQUESTS, ProcessOptions, SamplingOptions, ServiceOptions
+from jaxserve.cli.options import (
+    OF_MANY_REQUESTS,
+    ProcessOptions,
+    SamplingOptions,
+    ServiceOptions,
+    flat,
+)
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.runtime import Runtime
@@ -119,5 +123,5 @@ def test_groups_that_do_not_fit_are_refused():
     with pytest.raises(TypeError, match="'seed'"):
 
         @flat()
-        def twice(*, seed: opt.Seed = None, sampling: SamplingOptions):
+        def twice(*, seed: int | None = None, sampling: SamplingOptions):
             pass

@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jaxserve.cli.profiles import layers_path
+from jaxserve.cli.plan import layers_path
 from jaxserve.models.families import config_from_hf
 from jaxserve.planning.layers import LayerOrigin, LayerProfile, LayerSizes, measure_layers
 from tests.cli.common import TOKEN_CONFIG, run
