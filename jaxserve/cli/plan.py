@@ -1,4 +1,4 @@
-"""`jaxserve plan`: the schedule with the most throughput under a latency bound, and others."""
+"""`jaxserve plan`: the schedules with the most throughput under latency bounds."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def _show(
     frontier = frontier_of(
         schedules, num_bounds=num_bounds, asked=asked, bounds=fixed, progress=not quiet
     )
-    beside = {bound_s: neighbours_of(schedules, outcome) for bound_s, outcome in chosen.items()}
+    neighbours = {bound_s: neighbours_of(schedules, outcome) for bound_s, outcome in chosen.items()}
     if picture is not None:
         from jaxserve.report.frontier import draw_frontier
 
@@ -286,7 +286,7 @@ def _show(
                             "latency_bound_s": bound_s if math.isfinite(bound_s) else None,
                             **outcome.figures(),
                             "neighbours": {
-                                name: other.figures() for name, other in beside[bound_s].items()
+                                name: other.figures() for name, other in neighbours[bound_s].items()
                             },
                         }
                         for bound_s, outcome in chosen.items()
@@ -303,7 +303,7 @@ def _show(
     show_wide(frontier_table(frontier, chosen))
     for bound_s, outcome in chosen.items():
         bounds = replace(fixed, latency_s=bound_s)
-        show_wide(neighbours_table(bounds, outcome, beside[bound_s]))
+        show_wide(neighbours_table(bounds, outcome, neighbours[bound_s]))
     if picture is not None:
         typer.echo(f"drawn in {picture}")
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from predictor import Contender, Example, LengthPredictor
 
 
-# File beside a trained predictor or probe, with the settings of its training.
+# File in the folder of a trained predictor or probe, with the settings of its training.
 SETTINGS = "training.json"
 
 HeldOut = Annotated[
@@ -110,7 +110,7 @@ def describe(about: Mapping[str, Any]) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a predictor's training, stored beside it."""
+    """Settings of a predictor's training, stored with it."""
 
     data: str
     model: str
@@ -160,7 +160,7 @@ class Settings:
         )
 
     def save(self, predictor: LengthPredictor, folder: Path) -> None:
-        """Write the trained predictor, and these settings beside it."""
+        """Write the trained predictor and these settings."""
         predictor.save(folder)
         (folder / SETTINGS).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 

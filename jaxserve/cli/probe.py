@@ -44,7 +44,7 @@ ELAPSED = (0, 16, 32, 64, 128, 256, 512)
 @final
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings:
-    """Settings of a probe's training, stored beside it.
+    """Settings of a probe's training, stored with it.
 
     Attributes:
       layer: number of layers before the activations that the probe reads; None for half of them.

@@ -200,7 +200,7 @@ def _room(
     """Return how many adapters of which rank the service has room for, where that was asked for.
 
     Raises:
-      InvalidConfigError: the folder is none, or the service loads no adapters.
+      InvalidConfigError: the folder does not exist, or the service loads no adapters.
     """
     if folder is not None and not folder.is_dir():
         raise InvalidConfigError(f"--adapter-folder {folder} is no folder; pass one that exists")

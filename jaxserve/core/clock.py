@@ -49,7 +49,7 @@ class VirtualClock:
             heapq.heappop(self._expected_s)
 
     def expect(self, time_s: float) -> None:
-        """Have something happen at `time_s`, for `wait`."""
+        """Announce an event at `time_s`, to which `wait` may advance."""
         if time_s > self._now_s:
             heapq.heappush(self._expected_s, time_s)
 

@@ -139,9 +139,9 @@ class EngineConfig:
 
     @property
     def coarse_token_buckets(self) -> tuple[int, ...]:
-        """Those of `token_buckets` that are compiled first, and that all mixed steps have.
+        """The sizes in `token_buckets` that are compiled first, and that all mixed steps have.
 
-        Steps that score prompts, or copy pages from the host, have no others.
+        Steps that score prompts, or copy pages from the host, have only these.
         """
         coarse = _ladder(self.max_step_tokens, smallest=64, ratio=2)
         return tuple(size for size in self.token_buckets if size in coarse)
@@ -211,7 +211,7 @@ class EngineConfig:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Maximum number of prompt tokens; one output token must fit beside them.
+        """Maximum number of prompt tokens, which leave room for one output token.
 
         An encoder's prompt must fit in a step, too, and a start token follows its pages.
         """

@@ -98,7 +98,7 @@ def _is_open(schema: Mapping[str, Any]) -> bool:
 
 
 def _has_open_names(schema: Mapping[str, Any]) -> bool:
-    """Whether other keys may stand beside those that it names, or names by a pattern."""
+    """Whether an object may have keys that the schema neither names nor matches by a pattern."""
     names = ("properties", "patternProperties", "required")
     return _is_open(schema) and any(map(schema.get, names))
 

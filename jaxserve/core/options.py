@@ -154,8 +154,8 @@ class RuntimeOptions:
         could depend on other requests. True changes nothing on CPUs, where it is allowed in float32
         without tensor parallelism: the bits are the same there in any case. On NVIDIA GPUs it has
         dense models computed by kernels that fix the order of sums (docs/batch_invariance.md).
-      end_tokens: more tokens that end an answer, beside those that the model declares: texts such
-        as "<|end|>", or ids.
+      end_tokens: tokens that end an answer, besides those that the model declares: texts such as
+        "<|end|>", or ids.
       seed: seed for the requests that have none.
       warmup: when executables are compiled, or loaded from an earlier start, one of `WARMUPS`.
         "background": on other threads while requests are served; a request waits only for those

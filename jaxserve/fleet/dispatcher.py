@@ -74,13 +74,13 @@ class OpenRequest:
     is_cancelled: bool = False
 
     def enter(self, index: int, seat: Seat) -> ReplicaProcess:
-        """Have the replica of a seat, the one with this index, work on the request."""
+        """Assign the request to the replica of a seat, which has this index, and return it."""
         seat.num_unfinished += 1
         self.index, self.replica = index, seat.replica
         return seat.replica
 
     def leave(self, seat: Seat, replica: ReplicaProcess) -> bool:
-        """Have no replica work on the request; return whether `replica` still has the seat."""
+        """Release the request from its replica; return whether `replica` still has the seat."""
         self.replica = None
         if seat.replica is not replica:
             return False
@@ -88,7 +88,7 @@ class OpenRequest:
         return True
 
     def cancel(self) -> None:
-        """Have the replica that works on the request end it, if there is one."""
+        """Cancel the request, also on the replica that works on it, if there is one."""
         self.is_cancelled = True
         if self.replica is not None:
             self.replica.cancel(self.call.id)
@@ -189,7 +189,7 @@ class Dispatcher:
     Args:
       make_replica: returns a new replica; called on the loop's thread, so it must not wait.
       page_size: tokens per page, for routing.
-      num_prefill: prefill replicas beside the `num_replicas` that answer.
+      num_prefill: number of prefill replicas, in addition to the `num_replicas` that answer.
     """
 
     def __init__(
@@ -307,15 +307,12 @@ class Dispatcher:
         return self._seats.is_paused
 
     def update_params(self, update: FleetUpdate) -> int:
-        """See `Fleet.update_params`."""
         return self._result(lambda: self._seats.update_params(update))
 
     def pause(self, running: Running) -> None:
-        """See `Fleet.pause`."""
         self._result(lambda: self._seats.pause(running))
 
     def resume(self) -> None:
-        """See `Fleet.resume`."""
         self._result(self._seats.resume)
 
     def close(self) -> None:
@@ -433,7 +430,7 @@ class Dispatcher:
         return Reservation(index, seat, seat.replica, work, cached[index])
 
     async def _prefilled(self, request: OpenRequest, reservation: Reservation) -> Any:
-        """Have a prefill replica compute the prompt; return what `ReplicaProcess.answer` takes.
+        """Compute the prompt on a prefill replica; return what `ReplicaProcess.answer` takes.
 
         None where the replica that answers computes the prompt itself.
         """

@@ -378,8 +378,8 @@ class Fleet:
         """Replace the weights of every replica, for instance by those of a trainer.
 
         Arrays go to Ray's object store once, from where every replica reads them, and stay there
-        until others have replaced them. Every replica first places the new weights beside its old
-        ones. If one cannot, none uses them. When all have placed them, each goes over to them as
+        until others have replaced them. Every replica first loads the new weights next to its old
+        ones. If one cannot, none uses them. When all have loaded them, each goes over to them as
         `Runtime.update_params` does, and one that fails or dies now is replaced by a process that
         starts with them. So does every process that replaces another one later. Until the call
         returns, some replicas may answer with the old weights and others with the new ones; each
@@ -403,7 +403,7 @@ class Fleet:
             cannot hold them.
           ModelError: the folder or file cannot be loaded.
           InvalidConfigError: another argument is not allowed.
-          DeviceMemoryError: a replica has no room for them beside the old ones.
+          DeviceMemoryError: a replica has no room for both the new and the old ones.
           EngineBusyError: running="finish" while the fleet is paused.
           ReplicaDiedError: every replica died as it took the new weights, which none uses; or no
             replica will serve again.

@@ -199,7 +199,6 @@ class ReplicaActor:
         self._exporting = asyncio.Lock()
 
     async def start(self, model: str, tensor_parallel: int, options: Mapping[str, Any]) -> Started:
-        """See `ReplicaProcess.start`."""
         from jaxserve.runtime import Runtime
         from sharding import make_mesh
 
@@ -340,11 +339,9 @@ class ReplicaActor:
             ) from error
 
     async def drop_prepared(self) -> None:
-        """See `ReplicaProcess.drop_prepared`."""
         self._prepared = None
 
     async def update_params(self, update: WeightUpdate) -> None:
-        """See `ReplicaProcess.update_params`."""
         assert self._runtime is not None and self._prepared is not None
         prepared, self._prepared = self._prepared, None
         await asyncio.to_thread(
@@ -357,12 +354,10 @@ class ReplicaActor:
         )
 
     async def pause(self, running: Running) -> None:
-        """See `ReplicaProcess.pause`."""
         assert self._runtime is not None
         await asyncio.to_thread(self._runtime.pause, running)
 
     async def resume(self) -> None:
-        """See `ReplicaProcess.resume`."""
         assert self._runtime is not None
         await asyncio.to_thread(self._runtime.resume)
 
@@ -435,7 +430,7 @@ class RayReplica:
         return completion
 
     async def _has_taken(self, call: ReplicaCall, kv: list[Any]) -> bool:
-        """Have the actor take KV, which Ray frees then; False if the request was cancelled."""
+        """Send KV to the actor, then free it in Ray; return False if the request was cancelled."""
         self._taking[call.id] = False
         try:
             await self._result(self._actor.take.remote(kv))

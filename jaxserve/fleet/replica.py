@@ -201,7 +201,7 @@ class ReplicaProcess(Protocol):
     async def prefill(self, call: ReplicaCall) -> Any:
         """Compute a prompt, and return where the KV of its full pages is, for `answer`.
 
-        None if there is none, as where the prompt cannot be served; then `answer` says why.
+        Return None without KV, for instance if the prompt cannot be served; `answer` says why.
         """
         ...
 
@@ -226,7 +226,7 @@ class ReplicaProcess(Protocol):
         ...
 
     async def prepare_params(self, source: Any, *, partial: bool) -> None:
-        """Check new weights, and place them beside the present ones; requests run meanwhile.
+        """Check new weights, and load them next to the present ones; requests run meanwhile.
 
         Args:
           source: a path, or what the maker of the replica sends parameters by.

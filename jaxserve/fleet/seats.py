@@ -59,7 +59,7 @@ class NewestWeights:
         return replace(update, settings=replace(update.settings, version=weights.version))
 
     def add(self, update: FleetUpdate) -> None:
-        """Take note of a numbered update, and drop those of which nothing is left."""
+        """Record a numbered update, and drop former ones that it replaces as a whole."""
         former = self._updates if update.settings.partial else []
         left = (_without(each, update.paths) for each in former)
         self._updates = [*filter(None, left), update]
@@ -67,7 +67,7 @@ class NewestWeights:
         self.version = update.settings.version
 
     async def give_to(self, replica: ReplicaProcess) -> None:
-        """Have a process that has just started compute with these weights.
+        """Install these weights in a process that has just started.
 
         Raises:
           JaxserveError: it cannot.
@@ -81,7 +81,7 @@ class NewestWeights:
 
 
 def _without(former: FleetUpdate, paths: frozenset[Any] | None) -> FleetUpdate | None:
-    """Return what counts of a former update beside a later one of these paths; None for nothing.
+    """Return what remains of a former update after a later one of these paths; None for nothing.
 
     Parts come one on top of the other, so that a process takes what is left of each in their order.
     Nothing is known of the paths of a folder, and all of it counts.
@@ -102,7 +102,7 @@ class Failed(NamedTuple):
 async def prepare(
     replicas: Sequence[ReplicaProcess], update: FleetUpdate
 ) -> tuple[list[Failed], BaseException | None]:
-    """Have every replica place the weights of a numbered update beside its present ones.
+    """Load the weights of a numbered update on every replica, next to its present ones.
 
     Returns:
       The replicas that have died meanwhile, and why none may use the weights: a replica cannot take
@@ -133,7 +133,7 @@ async def prepare(
 
 
 async def commit(replicas: Sequence[ReplicaProcess], update: FleetUpdate) -> list[Failed]:
-    """Have every replica compute with the weights that it has placed.
+    """Switch every replica to the weights that it has loaded.
 
     Returns:
       The replicas that could not, and compute with the former ones or nothing.
@@ -179,12 +179,12 @@ class Seat:
         return self.role != "prefill"
 
     def serve(self, started: Started, weights_version: int) -> None:
-        """Take note that the replica serves from now on."""
+        """Record that the replica serves from now on."""
         self.started = started
         self.weights_version = weights_version
 
     def take(self, weights_version: int) -> None:
-        """Take note that the replica computes with other weights."""
+        """Record the version of the weights that the replica computes with."""
         self.weights_version = weights_version
 
     def give_to(self, replica: ReplicaProcess) -> None:
@@ -311,7 +311,7 @@ class Seats:
         start.add_done_callback(self._starts.discard)
 
     async def update_params(self, update: FleetUpdate) -> int:
-        """Have every replica compute with new weights, and return their version.
+        """Switch every replica to new weights, and return their version.
 
         Either no replica takes them, or those that fail after all others have placed them are
         replaced by processes that start with them.
@@ -338,7 +338,7 @@ class Seats:
                 return self._newest.version
 
     async def pause(self, running: Running) -> None:
-        """Have every replica run no step until `resume`; those that start join in.
+        """Run no step on any replica until `resume`, also on those that start meanwhile.
 
         Raises:
           EngineBusyError: running="finish" in a pause.
@@ -349,7 +349,7 @@ class Seats:
             await self._of_each(lambda replica: replica.pause(running))
 
     async def resume(self) -> None:
-        """Have every replica run steps again."""
+        """Run steps on every replica again."""
         async with self._changing:
             self.is_paused = False
             await self._of_each(lambda replica: replica.resume())

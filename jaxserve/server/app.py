@@ -89,7 +89,7 @@ def make_app(backend: Backend, traces: TracerProvider | None = None) -> FastAPI:
             JaxserveError: _answer_error,
             RequestValidationError: _answer_bad_body,
             HTTPException: _answer_http_error,
-            ClientGoneError: _answer_nobody,
+            ClientGoneError: _answer_gone_client,
             Exception: _answer_defect,
         },
     )
@@ -185,7 +185,7 @@ async def _answer_http_error(http: Request, error: Exception) -> Response:
     return response
 
 
-async def _answer_nobody(_: Request, __: Exception) -> Response:
+async def _answer_gone_client(_: Request, __: Exception) -> Response:
     return Response(status_code=_CLIENT_GONE)
 
 

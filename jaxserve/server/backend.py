@@ -29,7 +29,7 @@ Status = Literal["loading", "compiling", "ready", "draining", "failed"]
 
 # Seconds after which a client may ask a server again that is loading or draining.
 _RETRY_S = 5.0
-# Requests whose ends are counted for the rate at which requests end.
+# Number of newest ends from which the rate of ends is computed.
 _NUM_RATED = 64
 # Seconds for which an estimate of the waiting time is kept.
 _ESTIMATE_S = 1.0
@@ -51,7 +51,7 @@ class Mailbox:
         self._is_woken = False
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have the loop make this call soon; do nothing if the loop is closed."""
+        """Make this call on the loop soon; do nothing if the loop is closed."""
         self._calls.append(call)
         if not self._is_woken:
             self._is_woken = True
@@ -66,8 +66,8 @@ class Mailbox:
 
 
 @final
-class OpenRequest:
-    """A request of the service that has not ended; it waits until it has a token."""
+class CountedRequest:
+    """A request that counts as waiting until it has a token, and then as running."""
 
     __slots__ = ("has_begun",)
 
@@ -97,12 +97,12 @@ class Backend:
         self._is_idle.set()
 
     def serve(self, service: Service, max_model_len: int, outlook: OutlookOf | None = None) -> None:
-        """Be ready, with this service, unless the server is being shut down already.
+        """Serve requests with this service, unless the server is already shutting down.
 
         Args:
           max_model_len: maximum number of tokens of a prompt and its answer together.
           outlook: estimates when waiting requests begin (`Runtime.outlook`). Without it, the rate
-            at which requests ended last says when a client may come again.
+            at which requests ended lately says when a client may retry.
         """
         self._outlook = outlook
         self._service = service
@@ -123,9 +123,9 @@ class Backend:
         self.phase = "failed"
 
     def fail_if_over(self, error: JaxserveError) -> None:
-        """Refuse all requests if the error of one says that the engine has failed for good.
+        """Refuse all requests if the error of one of them says that the engine has failed for good.
 
-        A service that recovers goes on, and the error is that of one request.
+        A service that recovers goes on: the error is then that of one request.
         """
         if self._service is None or self._service.recovers or isinstance(error, StepMemoryError):
             return
@@ -168,7 +168,7 @@ class Backend:
         """Return the adapter that a request names as its model; None for the model itself.
 
         Raises:
-          RefusedError: it names neither.
+          RefusedError: no model or adapter has this name.
         """
         if name is None or name == self.options.model_name:
             return None
@@ -187,19 +187,19 @@ class Backend:
         """Check that the queue has room for more requests.
 
         Raises:
-          RefusedError: it has not; says when to come again.
+          RefusedError: the queue is full; the error says when to retry.
         """
         if count and self.num_waiting + count > self.options.max_waiting:
             raise too_busy(self.num_waiting, await self._retry_after_s())
 
-    def begin(self) -> OpenRequest:
+    def begin(self) -> CountedRequest:
         """Count a new request as waiting."""
         self.num_waiting += 1
         self._is_idle.clear()
         self.metrics.set_open(self.num_waiting, self.num_running)
-        return OpenRequest()
+        return CountedRequest()
 
-    def has_token(self, request: OpenRequest) -> None:
+    def has_token(self, request: CountedRequest) -> None:
         """Count a request as running, which has a token now."""
         if not request.has_begun:
             request.has_begun = True
@@ -207,8 +207,8 @@ class Backend:
             self.num_running += 1
             self.metrics.set_open(self.num_waiting, self.num_running)
 
-    def end(self, request: OpenRequest) -> None:
-        """Count a request no longer. Call it once."""
+    def end(self, request: CountedRequest) -> None:
+        """Stop counting a request. Call it once."""
         if request.has_begun:
             self.num_running -= 1
             self._ends_s.append(time.monotonic())

@@ -20,7 +20,7 @@ from jaxserve.runtime import Service
 from jaxserve.runtime.pending import Pending
 from jaxserve.scheduling.lengths import LengthEstimate
 from jaxserve.scheduling.presets import get_policy
-from jaxserve.server.backend import Backend, OpenRequest
+from jaxserve.server.backend import Backend, CountedRequest
 from jaxserve.server.errors import invalid, timed_out
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.tracing import trace_here
@@ -76,7 +76,7 @@ class Exchange:
         self._timeout_s = backend.options.request_timeout_s
         self.jobs: Sequence[Job] = ()
         self._pending: list[Pending] = []
-        self._open: dict[int, OpenRequest] = {}
+        self._open: dict[int, CountedRequest] = {}
         self._pieces: list[tuple[int, Piece]] = []
         self._num_prompt = self._num_output = 0
         self._notes = notes_here()

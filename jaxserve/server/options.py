@@ -181,7 +181,7 @@ def check_bounds(name: str, bounds: Mapping[str, float]) -> None:
     """Check the bounds of a class.
 
     Raises:
-      InvalidConfigError: there is none, or one is not allowed; the message names the class.
+      InvalidConfigError: the class has no bound, or one is not allowed; the message names it.
     """
     unknown = sorted(set(bounds) - set(BOUND_NAMES))
     if unknown or not bounds:

@@ -49,7 +49,7 @@ _CLOSE_S = 1.0
 _SIGNAL_POLL_S = 0.05
 # Seconds between two looks at whether the service has compiled what it needs first.
 _READY_POLL_S = 0.05
-# Open files of a process besides its connections.
+# Open files of a process other than its connections.
 _NUM_OTHER_FILES = 512
 # Bytes of the head of a request.
 _MAX_HEAD_BYTES = 64 << 10
@@ -61,7 +61,7 @@ _SWITCH_S = 0.0005
 class TimedProtocol(H11Protocol):
     """A connection that is closed if the head of a request takes too long.
 
-    A client that opens connections and sends nothing, or a byte now and then, holds none of them.
+    A client that sends nothing, or a byte now and then, cannot keep connections open.
     """
 
     header_timeout_s = 10.0
@@ -76,12 +76,10 @@ class TimedProtocol(H11Protocol):
         return type("TimedProtocol", (cls,), {"header_timeout_s": header_timeout_s})
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         super().data_received(data)
         if self._is_answering:
             self._stop_timer()
@@ -89,7 +87,6 @@ class TimedProtocol(H11Protocol):
             self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         self._stop_timer()
         super().connection_lost(exc)
 
@@ -139,7 +136,7 @@ class _Server(uvicorn.Server):
         if self.force_exit:
             self._abort()
         await super().shutdown(sockets)
-        # Those whose clients have not read their answers; the loop's end would wait for them.
+        # Clients that have not read their answers would delay the end of the loop.
         self._abort_connections()
         await asyncio.sleep(0)
 
@@ -221,7 +218,7 @@ def listen(options: ServerOptions) -> socket.socket:
 
 
 def _reason(error: OSError) -> str:
-    """Return the system's words, without the address that `socket` adds to them."""
+    """Return the system's message, without the address that `socket` adds."""
     return (error.strerror or str(error)).partition(" (while ")[0]
 
 
@@ -318,7 +315,7 @@ def serve(
 
 @contextmanager
 def _signals_end(server: _Server) -> Iterator[None]:
-    """Have each signal call `end` within the block."""
+    """Call `end` at each signal within the block."""
     before = {sig: signal.signal(sig, lambda *_: server.end()) for sig in _SIGNALS}
     try:
         yield
@@ -329,7 +326,7 @@ def _signals_end(server: _Server) -> Iterator[None]:
 
 @contextmanager
 def _quick_turns() -> Iterator[None]:
-    """Have threads take turns sooner within the block."""
+    """Shorten the interpreter's switch interval within the block."""
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(min(before_s, _SWITCH_S))
     try:

@@ -84,7 +84,7 @@ def optional(description: str | None = None) -> Any:
 
 
 def unused() -> Any:
-    """Return the field for what this server does not do: null, with which a client asks nothing."""
+    """Return a field that must be null (parameter not implemented)."""
     return Field(None, description="Not supported; null is the same as leaving it out.")
 
 
@@ -280,7 +280,7 @@ class CompletionLogprobs(Reply):
     text_offset: list[int]
 
     def followed_by(self, others: CompletionLogprobs) -> CompletionLogprobs:
-        """Return these and others of the same form."""
+        """Return these log-probabilities followed by later ones of the same form."""
         both = zip(self, others, strict=True)
         return CompletionLogprobs(
             **{name: one and [*one, *other] for (name, one), (_, other) in both}

@@ -24,7 +24,7 @@ _LOWEST = -9999.0
 
 
 def text_of(token_id: int, tokenizer: Tokenizer) -> str:
-    """Return the text of one token behind others; U+FFFD for a part of a character."""
+    """Return the text of one token that follows others; U+FFFD for a part of a character."""
     return tokenizer.token_bytes(token_id).decode(errors="replace")
 
 
@@ -51,7 +51,7 @@ class _Spelt:
 
 
 @final
-class TokenScores:
+class LogprobFormatter:
     """The log-probabilities of a text's tokens, one after the other, as they come.
 
     The joined texts of the tokens are the text, and their joined bytes are its bytes. A character
@@ -97,8 +97,9 @@ class TokenScores:
         """Return the log-probabilities of the next tokens; None for a token without one.
 
         Args:
-          num_top: likeliest tokens of each position, beside which its own is shown. Of those with
-            one text, the token's own has it and others are named by their id, as vLLM can do.
+          num_top: number of likeliest tokens of each position, to which its own token is added.
+            Of several with the same text, the own token has it and the others are named by id,
+            as in vLLM.
         """
         found = CompletionLogprobs(
             tokens=[], token_logprobs=[], top_logprobs=[] if num_top else None, text_offset=[]

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve import __version__
-from jaxserve.server.tracing import Trace, current
+from jaxserve.server.tracing import RequestTrace, current
 
 # `gen_ai.operation.name` of the endpoints that generate.
 _OPERATIONS = {
@@ -48,7 +48,7 @@ class Tracing:
         if operation is None:
             await self._app(scope, receive, send)
             return
-        trace, status = Trace(), 0
+        trace, status = RequestTrace(), 0
         fixed = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "jaxserve",

@@ -12,7 +12,7 @@ from jaxserve.server.errors import RefusedError
 
 
 @final
-class Trace:
+class RequestTrace:
     """The attributes of one request's span, as they become known.
 
     Attributes:
@@ -69,9 +69,9 @@ class Trace:
         self.attributes |= {f"gen_ai.{k}": v for k, v in given.items() if v is not None}
 
 
-current: ContextVar[Trace | None] = ContextVar("trace", default=None)
+current: ContextVar[RequestTrace | None] = ContextVar("trace", default=None)
 
 
-def trace_here() -> Trace:
+def trace_here() -> RequestTrace:
     """Return what is known of the present request; without tracing, it is not used."""
-    return current.get() or Trace()
+    return current.get() or RequestTrace()

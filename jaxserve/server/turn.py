@@ -17,7 +17,7 @@ from jaxserve.core.request import Completion, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.answers import Piece, failed_completion
 from jaxserve.scheduling.lengths import LengthEstimate
-from jaxserve.server.backend import Backend, OpenRequest
+from jaxserve.server.backend import Backend, CountedRequest
 from jaxserve.server.errors import invalid
 from jaxserve.server.exchange import PING_S, STATUS_S, Group, merged
 from jaxserve.server.guard import note, notes_here
@@ -126,7 +126,7 @@ class TurnExchange:
         finally:
             self._close(open_)
 
-    async def _open(self) -> tuple[Conversation, OpenRequest]:
+    async def _open(self) -> tuple[Conversation, CountedRequest]:
         service = self._backend.ready_service()
         await self._backend.check_room(1)
         open_ = self._backend.begin()
@@ -161,7 +161,7 @@ class TurnExchange:
                 "instructions",
             )
 
-    def _take(self, open_: OpenRequest, piece: Piece) -> None:
+    def _take(self, open_: CountedRequest, piece: Piece) -> None:
         """Count tokens that have come, and keep the first estimate of the answer's length."""
         if self._is_closed or not piece.token_ids:
             return
@@ -189,7 +189,7 @@ class TurnExchange:
             ),
         )
 
-    def _ended(self, open_: OpenRequest, completion: Completion) -> None:
+    def _ended(self, open_: CountedRequest, completion: Completion) -> None:
         self._backend.has_token(open_)
         self._backend.metrics.ended(completion, self._params)
         self._backend.metrics.predicted(self._estimate, completion.samples[0])
@@ -210,7 +210,7 @@ class TurnExchange:
         self._backend.metrics.ended(failed_completion("", (), error, timing), self._params)
         self._has_ended = True
 
-    def _close(self, open_: OpenRequest) -> None:
+    def _close(self, open_: CountedRequest) -> None:
         self._is_closed = True
         self._backend.end(open_)
         if not self._has_ended:

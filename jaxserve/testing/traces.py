@@ -104,7 +104,7 @@ def random_prediction(rng: random.Random) -> LengthPrediction | None:
 
 
 def with_shared_prefixes(rng: random.Random, requests: list[Request]) -> list[Request]:
-    """Return the requests with prompts of which some begin as others do, or are the same."""
+    """Return the requests with prompts of which some are equal or share a prefix."""
     prefixes = [request.prompt for request in requests[:3]]
     shared = []
     for request in requests:
@@ -132,7 +132,6 @@ class ForcedTokens:
         self._seed = seed
 
     def matcher(self, request: Request) -> AnswerMatcher:
-        """See `GrammarSource`."""
         return _Matcher(self._seed)
 
     def masks(self, rows: tuple[int, ...], matchers: abc.Sequence[AnswerMatcher]) -> TokenMasks:

@@ -7,7 +7,7 @@ from tokenizers import pre_tokenizers
 
 from jaxserve.core.request import TokenLogprob
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.server.scores import TokenScores, text_of
+from jaxserve.server.scores import LogprobFormatter, text_of
 from tests.common.vocabularies import byte_level, sentencepiece
 
 pytestmark = pytest.mark.fast
@@ -47,16 +47,18 @@ def test_tokens_have_the_text_and_its_bytes(make, text):
     tokenizer = make()
     token_ids = _tokens(tokenizer, text)
     scores = _scores(token_ids)
-    whole = TokenScores(tokenizer, after=token_ids, offset=3).of_completion(scores, token_ids, 0)
+    whole = LogprobFormatter(tokenizer, after=token_ids, offset=3).of_completion(
+        scores, token_ids, 0
+    )
     assert "".join(whole.tokens) == text and whole.top_logprobs is None
     sizes = [3 + len("".join(whole.tokens[:i])) for i in range(len(token_ids))]
     assert whole.text_offset == sizes
-    content = TokenScores(tokenizer).of_chat(scores).content
+    content = LogprobFormatter(tokenizer).of_chat(scores).content
     assert [each.token for each in content] == whole.tokens
     assert b"".join(bytes(each.bytes or ()) for each in content) == text.encode()
     assert all(each.bytes for each in content)
 
-    in_pieces = TokenScores(tokenizer)
+    in_pieces = LogprobFormatter(tokenizer)
     assert [one for score in scores for one in in_pieces.of_chat([score]).content] == content
 
 
@@ -67,8 +69,8 @@ def test_an_echoed_prompt_goes_before(make):
     prompt = tokenizer.encode("<s>the cat", False)
     answer = [*_tokens(tokenizer, " on 漢"), *tokenizer.encode("</s>", False)[-1:]]
     shown = tokenizer.decode(prompt)
-    before = TokenScores(tokenizer, after=())
-    after = TokenScores(tokenizer, after=prompt, offset=len(shown))
+    before = LogprobFormatter(tokenizer, after=())
+    after = LogprobFormatter(tokenizer, after=prompt, offset=len(shown))
     both = before.of_completion([None, *_scores(prompt[1:])], prompt, 0).followed_by(
         after.of_completion(_scores(answer), answer, 0)
     )
@@ -79,9 +81,9 @@ def test_an_echoed_prompt_goes_before(make):
         assert text[offset:].startswith(token)
     assert both.text_offset[:2] == [0, 0] and both.text_offset[-1] == len(text)
     assert both.token_logprobs[0] is None
-    (ended,) = TokenScores(tokenizer).of_chat(_scores(answer[-1:])).content
+    (ended,) = LogprobFormatter(tokenizer).of_chat(_scores(answer[-1:])).content
     assert (ended.token, ended.bytes) == ("</s>", None)
-    shows = TokenScores(tokenizer, skip_special_tokens=False).of_chat(_scores(answer[-1:]))
+    shows = LogprobFormatter(tokenizer, skip_special_tokens=False).of_chat(_scores(answer[-1:]))
     assert shows.content[0].bytes == list(b"</s>")
 
 
@@ -102,16 +104,16 @@ def test_the_likeliest_tokens_have_entries_of_their_own():
         byte: {"b": -1.0, f"token_id:{letter}": -2.0},
     }
     for drawn, own in cases.items():
-        found = TokenScores(tokenizer).of_completion(_scores([drawn], top), [drawn], 5)
+        found = LogprobFormatter(tokenizer).of_completion(_scores([drawn], top), [drawn], 5)
         others = {"": -3.0, f"token_id:{begins[1]}": -4.0, " cat": -5.0}
         assert found.top_logprobs == [own | others]
     (the,) = _tokens(tokenizer, " the")
-    found = TokenScores(tokenizer).of_completion(_scores([the], top), [the], 1)
+    found = LogprobFormatter(tokenizer).of_completion(_scores([the], top), [the], 1)
     assert found.top_logprobs == [{"b": -1.0, " the": -9.0}]
-    (content,) = TokenScores(tokenizer).of_chat(_scores([the], top)).content
+    (content,) = LogprobFormatter(tokenizer).of_chat(_scores([the], top)).content
     assert [each.token for each in content.top_logprobs] == ["b", "b", "", "", " cat", " the"]
     assert [each.bytes for each in content.top_logprobs][2:4] == [[0xE0], [0xE1]]
-    (content,) = TokenScores(tokenizer).of_chat(_scores([the])).content
+    (content,) = LogprobFormatter(tokenizer).of_chat(_scores([the])).content
     assert content.top_logprobs == []
 
 
@@ -123,7 +125,7 @@ def test_likely_tokens_complete_the_character_that_has_begun(make):
     last = token_ids[-1]
     (space,) = _tokens(tokenizer, " the")
     other = next(i for i in range(330) if tokenizer.token_bytes(i) == b"\x80")
-    scores = TokenScores(tokenizer)
+    scores = LogprobFormatter(tokenizer)
     scores.of_chat(_scores(token_ids[:-1]))
     (found,) = scores.of_chat(_scores([last], ((other, -1.0), (space, -2.0)))).content
     spelt = "漢".encode()[:-1] + b"\x80"
@@ -137,7 +139,7 @@ def test_a_prompt_in_vllms_format():
     prompt = tokenizer.encode("<s>the 漢", False)
     (cat,) = _tokens(tokenizer, " cat")
     scores = [None, *_scores(prompt[1:], ((cat, -1.0), (prompt[2], -9.0)))]
-    found = TokenScores(tokenizer, after=()).of_prompt(scores, prompt)
+    found = LogprobFormatter(tokenizer, after=()).of_prompt(scores, prompt)
     assert found[0] is None and list(found[1] or ()) == [str(prompt[1]), str(cat), str(prompt[2])]
     own = [each[str(token)] for each, token in zip(found[1:], prompt[1:], strict=True) if each]
     assert "".join(each.decoded_token for each in own) == "the 漢"

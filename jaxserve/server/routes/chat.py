@@ -67,7 +67,7 @@ from jaxserve.server.schema import (
     predicted,
     unused,
 )
-from jaxserve.server.scores import TokenScores
+from jaxserve.server.scores import LogprobFormatter
 from jaxserve.server.tools import Tools, deltas, whole
 from jaxserve.server.turn import Relay, TurnExchange
 
@@ -229,7 +229,7 @@ def _params(body: ChatRequest, tools: Tools) -> SamplingParams:
 
 
 def _check_one_constraint(body: ChatRequest, constraint: Mapping[str, Any]) -> None:
-    """Check that a chat has no field of vLLM beside a constraint of its format or tools."""
+    """Check that only one of vLLM's fields, the format and the tools constrains the answer."""
     own = next((name for name in _VLLM if getattr(body, name) is not None), None)
     given = constraint.keys() - {"skip_special_tokens"}
     if own is None or not given:
@@ -275,7 +275,7 @@ class _ChatAnswer:
         skip = self.params.skip_special_tokens
         num_scored = 0 if self.params.logprobs is None else self.params.n
         self.scores = [
-            TokenScores(self.tokenizer, skip_special_tokens=skip) for _ in range(num_scored)
+            LogprobFormatter(self.tokenizer, skip_special_tokens=skip) for _ in range(num_scored)
         ]
 
     @property
@@ -300,7 +300,7 @@ class _ChatAnswer:
             usage=Usage.of(len(prompt), sum(len(s.token_ids) for s in completion.samples)),
             prompt_logprobs=None
             if completion.prompt_logprobs is None
-            else TokenScores(self.tokenizer, after=()).of_prompt(
+            else LogprobFormatter(self.tokenizer, after=()).of_prompt(
                 completion.prompt_logprobs, prompt
             ),
             prompt_token_ids=list(prompt) if self.body.return_token_ids else None,

@@ -58,7 +58,7 @@ from jaxserve.server.schema import (
     predicted,
     unused,
 )
-from jaxserve.server.scores import TokenScores
+from jaxserve.server.scores import LogprobFormatter
 
 Tokens = Annotated[Items[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -239,7 +239,7 @@ class _CompletionAnswer:
             finish_reason=cast(FinishReason, sample.finish_reason),
             token_ids=list(sample.token_ids) if with_ids else None,
             prompt_token_ids=list(prompt) if with_ids else None,
-            prompt_logprobs=TokenScores(self.tokenizer, after=()).of_prompt(
+            prompt_logprobs=LogprobFormatter(self.tokenizer, after=()).of_prompt(
                 completion.prompt_logprobs, prompt
             )
             if self.body.prompt_logprobs is not None and completion.prompt_logprobs is not None
@@ -261,13 +261,15 @@ class _CompletionAnswer:
         )
         if not self.body.echo or completion.prompt_logprobs is None:
             return found
-        before = TokenScores(self.tokenizer, after=())
+        before = LogprobFormatter(self.tokenizer, after=())
         return before.of_completion(completion.prompt_logprobs, prompt, num_top).followed_by(found)
 
-    def scores(self, prompt: Sequence[int], offset: int = 0) -> TokenScores:
+    def scores(self, prompt: Sequence[int], offset: int = 0) -> LogprobFormatter:
         """Return the scores of a sample of a prompt, before its first token."""
         skip = self.params.skip_special_tokens
-        return TokenScores(self.tokenizer, after=prompt, skip_special_tokens=skip, offset=offset)
+        return LogprobFormatter(
+            self.tokenizer, after=prompt, skip_special_tokens=skip, offset=offset
+        )
 
 
 @final
@@ -281,7 +283,7 @@ class _CompletionChunks:
         self._with_ids = bool(answer.body.return_token_ids)
         self._lengths = lengths
         self._num_tokens = 0
-        self._scores: dict[int, TokenScores] = {}
+        self._scores: dict[int, LogprobFormatter] = {}
         self._has_echoed = False
         self._begun: set[int] = set()
         self._event = ChoiceEvent(self._chunk())

@@ -63,7 +63,7 @@ from jaxserve.server.schema import (
     predicted,
     unused,
 )
-from jaxserve.server.scores import TokenScores
+from jaxserve.server.scores import LogprobFormatter
 from jaxserve.server.tools import Tools
 from jaxserve.server.turn import Relay, TurnExchange
 
@@ -495,7 +495,7 @@ class _ResponseAnswer:
         self._numbers = itertools.count()
         self._answered = self.tools.reader()
         skip = self.params.skip_special_tokens
-        self._scores = TokenScores(self.tokenizer, skip_special_tokens=skip)
+        self._scores = LogprobFormatter(self.tokenizer, skip_special_tokens=skip)
         self._output = OutputItems(self.event)
 
     @property
