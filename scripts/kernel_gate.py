@@ -7,10 +7,10 @@ whole decode loop and a whole mixed step, with unrolled and with scanned layers,
 model's dtype and in 8 bits, with weights in few bits, and of Llama 3 8B's sizes on one device and
 over eight; and a task of cells whose kernel reads their pools. A layer, an iteration's rest or a
 task may not have more launches than `kernel_gate.json` records, and the host may do no more for a
-decode loop (`scripts.thunks`). A step with unrolled layers, the default, may read and write at most
-5 % of its weights' bytes beside the weights, pages and activations (`scripts.traffic`). A decode
-loop with weights in few bits may make no copy of a weight. In a deterministic step, XLA itself may
-add up no floating-point numbers.
+decode loop (`scripts.launches`). A step with unrolled layers, the default, may read and write at
+most 5 % of its weights' bytes besides the weights, pages and activations (`scripts.traffic`). A
+decode loop with weights in few bits may make no copy of a weight. In a deterministic step, XLA
+itself may add up no floating-point numbers.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ from jaxserve.cells.layout import Layout  # noqa: E402
 from jaxserve.cells.models import LSTM, Embedded, sequence_model  # noqa: E402
 from jaxserve.cells.programs import CellPrograms  # noqa: E402
 from jaxserve.core.config import EngineConfig  # noqa: E402
-from jaxserve.core.options import RuntimeOptions  # noqa: E402
+from jaxserve.core.options import KV_DTYPES, RuntimeOptions  # noqa: E402
 from jaxserve.models.batch import empty_cache  # noqa: E402
+from jaxserve.models.decoder import LayerLayout  # noqa: E402
 from jaxserve.models.families.llama import Llama, LlamaConfig  # noqa: E402
 from jaxserve.models.linear import replace_weights  # noqa: E402
 from jaxserve.models.quantisation import Quantisation  # noqa: E402
@@ -65,14 +66,15 @@ from pallas_kernels.paged_attention.configurations import (  # noqa: E402
     Configuration as Attention,
 )
 from scripts.gate_device import h100  # noqa: E402
-from scripts.gate_steps import STEPS, STEPS_OF_SUBSET, Steps  # noqa: E402
 from scripts.launches import (  # noqa: E402
+    HostThunks,
+    host_thunks,
     launches,
     launches_a_layer,
     made_arrays,
+    newest_dump,
     sums_of_floats,
 )
-from scripts.thunks import HostThunks, host_thunks, newest_dump  # noqa: E402
 from scripts.traffic import StepBytes, step_bytes  # noqa: E402
 from sharding import state_shardings  # noqa: E402
 
@@ -89,6 +91,87 @@ _MAX_SHARE_BESIDE = 0.05
 _MAX_TEMPORARY_BYTES = 128 << 20
 # Maximum shared memory of a block that opts in, see `scripts.gate_device`.
 _MAX_SHARED_BYTES = 232448
+
+
+@final
+@dataclass(frozen=True)
+class Steps:
+    """A mixed step and a decode loop.
+
+    Attributes:
+      layout: layout of the layers; unrolled layers compile far more slowly.
+      kv_dtype: dtype of pages; None for the model's dtype.
+      dtype: dtype of the model.
+      attention: the option `attention`; None for the platform's choice.
+      quantize: the option `quantize`; None for weights in the model's dtype.
+      deterministic: the option `deterministic`.
+      is_llama_3_8b: whether it has the sizes of Llama 3 8B; otherwise a small Llama's.
+      num_shards: devices over which its tensors are split.
+      max_slots: rows of the decode loop.
+    """
+
+    layout: LayerLayout
+    kv_dtype: str | None = None
+    dtype: str = "bfloat16"
+    attention: str | None = None
+    quantize: str | None = None
+    deterministic: bool = False
+    is_llama_3_8b: bool = False
+    num_shards: int = 1
+    max_slots: int = 64
+
+    @property
+    def num_layers(self) -> tuple[int, int]:
+        """Two numbers of layers; what a layer adds is known from the difference."""
+        return (2, 3) if self.is_llama_3_8b else (3, 5)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's sizes."""
+        if self.is_llama_3_8b:
+            sizes = (128256, 4096, 14336, 32, 8)
+        else:
+            sizes = (32000, 1024, 2816, 8, 2)
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
+        return dict(zip(names, sizes, strict=True))
+
+    def __str__(self) -> str:
+        parts = ["Llama 3 8B"] if self.is_llama_3_8b else []
+        parts += [self.layout]
+        parts += [] if self.num_shards == 1 else [f"{self.num_shards} devices"]
+        parts += [] if self.max_slots == 64 else [f"{self.max_slots} slots"]
+        parts += [] if self.kv_dtype is None else [f"{self.kv_dtype} pages"]
+        parts += [] if self.dtype == "bfloat16" else [self.dtype]
+        parts += [] if self.attention is None else [self.attention]
+        parts += [] if self.quantize is None else [f"{self.quantize} weights"]
+        parts += ["deterministic"] if self.deterministic else []
+        return ", ".join(parts)
+
+
+_LLAMA_3_8B = tuple(
+    Steps("unrolled", kv_dtype, is_llama_3_8b=True, num_shards=num_shards)
+    for num_shards in (1, 8)
+    for kv_dtype in (None, "float8_e4m3fn")
+)
+STEPS_OF_SUBSET = (
+    *(Steps("unrolled", kv_dtype) for kv_dtype in (None, *KV_DTYPES)),
+    _LLAMA_3_8B[0],
+    Steps("scanned"),
+    Steps("unrolled", quantize="int4"),
+    Steps("unrolled", deterministic=True, is_llama_3_8b=True),
+)
+STEPS = (
+    *STEPS_OF_SUBSET,
+    *_LLAMA_3_8B[1:],
+    Steps("unrolled", is_llama_3_8b=True, max_slots=256),
+    *(Steps("scanned", kv_dtype) for kv_dtype in KV_DTYPES),
+    Steps("scanned", dtype="float32"),
+    Steps("scanned", attention="mosaic,triton"),
+    Steps("unrolled", attention="mosaic,triton", is_llama_3_8b=True),
+    *(Steps("unrolled", quantize=kind) for kind in ("int8", "fp8", "w8a8")),
+    Steps("scanned", quantize="int4"),
+    Steps("scanned", deterministic=True, dtype="float32"),
+)
 
 
 def main() -> int:

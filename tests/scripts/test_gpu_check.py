@@ -16,8 +16,7 @@ import pytest
 from benchmarks.common.harness import whole_numbers
 from benchmarks.common.shapes import SHAPES, hf_config
 from benchmarks.kernels.timing import chosen
-from scripts.gpu_check import check, count_tests, main, run_part
-from scripts.gpu_parts import PARTS, Part
+from scripts.gpu_check import PARTS, Part, check, count_tests, main, run_part
 
 ABOUT = {"device": {"kind": "NVIDIA Imagined"}, "versions": {}, "commit": "abc"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.thunks import HostThunks, host_thunks, newest_dump
+from scripts.launches import HostThunks, host_thunks, newest_dump
 
 ON_HOST = """\
 000: kCommandBuffer [source       | next=011 (1)]
