@@ -174,11 +174,7 @@ def from_arguments(prompts: Sequence[str], params: SamplingParams) -> list[Batch
 
 
 def from_text_file(path: Path, params: SamplingParams) -> list[BatchJob]:
-    """Return a job for each line that is not blank.
-
-    Raises:
-      InvalidRequestError: the file cannot be read.
-    """
+    """Return a job for each line that is not blank."""
     return from_arguments([line for line in _lines(path) if line.strip()], params)
 
 

@@ -23,11 +23,7 @@ _STAGES = re.compile(f"{_STAGE}(,{_STAGE})*")
 
 
 def adapters_of(given: Sequence[str]) -> dict[str, str]:
-    """Return the sources of adapters by name: folders, or names of the Hub.
-
-    Raises:
-      InvalidConfigError: a text is not of the form NAME=SOURCE, or a name comes twice.
-    """
+    """Return the sources of adapters by name: folders, or names of the Hub."""
     found: dict[str, str] = {}
     for text in given:
         name, _, source = text.partition("=")
@@ -50,9 +46,6 @@ def room_for(
     Args:
       max_adapters: adapters at once; None for these alone.
       max_adapter_rank: largest rank; None for the largest of these, or the usual one without any.
-
-    Raises:
-      InvalidParamsError: a source has no adapter that can be served.
     """
     from jaxserve.models.adapter_source import AdapterSource
 
@@ -67,9 +60,6 @@ def stage_plan(text: str, tensor_parallel: int, devices: Sequence[Any] | None = 
     """Parse e.g. "20x2,2*10x1", where the second and third stage have 10 layers and a device each.
 
     A stage without a number of devices has `tensor_parallel`.
-
-    Raises:
-      ValueError: the text is not understood, or there are too few devices.
     """
     from sharding import StagePlan
 
@@ -87,9 +77,6 @@ def device_groups(text: str) -> DeviceGroups:
     """Parse e.g. "1/4", numbers of devices, or "2/20x2,10x1" with stages in a group.
 
     The encode group has the first devices, and the decode group those after them.
-
-    Raises:
-      ValueError: the text is not understood, or there are too few devices.
     """
     import jax
 
@@ -138,9 +125,6 @@ def open_service(
       roles: numbers of replicas by role, see `roles_of`; they open a `Fleet`, too.
       settings: arguments of `_open_runtime`, `Runtime.from_pretrained` or `Fleet`; None leaves an
         option at its default.
-
-    Raises:
-      InvalidConfigError: an option is not allowed, or a fleet does not have it.
     """
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     if given.get("host_memory") == "0":
@@ -159,11 +143,7 @@ def open_service(
 
 
 def roles_of(text: str) -> dict[str, int]:
-    """Return the numbers of replicas of a text such as "prefill=1,decode=2".
-
-    Raises:
-      InvalidConfigError: it is not of that form, or does not name both roles once.
-    """
+    """Return the numbers of replicas of a text such as "prefill=1,decode=2"."""
     pairs = [part.split("=") for part in text.split(",")]
     try:
         roles = {name.strip(): int(number) for name, number in pairs}

@@ -53,9 +53,6 @@ def flat(*, omit: Collection[str] = ()) -> Callable[[Command], Command]:
 
     Args:
       omit: fields that are not options of this command, and keep their defaults.
-
-    Raises:
-      TypeError: `omit` has a name that is not a field, or two options have one name.
     """
 
     def decorate(command: Command) -> Command:
@@ -183,11 +180,7 @@ def default_journal() -> Path:
 
 
 def made_journal() -> Path:
-    """Return `default_journal`, after creating its folder.
-
-    Raises:
-      JournalError: the folder cannot be created.
-    """
+    """Return `default_journal`, after creating its folder."""
     path = default_journal()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -278,11 +271,7 @@ class SamplingOptions:
     ] = False
 
     def params(self, **more: Any) -> SamplingParams:
-        """Return the sampling parameters, with more fields that the command has itself.
-
-        Raises:
-          InvalidSamplingParamsError: a field has a value that is not allowed.
-        """
+        """Return the sampling parameters, with more fields that the command has itself."""
         fields: dict[str, Any] = {**vars(self), "stop": tuple(self.stop or ()), **more}
         return SamplingParams(
             **{name: value for name, value in fields.items() if value is not None}
@@ -465,9 +454,6 @@ class ServiceOptions:
         Args:
           conversations: the journal of conversations; None for none.
           more: values that the command sets itself, in place of its options.
-
-        Raises:
-          InvalidConfigError: an option is not allowed, or a fleet does not have it.
         """
         settings: dict[str, Any] = {**vars(self), "conversations": conversations, **more}
         return open_service(model, **settings)
@@ -498,11 +484,7 @@ class ProcessOptions:
     ] = None
 
     def join(self) -> bool:
-        """Connect the processes, if there are several; return whether this process leads.
-
-        Raises:
-          InvalidConfigError, ProcessGroupError
-        """
+        """Connect the processes, if there are several; return whether this process leads."""
         import sharding
 
         try:

@@ -44,7 +44,7 @@ _MACHINE = (
     *("max_slots", "max_context", "tensor_parallel"),
 )
 
-_NAMES = {"rra": "RRA", "waa_c": "WAA-C", "waa_m": "WAA-M", "continuous": "continuous"}
+_POLICY_NAMES = {"rra": "RRA", "waa_c": "WAA-C", "waa_m": "WAA-M", "continuous": "continuous"}
 
 
 def _option(*names: str, text: str, panel: str = _SCHEDULE, **more: Any) -> Any:
@@ -448,10 +448,6 @@ def step_times(
       given: a file that `StepTimes.save` wrote; None for the cache folder.
       lengths: those of the requests, which must fit in the engine's context.
       settings: of `opening.open_service`.
-
-    Raises:
-      InvalidConfigError: the lengths do not fit.
-      InvalidProfileError: `given` is damaged, or was measured on something else.
     """
     from jaxserve.planning import keep_step_times
 
@@ -550,11 +546,6 @@ def layer_deployment(
     Args:
       given: a file that is complete; None for the cache folder.
       num_devices: devices to plan for; None for all.
-
-    Raises:
-      InvalidConfigError: the lengths do not fit, there are fewer devices, or the model has
-        recurrent layers.
-      InvalidProfileError: `given` is damaged, or was measured on something else.
     """
     import jax
 
@@ -661,7 +652,7 @@ def frontier_table(frontier: Frontier, chosen: Mapping[float, Outcome]) -> Table
         table.add_row(
             ">" if is_marked else "",
             seconds(bound_s),
-            _NAMES[outcome.policy.value],
+            _POLICY_NAMES[outcome.policy.value],
             _encode_batch(outcome),
             outcome.control_text,
             f"{schedule.decode_batch:.1f}",

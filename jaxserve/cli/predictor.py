@@ -63,9 +63,6 @@ def check_output(output: Path, *, marker: str, kind: str) -> None:
     Args:
       marker: a file that marks an earlier result, which may be replaced.
       kind: "predictor" or "probe", for the message.
-
-    Raises:
-      InvalidConfigError: it cannot be written to, or holds other files.
     """
     if output.exists() and not output.is_dir():
         raise InvalidConfigError(f"--output {output} is a file; name a folder")
@@ -85,9 +82,6 @@ def check_parts(parts: Sequence[Sequence[Any]], what: str) -> None:
     Args:
       parts: items for training, calibration and test.
       what: the name of the items, for the message.
-
-    Raises:
-      InvalidConfigError: a part is empty.
     """
     if not all(parts):
         raise InvalidConfigError(
@@ -366,11 +360,7 @@ def _print(
 
 
 def _prepare(output: Path, settings: Settings, resume: bool) -> Path:
-    """Check the output folder, and return the folder for checkpoints.
-
-    Raises:
-      InvalidConfigError: one of them cannot be used.
-    """
+    """Check the output folder, and return the folder for checkpoints."""
     check_output(output, marker="predictor.json", kind="predictor")
     checkpoints = output.with_name(output.name + ".checkpoints")
     kept = checkpoints / SETTINGS

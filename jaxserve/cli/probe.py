@@ -81,12 +81,7 @@ class TrainedProbe:
 
 
 def train_probe_on(settings: ProbeSettings, *, progress: bool) -> TrainedProbe:
-    """Read the activations along the answers, and train a probe on them.
-
-    Raises:
-      InvalidConfigError: the data is too small, or a setting is not allowed.
-      ModelError: the model cannot be loaded.
-    """
+    """Read the activations along the answers, and train a probe on them."""
     from flax import nnx
 
     from jaxserve.execution.compilation import enable_compilation_cache

@@ -197,11 +197,7 @@ def serve(
 def _room(
     options: ServiceOptions, folder: Path | None, most: int | None, rank: int | None
 ) -> dict[str, int]:
-    """Return how many adapters of which rank the service has room for, where that was asked for.
-
-    Raises:
-      InvalidConfigError: the folder does not exist, or the service loads no adapters.
-    """
+    """Return how many adapters of which rank the service has room for, where that was asked for."""
     if folder is not None and not folder.is_dir():
         raise InvalidConfigError(f"--adapter-folder {folder} is no folder; pass one that exists")
     if folder is not None and most is None:

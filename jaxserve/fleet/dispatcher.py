@@ -334,12 +334,7 @@ class Dispatcher:
             raise RuntimeClosedError("this fleet was closed; create a new one")
 
     def _result(self, begin: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        """Wait for a coroutine on the dispatcher's thread.
-
-        Raises:
-          RuntimeClosedError
-          InvalidRequestError: this is the dispatcher's thread.
-        """
+        """Wait for a coroutine on the dispatcher's thread."""
         self.check_may_wait()
         with self._lock:
             self._raise_if_closed()
@@ -408,8 +403,7 @@ class Dispatcher:
     async def _serving(self, request: OpenRequest | None = None) -> list[int]:
         """Return the indices of the replicas that answer; wait for one, or for a cancellation.
 
-        Raises:
-          ReplicaDiedError: no replica will serve again.
+        It raises if no replica will serve again.
         """
         while request is None or not request.is_cancelled:
             if serving := self._seats.serving(answers=True):

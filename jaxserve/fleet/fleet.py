@@ -485,11 +485,7 @@ class Fleet:
 
 
 def numbers_of(replicas: int | None, roles: Mapping[str, int] | None) -> tuple[int, int]:
-    """Return the numbers of replicas that only prefill, and of those that answer.
-
-    Raises:
-      InvalidConfigError: `roles` has other names, or both are given.
-    """
+    """Return the numbers of replicas that only prefill, and of those that answer."""
     if roles is None:
         return 0, 2 if replicas is None else replicas
     if set(roles) != {"prefill", "decode"} or replicas is not None:

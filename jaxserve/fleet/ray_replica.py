@@ -114,11 +114,7 @@ class Asked(TypedDict):
 
 
 def import_ray() -> Any:
-    """Return the package `ray`, which is an optional dependency.
-
-    Raises:
-      MissingExtraError: Ray is not installed.
-    """
+    """Return the package `ray`, which is an optional dependency."""
     try:
         import ray
     except ImportError as error:

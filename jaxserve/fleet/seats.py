@@ -50,11 +50,7 @@ class NewestWeights:
         self._updates: list[FleetUpdate] = []
 
     def numbered(self, update: FleetUpdate) -> FleetUpdate:
-        """Return an update with its version.
-
-        Raises:
-          InvalidConfigError: the version is not above the present one.
-        """
+        """Return an update with its version."""
         weights = update.settings.after(Weights(self.version))
         return replace(update, settings=replace(update.settings, version=weights.version))
 
@@ -67,11 +63,7 @@ class NewestWeights:
         self.version = update.settings.version
 
     async def give_to(self, replica: ReplicaProcess) -> None:
-        """Install these weights in a process that has just started.
-
-        Raises:
-          JaxserveError: it cannot.
-        """
+        """Install these weights in a process that has just started."""
         for update in self._updates:
             settings = update.settings
             await replica.prepare_params(update.source, partial=settings.partial)
@@ -260,11 +252,7 @@ class Seats:
         ]
 
     async def news(self) -> None:
-        """Wait for a change that `tell` announces.
-
-        Raises:
-          ReplicaDiedError: no replica will answer again.
-        """
+        """Wait for a change that `tell` announces; raise if no replica will answer again."""
         seats = [seat for seat in self._all if seat.answers]
         errors = [seat.error for seat in seats if seat.error is not None]
         if len(errors) == len(seats):
@@ -279,11 +267,7 @@ class Seats:
         self._news = asyncio.Event()
 
     async def start(self, index: int) -> Started:
-        """Start the replica of a seat; it serves when this returns.
-
-        Raises:
-          JaxserveError: what prevents it; the fleet goes on without the replica.
-        """
+        """Start the replica of a seat; after an error the fleet goes on without it."""
         seat = self._all[index]
         try:
             for _ in range(_MAX_STARTS - 1):
@@ -315,9 +299,6 @@ class Seats:
 
         Either no replica takes them, or those that fail after all others have placed them are
         replaced by processes that start with them.
-
-        Raises:
-          JaxserveError: a replica cannot take them, so none does.
         """
         while True:
             while not self.serving(answers=True):
@@ -338,11 +319,7 @@ class Seats:
                 return self._newest.version
 
     async def pause(self, running: Running) -> None:
-        """Run no step on any replica until `resume`, also on those that start meanwhile.
-
-        Raises:
-          EngineBusyError: running="finish" in a pause.
-        """
+        """Run no step on any replica until `resume`, also on those that start meanwhile."""
         async with self._changing:
             check_can_end(running, is_paused=self.is_paused)
             self.is_paused = True

@@ -142,11 +142,7 @@ class Backend:
         await self._is_idle.wait()
 
     def ready_service(self) -> Service:
-        """Return the service.
-
-        Raises:
-          RefusedError: the server is loading, draining, or has failed.
-        """
+        """Return the service."""
         if self.phase == "failed":
             raise failed()
         if self._service is None or self.phase != "ready":
@@ -154,22 +150,14 @@ class Backend:
         return self._service
 
     def check_is_ready(self) -> None:
-        """Check that requests are accepted and do not wait for a compilation.
-
-        Raises:
-          RefusedError: the server is loading, compiling, draining, or has failed.
-        """
+        """Check that requests are accepted and do not wait for a compilation."""
         self.ready_service()
         status = self.status
         if status != "ready":
             raise unavailable(status, _RETRY_S)
 
     def adapter_of(self, name: str | None) -> str | None:
-        """Return the adapter that a request names as its model; None for the model itself.
-
-        Raises:
-          RefusedError: no model or adapter has this name.
-        """
+        """Return the adapter that a request names as its model; None for the model itself."""
         if name is None or name == self.options.model_name:
             return None
         if name not in self.adapters:
@@ -184,11 +172,7 @@ class Backend:
     # ---- open requests ----
 
     async def check_room(self, count: int) -> None:
-        """Check that the queue has room for more requests.
-
-        Raises:
-          RefusedError: the queue is full; the error says when to retry.
-        """
+        """Check that the queue has room for more requests."""
         if count and self.num_waiting + count > self.options.max_waiting:
             raise too_busy(self.num_waiting, await self._retry_after_s())
 

@@ -101,11 +101,7 @@ class Exchange:
         return await self.completions()
 
     async def start(self, make_jobs: Callable[[Service], Sequence[Job]]) -> None:
-        """Make the prompts and submit them, on another thread where tokenizing takes time.
-
-        Raises:
-          JaxserveError: a prompt cannot be served, or the server has no room for it.
-        """
+        """Make the prompts and submit them, on another thread where tokenizing takes time."""
         backend = self._backend
         await backend.check_room(1)
         if self._timeout_s is not None:
@@ -227,11 +223,7 @@ class Exchange:
             self.close()
 
     async def completions(self) -> list[Completion]:
-        """Wait for the end of all requests, and return their completions.
-
-        Raises:
-          JaxserveError: a request failed or took too long.
-        """
+        """Wait for the end of all requests, and return their completions."""
         try:
             while self._open:
                 await self._news.wait()

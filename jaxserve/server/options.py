@@ -178,11 +178,7 @@ def _parsed(text: str) -> tuple[str, dict[str, float]]:
 
 
 def check_bounds(name: str, bounds: Mapping[str, float]) -> None:
-    """Check the bounds of a class.
-
-    Raises:
-      InvalidConfigError: the class has no bound, or one is not allowed; the message names it.
-    """
+    """Check the bounds of a class."""
     unknown = sorted(set(bounds) - set(BOUND_NAMES))
     if unknown or not bounds:
         raise InvalidConfigError(

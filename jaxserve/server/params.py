@@ -36,11 +36,7 @@ def check_no_prompt_logprobs(body: Choosing) -> None:
 
 
 def sampling_params(body: Choosing, **others: Any) -> SamplingParams:
-    """Return the parameters of the fields that all endpoints share, and of others.
-
-    Raises:
-      InvalidSamplingParamsError, RefusedError: fields contradict each other.
-    """
+    """Return the parameters of the fields that all endpoints share, and of others."""
     given = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     given.setdefault("temperature", 1.0)
     if body.seed is not None:
@@ -85,9 +81,6 @@ def constraint_of(form: Any, tools: Tools, name: str) -> dict[str, Any]:
 
     Args:
       name: of the format's field.
-
-    Raises:
-      RefusedError: both are given.
     """
     wanted = of_format(form)
     if tools.is_given and wanted:

@@ -372,11 +372,7 @@ def running(
 
 
 def _publish(server: _Server, service: Service, outlook: OutlookOf | None) -> None:
-    """Let the server answer with a service, from the event loop's next iteration on.
-
-    Raises:
-      InvalidConfigError: an adapter has the name of the model.
-    """
+    """Let the server answer with a service, from the event loop's next iteration on."""
     check_names(server.backend.options.model_name, service.adapters)
     # A fleet reads its tokenizer at the first access, which may take seconds.
     _ = service.tokenizer

@@ -72,9 +72,6 @@ class Tools:
         """Return the tokens of a chat that offers the tools.
 
         Calls in earlier answers are given to the template as it reads them.
-
-        Raises:
-          InvalidRequestError: the model has no chat template, or it refuses the messages.
         """
         if not self._form.in_template and (self.is_given or _has_calls(messages)):
             messages = tool_calls.with_instruction(_with_objects(messages), self._tools)

@@ -144,11 +144,7 @@ class TurnExchange:
         return conversation, open_
 
     def _instruct(self, conversation: Conversation) -> None:
-        """Begin a new conversation with the instructions; an older one has them already.
-
-        Raises:
-          RefusedError: it has others, or none.
-        """
+        """Begin a new conversation with the instructions; an older one has them already."""
         if self._instructions is None:
             return
         first, history = {"role": "system", "content": self._instructions}, conversation.history

@@ -201,9 +201,6 @@ def _params(body: ChatRequest, tools: Tools) -> SamplingParams:
 
     Args:
       tools: those of the request, which may have a grammar.
-
-    Raises:
-      InvalidSamplingParamsError, RefusedError: fields contradict each other.
     """
     check_streaming(body)
     if body.top_logprobs is not None and not body.logprobs:

@@ -102,11 +102,7 @@ def now_s() -> int:
 
 
 def need_tokenizer(service: Service) -> Tokenizer:
-    """Return the tokenizer.
-
-    Raises:
-      InvalidRequestError: the model has none.
-    """
+    """Return the tokenizer."""
     if service.tokenizer is None:
         raise InvalidRequestError(
             "this model is served without a tokenizer; send token ids to /inference/v1/generate"
@@ -115,11 +111,7 @@ def need_tokenizer(service: Service) -> Tokenizer:
 
 
 def check_num_samples(num_samples: int, backend: Backend) -> None:
-    """Check the number of samples of a request, over all its prompts.
-
-    Raises:
-      RefusedError: there are more than the server allows.
-    """
+    """Check the number of samples of a request, over all its prompts."""
     most = backend.options.max_samples
     if num_samples > most:
         raise invalid(

@@ -146,11 +146,7 @@ async def complete(body: CompletionRequest, http: Request, backend: Here, own: I
 
 
 def _params(body: CompletionRequest) -> SamplingParams:
-    """Return the sampling parameters of a completion.
-
-    Raises:
-      InvalidSamplingParamsError, RefusedError: fields contradict each other.
-    """
+    """Return the sampling parameters of a completion."""
     check_streaming(body)
     most = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if most == 0 and (body.stream or not body.echo):

@@ -56,11 +56,7 @@ class Deleted(Reply):
 
 
 def _known(backend: Here, id: str) -> Conversation:
-    """Return a kept conversation; unlike a chat with its id, this begins none.
-
-    Raises:
-      UnknownConversationError: no conversation has this id.
-    """
+    """Return a kept conversation; unlike a chat with its id, this begins none."""
     service = backend.ready_service()
     if id not in service.conversations:
         raise UnknownConversationError(

@@ -233,11 +233,7 @@ async def generate(body: GenerateRequest, http: Request, backend: Here, own: InC
 
 
 def _params(body: GenerateRequest) -> SamplingParams:
-    """Return the sampling parameters of tokens in and out.
-
-    Raises:
-      InvalidSamplingParamsError: fields contradict each other.
-    """
+    """Return the sampling parameters of tokens in and out."""
     given = body.sampling_params
     if body.stream:
         check_no_prompt_logprobs(given)
