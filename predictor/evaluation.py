@@ -135,7 +135,7 @@ class Majority:
 
 
 @final
-class Linear:
+class LinearBaseline:
     """Multinomial logistic regression on standardised features of the prompts.
 
     Args:
@@ -149,7 +149,7 @@ class Linear:
         self._weights = np.zeros((0, buckets.num))
         self._mean = self._scale = np.zeros(0)
 
-    def fit(self, prompts: Sequence[str], lengths: Int[np.ndarray, " prompts"]) -> Linear:
+    def fit(self, prompts: Sequence[str], lengths: Int[np.ndarray, " prompts"]) -> LinearBaseline:
         """Fit by full-batch gradient descent with Nesterov momentum; the loss is convex."""
         x = self._features(prompts)
         self._mean, self._scale = x.mean(0), x.std(0) + 1e-8
@@ -276,8 +276,8 @@ def compare(
     )
     baselines = {
         "majority": Majority(buckets),
-        "prompt length": Linear(buckets, prompt_lengths),
-        "linear on embeddings": Linear(buckets, features),
+        "prompt length": LinearBaseline(buckets, prompt_lengths),
+        "linear on embeddings": LinearBaseline(buckets, features),
     }
     contenders: dict[str, Logits] = {"predictor": logits} | {
         name: baseline.fit(*columns(learned)).logits for name, baseline in baselines.items()

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar, final
 import numpy as np
 
 from jaxserve.cells.cell_graph import CellGraph
-from jaxserve.cells.links import NO_SUCCESSOR, Entry, Waves
+from jaxserve.cells.links import NO_SUCCESSOR, SubgraphEntry, Waves
 from jaxserve.cells.policy import CellScheduler, CellType, Task, TaskGroup, nodes_of, with_ended
 from jaxserve.core.errors import InvalidConfigError
 
@@ -137,7 +137,7 @@ class NodeQueue:
         """Count tasks that were submitted, or with a negative number that are completed."""
         self.num_running += num
 
-    def push(self, entry: Entry, first_node: int) -> Release:
+    def push(self, entry: SubgraphEntry, first_node: int) -> Release:
         """Add the ready nodes of a subgraph that is released now."""
         waves = entry.waves
         moved = waves and Waves(waves.nodes + first_node, waves.numbers)
@@ -268,7 +268,7 @@ class OneWorkerScheduler:
         self._runs: dict[int, tuple[int, CellGraph, list[tuple[int, Release]]]] = {}
         self._key_of: dict[int, int] = {}  # first node -> key
         # Subgraphs that are not released, by their heads: their entries, and first nodes of graphs.
-        self._waiting: dict[int, tuple[Entry, int]] = {}
+        self._waiting: dict[int, tuple[SubgraphEntry, int]] = {}
         # Node -> its successors (inner, outer), of those that have several.
         self._several: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
         self._submitted: deque[_Submitted] = deque()
@@ -469,7 +469,7 @@ class OneWorkerScheduler:
             entry, first = self._waiting.pop(head)
             self._push(self._key_of[first], entry, first)
 
-    def _push(self, key: int, entry: Entry, first: int) -> None:
+    def _push(self, key: int, entry: SubgraphEntry, first: int) -> None:
         """Release a subgraph of a graph."""
         self._runs[key][2].append((entry.type, self._queues[entry.type].push(entry, first)))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 
-from jaxserve.cells.links import Entry, Links, chain_links, links_of
+from jaxserve.cells.links import Links, SubgraphEntry, chain_links, links_of
 from jaxserve.cells.lru_cache import LRUCache
 from jaxserve.cells.tree_shape import TreeShape, tree_links
 
@@ -141,9 +141,9 @@ class CellGraph:
         if self._given_links is not None:
             return self._given_links
         parts = self._partition
-        starts = [Entry(some[0], type, np.array(some), 0) for type, some in parts.starts]
+        starts = [SubgraphEntry(some[0], type, np.array(some), 0) for type, some in parts.starts]
         later = [
-            Entry(part.nodes[0], part.type, np.array(part.first), part.num_dependencies)
+            SubgraphEntry(part.nodes[0], part.type, np.array(part.first), part.num_dependencies)
             for part in parts.later_subgraphs
         ]
         heads = [entry.head for entry in later]

@@ -28,7 +28,7 @@ class Waves(NamedTuple):
     numbers: np.ndarray
 
 
-class Entry(NamedTuple):
+class SubgraphEntry(NamedTuple):
     """The nodes of a subgraph that are ready when the nodes before the subgraph have run.
 
     Attributes:
@@ -73,7 +73,7 @@ class Links(NamedTuple):
     ahead: np.ndarray
     alone: np.ndarray
     several: Mapping[int, tuple[Sequence[int], Sequence[int]]]
-    entries: tuple[Entry, ...]
+    entries: tuple[SubgraphEntry, ...]
     rows: np.ndarray
 
 
@@ -93,7 +93,7 @@ def links_of(
     outer: Sequence[Sequence[int]],
     num_inner: Sequence[int],
     max_steps: Sequence[int],
-    entries: tuple[Entry, ...],
+    entries: tuple[SubgraphEntry, ...],
 ) -> Links:
     """Return the links of a graph.
 
@@ -130,7 +130,7 @@ def chain_links(type: int, num_nodes: int) -> Links:
     rows[3, 0] = 0
     rows[4] = np.arange(num_nodes)[::-1]
     inner, outer, _, num_inner, ahead, alone = rows
-    entries = (Entry(0, type, np.zeros(1, np.int64), 0),)
+    entries = (SubgraphEntry(0, type, np.zeros(1, np.int64), 0),)
     max_steps = np.ones(num_nodes, np.int64)
     return Links(inner, outer, num_inner, max_steps, ahead, alone, {}, entries, rows)
 

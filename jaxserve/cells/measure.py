@@ -12,7 +12,7 @@ import jax
 from jaxserve.cells.base import BaseCell
 from jaxserve.cells.device import DeviceCells
 from jaxserve.cells.layout import NUM_RESERVED_SLOTS, Layout
-from jaxserve.cells.simulation import MeasuredCost
+from jaxserve.cells.simulation import MeasuredTaskCost
 from jaxserve.core.errors import InvalidConfigError
 
 # Calls of an executable before those that are timed, the first of which compiles.
@@ -82,7 +82,7 @@ def measure_cells(
     num_calls: int = 7,
     host_per_call_s: float = 0.0,
     host_per_task_s: float = 0.0,
-) -> MeasuredCost:
+) -> MeasuredTaskCost:
     """Return the seconds of every compiled size of cells on a device.
 
     The median of several calls counts. Rows read two slots in turns, so the time to gather rows
@@ -91,7 +91,7 @@ def measure_cells(
     Args:
       device: a device of JAX; by default its first.
       max_fused: tasks of one call, as of the runtime that is to be predicted.
-      host_per_call_s, host_per_task_s: see `MeasuredCost`; they are not measured here.
+      host_per_call_s, host_per_task_s: see `MeasuredTaskCost`; they are not measured here.
 
     Raises:
       InvalidCellError: two cells have one name.
@@ -115,4 +115,4 @@ def measure_cells(
             timed = [executor.time_tasks(t.index, size) for _ in range(_NUM_UNTIMED + num_calls)]
             sizes[size] = statistics.median(timed[_NUM_UNTIMED:])
     executor.close()
-    return MeasuredCost(seconds, host_per_call_s, host_per_task_s)
+    return MeasuredTaskCost(seconds, host_per_call_s, host_per_task_s)

@@ -244,7 +244,7 @@ class _Handle:
 
 @final
 @dataclass(frozen=True)
-class MeasuredCost:
+class MeasuredTaskCost:
     """A cost from the seconds of each cell's compiled sizes.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import TypeAlias, final
 
 import numpy as np
 
-from jaxserve.cells.links import NO_SUCCESSOR, Entry, Links, Waves
+from jaxserve.cells.links import NO_SUCCESSOR, Links, SubgraphEntry, Waves
 from jaxserve.cells.lru_cache import LRUCache
 from jaxserve.core.errors import InvalidGraphError
 
@@ -187,8 +187,8 @@ def tree_links(leaf_type: int, pair_type: int, shape: TreeShape) -> Links:
     num_before[num:] += is_pair[:, 1]
     first = waves.nodes[: waves.numbers.searchsorted(1)]
     entries = (
-        Entry(0, leaf_type, np.arange(num), 0),
-        Entry(num, pair_type, first, num, waves),
+        SubgraphEntry(0, leaf_type, np.arange(num), 0),
+        SubgraphEntry(num, pair_type, first, num, waves),
     )
     return Links(inner, outer, num_before, alone, ahead, alone, {}, entries, rows)
 

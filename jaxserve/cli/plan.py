@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxserve.planning import GroupTimes, StepTimes
     from jaxserve.planning.layers import LayerOrigin
     from jaxserve.planning.schedules import Deployment, LatencyBounds, Schedule, TaskLengths
-    from jaxserve.planning.schedules.frontier import Frontier, Outcome, ScheduleSearch
+    from jaxserve.planning.schedules.frontier import Frontier, ScheduleOutcome, ScheduleSearch
 
 
 _SCHEDULE = "Schedule"
@@ -617,7 +617,7 @@ def _opened(model: str, quiet: bool, settings: dict[str, Any], *, warmup: bool) 
     return open_service(model, quiet=quiet, warmup=warmup, **settings)
 
 
-def frontier_table(frontier: Frontier, chosen: Mapping[float, Outcome]) -> Table:
+def frontier_table(frontier: Frontier, chosen: Mapping[float, ScheduleOutcome]) -> Table:
     """Return a row for each point of the frontier; those that are chosen are marked.
 
     The control is N_D of RRA, B_m of WAA, and B of continuous batching; on two groups that exist it
@@ -668,7 +668,7 @@ def frontier_table(frontier: Frontier, chosen: Mapping[float, Outcome]) -> Table
 
 
 def neighbours_table(
-    bounds: LatencyBounds, chosen: Outcome, neighbours: Mapping[str, Outcome]
+    bounds: LatencyBounds, chosen: ScheduleOutcome, neighbours: Mapping[str, ScheduleOutcome]
 ) -> Table:
     """Return the schedule that is chosen for bounds, and one row for each neighbour."""
     from rich import box
@@ -706,14 +706,14 @@ def neighbours_table(
     return table
 
 
-def remark(bounds: LatencyBounds, outcome: Outcome) -> str:
+def remark(bounds: LatencyBounds, outcome: ScheduleOutcome) -> str:
     """Return why a schedule cannot be chosen for bounds, if it cannot."""
     if not outcome.estimates.fits:
         return "not possible: memory, slots or chunk"
     return "" if bounds.met(outcome.estimates) else "misses the bound"
 
 
-def _encode_batch(outcome: Outcome) -> str:
+def _encode_batch(outcome: ScheduleOutcome) -> str:
     """Return B_E; continuous batching has none."""
     return "" if outcome.policy.value == "continuous" else str(outcome.schedule.encode_batch)
 

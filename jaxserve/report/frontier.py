@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from jaxserve.planning.schedules.configuration import Policy
-from jaxserve.planning.schedules.frontier import Frontier, Outcome
+from jaxserve.planning.schedules.frontier import Frontier, ScheduleOutcome
 from jaxserve.report.picture import Picture
 
 _INK = "#767676"
@@ -31,7 +31,7 @@ _NAMES = {
 
 
 def draw_frontier(
-    frontier: Frontier, chosen: Mapping[float, Outcome] | None = None, *, title: str = ""
+    frontier: Frontier, chosen: Mapping[float, ScheduleOutcome] | None = None, *, title: str = ""
 ) -> Picture:
     """Draw the most throughput for each latency bound, over schedules drawn at random.
 
@@ -66,7 +66,7 @@ def draw_frontier(
     return Picture(figure)
 
 
-def _range_s(frontier: Frontier, chosen: Mapping[float, Outcome]) -> tuple[float, float]:
+def _range_s(frontier: Frontier, chosen: Mapping[float, ScheduleOutcome]) -> tuple[float, float]:
     """Return the shortest and the longest latency that the picture shows."""
     bounds = [bound_s for bound_s in chosen if np.isfinite(bound_s)]
     ends = [float(outcome.estimates.latency_s) for _, outcome in frontier.points]
@@ -115,7 +115,7 @@ def _draw_stairs(axes: Any, frontier: Frontier, highest_s: float) -> None:
             )
 
 
-def _draw_chosen(axes: Any, bound_s: float, outcome: Outcome, *, at: float) -> None:
+def _draw_chosen(axes: Any, bound_s: float, outcome: ScheduleOutcome, *, at: float) -> None:
     """Mark a schedule, and say what it is at a height `at` as a share of the axes."""
     latency_s = float(outcome.estimates.latency_s)
     answers = float(outcome.estimates.throughput)

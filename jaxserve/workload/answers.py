@@ -32,7 +32,7 @@ _RECORDED = "recorded:"
 _WHOLE = ("stop", "length")
 
 
-class Tokenizer(Protocol):
+class AnswerTokenizer(Protocol):
     """A tokenizer that counts the tokens of answers and decodes recorded prompts."""
 
     def encode(self, text: str, /) -> Sequence[int]: ...
@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
 def read_examples(
     source: str,
     *,
-    tokenizer: Callable[[], Tokenizer],
+    tokenizer: Callable[[], AnswerTokenizer],
     max_examples: int | None = None,
     seed: int = 0,
     path: Path | None = None,
@@ -82,7 +82,11 @@ def read_examples(
 
 
 def _of_sharegpt(
-    path: Path | None, tokenizer: Tokenizer, max_examples: int | None, seed: int, progress: bool
+    path: Path | None,
+    tokenizer: AnswerTokenizer,
+    max_examples: int | None,
+    seed: int,
+    progress: bool,
 ) -> list[Example]:
     path = path or fetch(sharegpt.FILE, progress=progress)
     found = list(questions(path))
@@ -156,7 +160,7 @@ def _with_lengths(path: Path, shared: Path | None, progress: bool) -> list[Examp
     ]
 
 
-def _of_trace(path: str, tokenizer: Tokenizer) -> Iterable[Example]:
+def _of_trace(path: str, tokenizer: AnswerTokenizer) -> Iterable[Example]:
     for request in recorded.read(path):
         prompt = tokenizer.decode(request.prompt_token_ids)
         lengths = zip(request.num_output_tokens, request.finish_reasons, strict=True)

@@ -103,7 +103,7 @@ def sample(
     num: int,
     seed: int,
     *,
-    tokenizer: sharegpt.Encoder,
+    tokenizer: sharegpt.TextEncoder,
     max_context: int,
     min_rounds: int = 1,
     scale: float = 1.0,

@@ -36,7 +36,7 @@ _READ_CHARACTERS = 1 << 20
 _MAX_RECORD_CHARACTERS = 1 << 26
 
 
-class Encoder(Protocol):
+class TextEncoder(Protocol):
     """The part of a tokenizer that `sample` uses."""
 
     def encode(self, text: str, /) -> Sequence[int]: ...
@@ -134,7 +134,7 @@ def sample(
     num: int,
     seed: int,
     *,
-    tokenizer: Encoder,
+    tokenizer: TextEncoder,
     max_prompt_tokens: int = 512,
     max_output_tokens: int = 256,
     output_scale: float = 1.0,

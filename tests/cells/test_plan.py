@@ -12,14 +12,14 @@ from jaxserve.cells import CellRuntime
 from jaxserve.cells.measure import measure_cells
 from jaxserve.cells.models import LSTM, Embedded, sequence_model
 from jaxserve.cells.plan import plan_cells
-from jaxserve.cells.simulation import MeasuredCost
+from jaxserve.cells.simulation import MeasuredTaskCost
 from jaxserve.core.errors import InfeasibleBoundError, InvalidConfigError
 from tests.cells.examples import chain, chain_cell
 
 CELL = chain_cell(batch_sizes=(1, 4, 16))
 GRAPHS = [chain(CELL, 2 + number % 5) for number in range(24)]
 # Batches of 16 do most nodes a second, and take longest.
-COST = MeasuredCost({"chain": {1: 1.0, 4: 1.2, 16: 4.0}})
+COST = MeasuredTaskCost({"chain": {1: 1.0, 4: 1.2, 16: 4.0}})
 
 
 def plan(bound_s: float):

@@ -17,7 +17,7 @@ from predictor import (
     train,
 )
 from predictor.data import padded, read_jsonl, shuffled_batches, write_jsonl
-from predictor.evaluation import Linear, Majority, prompt_lengths
+from predictor.evaluation import LinearBaseline, Majority, prompt_lengths
 from sharding import make_mesh
 from tests.predictor.tiny import BUCKETS, examples, tiny_predictor
 
@@ -38,7 +38,7 @@ def test_it_learns_what_decides_the_length(trained):
     prompts, lengths = [e.prompt for e in new], np.asarray([e.output_length for e in new])
     figures = evaluate(BUCKETS, trained.logits(prompts), lengths)
     seen = np.asarray([e.output_length for e in learned])
-    for baseline in (Majority(BUCKETS), Linear(BUCKETS, prompt_lengths)):
+    for baseline in (Majority(BUCKETS), LinearBaseline(BUCKETS, prompt_lengths)):
         fitted = baseline.fit([e.prompt for e in learned], seen)
         assert evaluate(BUCKETS, fitted.logits(prompts), lengths).accuracy < 0.4
     assert figures.accuracy > 0.6

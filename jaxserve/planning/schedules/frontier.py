@@ -45,7 +45,7 @@ _CLOSED = 1e-4
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ScheduleOutcome:
     """A schedule, and what it is expected to do.
 
     Attributes:
@@ -126,7 +126,7 @@ class ScheduleSearch(Protocol):
     @property
     def lengths(self) -> TaskLengths: ...
 
-    def best(self, bounds: LatencyBounds) -> Outcome:
+    def best(self, bounds: LatencyBounds) -> ScheduleOutcome:
         """Return the schedule with the highest throughput under the bounds.
 
         Raises:
@@ -134,7 +134,9 @@ class ScheduleSearch(Protocol):
         """
         ...
 
-    def estimated(self, schedule: Schedule, encode_batch: int, control: int) -> Outcome | None:
+    def estimated(
+        self, schedule: Schedule, encode_batch: int, control: int
+    ) -> ScheduleOutcome | None:
         """Return what `schedule` would do with another B_E and another N_D, B_m or B.
 
         None if there is no such configuration. One that exceeds memory has `fits` False.
@@ -168,11 +170,13 @@ class ClusterSearch:
         timelines = timelines_of(self.deployment, self.lengths, self.families)
         object.__setattr__(self, "timelines", timelines)
 
-    def best(self, bounds: LatencyBounds) -> Outcome:
+    def best(self, bounds: LatencyBounds) -> ScheduleOutcome:
         choice = search_among(self.timelines, bounds)
         return outcome_of(choice.schedule, choice.estimates, self.lengths)
 
-    def estimated(self, schedule: Schedule, encode_batch: int, control: int) -> Outcome | None:
+    def estimated(
+        self, schedule: Schedule, encode_batch: int, control: int
+    ) -> ScheduleOutcome | None:
         for timeline in self.timelines:
             if schedule.layout in timeline.layouts:
                 return _estimated(timeline, schedule, encode_batch, control, self.lengths)
@@ -213,12 +217,14 @@ class EngineSearch:
         deployment = measured_deployment(self.times, self.config, *means)
         object.__setattr__(self, "timelines", (RRATimeline(deployment, self.lengths),))
 
-    def best(self, bounds: LatencyBounds) -> Outcome:
+    def best(self, bounds: LatencyBounds) -> ScheduleOutcome:
         choice = search_among(self.timelines, bounds)
         schedule = replace(choice.schedule, stages=())  # the engine stays as it is
         return outcome_of(schedule, choice.estimates, self.lengths)
 
-    def estimated(self, schedule: Schedule, encode_batch: int, control: int) -> Outcome | None:
+    def estimated(
+        self, schedule: Schedule, encode_batch: int, control: int
+    ) -> ScheduleOutcome | None:
         found = _estimated(self.timelines[0], schedule, encode_batch, control, self.lengths)
         return found and replace(found, schedule=replace(found.schedule, stages=()))
 
@@ -242,7 +248,7 @@ class Frontier:
         float [configurations, 2]; a background for pictures.
     """
 
-    points: tuple[tuple[float, Outcome], ...]
+    points: tuple[tuple[float, ScheduleOutcome], ...]
     drawn: np.ndarray
 
     @property
@@ -281,7 +287,7 @@ def frontier_of(
     check_num_bounds(num_bounds)
     fixed = replace(bounds or LatencyBounds(), latency_s=math.inf)
 
-    def best(bound_s: float) -> tuple[float, Outcome]:
+    def best(bound_s: float) -> tuple[float, ScheduleOutcome]:
         return bound_s, schedules.best(replace(fixed, latency_s=bound_s))
 
     known = [best(bound_s) for bound_s in sorted({*asked} - {math.inf})]
@@ -301,7 +307,9 @@ def frontier_of(
     )
 
 
-def neighbours_of(schedules: ScheduleSearch, outcome: Outcome) -> dict[str, Outcome]:
+def neighbours_of(
+    schedules: ScheduleSearch, outcome: ScheduleOutcome
+) -> dict[str, ScheduleOutcome]:
     """Return the schedules with B_E, or the policy's own variable, one step up and down.
 
     Only those that exist, by name, such as "B_E - 1" and "N_D + 1".
@@ -320,7 +328,7 @@ def neighbours_of(schedules: ScheduleSearch, outcome: Outcome) -> dict[str, Outc
 
 
 def _open_between(
-    lower: tuple[float, Outcome], upper: tuple[float, Outcome]
+    lower: tuple[float, ScheduleOutcome], upper: tuple[float, ScheduleOutcome]
 ) -> tuple[float, float]:
     """Return the area between two points where the frontier is not known, and where to halve it.
 
@@ -342,9 +350,11 @@ def _lowest_s(timelines: Sequence[Timeline], fixed: LatencyBounds) -> float:
     return 1.0 / best.score
 
 
-def _distinct(points: Sequence[tuple[float, Outcome]]) -> Iterator[tuple[float, Outcome]]:
+def _distinct(
+    points: Sequence[tuple[float, ScheduleOutcome]],
+) -> Iterator[tuple[float, ScheduleOutcome]]:
     """Yield the points whose schedule serves more than those before."""
-    before: Outcome | None = None
+    before: ScheduleOutcome | None = None
     for bound_s, outcome in points:
         most = 0.0 if before is None else before.estimates.throughput
         if before is None or outcome.estimates.throughput > most:
@@ -369,7 +379,7 @@ def _drawn(timelines: Sequence[Timeline], rng: np.random.Generator) -> np.ndarra
 
 def _estimated(
     timeline: Timeline, schedule: Schedule, encode_batch: int, control: int, lengths: TaskLengths
-) -> Outcome | None:
+) -> ScheduleOutcome | None:
     if schedule.layout.policy is Policy.CONTINUOUS:
         if encode_batch != schedule.encode_batch:
             return None
@@ -393,9 +403,9 @@ def _most(timeline: Timeline, schedule: Schedule) -> int:
 
 def outcome_of(
     schedule: Schedule, estimates: Estimates, lengths: TaskLengths, estimate: str = CLOSED_FORM
-) -> Outcome:
+) -> ScheduleOutcome:
     """Return a schedule with its estimates, for requests of these lengths."""
-    return Outcome(
+    return ScheduleOutcome(
         schedule=schedule,
         estimates=estimates,
         estimate=estimate,
@@ -439,11 +449,13 @@ class FamiliesSearch:
         for name, value in made.items():
             object.__setattr__(self, name, value)
 
-    def best(self, bounds: LatencyBounds) -> Outcome:
+    def best(self, bounds: LatencyBounds) -> ScheduleOutcome:
         plan = self._planner.plan(self.lengths, bounds, num_lengths=0)
         return self._outcome(plan.schedule, self._space.estimated(plan.schedule))
 
-    def estimated(self, schedule: Schedule, encode_batch: int, control: int) -> Outcome | None:
+    def estimated(
+        self, schedule: Schedule, encode_batch: int, control: int
+    ) -> ScheduleOutcome | None:
         if schedule.layout.policy is Policy.CONTINUOUS:
             if encode_batch != schedule.encode_batch or not 1 <= control <= self.config.max_slots:
                 return None
@@ -466,7 +478,7 @@ class FamiliesSearch:
             parts.append(np.array([[each.throughput, each.latency_s] for each in known]))
         return np.concatenate(parts)
 
-    def _outcome(self, schedule: Schedule, estimates: Estimates) -> Outcome:
+    def _outcome(self, schedule: Schedule, estimates: Estimates) -> ScheduleOutcome:
         return outcome_of(schedule, estimates, self.lengths, SIMULATED)
 
 
@@ -497,10 +509,12 @@ class GroupsSearch:
         object.__setattr__(self, "_planner", planner)
         object.__setattr__(self, "_space", planner.space(self.lengths, ()))
 
-    def best(self, bounds: LatencyBounds) -> Outcome:
+    def best(self, bounds: LatencyBounds) -> ScheduleOutcome:
         return self._outcome(self._planner.plan(self.lengths, bounds, num_lengths=0).schedule)
 
-    def estimated(self, schedule: Schedule, encode_batch: int, control: int) -> Outcome | None:
+    def estimated(
+        self, schedule: Schedule, encode_batch: int, control: int
+    ) -> ScheduleOutcome | None:
         """See `ScheduleSearch`; the control is the number of sequences that decode at once."""
         found = self._space.find(encode_batch, schedule.num_decodes, control)
         return None if found is None else self._outcome(found)
@@ -514,5 +528,5 @@ class GroupsSearch:
         which = rng.choice(fitting, min(_NUM_DRAWN, len(fitting)), replace=False)
         return np.stack([estimates.throughput[which], estimates.latency_s[which]], axis=1)
 
-    def _outcome(self, schedule: Schedule) -> Outcome:
+    def _outcome(self, schedule: Schedule) -> ScheduleOutcome:
         return outcome_of(schedule, self._space.estimated(schedule), self.lengths)
