@@ -117,7 +117,7 @@ class PlanController:
                     adaptation.keep(plan)
             self._adaptation = adaptation
             if adaptation is not None and self._thread is None and not self._is_closed:
-                thread = threading.Thread(target=self._run, name="jaxserve-plans", daemon=True)
+                thread = threading.Thread(target=self._run, name="jaxserve-controller", daemon=True)
                 thread.start()
                 self._thread = thread
         return plan
