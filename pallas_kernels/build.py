@@ -17,6 +17,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -27,8 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-
-from pallas_kernels.own_files import is_own, read_own_file
 
 COMPILE_TIMEOUT_S = 120
 _INCLUDE = Path(__file__).with_name("include")
@@ -292,3 +291,27 @@ def cpu_model() -> str:
     wanted = ("model name", "flags", "CPU part", "Features")
     lines = (line for line in text.splitlines() if line.startswith(wanted))
     return "\n".join(sorted(set(lines)))
+
+
+def is_own(about: os.stat_result) -> bool:
+    """Return whether a file or folder is this user's, and only this user can write to it."""
+    others = stat.S_IWGRP | stat.S_IWOTH
+    return about.st_uid == os.getuid() and not about.st_mode & others
+
+
+def read_own_file(path: Path) -> bytes:
+    """Return the contents of a file that only this user can write to.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      PermissionError: it is someone else's, others can write to it, or it is a link.
+      OSError: it cannot be read.
+    """
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    with open(handle, "rb") as file:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode) or not is_own(about):
+            raise PermissionError(
+                f"{path} is not a file that this user alone can write to, and it holds code"
+            )
+        return file.read()

@@ -140,7 +140,7 @@ class Settings:
     def start(self, parts: list[list[Example]], progress: bool) -> LengthPredictor:
         """Return the untrained predictor, and turn the persistent compilation cache on."""
         from jaxserve.execution.compilation import enable_compilation_cache
-        from jaxserve.models.encoders import untrained_predictor
+        from jaxserve.models.registry import untrained_predictor
         from predictor import LengthBuckets
 
         enable_compilation_cache()

@@ -31,8 +31,8 @@ from jaxserve.execution.staged import StagedExecutor
 from jaxserve.execution.weights import check_dtype
 from jaxserve.models.config import check_fits
 from jaxserve.models.decoder import LayerLayout
+from jaxserve.models.loading import timed
 from jaxserve.models.parts import cut
-from jaxserve.models.start_times import timed
 from jaxserve.steps.drafting import Drafter
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.probing import Probe, check_probe

@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from jaxserve.core.errors import DeviceMemoryError, InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.memory_plan import free_device_bytes
+from jaxserve.models.linear import RowKernels, without_row_kernels
 from jaxserve.models.quantised import QuantisedWeight
-from jaxserve.models.row_kernels import RowKernels, without_row_kernels
 from jaxserve.steps.placement import Placement
 from pallas_kernels import build, dispatch
 from sharding import DeviceGroups, StagePlan

@@ -28,8 +28,7 @@ from jaxserve.execution.weights import fingerprint, fitted
 from jaxserve.memory.disk_tier import HostMemory
 from jaxserve.memory.page_pool import NULL_PAGE
 from jaxserve.memory.relocation import Moves, page_targets
-from jaxserve.models.batch import KVCache
-from jaxserve.models.incoming import IncomingPages
+from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import PageCopies, StepPlan
 from jaxserve.steps.batches import ChoosingRows, MixedBatch

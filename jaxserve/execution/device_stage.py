@@ -15,8 +15,7 @@ from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.pages import DevicePages
 from jaxserve.execution.weights import fingerprint
 from jaxserve.memory.relocation import Moves, page_targets
-from jaxserve.models.batch import KVCache
-from jaxserve.models.incoming import IncomingPages
+from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.scheduling.plan import PageCopies, Row, StepPlan
 from jaxserve.steps.batches import ChoosingRows, DecodeWindow, MixedBatch
 from jaxserve.steps.heads import Chosen

@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import HostMemoryError
 from jaxserve.memory.relocation import Moves, page_sources
-from jaxserve.models.batch import KVCache
-from jaxserve.models.incoming import IncomingPages
+from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.scheduling.plan import PageCopies, StepPlan
 from jaxserve.steps.placement import staging_place
 from jaxserve.steps.step_function import Shelf, abstract, unkept

@@ -21,10 +21,8 @@ from jaxserve.models.config import DecoderConfig
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families import family_of
 from jaxserve.models.linear import WeightAxes
-from jaxserve.models.loading import abstract_model
-from jaxserve.models.source import WeightSource
-from jaxserve.models.tensor_names import with_prefix
-from jaxserve.models.weights import Weight
+from jaxserve.models.loading import abstract_model, with_prefix
+from jaxserve.models.weights import Weight, WeightSource
 
 Path = tuple[Any, ...]
 Arrays = dict[Path, jax.Array]  # by their path in the model's parameters

@@ -29,11 +29,10 @@ from jaxtyping import Array, Float, Int32
 
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import CrossContext, LayerContext
-from jaxserve.models.linear import Linear
+from jaxserve.models.linear import Linear, SumsRows
 from jaxserve.models.norms import Norm, RMSNorm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.projection import projected
-from jaxserve.models.row_kernels import SumsRows
 from pallas_kernels import Rows
 
 

@@ -23,15 +23,13 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.core.errors import UnsupportedModelError
-from jaxserve.models.batch import AttentionBatch, KVCache
+from jaxserve.models.batch import AttentionBatch, IncomingPages, KVCache
 from jaxserve.models.config import DecoderConfig, LayerKind
 from jaxserve.models.context import PagedContext, WholeContext
-from jaxserve.models.incoming import IncomingPages
 from jaxserve.models.layers import Block, soft_capped
-from jaxserve.models.linear import Linear
+from jaxserve.models.linear import Linear, SumsRows
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.rope import Rope, rope_tables
-from jaxserve.models.row_kernels import SumsRows
 from pallas_kernels import RopeTables, log_sum_exp
 
 LayerLayout = Literal["unrolled", "scanned"]

@@ -19,11 +19,10 @@ from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.attention import Attention
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.context import LayerContext
-from jaxserve.models.linear import Linear
+from jaxserve.models.linear import Linear, SumsRows
 from jaxserve.models.norms import Norm
 from jaxserve.models.param_maker import ParamMaker
 from jaxserve.models.projection import Gate, projected
-from jaxserve.models.row_kernels import SumsRows
 from pallas_kernels import gated_silu
 
 ACTIVATIONS: Mapping[str, Callable[[Float[Array, "*shape"]], Float[Array, "*shape"]]] = (

@@ -1,4 +1,4 @@
-"""Products with weights: every one goes through a `Linear`.
+"""Products with weights: every one goes through a `Linear`, and the kernels that compute them.
 
 A layer owns its weights, and makes a `Linear` of one where it multiplies. What it owns is an
 `nnx.Param`, which is a dense weight, or a module in its place that represents the weight otherwise:
@@ -9,14 +9,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, Literal, Protocol, TypeVar, final
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.models.row_kernels import RowKernels
 from pallas_kernels import grouped_matmul, matmul
+
+# Implementations of `pallas_kernels` with that promise; the second runs on any platform, for tests.
+RowKernels = Literal["triton", "triton_interpreted"]
+
+
+class SumsRows(nnx.Module):
+    """A part of a model whose products or norms can be computed by row kernels.
+
+    Attributes:
+      row_kernels: the kernels; None for the platform's choice.
+    """
+
+    row_kernels: RowKernels | None = None
+
+    def use_row_kernels(self, kernels: RowKernels) -> None:
+        """Have the products and norms of this part alone computed by these kernels."""
+        self.row_kernels = kernels
+
+
+def use_row_kernels(model: nnx.Module, kernels: RowKernels) -> None:
+    """Have all products and norms of a model computed by kernels; see `without_row_kernels`."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, SumsRows):
+            module.use_row_kernels(kernels)
+
+
+def without_row_kernels(model: nnx.Module) -> list[str]:
+    """Return the names of the classes of a model's parts that row kernels do not serve.
+
+    These are parts with parameters of their own that are not `SumsRows`.
+    """
+    return sorted(
+        {
+            type(module).__name__
+            for _, module in nnx.iter_modules(model)
+            if not isinstance(module, SumsRows)
+            and any(isinstance(value, nnx.Variable) for value in vars(module).values())
+        }
+    )
+
 
 _Item = TypeVar("_Item")
 

@@ -7,8 +7,8 @@ from typing import Protocol, final
 from jaxtyping import Array, Float
 
 from jaxserve.models.config import DecoderConfig
+from jaxserve.models.linear import SumsRows
 from jaxserve.models.param_maker import ParamMaker
-from jaxserve.models.row_kernels import SumsRows
 from pallas_kernels import RMSScale, layer_norm, rms_norm
 
 

@@ -22,26 +22,28 @@ from jaxserve.models.config import DTYPES, DecoderConfig, check_fits
 from jaxserve.models.converted import ConvertedModel
 from jaxserve.models.decoder import LayerLayout
 from jaxserve.models.families import config_from_hf
-from jaxserve.models.folder_tokenizer import TOKENIZER_FILES, declared_end_ids
-from jaxserve.models.gguf_kept import KeptBlocks
-from jaxserve.models.gguf_source import GGUFSource
+from jaxserve.models.gguf import GGUFSource
+from jaxserve.models.kept_weights import KeptBlocks, KeptMatrices
 from jaxserve.models.linear import replace_weights_at
 from jaxserve.models.loading import (
     Progress,
     WeightChange,
     abstract_model,
+    fitted,
     load_params,
     random_params,
+    timed,
+    under_own_names,
 )
 from jaxserve.models.parts import cut, planned_stages, shardings_over
 from jaxserve.models.quantisation import Quantisation
-from jaxserve.models.quantised_folders import KeptMatrices, Method, QuantisedFolder, method_in
+from jaxserve.models.quantised_folders.folder import QuantisedFolder, method_in
+from jaxserve.models.quantised_folders.matrix import Method
 from jaxserve.models.registry import resolve
 from jaxserve.models.safetensors_source import SafetensorsSource
-from jaxserve.models.source import WeightSource
-from jaxserve.models.start_times import timed
-from jaxserve.models.tensor_names import fitted, under_own_names
 from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.models.tokenizer_files import TOKENIZER_FILES, declared_end_ids
+from jaxserve.models.weights import WeightSource
 from sharding import DeviceGroups, StagePlan, placed, state_shardings
 
 _log = logging.getLogger(__name__)

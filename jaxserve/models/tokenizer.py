@@ -16,9 +16,13 @@ import tokenizers
 from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
 from jaxserve.models import registry
 from jaxserve.models.chat_template import FIRST_STAND_IN, ChatTemplate, Message, drawn_mark
-from jaxserve.models.folder_tokenizer import letters_of_bytes, read_folder_tokenizer
-from jaxserve.models.gguf_source import GGUFSource
-from jaxserve.models.gguf_tokenizer import TokenizerParts, read_gguf_tokenizer
+from jaxserve.models.gguf import GGUFSource
+from jaxserve.models.tokenizer_files import (
+    TokenizerParts,
+    letters_of_bytes,
+    read_folder_tokenizer,
+    read_gguf_tokenizer,
+)
 
 _TOKENIZER_FILE, _SETTINGS_FILE = "tokenizer.json", "jaxserve_tokenizer.json"
 

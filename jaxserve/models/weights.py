@@ -1,4 +1,4 @@
-"""A notation for how checkpoint tensors fill a parameter, and a reader of any part of one.
+"""Sources of checkpoint tensors, and a notation for how tensors fill a parameter.
 
 A parameter's axes have one-letter names. `Weight("e k x d", ...)` is a fused query, key and value
 projection, and `Tensor("q_proj.weight", "(k x d) e", x=slice(0, 4))` says that rows of this tensor
@@ -11,11 +11,35 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 import numpy as np
 
-from jaxserve.models.source import WeightSource
+
+class WeightSource(Protocol):
+    """The tensors of a checkpoint by Hugging Face name, in PyTorch's orientation ([out, in]).
+
+    `where` names the checkpoint in error messages.
+    """
+
+    where: str
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of every tensor in the checkpoint; reads headers only."""
+        ...
+
+    def dtypes(self) -> Mapping[str, str]:
+        """Return the stored type of every tensor by the format's name of it, such as "BF16"."""
+        ...
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """Return a tensor, or its part at `index` (unit steps), in its stored or dequantised dtype.
+
+        Raises:
+          CheckpointError: the data cannot be read.
+        """
+        ...
+
 
 Range = tuple[int, int]
 

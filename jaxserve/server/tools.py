@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from jaxserve.models import tool_calls
-from jaxserve.models.call_reader import Call, CallReader
 from jaxserve.models.tokenizer import Tokenizer
-from jaxserve.models.tool_calls import format_of
+from jaxserve.models.tool_calls import Call, CallReader, format_of
 from jaxserve.server.errors import invalid
 from jaxserve.server.schema import (
     AddedCall,

@@ -11,9 +11,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.memory.page_pool import NULL_PAGE
-from jaxserve.models.batch import AttentionBatch, KVCache
+from jaxserve.models.batch import AttentionBatch, IncomingPages, KVCache
 from jaxserve.models.decoder import Tap
-from jaxserve.models.incoming import IncomingPages
 from jaxserve.steps.probing import Probe
 from jaxserve.steps.slots import SlotState
 from pallas_kernels import Rows

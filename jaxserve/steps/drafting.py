@@ -13,11 +13,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.models.batch import AttentionBatch, KVCache
+from jaxserve.models.batch import AttentionBatch, IncomingPages, KVCache
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.decoder import Decoder, LayerLayout, Tap
-from jaxserve.models.incoming import IncomingPages
-from jaxserve.models.row_kernels import RowKernels, use_row_kernels
+from jaxserve.models.linear import RowKernels, use_row_kernels
 from pallas_kernels.paged_attention import Plan
 
 

@@ -33,9 +33,8 @@ import numpy as np
 from flax import nnx
 from jax.experimental import serialize_executable
 
-from pallas_kernels.build import cpu_model
+from pallas_kernels.build import cpu_model, is_own, read_own_file
 from pallas_kernels.cpu_targets import register_called
-from pallas_kernels.own_files import is_own, read_own_file
 
 _log = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.models.batch import KVCache
-from jaxserve.models.incoming import IncomingPages
+from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.steps.batches import (
     MixedBatch,
     Params,

@@ -17,8 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.models.batch import KVCache
-from jaxserve.models.incoming import IncomingPages
+from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.scheduling.plan import Row
 from jaxserve.steps import decode, encoding, heads, mixed, stages
 from jaxserve.steps.attention_planner import AttentionPlanner

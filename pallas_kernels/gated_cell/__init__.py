@@ -1,9 +1,8 @@
 """Gated recurrent cells whose inputs are rows of larger arrays: gather, product and gates."""
 
 from pallas_kernels.gated_cell.api import gated_cell
-from pallas_kernels.gated_cell.kinds import KINDS, Kind
-from pallas_kernels.gated_cell.operands import GatedCell, Product, RowsAt, rows_at
-from pallas_kernels.gated_cell.tasks import Column, TaskColumns, gated_tasks, pack_gates
+from pallas_kernels.gated_cell.cpu import Column, TaskColumns, gated_tasks, pack_gates
+from pallas_kernels.gated_cell.operands import KINDS, GatedCell, Kind, Product, RowsAt, rows_at
 
 __all__ = [
     "KINDS",

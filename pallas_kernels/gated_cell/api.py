@@ -10,8 +10,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.gated_cell import cpu, reference, triton, xla
-from pallas_kernels.gated_cell.kinds import KINDS, Kind
-from pallas_kernels.gated_cell.operands import Product, RowsAt
+from pallas_kernels.gated_cell.operands import KINDS, Kind, Product, RowsAt
 
 Implementation = Literal["reference", "xla", "cpu", "triton", "triton_interpreted"]
 

@@ -5,20 +5,20 @@ XLA makes a dozen operations of a small cell, each of which costs more than its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels import build, dispatch
 from pallas_kernels.gated_cell import xla
-from pallas_kernels.gated_cell.kinds import KINDS, Kind
-from pallas_kernels.gated_cell.operands import Product, RowsAt
+from pallas_kernels.gated_cell.operands import KINDS, GatedCell, Kind, Product, RowsAt
 
 SOURCE = Path(__file__).with_name("cpu.cc")
 # The number of each kind in cpu.cc.
@@ -85,3 +85,153 @@ def _operand(rows: RowsAt | None) -> tuple[jax.Array | np.ndarray, jax.Array | n
         return np.zeros((0, 0), np.float32), np.zeros(0, np.int32)
     index = np.arange(rows.shape[0], dtype=np.int32) if rows.index is None else rows.index
     return rows.values, index
+
+
+# In place of columns: the rows of the table that tokens choose, and nothing. cpu.cc has them, too.
+_OF_TOKEN, _NONE = -1, -2
+# Columns of the widest panel of cpu.cc, to which the states of a packed weight are rounded up.
+_WIDEST = 48
+_KINDS = {**NUMBERS, "lookup": 3}
+
+
+@final
+@dataclass(frozen=True)
+class Column:
+    """In place of `RowsAt.index`: a column of `rows` has the numbers."""
+
+    number: int
+
+
+@final
+@dataclass(frozen=True)
+class TaskColumns:
+    """What the columns of `rows` have, for `gated_tasks`.
+
+    Attributes:
+      word_of: column of tokens -> that with the token itself, for rows with a negative slot.
+      outputs: those of the slots of the new h and c.
+    """
+
+    word_of: Mapping[int, int]
+    outputs: tuple[int, int]
+
+
+def pack_gates(cell: GatedCell) -> Float[Array, " packed"]:
+    """Return the weight of a cell in the order in which `gated_tasks` reads it, computed now.
+
+    Raises:
+      NotImplementedError: there is no C++ compiler.
+    """
+    if cell.kind == "lookup" or cell.kind not in NUMBERS:
+        return jnp.zeros(0, jnp.float32)
+    (product,) = cell.products
+    (num_gates,) = KINDS[cell.kind].num_gates
+    hidden = product.weight.shape[1] // num_gates
+    size = -(-hidden // _WIDEST) * _WIDEST * num_gates * product.weight.shape[0]
+    call = jax.ffi.ffi_call(
+        build.cpu_target(SOURCE, "PackGates"), jax.ShapeDtypeStruct((size,), jnp.float32)
+    )
+    return call(product.weight, kind=np.int32(NUMBERS[cell.kind]))
+
+
+def gated_tasks(
+    cell: GatedCell,
+    columns: TaskColumns,
+    states: Float[Array, "slots hidden"],
+    tokens: Int32[Array, " token_slots"] | None,
+    rows: Int32[Array | np.ndarray, "num width"],
+    reads: Int32[Array | np.ndarray, " reads"],
+    packed: Float[Array, " packed"],
+    *,
+    trash: int,
+) -> tuple[Float[Array, "slots hidden"], UInt8[Array, " num"], Float[Array, "reads hidden"]]:
+    """Run tasks one after the other, each of which reads all its rows before it writes any.
+
+    Args:
+      cell: whose rows are of `states`, or of a table of the cell by tokens; their index is a
+        `Column`.
+      states: it is changed in place if it is donated.
+      tokens: those that are not in `rows`.
+      rows: the slots and words of each row, in `columns`, and in the last column the number of its
+        task. It does not decrease, and is negative for rows after the last task.
+      reads: slots that are read after all tasks; negative after the last of them.
+      packed: `pack_gates(cell)`.
+      trash: the slot that nothing reads; a row that writes both results there is not computed.
+
+    Returns:
+      The states; for each row 1 if its results are finite and else 0; and the states at `reads`,
+      of which those at negative slots are anything.
+
+    Raises:
+      NotImplementedError: it cannot serve this cell; the message says why.
+    """
+    platform = dispatch.target_platform()
+    if platform != "cpu" or dispatch.is_partitioned():
+        raise NotImplementedError(f"it serves one CPU, not {platform} or a mesh")
+    if cell.kind not in _KINDS or len(cell.products) > 1:
+        raise NotImplementedError(f"it serves {tuple(_KINDS)}, not {cell.kind}")
+    product = cell.products[0] if cell.products else None
+    tables: list[jax.Array] = []
+    token_columns: set[int] = set()
+
+    def column_of(part: RowsAt | None) -> int:
+        if part is None:
+            return _NONE
+        if not isinstance(part.index, Column):
+            raise NotImplementedError("it serves rows that a column chooses")
+        if part.values is states:
+            return part.index.number
+        token_columns.add(part.index.number)
+        tables.append(part.values)
+        return _OF_TOKEN
+
+    parts = () if product is None else product.rows
+    if len(parts) > 2:
+        raise NotImplementedError(f"it serves rows of at most two parts, not {len(parts)}")
+    first, second = ([*map(column_of, parts), _NONE, _NONE])[:2]
+    one, other = ([*map(column_of, cell.carried), _NONE, _NONE])[:2]
+    no_rows = np.zeros((0, 0), np.float32)
+    weight, bias, added = no_rows, np.zeros(0, np.float32), no_rows
+    if product is None:
+        if (one, other) != (_OF_TOKEN, _OF_TOKEN):
+            raise NotImplementedError("it looks up both states of a token")
+        one = other = _NONE
+        added = tables.pop()
+    else:
+        if len(tables) > 1 or _OF_TOKEN in (one, other):
+            raise NotImplementedError("it serves carried states, and one part of a token")
+        weight, bias = product.weight, product.bias
+        if product.added is not None:
+            column_of(product.added)
+            added = tables.pop()
+    table = tables[0] if tables else no_rows
+    dtypes = {str(array.dtype) for array in (states, weight, bias, table, added)}
+    if dtypes != {"float32"} or weight.size > MAX_WEIGHT:
+        raise NotImplementedError(
+            f"it serves float32 and weights of at most {MAX_WEIGHT} numbers, not {sorted(dtypes)} "
+            f"and {weight.shape}"
+        )
+    if len(token_columns) > 1 or not token_columns <= set(columns.word_of):
+        raise NotImplementedError("it serves one input of tokens, which travel with the task")
+    token = token_columns.pop() if token_columns else _NONE
+    call = jax.ffi.ffi_call(
+        build.cpu_target(SOURCE, "GatedTasks"),
+        [
+            jax.ShapeDtypeStruct(states.shape, states.dtype),
+            jax.ShapeDtypeStruct(rows.shape[:1], np.dtype(np.uint8)),
+            jax.ShapeDtypeStruct((*reads.shape, states.shape[1]), states.dtype),
+        ],
+        input_output_aliases={0: 0},
+    )
+    numbers = [first, second, one, other, token, columns.word_of.get(token, _NONE)]
+    new_states, is_finite, values = call(
+        states,
+        np.zeros(0, np.int32) if tokens is None else tokens,
+        rows,
+        reads,
+        *(packed, bias, table, added),
+        kind=np.int32(_KINDS[cell.kind]),
+        trash=np.int32(trash),
+        columns=np.array([*numbers, *columns.outputs], np.int32),
+    )
+    return new_states, is_finite, values

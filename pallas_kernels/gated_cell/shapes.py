@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.gated_cell.api import gated_cell
-from pallas_kernels.gated_cell.kinds import KINDS, Kind
-from pallas_kernels.gated_cell.operands import Product, RowsAt
+from pallas_kernels.gated_cell.operands import KINDS, Kind, Product, RowsAt
 
 
 @final

@@ -30,8 +30,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from pallas_kernels import gpu
-from pallas_kernels.gated_cell.kinds import KINDS, CellKind, Kind
-from pallas_kernels.gated_cell.operands import Product, RowsAt
+from pallas_kernels.gated_cell.operands import KINDS, CellKind, Kind, Product, RowsAt
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # A product of tensor cores has at least 16 rows and columns.

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.gated_cell.kinds import KINDS, Kind
-from pallas_kernels.gated_cell.operands import Product, RowsAt
+from pallas_kernels.gated_cell.operands import KINDS, Kind, Product, RowsAt
 from pallas_kernels.matmul import matmul
 
 

@@ -10,8 +10,7 @@ from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import dispatch
 from pallas_kernels.kv_write import cpu, reference, triton, xla
-from pallas_kernels.kv_write.rotary import RopeTables
-from pallas_kernels.kv_write.written import Written
+from pallas_kernels.kv_write.operands import RopeTables, Written
 
 Implementation = Literal["reference", "xla", "cpu", "triton", "triton_interpreted"]
 

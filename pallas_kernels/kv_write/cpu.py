@@ -10,9 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import build, dispatch
-from pallas_kernels.kv_write.quantize import LARGEST
-from pallas_kernels.kv_write.rotary import RopeTables
-from pallas_kernels.kv_write.written import Written
+from pallas_kernels.kv_write.operands import LARGEST, RopeTables, Written
 
 _SOURCE = Path(__file__).with_name("cpu.cc")
 

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Real
 
-from pallas_kernels.kv_write.quantize import quantize
-from pallas_kernels.kv_write.rotary import RopeTables
-from pallas_kernels.kv_write.written import Written
+from pallas_kernels.kv_write.operands import RopeTables, Written, quantize
 
 
 def kv_write(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.kv_write.api import rotate_and_write
-from pallas_kernels.kv_write.quantize import LARGEST
+from pallas_kernels.kv_write.operands import LARGEST
 
 
 @final

@@ -18,9 +18,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import gpu
-from pallas_kernels.kv_write.quantize import LARGEST
-from pallas_kernels.kv_write.rotary import RopeTables
-from pallas_kernels.kv_write.written import Written
+from pallas_kernels.kv_write.operands import LARGEST, RopeTables, Written
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MAX_WIDTH = 256

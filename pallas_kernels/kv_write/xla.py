@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Real
 
-from pallas_kernels.kv_write.quantize import quantize
-from pallas_kernels.kv_write.rotary import RopeTables, apply_rope
-from pallas_kernels.kv_write.written import Written
+from pallas_kernels.kv_write.operands import RopeTables, Written, apply_rope, quantize
 from pallas_kernels.put_rows import put_rows, serves
 
 

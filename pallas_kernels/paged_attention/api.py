@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -9,17 +10,30 @@ from jaxtyping import Array, Float, Float32, Int, Real
 
 from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import cpu, mosaic, reference, triton, xla
+from pallas_kernels.paged_attention.operands import AttentionCall, Rows
 from pallas_kernels.paged_attention.planner import Plan
-from pallas_kernels.paged_attention.rows import Rows
+
+_Implementation = Callable[[AttentionCall], Float[Array, "tokens q_heads head_dim"]]
+
+
+def _of_arguments(
+    implementation: _Implementation,
+) -> Callable[..., Float[Array, "tokens q_heads head_dim"]]:
+    """Return the implementation as a function of the arguments, which the log of choices names."""
+    return lambda **arguments: implementation(AttentionCall(**arguments))
+
 
 _IMPLEMENTATIONS = {
-    "reference": reference.paged_attention,
-    "xla": xla.paged_attention,
-    "cpu": cpu.paged_attention,
-    "triton": triton.paged_attention,
-    "triton_interpreted": partial(triton.paged_attention, interpret=True),
-    "mosaic": mosaic.paged_attention,
-    "mosaic_interpreted": partial(mosaic.paged_attention, interpret=True),
+    name: _of_arguments(implementation)
+    for name, implementation in {
+        "reference": reference.paged_attention,
+        "xla": xla.paged_attention,
+        "cpu": cpu.paged_attention,
+        "triton": triton.paged_attention,
+        "triton_interpreted": partial(triton.paged_attention, interpret=True),
+        "mosaic": mosaic.paged_attention,
+        "mosaic_interpreted": partial(mosaic.paged_attention, interpret=True),
+    }.items()
 }
 _PREFERRED = {"cpu": ("cpu",), "cuda": ("triton",)}
 

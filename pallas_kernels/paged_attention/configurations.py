@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.cross import H100, H100_CORES
 from pallas_kernels.paged_attention.api import paged_attention
+from pallas_kernels.paged_attention.operands import Rows
 from pallas_kernels.paged_attention.planner import Capacity, no_work
-from pallas_kernels.paged_attention.rows import Rows
 from pallas_kernels.paged_attention.tilings import tiling_for
 
 HEAD_DIMS = (64, 80, 96, 128, 256)

@@ -12,12 +12,12 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Real
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import triton
+from pallas_kernels.paged_attention.operands import AttentionCall, Rows
 from pallas_kernels.paged_attention.planner import Plan, Warpgroups
-from pallas_kernels.paged_attention.rows import Rows
 
 _MIN_JAX = (0, 11)
 _DTYPES = ("bfloat16", "float16")
@@ -28,22 +28,7 @@ _MIN_PAGE = 16
 
 
 def paged_attention(
-    q: Float[Array, "tokens q_heads head_dim"],
-    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
-    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
-    layer: int | Int[Array, ""],
-    rows: Rows,
-    *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    alibi_slopes: Float[Array, " q_heads"] | None,
-    distance_bias: Float[Array, "q_heads distances"] | None,
-    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
-    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
-    max_query_length: int | None,
-    plan: Plan | None,
-    interpret: bool = False,
+    call: AttentionCall, *, interpret: bool = False
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """See `api.paged_attention`. Tokens in no row get zeros.
 
@@ -54,40 +39,37 @@ def paged_attention(
         raise NotImplementedError(f"it needs JAX 0.11 or newer, not {jax.__version__}")
     if not interpret:
         _check_platform()
-    if plan is None:
+    if call.plan is None:
         raise NotImplementedError("it needs a plan of the batch; pass plan=")
-    if alibi_slopes is not None:
+    if call.alibi_slopes is not None:
         raise NotImplementedError("it does not support ALiBi")
-    if distance_bias is not None:
+    if call.distance_bias is not None:
         raise NotImplementedError("it has no bias by distance")
-    if scale <= 0.0:
-        raise NotImplementedError(f"it needs a positive scale of the logits, not {scale}")
-    _check_types(q, k_pages, sliding_window)
-    _check_page_size(k_pages, plan)
-    plan.tiling.check_heads(q.shape[1], k_pages.shape[2])
-    logits = dict(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
-    is_decode = max_query_length == 1
-    call = _Call(q, k_pages, v_pages, layer, rows, plan, logits, is_decode, interpret)
-    out = q
-    if len(plan.tiles):
-        out = call.tiles()
-    return call.splits(out) if len(plan.splits) else out
+    if call.scale <= 0.0:
+        raise NotImplementedError(f"it needs a positive scale of the logits, not {call.scale}")
+    _check_types(call.q, call.k_pages, call.sliding_window)
+    _check_page_size(call.k_pages, call.plan)
+    call.plan.tiling.check_heads(call.q.shape[1], call.k_pages.shape[2])
+    kernels = _Kernels(call, call.plan, interpret)
+    out = call.q
+    if len(call.plan.tiles):
+        out = kernels.tiles()
+    return kernels.splits(out) if len(call.plan.splits) else out
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Call:
-    """The arguments of a call, and the two kernels on them."""
+class _Kernels:
+    """The two kernels on the arguments of a call."""
 
-    q: jax.Array
-    k_pages: jax.Array
-    v_pages: jax.Array
-    layer: int | jax.Array
-    rows: Rows
+    given: AttentionCall
     plan: Plan
-    logits: dict[str, Any]  # scale, sliding_window, soft_cap
-    is_decode: bool
     interpret: bool
+
+    @property
+    def logits(self) -> dict[str, Any]:
+        given = self.given
+        return dict(scale=given.scale, sliding_window=given.sliding_window, soft_cap=given.soft_cap)
 
     @property
     def warpgroups(self) -> Warpgroups:
@@ -99,12 +81,12 @@ class _Call:
         # They need JAX 0.11, and their imports are slow.
         from pallas_kernels.paged_attention.mosaic_tile import TileKernel
 
-        tiling, head_dim = self.plan.tiling, self.q.shape[2]
-        num_pages, kv_heads, page_size = self.k_pages.shape[1:4]
-        window = self.logits["sliding_window"]
+        given, tiling = self.given, self.plan.tiling
+        num_pages, kv_heads, page_size, head_dim = given.k_pages.shape[1:]
+        window = given.sliding_window
         # A window's second mask, or a soft cap, take registers; wide heads leave them only with
         # smaller products.
-        is_plain = window is None and self.logits["soft_cap"] is None
+        is_plain = window is None and given.soft_cap is None
         parts = 1 if is_plain or head_dim == _HEAD_DIMS[0] else 2
         kernel = TileKernel(
             **self.logits,
@@ -115,17 +97,17 @@ class _Call:
             block_keys=self.warpgroups.block_keys // parts,
             num_stages=self.warpgroups.num_stages * parts,
             programs=tiling.tile_programs,
-            dtype=self.q.dtype,
+            dtype=given.q.dtype,
             interpret=self.interpret,
         )
-        first_page = jnp.asarray(self.layer, jnp.int32) * num_pages
+        first_page = jnp.asarray(given.layer, jnp.int32) * num_pages
         return kernel(
             jnp.stack([jnp.asarray(self.plan.counts[0], jnp.int32), first_page]),
-            _items(self.plan.tiles, self.rows, window),
-            self.rows.page_table,
-            self.q,
+            _items(self.plan.tiles, given.rows, window),
+            given.rows.page_table,
+            given.q,
             *self._flat_pages(),
-            jnp.zeros_like(self.q),
+            jnp.zeros_like(given.q),
         )
 
     def splits(self, out: jax.Array) -> jax.Array:
@@ -134,11 +116,10 @@ class _Call:
         `out` is the queries themselves where the plan has no tiles. An item reads its own queries
         before it overwrites them, and no other item reads them.
         """
-        from pallas_kernels.paged_attention.mosaic_split import SplitKernel
-        from pallas_kernels.paged_attention.mosaic_split_memory import SplitSizes
+        from pallas_kernels.paged_attention.mosaic_split import SplitKernel, SplitSizes
 
-        tiling, rows = self.plan.tiling, self.rows
-        num_pages, kv_heads, page_size, head_dim = self.k_pages.shape[1:]
+        given, tiling, rows = self.given, self.plan.tiling, self.given.rows
+        num_pages, kv_heads, page_size, head_dim = given.k_pages.shape[1:]
         sizes = SplitSizes(
             **self.logits,
             group=tiling.group,
@@ -152,12 +133,12 @@ class _Call:
             num_stages=self.warpgroups.split_stages,
             programs=tiling.split_programs,
             num_partials=self.plan.num_partials,
-            dtype=self.q.dtype,
+            dtype=given.q.dtype,
             interpret=self.interpret,
         )
         steering = (
             jnp.asarray(self.plan.counts),
-            jnp.asarray(self.layer, jnp.int32).reshape(1),
+            jnp.asarray(given.layer, jnp.int32).reshape(1),
             jnp.asarray(self.plan.splits),
             rows.query_start,
             rows.query_length,
@@ -165,26 +146,30 @@ class _Call:
             rows.context_length,
             rows.page_table,
         )
-        given = None if out is self.q else self.q
-        out, values, sums = SplitKernel(sizes)(steering, given, *self._flat_pages(), out)
+        q = None if out is given.q else given.q
+        out, values, sums = SplitKernel(sizes)(steering, q, *self._flat_pages(), out)
         out = triton.merge(
-            *(self.plan, rows, values, sums, out),
-            is_decode=self.is_decode,
+            self.plan,
+            rows,
+            values,
+            sums,
+            out,
+            is_decode=given.is_decode,
             interpret=self.interpret,
         )
         dispatch.record(
             "paged_attention, partial results",
             "triton_interpreted" if self.interpret else "triton",
             "mosaic has no kernel that merges them",
-            q=self.q,
-            k_pages=self.k_pages,
+            q=given.q,
+            k_pages=given.k_pages,
         )
         return out
 
     def _flat_pages(self) -> tuple[jax.Array, jax.Array]:
-        layers, num_pages = self.k_pages.shape[:2]
-        shape = (layers * num_pages, *self.k_pages.shape[2:])
-        return self.k_pages.reshape(shape), self.v_pages.reshape(shape)
+        k_pages, v_pages = self.given.k_pages, self.given.v_pages
+        shape = (-1, *k_pages.shape[2:])
+        return k_pages.reshape(shape), v_pages.reshape(shape)
 
 
 def serves(group: int, head_dim: int, dtype: str, page_dtype: str) -> bool:

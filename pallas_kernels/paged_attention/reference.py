@@ -5,47 +5,30 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Real
+from jaxtyping import Array, Float
 
-from pallas_kernels.paged_attention.planner import Plan
-from pallas_kernels.paged_attention.rows import Rows
+from pallas_kernels.paged_attention.operands import AttentionCall
 
 
-def paged_attention(
-    q: Float[Array, "tokens q_heads head_dim"],
-    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
-    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
-    layer: int | Int[Array, ""],
-    rows: Rows,
-    *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    alibi_slopes: Float[Array, " q_heads"] | None,
-    distance_bias: Float[Array, "q_heads distances"] | None,
-    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
-    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
-    max_query_length: int | None,
-    plan: Plan | None,
-) -> Float[Array, "tokens q_heads head_dim"]:
+def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads head_dim"]:
     """See `api.paged_attention`. Loops in NumPy float64, query by query; cannot be traced."""
-    del max_query_length, plan
-    if isinstance(q, jax.core.Tracer):
+    if isinstance(call.q, jax.core.Tracer):
         raise NotImplementedError("the reference runs outside jit only; use implementation='xla'")
-    queries, keys, values = (np.asarray(x, np.float64) for x in (q, k_pages[layer], v_pages[layer]))
-    if k_scales is not None and v_scales is not None:
-        keys *= np.asarray(k_scales, np.float64)[layer][..., None]
-        values *= np.asarray(v_scales, np.float64)[layer][..., None]
+    layer, rows = call.layer, call.rows
+    queries, keys, values = (
+        np.asarray(x, np.float64) for x in (call.q, call.k_pages[layer], call.v_pages[layer])
+    )
+    if call.k_scales is not None and call.v_scales is not None:
+        keys *= np.asarray(call.k_scales, np.float64)[layer][..., None]
+        values *= np.asarray(call.v_scales, np.float64)[layer][..., None]
     tables = np.asarray(rows.page_table)
     starts, lengths, positions, contexts = (
         np.asarray(each).tolist()
-        for each in (
-            *(rows.query_start, rows.query_length),
-            *(rows.first_position, rows.context_length),
-        )
+        for each in (rows.query_start, rows.query_length, rows.first_position, rows.context_length)
     )
-    slopes = None if alibi_slopes is None else np.asarray(alibi_slopes, np.float64)
-    biases = None if distance_bias is None else np.asarray(distance_bias, np.float64)
+    slopes = None if call.alibi_slopes is None else np.asarray(call.alibi_slopes, np.float64)
+    biases = None if call.distance_bias is None else np.asarray(call.distance_bias, np.float64)
+    window, soft_cap = call.sliding_window, call.soft_cap
     page_size = keys.shape[2]
     group = queries.shape[1] // keys.shape[1]
     out = np.zeros(queries.shape)
@@ -53,7 +36,7 @@ def paged_attention(
         for i in range(lengths[row]):
             token = starts[row] + i
             position = positions[row] + i
-            first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            first = 0 if window is None else max(0, position - window + 1)
             seen = np.arange(first, min(position + 1, contexts[row]))
             if not seen.size:
                 continue
@@ -62,7 +45,7 @@ def paged_attention(
                 # [seen, head_dim]
                 k = keys[page, head // group, offset]
                 v = values[page, head // group, offset]
-                logits = k @ queries[token, head] * scale
+                logits = k @ queries[token, head] * call.scale
                 if soft_cap is not None:
                     logits = soft_cap * np.tanh(logits / soft_cap)
                 if slopes is not None:
@@ -72,4 +55,4 @@ def paged_attention(
                     logits = logits + bias[np.minimum(position - seen, bias.size - 1)]
                 weights = np.exp(logits - logits.max())
                 out[token, head] = (weights / weights.sum()) @ v
-    return jnp.asarray(out, q.dtype)
+    return jnp.asarray(out, call.q.dtype)

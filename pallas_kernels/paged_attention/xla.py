@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Real
 
-from pallas_kernels.paged_attention.planner import Plan
-from pallas_kernels.paged_attention.rows import Rows
+from pallas_kernels.paged_attention.operands import AttentionCall, Rows
 
 # A split is the number of pages that holds this number of tokens, at least one page.
 DECODE_SPLIT_TOKENS = 128
@@ -30,50 +29,30 @@ TILE_QUERIES = 64
 _MASKED = -1e30
 
 
-def paged_attention(
-    q: Float[Array, "tokens q_heads head_dim"],
-    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
-    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
-    layer: int | Int[Array, ""],
-    rows: Rows,
-    *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    alibi_slopes: Float[Array, " q_heads"] | None,
-    distance_bias: Float[Array, "q_heads distances"] | None,
-    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
-    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
-    max_query_length: int | None,
-    plan: Plan | None,
-) -> Float[Array, "tokens q_heads head_dim"]:
+def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads head_dim"]:
     """See `api.paged_attention`."""
-    del plan  # only the GPU kernels use it
+    q, rows = call.q, call.rows
     tokens, num_heads, head_dim = q.shape
-    kv_heads = k_pages.shape[2]
+    kv_heads = call.k_pages.shape[2]
     shape = (kv_heads, num_heads // kv_heads)
+    slopes, bias = call.alibi_slopes, call.distance_bias
     attend = partial(
         _attend,
-        k_pages=k_pages,
-        v_pages=v_pages,
-        layer=layer,
+        k_pages=call.k_pages,
+        v_pages=call.v_pages,
+        layer=call.layer,
         options=_Options(
-            sliding_window,
-            soft_cap,
-            None if alibi_slopes is None else alibi_slopes.astype(jnp.float32).reshape(shape),
-            None
-            if distance_bias is None
-            else distance_bias.astype(jnp.float32).reshape(*shape, -1),
-            k_scales,
-            v_scales,
+            call.sliding_window,
+            call.soft_cap,
+            None if slopes is None else slopes.astype(jnp.float32).reshape(shape),
+            None if bias is None else bias.astype(jnp.float32).reshape(*shape, -1),
+            call.k_scales,
+            call.v_scales,
         ),
     )
-    scaled = (q.astype(jnp.float32) * scale).reshape(tokens, *shape, head_dim)
-    if max_query_length == 1:
-        out = _single_token_rows(scaled, rows, attend)
-    else:
-        out = _mixed_rows(scaled, rows, attend)
-    return out.reshape(q.shape).astype(q.dtype)
+    scaled = (q.astype(jnp.float32) * call.scale).reshape(tokens, *shape, head_dim)
+    attended = _single_token_rows if call.is_decode else _mixed_rows
+    return attended(scaled, rows, attend).reshape(q.shape).astype(q.dtype)
 
 
 @final

@@ -4,11 +4,13 @@ from pallas_kernels.quantised_matmul.api import quantised_matmul
 from pallas_kernels.quantised_matmul.packing import (
     PANEL,
     PackedMatrix,
+    Rounding,
     dequantise,
     dequantised_rows,
     pack,
+    quantise,
+    quantise_float8,
 )
-from pallas_kernels.quantised_matmul.rounding import Rounding, quantise, quantise_float8
 
 __all__ = [
     "PANEL",

@@ -10,8 +10,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.quantised_matmul import cpu, triton, xla
-from pallas_kernels.quantised_matmul.packing import PANEL, PackedMatrix
-from pallas_kernels.quantised_matmul.rounding import Rounding
+from pallas_kernels.quantised_matmul.packing import PANEL, PackedMatrix, Rounding
 
 Implementation = Literal["xla", "cpu", "triton", "triton_interpreted"]
 

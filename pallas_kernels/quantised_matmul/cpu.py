@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import build, dispatch
-from pallas_kernels.quantised_matmul.packing import PackedMatrix
-from pallas_kernels.quantised_matmul.rounding import Rounding
+from pallas_kernels.quantised_matmul.packing import PackedMatrix, Rounding
 
 SOURCE = Path(__file__).with_name("cpu.cc")
 SYMBOL = "QuantisedMatmul"

@@ -11,8 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.quantised_matmul.api import quantised_matmul
-from pallas_kernels.quantised_matmul.packing import PackedMatrix
-from pallas_kernels.quantised_matmul.rounding import Rounding, quantise, quantise_float8
+from pallas_kernels.quantised_matmul.packing import (
+    PackedMatrix,
+    Rounding,
+    quantise,
+    quantise_float8,
+)
 
 
 @final

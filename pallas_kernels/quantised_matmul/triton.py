@@ -22,8 +22,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import dispatch, gpu
-from pallas_kernels.quantised_matmul.packing import PANEL, PackedMatrix
-from pallas_kernels.quantised_matmul.rounding import Rounding, round_activations
+from pallas_kernels.quantised_matmul.packing import PANEL, PackedMatrix, Rounding, round_activations
 
 _DTYPES = ("bfloat16", "float16")
 # Tokens up to which each split has programs of its own, and the tiles of tokens up to there.

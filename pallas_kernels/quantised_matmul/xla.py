@@ -11,8 +11,13 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from pallas_kernels import dispatch
-from pallas_kernels.quantised_matmul.packing import PANEL, PackedMatrix, dequantise
-from pallas_kernels.quantised_matmul.rounding import Rounding, rounded_activations
+from pallas_kernels.quantised_matmul.packing import (
+    PANEL,
+    PackedMatrix,
+    Rounding,
+    dequantise,
+    rounded_activations,
+)
 
 # Elements of a weight that are widened at a time.
 _TILE_ELEMENTS = 2**22

@@ -11,7 +11,7 @@ import tokenizers
 
 from jaxserve.core.assets import WheelFile, fetch_together
 from jaxserve.core.errors import UnknownModelError
-from jaxserve.models.encoders import encoder_folder, untrained_predictor
+from jaxserve.models.registry import encoder_folder, untrained_predictor
 from predictor import SIZES, LengthBuckets
 from predictor.encoder import config_of
 

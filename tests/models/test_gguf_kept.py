@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
-from jaxserve.models.gguf_blocks import BLOCK_TYPES, CommonForm
+from jaxserve.models.gguf import BLOCK_TYPES, CommonForm
 from jaxserve.models.quantisation import Quantisation
 from jaxserve.models.store import load_model
 from pallas_kernels import dequantise

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxserve.core.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.families.llama import LlamaConfig
-from jaxserve.models.gguf_source import GGUFSource
+from jaxserve.models.gguf import GGUFSource
 from jaxserve.models.loading import abstract_model, load_params
 from jaxserve.models.rope import Rope, RopeScaling, inverse_frequencies
 from tests.models.gguf_models import (

@@ -14,10 +14,11 @@ from jaxserve.core.errors import CheckpointError
 from jaxserve.models.families.llama import LlamaConfig
 from jaxserve.models.loading import (
     abstract_model,
+    fitted,
     load_params,
     random_params,
+    under_own_names,
 )
-from jaxserve.models.tensor_names import fitted, under_own_names
 from sharding import make_mesh, state_shardings
 
 CONFIG = LlamaConfig(

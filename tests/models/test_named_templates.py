@@ -12,8 +12,8 @@ import transformers
 from tokenizers import pre_tokenizers
 
 from jaxserve.core.errors import InvalidRequestError
-from jaxserve.models.gguf_tokenizer import read_gguf_tokenizer
 from jaxserve.models.tokenizer import Tokenizer
+from jaxserve.models.tokenizer_files import read_gguf_tokenizer
 from tests.common.vocabularies import byte_level, byte_level_json
 
 pytestmark = pytest.mark.fast

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.core.errors import CheckpointError, InvalidConfigError, UnsupportedModelError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.models.quantisation import Quantisation
-from jaxserve.models.quantised_folders import QuantisedFolder, method_of
+from jaxserve.models.quantised_folders.folder import QuantisedFolder, method_of
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.models.store import load_model
 from sharding import StagePlan, make_mesh

@@ -10,7 +10,7 @@ import transformers
 
 from jaxserve import Runtime, SamplingParams
 from jaxserve.core.options import KV_DTYPES
-from jaxserve.models.gguf_source import GGUFSource
+from jaxserve.models.gguf import GGUFSource
 from jaxserve.models.store import load_model
 from tests.common.tiers import some
 from tests.models.hf_checkpoints import greedy_shortfall, torch_logits

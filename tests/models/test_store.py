@@ -21,7 +21,7 @@ from flax import nnx
 from jaxserve.core.errors import CheckpointError, InvalidConfigError, UnknownModelError
 from jaxserve.models import converted, huge_pages
 from jaxserve.models.families.llama import LlamaConfig
-from jaxserve.models.gguf_source import GGUFSource
+from jaxserve.models.gguf import GGUFSource
 from jaxserve.models.store import LoadedModel, load_model
 from jaxserve.testing.tiny import letter_tokenizer
 from sharding import make_mesh

@@ -17,9 +17,9 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.batch import AttentionBatch, empty_cache
+from jaxserve.models.encoder_decoder import both_ways_biases, causal_biases
 from jaxserve.models.families import config_from_hf
 from jaxserve.models.families.t5 import T5Config
-from jaxserve.models.relative_positions import both_ways_biases, causal_biases
 from jaxserve.models.store import load_model
 from jaxserve.steps.encoding import pack_prompts, visible_rows
 from pallas_kernels import Rows

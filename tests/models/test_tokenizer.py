@@ -16,8 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.core.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from jaxserve.engine.text import TextAssembler
-from jaxserve.models.gguf_tokenizer import read_gguf_tokenizer
 from jaxserve.models.tokenizer import StreamDecoder, Tokenizer
+from jaxserve.models.tokenizer_files import read_gguf_tokenizer
 
 pytestmark = pytest.mark.fast
 

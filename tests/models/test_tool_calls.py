@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from jaxserve.models.call_reader import Call, CallReader, MoreArguments
 from jaxserve.models.tool_calls import (
     HERMES,
     LIST,
     LLAMA3,
     MISTRAL,
+    Call,
+    CallReader,
+    MoreArguments,
     ToolFormat,
     format_of,
     with_instruction,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pallas_kernels import dequantise, quantised_matmul
 from pallas_kernels.cross import targeting
 from pallas_kernels.quantised_matmul import pack
-from pallas_kernels.quantised_matmul.rounding import rounded_activations
+from pallas_kernels.quantised_matmul.packing import rounded_activations
 from pallas_kernels.quantised_matmul.shapes import FORMATS
 from tests.common.tiers import examples, some
 

@@ -14,8 +14,7 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RuntimeOptions
 from jaxserve.execution.sizes import nbytes
 from jaxserve.models.loading import abstract_model
-from jaxserve.models.panelled import PanelledWeight
-from jaxserve.models.quantisation import Quantisation, Quantiser, panels_dtype
+from jaxserve.models.quantisation import PanelledWeight, Quantisation, Quantiser, panels_dtype
 from jaxserve.models.quantised import QuantisedWeight
 from jaxserve.testing.tiny import OPTIONS, random_prompts, tiny_llama
 from pallas_kernels import dispatch

@@ -15,8 +15,7 @@ from flax import nnx
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.execution.pages import PAGES_A_CALL, gathered, scattered
-from jaxserve.models.batch import empty_cache
-from jaxserve.models.incoming import IncomingPages
+from jaxserve.models.batch import IncomingPages, empty_cache
 from jaxserve.steps import slots as edits
 from jaxserve.steps.packing import pack_rows, pack_window
 from jaxserve.steps.placement import Placement

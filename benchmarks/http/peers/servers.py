@@ -22,8 +22,8 @@ from benchmarks.offline.peers.compare import SCRIPTS as OFFLINE_SCRIPTS
 from benchmarks.offline.peers.compare import Environment
 from benchmarks.offline.peers.job import write_job, write_models
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.models.gguf_source import GGUFSource
-from jaxserve.models.gguf_tokenizer import read_gguf_tokenizer
+from jaxserve.models.gguf import GGUFSource
+from jaxserve.models.tokenizer_files import read_gguf_tokenizer
 from jaxserve.workload import WorkloadItem
 
 SCRIPTS = Path(__file__).parent

@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from jaxserve.models.gguf_source import GGUFSource
+from jaxserve.models.gguf import GGUFSource
 from jaxserve.workload import WorkloadItem
 
 # Inputs that share a scale with 4 bits, as in Q4_0.

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, final
+from functools import partial, reduce
+from operator import add
+from typing import Any, Self, cast, final
 
-from jaxserve.models.config import Fields, check_is
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Float32, Int32
+
+from jaxserve.models.config import DecoderConfig, Fields, check_is
+from jaxserve.models.context import LayerContext
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.experts import ExpertsConfig, MixtureOfExperts
 from jaxserve.models.families.llama import (
     LAYER,
     ROTARY_FIELDS,
@@ -16,10 +24,128 @@ from jaxserve.models.families.llama import (
     rotary_decoder_fields,
 )
 from jaxserve.models.family import Family
-from jaxserve.models.layers import Block
-from jaxserve.models.norms import RMSNorm
+from jaxserve.models.layers import Block, gate_of
+from jaxserve.models.linear import Linear
+from jaxserve.models.norms import Norm, RMSNorm
+from jaxserve.models.param_maker import ParamMaker
+from jaxserve.models.projection import normed, with_residual
 from jaxserve.models.rope import Rope
 from jaxserve.models.weights import Tensor, Weight
+from pallas_kernels import log_sum_exp
+from sharding.shards import TENSOR, num_tensor_shards, over_tensor, sum_over_tensor, tensor_index
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(DecoderConfig):
+    """A configuration with a mixture of experts in place of each MLP.
+
+    Attributes:
+      num_experts: the number of experts in a layer.
+      experts_per_token: the number of experts that each token goes to.
+      normalises_gates: whether the gates of a token's experts are scaled to a sum of one.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    normalises_gates: bool = True
+
+
+@final
+class MixtureOfExperts(nnx.Module):
+    """Several gated MLPs; a router sends each token to a few of them and weighs their outputs.
+
+        router    [embed, experts]
+        gate_up   [experts, embed, 2, mlp]
+        down      [experts, mlp, embed]
+
+    Tokens are sorted by expert and multiplied group by group, so that no token is dropped and none
+    is multiplied with the weights of another's expert. On a mesh, each shard has its share of the
+    experts.
+    """
+
+    def __init__(self, config: DecoderConfig, new: ParamMaker):
+        config = cast(ExpertsConfig, config)
+        self.config = config
+        embed, mlp, experts = config.hidden_size, config.intermediate_size, config.num_experts
+        self.router = new.weight(("embed", None), (embed, experts), stays_dense=True)
+        self.gate_up = new.weight(
+            ("experts", "embed", None, None), (experts, embed, 2, mlp), num_stacked=1
+        )
+        self.down = new.weight(("experts", None, "embed"), (experts, mlp, embed), num_stacked=1)
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens embed"],
+        context: LayerContext,
+        *,
+        norm: Norm | None = None,
+        residual: Float[Array, "tokens embed"] | None = None,
+    ) -> Float[Array, "tokens embed"]:
+        """See `MLP`."""
+        x = normed(x, norm)
+        gates, experts = self._route(x, context.adapter)
+        num_shards = num_tensor_shards()
+        mix = over_tensor(
+            partial(
+                _mix,
+                activation=self.config.activation,
+                num_own=self.config.num_experts // num_shards,
+                num_shards=num_shards,
+            ),
+            in_specs=(P(), P(), P(), P(), P(TENSOR), P(TENSOR)),
+            out_specs=P(),
+        )
+        out = mix(x, gates, experts, context.adapter, Linear(self.gate_up), Linear(self.down))
+        return with_residual(residual, out)
+
+    def _route(
+        self, x: Float[Array, "tokens embed"], adapter: Int32[Array, " tokens"] | None
+    ) -> tuple[
+        Float32[Array, "tokens experts_per_token"], Int32[Array, "tokens experts_per_token"]
+    ]:
+        """Return the gates and the experts of each token."""
+        scores = Linear(self.router)(x, adapter, out_dtype=jnp.float32)
+        likeliest, experts = lax.top_k(scores, self.config.experts_per_token)
+        gates = jnp.exp(likeliest - log_sum_exp(scores)[:, None])
+        if self.config.normalises_gates:
+            gates = gates / _sum(gates)[:, None]
+        return gates, experts
+
+
+def _mix(
+    x: Float[Array, "tokens embed"],
+    gates: Float32[Array, "tokens experts_per_token"],
+    experts: Int32[Array, "tokens experts_per_token"],
+    adapter: Int32[Array, " tokens"] | None,
+    gate_up: Linear,  # weight [own experts, embed, 2, mlp]
+    down: Linear,  # weight [own experts, mlp, embed]
+    *,
+    activation: str,
+    num_own: int,
+    num_shards: int,
+) -> Float[Array, "tokens embed"]:
+    """Return the outputs of each token's experts on this shard, weighed and added up."""
+    num_tokens, num_each = experts.shape
+    # Own experts come first; those of other shards are sorted behind, and are in no group.
+    own = experts.reshape(-1) - tensor_index(num_shards) * num_own
+    own = own % (num_own * num_shards)
+    order = jnp.argsort(own, stable=True)
+    sizes = jnp.bincount(own, length=num_own * num_shards)[:num_own].astype(jnp.int32)
+    token = order // num_each
+    adapter = None if adapter is None else adapter[token]
+    both = gate_up.grouped(x[token], sizes, adapter)  # [tokens * experts_per_token, 2, mlp]
+    out = down.grouped(gate_of(activation)(both), sizes, adapter)
+    # Back to where token t's i-th expert is at t * num_each + i.
+    out = jnp.where((own < num_own)[:, None], out[jnp.argsort(order)], 0)
+    out = out.reshape(num_tokens, num_each, -1) * gates[..., None].astype(x.dtype)
+    return sum_over_tensor(_sum(out), num_shards)
+
+
+def _sum(x: Float[Array, "tokens few *shape"]) -> Float[Array, " tokens *shape"]:
+    """Return the sum over the second axis, added up in its order whatever the number of tokens."""
+    wide = x.astype(jnp.float32)
+    return reduce(add, (wide[:, i] for i in range(x.shape[1]))).astype(x.dtype)
+
 
 _FIELDS = {
     "mixtral": Fields(

@@ -72,7 +72,7 @@ class T5Config(DecoderConfig):
 
     Attributes:
       num_encoder_layers: layers of the encoder.
-      num_buckets, max_distance: of relative positions, see `relative_positions`.
+      num_buckets, max_distance: of relative positions, see `encoder_decoder.causal_biases`.
       is_gated: whether the MLP has a gate, as from version 1.1 on.
       scales_logits: whether the input of the logits is divided by sqrt(hidden_size), as in
         version 1.0.

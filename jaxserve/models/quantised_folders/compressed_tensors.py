@@ -31,7 +31,7 @@ from jaxserve.models.quantised_folders.matrix import (
     unpacked,
     whole_number,
 )
-from jaxserve.models.source import WeightSource
+from jaxserve.models.weights import WeightSource
 
 # The types and bits of weights by format.
 _TYPES = {

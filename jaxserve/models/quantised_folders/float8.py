@@ -18,7 +18,7 @@ from jaxtyping import Float
 
 from jaxserve.core.errors import UnsupportedModelError
 from jaxserve.models.quantised_folders.matrix import Found, Matrix
-from jaxserve.models.source import WeightSource
+from jaxserve.models.weights import WeightSource
 
 Block = tuple[int, int]
 # Scales of activations, which products do not use.

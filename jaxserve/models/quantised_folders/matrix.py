@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Int, Int32, UInt8
 
-from jaxserve.models.source import WeightSource
+from jaxserve.models.weights import WeightSource
 
 
 @final

@@ -25,11 +25,18 @@ from jaxserve.models.attention import causal_rows, cross_rows
 from jaxserve.models.batch import AttentionBatch, KVCache, empty_cache
 from jaxserve.models.config import DecoderConfig, check_fits
 from jaxserve.models.context import CrossContext
-from jaxserve.models.encoder import Encoder, EncoderBatch, EncoderContext
-from jaxserve.models.encoder_decoder import CrossBlock, EncoderDecoder, RelativeConfig
+from jaxserve.models.encoder_decoder import (
+    CrossBlock,
+    Encoder,
+    EncoderBatch,
+    EncoderContext,
+    EncoderDecoder,
+    RelativeConfig,
+    both_ways_biases,
+    causal_biases,
+)
 from jaxserve.models.loading import abstract_model, random_params
 from jaxserve.models.quantisation import Quantisation, Quantiser
-from jaxserve.models.relative_positions import both_ways_biases, causal_biases
 from jaxserve.models.rope import rope_tables
 from jaxserve.planning.layers import profile as parts
 from jaxserve.planning.layers.profile import LayerSizes

@@ -32,9 +32,8 @@ from benchmarks.offline.peers.compare import (
 )
 from benchmarks.offline.peers.job import write_job, write_models
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.models.gguf_source import GGUFSource
-from jaxserve.models.quantised_folders.methods import method_of
-from jaxserve.models.quantised_folders.source import QuantisedFolder
+from jaxserve.models.gguf import GGUFSource
+from jaxserve.models.quantised_folders.folder import QuantisedFolder, method_of
 from jaxserve.models.safetensors_source import SafetensorsSource
 from jaxserve.workload import WorkloadItem
 from tests.common.processes import HEED_INTERRUPTS

@@ -1,4 +1,4 @@
-"""The rows of a flat batch: the queries of each sequence, and the pages of its keys."""
+"""The operands of paged attention: the rows of a batch, and the arguments of a call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import final
 
 import jax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Float32, Int, Real
+
+from pallas_kernels.paged_attention.planner import Plan
 
 
 @final
@@ -33,3 +35,29 @@ class Rows:
     first_position: Int[Array, " rows"]
     context_length: Int[Array, " rows"]
     page_table: Int[Array, "rows row_pages"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionCall:
+    """The checked arguments of `api.paged_attention`, which has what they mean."""
+
+    q: Float[Array, "tokens q_heads head_dim"]
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"]
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"]
+    layer: int | Int[Array, ""]
+    rows: Rows
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    alibi_slopes: Float[Array, " q_heads"] | None
+    distance_bias: Float[Array, "q_heads distances"] | None
+    k_scales: Float32[Array, "layers pages kv_heads page_size"] | None
+    v_scales: Float32[Array, "layers pages kv_heads page_size"] | None
+    max_query_length: int | None
+    plan: Plan | None
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether token i is the only query of row i."""
+        return self.max_query_length == 1

@@ -1,17 +1,23 @@
-"""A folder with quantised weights, as a source of its numbers and of its codes."""
+"""A folder with quantised weights as a source of numbers and codes, and the table of formats."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import final
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, final
 
 import numpy as np
 
-from jaxserve.core.errors import CheckpointError
+from jaxserve.core.errors import CheckpointError, UnsupportedModelError
+from jaxserve.models.quantised_folders.compressed_tensors import CompressedTensors
+from jaxserve.models.quantised_folders.float8 import Float8
+from jaxserve.models.quantised_folders.gptq import AWQ, GPTQ
 from jaxserve.models.quantised_folders.matrix import Found, Matrix, Method
-from jaxserve.models.source import WeightSource
+from jaxserve.models.weights import WeightSource
 
 _log = logging.getLogger(__name__)
 
@@ -100,3 +106,54 @@ def _without_scales(source: WeightSource, found: Found) -> Iterator[str]:
     for name, dtype in source.dtypes().items():
         if name.endswith(".weight") and dtype in _SCALED and name not in parts:
             yield f"tensor {name} is in {dtype}, and the folder has no scales of it"
+
+
+METHODS: Mapping[str, Callable[[Mapping[str, Any]], Method]] = MappingProxyType(
+    {
+        "gptq": GPTQ.of,
+        "awq": AWQ.of,
+        "compressed-tensors": CompressedTensors.of,
+        "fp8": Float8.of,
+    }
+)
+
+# Files in which AutoGPTQ and AutoAWQ described weights beside config.json, with their formats.
+_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+
+
+def method_in(folder: Path, config: Mapping[str, Any]) -> Method | None:
+    """Return `method_of` a folder, whose writer may have described its weights in another file.
+
+    Raises:
+      CheckpointError: that file cannot be read.
+    """
+    for name, method in _OWN_FILES.items():
+        if not config.get("quantization_config") and (folder / name).is_file():
+            try:
+                given = json.loads((folder / name).read_text(encoding="utf-8"))
+                return method_of({"quantization_config": {"quant_method": method, **given}})
+            except (OSError, ValueError, TypeError) as error:
+                raise CheckpointError(
+                    str(folder), [f"{name} cannot be read: {error}"], f"fetch {name} again"
+                ) from error
+    return method_of(config)
+
+
+def method_of(config: Mapping[str, Any]) -> Method | None:
+    """Return the format of a folder's weights, from config.json; None for dense weights.
+
+    Raises:
+      UnsupportedModelError: the format is not read.
+    """
+    given = config.get("quantization_config")
+    if not given:
+        return None
+    name = given.get("quant_method")
+    if name not in METHODS:
+        raise UnsupportedModelError(
+            f"quantization_config has quant_method={name!r}; read are 'gptq' (4 and 8 bits), 'awq' "
+            "(4 bits, version 'gemm'), 'compressed-tensors' ('pack-quantized', 'int-quantized' and "
+            "'float-quantized') and 'fp8' (e4m3). Use a checkpoint in one of these, or one in 16 "
+            "bits with quantize='int4' or 'int8'"
+        )
+    return METHODS[name](given)

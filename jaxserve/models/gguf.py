@@ -1,0 +1,675 @@
+"""Models in GGUF files: the header, the blocks of quantised tensors, and a Llama family's weights.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
+Blocks: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NoReturn, final
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float, Int, Shaped, UInt8
+
+from jaxserve.core.errors import CheckpointError, MissingExtraError, UnsupportedModelError
+from jaxserve.models.rope import MAGNITUDE, RopeScaling, inverse_frequencies
+
+Rows = UInt8[np.ndarray, "*rows row_bytes"]
+Part = Literal["codes", "scales", "minima"]
+
+
+@final
+@dataclass(frozen=True)
+class Blocks:
+    """The numbers of some rows: `scales * codes + minima`, group by group.
+
+    Attributes:
+      codes: [*rows, length]; signed unless there are minima.
+      scales: [*rows, length / group]
+      minima: as scales; None for zeros.
+    """
+
+    codes: Int[np.ndarray, "*rows length"]
+    scales: Float[np.ndarray, "*rows groups"]
+    minima: Float[np.ndarray, "*rows groups"] | None
+
+
+@final
+@dataclass(frozen=True)
+class BlockType:
+    """How a ggml type stores numbers.
+
+    Attributes:
+      bits: that a code needs here: 4 or 8.
+      group: numbers that share a scale.
+      has_minima: whether they share a minimum too.
+      has_halves: whether scales and minima are float16 numbers; else they need float32.
+    """
+
+    bits: int
+    group: int
+    has_minima: bool
+    has_halves: bool
+    decode: Callable[[Rows], Blocks]
+
+
+def _q8_0(rows: Rows) -> Blocks:
+    blocks = rows.reshape(*rows.shape[:-1], -1, 34)
+    codes = np.ascontiguousarray(blocks[..., 2:]).view(np.int8)
+    return Blocks(_joined(codes), _halves(blocks[..., :2]), None)
+
+
+def _q4_0(rows: Rows) -> Blocks:
+    blocks = rows.reshape(*rows.shape[:-1], -1, 18)
+    codes = _nibbles(blocks[..., 2:]).astype(np.int8) - np.int8(8)
+    return Blocks(_joined(codes), _halves(blocks[..., :2]), None)
+
+
+def _q4_1(rows: Rows) -> Blocks:
+    blocks = rows.reshape(*rows.shape[:-1], -1, 20)
+    codes = _nibbles(blocks[..., 4:]).astype(np.int8)
+    return Blocks(_joined(codes), _halves(blocks[..., :2]), _halves(blocks[..., 2:4]))
+
+
+def _q4_k(rows: Rows) -> Blocks:
+    blocks = rows.reshape(*rows.shape[:-1], -1, 144)
+    whole, least = _halves(blocks[..., :2]), _halves(blocks[..., 2:4])
+    packed = blocks[..., 4:16]
+    first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = np.concatenate([first & 63, (third & 15) | ((first >> 2) & 48)], axis=-1)
+    minima = np.concatenate([second & 63, (third >> 4) | ((second >> 2) & 48)], axis=-1)
+    codes = blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32)
+    codes = np.stack([codes & 15, codes >> 4], axis=-2).astype(np.int8)
+    scales = whole.astype(np.float32)[..., None] * scales.astype(np.float32)
+    minima = -(least.astype(np.float32)[..., None] * minima.astype(np.float32))
+    return Blocks(_joined(codes, 3), _joined(scales), _joined(minima))
+
+
+def _q6_k(rows: Rows) -> Blocks:
+    blocks = rows.reshape(*rows.shape[:-1], -1, 210)
+    low = blocks[..., :128].reshape(*blocks.shape[:-1], 2, 1, 64)
+    low = (low >> np.array([0, 4], np.uint8)[:, None]) & 15  # [..., 2, 2, 64]
+    high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32)
+    high = (high >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3  # [..., 2, 4, 32]
+    codes = low.reshape(high.shape) | (high << 4)
+    codes = codes.astype(np.int8) - np.int8(32)
+    steps = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).astype(np.float32)
+    scales = _halves(blocks[..., 208:]).astype(np.float32)[..., None] * steps
+    return Blocks(_joined(codes, 3), _joined(scales), None)
+
+
+BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
+    {
+        "Q8_0": BlockType(8, 32, False, True, _q8_0),
+        "Q4_0": BlockType(4, 32, False, True, _q4_0),
+        "Q4_1": BlockType(4, 32, True, True, _q4_1),
+        "Q4_K": BlockType(4, 32, True, False, _q4_k),
+        "Q6_K": BlockType(8, 16, False, False, _q6_k),
+    }
+)
+
+
+@final
+@dataclass(frozen=True)
+class CommonForm:
+    """A form that holds the numbers of several block types exactly, for tensors that are fused.
+
+    Types of 4 bits with and without minima have float32 scales together: the minima of the latter
+    are -8 scales, which may be more than float16 holds.
+
+    Attributes: see `BlockType`.
+    """
+
+    bits: int
+    group: int
+    has_minima: bool
+    has_halves: bool
+
+    @classmethod
+    def of(cls, types: Sequence[BlockType]) -> CommonForm:
+        bits, have_minima = max(each.bits for each in types), {each.has_minima for each in types}
+        return cls(
+            bits,
+            min(each.group for each in types),
+            any(have_minima),
+            all(each.has_halves for each in types) and (bits > 4 or len(have_minima) == 1),
+        )
+
+    def part(self, name: Part, kind: BlockType, rows: Rows, unit: int = 1) -> np.ndarray:
+        """Return codes (uint8), scales or minima (float32) of a `PackedMatrix` of this form.
+
+        Args:
+          unit: numbers for which one scale or minimum is returned; it divides the groups.
+        """
+        blocks = kind.decode(rows)
+        is_shifted = self.bits == 4 and not kind.has_minima  # from -8 .. 7 to 0 .. 15
+        if name == "codes":
+            shift = 128 if self.bits == 8 else 8 if is_shifted else 0
+            return blocks.codes.view(np.uint8) + np.uint8(shift)
+        scales = blocks.scales.astype(np.float32)
+        if name == "minima":
+            if blocks.minima is not None:
+                scales = blocks.minima.astype(np.float32)
+            else:
+                scales = scales * np.float32(-8 if is_shifted else 0)
+        return np.repeat(scales, kind.group // unit, axis=-1)
+
+
+def _halves(pairs: UInt8[np.ndarray, "*blocks 2"]) -> Float[np.ndarray, "*blocks"]:
+    return np.ascontiguousarray(pairs).view(np.float16)[..., 0]
+
+
+def _nibbles(packed: UInt8[np.ndarray, "*blocks n"]) -> UInt8[np.ndarray, "*blocks m"]:
+    return np.concatenate([packed & 15, packed >> 4], axis=-1)
+
+
+def _joined(x: np.ndarray, axes: int = 1) -> np.ndarray:
+    """Return `x` with its blocks, and the `axes` axes after them, in one axis."""
+    return x.reshape(*x.shape[: -axes - 1], -1)
+
+
+MAGIC = b"GGUF"
+_REMEDY = "the file is damaged or was cut off; download or copy it again"
+_SCALARS = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4",
+    6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+# Element types that need no dequantisation: ggml type number -> (name, bytes).
+PLAIN_TYPES = {0: ("F32", 4), 1: ("F16", 2), 28: ("F64", 8), 30: ("BF16", 2)}
+
+
+@final
+@dataclass(frozen=True)
+class TensorInfo:
+    """The place of a tensor in the file. `shape` is in row-major order: [out, in] for a matrix."""
+
+    name: str
+    shape: tuple[int, ...]
+    ggml_type: int
+    type_name: str
+    offset: int
+    row_bytes: int
+
+    @property
+    def num_rows(self) -> int:
+        return int(np.prod(self.shape[:-1], dtype=np.int64))
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_rows * self.row_bytes
+
+
+@final
+class GGUFFile:
+    """Metadata and tensor directory of a GGUF file; the data stay on disk (memory-mapped).
+
+    Attributes:
+      metadata: key -> Python scalar, string, list of strings, or NumPy array.
+      tensors: name -> `TensorInfo`; all of them lie inside the file.
+
+    Raises:
+      CheckpointError: not a GGUF file, cut off, or damaged; every misplaced tensor is listed.
+      UnsupportedModelError: a version or tensor type that is not supported.
+      MissingExtraError: quantised tensors without the `gguf` package.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            with open(self.path, "rb") as file:
+                size = file.seek(0, 2)
+                if size < 24:
+                    self._fail(f"is {size} bytes long, too short for a GGUF file")
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise CheckpointError(
+                str(self.path), [f"cannot be opened: {error}"], "check the path and permissions"
+            ) from error
+        self._size = size
+        self._position = 0
+        self.metadata: Mapping[str, object]
+        self.tensors: Mapping[str, TensorInfo]
+        self._read_header()
+
+    def rows(self, info: TensorInfo) -> UInt8[np.ndarray, "rows row_bytes"]:
+        """Return the stored bytes of a tensor, a view of the file."""
+        data = np.frombuffer(self._map, np.uint8, info.size_bytes, info.offset)
+        return data.reshape(info.num_rows, info.row_bytes)
+
+    def _fail(self, problem: str) -> NoReturn:
+        raise CheckpointError(str(self.path), [problem], _REMEDY)
+
+    def _read_header(self) -> None:
+        magic = self._take(4)
+        if magic != MAGIC:
+            self._fail(f"starts with {magic!r} instead of {MAGIC!r}: not a GGUF file")
+        version = self._scalar("<u4")
+        if version not in (2, 3):
+            raise UnsupportedModelError(
+                f"{self.path} is GGUF version {version}; little-endian versions 2 and 3 are "
+                "supported. Convert it again with a current llama.cpp"
+            )
+        num_tensors, num_keys = self._scalar("<u8"), self._scalar("<u8")
+        # A key takes at least 13 bytes and a tensor 24, which bounds their counts.
+        if num_keys * 13 + num_tensors * 24 > self._size:
+            self._fail(f"claims {num_tensors} tensors and {num_keys} keys, more than it can hold")
+        metadata: dict[str, object] = {}
+        for _ in range(num_keys):
+            key = self._string()
+            metadata[key] = self._value(self._scalar("<u4"))
+        self.metadata = metadata
+        entries = [self._tensor_entry() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            self._fail(f"general.alignment is {alignment!r}, not a power of two")
+        data_start = -(-self._position // alignment) * alignment
+        self.tensors = self._placed(entries, data_start)
+
+    def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string()
+        num_dims = self._scalar("<u4")
+        if not 1 <= num_dims <= 8:
+            self._fail(f"tensor {name!r} claims {num_dims} dimensions")
+        dims = tuple(self._scalar("<u8") for _ in range(num_dims))
+        ggml_type, offset = self._scalar("<u4"), self._scalar("<u8")
+        return name, dims[::-1], ggml_type, offset
+
+    def _placed(
+        self, entries: list[tuple[str, tuple[int, ...], int, int]], data_start: int
+    ) -> dict[str, TensorInfo]:
+        block_sizes = self._block_sizes({ggml_type for _, _, ggml_type, _ in entries})
+        tensors: dict[str, TensorInfo] = {}
+        problems = []
+        for name, shape, ggml_type, offset in entries:
+            type_name, block, block_bytes = block_sizes[ggml_type]
+            if shape[-1] % block:
+                problems.append(
+                    f"tensor {name!r}: rows of {shape[-1]} are not whole {type_name} blocks"
+                )
+                continue
+            row_bytes = shape[-1] // block * block_bytes
+            info = TensorInfo(name, shape, ggml_type, type_name, data_start + offset, row_bytes)
+            # Python integers, which do not wrap around for a corrupt shape.
+            end = info.offset + row_bytes
+            for dim in shape[:-1]:
+                end = info.offset + (end - info.offset) * dim
+            if end > self._size:
+                problems.append(
+                    f"tensor {name!r} ends at byte {end}, but the file has {self._size}"
+                )
+            if name in tensors:
+                problems.append(f"tensor {name!r} is listed twice")
+            tensors[name] = info
+        if problems:
+            raise CheckpointError(str(self.path), problems, _REMEDY)
+        return tensors
+
+    def _block_sizes(self, types: set[int]) -> dict[int, tuple[str, int, int]]:
+        """Return, by ggml type, the name, the values in a block and the bytes in a block."""
+        known = {number: (name, 1, size) for number, (name, size) in PLAIN_TYPES.items()}
+        if types - known.keys():
+            try:
+                from gguf.constants import GGML_QUANT_SIZES
+            except ImportError as error:
+                raise MissingExtraError(
+                    "gguf", "gguf", f"reading the quantised tensors of {self.path}"
+                ) from error
+            known |= {int(t): (t.name, *sizes) for t, sizes in GGML_QUANT_SIZES.items()}
+        if types - known.keys():
+            raise UnsupportedModelError(
+                f"{self.path} holds tensors of ggml type {sorted(types - known.keys())}, which the "
+                "installed `gguf` package does not know; upgrade it, or the file is damaged"
+            )
+        return known
+
+    def _take(self, num_bytes: int) -> bytes:
+        end = self._position + num_bytes
+        if end > self._size:
+            self._fail(
+                f"the header needs {num_bytes} bytes at byte {self._position}, "
+                f"but the file has {self._size}"
+            )
+        data = self._map[self._position : end]
+        self._position = end
+        return data
+
+    def _scalar(self, dtype: str) -> int:
+        return np.frombuffer(self._take(np.dtype(dtype).itemsize), dtype)[0].item()
+
+    def _string(self) -> str:
+        return self._take(self._scalar("<u8")).decode("utf-8", errors="replace")
+
+    def _value(self, kind: int) -> object:
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            self._fail(f"holds a value of unknown type {kind} before byte {self._position}")
+        item, count = self._scalar("<u4"), self._scalar("<u8")
+        if item in _SCALARS:
+            dtype = np.dtype(_SCALARS[item])
+            return np.frombuffer(self._take(count * dtype.itemsize), dtype)
+        if item != _STRING or count * 8 > self._size:
+            self._fail(f"holds an array of {count} values of type {item}")
+        return self._strings(count)
+
+    def _strings(self, count: int) -> list[str]:
+        # The vocabulary is large enough for a loop of its own.
+        unpack, data, position = struct.Struct("<Q").unpack_from, self._map, self._position
+        strings = []
+        for _ in range(count):
+            if position + 8 > self._size:
+                self._fail("ends inside an array of strings")
+            start = position + 8
+            position = start + unpack(data, position)[0]
+            if position > self._size:
+                self._fail("ends inside an array of strings")
+            strings.append(data[start:position].decode("utf-8", errors="replace"))
+        self._position = position
+        return strings
+
+
+SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+_PLAIN_DTYPES = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "F64": np.dtype("<f8"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_TOP_LEVEL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Tables of the rotary embedding, whose parameters are in the metadata or recovered from it.
+_ROPE_TABLES = ("rope_freqs.weight", "attn_rot_embd.weight")
+
+
+@final
+class GGUFSource:
+    """A `WeightSource` over one GGUF file, which reads one tensor at a time.
+
+    llama.cpp stores the query and key projections of the `llama` architecture with their rows
+    permuted (rotation by neighbouring pairs); `read` returns them in Hugging Face order.
+
+    Attributes:
+      where: the path, for error messages.
+      file: the header, with `metadata` for the tokenizer.
+      config: the fields of the model's config.json, for `families.config_from_hf`.
+
+    Raises:
+      CheckpointError: not a GGUF file, cut off, damaged, or without a key that it needs.
+      UnsupportedModelError: another architecture, or tensors that no family uses.
+      MissingExtraError: quantised tensors, and the `gguf` package is not installed.
+    """
+
+    def __init__(self, path: str | Path):
+        self.where = str(path)
+        self.file = GGUFFile(path)
+        self._tensors = self._named()
+        self.config: Mapping[str, Any] = self._recovered_config()
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of every tensor by its Hugging Face name; matrices are [out, in]."""
+        return {name: info.shape for name, info in self._tensors.items()}
+
+    def dtypes(self) -> Mapping[str, str]:
+        """Return the ggml type of every tensor, such as "Q4_K"."""
+        return {name: info.type_name for name, info in self._tensors.items()}
+
+    def type_name(self, name: str) -> str:
+        """Return the ggml type of a tensor, such as "Q4_K"."""
+        return self._tensors[name].type_name
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """Return a tensor, or its part at `index` (unit steps); dequantises only its rows.
+
+        Quantised tensors come as float32, the others in their stored dtype.
+
+        Raises:
+          CheckpointError: no such tensor, or its blocks cannot be dequantised.
+        """
+        return self.read_as(self._dequantised, name, index)
+
+    def read_as(
+        self,
+        decode: Callable[[TensorInfo, UInt8[np.ndarray, "*rows row_bytes"]], np.ndarray],
+        name: str,
+        index: tuple[slice, ...] | None = None,
+    ) -> np.ndarray:
+        """Return a tensor, or its part at `index`, with its stored rows decoded by `decode`.
+
+        Raises:
+          CheckpointError: no such tensor.
+        """
+        info = self._tensors.get(name)
+        if info is None:
+            raise CheckpointError(
+                self.where, [f"tensor {name!r} is missing"], "use a complete GGUF file"
+            )
+        index = tuple(index or ())
+        rows = self.file.rows(info).reshape(*info.shape[:-1], info.row_bytes)
+        order = self._row_order(name)
+        if len(info.shape) == 1:
+            values = decode(info, rows)
+            values = values if order is None else values[order]
+            return values[index]
+        first = index[0] if index else slice(None)
+        picked = rows[first] if order is None else rows[order[first]]
+        return decode(info, picked)[(slice(None), *index[1:])]
+
+    def _named(self) -> dict[str, TensorInfo]:
+        tensors, unknown = {}, []
+        for name, info in self.file.tensors.items():
+            if name.endswith(_ROPE_TABLES):
+                continue
+            renamed = _hugging_face_name(name)
+            if renamed is None:
+                unknown.append(name)
+            else:
+                tensors[renamed] = info
+        architecture = self.file.metadata.get("general.architecture")
+        if architecture not in SUPPORTED_ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"{self.where} is of architecture {architecture!r}; GGUF files of "
+                f"{SUPPORTED_ARCHITECTURES} are supported"
+            )
+        if unknown:
+            raise UnsupportedModelError(
+                f"{self.where} holds tensors that no Llama-family model here uses: "
+                f"{unknown[:8]}{' and more' if len(unknown) > 8 else ''}"
+            )
+        return tensors
+
+    def _row_order(self, name: str) -> Int[np.ndarray, " rows"] | None:
+        """Return the stored row for each row in Hugging Face order; None where the orders agree."""
+        if self.file.metadata["general.architecture"] != "llama":
+            return None
+        kind = re.search(r"self_attn\.([qk])_proj\.", name)
+        if kind is None:
+            return None
+        heads = self.config["num_attention_heads" if kind[1] == "q" else "num_key_value_heads"]
+        rows = self._tensors[name].shape[0]
+        if rows % (2 * heads):
+            raise CheckpointError(
+                self.where,
+                [f"tensor {name!r} has {rows} rows, not a multiple of 2 x {heads} heads"],
+                "the file's head counts and tensors disagree; convert the model again",
+            )
+        return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+    def _dequantised(
+        self, info: TensorInfo, rows: UInt8[np.ndarray, "*rows row_bytes"]
+    ) -> Shaped[np.ndarray, "*rows row_length"]:
+        """Return the values of `rows`."""
+        if info.ggml_type in PLAIN_TYPES:
+            return np.ascontiguousarray(rows).view(_PLAIN_DTYPES[info.type_name])
+        try:
+            import gguf
+        except ImportError as error:
+            raise MissingExtraError("gguf", "gguf", f"reading {info.type_name} tensors") from error
+        try:
+            return gguf.dequantize(rows, gguf.GGMLQuantizationType(info.ggml_type))
+        except NotImplementedError as error:
+            raise UnsupportedModelError(
+                f"{self.where}: tensor {info.name!r} has type {info.type_name}, which the `gguf` "
+                "package cannot dequantise; use another quantisation, such as Q8_0 or Q4_K_M"
+            ) from error
+        except Exception as error:  # any kind, from damaged blocks
+            raise CheckpointError(
+                self.where,
+                [f"tensor {info.name!r} cannot be dequantised: {error}"],
+                "the file is damaged; download or copy it again",
+            ) from error
+
+    def _recovered_config(self) -> dict[str, Any]:
+        architecture = str(self.file.metadata["general.architecture"])
+        missing: list[str] = []
+
+        def value(key: str, default: Any = None, *, required: bool = False) -> Any:
+            found = self.file.metadata.get(f"{architecture}.{key}", default)
+            if required and not (isinstance(found, int | float | np.ndarray) and np.all(found > 0)):
+                missing.append(f"metadata key {architecture}.{key} is {found!r}, not above 0")
+            return found
+
+        if value("expert_count", 0):
+            raise UnsupportedModelError(
+                f"{self.where} is a mixture of {value('expert_count')} experts; only dense models "
+                "are supported"
+            )
+        config = {
+            "model_type": architecture,
+            "hidden_size": value("embedding_length", required=True),
+            "intermediate_size": value("feed_forward_length", required=True),
+            "num_hidden_layers": value("block_count", required=True),
+            "num_attention_heads": value("attention.head_count", required=True),
+            "rms_norm_eps": value("attention.layer_norm_rms_epsilon", required=True),
+            "max_position_embeddings": value("context_length", 2048),
+            "tie_word_embeddings": "lm_head.weight" not in self._tensors,
+        }
+        held = {name.split(".")[2] for name in self._tensors if name.startswith("model.layers.")}
+        if config["num_hidden_layers"] != len(held):
+            missing.append(
+                f"{config['num_hidden_layers']} layers are claimed, tensors of {len(held)} are held"
+            )
+        embedding = self._tensors.get("model.embed_tokens.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            missing.append("tensor token_embd.weight is missing or not a matrix")
+        if missing or embedding is None:
+            raise CheckpointError(self.where, missing, "use a complete GGUF file")
+        self._check_uniform(config)
+        heads = config["num_attention_heads"]
+        config["vocab_size"] = embedding.shape[0]
+        config["num_key_value_heads"] = value("attention.head_count_kv", heads)
+        config["head_dim"] = value("attention.key_length", config["hidden_size"] // heads)
+        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self._tensors
+        config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in self._tensors
+        self._check_uniform(config)
+        if value("attention.value_length", config["head_dim"]) != config["head_dim"]:
+            raise UnsupportedModelError(
+                f"{self.where}: values of {value('attention.value_length')} a head and keys of "
+                f"{config['head_dim']}; they must be of one size"
+            )
+        window = value("attention.sliding_window")
+        if window:
+            config["sliding_window"] = window
+            config["use_sliding_window"] = True
+            config["max_window_layers"] = 0
+            if architecture == "llama":
+                config["model_type"] = "mistral"
+        config["rope_parameters"] = self._rope(config, value)
+        return config
+
+    def _check_uniform(self, config: Mapping[str, Any]) -> None:
+        varying = [key for key, value in config.items() if isinstance(value, np.ndarray)]
+        if varying:
+            raise UnsupportedModelError(
+                f"{self.where}: {varying} differ from layer to layer; only uniform models are "
+                "supported"
+            )
+
+    def _rope(self, config: Mapping[str, Any], value: Any) -> dict[str, Any]:
+        rotated = value("rope.dimension_count", config["head_dim"])
+        if rotated != config["head_dim"]:
+            raise UnsupportedModelError(
+                f"{self.where} rotates {rotated} of {config['head_dim']} dimensions a head; "
+                "partial rotation is not supported"
+            )
+        # As llama.cpp: a factor without a type is linear, and attn_factor counts in every case, on
+        # top of what yarn has. It reads yarn_beta_fast, yarn_beta_slow and yarn_attn_factor for
+        # other architectures only.
+        rope: dict[str, Any] = {
+            "rope_theta": value("rope.freq_base", 10000.0),
+            MAGNITUDE: value("rope.scaling.attn_factor", 1.0),
+        }
+        kind = value("rope.scaling.type", "linear")
+        factor = value("rope.scaling.factor") or value("rope.scale_linear") or 1.0
+        is_scaled = kind == "yarn" or (kind != "none" and factor != 1.0)
+        if "rope_freqs.weight" in self.file.tensors:
+            if is_scaled:
+                raise UnsupportedModelError(
+                    f"{self.where} has rope_freqs.weight and scaling of type {kind!r} by {factor}; "
+                    "one of both is supported"
+                )
+            return rope | self._llama3_scaling(config, rope["rope_theta"])
+        if not is_scaled:
+            return rope | {"rope_type": "linear", "factor": 1.0}
+        rope |= {"rope_type": kind, "factor": factor}
+        original = value("rope.scaling.original_context_length")
+        return rope | ({"original_max_position_embeddings": original} if original else {})
+
+    def _llama3_scaling(self, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
+        """Return Llama 3's RoPE scaling from `rope_freqs.weight`, the divisors of frequencies."""
+        info = self.file.tensors["rope_freqs.weight"]
+        divisors = self._dequantised(info, self.file.rows(info)).reshape(-1).astype(np.float64)
+        plain = inverse_frequencies(config["head_dim"], theta, None)
+        for original in (8192, config["max_position_embeddings"]):
+            scaling = {
+                "rope_type": "llama3",
+                "factor": round(float(divisors.max()), 4),
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": original,
+            }
+            llama3 = RopeScaling.from_hf(scaling, original)
+            expected = plain / inverse_frequencies(config["head_dim"], theta, llama3)
+            if divisors.shape == expected.shape and np.allclose(divisors, expected, rtol=1e-3):
+                return scaling
+        raise UnsupportedModelError(
+            f"{self.where}: its rope_freqs.weight is not Llama 3's frequency scaling; only that of "
+            "low_freq_factor 1 and high_freq_factor 4 is supported"
+        )
+
+
+def _hugging_face_name(name: str) -> str | None:
+    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if layer and layer[2] in _IN_LAYER:
+        return f"model.layers.{layer[1]}.{_IN_LAYER[layer[2]]}.{layer[3]}"
+    top = re.fullmatch(r"(\w+)\.(weight|bias)", name)
+    if top and top[1] in _TOP_LEVEL:
+        return f"{_TOP_LEVEL[top[1]]}.{top[2]}"
+    return None
