@@ -157,6 +157,10 @@ def add(choice: Choice) -> None:
     if choice not in _choices:
         _choices[choice] = None
         _logger.info(
-            *("%s: %s on %s (%s), %s", choice.operation, choice.implementation),
-            *(choice.platform, choice.reason, choice.shapes),
+            "%s: %s on %s (%s), %s",
+            choice.operation,
+            choice.implementation,
+            choice.platform,
+            choice.reason,
+            choice.shapes,
         )

@@ -61,9 +61,14 @@ def read_along(
     ] * len(answers)
     order = sorted(range(len(answers)), key=lambda i: len(sequences[i]), reverse=True)
     with tqdm(
-        total=sum(map(len, sequences)), desc="reading activations", unit="tok", unit_scale=True,
-        delay=2, leave=False, disable=not progress,
-    ) as bar:  # fmt: skip
+        total=sum(map(len, sequences)),
+        desc="reading activations",
+        unit="tok",
+        unit_scale=True,
+        delay=2,
+        leave=False,
+        disable=not progress,
+    ) as bar:
         while order:
             length = _padded(len(sequences[order[0]]))
             batch, order = order[: _rows(length)], order[_rows(length) :]

@@ -92,7 +92,8 @@ class AdapterLayout:
             for part in target.path[:-1]:
                 owner = owner[part] if isinstance(part, int) else getattr(owner, part)
             adapted = AdaptedWeight.empty(
-                *(target.dense, target.axes),
+                target.dense,
+                target.axes,
                 num_adapters=self._num_adapters,
                 rank=target.max_rank,
                 spans=target.spans,

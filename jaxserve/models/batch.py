@@ -223,7 +223,12 @@ class KVCache:
         if not isinstance(buffer, int):
             raise TypeError("a traced layer needs a cache with one buffer for all layers")
         out, own = advance_rows(
-            *(advance, inputs, self.states[buffer], index, batch.slot, batch.rows),
+            advance,
+            inputs,
+            self.states[buffer],
+            index,
+            batch.slot,
+            batch.rows,
             is_decode=batch.max_query_length == 1,
         )
         states = *self.states[:buffer], own, *self.states[buffer + 1 :]
@@ -293,7 +298,13 @@ def _write(
     if cache.k_scales:
         scales = {"k_scales": cache.k_scales[0], "v_scales": cache.v_scales[0]}
     q, *written = rotate_and_write(
-        *(qkv, rope, cache.k_pages[0], cache.v_pages[0], layer, batch.page, batch.offset),
+        qkv,
+        rope,
+        cache.k_pages[0],
+        cache.v_pages[0],
+        layer,
+        batch.page,
+        batch.offset,
         **scales,
         implementation=batch.implementation if batch.implementation in WRITERS else None,
     )

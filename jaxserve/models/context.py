@@ -177,7 +177,8 @@ class WholeContext:
     ) -> Float[Array, "tokens q_heads head_dim"]:
         """See `LayerContext`."""
         return whole_attention(
-            *(qkv, self._rope),
+            qkv,
+            self._rope,
             length=self._length,
             scale=scale,
             sliding_window=self._sliding_window,

@@ -121,8 +121,9 @@ class ConvertedModel:
             with cache_errors("keeping the converted weights"):
                 self._write(config, tokenizer, params)
         except ModelCacheError as error:
-            _log.warning("%s. The model is served all the same; the next start converts again",
-                         error)  # fmt: skip
+            _log.warning(
+                "%s. The model is served all the same; the next start converts again", error
+            )
 
     def save_behind(
         self, config: Mapping[str, Any], tokenizer: Tokenizer, params: nnx.State
@@ -177,8 +178,10 @@ class ConvertedModel:
     def _warn_damaged(self, error: Exception) -> None:
         _log.warning(
             "the converted model %s is damaged (%s: %s); converting again",
-            self.folder, type(error).__name__, str(error).partition("\n")[0],
-        )  # fmt: skip
+            self.folder,
+            type(error).__name__,
+            str(error).partition("\n")[0],
+        )
 
 
 def _remove_orphans(parent: Path) -> None:

@@ -179,9 +179,18 @@ def _joined(x: np.ndarray, axes: int = 1) -> np.ndarray:
 MAGIC = b"GGUF"
 _REMEDY = "the file is damaged or was cut off; download or copy it again"
 _SCALARS = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4",
-    6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
-}  # fmt: skip
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _STRING, _ARRAY = 8, 9
 # Element types that need no dequantisation: ggml type number -> (name, bytes).
 PLAIN_TYPES = {0: ("F32", 4), 1: ("F16", 2), 28: ("F64", 8), 30: ("BF16", 2)}

@@ -72,7 +72,8 @@ def merge_adapter(
 def _layout(model: Decoder, max_rank: int) -> AdapterLayout:
     """Return the layout of one adapter in float32."""
     return AdapterLayout(
-        *(model.config, model.layer_layout),
+        model.config,
+        model.layer_layout,
         num_adapters=1,
         max_rank=max(1, max_rank),
         dtype="float32",

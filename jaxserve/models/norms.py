@@ -36,7 +36,8 @@ class RMSNorm(SumsRows):
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         return rms_norm(
-            *(x, self.scale[...]),
+            x,
+            self.scale[...],
             eps=self.eps,
             offset=self.offset,
             implementation=self.row_kernels,
@@ -54,5 +55,5 @@ class LayerNorm(SumsRows):
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         return layer_norm(
-            *(x, self.scale[...], self.bias[...]), eps=self.eps, implementation=self.row_kernels
+            x, self.scale[...], self.bias[...], eps=self.eps, implementation=self.row_kernels
         )

@@ -325,8 +325,10 @@ def log_replicated(params: nnx.State, mesh: Mesh) -> None:
         if uneven and path[-1] == "codes":
             _log.info(
                 "%s has %s, which %d devices cannot share; each has all of them",
-                ".".join(map(str, path[:-1])), " and ".join(uneven), shares,
-            )  # fmt: skip
+                ".".join(map(str, path[:-1])),
+                " and ".join(uneven),
+                shares,
+            )
 
 
 def _is_cast_late(variable: nnx.Variable) -> bool:

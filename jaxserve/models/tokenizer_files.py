@@ -30,10 +30,20 @@ from jaxserve.core.errors import CheckpointError, UnsupportedModelError
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 # Texts that end an answer, as llama.cpp knows them ("end of generation").
 _END_TEXTS = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
-    "<EOT>", "_<EOT>", "[EOT]", "<|end_of_text|>", "</s>", "<｜end▁of▁sentence｜>",
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "<|end_of_text|>",
+    "</s>",
+    "<｜end▁of▁sentence｜>",
     "<end_of_utterance>",
-)  # fmt: skip
+)
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -167,8 +177,13 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> TokenizerPar
 
 _TEMPLATE_NAMES = ("bos", "eos", "unk", "pad")
 _SPECIAL_KEYS = {
-    "bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding",
-}  # fmt: skip
+    "bos": "bos",
+    "eos": "eos",
+    "eot": "eot",
+    "eom": "eom",
+    "unk": "unknown",
+    "pad": "padding",
+}
 # llama.cpp's defaults for flags that the file lacks.
 _DEFAULT_IDS = {"gpt2": {"bos": 11, "eos": 11}, "llama": {"bos": 1, "eos": 2, "unk": 0}}
 

@@ -210,7 +210,9 @@ def choose(
         place, now, outputs = state.place, state.slots, state.outputs
         at = jnp.minimum(block.start + place, logits.shape[0] - 1)
         sampled = sample(
-            *(logits if proposed is None else logits[at], rows.sampling, now.tokens),
+            logits if proposed is None else logits[at],
+            rows.sampling,
+            now.tokens,
             rows.part(now.length),
             slot=rows.slot,
             variant=variant,
@@ -226,7 +228,10 @@ def choose(
         if proposed is not None:
             outputs = count(outputs, len(ProposalCount) + place, accepted)
         return Choice(
-            *(place + 1, now, outputs, accepted & rows.live(now.done)),
+            place + 1,
+            now,
+            outputs,
+            accepted & rows.live(now.done),
             state.hits + hits.astype(jnp.int32),
             state.misses + (tried & ~hits).astype(jnp.int32),
         )
@@ -261,8 +266,12 @@ def with_rates(
         outputs = count(outputs, ProposalCount.DRAFTS, proposed > 0)
         outputs = count(outputs, ProposalCount.PROPOSED, proposed)
     rates, total = proposals.learn(
-        *(now.lookup.rates, now.answers.rates, rows.slot, draft.source),
-        *(choice.hits, choice.misses),
+        now.lookup.rates,
+        now.answers.rates,
+        rows.slot,
+        draft.source,
+        choice.hits,
+        choice.misses,
     )
     if forgives:
         rates = proposals.forgive(rates, rows.slot)
@@ -281,8 +290,14 @@ def looked_up(
     """
     assert slots.lookup is not None and slots.answers is not None, "slots without lookup"
     return proposals.propose(
-        *(slots.lookup, slots.answers, slots.tokens, rows.slot, rows.part(slots.length)),
-        *(left, rows.window.verify_cost, num_proposed),
+        slots.lookup,
+        slots.answers,
+        slots.tokens,
+        rows.slot,
+        rows.part(slots.length),
+        left,
+        rows.window.verify_cost,
+        num_proposed,
     )
 
 
@@ -336,17 +351,31 @@ def decode_loop(
         cache = carry.cache
         if drafting is not None and proposed is not None and draft is not None:
             before, drafted, cache = _drafted(
-                *(model, before, rows, proposed, cache, config, variant, draft.tokens.shape[1])
+                model, before, rows, proposed, cache, config, variant, draft.tokens.shape[1]
             )
             draft = replace(draft, tokens=drafted)
         block = block_of(live, proposed, num_proposed)
         hidden, cache, read = decode_once(
-            *(model, before, rows, block, cache, None, attention_plans[is_wide], config),
+            model,
+            before,
+            rows,
+            block,
+            cache,
+            None,
+            attention_plans[is_wide],
+            config,
             tap(probe, jnp.arange(block.row.shape[0])),
             None if proposed is None or draft is None else draft.tokens,
         )
         choice = choose(
-            *(model.logits(hidden), rows, block, before, carry.outputs, live, draft, proposed),
+            model.logits(hidden),
+            rows,
+            block,
+            before,
+            carry.outputs,
+            live,
+            draft,
+            proposed,
             looks_up=drafting is None,
             variant=variant,
             config=config,
@@ -359,8 +388,16 @@ def decode_loop(
             forgives = drafting is not None and proposed is None
             now, outputs = with_rates(choice, rows, live, draft, proposed, forgives=forgives)
         return _Carry(
-            *(carry.iteration + 1, cache, now.tokens, now.length, now.done, now.lookup),
-            *(now.answers, outputs, read, propose(now, outputs)),
+            carry.iteration + 1,
+            cache,
+            now.tokens,
+            now.length,
+            now.done,
+            now.lookup,
+            now.answers,
+            outputs,
+            read,
+            propose(now, outputs),
         )
 
     def is_worth(carry: _Carry) -> Bool[Array, ""]:
@@ -384,8 +421,16 @@ def decode_loop(
     )
     unread = None if probe is None else jnp.zeros((num_rows, probe.width))
     start = _Carry(
-        *(jnp.int32(0), cache, slots.tokens, slots.length, slots.done, slots.lookup),
-        *(slots.answers, nothing, unread, propose(slots, nothing)),
+        jnp.int32(0),
+        cache,
+        slots.tokens,
+        slots.length,
+        slots.done,
+        slots.lookup,
+        slots.answers,
+        nothing,
+        unread,
+        propose(slots, nothing),
     )
     # Loops within a loop, since the branches of a conditional would get copies of the cache.
     body = go_through if num_proposed else partial(iterate, is_wide=False)
@@ -444,9 +489,7 @@ def decode_once(
     Returns:
       Hidden states, the cache, and what is tapped.
     """
-    inputs, attention = attention_of(
-        *(slots, window, block, inputs, attention_plan, config, proposed)
-    )
+    inputs, attention = attention_of(slots, window, block, inputs, attention_plan, config, proposed)
     return tapped(model, inputs, attention, cache, where)
 
 
@@ -481,7 +524,10 @@ def _drafted(
         inputs, attention = attention_of(now, window, block, None, None, config, None)
         logits, cache = model.draft_logits(inputs, attention, cache)
         sampled = sample(
-            *(logits, window.sampling, tokens, length + place),
+            logits,
+            window.sampling,
+            tokens,
+            length + place,
             slot=window.slot,
             variant=variant,
         )

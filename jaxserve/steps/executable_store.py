@@ -222,8 +222,10 @@ class ExecutableStore:
     def _drop(self, key: str, error: Exception) -> None:
         _log.warning(
             "the executable %s is compiled again, as its entry cannot be used (%s: %s)",
-            self._path(key), type(error).__name__, _first_line(error),
-        )  # fmt: skip
+            self._path(key),
+            type(error).__name__,
+            _first_line(error),
+        )
         with suppress(OSError):
             self._path(key).unlink(missing_ok=True)
 

@@ -62,7 +62,10 @@ def mixed_head(
       index: slots of these rows; the number of slots to skip one.
     """
     slots, outputs, _ = stage_head(
-        *(params, slots, row_hidden, index),
+        params,
+        slots,
+        row_hidden,
+        index,
         no_outputs(index.shape[0], 1, variant),
         step_arrays,
         variant=variant,
@@ -155,7 +158,10 @@ def verifying_head(
         at = jnp.minimum(rows.first + place, num_rows - 1)
         length = now.length[slot]
         sampled = sample(
-            *(logits[at], sampling, now.tokens, length),
+            logits[at],
+            sampling,
+            now.tokens,
+            length,
             slot=slot,
             variant=variant,
             step_arrays=jax.tree.map(lambda leaf: leaf[at], step_arrays),

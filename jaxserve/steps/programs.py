@@ -212,12 +212,23 @@ class Programs:
         steps: list[Any] = prepared_together(
             partial(
                 self.mixed_body.prepare,
-                *(params, cache, slots, batch, self.plan_mixed(batch), None),
-                *(self._incoming(cache), self.draft_mixed(batch)),
+                params,
+                cache,
+                slots,
+                batch,
+                self.plan_mixed(batch),
+                None,
+                self._incoming(cache),
+                self.draft_mixed(batch),
             ),
             partial(
                 self.decode_loop.prepare,
-                *(params, cache, slots, window, decode_plan, self.probe_params),
+                params,
+                cache,
+                slots,
+                window,
+                decode_plan,
+                self.probe_params,
                 self.draft_loop((), range(self.config.max_slots)),
                 variant=variant,
             ),
@@ -238,7 +249,12 @@ class Programs:
         plans = self.plan_loop((), window, num_proposed=num_proposed)
         prepare = partial(
             self.decode_loop.prepare,
-            *(params, cache, slots, pack_window(window, ()), plans, self.probe_params),
+            params,
+            cache,
+            slots,
+            pack_window(window, ()),
+            plans,
+            self.probe_params,
             self.draft_loop((), window, num_proposed=num_proposed),
             variant=variant,
             num_proposed=num_proposed,
@@ -278,8 +294,13 @@ class Programs:
 
         rows = self.config.max_slots
         body = self.mixed_body.prepare(
-            *(params, cache, slots, batch, self.plan_mixed(batch)),
-            *(inputs(self.config.max_step_tokens), self._incoming(cache)),
+            params,
+            cache,
+            slots,
+            batch,
+            self.plan_mixed(batch),
+            inputs(self.config.max_step_tokens),
+            self._incoming(cache),
         )
         with self.place.in_force():
             lowered = self._encoding_steps(params, cache, slots, batch)
@@ -287,7 +308,10 @@ class Programs:
             body,
             *(step.compile() for step in lowered),
             self.stage.decode.prepare(
-                *(params, cache, slots, window),
+                params,
+                cache,
+                slots,
+                window,
                 self.plan_decode((), range(rows)),
                 inputs(rows),
                 None,
@@ -299,7 +323,11 @@ class Programs:
             outputs = jax.eval_shape(lambda: no_outputs(rows, 1, Variant.FULL))
             steps.append(
                 self.stage.head.prepare(
-                    *(params, slots, whole(row_hidden), index, jax.tree.map(whole, outputs)),
+                    params,
+                    slots,
+                    whole(row_hidden),
+                    index,
+                    jax.tree.map(whole, outputs),
                     variant=Variant.FULL,
                 )
             )

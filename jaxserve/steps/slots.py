@@ -347,7 +347,11 @@ def pack_admissions(
         max_length[i] = new.request.end_length(new.max_length, new.sample_index)
     sampling = pack_sampling([(new.request, new.sample_index) for new in admissions], num)
     admitted = Admitted(
-        *(index, start, length, max_length, sampling),
+        index,
+        start,
+        length,
+        max_length,
+        sampling,
         encoded if config.has_encoder else None,
         adapter if config.max_adapters else None,
     )

@@ -81,7 +81,7 @@ def decode(
         tokens = proposed.tokens
         block = block_of(proposed.live, proposed.num, tokens.shape[1])
     hidden, cache, _ = decode_once(
-        *(model, slots, rows, block, cache, inputs, attention_plan, config, None, tokens)
+        model, slots, rows, block, cache, inputs, attention_plan, config, None, tokens
     )
     return cache, hidden
 
@@ -99,7 +99,13 @@ def verify(
 ) -> tuple[SlotState, Outputs, Chosen]:
     """Choose tokens where the host has proposed some, on the last stage, by `verifying_head`."""
     slots, outputs = verifying_head(
-        *(params, slots, hidden, rows, None, None, step_arrays),
+        params,
+        slots,
+        hidden,
+        rows,
+        None,
+        None,
+        step_arrays,
         variant=variant,
         graphdef=graphdef,
         config=config,
@@ -153,8 +159,14 @@ def choose_proposed(
     rows = rows_of(slots, window)
     num_proposed = proposed.tokens.shape[1]
     choice = choose(
-        *(model.logits(hidden), rows, block_of(proposed.live, proposed.num, num_proposed)),
-        *(slots, outputs, proposed.live, draft, proposed.num),
+        model.logits(hidden),
+        rows,
+        block_of(proposed.live, proposed.num, num_proposed),
+        slots,
+        outputs,
+        proposed.live,
+        draft,
+        proposed.num,
         looks_up=True,
         variant=variant,
         config=config,

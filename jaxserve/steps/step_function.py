@@ -291,8 +291,9 @@ class StepFunction:
             self._refused.add(known)
             _log.warning(
                 "%s: its executable refuses these arrays, so that it is compiled again: %s",
-                self._name, str(error).partition("\n")[0],
-            )  # fmt: skip
+                self._name,
+                str(error).partition("\n")[0],
+            )
             return self._jitted(*arguments, **static)
 
     def prepare(self, *arguments: Any, **static: Any) -> jax.stages.Compiled:

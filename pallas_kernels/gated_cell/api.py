@@ -68,10 +68,12 @@ def gated_cell(
 def _check(kind: Kind, products: Sequence[Product], carried: Sequence[RowsAt]) -> None:
     wanted = KINDS[kind]
     shapes = [
-        *(f"product {[rows.shape for rows in one.rows]} @ {one.weight.shape} + {one.bias.shape}"
-          for one in products),
+        *(
+            f"product {[rows.shape for rows in one.rows]} @ {one.weight.shape} + {one.bias.shape}"
+            for one in products
+        ),
         *(f"carried {rows.shape}" for rows in carried),
-    ]  # fmt: skip
+    ]
     all_rows = [rows for one in products for rows in one.rows] + list(carried)
     fits = (len(products), len(carried)) == (len(wanted.num_gates), wanted.num_carried) and len(
         {rows.shape[0] for rows in all_rows}

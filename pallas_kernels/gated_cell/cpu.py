@@ -66,8 +66,13 @@ def _cell(
     state = jax.ShapeDtypeStruct((batch, hidden), jnp.dtype("float32"))
     call = jax.ffi.ffi_call(build.cpu_target(SOURCE, "GatedCell"), [state, state])
     h, c = call(
-        *(*_operand(first), *_operand(second), product.weight, product.bias),
-        *(*_operand(product.added), *_operand(one), *_operand(other)),
+        *_operand(first),
+        *_operand(second),
+        product.weight,
+        product.bias,
+        *_operand(product.added),
+        *_operand(one),
+        *_operand(other),
         kind=np.int32(NUMBERS[kind]),
     )
     return h, c
@@ -229,7 +234,10 @@ def gated_tasks(
         np.zeros(0, np.int32) if tokens is None else tokens,
         rows,
         reads,
-        *(packed, bias, table, added),
+        packed,
+        bias,
+        table,
+        added,
         kind=np.int32(_KINDS[cell.kind]),
         trash=np.int32(trash),
         columns=np.array([*numbers, *columns.outputs], np.int32),

@@ -54,8 +54,13 @@ def rotate_and_write(
     q, *out = jax.ffi.ffi_call(
         target, shapes, input_output_aliases={6 + i: 1 + i for i in range(num_aliased)}
     )(
-        *(qkv, cos, sin, jnp.asarray(layer, jnp.int32)),
-        *(page.astype(jnp.int32), offset.astype(jnp.int32), *written),
+        qkv,
+        cos,
+        sin,
+        jnp.asarray(layer, jnp.int32),
+        page.astype(jnp.int32),
+        offset.astype(jnp.int32),
+        *written,
     )
     if k_scales is None:
         return q, out[0], out[1], None, None

@@ -67,6 +67,15 @@ def add_low_rank(
             "[adapters], [tokens] and spans of all columns of b"
         )
     return dispatch.call(
-        *("add_low_rank", _IMPLEMENTATIONS, _PREFERRED, implementation),
-        out=out, x=x, a=a, b=b, scale=scale, adapter=adapter, spans=spans,
-    )  # fmt: skip
+        "add_low_rank",
+        _IMPLEMENTATIONS,
+        _PREFERRED,
+        implementation,
+        out=out,
+        x=x,
+        a=a,
+        b=b,
+        scale=scale,
+        adapter=adapter,
+        spans=spans,
+    )

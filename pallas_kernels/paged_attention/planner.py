@@ -223,7 +223,8 @@ def no_work(tiling: Tiling, capacity: Capacity) -> Plan:
     """Return the plan of a batch without rows."""
     nothing = np.zeros(0, np.int32)
     return plan(
-        *(tiling, capacity),
+        tiling,
+        capacity,
         query_length=nothing,
         first_position=nothing,
         context_length=nothing,

@@ -61,8 +61,13 @@ def _attention(
     sequence = jnp.repeat(jnp.arange(num_sequences), options.length)
     pages = jnp.zeros((1, 1 + page_table.size, kv_heads, _PAGE_SIZE, head_dim), qkv.dtype)
     q, k_pages, v_pages, _, _ = rotate_and_write(
-        *(qkv, tables, pages, pages, 0),
-        *(page_table[sequence, position // _PAGE_SIZE], position % _PAGE_SIZE),
+        qkv,
+        tables,
+        pages,
+        pages,
+        0,
+        page_table[sequence, position // _PAGE_SIZE],
+        position % _PAGE_SIZE,
         implementation="cpu",
     )
     lengths = jnp.full(num_sequences, options.length)
@@ -74,7 +79,11 @@ def _attention(
         page_table=page_table,
     )
     return paged_attention(
-        *(q, k_pages, v_pages, 0, rows),
+        q,
+        k_pages,
+        v_pages,
+        0,
+        rows,
         scale=options.scale,
         sliding_window=options.sliding_window,
         soft_cap=options.soft_cap,
@@ -92,7 +101,8 @@ def _derivative(
 
     def attend(qkv: jax.Array, tables: RopeTables | None) -> jax.Array:
         return xla.whole_attention(
-            *(qkv, tables),
+            qkv,
+            tables,
             length=options.length,
             scale=options.scale,
             sliding_window=options.sliding_window,

@@ -58,8 +58,9 @@ class QuantisedFolder:
             _log.warning(
                 "%s: %d scales of a KV cache (k_scale, v_scale) are not read; kv_dtype alone says "
                 "in what type keys and values are stored",
-                self.where, len(self._kv_scales),
-            )  # fmt: skip
+                self.where,
+                len(self._kv_scales),
+            )
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """See `WeightSource`."""
