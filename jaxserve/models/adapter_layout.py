@@ -1,4 +1,4 @@
-"""Where the arrays of adapters lie in a model: beside which weights, and in which order."""
+"""The layout of the arrays of adapters in a model: for which weights, and in which order."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AdapterValues:
 
 @final
 class AdapterLayout:
-    """The weights of a model that adapters may change, and the arrays beside them.
+    """The weights of a model that adapters may change, and the arrays that change them.
 
     These are the matrices of the layers, except experts and their router. A weight that is made of
     several modules of a checkpoint (`q_proj`, `k_proj`, `v_proj`) has `max_rank` for each of them.
@@ -85,7 +85,7 @@ class AdapterLayout:
         return self._num_adapters * sum(math.prod(shape) * kind.itemsize for shape, kind in arrays)
 
     def adapt(self, model: nnx.Module) -> None:
-        """Put adapters of zeros beside the weights of a model, on its device."""
+        """Add adapters of zeros to the weights of a model, on its device."""
         place = jax.tree.leaves(nnx.state(model))[0].sharding
         for target in self._targets:
             owner: Any = model
@@ -125,9 +125,9 @@ class AdapterLayout:
         return nnx.from_flat_state([(moved(path), v) for path, v in nnx.to_flat_state(params)])
 
     def put(self, arrays: Arrays, index: int, new: Mapping[Path, Any] | None) -> Iterator[Arrays]:
-        """Yield the arrays with one adapter replaced, some at a time; the given ones stay.
+        """Yield the arrays with one adapter replaced, in parts; the given ones stay.
 
-        So a caller that lets go of those that were replaced holds an eighth more than all of them.
+        A caller that frees the replaced arrays holds an eighth more than all of them.
         It is compiled once for each shape, for all adapters.
 
         Args:
@@ -298,7 +298,6 @@ class _Target:
         }
 
     def change(self, a: np.ndarray, b: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        """See `AdapterLayout.change`."""
         stacked, summed, out = self.axes.split(self._shape)
         product = np.zeros((*stacked, math.prod(summed), math.prod(out)), b.dtype)
         a, b = a.reshape(*stacked, math.prod(summed), -1), b.reshape(*stacked, self.max_rank, -1)

@@ -109,7 +109,7 @@ class AdapterSource:
 
         Raises:
           InvalidParamsError: the folder has no adapter that can be served, or a scale is missing,
-            or is given beside a folder, which has its own.
+            or is given for a folder, which has its own.
           UnknownModelError, DownloadError: a name of the Hub cannot be fetched.
         """
         if isinstance(given, Mapping):
@@ -187,15 +187,12 @@ class AdapterSource:
         return max((shape[0] for name, shape in shapes if ".lora_A." in name), default=0)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """See `WeightSource`."""
         return {name: array.shape for name, array in self._arrays.items()}
 
     def dtypes(self) -> Mapping[str, str]:
-        """See `WeightSource`."""
         return {name: array.dtype.name for name, array in self._arrays.items()}
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """See `WeightSource`."""
         return self._arrays[name] if index is None else self._arrays[name][index]
 
 

@@ -102,7 +102,6 @@ class AdaptedWeight(nnx.Module):
         transposed: bool,
         out_dtype: jax.typing.DTypeLike,
     ) -> Float[Array, " tokens *out"]:
-        """See `Representation`."""
         out = representation_of(self.base).product(
             x, adapter, transposed=transposed, out_dtype=out_dtype
         )
@@ -128,7 +127,6 @@ class AdaptedWeight(nnx.Module):
         sizes: Int32[Array, " matrices"],
         adapter: Int32[Array, " tokens"] | None,
     ) -> Float[Array, " tokens *out"]:
-        """See `Representation`."""
         out = representation_of(self.base).grouped_product(x, sizes, adapter)
         if adapter is None:
             return out
@@ -151,7 +149,6 @@ class AdaptedWeight(nnx.Module):
         adapter: Int32[Array, " tokens"] | None,
         dtype: jax.typing.DTypeLike,
     ) -> Float[Array, "tokens in"]:
-        """See `Representation`."""
         out = representation_of(self.base).rows(index, adapter, dtype)
         if adapter is None:
             return out
@@ -182,14 +179,14 @@ class AdaptedWeight(nnx.Module):
         adapter: Int32[Array, " tokens"],
         scale: Float32[Array, " adapters"] | Float32[Array, "tokens adapters"],
     ) -> Float32[Array, "tokens adapters rank"]:
-        """Return `inner` scaled, with zeros for others' adapters."""
+        """Return `inner` scaled, with zeros for adapters of other tokens."""
         is_own = adapter[:, None] == jnp.arange(scale.shape[-1])
         scaled = inner.astype(jnp.float32) * scale[..., None]
         return jnp.where(is_own[..., None], scaled, 0.0)
 
 
 def without_adapters(params: Any) -> Any:
-    """Return parameters without those of adapters; others than an `nnx.State` as they are."""
+    """Return an `nnx.State` without parameters of adapters; anything else unchanged."""
     if not isinstance(params, nnx.State):
         return params
     flat = nnx.to_flat_state(params)

@@ -90,7 +90,7 @@ def _seeing_all(
     num_keys: Int32[Array, " rows"],
     page_table: Int32[Array, "rows row_pages"],
 ) -> Rows:
-    """Rows whose first query stands at the last key, and the others behind it."""
+    """Return rows whose first query is at the last key, and whose other queries follow it."""
     return Rows(
         query_start=query_start,
         query_length=query_length,

@@ -1,4 +1,4 @@
-"""The arguments of a decoder beside its tokens: their positions, paged KV, and states in slots."""
+"""The arguments of a decoder except its tokens: positions, paged KV, and states in slots."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class KVCache:
         return replace(self, states=states)
 
     def buffer(self, index: int) -> KVCache:
-        """Return the keys and values that lie in one buffer."""
+        """Return the keys and values of one buffer."""
         own = (leaves[index : index + 1] for leaves in self._fields)
         return KVCache(*own, states=())
 
@@ -239,7 +239,7 @@ class KVCache:
         return self.k_pages, self.v_pages, self.k_scales, self.v_scales
 
     def _place(self, layer: int | Int32[Array, ""]) -> tuple[int, int | Int32[Array, ""]]:
-        """Return the buffer that a layer lies in, and its place there."""
+        """Return the buffer of a layer, and its place there."""
         if len(self.k_pages) == 1:
             return 0, layer
         if not isinstance(layer, int):

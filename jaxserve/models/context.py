@@ -81,7 +81,6 @@ class PagedContext:
 
     @property
     def adapter(self) -> Int32[Array, " tokens"] | None:
-        """See `LayerContext`."""
         return self._batch.adapter
 
     def attend(
@@ -91,7 +90,6 @@ class PagedContext:
         scale: float | None,
         soft_cap: float | None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
-        """See `LayerContext`."""
         out, self.cache = self.cache.attend(
             self._layer,
             qkv,
@@ -106,12 +104,10 @@ class PagedContext:
     def recur(
         self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike
     ) -> Float[Array, "tokens ..."]:
-        """See `LayerContext`."""
         out, self.cache = self.cache.recur(self._layer, advance, inputs, self._batch)
         return out
 
     def cross(self) -> CrossContext:
-        """See `LayerContext`."""
         batch = self._batch
         assert batch.cross_rows is not None, "a batch of a model without an encoder"
         batch = replace(batch, rows=batch.cross_rows, cross_rows=None, distance_bias=None)
@@ -136,7 +132,6 @@ class CrossContext:
 
     @property
     def adapter(self) -> Int32[Array, " tokens"] | None:
-        """See `LayerContext`."""
         return self._batch.adapter
 
     def write(self, kv: Float[Array, "tokens kv_heads 2 head_dim"]) -> None:
@@ -175,7 +170,6 @@ class WholeContext:
         scale: float | None,
         soft_cap: float | None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
-        """See `LayerContext`."""
         return whole_attention(
             qkv,
             self._rope,
@@ -188,9 +182,7 @@ class WholeContext:
     def recur(
         self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike
     ) -> Float[Array, "tokens ..."]:
-        """See `LayerContext`."""
         return advance_whole(advance, inputs, self._length, recurrence.arrays(dtype))
 
     def cross(self) -> CrossContext:
-        """See `LayerContext`."""
         raise NotImplementedError("cross attention of whole sequences")

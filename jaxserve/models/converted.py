@@ -33,7 +33,7 @@ _saving: dict[Path, threading.Thread] = {}
 @final
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The contents of an entry beside the parameters."""
+    """The contents of an entry except the parameters."""
 
     config: Mapping[str, Any]
     tokenizer: Tokenizer

@@ -5,7 +5,7 @@ The encoder reads whole prompts, several of them in one flat batch.
 A sequence's positions are those of the encoder's prompt, then padding to the end of a page, then
 those of the decoder. The pages of prompt positions hold, for each decoder layer, the keys and
 values of cross attention to the encoder's output there. The pages behind them hold the decoder's
-own keys and values. So both lie in one page table, and the decoder's positions begin with a page.
+own keys and values. So one page table has both, and the decoder's positions begin with a page.
 """
 
 from __future__ import annotations
@@ -113,7 +113,6 @@ class EncoderContext:
         scale: float | None,
         soft_cap: float | None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
-        """See `LayerContext`."""
         if qkv.shape[2] != 3 or soft_cap is not None:
             raise NotImplementedError("encoders with grouped queries or a soft cap")
         tokens, heads, _, head_dim = qkv.shape
@@ -136,11 +135,9 @@ class EncoderContext:
     def recur(
         self, advance: Advance, inputs: Inputs, recurrence: Recurrence, dtype: jax.typing.DTypeLike
     ) -> Float[Array, "tokens ..."]:
-        """See `LayerContext`."""
         raise NotImplementedError("encoders with recurrent layers")
 
     def cross(self) -> CrossContext:
-        """See `LayerContext`."""
         raise NotImplementedError("encoders with cross attention")
 
     def _block(
@@ -250,7 +247,6 @@ class CrossBlock(Block):
     def __call__(
         self, x: Float[Array, "tokens embed"], context: LayerContext
     ) -> Float[Array, "tokens embed"]:
-        """See `Block`."""
         x = added(x, self.attention(self.attention_norm(x), context))
         x = added(x, self.cross(self.cross_norm(x), context.cross()))
         return added(x, self.mlp(self.mlp_norm(x), context))
@@ -335,7 +331,6 @@ class EncoderDecoder(Decoder):
         tap: Tap | None,
         incoming: IncomingPages | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], KVCache, Float[Array, "rows embed"] | None]:
-        """See `Decoder`."""
         biases = causal_biases(self.relative_bias[...], self._max_distance)
         batch = replace(batch, distance_bias=biases.astype(jnp.float32))
         return super().tapped(inputs, batch, cache, tap, incoming)

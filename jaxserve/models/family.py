@@ -14,7 +14,7 @@ from jaxserve.models.weights import Weight
 @final
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A decoder, its configuration, and where its weights lie in Hugging Face checkpoints.
+    """A decoder, its configuration, and the places of its weights in Hugging Face checkpoints.
 
     Attributes:
       fields: what the family reads of a config.json, by the value of `model_type`.

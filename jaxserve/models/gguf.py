@@ -223,7 +223,7 @@ class GGUFFile:
 
     Attributes:
       metadata: key -> Python scalar, string, list of strings, or NumPy array.
-      tensors: name -> `TensorInfo`; all of them lie inside the file.
+      tensors: name -> `TensorInfo`; all of them are inside the file.
 
     Raises:
       CheckpointError: not a GGUF file, cut off, or damaged; every misplaced tensor is listed.

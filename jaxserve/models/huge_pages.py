@@ -38,7 +38,7 @@ _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @final
 class HugePages:
-    """An allocator of arrays that lie in huge pages one after the other.
+    """An allocator of consecutive arrays in huge pages.
 
     Args:
       later: memory is in small pages until `move`: new huge pages may take a second to get.
@@ -100,7 +100,7 @@ def is_useful(array: Any) -> bool:
 
 
 def are_available() -> bool:
-    """Return whether the operating system gives huge pages to those who ask."""
+    """Return whether the operating system gives huge pages on request."""
     try:
         return sys.platform == "linux" and "[never]" not in _SETTING.read_text()
     except OSError:

@@ -101,7 +101,6 @@ class GatedMLP(SumsRows):
         norm: Norm | None = None,
         residual: Float[Array, "tokens embed"] | None = None,
     ) -> Float[Array, "tokens embed"]:
-        """See `MLP`."""
         linear = Linear(self.gate_up, self.bgate_up, row_kernels=self.row_kernels)
         gate = gate_of(self.activation)
         return _down(
@@ -135,7 +134,6 @@ class TwoLayerMLP(SumsRows):
         norm: Norm | None = None,
         residual: Float[Array, "tokens embed"] | None = None,
     ) -> Float[Array, "tokens embed"]:
-        """See `MLP`."""
         linear = Linear(self.up, self.bup, row_kernels=self.row_kernels)
         x = projected(linear, x, context.adapter, norm=norm)
         return _down(self, ACTIVATIONS[self.activation](x), context, residual)

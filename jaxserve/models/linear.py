@@ -31,12 +31,15 @@ class SumsRows(nnx.Module):
     row_kernels: RowKernels | None = None
 
     def use_row_kernels(self, kernels: RowKernels) -> None:
-        """Have the products and norms of this part alone computed by these kernels."""
+        """Compute the products and norms of this part by these kernels."""
         self.row_kernels = kernels
 
 
 def use_row_kernels(model: nnx.Module, kernels: RowKernels) -> None:
-    """Have all products and norms of a model computed by kernels; see `without_row_kernels`."""
+    """Compute all products and norms of a model by these kernels, for batch invariance on GPUs.
+
+    They give a row the same bits in any batch (docs/batch_invariance.md).
+    """
     for _, module in nnx.iter_modules(model):
         if isinstance(module, SumsRows):
             module.use_row_kernels(kernels)
@@ -182,7 +185,6 @@ class DenseWeight:
         adapter: Int32[Array, " tokens"] | None,
         dtype: jax.typing.DTypeLike,
     ) -> Float[Array, "tokens in"]:
-        """See `Representation`."""
         return self.array[index].astype(dtype)
 
 

@@ -136,17 +136,14 @@ class _Renamed:
         self._names = names
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """See `WeightSource`."""
         shapes = self._source.shapes()
         return {name: shapes[own] for name, own in self._names.items()}
 
     def dtypes(self) -> Mapping[str, str]:
-        """See `WeightSource`."""
         dtypes = self._source.dtypes()
         return {name: dtypes[own] for name, own in self._names.items()}
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """See `WeightSource`."""
         return self._source.read(self._names.get(name, name), index)
 
 
@@ -171,8 +168,8 @@ def load_params(
 ) -> nnx.State:
     """Read the parameters of a decoder from a checkpoint straight onto their shards.
 
-    The host holds one shard of one parameter at a time. On one CPU, large parameters lie in huge
-    pages, where the system has them.
+    The host holds one shard of one parameter at a time. On one CPU, large parameters are in
+    huge pages if the system has them.
 
     Args:
       abstract_state: shapes and dtypes, from `abstract_model`.

@@ -140,7 +140,6 @@ class Mamba2Mixer(nnx.Module):
     def _advance(
         self, state: State, inputs: Inputs, count: Int32[Array, ""]
     ) -> tuple[Float32[Array, "tokens inner"], State]:
-        """See `Advance`."""
         sizes = self.sizes
         num_tokens = inputs["inputs"].shape[0]
         seen = jnp.concatenate([state["window"], inputs["inputs"]])

@@ -115,7 +115,7 @@ def _magnitudes(
             f"the DoRA of {adapter.where} does not fit this model: {'; '.join(wrong[:5])}. Pass "
             "the adapter of this model"
         )
-    # They lie in a weight as B of a rank of 1 does.
+    # They are laid out like B of rank 1.
     layout = _layout(model, 1)
     kinds = []
     for kind in (lambda m: m, np.ones_like):

@@ -62,7 +62,6 @@ class PanelledWeight(nnx.Module):
         transposed: bool,
         out_dtype: jax.typing.DTypeLike,
     ) -> Float[Array, " tokens *out"]:
-        """See `Representation`."""
         x = x.reshape(x.shape[0], -1)
         out = panel_matmul(x, self.panels[...], columns=math.prod(self.out))
         return out.reshape(-1, *self.out).astype(out_dtype)
@@ -82,7 +81,6 @@ class PanelledWeight(nnx.Module):
         adapter: Int32[Array, " tokens"] | None,
         dtype: jax.typing.DTypeLike,
     ) -> Float[Array, "tokens in"]:
-        """See `Representation`."""
         return columns_of(self.panels[...], index).astype(dtype)
 
 

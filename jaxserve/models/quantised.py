@@ -151,7 +151,6 @@ class QuantisedWeight(nnx.Module):
         transposed: bool,
         out_dtype: jax.typing.DTypeLike,
     ) -> Float[Array, " tokens *out"]:
-        """See `Representation`."""
         x = x.reshape(x.shape[0], -1)
         order = getattr(self, "order", None)
         if order is not None:
@@ -186,7 +185,6 @@ class QuantisedWeight(nnx.Module):
         adapter: Int32[Array, " tokens"] | None,
         dtype: jax.typing.DTypeLike,
     ) -> Float[Array, "tokens in"]:
-        """See `Representation`."""
         return dequantised_rows(self.matrix, index)[:, : self.width].astype(dtype)
 
     def _times(

@@ -1,7 +1,7 @@
 """Recurrent layers: what they keep of a sequence, and how a batch of rows goes on with it.
 
 A recurrent layer keeps a state of a fixed size for each sequence, where attention keeps keys and
-values of every token. States lie in the slots of the engine: [layers, slots, ...]. A layer says
+values of every token. States are in the slots of the engine: [layers, slots, ...]. A layer says
 how one sequence goes on (`Advance`); the functions here do that for the rows of a batch.
 """
 

@@ -503,13 +503,13 @@ def _drafted(
     variant: Variant,
     most: int,
 ) -> tuple[SlotState, Int32[Array, "rows most"], KVCache]:
-    """Have a draft model choose `num` tokens of each row, `most` at most, one after the other.
+    """Draft `num` tokens of each row (`most` at most) with the draft model, one by one.
 
     It chooses as the served model does, with the same random numbers, so that it is right often
     where the two models agree.
 
     Returns:
-      The slots, in which the tokens stand behind the valid ones; the tokens; and the cache.
+      The slots, with the drafts after their valid tokens; the drafts; and the cache.
     """
     num_slots, row = slots.done.shape[0], jnp.arange(num.shape[0])
     length = window.part(slots.length)

@@ -1,4 +1,4 @@
-"""A small model that proposes tokens, beside the model that serves them.
+"""The model that a step computes, and a small draft model that proposes tokens to it.
 
 Both have the same page tables: a page has the keys and values of both models. So whatever happens
 to a page, such as a prefix that is found again, a swap or a preemption, happens to both.
@@ -31,7 +31,7 @@ def merged(graphdef: nnx.GraphDef, params: Any, config: EngineConfig) -> Any:
 @final
 @dataclass(frozen=True)
 class Drafter:
-    """A draft model, for the executor that serves another one beside it.
+    """A draft model, for the executor of the model that it drafts for.
 
     Attributes:
       params: on the device of the other model's.
@@ -111,7 +111,6 @@ class FollowedModel:
         tap: Tap | None,
         incoming: IncomingPages | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], KVCache, Float[Array, "rows embed"] | None]:
-        """See `Decoder.tapped`."""
         own, drafts = divided(cache, self._num_buffers)
         values = (None, None)
         if incoming is not None:
@@ -124,7 +123,6 @@ class FollowedModel:
         return hidden, united(own, drafts), read
 
     def logits(self, hidden: Float[Array, "tokens hidden"]) -> Float32[Array, "tokens vocab"]:
-        """See `Decoder.logits`."""
         return self._model.logits(hidden)
 
     def draft_logits(

@@ -288,7 +288,7 @@ class Unnameable(Exception):
 
 
 def key_of(*parts: Any) -> str:
-    """Return a key for the store.
+    """Return a key for the store: equal in every process for equal parts, else different.
 
     Raises:
       Unnameable: a part has no name.

@@ -18,7 +18,7 @@ from jaxserve.steps.sampling.variants import Variant
 
 
 def sampling_first(rows: Sequence[Row]) -> list[int]:
-    """Return the indices of the rows, those that sample before the others."""
+    """Return the indices of the rows, rows that sample first."""
     return sorted(range(len(rows)), key=lambda i: not rows[i].samples)
 
 
@@ -75,7 +75,7 @@ def pack_rows(
 
 
 def in_places(row: Row) -> list[Row]:
-    """Return a row with proposals as rows that end where the step chooses a token; others alone.
+    """Return a row with proposals as rows that end where the step chooses a token, else the row.
 
     None of them samples for itself: `heads.verifying_head` chooses their tokens one by one.
     """

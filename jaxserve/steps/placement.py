@@ -48,5 +48,5 @@ class Placement:
 
 
 def staging_place(place: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Where incoming pages lie: pinned memory of the host, which the device can read."""
+    """Return the sharding of incoming pages: pinned host memory, which the device can read."""
     return place.with_memory_kind("pinned_host")

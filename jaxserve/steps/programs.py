@@ -48,7 +48,7 @@ class Programs:
       store: keeps the executables for later processes; None to keep none.
 
     Attributes:
-      computed_by: what decides KV beside parameters: the structure of the model, and of a drafter.
+      computed_by: what decides KV in addition to parameters: the structures of model and drafter.
       probe_params: the probe's parameters, in place; None without a probe.
       refinement: how its readings change a prediction.
       stage: what a stage computes, if this is one.
@@ -262,7 +262,7 @@ class Programs:
         return [prepare]
 
     def step_bytes(self, params: Params, cache: KVCache) -> int:
-        """Return the memory that `compiled_steps` need beside their arguments; measured once."""
+        """Return the memory that `compiled_steps` need besides their arguments; measured once."""
         leaves, structure = jax.tree.flatten((params, cache))
         arguments = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         if arguments not in self._step_bytes:
@@ -396,7 +396,7 @@ def _loop_plans(
 
 
 def largest_step_bytes(steps: Sequence[Any]) -> int:
-    """Return the memory that the largest of these compiled steps needs beside its arguments."""
+    """Return the memory that the largest of these compiled steps needs besides its arguments."""
     return max(_extra_bytes(step.memory_analysis()) for step in steps)
 
 

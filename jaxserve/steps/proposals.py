@@ -71,7 +71,7 @@ class Lookup:
 
         Args:
           rates: hits and misses of each source in other slots.
-          slot, position: of each token; tokens of one slot lie one behind another. The number of
+          slot, position: of each token; tokens of one slot are consecutive. The number of
             slots to skip one.
         """
         newest = _newest_at_each(jnp.pad(tokens, (_LONGEST, 0)))[: len(tokens)]
@@ -87,7 +87,7 @@ class Lookup:
         slot: Int32[Array, " rows"],
         length: Int32[Array, " rows"],
     ) -> Lookup:
-        """Take note of where the next tokens of slots come to stand, behind `length` others.
+        """Index the next tokens of slots, at position `length` of each.
 
         Args:
           slot: the number of slots to skip a row.
@@ -134,7 +134,7 @@ class Answers:
         prompt_length: Int32[Array, ""],
         length: Int32[Array, ""],
     ) -> Answers:
-        """Take in the answer of a slot with these tokens."""
+        """Add the answer of a slot with these tokens."""
         most = tokens.shape[0]
         first = jnp.maximum(prompt_length - _LEADING, 0)
         num = jnp.maximum(length - first, 0)

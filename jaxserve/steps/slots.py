@@ -107,7 +107,7 @@ class SlotEdits:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Admitted:
-    """What slots begin with, beside their tokens, which lie one behind another in one array.
+    """What slots begin with, except their tokens, which are concatenated in one array.
 
     Attributes:
       index: slots; the number of slots to skip.
@@ -128,7 +128,7 @@ class Admitted:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Extensions:
-    """Tokens to put behind the newest ones of slots, several times for more of one slot's.
+    """Tokens to append to slots; a slot with many tokens has several entries.
 
     Attributes:
       index: slots; the number of slots to skip.
@@ -190,7 +190,7 @@ def move_states(
 
 
 def admit(slots: SlotState, admitted: Admitted, tokens: Int32[Array, " tokens"]) -> SlotState:
-    """Begin with the admitted slots; page tables stay, and so do old tokens past a slot's length.
+    """Start the admitted slots. Page tables stay, and so do old tokens past a slot's length.
 
     Args:
       tokens: of all admitted slots, see `Admitted`.
@@ -222,7 +222,7 @@ def admit(slots: SlotState, admitted: Admitted, tokens: Int32[Array, " tokens"])
 
 
 def remember(slots: SlotState, slot: Int32[Array, ""]) -> SlotState:
-    """Take the answer of a slot into those in which proposals are looked up for all slots."""
+    """Add the answer of a slot to those in which proposals are looked up for all slots."""
     assert slots.answers is not None, "a runtime that does not speculate"
     prompt_length = slots.sampling.prompt_length[slot]
     answers = slots.answers.remember(slots.tokens[slot], prompt_length, slots.length[slot])
@@ -230,7 +230,7 @@ def remember(slots: SlotState, slot: Int32[Array, ""]) -> SlotState:
 
 
 def extend(slots: SlotState, extensions: Extensions) -> SlotState:
-    """Put tokens behind the newest ones of slots."""
+    """Append tokens to slots."""
     index, start, count = extensions.index, extensions.start, extensions.count
     offset = jnp.arange(extensions.tokens.shape[1])
     slot = jnp.where(offset < count[:, None], index[:, None], slots.done.shape[0])

@@ -391,7 +391,9 @@ _WORD_BYTES = 4
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class OneBuffer:
-    """A pytree whose arrays lie one behind another; only the values are traced.
+    """A pytree whose arrays are concatenated in one buffer, so that a call makes one transfer.
+
+    Only the values are traced.
 
     Attributes:
       words: bits of the arrays, in the order of the leaves; a bool takes a word.

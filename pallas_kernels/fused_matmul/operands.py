@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class RMSScale:
-    """The arguments of `rms_norm` beside its input."""
+    """The arguments of `rms_norm` except its input."""
 
     scale: Float[Array, " in"]
     eps: float = field(metadata=dict(static=True))

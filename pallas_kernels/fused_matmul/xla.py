@@ -18,7 +18,6 @@ def fused_matmul(
     is_gated: bool,
     residual: Float[Array, " tokens *kept"] | None,
 ) -> Float[Array, " tokens *kept"]:
-    """See `api.fused_matmul`."""
     if norm is not None:
         x = rms_norm(x, norm.scale, eps=norm.eps, offset=norm.offset)
     out = matmul(x, weight)

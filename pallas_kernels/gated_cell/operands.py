@@ -86,7 +86,7 @@ KINDS: Mapping[Kind, CellKind] = MappingProxyType(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RowsAt:
-    """Some rows of an array, which need not be copied beside each other.
+    """Some rows of an array, which need not be contiguous.
 
     Attributes:
       values: [num, width].

@@ -18,7 +18,7 @@ from pallas_kernels.gated_cell.operands import KINDS, Kind, Product, RowsAt
 @final
 @dataclass(frozen=True, kw_only=True)
 class GatedShape:
-    """A task of a cell whose states lie in a pool of slots.
+    """A task of a cell whose states are in a pool of slots.
 
     Attributes:
       batch: rows of the task.

@@ -1,7 +1,7 @@
 """Gated cells on NVIDIA GPUs from sm_80 on: gather, products and gates in one Pallas kernel.
 
 Triton compiles it. A program computes a tile of [rows, columns] of the new states: it adds up the
-products of all gates for these columns, reads each input row where it lies, and applies the gates
+products of all gates for these columns, reads each input row in place, and applies the gates
 to the sums in registers. So neither the gathered inputs nor the gates are written to memory.
 
 Roofline: a call moves the weights and biases once, each input row once and each new state once

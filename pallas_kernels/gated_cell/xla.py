@@ -16,7 +16,6 @@ from pallas_kernels.matmul import matmul
 def gated_cell(
     kind: Kind, products: Sequence[Product], carried: Sequence[RowsAt]
 ) -> tuple[Float[Array, "batch hidden"], ...]:
-    """See `api.gated_cell`."""
     parts = [[rows.gathered() for rows in product.rows] for product in products]
     added = [None if one.added is None else one.added.gathered() for one in products]
     states = [rows.gathered() for rows in carried]

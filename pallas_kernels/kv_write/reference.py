@@ -38,7 +38,6 @@ def rotate_and_write(
     k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
 ) -> Written:
-    """See `api.rotate_and_write`."""
     if isinstance(qkv, jax.core.Tracer):
         raise NotImplementedError("the reference runs outside jit only; use implementation='xla'")
     turned = np.array(qkv, np.float32)  # [tokens, kv_heads, group + 2, head_dim]

@@ -22,7 +22,6 @@ def rotate_and_write(
     k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
 ) -> Written:
-    """See `api.rotate_and_write`."""
     tokens, _, columns, head_dim = qkv.shape
     group = columns - 2
     rotated = qkv[:, :, : group + 1]

@@ -29,7 +29,6 @@ def add_low_rank(
     *,
     spans: tuple[tuple[int, int], ...],
 ) -> Float[Array, "tokens out"]:
-    """See `api.add_low_rank`."""
     platform = dispatch.target_platform()
     if platform != "cpu":
         raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")

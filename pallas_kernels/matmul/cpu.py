@@ -28,7 +28,6 @@ def matmul(
     transposed: bool,
     out_dtype: jax.typing.DTypeLike,
 ) -> Float[Array, " tokens *out"]:
-    """See `api.matmul`."""
     _check(x, weight, out_dtype)
     target = build.cpu_target(_SOURCE, "Matmul")
     out = weight.shape[:1] if transposed else weight.shape[1:]
@@ -41,7 +40,6 @@ def grouped_matmul(
     weight: Float[Array, " matrices in out"],
     sizes: Int32[Array, " matrices"],
 ) -> Float[Array, "tokens out"]:
-    """See `api.grouped_matmul`."""
     _check(x, weight, x.dtype)
     return _grouped(build.cpu_target(_SOURCE, "GroupedMatmul"), x, weight, sizes)
 

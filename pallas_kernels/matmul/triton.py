@@ -201,7 +201,7 @@ def _weights(
 
 
 def _loaded(here: Any, is_row: jax.Array | None, is_column: jax.Array | None) -> jax.Array:
-    """Return what lies at [rows, columns]; zeros where it is masked. None masks nothing."""
+    """Load a tile; masked elements are zero. None masks nothing."""
     masks = [] if is_row is None else [is_row[:, None]]
     masks += [] if is_column is None else [is_column[None, :]]
     if not masks:

@@ -14,7 +14,6 @@ def matmul(
     transposed: bool,
     out_dtype: jax.typing.DTypeLike,
 ) -> Float[Array, " tokens *out"]:
-    """See `api.matmul`."""
     contracted = ((1,), (1 if transposed else 0,))
     return lax.dot_general(x, weight, (contracted, ((), ())), preferred_element_type=out_dtype)
 
@@ -24,5 +23,4 @@ def grouped_matmul(
     weight: Float[Array, " matrices in out"],
     sizes: Int32[Array, " matrices"],
 ) -> Float[Array, "tokens out"]:
-    """See `api.grouped_matmul`."""
     return lax.ragged_dot(x, weight, sizes)

@@ -10,7 +10,6 @@ from jaxtyping import Array, Int, Shaped
 def gather_pages(
     pages: Shaped[Array, "layers pages *page"], source: Int[Array, " count"]
 ) -> Shaped[Array, "layers count *page"]:
-    """See `api.gather_pages`."""
     out = np.zeros((pages.shape[0], source.shape[0], *pages.shape[2:]), pages.dtype)
     for i, page in enumerate(np.asarray(source)):
         out[:, i] = pages[:, page]
@@ -22,7 +21,6 @@ def scatter_pages(
     target: Int[Array, " count"],
     values: Shaped[Array, "layers count *page"],
 ) -> Shaped[Array, "layers pages *page"]:
-    """See `api.scatter_pages`."""
     out = np.array(pages)
     for i, page in enumerate(np.asarray(target)):
         if page < pages.shape[1]:
@@ -35,5 +33,4 @@ def move_pages(
     source: Int[Array, " count"],
     target: Int[Array, " count"],
 ) -> Shaped[Array, "layers pages *page"]:
-    """See `api.move_pages`."""
     return scatter_pages(pages, target, gather_pages(pages, source))

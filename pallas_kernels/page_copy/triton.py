@@ -35,7 +35,6 @@ def gather_pages(
     *,
     interpret: bool = False,
 ) -> Shaped[Array, "layers count *page"]:
-    """See `api.gather_pages`."""
     return _copy(_Operands(source=source, read=pages), interpret)
 
 
@@ -46,7 +45,6 @@ def scatter_pages(
     *,
     interpret: bool = False,
 ) -> Shaped[Array, "layers pages *page"]:
-    """See `api.scatter_pages`."""
     return _copy(_Operands(target=target, read=values, written=pages), interpret)
 
 
@@ -57,7 +55,6 @@ def move_pages(
     *,
     interpret: bool = False,
 ) -> Shaped[Array, "layers pages *page"]:
-    """See `api.move_pages`."""
     return _copy(_Operands(source=source, target=target, written=pages), interpret)
 
 

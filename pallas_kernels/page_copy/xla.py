@@ -11,7 +11,6 @@ from pallas_kernels.put_rows import put_rows, serves
 def gather_pages(
     pages: Shaped[Array, "layers pages *page"], source: Int[Array, " count"]
 ) -> Shaped[Array, "layers count *page"]:
-    """See `api.gather_pages`."""
     return pages.at[:, source].get(mode="promise_in_bounds")
 
 
@@ -20,7 +19,6 @@ def scatter_pages(
     target: Int[Array, " count"],
     values: Shaped[Array, "layers count *page"],
 ) -> Shaped[Array, "layers pages *page"]:
-    """See `api.scatter_pages`."""
     if not serves(pages):
         return pages.at[:, target].set(values, mode="drop")
     layer = jnp.arange(pages.shape[0])[:, None] * pages.shape[1]
@@ -33,5 +31,4 @@ def move_pages(
     source: Int[Array, " count"],
     target: Int[Array, " count"],
 ) -> Shaped[Array, "layers pages *page"]:
-    """See `api.move_pages`."""
     return scatter_pages(pages, target, gather_pages(pages, source))

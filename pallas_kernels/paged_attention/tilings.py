@@ -1,4 +1,4 @@
-"""Tilings of models on devices, from the tables beside this file.
+"""Tilings of models on devices, from the tables in this folder.
 
 `tuned_tilings.toml` holds tilings that were timed on a device for heads of one kind
 (`benchmarks.kernels.tune`), and comes first. `tilings.toml` has an entry for every device.

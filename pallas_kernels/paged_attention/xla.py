@@ -30,7 +30,6 @@ _MASKED = -1e30
 
 
 def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads head_dim"]:
-    """See `api.paged_attention`."""
     q, rows = call.q, call.rows
     tokens, num_heads, head_dim = q.shape
     kv_heads = call.k_pages.shape[2]

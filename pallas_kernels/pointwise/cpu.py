@@ -23,7 +23,6 @@ SOURCE = Path(__file__).with_name("cpu.cc")
 def rms_norm(
     x: Float[Array, "*rows width"], scale: Float[Array, " width"], *, eps: float, offset: float
 ) -> Float[Array, "*rows width"]:
-    """See `api.rms_norm`."""
     _check(x, scale)
     target = build.cpu_target(SOURCE, "RmsNorm")
     return norm_by(target, eps, offset, x.reshape(-1, x.shape[-1]), scale).reshape(x.shape)
@@ -36,20 +35,17 @@ def layer_norm(
     *,
     eps: float,
 ) -> Float[Array, "*rows width"]:
-    """See `api.layer_norm`."""
     _check(x, scale, bias)
     target = build.cpu_target(SOURCE, "LayerNorm")
     return layer_norm_by(target, eps, x.reshape(-1, x.shape[-1]), scale, bias).reshape(x.shape)
 
 
 def log_sum_exp(x: Float32[Array, "rows width"]) -> Float32[Array, " rows"]:
-    """See `api.log_sum_exp`."""
     _check(x)
     return log_sum_exp_by(build.cpu_target(SOURCE, "LogSumExp"), x)
 
 
 def gated_silu(x: Float[Array, "rows 2 width"]) -> Float[Array, "rows width"]:
-    """See `api.gated_silu`."""
     _check(x)
     return gate_by(build.cpu_target(SOURCE, "GatedSilu"), x)
 

@@ -14,7 +14,6 @@ BLOCK = 64
 def rms_norm(
     x: Float[Array, "*rows width"], scale: Float[Array, " width"], *, eps: float, offset: float
 ) -> Float[Array, "*rows width"]:
-    """See `api.rms_norm`."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return (wide * (scale.astype(jnp.float32) + offset)).astype(x.dtype)
@@ -27,7 +26,6 @@ def layer_norm(
     *,
     eps: float,
 ) -> Float[Array, "*rows width"]:
-    """See `api.layer_norm`."""
     wide = x.astype(jnp.float32)
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
@@ -35,19 +33,16 @@ def layer_norm(
 
 
 def log_sum_exp(x: Float32[Array, "rows width"]) -> Float32[Array, " rows"]:
-    """See `api.log_sum_exp`."""
     return jax.nn.logsumexp(x, axis=-1)
 
 
 def gated_silu(x: Float[Array, "rows 2 width"]) -> Float[Array, "rows width"]:
-    """See `api.gated_silu`."""
     return jax.nn.silu(x[:, 0]) * x[:, 1]
 
 
 def row_maximum(
     x: Float32[Array, "rows width"],
 ) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"], Bool[Array, " rows"]]:
-    """See `api.row_maximum`."""
     blocks = blocks_of(x)
     maxima = jnp.max(blocks, axis=-1)
     block = jnp.argmax(maxima, axis=-1).astype(jnp.int32)

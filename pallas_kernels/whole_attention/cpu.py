@@ -40,7 +40,6 @@ def whole_attention(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """See `api.whole_attention`."""
     if qkv.size == 0:
         raise NotImplementedError(f"qkv{qkv.shape} is empty")
     options = _Options(length=length, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)

@@ -18,7 +18,6 @@ def whole_attention(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """See `api.whole_attention`."""
     tokens, kv_heads, columns, head_dim = qkv.shape
     group = columns - 2
     rotated = qkv[:, :, : group + 1]

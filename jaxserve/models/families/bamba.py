@@ -72,7 +72,6 @@ class BambaConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
-        """See `DecoderConfig.from_hf`."""
         given = _FIELDS["bamba"].read(given)
         check_is(given, "hidden_act", ("silu", "swish"))
         fields = rotary_decoder_fields(given, share=0.5)
@@ -144,7 +143,6 @@ class BambaMambaBlock(Block):
     def __call__(
         self, x: Float[Array, "tokens embed"], context: LayerContext
     ) -> Float[Array, "tokens embed"]:
-        """See `Block`."""
         x = x + self.mixer(self.attention_norm(x), context)
         return self.mlp(x, context, norm=self.mlp_norm, residual=x)
 

@@ -79,7 +79,6 @@ class GemmaConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
-        """See `DecoderConfig.from_hf`."""
         given = _FIELDS[given["model_type"]].read(given)
         check_is(given, "use_bidirectional_attention", (False, None))
         kind, num_layers = given["model_type"], given["num_hidden_layers"]

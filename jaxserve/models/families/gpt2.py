@@ -74,7 +74,6 @@ class GPT2Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
-        """See `DecoderConfig.from_hf`."""
         given = _FIELDS["gpt2"].read(given)
         check_is(given, "scale_attn_weights", (True,))
         check_is(given, "scale_attn_by_inverse_layer_idx", (False,))

@@ -61,7 +61,6 @@ class GPTNeoXConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
-        """See `DecoderConfig.from_hf`."""
         given = _FIELDS["gpt_neox"].read(given)
         sizes = plain_sizes(given)
         rope = rope_fields(given, theta="rotary_emb_base")

@@ -53,7 +53,6 @@ class GPTJConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
-        """See `DecoderConfig.from_hf`."""
         given = _FIELDS["gptj"].read(given)
         return cls(
             **gpt_sizes(given),

@@ -82,7 +82,6 @@ class LlamaConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
-        """See `DecoderConfig.from_hf`."""
         given = _FIELDS[given["model_type"]].read(given)
         check_is(given, "hidden_act", ("silu", "swish"))
         kind = given["model_type"]

@@ -62,12 +62,10 @@ class Mamba2Config(DecoderConfig):
 
     @property
     def default_context(self) -> int:
-        """See `DecoderConfig`."""
         return min(_DEFAULT_CONTEXT, self.max_position_embeddings)
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
-        """See `DecoderConfig.from_hf`."""
         given = _FIELDS["mamba2"].read(given)
         check_is(given, "hidden_act", ("silu", "swish"))
         low, high = step_limits(given)
@@ -113,7 +111,6 @@ class Mamba2Block(Block):
     def __call__(
         self, x: Float[Array, "tokens embed"], context: LayerContext
     ) -> Float[Array, "tokens embed"]:
-        """See `Block`."""
         update = self.mixer(self.norm(x).astype(self.dtype), context)
         return x + update.astype(x.dtype)
 

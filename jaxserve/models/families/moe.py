@@ -81,7 +81,6 @@ class MixtureOfExperts(nnx.Module):
         norm: Norm | None = None,
         residual: Float[Array, "tokens embed"] | None = None,
     ) -> Float[Array, "tokens embed"]:
-        """See `MLP`."""
         x = normed(x, norm)
         gates, experts = self._route(x, context.adapter)
         num_shards = num_tensor_shards()
@@ -205,12 +204,10 @@ class MoEConfig(ExpertsConfig):
 
     @property
     def num_mlp_parts(self) -> int:
-        """See `DecoderConfig`."""
         return self.num_experts
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
-        """See `DecoderConfig.from_hf`."""
         given = _FIELDS[given["model_type"]].read(given)
         check_is(given, "hidden_act", ("silu", "swish"))
         if given["model_type"] == "mixtral":

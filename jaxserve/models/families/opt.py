@@ -68,7 +68,6 @@ class OPTConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
-        """See `DecoderConfig.from_hf`."""
         given = _FIELDS["opt"].read(given)
         sizes = plain_sizes(given, mlp="ffn_dim")
         check_is(given, "enable_bias", (True,))

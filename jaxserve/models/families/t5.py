@@ -130,7 +130,6 @@ class T5Config(DecoderConfig):
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> Self:
-        """See `DecoderConfig.from_hf`."""
         given = _FIELDS[given["model_type"]].read(given)
         check_is(given, "is_encoder_decoder", (True,))
         kind = given["model_type"]

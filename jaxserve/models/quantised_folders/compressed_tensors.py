@@ -103,7 +103,6 @@ class CompressedTensors:
         return cls(schemes=schemes)
 
     def matrices(self, source: WeightSource, found: Found) -> None:
-        """See `Method`."""
         packed = set(found.modules("weight_packed"))
         found.add_modules(
             "weight_scale", lambda module: self._matrix(source, found, module, module in packed)

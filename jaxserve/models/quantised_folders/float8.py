@@ -63,7 +63,6 @@ class Float8:
         )
 
     def matrices(self, source: WeightSource, found: Found) -> None:
-        """See `Method`."""
         for scale in ("weight_scale_inv",) if self.block else ("weight_scale", "weight_scale_inv"):
             found.add_modules(
                 scale,

@@ -63,7 +63,6 @@ class QuantisedFolder:
             )
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """See `WeightSource`."""
         return self._shapes
 
     @cached_property
@@ -74,7 +73,6 @@ class QuantisedFolder:
         return others | {name: matrix.shape for name, matrix in self._matrices.items()}
 
     def dtypes(self) -> Mapping[str, str]:
-        """See `WeightSource`."""
         stored = self._source.dtypes()
         return {name: "F32" if name in self._matrices else stored[name] for name in self._shapes}
 
@@ -118,7 +116,7 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Method]] = MappingProxyType(
     }
 )
 
-# Files in which AutoGPTQ and AutoAWQ described weights beside config.json, with their formats.
+# Files in which AutoGPTQ and AutoAWQ described weights outside config.json, with their formats.
 _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 

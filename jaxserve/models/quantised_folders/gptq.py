@@ -71,7 +71,6 @@ class GPTQ:
         )
 
     def matrices(self, source: WeightSource, found: Found) -> None:
-        """See `Method`."""
         found.add_modules("qweight", partial(self._matrix, source, found))
 
     def _matrix(self, source: WeightSource, found: Found, module: str) -> Matrix | None:
@@ -169,7 +168,6 @@ class AWQ:
         return cls(group=group)
 
     def matrices(self, source: WeightSource, found: Found) -> None:
-        """See `Method`."""
         found.add_modules("qweight", partial(self._matrix, source, found))
 
     def _matrix(self, source: WeightSource, found: Found, module: str) -> Matrix | None:

@@ -34,7 +34,7 @@ def top_k(
 ) -> tuple[Float32[Array, "rows {k}"], Int32[Array, "rows {k}"]]:
     """Return values and indices as `jax.lax.top_k`: largest first, lower index of equals.
 
-    The k largest entries lie in the k blocks with the largest maxima. The blocks stay in index
+    The k largest entries are in the k blocks with the largest maxima. The blocks stay in index
     order, so that equal entries do too. A row that holds a NaN gives arbitrary values.
     """
     num_blocks = -(-x.shape[1] // BLOCK)

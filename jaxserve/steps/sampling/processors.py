@@ -54,7 +54,7 @@ class RowArray:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """What a processor may read of the rows beside its own arrays.
+    """What a processor may read of the rows in addition to its own arrays.
 
     Attributes:
       tokens: prompt and output so far of every slot; read a part of it with `tokens_from`, since
@@ -153,13 +153,11 @@ class AllowedTokens(LogitsProcessor):
     step_arrays = {"words": RowArray(np.uint32, 2**_WORD_BITS - 1, has_vocab_bits=True)}
 
     def is_needed(self, params: SamplingParams) -> bool:
-        """See `Processor`."""
         return params.is_constrained
 
     def apply(
         self, logits: Float32[Array, "rows vocab"], arrays: Arrays, rows: Rows
     ) -> Float32[Array, "rows vocab"]:
-        """See `LogitsProcessor`."""
         words, vocab = arrays["words"], logits.shape[1]
         missing = max(0, -(-vocab // _WORD_BITS) - words.shape[1])
         words = jnp.pad(words, ((0, 0), (0, missing)))
@@ -184,7 +182,6 @@ class Penalties(LogitsProcessor):
     }
 
     def is_needed(self, params: SamplingParams) -> bool:
-        """See `Processor`."""
         return (
             params.repetition_penalty != 1
             or params.presence_penalty != 0
@@ -192,7 +189,6 @@ class Penalties(LogitsProcessor):
         )
 
     def pack(self, request: Request) -> Mapping[str, npt.ArrayLike]:
-        """See `Processor`."""
         params = request.params
         return {
             "repetition": params.repetition_penalty,
@@ -203,7 +199,6 @@ class Penalties(LogitsProcessor):
     def apply(
         self, logits: Float32[Array, "rows vocab"], arrays: Arrays, rows: Rows
     ) -> Float32[Array, "rows vocab"]:
-        """See `LogitsProcessor`."""
         factor, presence, frequency = (
             arrays[name][:, None] for name in ("repetition", "presence", "frequency")
         )
@@ -258,18 +253,15 @@ class LogitBias(LogitsProcessor):
     }
 
     def is_needed(self, params: SamplingParams) -> bool:
-        """See `Processor`."""
         return bool(params.logit_bias)
 
     def pack(self, request: Request) -> Mapping[str, npt.ArrayLike]:
-        """See `Processor`."""
         bias = request.params.logit_bias or {}
         return {"ids": list(bias), "values": list(bias.values())}
 
     def apply(
         self, logits: Float32[Array, "rows vocab"], arrays: Arrays, rows: Rows
     ) -> Float32[Array, "rows vocab"]:
-        """See `LogitsProcessor`."""
         row = jnp.arange(logits.shape[0])[:, None]
         biased = jnp.where(arrays["ids"] >= 0, arrays["ids"], logits.shape[1])
         return logits.at[row, biased].add(arrays["values"], mode="drop")
@@ -293,11 +285,9 @@ class MinTokens(LogitsProcessor):
     }
 
     def is_needed(self, params: SamplingParams) -> bool:
-        """See `Processor`."""
         return params.min_tokens > 0
 
     def pack(self, request: Request) -> Mapping[str, npt.ArrayLike]:
-        """See `Processor`."""
         return {
             "length": min(len(request.prompt) + request.params.min_tokens, _INT32_MAX),
             "ids": list(dict.fromkeys((*request.stop_token_ids, *request.end_token_ids))),
@@ -306,7 +296,6 @@ class MinTokens(LogitsProcessor):
     def apply(
         self, logits: Float32[Array, "rows vocab"], arrays: Arrays, rows: Rows
     ) -> Float32[Array, "rows vocab"]:
-        """See `LogitsProcessor`."""
         row = jnp.arange(logits.shape[0])[:, None]
         is_short = (rows.length < arrays["length"])[:, None]
         forbidden = jnp.where(is_short & (arrays["ids"] >= 0), arrays["ids"], logits.shape[1])
@@ -325,15 +314,12 @@ class Temperature(ChoiceProcessor):
     slot_arrays = {"temperature": RowArray(np.float32, 1)}
 
     def is_needed(self, params: SamplingParams) -> bool:
-        """See `Processor`."""
         return not params.is_greedy
 
     def pack(self, request: Request) -> Mapping[str, npt.ArrayLike]:
-        """See `Processor`."""
         return {"temperature": max(request.params.temperature, _COLDEST)}
 
     def apply(self, choice: RandomChoice, arrays: Arrays, rows: Rows) -> RandomChoice:
-        """See `ChoiceProcessor`."""
         return replace(choice, gap=choice.gap / arrays["temperature"][:, None])
 
 
@@ -345,15 +331,12 @@ class TopK(ChoiceProcessor):
     slot_arrays = {"k": RowArray(np.int32, 0)}
 
     def is_needed(self, params: SamplingParams) -> bool:
-        """See `Processor`."""
         return params.top_k > 0
 
     def pack(self, request: Request) -> Mapping[str, npt.ArrayLike]:
-        """See `Processor`."""
         return {"k": request.params.top_k}
 
     def apply(self, choice: RandomChoice, arrays: Arrays, rows: Rows) -> RandomChoice:
-        """See `ChoiceProcessor`."""
         k, nearest = arrays["k"], choice.nearest
         num_nearest = nearest.shape[1]
         last = jnp.clip(k - 1, 0, num_nearest - 1)[:, None]
@@ -379,15 +362,12 @@ class TopP(ChoiceProcessor):
     slot_arrays = {"p": RowArray(np.float32, 1)}
 
     def is_needed(self, params: SamplingParams) -> bool:
-        """See `Processor`."""
         return params.top_p < 1
 
     def pack(self, request: Request) -> Mapping[str, npt.ArrayLike]:
-        """See `Processor`."""
         return {"p": request.params.top_p}
 
     def apply(self, choice: RandomChoice, arrays: Arrays, rows: Rows) -> RandomChoice:
-        """See `ChoiceProcessor`."""
         p, nearest = arrays["p"], choice.nearest
         num_nearest = nearest.shape[1]
         likelihood = choice.likelihood
@@ -417,15 +397,12 @@ class MinP(ChoiceProcessor):
     slot_arrays = {"ratio": RowArray(np.float32, 0)}
 
     def is_needed(self, params: SamplingParams) -> bool:
-        """See `Processor`."""
         return params.min_p > 0
 
     def pack(self, request: Request) -> Mapping[str, npt.ArrayLike]:
-        """See `Processor`."""
         return {"ratio": request.params.min_p}
 
     def apply(self, choice: RandomChoice, arrays: Arrays, rows: Rows) -> RandomChoice:
-        """See `ChoiceProcessor`."""
         return choice.at_least(arrays["ratio"])
 
 
