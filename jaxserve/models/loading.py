@@ -34,6 +34,10 @@ _log = logging.getLogger(__name__)
 _ANYWHERE = r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\."
 _IN_FRONT = ("module.", "base_model.model.", "language_model.")
 _HEADS = ("lm_head.", "embed_out.")
+# Tensors of models of images and text that their text model lacks.
+_IMAGES = re.compile(
+    r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|image_newline)(?:\.|$)"
+)
 # Numbers of two tensors that are compared at a time.
 _COMPARED = 1 << 22
 
@@ -42,11 +46,20 @@ def under_own_names(source: WeightSource, config: DecoderConfig) -> WeightSource
     """Return the source with its tensors under the names that the family has for them.
 
     Wrappers' parts of names are dropped: those of `torch.compile`, FSDP and checkpointing anywhere,
-    those of DDP, PEFT and models of images and text where all names begin with them. A bare model
-    gets its family's prefix, and a head alone is the embedding, too, where both are tied.
+    those of DDP, PEFT and models of images and text where all names begin with them. Tensors for
+    images are left out. A bare model gets its family's prefix, and a head alone is the embedding
+    where both are tied.
     """
     prefix = family_of(config).prefix
     names = {own: re.sub(_ANYWHERE, "", own) for own in source.shapes()}
+    texts = {own: name for own, name in names.items() if not _IMAGES.match(name)}
+    if 0 < len(texts) < len(names):
+        _log.warning(
+            "%s reads images, too: its text model is served, and %d tensors for images are ignored",
+            source.where,
+            len(names) - len(texts),
+        )
+        source, names = _Renamed(source, {own: own for own in texts}), texts
     while begin := next((each for each in _IN_FRONT if _all_begin(names, each)), None):
         names = {own: name.removeprefix(begin) for own, name in names.items()}
     inner = f"{prefix}language_model."

@@ -47,6 +47,8 @@ class RopeScaling:
           UnsupportedModelError: a kind of scaling that is not implemented, or a missing number.
         """
         kind = given.get("rope_type", given.get("type", "default"))
+        if kind == "mrope":  # positions of images; those of text are plain
+            kind = "default"
         if kind not in SUPPORTED_ROPE_TYPES:
             raise UnsupportedModelError(
                 f"RoPE scaling {kind!r} is not supported; supported are {SUPPORTED_ROPE_TYPES}"

@@ -26,12 +26,16 @@ _UNDECLARED = {
     "scale_decoder_outputs": True,
     "decoder_start_token_id": None,
     "head_dim": None,
+    "tie_word_embeddings": False,  # of text models in models of images, which say it themselves
 }
 # T5's class ties in any case, and has the field from its base class.
 _BY_KIND = {("t5", "tie_word_embeddings"): True}
 # Nulls that a class of transformers lets pass, and that its model cannot be built with.
 _NOT_BUILT = {
     "bamba": ("mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+    # With windows, which the class reads with it.
+    "qwen2_vl_text": ("max_window_layers",),
+    "qwen2_5_vl_text": ("max_window_layers",),
 }
 _BASES = ("rope_theta", "rotary_emb_base", "rotary_pct", "rope_local_base_freq")
 

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, Mistral, Qwen 2 and 3, SmolLM2."""
+"""Llama 2 and 3, Mistral, Qwen 2 and 3 and the text of their VL models, SmolLM2."""
 
 from __future__ import annotations
 
@@ -41,6 +41,22 @@ _QWEN = Fields(
     ),
     nullable=("num_key_value_heads", "sliding_window"),
 )
+_QWEN_2_VL = replace(
+    _QWEN,
+    defaults={**_QWEN.defaults}
+    | dict(
+        vocab_size=152064,
+        hidden_size=8192,
+        intermediate_size=29568,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_window_layers=80,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+    ),
+    nullable=(*_QWEN.nullable, "tie_word_embeddings", "use_sliding_window"),
+)
 _FIELDS = {
     "llama": Fields(
         ROTARY_FIELDS
@@ -69,7 +85,24 @@ _FIELDS = {
         nullable=("sliding_window",),
     ),
     "qwen2": _QWEN,
+    "qwen2_vl_text": _QWEN_2_VL,
+    "qwen2_5_vl_text": _QWEN_2_VL,
     "qwen3": replace(_QWEN, defaults={**_QWEN.defaults, "head_dim": 128, "attention_bias": False}),
+    "qwen3_vl_text": Fields(
+        ROTARY_FIELDS
+        | dict(
+            vocab_size=151936,
+            hidden_size=4096,
+            intermediate_size=22016,
+            num_hidden_layers=32,
+            num_key_value_heads=32,
+            max_position_embeddings=128000,
+            rope_theta=5e5,
+            head_dim=128,
+            attention_bias=False,
+        ),
+        nullable=("num_key_value_heads", "tie_word_embeddings"),
+    ),
 }
 
 
@@ -88,10 +121,10 @@ class LlamaConfig(DecoderConfig):
         attention_bias = bool(given.get("attention_bias"))
         return cls(
             **rotary_decoder_fields(given),
-            qkv_bias=kind == "qwen2" or attention_bias,
+            qkv_bias=kind.startswith("qwen2") or attention_bias,
             o_bias=attention_bias,
             mlp_bias=bool(given.get("mlp_bias")),
-            qk_norm=kind == "qwen3",
+            qk_norm=kind.startswith("qwen3"),
         )
 
 
