@@ -1,9 +1,7 @@
 """Conversations: turns that build on each other, and the journal that keeps them."""
 
-from jaxserve.conversations.collection import Conversations
-from jaxserve.conversations.conversation import Conversation
+from jaxserve.conversations.conversation import Conversation, Conversations, TurnClient
 from jaxserve.conversations.journal import Entry, Journal, check_journal
-from jaxserve.conversations.turn_client import TurnClient
 from jaxserve.conversations.turns import History, Message, Turn
 
 __all__ = [

@@ -1,18 +1,27 @@
-"""A conversation: turns that build on each other."""
+"""Conversations: turns that build on each other."""
 
 from __future__ import annotations
 
+import builtins
+import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+import weakref
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
-from jaxserve.conversations.journal import Journal
+from jaxserve.conversations.journal import Entry, Journal
 from jaxserve.conversations.off_loop import entered, in_thread
-from jaxserve.conversations.prompts import NextPrompt, Render, Said, kept_answer, next_prompt
-from jaxserve.conversations.turn_client import TurnClient
+from jaxserve.conversations.prompts import (
+    NextPrompt,
+    Render,
+    Said,
+    as_messages,
+    kept_answer,
+    next_prompt,
+)
 from jaxserve.conversations.turns import History, Message, Turn
 from jaxserve.core.errors import (
     ConversationBusyError,
@@ -33,36 +42,77 @@ if TYPE_CHECKING:
     from jaxserve.engine.answers import Piece, PieceSink
     from jaxserve.models.tokenizer import Tokenizer
 
+_MAX_ID_LENGTH = 256
 
-class Home(Protocol):
-    """What a conversation asks of the `Conversations` that it belongs to."""
 
-    @property
-    def journal(self) -> Journal:
-        """Holds the turns."""
-        ...
+class TurnClient(Protocol):
+    """Answers the prompts of conversations."""
 
     @property
-    def client(self) -> TurnClient:
-        """Answers the turns."""
+    def max_prompt_tokens(self) -> int:
+        """Length of the longest prompt that leaves room for one output token."""
         ...
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """None restricts conversations to token ids."""
+    def answer(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        conversation_id: str,
+        timeout_s: float | None,
+    ) -> Completion:
+        """Wait for the completion, and return it; with its error if the request fails.
+
+        When this raises, KeyboardInterrupt included, the request has ended.
+
+        Raises:
+          InvalidRequestError: one of its subclasses.
+          TurnTimeoutError: the request had not ended after `timeout_s` seconds.
+        """
         ...
 
-    @property
-    def vocabulary(self) -> str:
-        """Fingerprint of the meaning of token ids."""
+    async def aanswer(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        conversation_id: str,
+        timeout_s: float | None,
+        on_piece: PieceSink | None = None,
+    ) -> Completion:
+        """`answer` for asyncio. Cancelling the task ends the request.
+
+        Args:
+          on_piece: called with the pieces that `stream` yields, on another thread; it must not
+            wait.
+        """
         ...
 
-    def begin(self, id: str | None, start: Sequence[Message], history: History) -> Conversation:
-        """Begin another conversation with a history."""
+    def stream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        conversation_id: str,
+        timeout_s: float | None,
+    ) -> Generator[Piece]:
+        """Yield the completion piece by piece. Closing the generator cancels the request.
+
+        Raises:
+          InvalidRequestError: one of its subclasses.
+          TimeoutError: the last piece had not come after `timeout_s` seconds.
+        """
         ...
 
-    def forget(self, conversation: Conversation) -> None:
-        """Drop a deleted conversation, so that its id can begin another one."""
+    def astream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        conversation_id: str,
+        timeout_s: float | None,
+    ) -> AsyncGenerator[Piece]:
+        """`stream` for asyncio."""
         ...
 
 
@@ -78,7 +128,7 @@ class Conversation:
       id: in the journal and on the conversation's requests.
     """
 
-    def __init__(self, id: str, home: Home, start: Sequence[Message]):
+    def __init__(self, id: str, home: Conversations, start: Sequence[Message]):
         self.id = id
         self._home = home
         self._start = tuple(start)
@@ -158,9 +208,12 @@ class Conversation:
         params = _checked(params)
         async with entered(self._turn(said, max_prompt_tokens, render)) as prompt:
             completion = await self._home.client.aanswer(
-                *(prompt.token_ids, params),
-                conversation_id=self.id, timeout_s=timeout_s, on_piece=on_piece,
-            )  # fmt: skip
+                prompt.token_ids,
+                params,
+                conversation_id=self.id,
+                timeout_s=timeout_s,
+                on_piece=on_piece,
+            )
             await in_thread(self._keep_completion, prompt, params, completion)
         return completion
 
@@ -410,3 +463,109 @@ def _checked(params: SamplingParams | None) -> SamplingParams:
             "conversation for others"
         )
     return params
+
+
+@final
+class Conversations:
+    """Opens, lists and deletes conversations; see `Service.conversations`. Thread-safe.
+
+    Attributes:
+      journal: holds their turns.
+      client: answers their turns.
+      tokenizer: None restricts conversations to token ids.
+      vocabulary: fingerprint of the meaning of token ids; equal for equal tokenizers.
+    """
+
+    def __init__(
+        self, journal: Journal, client: TurnClient, tokenizer: Tokenizer | None, vocab_size: int
+    ):
+        self.journal = journal
+        self.client = client
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = threading.RLock()
+        # One object for each id, so that its turns exclude each other.
+        self._open: weakref.WeakValueDictionary[str, Conversation] = weakref.WeakValueDictionary()
+
+    @property
+    def vocabulary(self) -> str:
+        if self.tokenizer is None:
+            return f"{self._vocab_size} token ids"
+        return self.tokenizer.fingerprint
+
+    def open(
+        self,
+        id: str | None = None,
+        *,
+        system: str | None = None,
+        messages: Sequence[Mapping[str, Any]] = (),
+    ) -> Conversation:
+        """See `Service.conversation`."""
+        instruction = [{"role": "system", "content": system}] if system else []
+        start = as_messages([*instruction, *messages])
+        id = _checked_id(id)
+        with self._lock:
+            opened = self._open.get(id)
+            if opened is None:
+                opened = self._open[id] = Conversation(id, self, start)
+        said = opened.history[: len(start)]
+        if said != list(start):
+            raise InvalidConfigError(
+                f"a conversation with the id {id!r} exists and began with other messages "
+                f"({said!r}); leave out system and messages to continue it, or choose another id"
+            )
+        return opened
+
+    def begin(self, id: str | None, start: Sequence[Message], history: History) -> Conversation:
+        """Begin a conversation with a history; see `Conversation.fork`.
+
+        Raises:
+          InvalidConfigError: not a valid id, or a conversation with this id exists.
+        """
+        id = _checked_id(id)
+        with self._lock:
+            if id in self._open or self.journal.find(id) is not None:
+                raise InvalidConfigError(
+                    f"a conversation with the id {id!r} exists; choose another id"
+                )
+            if history.turns:
+                self.journal.append(id, None, self.vocabulary, history, history.turns)
+            begun = self._open[id] = Conversation(id, self, start)
+        return begun
+
+    def list(self) -> builtins.list[Entry]:
+        """Return the conversations in the journal, the most recently used first."""
+        return self.journal.list()
+
+    def delete(self, id: str) -> None:
+        """See `Conversation.delete`.
+
+        Raises:
+          UnknownConversationError: no conversation has this id.
+        """
+        with self._lock:
+            opened = self._open.get(id)
+        if opened is None:
+            self.journal.delete(id)
+        else:
+            opened.delete()
+
+    def __contains__(self, id: str) -> bool:
+        return self.journal.find(id) is not None
+
+    def forget(self, conversation: Conversation) -> None:
+        """Drop a deleted conversation, so that its id can begin another one."""
+        with self._lock:
+            if self._open.get(conversation.id) is conversation:
+                del self._open[conversation.id]
+
+
+def _checked_id(id: str | None) -> str:
+    if id is None:
+        return secrets.token_hex(8)
+    if not isinstance(id, str) or not 0 < len(id) <= _MAX_ID_LENGTH or not id.isprintable():
+        raise InvalidConfigError(
+            f"id={id!r} is not a valid conversation id; give 1 to {_MAX_ID_LENGTH} printable "
+            "characters"
+        )
+    return id

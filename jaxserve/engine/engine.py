@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -11,10 +12,9 @@ from os import urandom
 from typing import Any, NamedTuple, final
 
 from jaxserve.core.clock import Clock
-from jaxserve.core.errors import HostMemoryError
+from jaxserve.core.errors import HostMemoryError, StepMemoryError
 from jaxserve.core.request import Request
 from jaxserve.engine.constraints import Constraints, GrammarSource
-from jaxserve.engine.recomputing import fail_and_restart, restart_awaiting, restart_computed
 from jaxserve.engine.recorder import Recorder
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.versions import Weights
@@ -28,10 +28,12 @@ from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.transfer import KVPages, WeightsName
 from jaxserve.scheduling.limits import check_has_groups
 from jaxserve.scheduling.outlook import Outlook, outlooks
-from jaxserve.scheduling.plan import LINK, StepPlan, StepResult, nothing_delivered
+from jaxserve.scheduling.plan import LINK, Row, StepPlan, StepResult, nothing_delivered
 from jaxserve.scheduling.policy import IterationShape, Policy
 from jaxserve.scheduling.scheduler import Progress, Scheduler
 from jaxserve.scheduling.sequence import Sequence
+
+_log = logging.getLogger(__name__)
 
 
 class _InFlight(NamedTuple):
@@ -148,35 +150,47 @@ class Engine:
         device has work while the host applies results. So it is for each of several device groups.
         """
         news = self._refuse_late()
-        begin_s = time.perf_counter()
         try:
-            plan = self.scheduler.plan(self._open_groups)
+            plan = self._plan()
         except HostMemoryError as error:  # what came from the disk has no room; nothing is planned
             return news + self.drain() + self._go_on_without([], error)
-        self.stats.after_plan(time.perf_counter() - begin_s)
         if plan is not None:
-            plan = self._constraints.masked(plan)
-            gap_before_s = self.stats.host_gap_s
-            lane = self._in_flight[plan.group]
-            self.stats.before_submit(lane[-1].handle if lane else None)
-            self.recorder.step_submitted(
-                plan, self.scheduler, self._clock.now(), self.stats.host_gap_s - gap_before_s
-            )
+            self._on_planned(plan)
             try:
-                lane.append(_InFlight(plan, self._executor.submit(plan)))
+                self._submit(plan)
             except Exception as error:
                 return news + self.drain() + self._go_on_without([plan], error)
-            if self._swap_costs is not self._executor.swap_costs:  # measured after the start
-                self._swap_costs = self._executor.swap_costs
-                self._kv.swap_by(self._swap_costs)
-            self.stats.after_submit(plan, self.scheduler)
-        if not self._is_at_work:
-            if self.has_work and self.scheduler.wake_s is None:
-                raise AssertionError("work is left, but no step can be planned")
-            return news
-        if plan is not None and self._open_groups:
-            return news
-        return news + self._collect()
+            self._on_submitted(plan)
+            if self._open_groups:
+                return news
+        if self._is_at_work:
+            return news + self._collect()
+        if self.has_work and self.scheduler.wake_s is None:
+            raise AssertionError("work is left, but no step can be planned")
+        return news
+
+    def _plan(self) -> StepPlan | None:
+        begin_s = time.perf_counter()
+        plan = self.scheduler.plan(self._open_groups)
+        self.stats.after_plan(time.perf_counter() - begin_s)
+        return None if plan is None else self._constraints.masked(plan)
+
+    def _on_planned(self, plan: StepPlan) -> None:
+        gap_before_s = self.stats.host_gap_s
+        lane = self._in_flight[plan.group]
+        self.stats.before_submit(lane[-1].handle if lane else None)
+        self.recorder.step_submitted(
+            plan, self.scheduler, self._clock.now(), self.stats.host_gap_s - gap_before_s
+        )
+
+    def _submit(self, plan: StepPlan) -> None:
+        self._in_flight[plan.group].append(_InFlight(plan, self._executor.submit(plan)))
+
+    def _on_submitted(self, plan: StepPlan) -> None:
+        if self._swap_costs is not self._executor.swap_costs:  # measured after the start
+            self._swap_costs = self._executor.swap_costs
+            self._kv.swap_by(self._swap_costs)
+        self.stats.after_submit(plan, self.scheduler)
 
     def _refuse_late(self) -> list[Progress]:
         """End the requests that have not begun and can keep their latency bounds no more."""
@@ -396,3 +410,48 @@ class Engine:
                     return lane
             self._clock.wait()
         return lanes[0]
+
+
+def restart_computed(scheduler: Scheduler) -> int:
+    """Compute every sequence anew that has KV, on the device or the host; nothing is in flight.
+
+    Returns:
+      Tokens that were computed, and will be again.
+    """
+    swapped_out = (sequence for sequence in scheduler.waiting if sequence.kv.host_pages)
+    computed = (*scheduler.running, *swapped_out)
+    num_tokens = sum(sequence.kv.num_computed for sequence in computed)
+    for sequence in computed:
+        scheduler.restart(sequence, keeps_output=True)
+    return num_tokens
+
+
+def restart_awaiting(scheduler: Scheduler) -> None:
+    """Compute anew what awaits pages from the host, before cached pages are dropped there."""
+    for sequence in tuple(scheduler.running):
+        if sequence.kv.awaits is not None:
+            scheduler.restart(sequence, keeps_output=True)
+
+
+def fail_and_restart(
+    scheduler: Scheduler, news: Iterable[Progress], rows: Iterable[Row], error: Exception
+) -> None:
+    """Fail the sequences in rows of a step without memory, and compute all others anew.
+
+    If it was the host's memory, none fails: without host pages they can be computed.
+
+    Args:
+      news: of the steps that were lost, this one among them.
+    """
+    failed = {row.sequence_key for row in rows}
+    if isinstance(error, HostMemoryError):
+        _log.warning("KV is not copied to the host any more: %s", error)
+        failed.clear()
+    out_of_memory = StepMemoryError(
+        f"the device ran out of memory in a step with this request ({error}); submit it again, "
+        "and pass a smaller kv_memory, max_step_tokens or max_slots if that happens again"
+    )
+    for sequence in {each.sequence for each in news if each.sequence.key in failed}:
+        scheduler.end(sequence, "error", out_of_memory)
+    for sequence in (*scheduler.running, *scheduler.waiting):
+        scheduler.restart(sequence, keeps_output=True)

@@ -1,8 +1,17 @@
-"""GBNF, the notation of llama.cpp, read into rules."""
+"""GBNF, the notation of llama.cpp, read into rules and written in llguidance's Lark.
+
+llguidance 1.9.1 cuts text into lexemes before it parses them, and each is as long as possible: of
+`"a" "bc" | "ab" "d"` it can write only the second branch, since "ab" is a lexeme there. llama.cpp
+goes by characters. So literals and rules without recursion become lexemes, which are fast, only
+where it makes no difference in the whole grammar, and otherwise every character is one.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TypeAlias, final
@@ -15,6 +24,9 @@ LARGEST = 0x10FFFF
 
 Ranges = tuple[tuple[int, int], ...]
 Node: TypeAlias = "Chars | Reference | Sequence | Choice | Repeat"
+# Steps of a comparison of lexemes, of about a microsecond each; without it, characters are lexemes.
+_MAX_STEPS = 300_000
+_MAX_RULES = 300
 
 
 @final
@@ -241,3 +253,279 @@ def references_of(node: Node) -> list[str]:
         if isinstance(each, Reference):
             found.append(each.name)
     return found
+
+
+def lark_of(text: str) -> str:
+    """Return a grammar in GBNF as one in llguidance's Lark that matches the same texts.
+
+    Raises:
+      ValueError: as `rules_of`.
+    """
+    rules = rules_of(text)
+    terminals = _terminals(rules) if len(rules) <= _MAX_RULES else None
+    if terminals is not None and not _is_unambiguous(rules, terminals):
+        terminals = None
+    return _written(rules, terminals)
+
+
+def _terminals(rules: Mapping[str, Node]) -> set[str]:
+    """Return the rules, except for the root, that can be one lexeme: without recursion."""
+    found, is_done = set[str](), False
+    while not is_done:
+        more = {
+            name
+            for name, rule in rules.items()
+            if name != "root" and name not in found and found.issuperset(references_of(rule))
+        }
+        found |= more
+        is_done = not more
+    return found
+
+
+# ---- lexemes ----
+
+
+@final
+@dataclass(frozen=True)
+class _Places:
+    """The places of an expression's characters: which may be first, last, and follow each other."""
+
+    is_empty: bool
+    first: frozenset[int]
+    last: frozenset[int]
+
+
+class _TooLong(Exception):
+    """A comparison takes too many steps."""
+
+
+@final
+class _Steps:
+    """The steps of a comparison."""
+
+    def __init__(self) -> None:
+        self._num_left = _MAX_STEPS
+
+    def take(self, num: int = 1) -> None:
+        """Raise `_TooLong` if there are no more."""
+        self._num_left -= num
+        if self._num_left < 0:
+            raise _TooLong
+
+
+@final
+class _Lexeme:
+    """An expression as an automaton whose states are its places; counts above one are loops."""
+
+    def __init__(self, node: Node, rules: Mapping[str, Node], steps: _Steps):
+        self._rules = rules
+        self._steps = steps
+        self.sets: list[Ranges] = []
+        self.next: list[set[int]] = []
+        self.places = self._add(node)
+
+    @property
+    def first_chars(self) -> list[Ranges]:
+        return [self.sets[place] for place in self.places.first]
+
+    def _add(self, node: Node) -> _Places:
+        self._steps.take()
+        if isinstance(node, Reference):
+            return self._add(self._rules[node.name])
+        if isinstance(node, Chars):
+            return self._joined(map(self._place, node.sets))
+        if isinstance(node, Sequence):
+            return self._joined(map(self._add, node.parts))
+        if isinstance(node, Choice):
+            parts = [self._add(part) for part in node.parts]
+            return _Places(
+                any(part.is_empty for part in parts),
+                frozenset().union(*(part.first for part in parts)),
+                frozenset().union(*(part.last for part in parts)),
+            )
+        part = self._add(node.part)
+        if node.is_loop:
+            self._connect(part.last, part.first)
+        return _Places(part.is_empty or node.least == 0, part.first, part.last)
+
+    def _place(self, chars: Ranges) -> _Places:
+        self.sets.append(chars)
+        self.next.append(set())
+        place = frozenset([len(self.sets) - 1])
+        return _Places(False, place, place)
+
+    def _joined(self, parts: Iterable[_Places]) -> _Places:
+        whole = _Places(True, frozenset(), frozenset())
+        for part in parts:
+            self._connect(whole.last, part.first)
+            whole = _Places(
+                whole.is_empty and part.is_empty,
+                whole.first | part.first if whole.is_empty else whole.first,
+                whole.last | part.last if part.is_empty else part.last,
+            )
+        return whole
+
+    def _connect(self, last: Iterable[int], first: frozenset[int]) -> None:
+        for place in last:
+            self._steps.take(len(first))
+            self.next[place].update(first)
+
+    def goes_on(self, other: _Lexeme, following: Seq[Ranges]) -> bool:
+        """Whether a text of it, and a character that may follow it, may begin the other lexeme."""
+        left = list(itertools.product(self.places.first, other.places.first))
+        seen = set(left)
+        while left:
+            own, its = left.pop()
+            self._steps.take(1 + len(other.next[its]) * len(self.next[own]))
+            if not _overlap(self.sets[own], other.sets[its]):
+                continue
+            after = other.next[its]
+            if own in self.places.last:
+                self._steps.take(len(after) * len(following))
+            if own in self.places.last and any(
+                _overlap(other.sets[place], chars) for place in after for chars in following
+            ):
+                return True
+            new = [pair for pair in itertools.product(self.next[own], after) if pair not in seen]
+            seen.update(new)
+            left += new
+        return False
+
+
+def _overlap(one: Ranges, other: Ranges) -> bool:
+    return any(a <= d and c <= b for a, b in one for c, d in other)
+
+
+def _is_unambiguous(rules: Mapping[str, Node], terminals: set[str]) -> bool:
+    """Whether the longest lexeme is always the right one, as far as pairs of lexemes tell."""
+    steps = _Steps()
+    try:
+        reached = _Reached(rules, terminals, steps)
+        lexemes = {node: _Lexeme(node, rules, steps) for node in reached.after}
+        return not any(
+            lexemes[node].goes_on(other, [c for each in after for c in lexemes[each].first_chars])
+            for node, after in reached.after.items()
+            for other in lexemes.values()
+        )
+    except _TooLong:
+        return False
+
+
+@final
+class _Reached:
+    """Which lexemes may begin a rule, and follow another lexeme.
+
+    Attributes:
+      after: for each lexeme those that may follow it.
+    """
+
+    def __init__(self, rules: Mapping[str, Node], terminals: set[str], steps: _Steps):
+        self._rules = rules
+        self._steps = steps
+        self._terminals = terminals
+        self.after: dict[Node, set[Node]] = {}
+        self._is_empty: dict[Node, bool] = {}
+        self._first: dict[str, set[Node]] = {name: set() for name in rules}
+        self._follow: dict[str, set[Node]] = {name: set() for name in rules}
+        self._may_be_empty = dict.fromkeys(rules, False)
+        size = -1
+        while size != (size := self._size()):
+            for name, rule in rules.items():
+                if name not in terminals:
+                    may_be_empty, first = self._begin(rule)
+                    self._may_be_empty[name] |= may_be_empty
+                    self._first[name] |= first
+                    self._visit(rule, self._follow[name])
+
+    def _size(self) -> int:
+        tables = self._first, self._follow, self.after
+        return sum(len(each) for table in tables for each in table.values()) + sum(
+            self._may_be_empty.values()
+        )
+
+    def _is_lexeme(self, node: Node) -> bool:
+        is_terminal = isinstance(node, Reference) and node.name in self._terminals
+        return isinstance(node, Chars) or is_terminal
+
+    def _begin(self, node: Node) -> tuple[bool, set[Node]]:
+        """Return whether a node may be empty, and the lexemes that may begin it."""
+        self._steps.take()
+        if self._is_lexeme(node):
+            if node not in self._is_empty:
+                self._is_empty[node] = _Lexeme(node, self._rules, self._steps).places.is_empty
+            return self._is_empty[node], {node}
+        if isinstance(node, Reference):
+            return self._may_be_empty[node.name], set(self._first[node.name])
+        if isinstance(node, Choice):
+            found = [self._begin(part) for part in node.parts]
+            return any(empty for empty, _ in found), set().union(*(first for _, first in found))
+        if isinstance(node, Repeat):
+            empty, first = self._begin(node.part)
+            return empty or node.least == 0, first
+        first = set[Node]()
+        for part in parts_of(node):
+            empty, more = self._begin(part)
+            first |= more
+            if not empty:
+                return False, first
+        return True, first
+
+    def _visit(self, node: Node, after: set[Node]) -> None:
+        """Take note of what follows each part of a node, behind which these lexemes may come."""
+        self._steps.take(1 + len(after))
+        if self._is_lexeme(node):
+            self.after.setdefault(node, set()).update(after)
+        elif isinstance(node, Reference):
+            self._follow[node.name] |= after
+        elif isinstance(node, Repeat):
+            again = self._begin(node.part)[1] if node.is_loop else set[Node]()
+            self._visit(node.part, after | again)
+        elif isinstance(node, Choice):
+            for part in node.parts:
+                self._visit(part, after)
+        else:
+            for part in reversed(parts_of(node)):
+                self._visit(part, after)
+                empty, first = self._begin(part)
+                after = after | first if empty else first
+
+
+# ---- writing ----
+
+
+def _written(rules: Mapping[str, Node], terminals: set[str] | None) -> str:
+    """Return rules in Lark; without terminals, every character is a lexeme."""
+    names = {
+        name: "start" if name == "root" else f"{'R' if name in (terminals or ()) else 'r'}{i}"
+        for i, name in enumerate(rules)
+    }
+
+    def written(node: Node) -> str:
+        if isinstance(node, Reference):
+            return names[node.name]
+        if isinstance(node, Chars):
+            if node.is_literal and terminals is not None:
+                return json.dumps("".join(chr(each[0][0]) for each in node.sets))
+            return " ".join(map(_of_chars, node.sets)) or '""'
+        if isinstance(node, Repeat):
+            most = "" if node.most is None else node.most
+            return f"({written(node.part)}){{{node.least},{most}}}"
+        if isinstance(node, Choice):
+            return "(" + " | ".join(map(written, node.parts)) + ")"
+        return " ".join(map(_in_parentheses(written), parts_of(node))) or '""'
+
+    lines = (f"{names[name]}: {written(rule)}" for name, rule in rules.items())
+    return "\n".join(["%llguidance {}", *lines, ""])
+
+
+def _in_parentheses(written: Callable[[Node], str]) -> Callable[[Node], str]:
+    return lambda node: f"({written(node)})" if isinstance(node, Sequence) else written(node)
+
+
+def _of_chars(chars: Ranges) -> str:
+    if len(chars) == 1 and chars[0][0] == chars[0][1]:
+        return json.dumps(chr(chars[0][0]))
+    if chars == ((0, LARGEST),):
+        return "/(?s:.)/"
+    ranges = "".join(f"\\x{{{first:X}}}-\\x{{{last:X}}}" for first, last in chars)
+    return f"/[{ranges}]/"

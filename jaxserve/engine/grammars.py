@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import logging
 import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,13 +22,9 @@ from jaxserve.core.constraint import Constraint
 from jaxserve.core.errors import GrammarTooComplexError, InvalidGrammarError, MissingExtraError
 from jaxserve.core.json_schema import lark_rules
 from jaxserve.core.request import Request
-from jaxserve.engine.answer_schema import AnswerSchema
-from jaxserve.engine.gbnf import is_gbnf
-from jaxserve.engine.gbnf_lark import lark_of
-from jaxserve.engine.grammar_threads import CompileJob, CompileThreads, closed
-from jaxserve.engine.grammar_trials import GrammarTrials
+from jaxserve.engine.gbnf import is_gbnf, lark_of
+from jaxserve.engine.grammar_compilation import CompileJob, CompileThreads, GrammarTrials, closed
 from jaxserve.engine.matcher import Matcher, first_line
-from jaxserve.engine.vocabulary import outline, read_vocabulary
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.scheduling.plan import TokenMasks
 
@@ -50,6 +47,18 @@ _BOUND_WORDS = (
 )
 # A rule of llguidance's with a parameter, of which there may be 2^64, and which no bound ends.
 _PARAMETRIC = re.compile(r"\w[ \t]*::[ \t]*_\b")
+_log = logging.getLogger(__name__)
+
+# Keywords that are evaluated for one answer, of a few microseconds each.
+_MAX_EVALUATIONS = 10_000
+# Formats that jsonschema knows without another package.
+_FORMATS = ("date", "email", "ipv4", "ipv6", "uuid")
+_PATTERNS = ("pattern", "patternProperties")
+# Keywords that depend on which names match patterns.
+_OTHERS = ("additionalProperties", "unevaluatedProperties")
+# Digits up to which Python reads a number in a short time.
+_MAX_DIGITS = 4_000
+_MAX_MESSAGE = 200
 
 
 def has_grammars() -> bool:
@@ -309,3 +318,148 @@ def _invalid(constraint: Constraint, message: str) -> InvalidGrammarError:
             "a smaller one, with fewer alternatives and smaller numbers of repetitions"
         )
     return InvalidGrammarError(f"the {constraint.notation} cannot be compiled: {message}")
+
+
+def read_vocabulary(
+    package: Any, tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int
+) -> Any:
+    """Return an `llguidance.LLTokenizer` of a tokenizer from a folder or a GGUF file.
+
+    llguidance reads the bytes of byte-level and byte-fallback vocabularies itself. Of others, the
+    tokens are decoded one by one. Where the model has no end token, one
+    stands behind the vocabulary, which the model cannot choose.
+
+    Args:
+      vocab_size: of the model, whose embedding may have more rows than there are tokens.
+
+    Raises:
+      InvalidGrammarError: the tokenizer has more tokens than the model.
+    """
+    if tokenizer.num_own_tokens > vocab_size:
+        raise InvalidGrammarError(
+            f"the tokenizer has {tokenizer.num_own_tokens} tokens and the model {vocab_size}; "
+            "grammars need a tokenizer of the model's own"
+        )
+    try:
+        read = package.LLTokenizer(
+            tokenizer.to_json(vocab_size), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
+        )
+        spelt = [read.decode_bytes([token]) for token in range(vocab_size)]
+    except ValueError:
+        spelt = None
+    # Its own encoding of a text that must come next makes control tokens of their names, which
+    # the grammar then refuses.
+    decoded = _Decoded(tokenizer, eos_token_ids, vocab_size, spelt)
+    return package.LLTokenizer(decoded, eos_token=list(eos_token_ids) or None)
+
+
+def outline(
+    tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int
+) -> tuple[int, dict[int, str], int]:
+    """Return what `GrammarTrials` needs to know of a vocabulary.
+
+    It is the number of tokens, the text of each control token, and the end token.
+    """
+    control = {
+        token: tokenizer.decode([token], skip_special_tokens=False)
+        for token in tokenizer.control_token_ids
+        if token < vocab_size
+    }
+    return vocab_size, control, eos_token_ids[0] if eos_token_ids else vocab_size
+
+
+@final
+class _Decoded:
+    """What `LLTokenizer` reads of a tokenizer in Python."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+        spelt: Sequence[bytes] | None = None,
+    ):
+        self._tokenizer = tokenizer
+        self.special_token_ids = sorted(i for i in tokenizer.control_token_ids if i < vocab_size)
+        size = min(tokenizer.vocab_size, vocab_size)
+        texts = spelt or [
+            tokenizer.decode([token], skip_special_tokens=False).encode() for token in range(size)
+        ]
+        self.tokens = [*texts[:size], *(b"",) * (vocab_size - size)]
+        self.eos_token_id = eos_token_ids[0] if eos_token_ids else len(self.tokens)
+        if not eos_token_ids:
+            self.tokens.append(b"")
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, False, parse_special=False)
+
+
+@final
+class AnswerSchema:
+    """A JSON schema that a finished answer is validated against, by the package jsonschema.
+
+    Regular expressions are left to the grammar: Python's have another syntax, and some would take
+    minutes. So are answers that take too long, and those of a schema that asks for leniency.
+
+    Args:
+      schema: which has compiled to a grammar.
+
+    Raises:
+      MissingExtraError: jsonschema is not installed.
+    """
+
+    def __init__(self, schema: Any):
+        try:
+            jsonschema: Any = importlib.import_module("jsonschema")
+            registry = importlib.import_module("referencing").Registry()
+        except ImportError as error:
+            raise MissingExtraError("jsonschema", "structured", "a JSON schema") from error
+        draft = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+        keywords = {name: self._counted(name, check) for name, check in draft.VALIDATORS.items()}
+        made = jsonschema.validators.extend(draft, keywords)
+        formats = jsonschema.FormatChecker(_FORMATS)
+        options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
+        self._is_lenient = bool(options.get("lenient") or options.get("coerce_one_of"))
+        self._validator = made(schema, registry=registry, format_checker=formats)
+        self._num_left = 0
+        self._lock = threading.Lock()
+
+    def problem(self, answer: str) -> str | None:
+        """Return why a whole answer is not an instance; None if it is one, or nothing tells."""
+        if self._is_lenient:
+            return None
+        with self._lock:  # engines share grammars
+            return self._found(answer)
+
+    def _found(self, answer: str) -> str | None:
+        self._num_left = _MAX_EVALUATIONS
+        try:
+            found = next(self._validator.iter_errors(json.loads(answer, parse_int=_whole)), None)
+        except json.JSONDecodeError as error:
+            return f"it is not JSON: {error}"
+        except Exception as error:  # deep or long ones, or references with a meaning of their own
+            _log.info("an answer was not validated against its schema: %r", error)
+            return None
+        return None if found is None else f"{found.json_path}: {found.message[:_MAX_MESSAGE]}"
+
+    def _counted(self, name: str, check: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+        """Return the check of a keyword, with a bound on how often it is made."""
+
+        def counted(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+            self._num_left -= 1
+            if self._num_left < 0:
+                raise TimeoutError("it takes too long")
+            if name in _PATTERNS or (name in _OTHERS and "patternProperties" in schema):
+                return
+            yield from check(validator, value, instance, schema) or ()
+
+        return counted
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise OverflowError("a number has too many digits")
+    return int(digits)

@@ -12,7 +12,7 @@ from jaxserve.core.request import Completion, Request
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.device_loop import DeviceLoop, Running
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.request_log import RequestLog, record_end
+from jaxserve.engine.recorder import RequestLog, record_end
 from jaxserve.execution.device_errors import is_out_of_memory
 from jaxserve.scheduling.scheduler import Progress
 from jaxserve.scheduling.sequence import Phase

@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Protocol, final
 
 from jaxserve.core.config import EngineConfig, bucket
-from jaxserve.core.metrics import BoundOutcome
-from jaxserve.core.request import Completion, Timing
+from jaxserve.core.metrics import BoundOutcome, bound_outcomes
+from jaxserve.core.request import Completion, Request, Timing
+from jaxserve.engine.stats import EngineStats
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slack import Pace
@@ -251,3 +252,20 @@ def _median(weighted: list[tuple[float, int]]) -> float | None:
         if num_left <= 0:
             return value
     return None
+
+
+class RequestLog(Protocol):
+    """A log that gets every request that began and ended, on the engine's thread."""
+
+    def append(self, request: Request, completion: Completion, /) -> None:
+        """Record the request, without blocking and without raising."""
+        ...
+
+
+def record_end(
+    stats: EngineStats, recorder: Recorder, request: Request, completion: Completion
+) -> None:
+    """Record a request of an engine that has ended, and count what became of its bounds."""
+    outcomes = bound_outcomes(request.params, completion)
+    stats.after_end(outcomes)
+    recorder.request_ended(completion, outcomes)

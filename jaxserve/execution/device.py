@@ -26,8 +26,7 @@ from jaxserve.execution.swap_costs import (
 )
 from jaxserve.execution.weights import fingerprint, fitted
 from jaxserve.memory.disk_tier import HostMemory
-from jaxserve.memory.page_pool import NULL_PAGE
-from jaxserve.memory.relocation import Moves, page_targets
+from jaxserve.memory.page_pool import NULL_PAGE, Moves, page_targets
 from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import PageCopies, StepPlan

@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.execution.device_slots import DeviceSlots
 from jaxserve.execution.pages import DevicePages
 from jaxserve.execution.weights import fingerprint
-from jaxserve.memory.relocation import Moves, page_targets
+from jaxserve.memory.page_pool import Moves, page_targets
 from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.scheduling.plan import PageCopies, Row, StepPlan
 from jaxserve.steps.batches import ChoosingRows, DecodeWindow, MixedBatch

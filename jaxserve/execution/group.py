@@ -35,7 +35,7 @@ from jaxserve.execution.handle import SubmittedStep
 from jaxserve.execution.pages import DevicePages
 from jaxserve.execution.protocol import StepHandle
 from jaxserve.memory.disk_tier import HostMemory
-from jaxserve.memory.relocation import Moves
+from jaxserve.memory.page_pool import Moves
 from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import StepPlan, StepResult, nothing_computed
 from predictor import Refinement

@@ -16,7 +16,7 @@ from jaxserve.execution.link import Link, Parcel
 from jaxserve.execution.pages import DevicePages
 from jaxserve.execution.protocol import GroupRole, ModelExecutor, StepHandle
 from jaxserve.memory.disk_tier import HostMemory
-from jaxserve.memory.relocation import Moves
+from jaxserve.memory.page_pool import Moves
 from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import Handover, StepPlan, StepResult, nothing_computed
 from predictor import Refinement

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import HostMemoryError
-from jaxserve.memory.relocation import Moves, page_sources
+from jaxserve.memory.page_pool import Moves, page_sources
 from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.scheduling.plan import PageCopies, StepPlan
 from jaxserve.steps.placement import staging_place

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.memory.disk_tier import HostMemory
-from jaxserve.memory.relocation import Moves
+from jaxserve.memory.page_pool import Moves
 from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import StepPlan, StepResult
 from predictor import Refinement

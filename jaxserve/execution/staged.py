@@ -30,8 +30,7 @@ from jaxserve.execution.swap_costs import (
 )
 from jaxserve.execution.weights import check_same, fitted
 from jaxserve.memory.disk_tier import HostMemory
-from jaxserve.memory.page_pool import NULL_PAGE
-from jaxserve.memory.relocation import Moves
+from jaxserve.memory.page_pool import NULL_PAGE, Moves
 from jaxserve.models.batch import KVCache
 from jaxserve.models.parts import ModelPart
 from jaxserve.scheduling.kv.swap_space import SwapCosts

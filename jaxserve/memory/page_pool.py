@@ -1,9 +1,9 @@
-"""The pool of KV pages: reference counts, reservations, and contents that are retained."""
+"""The pools of KV pages of the device and of the host, and moves into a pool of another size."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import final
 
 import numpy as np
@@ -15,6 +15,9 @@ MIN_PAGES = 2
 _DROPPED, _RETAINED, _COPIED = 0, 1, 2
 # Pages from which on `free` takes all at once.
 _MANY = 64
+
+# (from, to) of pages.
+Moves = Sequence[tuple[int, int]]
 
 
 @final
@@ -247,3 +250,88 @@ class PagePool:
 def _check_size(num_pages: int) -> None:
     if num_pages < MIN_PAGES:
         raise ValueError(f"num_pages={num_pages}: need the null page and at least one more")
+
+
+@final
+class HostPool:
+    """Counts which page of the host's KV memory is allocated; each has one owner."""
+
+    def __init__(self, num_pages: int):
+        self._is_allocated = [False] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._is_allocated)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def is_allocated(self, page: int) -> bool:
+        return self._is_allocated[page]
+
+    def allocate(self, count: int) -> tuple[int, ...]:
+        """Return `count` free pages, which are allocated from here on.
+
+        Raises:
+          ValueError: fewer are free.
+        """
+        if count > len(self._free):
+            raise ValueError(f"{count} host pages wanted, {len(self._free)} free")
+        pages = tuple(self._free.pop() for _ in range(count))
+        for page in pages:
+            self._is_allocated[page] = True
+        return pages
+
+    def close(self) -> None:
+        """Have no pages from here on; none may be allocated."""
+        assert self.num_free == self.num_pages, "host pages are allocated"
+        self._is_allocated, self._free = [], []
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Give allocated pages back."""
+        for page in pages:
+            if not self._is_allocated[page]:
+                raise ValueError(f"host page {page} is not allocated and cannot be freed")
+            self._is_allocated[page] = False
+            self._free.append(page)
+
+
+def fewest_moves(owned: Collection[int], num_pages: int) -> list[tuple[int, int]]:
+    """Return (from, to) of every page of `owned` that does not lie in a pool of `num_pages`.
+
+    Pages at or above the new end have to move, and no other does, each once, onto a page below it
+    that is not owned: the lowest first. Flover's memory shuffle (Algorithm 3) looks for the window
+    that already holds the most; here the window is given, and begins behind the null page.
+
+    Raises:
+      ValueError: more pages are owned than the pool has beside the null page.
+    """
+    if len(owned) > num_pages - 1:
+        raise ValueError(f"{len(owned)} owned pages do not fit into {num_pages - 1}")
+    kept = {page for page in owned if page < num_pages}
+    holes = (page for page in range(NULL_PAGE + 1, num_pages) if page not in kept)
+    strays = sorted(page for page in owned if page >= num_pages)
+    return list(zip(strays, holes, strict=False))
+
+
+def page_sources(old_num_pages: int, num_pages: int, moves: Moves) -> np.ndarray:
+    """Return which of the old pages each page is a copy of, int32 [num_pages].
+
+    Pages that the old pool did not have are copies of the null page.
+    """
+    source = np.arange(num_pages, dtype=np.int32)
+    source[old_num_pages:] = NULL_PAGE
+    for old, new in moves:
+        source[new] = old
+    return source
+
+
+def page_targets(old_num_pages: int, num_pages: int, moves: Moves) -> np.ndarray:
+    """Return where each page went, int32 [old_num_pages]; the null page for those that are gone."""
+    target = np.arange(old_num_pages, dtype=np.int32)
+    target[num_pages:] = NULL_PAGE
+    for old, new in moves:
+        target[old] = new
+    return target

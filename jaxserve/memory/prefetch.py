@@ -7,9 +7,8 @@ from types import MappingProxyType
 from typing import final
 
 from jaxserve.memory.cached_page import Branch, CachedPage
+from jaxserve.memory.eviction import PageValues, Ranking
 from jaxserve.memory.page_cache import PageCache
-from jaxserve.memory.page_values import PageValues
-from jaxserve.memory.ranking import Ranking
 
 # Pages that come with one plan, those of admitted sequences included: as many as one call copies.
 _MAX_INCOMING = 8
@@ -36,7 +35,10 @@ class Prefetch:
         # Awaited pages that are cached and copied; None where they have not been counted.
         self._num_spared: int | None = None
         self._lowest = Ranking(
-            *(cache.branches, "on_host", self._may_give_way, values.rank),
+            cache.branches,
+            "on_host",
+            self._may_give_way,
+            values.rank,
             keeps=lambda branch: branch in self._long,
         )
 

@@ -17,8 +17,7 @@ from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import Completion, EncoderPrompts, Request
 from jaxserve.engine.answers import Answer
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.recorder import RequestRecord, StepRecord
-from jaxserve.engine.request_log import record_end
+from jaxserve.engine.recorder import RequestRecord, StepRecord, record_end
 from jaxserve.engine.requests import RequestBuilder
 from jaxserve.engine.stats import EngineStats
 from jaxserve.execution.simulated import SimulatedExecutor

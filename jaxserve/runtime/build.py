@@ -20,7 +20,7 @@ from jaxserve.core.options import RuntimeOptions
 from jaxserve.core.request import EncoderPrompts
 from jaxserve.core.sizes import parse_bytes
 from jaxserve.engine.grammars import Grammars, has_grammars
-from jaxserve.engine.request_log import RequestLog
+from jaxserve.engine.recorder import RequestLog
 from jaxserve.engine.requests import RequestBuilder
 from jaxserve.execution.build import ExecutorSpec, build_executor, build_groups
 from jaxserve.execution.compatibility import check_adapters, check_adapters_fit, check_quantised
@@ -33,8 +33,7 @@ from jaxserve.execution.protocol import ModelExecutor
 from jaxserve.execution.regroup import GroupMaker
 from jaxserve.execution.sizes import nbytes
 from jaxserve.execution.weights import sharded
-from jaxserve.memory.disk_tier import DiskTier
-from jaxserve.memory.page_files import PageFiles
+from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.config import DecoderConfig
 from jaxserve.models.parts import planned_stages

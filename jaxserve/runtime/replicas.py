@@ -27,7 +27,7 @@ from jaxserve.engine.device_loop import Running
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.grammars import Grammars
 from jaxserve.engine.loop import EngineLoop, engine_loop
-from jaxserve.engine.request_log import RequestLog
+from jaxserve.engine.recorder import RequestLog
 from jaxserve.execution.compilation import warm_up
 from jaxserve.execution.memory_plan import PoolSize
 from jaxserve.execution.protocol import GroupRole, ModelExecutor

@@ -162,7 +162,7 @@ class Queues:
     def _first_that(self, *, only_bounded: bool = False) -> Sequence | None:
         kv = self._kv
         return self.waiting.first_that(
-            *(self._fits, kv.awaits_disk, kv.num_available), only_bounded=only_bounded
+            self._fits, kv.awaits_disk, kv.num_available, only_bounded=only_bounded
         )
 
     def _is_held_back(self, sequence: Sequence) -> bool:

@@ -15,7 +15,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.prediction import LengthPrediction
 from jaxserve.core.request import FinishReason, Request, TokenLogprob
-from jaxserve.memory.relocation import Moves
+from jaxserve.memory.page_pool import Moves
 from jaxserve.scheduling import limits
 from jaxserve.scheduling.kv.manager import KVManager, PageUsage
 from jaxserve.scheduling.lengths import LengthTracker
@@ -328,8 +328,13 @@ class Scheduler:
 
     def _selected(self, open_groups: Collection[int]) -> Step:
         step = Step(
-            *(self._queues, self._kv, self.policy, self.lengths, self.speculation),
-            *(self._clock.now, open_groups),
+            self._queues,
+            self._kv,
+            self.policy,
+            self.lengths,
+            self.speculation,
+            self._clock.now,
+            open_groups,
         )
         self.policy.iteration.select(step, self._policy_state)
         return step

@@ -95,7 +95,7 @@ def _row(
     if start >= sequence.prompt_length - 1:  # so it is for almost all
         num_tokens = 1 if is_decode_loop else end - start
         return Row(
-            *(sequence.slot, sequence.key, start, num_tokens, max_new_tokens), proposed=proposed
+            sequence.slot, sequence.key, start, num_tokens, max_new_tokens, proposed=proposed
         )
     encodes = start < sequence.request.num_encoded
     if encodes:

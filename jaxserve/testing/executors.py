@@ -17,7 +17,7 @@ import numpy as np
 from jaxserve.core.config import EngineConfig
 from jaxserve.execution.protocol import GroupRole, ModelExecutor, StepHandle
 from jaxserve.memory.disk_tier import HostMemory
-from jaxserve.memory.relocation import Moves
+from jaxserve.memory.page_pool import Moves
 from jaxserve.scheduling.kv.swap_space import SwapCosts
 from jaxserve.scheduling.plan import StepPlan, StepResult, nothing_computed
 from predictor import Refinement

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.conversations import Conversations, Journal
-from jaxserve.conversations.journal_file import Connect
+from jaxserve.conversations.journal import Connect
 from jaxserve.core.options import JournalLimits
 from jaxserve.core.request import Completion, FinishReason, Sample, Timing
 from jaxserve.core.sampling_params import SamplingParams

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.conversations import History, Journal, Turn, journal_file
+from jaxserve.conversations import History, Journal, Turn
+from jaxserve.conversations.journal import SCHEMA_VERSION, open_journal
 from jaxserve.core.errors import (
     InvalidConfigError,
     JournalError,
@@ -77,7 +78,7 @@ def test_turns_come_back_as_they_were(tmp_path):
 
 def test_a_commit_waits_for_the_disk(tmp_path):
     """The journal has a write-ahead log, synchronous commits, and overwrites deleted content."""
-    db = journal_file.open_journal(tmp_path / "journal")
+    db = open_journal(tmp_path / "journal")
     settings = [
         db.execute(f"PRAGMA {name}").fetchone()[0]
         for name in ("journal_mode", "synchronous", "secure_delete", "foreign_keys")
@@ -234,7 +235,7 @@ def test_files_that_are_no_journals(tmp_path):
     newer = tmp_path / "newer"
     Journal(newer).close()
     with sqlite3.connect(newer) as db:
-        db.execute(f"PRAGMA user_version = {journal_file.SCHEMA_VERSION + 1}")
+        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     db.close()
     before = [path.read_bytes() for path in (text, other, newer)]
     for path, kind, said in (

@@ -63,6 +63,7 @@ def test_conversations_are_lists_of_tokens(operations, is_on_disk):
                     except TurnCancelledError:
                         client.finish_reason = "length"
                 assert client.prompts[-1] == prompt
+                del chat  # while it is open, no fork can have its id
             assert {entry.id for entry in home.list()} == set(known)
             for one, token_ids in known.items():
                 assert home.open(one).token_ids == token_ids

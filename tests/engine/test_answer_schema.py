@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jaxserve.engine.answer_schema import AnswerSchema
+from jaxserve.engine.grammars import AnswerSchema
 
 pytestmark = pytest.mark.fast
 

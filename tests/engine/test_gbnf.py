@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from jaxserve.engine.gbnf import is_gbnf
-from jaxserve.engine.gbnf_lark import lark_of
+from jaxserve.engine.gbnf import is_gbnf, lark_of
 from tests.common.matching import matching
 
 pytestmark = pytest.mark.fast

@@ -29,8 +29,13 @@ from jaxserve.core.errors import (
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.grammar_threads import MAX_WAITING, NUM_THREADS, CompileJob, CompileThreads
-from jaxserve.engine.grammar_trials import GrammarTrials
+from jaxserve.engine.grammar_compilation import (
+    MAX_WAITING,
+    NUM_THREADS,
+    CompileJob,
+    CompileThreads,
+    GrammarTrials,
+)
 from jaxserve.engine.grammars import MAX_KEPT, Grammars
 from jaxserve.engine.matcher import Matcher
 from jaxserve.execution.simulated import SimulatedExecutor

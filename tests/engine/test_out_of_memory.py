@@ -16,8 +16,7 @@ from jaxserve.core.errors import HostMemoryError, StepMemoryError
 from jaxserve.core.request import Request
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.memory.disk_tier import DiskTier, HostMemory
-from jaxserve.memory.page_files import PageFiles
+from jaxserve.memory.disk_tier import DiskTier, HostMemory, PageFiles
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.continuous import Unified
 from jaxserve.scheduling.order import FCFS

@@ -12,7 +12,7 @@ from tokenizers.decoders import ByteLevel as Decoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from jaxserve.engine.vocabulary import read_vocabulary
+from jaxserve.engine.grammars import read_vocabulary
 from jaxserve.models.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.fast

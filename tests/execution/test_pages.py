@@ -14,7 +14,7 @@ import pytest
 from jaxserve.core.errors import HostMemoryError
 from jaxserve.core.options import KV_DTYPES
 from jaxserve.execution.pages import PAGES_A_CALL, DevicePages
-from jaxserve.memory.relocation import fewest_moves
+from jaxserve.memory.page_pool import fewest_moves
 from jaxserve.models.batch import IncomingPages, KVCache
 from jaxserve.steps.step_function import Shelf, unkept
 from sharding import make_mesh

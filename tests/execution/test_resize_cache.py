@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.execution.device import DeviceExecutor
-from jaxserve.memory.relocation import fewest_moves
+from jaxserve.memory.page_pool import fewest_moves
 from jaxserve.models.batch import empty_cache
 from jaxserve.steps.placement import Placement
 from jaxserve.steps.programs import Programs

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxserve.memory.page_files import PageFiles
+from jaxserve.memory.disk_tier import PageFiles
 
 
 class Gate:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.core.errors import InvalidConfigError
-from jaxserve.memory.disk_tier import DiskTier
-from jaxserve.memory.page_files import PageFiles
+from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from tests.common.processes import heeding_interrupts, interrupt
 from tests.memory.gate import GatedFiles
 

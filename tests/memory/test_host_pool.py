@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.memory.host_pool import HostPool
+from jaxserve.memory.page_pool import HostPool
 
 pytestmark = pytest.mark.fast
 

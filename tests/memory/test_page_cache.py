@@ -7,10 +7,9 @@ import random
 import pytest
 
 from jaxserve.memory.cached_page import Branch, CachedPage, PageKeys
-from jaxserve.memory.eviction import LRU, CostOverTime, RecomputeCost
-from jaxserve.memory.host_pool import HostPool
+from jaxserve.memory.eviction import LRU, CostOverTime, PageValues, RecomputeCost
 from jaxserve.memory.page_cache import PageCache
-from jaxserve.memory.page_values import PageValues
+from jaxserve.memory.page_pool import HostPool
 from tests.common.tiers import seeds
 
 pytestmark = pytest.mark.fast

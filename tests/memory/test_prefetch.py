@@ -7,11 +7,9 @@ import random
 import pytest
 
 from jaxserve.memory.cached_page import Branch, CachedPage
-from jaxserve.memory.eviction import CostOverTime, RecomputeCost
-from jaxserve.memory.host_pool import HostPool
+from jaxserve.memory.eviction import CostOverTime, PageValues, RecomputeCost
 from jaxserve.memory.page_cache import PageCache
-from jaxserve.memory.page_pool import NULL_PAGE
-from jaxserve.memory.page_values import PageValues
+from jaxserve.memory.page_pool import NULL_PAGE, HostPool
 from jaxserve.memory.prefetch import Prefetch
 from tests.common.tiers import seeds
 

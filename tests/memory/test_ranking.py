@@ -7,7 +7,7 @@ import random
 import pytest
 
 from jaxserve.memory.cached_page import Branch, CachedPage
-from jaxserve.memory.ranking import Ranking
+from jaxserve.memory.eviction import Ranking
 
 pytestmark = pytest.mark.fast
 

@@ -9,10 +9,9 @@ import pytest
 
 from jaxserve.memory.cached_page import Branch
 from jaxserve.memory.disk_tier import PATIENCE_S, DiskTier
-from jaxserve.memory.eviction import CostOverTime, RecomputeCost
-from jaxserve.memory.host_pool import HostPool
+from jaxserve.memory.eviction import CostOverTime, PageValues, RecomputeCost
 from jaxserve.memory.page_cache import PageCache
-from jaxserve.memory.page_values import PageValues
+from jaxserve.memory.page_pool import HostPool
 from jaxserve.memory.retrieval import Retrieval
 from tests.memory.gate import GatedFiles
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.memory.cached_page import Branch, CachedPage
-from jaxserve.memory.eviction import CostOverTime, RecomputeCost
-from jaxserve.memory.page_values import PageValues
-from jaxserve.memory.reuse import ReuseRate
+from jaxserve.memory.eviction import CostOverTime, PageValues, RecomputeCost, ReuseRate
 
 pytestmark = pytest.mark.fast
 

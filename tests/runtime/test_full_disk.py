@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.core.errors import JournalError
-from jaxserve.memory.disk_tier import DiskTier
-from jaxserve.memory.page_files import PageFiles
+from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from tests.common.tiers import some
 from tests.conversations.fakes import conversations
 

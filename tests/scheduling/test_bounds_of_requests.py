@@ -22,8 +22,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
 from jaxserve.execution.step_cost import FlatCost
-from jaxserve.memory.disk_tier import DiskTier
-from jaxserve.memory.page_files import PageFiles
+from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from jaxserve.planning import simulate
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.continuous import Unified

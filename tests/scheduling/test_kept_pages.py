@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from jaxserve.memory.eviction import LRU
-from jaxserve.memory.page_files import PageFiles
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.continuous import IterationLevel, Unified
 from jaxserve.scheduling.iteration.request_level import Concurrent

@@ -14,9 +14,8 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.versions import Weights
 from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.memory.disk_tier import DiskTier
+from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from jaxserve.memory.eviction import LRU
-from jaxserve.memory.page_files import PageFiles
 from jaxserve.scheduling.admission import OnDemand
 from jaxserve.scheduling.iteration.continuous import IterationLevel
 from jaxserve.scheduling.order import FCFS

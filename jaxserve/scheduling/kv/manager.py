@@ -12,12 +12,9 @@ import numpy as np
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.memory.disk_tier import NO_DISK, DiskTier, DiskUsage, HostMemory
-from jaxserve.memory.eviction import RecomputeCost
-from jaxserve.memory.host_pool import HostPool
+from jaxserve.memory.eviction import PageValues, RecomputeCost
 from jaxserve.memory.page_cache import PageCache, Tier
-from jaxserve.memory.page_pool import PagePool
-from jaxserve.memory.page_values import PageValues
-from jaxserve.memory.relocation import Moves, fewest_moves
+from jaxserve.memory.page_pool import HostPool, Moves, PagePool, fewest_moves
 from jaxserve.memory.retrieval import Retrieval
 from jaxserve.scheduling.kv.prefix_cache import PrefixCacheManager, keys_of
 from jaxserve.scheduling.kv.sequence_kv import SequenceKV
@@ -176,12 +173,18 @@ class KVManager:
         swaps = policy.preemption.keeps_state and not retention.uses_host
         self._swap_space = SwapSpace(self.host if swaps else None, costs, config.max_pages_out)
         self._values = PageValues(
-            *(config.page_size, retention.eviction, page_cost(config, costs), now, copy_s(costs)),
+            config.page_size,
+            retention.eviction,
+            page_cost(config, costs),
+            now,
+            copy_s(costs),
             learns_reuse=retention.learns_reuse,
         )
         self.weights = WeightsIdentity(host_memory, has_disk=disk is not None)
         self._cache = PageCache(
-            *(config.num_pages, self.host if retention.uses_host else None, self._values),
+            config.num_pages,
+            self.host if retention.uses_host else None,
+            self._values,
             disk=disk,
             host_memory=host_memory,
             identity=self.weights.of_cache(),
@@ -190,7 +193,9 @@ class KVManager:
         self._restoring = Restoring(self._cache)
         self.retrieval = Retrieval(self._cache, now, on_arrival)
         self._prefixes = PrefixCacheManager(
-            *(self._cache, self._values, self.retrieval),
+            self._cache,
+            self._values,
+            self.retrieval,
             page_size=config.page_size,
             keeps_pages=retention.keeps_pages,
             now=now,

@@ -8,7 +8,7 @@ from typing import final
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.memory.eviction import RecomputeCost
-from jaxserve.memory.host_pool import HostPool
+from jaxserve.memory.page_pool import HostPool
 from jaxserve.scheduling.plan import PageCopies
 from jaxserve.scheduling.sequence import Sequence
 
