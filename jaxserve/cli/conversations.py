@@ -15,7 +15,7 @@ from jaxserve.cli import options as opt
 from jaxserve.core.errors import InvalidConfigError, UnknownConversationError
 
 if TYPE_CHECKING:
-    from jaxserve.conversations import Entry, Journal
+    from jaxserve.conversations import Journal, JournalEntry
 
 conversations_app = typer.Typer(
     help="List, show, export and delete the conversations in a journal.",
@@ -105,7 +105,7 @@ def _opened(path: Path | None) -> Iterator[Journal]:
         yield journal
 
 
-def _found(journal: Journal, id: str) -> Entry:
+def _found(journal: Journal, id: str) -> JournalEntry:
     entry = journal.find(id)
     if entry is None:
         raise UnknownConversationError(
@@ -115,7 +115,7 @@ def _found(journal: Journal, id: str) -> Entry:
     return entry
 
 
-def _exported(journal: Journal, entry: Entry, tokens: bool) -> dict[str, Any]:
+def _exported(journal: Journal, entry: JournalEntry, tokens: bool) -> dict[str, Any]:
     history = journal.history(entry)
     record: dict[str, Any] = {
         "id": entry.id,

@@ -12,7 +12,7 @@ from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from jaxserve.conversations.journal import Entry, Journal
+from jaxserve.conversations.journal import Journal, JournalEntry
 from jaxserve.conversations.off_loop import entered, in_thread
 from jaxserve.conversations.prompts import (
     NextPrompt,
@@ -149,12 +149,10 @@ class Conversation:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens of kept turns, prompts and answers."""
         return self._history.token_ids
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns that were kept."""
         return self._history.turns
 
     def send(
@@ -352,7 +350,6 @@ class Conversation:
     def _keep_received(
         self, prompt: NextPrompt, params: SamplingParams, received: _Received
     ) -> Piece:
-        """Keep the turn, and return its last piece."""
         last = received.last
         if last is None or last.finish_reason is None or last.finish_reason == "cancelled":
             raise self._cancelled()
@@ -467,7 +464,7 @@ def _checked(params: SamplingParams | None) -> SamplingParams:
 
 @final
 class Conversations:
-    """Opens, lists and deletes conversations; see `Service.conversations`. Thread-safe.
+    """Opens, lists and deletes conversations (`Service.conversations`). Thread-safe.
 
     Attributes:
       journal: holds their turns.
@@ -500,7 +497,6 @@ class Conversations:
         system: str | None = None,
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> Conversation:
-        """See `Service.conversation`."""
         instruction = [{"role": "system", "content": system}] if system else []
         start = as_messages([*instruction, *messages])
         id = _checked_id(id)
@@ -517,7 +513,7 @@ class Conversations:
         return opened
 
     def begin(self, id: str | None, start: Sequence[Message], history: History) -> Conversation:
-        """Begin a conversation with a history; see `Conversation.fork`.
+        """Begin a conversation with a history, for `Conversation.fork`.
 
         Raises:
           InvalidConfigError: not a valid id, or a conversation with this id exists.
@@ -533,12 +529,11 @@ class Conversations:
             begun = self._open[id] = Conversation(id, self, start)
         return begun
 
-    def list(self) -> builtins.list[Entry]:
-        """Return the conversations in the journal, the most recently used first."""
+    def list(self) -> builtins.list[JournalEntry]:
         return self.journal.list()
 
     def delete(self, id: str) -> None:
-        """See `Conversation.delete`.
+        """Delete a conversation, opened or not.
 
         Raises:
           UnknownConversationError: no conversation has this id.

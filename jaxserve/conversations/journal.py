@@ -72,7 +72,7 @@ def check_journal(path: str | Path | None) -> None:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class JournalEntry:
     """A conversation in the journal.
 
     Attributes:
@@ -130,7 +130,7 @@ class Journal:
 
     @contextmanager
     def using(self, id: str) -> Iterator[None]:
-        """Exempt a conversation from the limits for the length of the block."""
+        """Exempt a conversation from the limits within the block."""
         with self._lock:
             self._in_use[id] += 1
         try:
@@ -141,20 +141,18 @@ class Journal:
                 if not self._in_use[id]:
                     del self._in_use[id]
 
-    def find(self, id: str) -> Entry | None:
-        """Return the conversation with this id, or None."""
+    def find(self, id: str) -> JournalEntry | None:
         with self._reading() as db:
             row = db.execute(f"SELECT {_ENTRY} FROM conversation WHERE id = ?", (id,)).fetchone()
         return None if row is None else _entry(row)
 
-    def list(self) -> builtins.list[Entry]:
+    def list(self) -> builtins.list[JournalEntry]:
         """Return all conversations, the most recently used first."""
         with self._reading() as db:
             rows = db.execute(f"SELECT {_ENTRY} FROM conversation ORDER BY used_s DESC").fetchall()
         return [_entry(row) for row in rows]
 
-    def history(self, entry: Entry) -> History:
-        """Return a conversation's turns."""
+    def history(self, entry: JournalEntry) -> History:
         with self._reading() as db:
             rows = db.execute(
                 f"SELECT {_TURN} FROM turn WHERE conversation = ? ORDER BY number", (entry.key,)
@@ -170,11 +168,11 @@ class Journal:
     def append(
         self,
         id: str,
-        before: Entry | None,
+        before: JournalEntry | None,
         vocabulary: str,
         history: History,
         turns: Sequence[Turn],
-    ) -> Entry:
+    ) -> JournalEntry:
         """Write turns at the end of a conversation. They are on the disk when this returns.
 
         Args:
@@ -263,7 +261,7 @@ class Journal:
             _log.warning("%s", error)
 
     def _finish_wiping(self) -> None:
-        """Rewrite the files where an earlier process deleted conversations and could not do so."""
+        """Rewrite the files where an earlier process deleted conversations and could not."""
         with self._reading() as db:
             (num_unwiped,) = db.execute("SELECT count(*) FROM unwiped").fetchone()
         if num_unwiped:
@@ -313,7 +311,7 @@ class Journal:
         return (pages - free) * page_bytes
 
     def _wipe(self) -> None:
-        """Rewrite the file with what it still holds, and empty the log beside it.
+        """Rewrite the file with what it still has, and empty its write-ahead log.
 
         Overwriting deleted rows (`secure_delete`) is not enough: SQLite does not overwrite the
         copies that it leaves in the unused part of a page when it moves rows to others.
@@ -370,8 +368,8 @@ _ENTRY = "key, id, vocabulary, created_s, used_s, num_turns, num_tokens"
 _TURN = "num_kept, prompt, answer, messages, text, finish_reason, finished_s"
 
 
-def _entry(row: tuple[Any, ...]) -> Entry:
-    return Entry(**dict(zip(_ENTRY.split(", "), row, strict=True)))
+def _entry(row: tuple[Any, ...]) -> JournalEntry:
+    return JournalEntry(**dict(zip(_ENTRY.split(", "), row, strict=True)))
 
 
 def _turn_row(turn: Turn) -> tuple[Any, ...]:

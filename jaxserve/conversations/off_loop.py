@@ -1,4 +1,4 @@
-"""Runs blocking calls on threads beside asyncio's event loop, always to their end."""
+"""Runs blocking calls on threads outside asyncio's event loop, always to their end."""
 
 from __future__ import annotations
 

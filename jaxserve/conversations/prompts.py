@@ -70,9 +70,9 @@ def next_prompt(
       start: messages before those of the first turn.
       said: a text, which becomes the user's message; one or several messages; or token ids, which
         follow the history directly.
-      render: writes the messages; by default the chat template does, without tools. Where it
-        writes the newest prompt that was tokenized as a whole differently, all messages are
-        tokenized by it.
+      render: writes the messages; by default the chat template does, without tools. Where it writes
+        the newest prompt that was tokenized as a whole differently, all messages are tokenized by
+        it.
 
     Raises:
       InvalidRequestError: one of its subclasses.
@@ -128,9 +128,9 @@ def kept_answer(
 ) -> tuple[int, ...]:
     """Return the tokens of an answer that ended with "stop", without those of what ended it.
 
-    A stop string or a stop token is not part of the answer, so that the history has the tokens of
-    its text, and the model's end token if that ended it. Where a token reaches past the text, what
-    it has of the text is tokenized again.
+    A stop string or a stop token is not part of the answer: the history has the tokens of its text,
+    and the model's end token if that ended it. Where a token reaches past the text, its part of the
+    text is tokenized again.
 
     Args:
       after: the tokens of its prompt.
@@ -154,7 +154,7 @@ def kept_answer(
 
 
 def _encoded_after(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of a text behind others: at a beginning some tokenizers put a space."""
+    """Return the tokens of a text after others: some tokenizers begin a text with a space."""
     for before in ("\n", "a"):
         apart = tokenizer.encode(before, False, parse_special=False)
         found = tokenizer.encode(before + text, False, parse_special=False)

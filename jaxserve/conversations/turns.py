@@ -15,8 +15,8 @@ class Turn:
     """One prompt and its answer.
 
     Attributes:
-      num_kept: leading tokens of the history that the prompt kept: all of them, unless the history
-        was tokenized again.
+      num_kept: leading tokens of the history that the prompt kept: all, unless the history was
+        tokenized again.
       prompt: token ids of the prompt after those.
       answer: token ids; of messages, those of the text, and the model's end token if that ended it.
       messages: the new messages, in the first turn with those that began the conversation; None
@@ -36,7 +36,6 @@ class Turn:
 
     @property
     def reply(self) -> Message:
-        """The answer as a message."""
         return {"role": "assistant", "content": self.text}
 
 
@@ -58,7 +57,6 @@ class History:
         return cls(tuple(turns), tuple(token_ids))
 
     def extended(self, turn: Turn) -> History:
-        """Return the history with one turn more."""
         token_ids = (*self.token_ids[: turn.num_kept], *turn.prompt, *turn.answer)
         return History((*self.turns, turn), token_ids)
 
@@ -69,7 +67,6 @@ class History:
 
     @property
     def asked(self) -> list[Message]:
-        """All messages before the last answer."""
         return self.messages[:-1]
 
     @property

@@ -19,7 +19,7 @@ from jaxserve.core.request import (
     TokenLogprob,
 )
 from jaxserve.engine.grammars import CompiledGrammar
-from jaxserve.engine.text import StreamDecoder, TextAssembler
+from jaxserve.engine.text import Detokenizer, TextAssembler
 from jaxserve.engine.versions import TokenVersions, Weights
 from jaxserve.scheduling.lengths import LengthEstimate
 from jaxserve.scheduling.scheduler import Scheduler
@@ -34,8 +34,8 @@ class Piece:
 
     Attributes:
       logprobs: those of `token_ids`; None if the request did not ask for them.
-      estimate: what is expected of the sample's length, where that is new: with the first piece,
-        and after the probe has changed it.
+      estimate: the expected length of the sample, where it is new: with the first piece, and after
+        a probe has changed it.
       weights_version: of the weights that computed the tokens.
     """
 
@@ -51,16 +51,16 @@ class Piece:
 _log = logging.getLogger(__name__)
 
 PieceSink = Callable[[Piece], None]
-DecoderFactory = Callable[[], StreamDecoder]
+DecoderFactory = Callable[[], Detokenizer]
 
 
 @final
 class Answer:
     """The answer to one request: its samples until all have ended, then a completion in `future`.
 
-    The future is resolved exactly once, with a `Completion` also for failed and cancelled
-    requests. `sink` is called with the pieces on the engine's thread. It must not block. A sink
-    that raises is not called again.
+    The future is resolved exactly once, with a `Completion` also for failed and cancelled requests.
+    `sink` is called with the pieces on the engine's thread. It must not block. A sink that raises
+    is not called again.
     """
 
     def __init__(
@@ -86,12 +86,11 @@ class Answer:
         self._versions: list[TokenVersions] = []
 
     def begin(self, sequences: list[Running], weights: Weights) -> None:
-        """Set the request's sequences, one per sample, after the scheduler created them."""
         self.sequences = sequences
         self._versions = [TokenVersions(weights.version) for _ in sequences]
 
     def go_on_with(self, weights: Weights, scheduler: Scheduler) -> None:
-        """Have these weights compute the tokens that follow; nothing is in flight.
+        """Continue with new weights; nothing is in flight.
 
         A sample whose first token is of older weights than may be kept ends with an error, which
         the sink gets at once.
@@ -107,10 +106,7 @@ class Answer:
                 versions.change(weights.version, len(sequence.output))
 
     def expect(self, prediction: LengthPrediction, scheduler: Scheduler) -> None:
-        """Take a prediction that comes after the submission, whether the request has begun or not.
-
-        To be called on the engine's thread.
-        """
+        """Set a prediction that comes after the submission; call it on the engine's thread."""
         if self.request.prediction is None:
             self.request = replace(self.request, prediction=prediction)
         for sequence in self.sequences:
@@ -149,7 +145,7 @@ class Answer:
         self._emit(sequence, new, self._new_estimate(sequence, scheduler))
 
     def settle(self, keep: Callable[[Request, Completion], None]) -> bool:
-        """Resolve the future if every sample has ended, and return whether every sample has.
+        """Resolve the future if every sample has ended; return whether every sample has.
 
         `keep` is called with the request and its completion before the future is resolved.
         """
@@ -181,7 +177,7 @@ class Answer:
         ]
 
     def _validate(self, sequence: Running, scheduler: Scheduler) -> None:
-        """End a sample that has matched its grammar with an error unless its schema agrees."""
+        """Fail a sample that has matched its grammar unless its schema agrees."""
         i, grammar = sequence.sample_index, self.request.grammar
         if not isinstance(grammar, CompiledGrammar) or grammar.schema is None or self._was_cut[i]:
             return
@@ -199,7 +195,7 @@ class Answer:
         scheduler.stop_at(sequence, num_tokens)
 
     def _new_estimate(self, sequence: Running, scheduler: Scheduler) -> LengthEstimate | None:
-        """Return the estimate of a sample's length if the sink has another one, or none."""
+        """Return the estimate of a sample's length if it is new to the sink."""
         if self._sink is None:
             return None
         known = self._estimates[sequence.sample_index]
@@ -239,7 +235,6 @@ class Answer:
             )
 
     def _logprobs(self, sequence: Running, num_new: int) -> tuple[TokenLogprob, ...] | None:
-        """Return the log-probabilities of the last `num_new` delivered tokens, if asked for."""
         if self.request.params.logprobs is None:
             return None
         end = self._num_delivered[sequence.sample_index]
@@ -304,7 +299,6 @@ def _predicted_tokens(request: Request) -> int | None:
 def failed_completion(
     request_id: str, prompt: tuple[int, ...], error: JaxserveError, timing: Timing
 ) -> Completion:
-    """Return a completion with `error` and without output."""
     sample = Sample(text="", token_ids=(), finish_reason="error")
     return Completion(
         request_id=request_id,

@@ -1,4 +1,4 @@
-"""The grammars of one engine's sequences: masks for its plans, and what follows from its tokens."""
+"""The grammars of one engine's sequences: masks for its plans, and what its tokens imply."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEAST_LOOKED_AT = 64
 
 
 class AnswerMatcher(Protocol):
-    """Where one answer stands in its grammar; see `matcher.Matcher`."""
+    """The state of one answer in its grammar; `matcher.Matcher` is one."""
 
     @property
     def mask_s(self) -> float: ...
@@ -38,7 +38,7 @@ class AnswerMatcher(Protocol):
 
 
 class GrammarSource(Protocol):
-    """What makes matchers, and computes masks of theirs; see `grammars.Grammars`."""
+    """Makes matchers, and computes their masks; `grammars.Grammars` is one."""
 
     def matcher(self, request: Request) -> AnswerMatcher: ...
 
@@ -48,7 +48,7 @@ class GrammarSource(Protocol):
 @final
 @dataclass(eq=False, slots=True)
 class _Followed:
-    """A sequence with a grammar, where it stands in it, and what of `mask_s` is counted."""
+    """A sequence with a grammar, its matcher, and what of `mask_s` is counted."""
 
     sequence: Sequence
     matcher: AnswerMatcher
@@ -60,12 +60,12 @@ class _Followed:
 class Constraints:
     """The matchers of the sequences with a grammar. Only the engine's thread uses it.
 
-    Many may wait: a step looks only at those that it computes. Those that were cancelled are
-    dropped once there are twice as many sequences as at the last look.
+    Many may wait: a step looks only at those that it computes. Cancelled ones are dropped once
+    there are twice as many sequences as at the last look.
 
     Args:
-      grammars: compiled ones; None where no request has one, or, as in a simulation, where they
-        are not enforced.
+      grammars: compiled ones; None where no request has one, or, as in a simulation, where they are
+        not enforced.
     """
 
     def __init__(self, scheduler: Scheduler, grammars: GrammarSource | None):
@@ -77,7 +77,6 @@ class Constraints:
         self._mask_s = 0.0
 
     def counters(self) -> dict[str, float]:
-        """Return the counters of `EngineStats` that are kept here, by name."""
         return {
             "num_constrained": self._num_constrained,
             "num_forced": self._num_forced,
@@ -103,7 +102,7 @@ class Constraints:
             self._most_matched = max(2 * len(self._matched), _LEAST_LOOKED_AT)
 
     def masked(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with masks for its rows that need one, which are begun to be computed."""
+        """Return the plan with masks for its rows that need one; their computation begins."""
         if not self._matched or self._grammars is None:
             return plan
         rows, matchers = [], []
@@ -149,7 +148,7 @@ class Constraints:
             self._go_on(followed)
 
     def _go_on(self, followed: _Followed) -> None:
-        """Append what is forced, and end the sequence where nothing can follow."""
+        """Append forced tokens, and end the sequence where nothing can follow."""
         sequence, matcher = followed.sequence, followed.matcher
         num_known = len(sequence.output)
         if sequence.request.params.logprobs is None and not matcher.is_complete:
@@ -164,7 +163,7 @@ class Constraints:
             self._propose(followed)
 
     def _propose(self, followed: _Followed) -> None:
-        """Have the next step compute what may follow an answer's newest token, in its grammar."""
+        """Propose what may follow an answer's newest token in its grammar."""
         scheduler, sequence = self._scheduler, followed.sequence
         scheduler.speculation.suggest(sequence, ())
         if sequence.phase is not Phase.RUNNING or not sequence.output:
@@ -183,8 +182,8 @@ class Constraints:
     def _share(self, sequence: Sequence) -> int:
         """Return how many of a step's proposals a running sequence with a grammar may have.
 
-        All such sequences that run get as many. The first ones get one more where they do not
-        divide evenly.
+        The running ones share them evenly; the first ones get one more where they do not divide
+        evenly.
         """
         running, config = self._scheduler.running, self._scheduler.config
         most = min(config.num_proposed_beside(len(running)), config.max_slots - len(running))

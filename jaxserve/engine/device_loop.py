@@ -41,7 +41,7 @@ class DeviceWork(Protocol[_JobIn]):
         ...
 
     def begin(self, job: _JobIn) -> None:
-        """Start a job that was submitted."""
+        """Start a submitted job."""
         ...
 
     def cancel(self, id: str) -> None:
@@ -54,7 +54,7 @@ class DeviceWork(Protocol[_JobIn]):
 
     @property
     def has_idle_work(self) -> bool:
-        """Whether something may be left to do while there is no work, such as measurements."""
+        """Whether something may be left to do without work, such as measurements."""
         ...
 
     def use_idle_time(self) -> None:
@@ -62,7 +62,7 @@ class DeviceWork(Protocol[_JobIn]):
         ...
 
     def rest(self) -> None:
-        """Take note that the loop waits, or stops."""
+        """Record that the loop waits, or stops."""
         ...
 
     def make_room(self, running: Running) -> None:
@@ -70,7 +70,7 @@ class DeviceWork(Protocol[_JobIn]):
         ...
 
     def settle(self) -> None:
-        """Take note that a pause is over, in which jobs may have ended."""
+        """Record that a pause is over, in which jobs may have ended."""
         ...
 
     def cancel_all(self) -> None:
@@ -209,7 +209,6 @@ class DeviceLoop(Generic[_Job]):
                     self._changed.notify_all()
 
     def _hold(self, running: Running, until_s: float | None) -> None:
-        """Return when the loop's thread stands still; see `paused`."""
         with self._changed:
             self._raise_if_over()
             if self.is_halted and running == "finish":
@@ -252,7 +251,7 @@ class DeviceLoop(Generic[_Job]):
 
     @contextmanager
     def _alone(self, until_s: float | None) -> Iterator[None]:
-        """Keep other pauses from the block.
+        """Exclude other pauses from the block.
 
         Raises:
           EngineBusyError: another pause had not ended by `until_s`.
@@ -270,7 +269,7 @@ class DeviceLoop(Generic[_Job]):
             self._one_pause.release()
 
     def fail(self, error: JaxserveError) -> None:
-        """End the loop with an error, for instance because a pause has broken what it works with.
+        """End the loop with an error, for instance because a pause has broken its device.
 
         Every job ends with this error, after a pause if there is one, and later calls raise it.
         """

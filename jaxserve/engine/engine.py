@@ -111,7 +111,7 @@ class Engine:
     def idle_until_s(self) -> float | None:
         """The time until which the device may idle although sequences wait; None if it may not.
 
-        It may idle while the policy waits for more sequences, or while sequences wait for the disk.
+        It may while the policy waits for more sequences, or while sequences wait for the disk.
         """
         if self._is_at_work or self._kv.retrieval.has_arrived:
             return None
@@ -119,7 +119,6 @@ class Engine:
 
     @property
     def awaits_disk(self) -> bool:
-        """Whether pages of a waiting sequence are being read from the disk."""
         return self._kv.retrieval.gives_up_s is not None
 
     def outlook(self) -> dict[str, Outlook]:
@@ -147,7 +146,8 @@ class Engine:
         """Submit the next step, then collect the oldest one if it is due; return its progress.
 
         The next step is planned and submitted before the previous one is collected, so that the
-        device has work while the host applies results. So it is for each of several device groups.
+        device has work while the host applies results. Each of several device groups has its own
+        steps in flight.
         """
         news = self._refuse_late()
         try:
@@ -193,7 +193,7 @@ class Engine:
         self.stats.after_submit(plan, self.scheduler)
 
     def _refuse_late(self) -> list[Progress]:
-        """End the requests that have not begun and can keep their latency bounds no more."""
+        """End the requests that have not begun and can no longer keep their latency bounds."""
         news = []
         late = self._deferred.late(self.scheduler, self.recorder.pace, self._clock.now())
         for sequence, error in late:
@@ -202,7 +202,7 @@ class Engine:
         return news
 
     def use_idle_time(self) -> bool:
-        """Do a piece of what the executor puts off until there is no work; False without one."""
+        """Do a part of the executor's deferred work; False if none is left."""
         try:
             return not self._is_at_work and self._executor.use_idle_time()
         except Exception as error:
@@ -217,18 +217,16 @@ class Engine:
         return news
 
     def residency(self, tokens: Seq[int]) -> list[Tier]:
-        """Return the fastest tier that holds each full page of a context."""
         return self._kv.residency(tokens)
 
     def value_by(self, cost: RecomputeCost) -> None:
-        """Set the recompute cost by which cached pages are valued from now on."""
         self._kv.value_by(cost)
 
     def export_kv(self, tokens: Seq[int], first: int = 0, *, waits: bool = True) -> KVPages:
-        """Return the contents of full pages of a context that are cached, from page `first` on.
+        """Return the contents of cached full pages of a context, from page `first` on.
 
-        They pass through host memory, as far as it has room. Steps may be in flight. After an
-        error of the executor, what it was to copy is on the host no more.
+        They pass through host memory, as far as it has room. Steps may be in flight. After an error
+        of the executor, the pages that it was to copy are no longer on the host.
 
         Args:
           waits: False to wait for no copy. The next steps make those that are missing, and only
@@ -250,10 +248,10 @@ class Engine:
             raise
 
     def import_kv(self, tokens: Seq[int], kv: KVPages) -> int:
-        """Cache the leading full pages of `tokens` on the host; return how many it has room for.
+        """Cache the leading full pages of `tokens` on the host; return how many it had room for.
 
         Args:
-          kv: as `export_kv` of an engine with these weights and sizes returned it.
+          kv: from `export_kv` of an engine with these weights and sizes.
 
         Raises:
           InvalidConfigError: it is of other weights, or of pages of another size.
@@ -267,7 +265,8 @@ class Engine:
     def forget_kept_pages(self, *, keeps_disk: bool) -> None:
         """Drop every cached page, so that no later lookup hits it. Call `drain` first.
 
-        Nor are past answers proposed. The disk's pages of these weights are kept if `keeps_disk`.
+        Past answers are not proposed any more, either. The disk's pages of these weights are kept
+        if `keeps_disk`.
         """
         assert not self._is_at_work, "steps are in flight; drain() first"
         restart_awaiting(self.scheduler)
@@ -275,16 +274,20 @@ class Engine:
         self.scheduler.speculation.forget_answers()
 
     def name_of(self, version: int) -> WeightsName:
-        """Return the name of the weights that the executor has now, for `weights_changed`."""
+        """Return the name of the executor's present weights, for `weights_changed`."""
         return self._kv.weights.name_of(version)
 
     def weights_changed(self, weights: Weights, name: WeightsName, *, keeps_kv: bool) -> None:
-        """Take note that the executor has other weights, with this name. Call `drain` first.
+        """Continue with new weights of the executor, under this name. Call `drain` first.
 
-        Sequences keep KV on the device if `keeps_kv`, unfound by others; else it is computed anew.
+        If `keeps_kv`, sequences keep their KV on the device, and no other finds it; else it is
+        recomputed.
         """
         assert not self._is_at_work, "steps are in flight; drain() first"
-        (restart_awaiting if keeps_kv else restart_computed)(self.scheduler)
+        if keeps_kv:
+            restart_awaiting(self.scheduler)
+        else:
+            restart_computed(self.scheduler)
         self._kv.weights_changed(name, (*self.scheduler.running, *self.scheduler.waiting))
         self.weights = weights
 
@@ -306,7 +309,7 @@ class Engine:
     def adopt(self, iteration: IterationShape[Any]) -> None:
         """Plan by another iteration shape, or by other settings of the same one, from now on.
 
-        To be called between two steps, which may be in flight. No request is lost or preempted.
+        Call it between two steps, which may be in flight. No request is lost or preempted.
 
         Raises:
           InvalidConfigError: it plans for another number of device groups.
@@ -328,7 +331,7 @@ class Engine:
         self.scheduler.resize(num_pages, moves)
 
     def drop_kv(self) -> int:
-        """Drop all KV; sequences go on with KV computed anew, and keep their tokens.
+        """Drop all KV; sequences keep their tokens, and their KV is recomputed.
 
         Call `drain` first. Those that ran wait in front of the others.
 
@@ -341,7 +344,7 @@ class Engine:
         return num_tokens
 
     def pool_exchanged(self, num_pages: int) -> None:
-        """Take note that the executor has another pool, of `num_pages` pages, since `drop_kv`."""
+        """Update page accounting after the executor replaced its pool since `drop_kv`."""
         moves = self.scheduler.make_room(num_pages)
         assert not moves, "a page is owned, although nothing runs"
         self.scheduler.resize(num_pages, moves)
@@ -382,7 +385,7 @@ class Engine:
         return news
 
     def _go_on_without(self, lost: Seq[StepPlan], error: Exception) -> list[Progress]:
-        """Go on after the loss of steps by `fail_and_restart`, with no KV; nothing is in flight.
+        """Continue after the loss of steps, without KV; nothing is in flight.
 
         Raises:
           Exception: `error`, unless it is for lack of memory and the executor can go on.
@@ -402,7 +405,7 @@ class Engine:
             self.changed.notify_all()
 
     def _first_lane(self) -> deque[_InFlight]:
-        """Return the steps in flight of the group that ends one first."""
+        """Return the steps in flight of the group that completes one first."""
         lanes = [lane for lane in self._in_flight.values() if lane]
         while len(lanes) > 1:
             for lane in lanes:
@@ -413,7 +416,7 @@ class Engine:
 
 
 def restart_computed(scheduler: Scheduler) -> int:
-    """Compute every sequence anew that has KV, on the device or the host; nothing is in flight.
+    """Recompute every sequence that has KV, on the device or the host; nothing is in flight.
 
     Returns:
       Tokens that were computed, and will be again.
@@ -427,7 +430,7 @@ def restart_computed(scheduler: Scheduler) -> int:
 
 
 def restart_awaiting(scheduler: Scheduler) -> None:
-    """Compute anew what awaits pages from the host, before cached pages are dropped there."""
+    """Recompute what awaits pages from the host, before cached pages are dropped there."""
     for sequence in tuple(scheduler.running):
         if sequence.kv.awaits is not None:
             scheduler.restart(sequence, keeps_output=True)
@@ -436,7 +439,7 @@ def restart_awaiting(scheduler: Scheduler) -> None:
 def fail_and_restart(
     scheduler: Scheduler, news: Iterable[Progress], rows: Iterable[Row], error: Exception
 ) -> None:
-    """Fail the sequences in rows of a step without memory, and compute all others anew.
+    """Fail the sequences in rows of a step without memory, and recompute all others.
 
     If it was the host's memory, none fails: without host pages they can be computed.
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
@@ -23,7 +22,7 @@ _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", **{c: c for c in '\\"[]-'}}
 LARGEST = 0x10FFFF
 
 Ranges = tuple[tuple[int, int], ...]
-Node: TypeAlias = "Chars | Reference | Sequence | Choice | Repeat"
+Node: TypeAlias = "Chars | Reference | Concatenation | Alternation | Repetition"
 # Steps of a comparison of lexemes, of about a microsecond each; without it, characters are lexemes.
 _MAX_STEPS = 300_000
 _MAX_RULES = 300
@@ -32,7 +31,7 @@ _MAX_RULES = 300
 @final
 @dataclass(frozen=True)
 class Chars:
-    """One character for each element: of the ranges, or of none of them."""
+    """One character for each set of ranges; a literal is a text."""
 
     sets: tuple[Ranges, ...]
     is_literal: bool
@@ -46,19 +45,19 @@ class Reference:
 
 @final
 @dataclass(frozen=True)
-class Sequence:
+class Concatenation:
     parts: tuple[Node, ...]
 
 
 @final
 @dataclass(frozen=True)
-class Choice:
+class Alternation:
     parts: tuple[Node, ...]
 
 
 @final
 @dataclass(frozen=True)
-class Repeat:
+class Repetition:
     """A part, from `least` to `most` times; without a bound if `most` is None."""
 
     part: Node
@@ -118,14 +117,14 @@ class _Parser:
         while self._takes("|"):
             self._skip(over_lines=True)
             parts.append(self._sequence(is_nested=is_nested))
-        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+        return parts[0] if len(parts) == 1 else Alternation(tuple(parts))
 
     def _sequence(self, *, is_nested: bool) -> Node:
         parts: list[Node] = []
         while (part := self._part()) is not None:
             self._skip(over_lines=is_nested)
             parts.append(self._repeated(part, is_nested=is_nested))
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+        return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
 
     def _part(self) -> Node | None:
         if self._takes('"'):
@@ -153,7 +152,7 @@ class _Parser:
         for sign, least, most in (("*", 0, None), ("+", 1, None), ("?", 0, 1)):
             if self._takes(sign):
                 self._skip(over_lines=is_nested)
-                return Repeat(part, least, most)
+                return Repetition(part, least, most)
         counts = _COUNTS.match(self._text, self._at)
         if counts is None:
             return part
@@ -161,8 +160,8 @@ class _Parser:
         self._skip(over_lines=is_nested)
         least, comma, most = counts.groups()
         if not comma:
-            return Repeat(part, int(least), int(least))
-        return Repeat(part, int(least), int(most) if most else None)
+            return Repetition(part, int(least), int(least))
+        return Repetition(part, int(least), int(most) if most else None)
 
     def _class(self) -> Ranges:
         is_negated = self._takes("^")
@@ -226,11 +225,11 @@ class _Parser:
         return ValueError(f"line {line} of the GBNF needs {wanted} near {near!r}")
 
 
-def _joined(ranges: Seq[tuple[int, int]]) -> Ranges:
+def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
     return tuple(sorted(each for each in ranges if each[0] <= each[1]))
 
 
-def _complement(ranges: Seq[tuple[int, int]]) -> Ranges:
+def _complement(ranges: Sequence[tuple[int, int]]) -> Ranges:
     found, start = list[tuple[int, int]](), 0
     for first, last in _joined(ranges):
         found.append((start, first - 1))
@@ -239,13 +238,12 @@ def _complement(ranges: Seq[tuple[int, int]]) -> Ranges:
 
 
 def parts_of(node: Node) -> tuple[Node, ...]:
-    if isinstance(node, (Sequence, Choice)):
+    if isinstance(node, (Concatenation, Alternation)):
         return node.parts
-    return (node.part,) if isinstance(node, Repeat) else ()
+    return (node.part,) if isinstance(node, Repetition) else ()
 
 
 def references_of(node: Node) -> list[str]:
-    """Return the names of the rules that a node refers to."""
     found, left = list[str](), [node]
     while left:
         each = left.pop()
@@ -259,7 +257,7 @@ def lark_of(text: str) -> str:
     """Return a grammar in GBNF as one in llguidance's Lark that matches the same texts.
 
     Raises:
-      ValueError: as `rules_of`.
+      ValueError: it is not in GBNF, or a rule that it refers to is missing.
     """
     rules = rules_of(text)
     terminals = _terminals(rules) if len(rules) <= _MAX_RULES else None
@@ -301,13 +299,12 @@ class _TooLong(Exception):
 
 @final
 class _Steps:
-    """The steps of a comparison."""
+    """A limit on the steps of a comparison."""
 
     def __init__(self) -> None:
         self._num_left = _MAX_STEPS
 
     def take(self, num: int = 1) -> None:
-        """Raise `_TooLong` if there are no more."""
         self._num_left -= num
         if self._num_left < 0:
             raise _TooLong
@@ -334,9 +331,9 @@ class _Lexeme:
             return self._add(self._rules[node.name])
         if isinstance(node, Chars):
             return self._joined(map(self._place, node.sets))
-        if isinstance(node, Sequence):
+        if isinstance(node, Concatenation):
             return self._joined(map(self._add, node.parts))
-        if isinstance(node, Choice):
+        if isinstance(node, Alternation):
             parts = [self._add(part) for part in node.parts]
             return _Places(
                 any(part.is_empty for part in parts),
@@ -370,7 +367,7 @@ class _Lexeme:
             self._steps.take(len(first))
             self.next[place].update(first)
 
-    def goes_on(self, other: _Lexeme, following: Seq[Ranges]) -> bool:
+    def goes_on(self, other: _Lexeme, following: Sequence[Ranges]) -> bool:
         """Whether a text of it, and a character that may follow it, may begin the other lexeme."""
         left = list(itertools.product(self.places.first, other.places.first))
         seen = set(left)
@@ -456,10 +453,10 @@ class _Reached:
             return self._is_empty[node], {node}
         if isinstance(node, Reference):
             return self._may_be_empty[node.name], set(self._first[node.name])
-        if isinstance(node, Choice):
+        if isinstance(node, Alternation):
             found = [self._begin(part) for part in node.parts]
             return any(empty for empty, _ in found), set().union(*(first for _, first in found))
-        if isinstance(node, Repeat):
+        if isinstance(node, Repetition):
             empty, first = self._begin(node.part)
             return empty or node.least == 0, first
         first = set[Node]()
@@ -471,16 +468,16 @@ class _Reached:
         return True, first
 
     def _visit(self, node: Node, after: set[Node]) -> None:
-        """Take note of what follows each part of a node, behind which these lexemes may come."""
+        """Record what follows each part of a node, which these lexemes may follow."""
         self._steps.take(1 + len(after))
         if self._is_lexeme(node):
             self.after.setdefault(node, set()).update(after)
         elif isinstance(node, Reference):
             self._follow[node.name] |= after
-        elif isinstance(node, Repeat):
+        elif isinstance(node, Repetition):
             again = self._begin(node.part)[1] if node.is_loop else set[Node]()
             self._visit(node.part, after | again)
-        elif isinstance(node, Choice):
+        elif isinstance(node, Alternation):
             for part in node.parts:
                 self._visit(part, after)
         else:
@@ -507,10 +504,10 @@ def _written(rules: Mapping[str, Node], terminals: set[str] | None) -> str:
             if node.is_literal and terminals is not None:
                 return json.dumps("".join(chr(each[0][0]) for each in node.sets))
             return " ".join(map(_of_chars, node.sets)) or '""'
-        if isinstance(node, Repeat):
+        if isinstance(node, Repetition):
             most = "" if node.most is None else node.most
             return f"({written(node.part)}){{{node.least},{most}}}"
-        if isinstance(node, Choice):
+        if isinstance(node, Alternation):
             return "(" + " | ".join(map(written, node.parts)) + ")"
         return " ".join(map(_in_parentheses(written), parts_of(node))) or '""'
 
@@ -519,7 +516,7 @@ def _written(rules: Mapping[str, Node], terminals: set[str] | None) -> str:
 
 
 def _in_parentheses(written: Callable[[Node], str]) -> Callable[[Node], str]:
-    return lambda node: f"({written(node)})" if isinstance(node, Sequence) else written(node)
+    return lambda node: f"({written(node)})" if isinstance(node, Concatenation) else written(node)
 
 
 def _of_chars(chars: Ranges) -> str:

@@ -51,7 +51,6 @@ class CompileJob:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether it will never begin."""
         return self._future.cancelled()
 
     @property
@@ -59,7 +58,6 @@ class CompileJob:
         return self._future.done()
 
     def run(self) -> None:
-        """Call the function, unless it was dropped before."""
         if not self._future.set_running_or_notify_cancel():
             return
         self._begin_s = time.monotonic()
@@ -70,24 +68,23 @@ class CompileJob:
             self._future.set_exception(error)
 
     def close(self) -> None:
-        """Drop it if it has not begun, since its threads end."""
+        """Drop it if it has not begun, because its threads end."""
         self._is_closed = True
         if self._future.cancel():
             self._has_begun.set()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it has ended, or for some seconds."""
         wait_for([self._future], timeout_s)
 
     def result(self, timeout_s: float) -> Any:
         """Return what the function returned.
 
         Args:
-          timeout_s: seconds that it may wait for a thread, and then as many that it may take. It
-            is dropped if it waits for longer.
+          timeout_s: seconds that it may wait for a thread, and then as many that it may take. It is
+            dropped if it waits for longer.
 
         Raises:
-          TimeoutError: it takes longer; its thread goes on with it.
+          TimeoutError: it takes longer; its thread continues with it.
           GrammarsBusyError: it was dropped.
           RuntimeClosedError: the threads were closed before it began.
         """
@@ -138,7 +135,6 @@ class CompileThreads:
 
 
 def closed() -> RuntimeClosedError:
-    """Return the error of a grammar that comes after `close`."""
     return RuntimeClosedError("this runtime was closed; create a new one")
 
 
@@ -150,7 +146,7 @@ def _busy() -> GrammarsBusyError:
 
 
 def _worker(jobs: queue.Queue[CompileJob | None]) -> Callable[[], None]:
-    """Return what a thread does; it holds no reference to the threads' owner."""
+    """Return the function of a thread; it holds no reference to the threads' owner."""
 
     def work() -> None:
         while (job := jobs.get()) is not None:
@@ -174,16 +170,16 @@ def _wait_for_running() -> None:
 
 @final
 class GrammarTrials:
-    """Processes that compile grammars on trial. They are made when they are needed, and reused.
+    """Processes that compile grammars on trial. They are started when needed, and reused.
 
-    What a trial ends within its bounds, this process can compile with as much time and memory; and
-    only there a compilation can be stopped, since llguidance cannot be interrupted.
+    A grammar whose trial ends within its limits can be compiled in this process with as much time
+    and memory. Only another process can be stopped, since llguidance cannot be interrupted.
 
     Args:
       outline: size of the vocabulary, name of each control token by number, and the end token.
       limits: those of llguidance.
       timeout_s: of a trial.
-      idle_s: without a grammar, after which a process ends.
+      idle_s: seconds without a grammar after which a process ends.
       max_bytes: that a process may allocate.
     """
 
@@ -205,9 +201,7 @@ class GrammarTrials:
         self._is_closed = False
 
     def check(self, grammar: str) -> None:
-        """Compile a grammar in another process; a grammar that is not valid passes, too.
-
-        Any thread may call it.
+        """Compile a grammar in another process; an invalid grammar passes, too. Thread-safe.
 
         Raises:
           TimeoutError: it takes too long; the process was ended.

@@ -62,7 +62,6 @@ _MAX_MESSAGE = 200
 
 
 def has_grammars() -> bool:
-    """Return whether the package that compiles grammars is installed."""
     return find_spec("llguidance") is not None
 
 
@@ -84,7 +83,7 @@ def llguidance() -> Any:
 class CompiledGrammar:
     """A compiled grammar, of which every answer gets a copy.
 
-    The copies share the states of llguidance's lexer, and the bound on their number.
+    The copies share the states of llguidance's lexer, and the limit on their number.
 
     Attributes:
       schema: that whole answers are validated against; None for other notations.
@@ -160,7 +159,6 @@ class Grammars:
         return found
 
     def matcher(self, request: Request) -> Matcher:
-        """Return a matcher for one answer to a request that has its compiled grammar."""
         assert isinstance(request.grammar, CompiledGrammar), "a request without its grammar"
         inner = request.grammar.template.deep_copy()
         if not request.params.min_tokens:
@@ -173,14 +171,13 @@ class Grammars:
         """Begin to compute masks on other threads, one for each row, in the order of the matchers.
 
         A matcher has a row, and one behind each token that it has proposed. Where llguidance
-        raises, the matchers concerned have an `error` afterwards, and all others their masks.
-
-        No matcher may be used before the masks are complete.
+        raises, the matchers concerned have an `error` afterwards, and all others their masks. No
+        matcher may be used before the masks are complete.
         """
         return TokenMasks.begin(rows, lambda: self._masks(matchers), self._masking)
 
     def close(self) -> None:
-        """Stop the threads when what they compute is complete."""
+        """Stop the threads when their present work is complete."""
         with self._lock:
             self._is_closed = True
             if self._compiling is not None:
@@ -229,7 +226,7 @@ class Grammars:
     # ---- compilation ----
 
     def _read_vocabulary(self) -> Any:
-        """Return what llguidance knows of the model's tokens, which the first caller reads."""
+        """Return what llguidance knows of the model's tokens; the first caller reads it."""
         with self._reading:
             if self._vocabulary is None:
                 package = llguidance()
@@ -325,9 +322,9 @@ def read_vocabulary(
 ) -> Any:
     """Return an `llguidance.LLTokenizer` of a tokenizer from a folder or a GGUF file.
 
-    llguidance reads the bytes of byte-level and byte-fallback vocabularies itself. Of others, the
-    tokens are decoded one by one. Where the model has no end token, one
-    stands behind the vocabulary, which the model cannot choose.
+    llguidance reads the bytes of byte-level and byte-fallback vocabularies itself; tokens of others
+    are decoded one by one. A model without an end token gets one after the vocabulary, which it
+    cannot choose.
 
     Args:
       vocab_size: of the model, whose embedding may have more rows than there are tokens.
@@ -356,10 +353,7 @@ def read_vocabulary(
 def outline(
     tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int
 ) -> tuple[int, dict[int, str], int]:
-    """Return what `GrammarTrials` needs to know of a vocabulary.
-
-    It is the number of tokens, the text of each control token, and the end token.
-    """
+    """Return a vocabulary's size, the text of each control token, and the end token."""
     control = {
         token: tokenizer.decode([token], skip_special_tokens=False)
         for token in tokenizer.control_token_ids
@@ -401,8 +395,9 @@ class _Decoded:
 class AnswerSchema:
     """A JSON schema that a finished answer is validated against, by the package jsonschema.
 
-    Regular expressions are left to the grammar: Python's have another syntax, and some would take
-    minutes. So are answers that take too long, and those of a schema that asks for leniency.
+    It is a check that does not depend on the library that compiled the grammar. Regular expressions
+    are left to the grammar: Python's have another syntax, and some would take minutes. So are
+    answers that take too long, and those of a schema that asks for leniency.
 
     Args:
       schema: which has compiled to a grammar.
@@ -428,7 +423,7 @@ class AnswerSchema:
         self._lock = threading.Lock()
 
     def problem(self, answer: str) -> str | None:
-        """Return why a whole answer is not an instance; None if it is one, or nothing tells."""
+        """Return why a whole answer is not an instance; None if it is one, or is not checked."""
         if self._is_lenient:
             return None
         with self._lock:  # engines share grammars
@@ -446,7 +441,7 @@ class AnswerSchema:
         return None if found is None else f"{found.json_path}: {found.message[:_MAX_MESSAGE]}"
 
     def _counted(self, name: str, check: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
-        """Return the check of a keyword, with a bound on how often it is made."""
+        """Return the check of a keyword, with a limit on its calls."""
 
         def counted(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
             self._num_left -= 1

@@ -9,8 +9,8 @@ from typing import final
 _ORDERS = (8, 4, 2)
 # Weight of the earlier proposals after one more.
 _MEMORY = 0.9
-# Tokens of a prompt's end in which places are looked up, and those of them that become known with
-# one step at most: each costs microseconds of the engine's thread.
+# Tokens of a prompt's end that are indexed, and the most that one step indexes: each takes
+# microseconds of the engine's thread.
 _MAX_PROMPT = 8192
 _TOKENS_A_STEP = 512
 # Tokens that proposals must be expected to give, since a step with them takes longer.
@@ -19,10 +19,10 @@ _LEAST_GAIN = 0.3
 
 @final
 class HostLookup:
-    """Finds what followed an answer's newest tokens at an earlier place in it or in its prompt.
+    """Proposes what followed an answer's newest tokens earlier in it or in its prompt.
 
-    It does for one answer what `steps.proposals` does on the device. Of a long prompt it knows the
-    end alone, and that after some steps.
+    It does for one answer what `steps.proposals` does on the device. It knows only the end of a
+    long prompt, after some steps.
     """
 
     def __init__(self, prompt: Sequence[int]):
@@ -36,7 +36,7 @@ class HostLookup:
         self._append(prompt)
 
     def follow(self, output: Sequence[int]) -> None:
-        """Stand after these tokens: those of the last call and more, or fewer to begin anew."""
+        """Set the answer's tokens: those of the last call and more, or fewer to begin anew."""
         num_known = len(self._tokens) - self._num_prompt
         if len(output) < num_known:
             prompt = self._tokens[: self._num_prompt]
@@ -63,9 +63,9 @@ class HostLookup:
         return [self._tokens[place + i % num] for i in range(most)]
 
     def learn(self, output: Sequence[int], num_new: int, num_proposed: int) -> None:
-        """Take note of whether proposals were right, by the newest tokens of the output.
+        """Learn from the newest tokens of the output whether proposals were right.
 
-        Call it before `follow`. What was looked up counts although it was not computed.
+        Call it before `follow`. A lookup counts although it was not computed.
 
         Args:
           num_new: tokens of the newest step.
@@ -78,7 +78,7 @@ class HostLookup:
         self._misses = self._misses * _MEMORY + (num_right < max(1, num_proposed))
 
     def _append(self, tokens: Sequence[int]) -> None:
-        """Append tokens, and note the places of some that have none yet, the first ones first."""
+        """Append tokens, and index some places that are not yet, the first ones first."""
         self._tokens += tokens
         known = self._tokens
         most = self._num_placed + len(tokens) + _TOKENS_A_STEP

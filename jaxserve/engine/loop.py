@@ -32,7 +32,7 @@ def engine_loop(engine: Engine, clock: Clock, logs: Sequence[RequestLog] = ()) -
 
 @final
 class _EngineWork:
-    """The work of an engine, see `DeviceWork`: answers, which its steps advance."""
+    """The work of an engine's loop: answers, which the engine's steps advance."""
 
     def __init__(self, engine: Engine, clock: Clock, logs: Sequence[RequestLog]):
         self._engine = engine
@@ -56,7 +56,6 @@ class _EngineWork:
         return self._engine.idle_until_s
 
     def begin(self, job: Answer) -> None:
-        """Begin an answer, which has no sequences yet."""
         self._answers[job.request.id] = job
         job.begin(self._engine.add(job.request), self._engine.weights)
         self._by_sequence.update((s.key, job) for s in job.sequences)
@@ -81,7 +80,6 @@ class _EngineWork:
         self._engine.stats.end_busy_period()
 
     def make_room(self, running: Running) -> None:
-        """See `DeviceWork`; "finish" does nothing."""
         if running == "finish":
             return
         self._deliver(self._engine.drain())

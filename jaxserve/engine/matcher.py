@@ -1,4 +1,4 @@
-"""Where one answer stands in its grammar."""
+"""The state of one answer in its grammar."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Matcher:
         self._failure: Exception | None = None
 
     def follow(self, output: Sequence[int]) -> None:
-        """Stand after these tokens: those of the last call and more, or fewer to begin anew."""
+        """Set the answer's tokens: those of the last call and more, or fewer to begin anew."""
         if len(output) != self._num_tokens:
             self.proposed = ()
         if len(output) < self._num_tokens:
@@ -59,9 +59,9 @@ class Matcher:
         return found
 
     def propose(self, tokens: Sequence[int], most: int, *, forces: bool) -> tuple[int, ...]:
-        """Return those of the tokens that the grammar allows next, at most `most`.
+        """Return the leading tokens that the grammar allows next, at most `most`.
 
-        Tokens that are forced behind one of them follow it, or it is left out. A token that
+        Tokens that are forced after one of them follow it, or it is left out. A token that
         completes the answer is left out, too.
 
         Args:
@@ -95,7 +95,6 @@ class Matcher:
         return self.proposed
 
     def fail(self, cause: Exception) -> None:
-        """End the answer with an `error`, since its masks could not be computed."""
         self._failure = cause
 
     @property
@@ -104,11 +103,11 @@ class Matcher:
         return self.inner.is_stopped() and not self.inner.is_error()
 
     def take_masks(self, masks: UInt32[np.ndarray, "places words"], seconds: float) -> None:
-        """Forbid what ends the answer too early; allow all tokens where the answer cannot go on.
+        """Forbid tokens that end the answer too early; allow all where it cannot go on.
 
         Args:
-          masks: the tokens that the grammar allows, a bit each, next and behind each token that is
-            proposed; changed in place. Where a token is forced, it alone is allowed.
+          masks: the tokens that the grammar allows, a bit each, next and after each proposed token;
+            changed in place. Where a token is forced, it alone is allowed.
           seconds: that they took.
         """
         self.mask_s += seconds
@@ -154,7 +153,7 @@ class Matcher:
 
 
 def first_line(message: str) -> str:
-    """Return what a message of llguidance says as one line, without its dump of the grammar."""
+    """Return a message of llguidance as one line, without its dump of the grammar."""
     if message.startswith("NoExtension"):
         return "no text matches it"
     said = " ".join(message.partition("<non-verbose")[0].split())

@@ -73,7 +73,7 @@ class RequestRecord:
     """One request that has ended; `num_output_tokens` is the sum over its samples.
 
     `conversation_id` is None if the request was not a turn of a conversation. `bounds` has the name
-    of each of its own latency bounds, and what became of it.
+    and the outcome of each of its own latency bounds.
     """
 
     request_id: str
@@ -115,7 +115,6 @@ class Records:
             self._requests.append(request)
 
     def newest_steps(self, num: int) -> list[StepRecord]:
-        """Return at most `num` records of steps, oldest first."""
         with self._lock:
             return list(itertools.islice(reversed(self._steps), num))[::-1]
 
@@ -134,12 +133,10 @@ class Recorder:
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
-        """See `Records`."""
         return self._records.steps
 
     @property
     def requests(self) -> tuple[RequestRecord, ...]:
-        """See `Records`."""
         return self._records.requests
 
     @property
@@ -151,9 +148,9 @@ class Recorder:
     def pace(self) -> Pace | None:
         """Return median seconds over the newest steps; None before the first step.
 
-        A step takes part with each of its iterations. A few steps that waited for their executables
-        (`warmup="background"`) do not change the median. After a slow spell, however long, it is
-        that of the spell until half of the newest 8 steps of a kind are fast again.
+        A step counts with each of its iterations. A few steps that waited for their executables
+        (`warmup="background"`) do not change the median. After a slow spell, however long, the
+        median is that of the spell until half of the newest 8 steps of a kind are fast again.
         """
         before_s: dict[int, float] = {}  # of each device group
         # (seconds of an iteration, iterations) of each step, by its kind.
@@ -215,8 +212,9 @@ class Recorder:
         """Record that the step of the plan with this index was collected.
 
         Returns:
-          The seconds that the devices took for it, at most: since it was submitted, or since the
-          step of their group that was collected before it.
+          The most seconds that the devices took for it: since its submission, or since the
+            collection of
+          the step before it in its group.
         """
         step = self._in_flight.pop(index)(collected_s=now_s)
         self._records.add_step(step)
@@ -225,7 +223,6 @@ class Recorder:
         return now_s - max(step.submitted_s, before_s)
 
     def request_ended(self, completion: Completion, bounds: Mapping[str, BoundOutcome]) -> None:
-        """Record a request; `bounds` says what became of those of its own."""
         record = RequestRecord(
             request_id=completion.request_id,
             num_prompt_tokens=len(completion.prompt_token_ids),
@@ -265,7 +262,6 @@ class RequestLog(Protocol):
 def record_end(
     stats: EngineStats, recorder: Recorder, request: Request, completion: Completion
 ) -> None:
-    """Record a request of an engine that has ended, and count what became of its bounds."""
     outcomes = bound_outcomes(request.params, completion)
     stats.after_end(outcomes)
     recorder.request_ended(completion, outcomes)

@@ -285,8 +285,7 @@ class RequestBuilder:
             return None
         if self._grammars is None:
             raise InvalidSamplingParamsError(
-                "a grammar was given, and this runtime has no tokenizer, of whose tokens it "
-                "would allow some; pass tokenizer= to Runtime"
+                "structured output needs a tokenizer; pass tokenizer= to Runtime"
             )
         return self._grammars.compiled(params.constraint)
 

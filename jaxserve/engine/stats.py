@@ -112,17 +112,14 @@ class EngineStats:
             self._busy_since_s = self._seen_busy_s = self.clock.now()
 
     def end_busy_period(self) -> None:
-        """Record that no work is left."""
         if self._busy_since_s is not None:
             self.busy_s += self.clock.now() - self._busy_since_s
             self._busy_since_s = None
 
     def after_plan(self, seconds: float) -> None:
-        """Add the seconds that the scheduler took for a plan."""
         self.planning_s += seconds
 
     def after_end(self, bounds: Mapping[str, BoundOutcome]) -> None:
-        """Count what became of the latency bounds of a request that has ended."""
         for name, outcome in bounds.items():
             counts = list(getattr(self, f"num_bounds_{outcome}"))
             counts[BOUND_NAMES.index(name)] += 1
@@ -156,7 +153,6 @@ class EngineStats:
         self.num_iterations_by_tokens = tuple(counts)
 
     def after_loss(self, num_steps: int) -> None:
-        """Count steps that were not computed."""
         self.num_lost_steps += num_steps
 
     def take_in(self, counters: Mapping[str, float]) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Protocol, final
 
 
-class StreamDecoder(Protocol):
+class Detokenizer(Protocol):
     """An incremental detokenizer: the joined pieces are the text of all tokens."""
 
     def push(self, token_ids: Sequence[int]) -> str: ...
 
     def kept(self) -> str:
-        """Return the complete characters of the tokens that `push` has returned no text of yet."""
+        """Return the complete characters of tokens of which `push` has returned no text yet."""
         ...
 
     def hidden(self, token_id: int) -> str:
@@ -31,11 +31,11 @@ class TextAssembler:
 
     Args:
       stops: strings that end the text. A control token that the text leaves out is searched for
-        too, where one of them contains its text.
-      min_tokens: a stop string that ends within so many tokens does not count, as in vLLM.
+        too, if one of them contains its text.
+      min_tokens: a stop string that ends within this many tokens does not count, as in vLLM.
     """
 
-    def __init__(self, decoder: StreamDecoder, stops: Sequence[str], min_tokens: int = 0):
+    def __init__(self, decoder: Detokenizer, stops: Sequence[str], min_tokens: int = 0):
         self.text = ""
         self._decoder = decoder
         self._stops = stops
@@ -75,7 +75,6 @@ class TextAssembler:
         return None
 
     def whole(self) -> str:
-        """Return the text of all tokens so far, with what the decoder has held back."""
         return self.text + self._decoder.kept()
 
     def finish(self) -> None:

@@ -24,7 +24,7 @@ class Weights:
 class TokenVersions:
     """The versions of the weights that computed the tokens of one sample.
 
-    It costs nothing for each token: it has the positions at which the version changes.
+    It stores only the positions at which the version changes.
 
     Args:
       version: of the weights that compute the first token.
@@ -38,7 +38,7 @@ class TokenVersions:
         return self._starts[-1][0]
 
     def change(self, version: int, num_tokens: int) -> None:
-        """Take note that other weights compute the tokens after the first `num_tokens`."""
+        """Record that other weights compute the tokens after the first `num_tokens`."""
         if self._starts[-1][1] == num_tokens:  # the former version computed none
             self._starts.pop()
         self._starts.append((version, num_tokens))

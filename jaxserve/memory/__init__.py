@@ -1,1 +1,1 @@
-"""Bookkeeping of KV memory, free of JAX: which pages are whose, and what has been promised."""
+"""Bookkeeping of KV memory, free of JAX: pages, their owners and reservations."""

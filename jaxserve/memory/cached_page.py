@@ -59,10 +59,7 @@ class PageKeys:
         return keys[:num_pages]
 
     def known(self, start: int, stop: int, identity: bytes) -> Sequence[bytes] | None:
-        """Return the keys of pages `start` to `stop`; None unless `of` has computed them.
-
-        It costs as much as there are, so that the tokens of a long context are not read again.
-        """
+        """Return the keys of pages `start` to `stop`; None unless `of` has computed them."""
         if identity != self._identity or stop > len(self._keys):
             return None
         return self._keys[start:stop]
@@ -81,23 +78,23 @@ def _key(page: bytes, before: bytes) -> bytes:
 
 
 @final
-class Line:
-    """Pages of a conversation in their order; one that leaves is passed over from then on.
+class BranchPages:
+    """The pages of a conversation on one tier, in their order. Pages that left are skipped.
 
     Args:
-      lies: whether a page is still where the line's pages lie.
+      is_there: whether a page is still on that tier.
     """
 
-    __slots__ = ("_lies", "_pages", "_start")
+    __slots__ = ("_is_there", "_pages", "_start")
 
-    def __init__(self, lies: Callable[[CachedPage], bool]):
-        self._lies = lies
+    def __init__(self, is_there: Callable[[CachedPage], bool]):
+        self._is_there = is_there
         self._pages: list[CachedPage] = []
         # The pages before it have left.
         self._start = 0
 
     def put(self, page: CachedPage) -> None:
-        """Add a page, mostly behind all others."""
+        """Add a page, in most cases after all others."""
         pages = self._pages
         if pages and pages[-1].index > page.index:
             bisect.insort(pages, page, lo=self._start, key=_INDEX)
@@ -107,7 +104,7 @@ class Line:
     @property
     def is_empty(self) -> bool:
         pages, start = self._pages, self._start
-        while start < len(pages) and not self._lies(pages[start]):
+        while start < len(pages) and not self._is_there(pages[start]):
             start += 1
         if 2 * start > len(pages):
             del pages[:start]
@@ -118,7 +115,7 @@ class Line:
     def first(self, index: int, may_go: Callable[[CachedPage], bool]) -> CachedPage | None:
         """Return the first page from `index` on that may go and belongs to one conversation alone.
 
-        It costs as much as there are pages from `index` on that may not go.
+        It looks at every page from `index` on until it finds one.
         """
         if self.is_empty:
             return None
@@ -145,17 +142,17 @@ def _is_uncopied(page: CachedPage) -> bool:
 @final
 @dataclass(eq=False, slots=True)
 class Branch:
-    """A conversation as the cache sees it: a chain of cached pages up to its last one, the tip.
+    """A conversation in the cache: a chain of cached pages up to its last one, the tip.
 
-    It counts for the value of its pages as long as its tip lies anywhere.
+    It counts for the value of its pages while its tip is on the device or the host.
 
     Attributes:
-      returns: whether it is sure to go on: its sequence was preempted, or more turns are expected.
-      is_awaited: whether a sequence that waits has its pages brought from the disk.
+      returns: whether it will continue: its sequence was preempted, or more turns are expected.
+      is_awaited: whether its pages are being read from the disk for a waiting sequence.
       num_uses: how often it was used, and with it all of its pages.
-      shared: pages whose first it was, and that belong to others too.
-      on_device, on_host, uncopied: pages whose first it was, by where they lie; the last ones on
-        the device alone.
+      shared: pages that belonged to this conversation first, and belong to others too.
+      on_device, on_host, uncopied: pages that belonged to this conversation first, by tier;
+        `uncopied` has those that are on the device alone.
     """
 
     last_active_s: float
@@ -165,16 +162,16 @@ class Branch:
     is_awaited: bool = False
     num_uses: int = 0
     shared: list[CachedPage] = field(default_factory=list)
-    on_device: Line = field(default_factory=lambda: Line(_is_on_device))
-    on_host: Line = field(default_factory=lambda: Line(_is_on_host))
-    uncopied: Line = field(default_factory=lambda: Line(_is_uncopied))
+    on_device: BranchPages = field(default_factory=lambda: BranchPages(_is_on_device))
+    on_host: BranchPages = field(default_factory=lambda: BranchPages(_is_on_host))
+    uncopied: BranchPages = field(default_factory=lambda: BranchPages(_is_uncopied))
 
     @property
     def counts(self) -> bool:
         return self.is_running or (self.tip is not None and self.tip.is_resident)
 
     def begin(self, cached: Sequence[CachedPage], now_s: float) -> None:
-        """Be active now, with these pages up to the tip."""
+        """Mark it as active, with these pages up to the tip."""
         self.last_active_s = now_s
         self.num_uses += 1
         for page in cached:
@@ -184,18 +181,18 @@ class Branch:
             self.tip = cached[-1]
 
     def run(self) -> None:
-        """A sequence continues it."""
+        """Record that a sequence continues it."""
         self.is_running, self.returns = True, False
 
     def grow_to(self, page: CachedPage) -> None:
-        """Have its tip there."""
+        """Set the tip."""
         self.tip = page
 
     def rest(self, now_s: float | None = None, *, returns: bool = False) -> None:
-        """No sequence continues it any more.
+        """Record that no sequence continues it any more.
 
         Args:
-          now_s: when it was active until now; None where its pages are not right.
+          now_s: when it was last active; None where its pages are not right.
         """
         self.is_running, self.returns = False, returns
         self.num_uses += 1
@@ -203,29 +200,29 @@ class Branch:
             self.last_active_s = now_s
 
     def arrived(self) -> None:
-        """No sequence waits for its pages any more."""
+        """Record that no sequence waits for its pages any more."""
         self.is_awaited = False
 
     def shared_pages(self) -> list[CachedPage]:
-        """Return those of `shared` that lie anywhere; the others are dropped."""
+        """Return the pages of `shared` that are resident; the others are dropped."""
         self.shared = [page for page in self.shared if page.is_resident]
         return self.shared
 
     @property
     def is_empty(self) -> bool:
-        """Whether none of the pages whose first it was lies anywhere."""
+        """Whether none of the pages that belonged to it first is resident."""
         return self.on_device.is_empty and self.on_host.is_empty
 
 
 @final
 @dataclass(eq=False, slots=True)
 class CachedPage:
-    """KV of one full page after a certain prefix, and where it lies: the unit of eviction.
+    """KV of one full page after a certain prefix, and where it is: the unit of eviction.
 
     Attributes:
       index: of the page in its sequence.
       key: None while some of its tokens have not been read yet.
-      device_page, host_page: pages of the pools that hold it; None where it does not lie there.
+      device_page, host_page: pages of the pools that hold it; None where none does.
       branches: conversations that it belongs to.
       num_uses: how often it was used other than by its conversations.
     """
@@ -247,7 +244,7 @@ class CachedPage:
         return self.device_page is not None or self.host_page is not None
 
     def put_on_device(self, device_page: int) -> None:
-        """Lie on a page of the device, too."""
+        """Record the device page that holds these contents."""
         self.device_page = device_page
         if self._home is not None:
             self._home.on_device.put(self)
@@ -255,24 +252,24 @@ class CachedPage:
                 self._home.uncopied.put(self)
 
     def leave_device(self) -> None:
-        """Lie on the host at most."""
+        """Record that no device page holds these contents."""
         self.device_page = None
 
     def put_on_host(self, host_page: int) -> None:
-        """Lie on a page of the host, too."""
+        """Record the host page that holds these contents."""
         self.host_page = host_page
         if self._home is not None:
             self._home.on_host.put(self)
 
     def leave_host(self) -> None:
-        """Lie on the device at most."""
+        """Record that no host page holds these contents."""
         self.host_page = None
         if self._home is not None and self.device_page is not None:
             self._home.uncopied.put(self)
 
     @property
     def uses(self) -> int:
-        """How often its value has changed by use."""
+        """How often a use has changed its value."""
         num = self.num_uses
         for branch in self.branches:
             num += branch.num_uses
@@ -284,7 +281,7 @@ class CachedPage:
         return before != self._counted_at
 
     def join(self, branch: Branch) -> None:
-        """Belong to that conversation too, from here on."""
+        """Add a conversation that it belongs to."""
         self.num_uses += 1
         if branch in self.branches:
             return

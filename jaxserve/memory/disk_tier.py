@@ -21,23 +21,23 @@ _log = logging.getLogger(__name__)
 _MAGIC = b"jaxserve page 1\n"
 _DIGEST_BYTES = 16
 _SUFFIX = ".page"
-# Pages on their way to the disk, at most; what comes beside them is not written.
+# The most pages that wait to be written; more are not written.
 _MAX_WRITING = 64
-# Pages that were asked for and not taken yet, at most.
+# The most pages that were requested and not taken yet.
 _MAX_READING = 64
 # A disk that finishes nothing in this time is not waited for.
 PATIENCE_S = 10.0
 
 
 class PageStore(Protocol):
-    """Bytes by key, of which some may be dropped at any time. For one thread, except for `in`."""
+    """Bytes by key; any may be dropped at any time. For one thread, except for `in`."""
 
     @property
     def folder(self) -> Path: ...
 
     @property
     def num_pages(self) -> int:
-        """Pages that are there; read on any thread, as the next two."""
+        """Number of stored pages; this and the next two may be read on any thread."""
         ...
 
     @property
@@ -59,15 +59,15 @@ class PageStore(Protocol):
 
 @final
 class PageFiles:
-    """Bytes by key, each in a file of its own; the least recently used go when room is short.
+    """A store with one file for each key; the least recently used are deleted when it is full.
 
-    Reading checks a digest of key and contents: a file that is torn or rotten is deleted, and as
-    good as never written. Where the disk fails or is full, pages are not kept, and the log says so
-    once. For one thread at a time, except for `in`.
+    Reading checks a digest of key and contents: a torn or rotten file is deleted and counts as
+    never written. Where the disk fails or is full, pages are not kept, and the log says so once.
+    For one thread at a time, except for `in`.
 
     Args:
-      folder: made where it is missing, and this object's alone until `close`; files of former runs
-        in it are found again.
+      folder: created if it is missing, and used by this object alone until `close`. Files of former
+        runs in it are found again.
       max_bytes: of all files together.
 
     Attributes:
@@ -105,11 +105,10 @@ class PageFiles:
 
     @property
     def num_pages(self) -> int:
-        """Files that are there."""
         return len(self._sizes)
 
     def write(self, key: bytes, contents: bytes) -> None:
-        """Keep it, in place of the least recently used, unless that fails."""
+        """Write a file, and delete the least recently used to make room. Errors are logged."""
         size = _header_bytes() + len(contents)
         while self._sizes and self.num_bytes + size > self._max_bytes:
             self._delete(next(iter(self._sizes)))
@@ -130,7 +129,7 @@ class PageFiles:
         self.num_written += 1
 
     def read(self, key: bytes) -> bytes | None:
-        """The contents, or None where they are not there, or not what was written."""
+        """Return the contents; None where they are missing, or are not what was written."""
         if key not in self._sizes:
             return None
         self._sizes.move_to_end(key)
@@ -151,13 +150,13 @@ class PageFiles:
         return contents
 
     def close(self) -> None:
-        """Let others use the folder; files stay."""
+        """Release the folder; the files stay."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _claim(self) -> None:
-        """Some file systems of networks have no such locks, and do without."""
+        """Lock the folder; some network file systems have no locks, and do without."""
         assert self._lock is not None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -171,7 +170,7 @@ class PageFiles:
             _log.info("%s cannot be locked: %s", self.folder, error)
 
     def _find_again(self) -> None:
-        """What former runs left; the oldest beyond the bound go."""
+        """Find the files of former runs; the oldest beyond the limit are deleted."""
         found = []
         for path in self.folder.iterdir():
             if path.suffix == ".part":
@@ -220,26 +219,29 @@ class HostMemory(Protocol):
     """The contents of the host's pages, between two plans."""
 
     def has_arrived(self, host_page: int) -> bool:
-        """Whether `read_host_page` returns at once: no copy to the page is on its way or failed."""
+        """Whether `read_host_page` returns at once: no copy to the page is pending or failed."""
         ...
 
     def read_host_page(self, host_page: int) -> bytes:
-        """What the plans submitted so far leave there."""
+        """Return the contents of the page after all plans submitted so far."""
         ...
 
     def write_host_page(self, host_page: int, contents: bytes) -> None:
-        """Put something there that `read_host_page` gave, maybe in another run."""
+        """Write contents that `read_host_page` returned, maybe in another run."""
         ...
 
     def fingerprint(self) -> bytes:
-        """Of all that contents depend on beside tokens: the model, its weights, pages' shape."""
+        """Return a digest of what contents depend on besides tokens.
+
+        It covers the model, its weights and the shape of pages.
+        """
         ...
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class DiskUsage:
-    """Pages on a disk, and pages written to it and read back since the start; 0 without a disk."""
+    """Pages on a disk, and pages written and read since the start; 0 without a disk."""
 
     num_pages: int = 0
     num_written: int = 0
@@ -251,16 +253,16 @@ NO_DISK = DiskUsage()
 
 @final
 class DiskTier:
-    """Writes pages to files, and reads them back, on a thread of its own; reading goes first.
+    """Writes pages to files, and reads them back, on a thread of its own. Reads go first.
 
-    Contents of what was read come with `arrived`.
+    `arrived` returns what was read.
 
     Args:
       files: closed with the tier.
-      patience_s: a disk that finishes nothing in this time is not waited for.
+      patience_s: the disk is given up when it finishes nothing in this time.
 
     Attributes:
-      files: touched by the thread alone, except for `in` and its counters.
+      files: used by the thread alone, except for `in` and its counters.
     """
 
     def __init__(self, files: PageStore, *, patience_s: float = PATIENCE_S):
@@ -284,10 +286,11 @@ class DiskTier:
         return key in self._writes or key in self.files
 
     def put(self, key: bytes, contents: bytes, *, waits: bool = False) -> None:
-        """Write later; what is there already is not written again.
+        """Write a page later, unless the disk has it.
 
         Args:
-          waits: for those before it, where too many are on their way; else it is not kept then.
+          waits: wait for earlier writes where too many are pending; otherwise the page is not kept
+            then.
         """
         with self._changed:
             if key in self or self._is_given_up:
@@ -299,7 +302,7 @@ class DiskTier:
                 self._changed.notify_all()
 
     def read(self, key: bytes, on_arrival: Callable[[], None] = lambda: None) -> bool:
-        """Have contents arrive later; False where too many are on their way.
+        """Read a page later; return False if too many reads are pending.
 
         Args:
           on_arrival: called on the disk's thread when `arrived` has the contents, unless it has
@@ -318,19 +321,15 @@ class DiskTier:
 
     @property
     def usage(self) -> DiskUsage:
-        """What is on the disk, and what was written and read; the thread may write meanwhile."""
         return DiskUsage(self.files.num_pages, self.files.num_written, self.files.num_read)
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `arrived` has something to give."""
+        """Whether `arrived` would return something."""
         return bool(self._arrived)
 
     def arrived(self) -> list[tuple[bytes, bytes | None]]:
-        """Keys that were read since the last call, in their order, and their contents.
-
-        None where they are not there, or not what was written.
-        """
+        """Return (key, contents) read since the last call; None for missing or corrupt contents."""
         with self._changed:
             arrived, self._arrived = self._arrived, []
             self._num_reading -= len(arrived)
@@ -342,9 +341,9 @@ class DiskTier:
             self._wait_until(lambda: not (self._reads or self._writes or self._is_busy))
 
     def close(self) -> None:
-        """Write what is waiting, and stop; files stay.
+        """Finish the pending writes and stop the thread; the files stay.
 
-        Ctrl-C ends this with the file that is being written just then; a disk that hangs is left.
+        Ctrl-C ends this after the file that is being written. A disk that hangs is left as it is.
         """
         with self._changed:
             self._is_closing = True
@@ -362,7 +361,7 @@ class DiskTier:
             self.files.close()
 
     def _wait_until(self, is_so: Callable[[], bool]) -> bool:
-        """With the lock held; False where the disk hangs."""
+        """Wait for a condition (lock held). Return False if the disk hangs."""
         while not is_so() and not self._is_given_up:
             before = self._num_done
             if not self._changed.wait_for(lambda n=before: self._num_done != n, self._patience_s):

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, Protocol, Self, TypeAlias, final
 
-from jaxserve.memory.cached_page import Branch, CachedPage, Line
+from jaxserve.memory.cached_page import Branch, BranchPages, CachedPage
 
 # Two events of one moment are this far apart, for what divides by it.
 _MOMENT_S = 1e-6
-# What counts before anything was seen: so many of so many pages come back.
+# The counts before anything was observed.
 _PRIOR_BACK, _PRIOR_GONE = 8.0, 16.0
 # Pages after which the older half counts no more than the newer one.
 _WINDOW = 4096.0
@@ -34,23 +34,23 @@ _Entry: TypeAlias = tuple[tuple[float, int], int, CachedPage, int, _Unit, int]
 @final
 @dataclass(frozen=True)
 class RecomputeCost:
-    """Cost(l) of computing a page anew after a context of l tokens (thesis, eq. 3.5 and 3.6).
+    """Cost(l) of recomputing a page after a context of l tokens (thesis, eq. 3.5 and 3.6).
 
     Attributes:
-      points: (context, seconds) at contexts that are powers of two, increasing; at least two.
-        Between and beyond them the cost is on a straight line.
+      points: (context, seconds) at contexts that are powers of two, increasing; at least two. The
+        cost is linear between and beyond them.
     """
 
     points: tuple[tuple[int, float], ...]
 
     @classmethod
     def analytic(cls, *, attention: float, other: float, longest: int) -> Self:
-        """From the work of a token: `attention` for each position it sees, and `other` beside."""
+        """Return the cost from a token's work: `attention` a position that it sees, and `other`."""
         return cls.profiled(lambda context: attention * context + other, longest)
 
     @classmethod
     def profiled(cls, seconds: Callable[[int], float], longest: int) -> Self:
-        """`seconds` at the powers of two up to the longest context."""
+        """Return the cost from `seconds` at the powers of two up to the longest context."""
         contexts = [2**i for i in range(1 + max(1, math.ceil(math.log2(max(longest, 2)))))]
         return cls(tuple((context, seconds(context)) for context in contexts))
 
@@ -69,7 +69,7 @@ class Eviction(Protocol):
         """Return the value of a page.
 
         Args:
-          cost_s: seconds to compute it anew.
+          cost_s: seconds to recompute it.
           last_active_s: when each conversation that it belongs to was last active; at least one.
         """
         ...
@@ -78,7 +78,7 @@ class Eviction(Protocol):
 @final
 @dataclass(frozen=True)
 class LRU:
-    """The page that was used last is worth most."""
+    """The most recently used page is worth most."""
 
     def value(self, cost_s: float, last_active_s: Sequence[float], now_s: float) -> float:
         return max(last_active_s) - now_s
@@ -87,7 +87,7 @@ class LRU:
 @final
 @dataclass(frozen=True)
 class CostOverTime:
-    """Cost(s, l) / T, added up over all conversations that share the page (thesis, eq. 3.4)."""
+    """Cost(s, l) / T, summed over all conversations that share the page (thesis, eq. 3.4)."""
 
     def value(self, cost_s: float, last_active_s: Sequence[float], now_s: float) -> float:
         value = 0.0
@@ -98,25 +98,24 @@ class CostOverTime:
 
 @final
 class ReuseRate:
-    """The share of pages that are asked for again after they left the device, lately.
+    """The share of pages that are requested again after they left the device, lately.
 
-    A page counts as gone when it is decided whether it is copied to the host, whatever the
-    decision. It counts as back when a sequence begins with it from a tier below the device, or
-    would have if it had not been evicted. Pages that are sure to come back are not counted.
+    A page counts as gone when it is decided whether to copy it to the host, whatever the decision.
+    It counts as back when a sequence begins with it from a tier below the device, or would have if
+    it had not been evicted. Pages that are certain to come back are not counted.
     """
 
     def __init__(self) -> None:
         self._gone, self._back = _PRIOR_GONE, _PRIOR_BACK
 
     def gone(self) -> None:
-        """Count a page that leaves."""
         self._gone += 1.0
         if self._gone > _WINDOW:
             self._gone /= 2.0
             self._back /= 2.0
 
     def back(self, num_pages: int) -> None:
-        """Count pages that were asked for again."""
+        """Count pages that were requested again."""
         self._back += num_pages
 
     @property
@@ -127,15 +126,15 @@ class ReuseRate:
 
 @final
 class PageValues:
-    """Values pages by what computing them costs, and by when they were used.
+    """Values pages by their recompute cost and by when they were used.
 
     Args:
-      eviction: gives the value; pages of the lowest are evicted first.
-      cost: of computing a page after a context.
+      eviction: gives the value; pages of the lowest value are evicted first.
+      cost: of recomputing a page after a context.
       copy_s: seconds to copy a page to the host, and again to copy it back.
       now: the clock.
-      learns_reuse: copy a page only if what that saves, as often as pages have come back lately,
-        is worth the copy. Otherwise pages are taken to come back.
+      learns_reuse: copy a page only if the expected saving, at the rate at which pages came back
+        lately, is worth the copy. Otherwise pages are assumed to come back.
 
     Attributes:
       reuse: how often pages come back.
@@ -162,16 +161,15 @@ class PageValues:
         self._costs_s: dict[int, float] = {}
 
     def value_by(self, cost: RecomputeCost) -> None:
-        """Have pages cost that much to compute, from here on."""
+        """Set the recompute cost."""
         self._cost = cost
         self._costs_s.clear()
 
     def copy_by(self, copy_s: float) -> None:
-        """Have pages cost that much to copy, from here on."""
+        """Set the seconds of a copy."""
         self._copy_s = copy_s
 
     def value(self, page: CachedPage) -> float:
-        """Return what a page is worth now."""
         branches = page.branches
         if len(branches) > 1:
             # The last of them where none counts any more.
@@ -180,11 +178,11 @@ class PageValues:
         return self._eviction.value(self._cost_s(page), active, self._now())
 
     def rank(self, page: CachedPage) -> tuple[float, int]:
-        """Return the sort key of eviction: by value, and of equal ones by position."""
+        """Return the sort key of eviction: the value, then the position."""
         return self.value(page), page.index
 
     def is_worth_copying(self, page: CachedPage) -> bool:
-        """Whether copying a page there and back is expected to cost no more than computing it."""
+        """Whether copying a page there and back is expected to cost no more than recomputing it."""
         saved_s = self._cost_s(page) - self._copy_s
         if not self._learns_reuse or any(branch.returns for branch in page.branches):
             return self._copy_s <= saved_s
@@ -195,7 +193,7 @@ class PageValues:
     def most_to_look_at(self, num_pages: int) -> int:
         """Return how many of these pages to ask `is_worth_copying` for before one step.
 
-        Few, while most of them would be declined, so that a step does not pay for that.
+        Few while most of them would be declined, so that a step does not pay for that.
         """
         saved_s = self._cost(self._page_size) - self._copy_s
         pays = not self._learns_reuse or self._copy_s <= self.reuse.chance * saved_s
@@ -213,21 +211,21 @@ class Ranking:
     """Pages by value, the lowest first.
 
     A later page of a conversation costs more to compute and was used when the first one was, so a
-    conversation stands in the order with the first of its pages that may go, and then with the
-    next. Pages that several conversations share have values of their own.
+    conversation is ranked by the first of its pages that may go, and then by the next. Pages that
+    several conversations share have values of their own.
 
-    Values change by time alone, too. So each call ranks one conversation anew, in turns, and no
-    call but the first looks at all of a large pool. What was used since it was ranked is passed
-    over until its next turn. Where nothing ranked is left, conversations that have come to rest
-    are ranked first, and all others only if that brings nothing.
+    Values change with time alone, too. So each call ranks one conversation again, in turns, and
+    only the first call looks at all of a large pool. What was used since it was ranked is skipped
+    until its next turn. Where nothing ranked is left, conversations that have come to rest are
+    ranked first, and all others only if that finds nothing.
 
     Args:
       branches: every conversation with pages; those without any are removed.
-      line: the pages of a conversation among which those are that may go. Those of a conversation
-        that is awaited or, on the device, runs, are looked at only where no other is found.
-      may_go: whether a page is one of those that are ranked.
+      line: which pages of a conversation may go. Conversations that are awaited or, on the device,
+        run are considered only where no other is found.
+      may_go: whether a page may be evicted.
       rank: the sort key.
-      keeps: whether no page of a conversation may go at present; then none is looked at.
+      keeps: whether no page of a conversation may go at present.
     """
 
     def __init__(
@@ -254,11 +252,11 @@ class Ranking:
         self._rested: deque[Branch] = deque(maxlen=_NUM_RESTED)
 
     def has_rested(self, branch: Branch) -> None:
-        """Take note that the pages of a conversation may go from now on."""
+        """Record that the pages of a conversation may go from now on."""
         self._rested.append(branch)
 
     def lowest(self) -> CachedPage | None:
-        """Return the page of the lowest value that may go, or None; it is not ranked any more."""
+        """Return the page of the lowest value that may go, or None; it is no longer ranked."""
         page = self._next()
         if page is None and self._rested:
             while self._rested:
@@ -276,7 +274,7 @@ class Ranking:
         return page
 
     def put_back(self, page: CachedPage) -> None:
-        """Rank it again; it stays the lowest."""
+        """Rank a page again; it stays the lowest."""
         self._push(page, page)
 
     def _rank_all(self, *, skips: bool) -> None:
@@ -329,8 +327,8 @@ class Ranking:
         return None
 
     def _push_first_of(self, branch: Branch, index: int) -> None:
-        """Have a conversation stand in the order with the first page from `index` on."""
-        line: Line = self._line(branch)
+        """Rank a conversation by its first page from `index` on."""
+        line: BranchPages = self._line(branch)
         page = line.first(index, self._may_go)
         if page is not None:
             self._push(page, branch)

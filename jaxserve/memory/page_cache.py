@@ -15,13 +15,13 @@ from jaxserve.memory.page_pool import HostPool, PagePool
 
 Tier = Literal["device", "host", "disk", "nowhere"]
 
-# Pages that are copied ahead of time before one step, at most.
+# The most pages that are copied ahead of time before one step.
 _MAX_AHEAD = 32
 
 
 @final
 class IncomingCopies:
-    """Which page of the host is to be copied to which page of the device, the first ones first.
+    """The copies from host pages to device pages that no plan has taken yet, oldest first.
 
     Attributes:
       num_taken: copies that plans have taken.
@@ -42,24 +42,18 @@ class IncomingCopies:
         return iter(self._host_pages.items())
 
     def add(self, host_page: int, device_page: int) -> None:
-        """Have a page copied, after all others."""
         self._host_pages[device_page] = host_page
 
     def drop(self, device_page: int) -> None:
-        """Have nothing copied to a page of the device."""
         self._host_pages.pop(device_page, None)
 
     def last_of(self, device_pages: Collection[int]) -> int | None:
-        """Return the one of these pages that is copied after the others; None if none is."""
+        """Return the page among these that is copied last; None if none is."""
         wanted = set(device_pages)
         return next((page for page in reversed(self._host_pages) if page in wanted), None)
 
     def take(self, most: int | None) -> tuple[tuple[int, int], ...]:
-        """Return (host page, device page) of the first copies, which are here no more.
-
-        Args:
-          most: as many as these; None for all of them.
-        """
+        """Remove and return the (host page, device page) of the first `most` copies, or of all."""
         pages = [*itertools.islice(self._host_pages, most)]
         copies = tuple((self._host_pages.pop(page), page) for page in pages)
         self.num_taken += len(copies)
@@ -73,23 +67,23 @@ class IncomingCopies:
 
 @final
 class PageCache:
-    """Knows every cached page by its key, on the device or the host, and which to evict.
+    """Finds every cached page by its key, on the device or the host, and chooses which to evict.
 
     The device's pages are those of `pool`: owned ones are in use, cached ones can be reclaimed.
-    Copies to and from the host are collected for the next plans. A host page that one of them
-    reads or writes stays what it is until that plan is made.
+    Copies to and from the host are collected for the next plans. A host page that one of them reads
+    or writes is not reused before that plan is made.
 
     Args:
       num_pages: of the device's pool, the null page included.
       host: pages of the host, which others may allocate too; None to cache nothing there.
-      values: what a page is worth; one that costs less to compute than to copy is not copied.
-      disk: below the host, for what leaves it; None without one.
+      values: of pages; one that costs less to compute than to copy is not copied.
+      disk: for pages that leave the host; None without one.
       host_memory: the contents of the host's pages; only read and written for the disk.
       identity: of the model and its weights, which keys begin with.
-      max_pages_out: of evicted pages, those that one plan copies to the host at most.
+      max_pages_out: the most evicted pages that one plan copies to the host.
 
     Attributes:
-      identity: as given, or as `clear` was told since.
+      identity: as given, or as passed to `clear` since.
       incoming: copies from the host, to be made after those of `copies_out`.
       num_pages_out: pages copied to the host.
       num_evicted: pages that were evicted from their last tier above the disk.
@@ -132,7 +126,6 @@ class PageCache:
 
     @property
     def max_host_pages(self) -> int:
-        """The most pages that the host can hold."""
         return 0 if self._host is None else self._host.num_pages
 
     @property
@@ -146,7 +139,7 @@ class PageCache:
         return self._by_page
 
     def find(self, keys: Sequence[bytes]) -> list[CachedPage]:
-        """Return the pages that lie on the device or the host, in the order of the keys."""
+        """Return the resident pages, in the order of the keys."""
         return list(filter(None, map(self._by_key.get, keys)))
 
     def tier_of(self, key: bytes) -> Tier:
@@ -157,7 +150,6 @@ class PageCache:
         return "host" if page.device_page is None else "device"
 
     def on_page(self, device_page: int) -> CachedPage | None:
-        """Return what lies on a page of the device."""
         return self._by_page.get(device_page)
 
     def is_cached(self, page: CachedPage) -> bool:
@@ -165,11 +157,11 @@ class PageCache:
         return page.device_page is not None and self.pool.is_cached(page.device_page)
 
     def has_rested(self, branch: Branch) -> None:
-        """Take note that no sequence continues a conversation: its pages may be copied ahead."""
+        """Record that no sequence continues a conversation: its pages may be copied ahead."""
         self._to_copy.has_rested(branch)
 
     def num_evicted_of(self, keys: Iterable[bytes]) -> int:
-        """Return how many of these were here once, and were evicted not long ago."""
+        """Return how many of these were evicted not long ago."""
         return sum(map(self._evicted.__contains__, keys))
 
     # ---- what comes ----
@@ -177,10 +169,10 @@ class PageCache:
     def add(self, device_page: int, index: int, key: bytes | None, branch: Branch) -> CachedPage:
         """Cache the contents of an owned page, which no sequence writes to any more.
 
-        Where another page has the same contents already, that one is cached and not this.
+        Where another page has the same contents already, that one is cached instead.
 
         Args:
-          key: None where not all of its tokens have been read; `set_key` follows then.
+          key: None where some of its tokens have not been read; `set_key` follows then.
         """
         page = None if key is None else self._by_key.get(key)
         if page is None:
@@ -194,7 +186,7 @@ class PageCache:
         return page
 
     def set_key(self, page: CachedPage, key: bytes) -> None:
-        """The tokens of a page are known; it is evicted where another is the same."""
+        """Set the key of a page; evict it where another page has the same contents."""
         if page.is_resident and key in self._by_key:
             self.evict(page)
         elif page.is_resident:
@@ -202,17 +194,13 @@ class PageCache:
             self._put_under(key, page)
 
     def restore(self, page: CachedPage, device_page: int) -> None:
-        """Have the next plan copy a page from the host to an owned page of the device."""
+        """Copy a page from the host to an owned device page with the next plan."""
         assert page.device_page is None and page.host_page is not None
         self.incoming.add(page.host_page, device_page)
         self._set_device_page(page, device_page)
 
     def load(self, index: int, key: bytes, contents: bytes, branch: Branch) -> bool:
-        """Put what the disk gave on the host; False where there is no room.
-
-        Args:
-          branch: that it belongs to.
-        """
+        """Put contents from the disk on the host; return False if there is no room."""
         page = self._by_key.get(key)
         if page is None:
             if not self._make_host_room(None):
@@ -231,19 +219,18 @@ class PageCache:
         return True
 
     def copy_to_host(self, key: bytes) -> bool:
-        """Have the next plan copy a page to the host, unless it is there; False where it cannot."""
+        """Copy a page to the host with the next plan, unless it is there; False if it cannot."""
         page = self._by_key.get(key)
         return page is not None and (page.host_page is not None or self._copy_out(page))
 
     # ---- what goes ----
 
     def evict(self, page: CachedPage) -> None:
-        """Drop a page wherever it lies."""
         self.evict_from_device(page)
         self._evict_from_host(page)
 
     def evict_from_device(self, page: CachedPage) -> None:
-        """Free its page of the device, or have it be free once no sequence owns it."""
+        """Free its device page, now or once no sequence owns it."""
         if page.device_page is None:
             return
         self.incoming.drop(page.device_page)
@@ -253,10 +240,10 @@ class PageCache:
         self._drop_if_gone(page)
 
     def clear(self, identity: bytes) -> None:
-        """Evict everything: other weights compute other contents.
+        """Evict everything, because other weights compute other contents.
 
         Args:
-          identity: of the weights from here on.
+          identity: of the new weights.
         """
         for page in [*self._by_page.values(), *self._by_host_page.values()]:
             self.evict(page)
@@ -264,7 +251,7 @@ class PageCache:
         self.identity = identity
 
     def save(self) -> None:
-        """Move everything on the host to the disk, for another run; its pages are free then."""
+        """Move everything on the host to the disk, for another run, and free the host's pages."""
         for page in sorted(self._by_host_page.values(), key=self._values.rank):
             self._write_to_disk(page, waits=True)
             self.evict(page)
@@ -272,7 +259,6 @@ class PageCache:
     # ---- copies of the next plan ----
 
     def is_outgoing(self, page: CachedPage) -> bool:
-        """Whether the next plan copies it to the host."""
         return page.host_page in self._copies_out
 
     def last_incoming(self, device_pages: Sequence[int]) -> CachedPage | None:
@@ -281,11 +267,11 @@ class PageCache:
         return None if last is None else self._by_page[last]
 
     def copies_out(self, *, free_share: float) -> tuple[tuple[int, int], ...]:
-        """Return (device page, host page) of what is copied now, of necessity or ahead of time.
+        """Return (device page, host page) of the copies of the next plan.
 
-        Ahead of time pages of the lowest value are copied first, as long as less than `free_share`
-        of the pool can be taken without loss; not while something comes back, which has the link to
-        itself (thesis, sections 3.4.3.2 and 3.5.1).
+        Pages of the lowest value are copied ahead of time while less than `free_share` of the pool
+        can be taken without loss; not while pages come back, which then have the link to themselves
+        (thesis, sections 3.4.3.2 and 3.5.1).
         """
         if not self.incoming:
             self._copy_ahead(free_share)
@@ -295,7 +281,7 @@ class PageCache:
         return copies
 
     def drop_uncopied(self) -> None:
-        """Before device pages move: evict from the host what no plan has copied there yet."""
+        """Evict from the host what no plan has copied there yet, before device pages move."""
         for host_page in list(self._copies_out):
             page = self._by_host_page[host_page]
             if page.device_page in self.incoming:  # nor would it come back
@@ -303,7 +289,7 @@ class PageCache:
             self._evict_from_host(page)
 
     def drop_copies(self, host_pages: Iterable[int]) -> None:
-        """Evict from the host what a plan that failed was to copy to these pages."""
+        """Evict from the host what a failed plan was to copy to these pages."""
         for page in [self._by_host_page[each] for each in host_pages if each in self._by_host_page]:
             self._evict_from_host(page)
 
@@ -351,7 +337,7 @@ class PageCache:
                 return
 
     def _copy_out(self, page: CachedPage) -> bool:
-        """Have the next plan copy a page to the host, in place of one of less value."""
+        """Copy a page to the host with the next plan, in place of one of less value."""
         if not self._make_host_room(page):
             return False
         assert page.device_page is not None
@@ -360,9 +346,9 @@ class PageCache:
         return True
 
     def _make_host_room(self, page: CachedPage | None) -> bool:
-        """Have a host page free, for `page` or for what came from the disk.
+        """Free a host page, for `page` or for a page from the disk.
 
-        Where nothing is below the host, only what is of less value gives way.
+        Without a disk, only a page of less value is replaced.
         """
         if self._host is None or self._host.num_free:
             return self._host is not None
@@ -424,7 +410,7 @@ class PageCache:
         return page.host_page is None and self.is_cached(page)
 
     def _may_leave_host(self, page: CachedPage) -> bool:
-        """Whether no copy of the next plan uses its host page, and the disk can have that now."""
+        """Whether no copy of the next plan uses its host page, and its contents can be read now."""
         if page.host_page is None or page.host_page in self._copies_out:
             return False
         if self.disk and self._host_memory and not self._host_memory.has_arrived(page.host_page):
@@ -432,7 +418,7 @@ class PageCache:
         return page.device_page not in self.incoming
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every page lies where the books say, and nowhere else."""
+        """Raise AssertionError unless every page is where the tables say, and nowhere else."""
         self.pool.check_integrity()
         for device_page, page in self._by_page.items():
             assert page.device_page == device_page, "a cached page is not on its page"

@@ -22,7 +22,7 @@ Moves = Sequence[tuple[int, int]]
 
 @final
 class PagePool:
-    """Counts which page of the device's KV cache is used for what.
+    """Counts the uses of the pages of the device's KV cache.
 
     A page is free, owned (reference count >= 1), or cached: owned by no sequence, with contents
     that may be wanted again (`retain`). Page 0 is the null page: padding writes there and it is
@@ -58,7 +58,7 @@ class PagePool:
 
     @property
     def num_copied(self) -> int:
-        """Cached pages whose contents lie elsewhere too: evicting them loses nothing."""
+        """Cached pages whose contents are elsewhere too: evicting them loses nothing."""
         return self._num_copied
 
     @property
@@ -67,7 +67,7 @@ class PagePool:
 
     @property
     def num_gained(self) -> int:
-        """How often a page became one that is owned and has contents that are retained, so far."""
+        """How often a page became both owned and retained."""
         return self._num_gained
 
     @property
@@ -81,7 +81,7 @@ class PagePool:
         return len(self._free) + self._num_cached - self._num_reserved
 
     def reserve(self, count: int) -> bool:
-        """Set `count` pages aside; False, and nothing changes, if fewer are available."""
+        """Set `count` pages aside; False, unchanged, if fewer are available."""
         if count > self.num_available:
             return False
         self._num_reserved += count
@@ -128,7 +128,7 @@ class PagePool:
                     self._free.append(page)
 
     def free_all(self, table: array[int]) -> None:
-        """Do as `free` for the pages of one table, int32 and all different; many in one pass."""
+        """`free` the pages of one table, int32 and all different; many in one pass."""
         if len(table) < _MANY:
             return self.free(table)
         pages = np.frombuffer(table, np.int32)
@@ -146,10 +146,10 @@ class PagePool:
     # ---- contents that may be wanted again ----
 
     def retain(self, page: int, *, is_copied: bool = False) -> None:
-        """Have an owned page be cached, and not free, once it is owned no more.
+        """Cache an owned page, rather than free it, once it has no owner.
 
         Args:
-          is_copied: its contents lie elsewhere too.
+          is_copied: its contents are elsewhere too.
         """
         if self._refcounts[page] < 1 or self._contents[page]:
             raise ValueError(f"page {page} is not owned, or retained already")
@@ -157,14 +157,14 @@ class PagePool:
         self._num_gained += 1
 
     def evict(self, page: int) -> None:
-        """Drop the contents of a retained page; if it is cached it is free now."""
+        """Drop the contents of a retained page; a cached one becomes free."""
         if self._refcounts[page] == 0:
             self._count_cached(page, -1)
             self._free.append(page)
         self._contents[page] = _DROPPED
 
     def mark_copied(self, page: int, is_copied: bool) -> None:
-        """Say whether the contents of a retained page lie elsewhere too."""
+        """Record whether the contents of a retained page are elsewhere too."""
         if self.is_copied(page) != is_copied and self._refcounts[page] == 0:
             self._num_copied += 1 if is_copied else -1
         self._contents[page] = _COPIED if is_copied else _RETAINED
@@ -187,7 +187,7 @@ class PagePool:
 
     @property
     def retained(self) -> set[int]:
-        """Cached pages, and owned ones that will be."""
+        """Cached pages, and owned ones that will be cached."""
         return set(np.flatnonzero(self._contents).tolist())
 
     @property
@@ -196,16 +196,16 @@ class PagePool:
         return np.flatnonzero(np.asarray(self._refcounts) | np.asarray(self._contents)).tolist()
 
     def resize(self, num_pages: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Have `num_pages` pages from here on; held ones are where `moves` brought them.
+        """Change the pool to `num_pages` pages, after `moves` of held pages were carried out.
 
         References and reservations stay. Page tables have to follow (`PageTable.relocate`).
 
         Args:
-          moves: (from, to) as `relocation.fewest_moves` gives.
+          moves: as `fewest_moves` returns.
 
         Raises:
-          ValueError: what is owned and reserved does not fit, or a held page would be lost;
-            nothing has changed.
+          ValueError: owned and reserved pages do not fit, or a held page would be lost; nothing has
+            changed.
         """
         _check_size(num_pages)
         if self.num_owned + self._num_reserved > num_pages - 1:
@@ -243,7 +243,7 @@ class PagePool:
         assert 0 <= self._num_reserved <= self.num_free + self._num_cached, "too many are reserved"
 
     def _take_states(self, refcounts: np.ndarray, contents: np.ndarray) -> None:
-        """Take the references and the contents of every page, as views that read one fast."""
+        """Store references and contents of every page, as views in which one is read fast."""
         self._refcounts, self._contents = refcounts.data, contents.data
 
 
@@ -254,7 +254,7 @@ def _check_size(num_pages: int) -> None:
 
 @final
 class HostPool:
-    """Counts which page of the host's KV memory is allocated; each has one owner."""
+    """Counts which pages of the host's KV memory are allocated; each has one owner."""
 
     def __init__(self, num_pages: int):
         self._is_allocated = [False] * num_pages
@@ -272,7 +272,7 @@ class HostPool:
         return self._is_allocated[page]
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Return `count` free pages, which are allocated from here on.
+        """Allocate `count` free pages.
 
         Raises:
           ValueError: fewer are free.
@@ -285,12 +285,11 @@ class HostPool:
         return pages
 
     def close(self) -> None:
-        """Have no pages from here on; none may be allocated."""
+        """Remove all pages; none may be allocated."""
         assert self.num_free == self.num_pages, "host pages are allocated"
         self._is_allocated, self._free = [], []
 
     def free(self, pages: Iterable[int]) -> None:
-        """Give allocated pages back."""
         for page in pages:
             if not self._is_allocated[page]:
                 raise ValueError(f"host page {page} is not allocated and cannot be freed")
@@ -299,14 +298,14 @@ class HostPool:
 
 
 def fewest_moves(owned: Collection[int], num_pages: int) -> list[tuple[int, int]]:
-    """Return (from, to) of every page of `owned` that does not lie in a pool of `num_pages`.
+    """Return (from, to) of every owned page that is not in a pool of `num_pages`.
 
-    Pages at or above the new end have to move, and no other does, each once, onto a page below it
-    that is not owned: the lowest first. Flover's memory shuffle (Algorithm 3) looks for the window
-    that already holds the most; here the window is given, and begins behind the null page.
+    Pages at or above the new end move once, in order, to the lowest page below it that is not
+    owned. No other page moves. (Flover's memory shuffle, Algorithm 3, searches the window that
+    already holds the most; here the window is given, and begins after the null page.)
 
     Raises:
-      ValueError: more pages are owned than the pool has beside the null page.
+      ValueError: the pool has too few pages besides the null page.
     """
     if len(owned) > num_pages - 1:
         raise ValueError(f"{len(owned)} owned pages do not fit into {num_pages - 1}")

@@ -11,7 +11,7 @@ from jaxserve.memory.page_pool import PagePool
 
 @final
 class PageTable:
-    """Maps a sequence's positions to pages: position p lies in `pages[p // page_size]`.
+    """Maps a sequence's positions to pages: position p is in `pages[p // page_size]`.
 
     The reservation is the number of pages that the sequence owns or may still allocate. `reserve`
     raises it, `allocate` uses it, `trim` gives pages back to it, `close` ends it.
@@ -28,7 +28,7 @@ class PageTable:
         return tuple(self._pages)
 
     def page(self, index: int) -> int:
-        """Return one entry of `pages`, which is a copy of all."""
+        """Return one entry of `pages`, without the copy of all."""
         return self._pages[index]
 
     @property
@@ -66,11 +66,7 @@ class PageTable:
         return True
 
     def allocate(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Own pages for `num_tokens` tokens, all of them reserved before.
-
-        Returns:
-          The new entries as (index in the table, page).
-        """
+        """Own pages for `num_tokens` tokens, all reserved before; return the new (index, page)."""
         count = self.pages_for(num_tokens) - len(self._pages)
         if count <= 0:
             return []
@@ -98,11 +94,11 @@ class PageTable:
         No sequence may write to a shared page.
 
         Args:
-          shared: index in the table -> page, owned or cached, full of what belongs there. All
-            under `num_pages`, and no more of those than `num_tokens` take.
+          shared: index in the table -> page, owned or cached, with the contents that belong there.
+            All are below `num_pages`, and there are no more than `num_tokens` take.
 
         Returns:
-          False, and nothing changes, if the pool has too few pages.
+          False, unchanged, if the pool has too few pages.
         """
         if self._pages or self._num_unallocated:
             raise ValueError("only an empty page table can begin with shared pages")
@@ -120,11 +116,11 @@ class PageTable:
         return True
 
     def relocate(self, targets: Mapping[int, int]) -> None:
-        """Follow pages that `PagePool.resize` moved; those that are not in `targets` stayed."""
+        """Follow the moves of `PagePool.resize`; pages that are not in `targets` stayed."""
         self._pages = _array(targets.get(page, page) for page in self._pages)
 
     def close(self) -> None:
-        """Free every page and the reservation; the table is empty and usable again."""
+        """Free every page and the reservation; the empty table can be used again."""
         self._pool.free_all(self._pages)
         self._pool.unreserve(self._num_unallocated)
         self._pages = _array()
@@ -132,5 +128,4 @@ class PageTable:
 
 
 def _array(pages: Iterable[int] = ()) -> array[int]:
-    """Return pages as int32."""
     return array("i", pages)

@@ -1,4 +1,4 @@
-"""Pages that waiting sequences will begin with, brought from the host before their turn."""
+"""Prefetching of pages from the host for waiting sequences."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NONE: Mapping[Branch, int] = MappingProxyType({})
 
 @final
 class Prefetch:
-    """Brings pages to places that no sequence owns, where they are cached as others are.
+    """Copies pages from the host to device pages that no sequence owns, where they are cached.
 
-    They keep their host pages, so that evicting them again loses nothing, and all sequences have
-    as many pages available as without them.
+    They keep their host pages, so that evicting them again loses nothing, and sequences have as
+    many pages available as without them.
 
     Attributes:
       num_pages: brought so far.
@@ -45,17 +45,19 @@ class Prefetch:
     def bring(
         self, awaited: Sequence[CachedPage], long: Mapping[Branch, int] = _NONE
     ) -> list[CachedPage]:
-        """Have the next plan bring some of these from the host; to be called last before it.
+        """Bring some of these pages from the host with the next plan; call it last before that.
 
-        Each comes to a free page, or to one whose contents are worth less and lie on the host too.
+        Each comes to a free page, or replaces one whose contents are worth less and are on the host
+        too.
 
         Args:
-          awaited: by all waiting sequences, the first one's first. None gives way to another.
-          long: conversations of which only some pages are in `awaited`. No page of theirs gives way
-            either; the value is how many of the others are cached and copied.
+          awaited: pages of all waiting sequences, the first sequence's first. None of them is
+            replaced.
+          long: conversations of which `awaited` has only some pages. None of their pages is
+            replaced either; the value is how many of the others are cached and copied.
 
         Returns:
-          Those that come.
+          The pages that come.
         """
         self._awaited, self._long, self._num_spared = set(awaited), long, None
         incoming: list[CachedPage] = []
@@ -77,11 +79,10 @@ class Prefetch:
         return incoming
 
     def num_copied(self, pages: Iterable[CachedPage]) -> int:
-        """Return how many of these are cached on the device and lie on the host too."""
         return sum(page.host_page is not None and self._cache.is_cached(page) for page in pages)
 
     def _make_room(self, page: CachedPage) -> bool:
-        """Have a page of the device free that is not reserved."""
+        """Free a device page that is not reserved; False if none can be freed."""
         pool = self._cache.pool
         if pool.num_available < 1:
             return False
@@ -101,7 +102,7 @@ class Prefetch:
         return True
 
     def _may_give_way(self, page: CachedPage) -> bool:
-        """Whether it is cached, not awaited, and copied to the host by an earlier plan."""
+        """Whether it is cached, not awaited, and was copied to the host by an earlier plan."""
         if page.host_page is None or self._cache.is_outgoing(page) or page in self._awaited:
             return False
         if not self._cache.is_cached(page):

@@ -1,4 +1,4 @@
-"""Pages on their way from the disk to the host, and the sequences that wait for them."""
+"""Reading of pages from the disk to the host, and the sequences that wait for them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jaxserve.memory.page_cache import PageCache
 @final
 @dataclass(eq=False, slots=True)
 class _Wanted:
-    """What one sequence has asked for.
+    """The pages that one sequence has requested.
 
     Attributes:
       indices: of all these pages in the sequence, by key.
-      unread: those that the disk has not been told of, in the order of the pages.
-      missing: those that have not come.
+      unread: those that were not requested from the disk yet, in the order of the pages.
+      missing: those that have not arrived.
       loaded: indices of those that were put on the host.
     """
 
@@ -33,10 +33,10 @@ class _Wanted:
 
 @final
 class Retrieval:
-    """Has the disk read what sequences need before they can begin; `take_in` puts it on the host.
+    """Reads from the disk what sequences need before they begin; `take_in` puts it on the host.
 
-    A sequence asks for a page once until `release`. Pages that are spoilt, or have no room on the
-    host, count as come: they are computed. So are all while the disk hangs.
+    A sequence requests a page once until `release`. Pages that are corrupt, or find no room on the
+    host, count as arrived: they are recomputed. So are all while the disk hangs.
 
     Args:
       cache: with its disk, if it has one.
@@ -62,22 +62,21 @@ class Retrieval:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether there is something for `take_in`."""
         disk = self._cache.disk
         return disk is not None and disk.has_arrived
 
     @property
     def gives_up_s(self) -> float | None:
-        """Until when to wait for pages that are still to come; None where there are none."""
+        """The time until which to wait for missing pages; None where none is missing."""
         if self._hangs or not any(wanted.missing for wanted in self._wanted.values()):
             return None
         return self._last_news_s + PATIENCE_S
 
     def awaits(self, sequence: int, keys: Sequence[bytes]) -> bool:
-        """Whether pages of a sequence are still to come; asks for those on the disk alone.
+        """Whether a sequence waits for pages of the disk; requests those on the disk alone.
 
-        Where the host has no room for them beside those of others that have not begun yet, they are
-        asked for later, unless some have come before.
+        Where the host has no room for them besides those of other sequences that have not begun,
+        they are requested later, unless some have arrived before.
 
         Args:
           sequence: its key.
@@ -118,16 +117,17 @@ class Retrieval:
         self._ask_disk()
         return bool(own.missing)  # the disk's thread may have evicted them all just now
 
-    def let_pass(self) -> bool:
-        """Until one begins, have none wait for room on the host; False where none can wait for it.
+    def stop_waiting_for_host(self) -> bool:
+        """Admit without host pages until the next admission; False if no sequence waits for them.
 
-        For when nothing runs: those that have got all may wait for one that waits for their room.
+        For when nothing runs: sequences with all of their pages may wait for one that waits for
+        their room.
         """
         self._lets_pass = bool(self._wanted) and self.gives_up_s is None
         return self._lets_pass
 
     def release(self, sequence: int) -> set[int]:
-        """It begins or has ended; returns the indices of what was put on the host for it."""
+        """End the wait of a sequence; return the indices of the pages that were put on the host."""
         self._lets_pass = False
         self._without_room.discard(sequence)
         wanted = self._wanted.pop(sequence, None)
@@ -158,7 +158,7 @@ class Retrieval:
             self.clear()
 
     def clear(self) -> None:
-        """Have no sequence wait any more; what arrives from now on is dropped."""
+        """End the wait of every sequence; what arrives from now on is dropped."""
         for wanted in self._wanted.values():
             wanted.branch.arrived()
         self._wanted.clear()

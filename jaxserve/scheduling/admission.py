@@ -17,14 +17,14 @@ from jaxserve.scheduling.sequence import Sequence
 
 # What preemptions cost beyond the copies or the computation of all memory, by simulation.
 _PREEMPTION_WEIGHT = 2.0
-# Standard deviations that stay free where costs are not measured, and at most.
+# Standard deviations that stay free where costs are not measured, and the most that do.
 _UNMEASURED_MARGIN, _MAX_MARGIN = 1.0, 1.5
 
 
 @final
 @dataclass(frozen=True)
 class MaxLength:
-    """Reserve the limit of each sequence: none outgrows its reservation, so none is preempted."""
+    """Reserve the longest possible answer, as ORCA and FasterTransformer do; none is preempted."""
 
     def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
         return sequence.max_length
@@ -46,7 +46,9 @@ class MaxLength:
 @final
 @dataclass(frozen=True)
 class OnDemand:
-    """Take pages as tokens come; when they run out, a sequence is preempted.
+    """Reserve the present tokens and grow page by page, as vLLM does.
+
+    When pages run out, a sequence is preempted.
 
     Attributes:
       watermark: share of the pool that stays available at an admission, for running sequences to
@@ -74,38 +76,32 @@ class OnDemand:
 
 @final
 class Watermark:
-    """Leaves `num_pages` pages available, except for the first sequence that runs.
-
-    Args:
-      is_idle: whether no sequence runs.
-    """
+    """A headroom of `num_pages` pages, except for the first sequence that runs (`is_idle`)."""
 
     def __init__(self, num_pages: int, *, is_idle: bool = False):
         self._num_pages = num_pages
         self._is_idle = is_idle
 
     def pages(self, sequence: Sequence, following: Callable[[], Iterable[Sequence]] = tuple) -> int:
-        """See `Headroom`."""
         return 0 if self._is_idle else self._num_pages
 
     def admitted(self, sequence: Sequence) -> None:
-        """See `Headroom`."""
         self._is_idle = False
 
     def advanced(self) -> None:
-        """See `Headroom`."""
+        """Change nothing."""
 
 
 @final
 @dataclass(frozen=True)
 class Predicted:
-    """Length-aware reservations (S3, section 3.2).
+    """Reserve the predicted length of an answer, as S3 does (section 3.2).
 
     By default as in the paper: the longest length of the likeliest bucket. A sequence that uses up
     its reservation is preempted; its next reservation is twice as large, or what a probe has read
     since, whichever is more. So the number of its preemptions is bounded by the logarithm of its
-    length, also where every reading is too short. Without any estimate the reservation is for the
-    longest answer, as in ORCA.
+    length, also where every reading is too short. Without any estimate the longest answer is
+    reserved, as in ORCA.
 
     Attributes:
       miss_rate: reserve instead a length that at most this share of answers outgrows, given the
@@ -139,7 +135,6 @@ class Predicted:
         return Watermark(0)
 
     def _length(self, sequence: Sequence, estimate: LengthEstimate, num_outputs: int) -> int:
-        """Return the estimated length of prompt and answer, which has `num_outputs` tokens."""
         if self.miss_rate is None:
             return sequence.prompt_length + estimate.likeliest_length
         answer = estimate.quantile(self.miss_rate, num_outputs)
@@ -149,9 +144,10 @@ class Predicted:
 @final
 @dataclass(frozen=True)
 class Oracle:
-    """Reserve by forced lengths: an upper bound for every prediction of lengths.
+    """Reserve exactly what the answer will need, by its forced length.
 
-    An answer without a forced length is reserved to its limit.
+    This is an upper bound for every prediction of lengths. An answer without a forced length is
+    reserved to its limit.
     """
 
     def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
@@ -176,23 +172,23 @@ class Oracle:
 class Expected:
     """Take pages as tokens come; admit by the expected peak of the memory in use.
 
-    Answers end at different times, so the memory that all of them need together peaks far below
-    the sum of their final lengths. The peak follows from their estimated lengths, each conditioned
-    on the tokens that have come. (Gong et al., "Past-Future Scheduler", arXiv:2507.10150, estimate
-    it from past lengths; here every sequence has its own distribution.)
+    Answers end at different times, so the memory that all of them need together peaks far below the
+    sum of their final lengths. The peak follows from their estimated lengths, each conditioned on
+    the tokens that have come. (Gong et al., "Past-Future Scheduler", arXiv:2507.10150, estimate it
+    from past lengths; here every sequence has its own distribution.)
 
-    How sure it must be that memory suffices follows from what is lost if it does not. Memory that
-    stays free until t iterations from now earns nothing for t iterations; if all of it is
+    How certain it must be that memory suffices follows from what is lost if it does not. Memory
+    that stays free until t iterations from now earns nothing for t iterations; if all of it is
     preempted, that costs c iterations (`PreemptionCost`). A probability of t / (t + 2 c) that
-    memory runs out after t iterations weighs the two. So pools whose sequences go to the host at
-    little cost are filled, and where they are computed anew a margin stays free. The 2 stands for
-    what c leaves out: whole sequences are preempted for a page, and some again and again.
+    memory runs out after t iterations weighs the two. So pools whose sequences are swapped at
+    little cost are filled, and where they are recomputed a margin stays free. The 2 stands for what
+    c leaves out: whole sequences are preempted for a page, and some again and again.
 
-    Without any estimate this is `on_demand`.
+    Without any estimate this is `OnDemand`.
 
     Attributes:
-      margin: standard deviations of the memory in use that stay free at every time; None for as
-        many as that probability asks for, and 1 where costs are not measured.
+      margin: standard deviations of the memory in use that stay free at every time; None for those
+        of that probability, and 1 where costs are not measured.
     """
 
     margin: float | None = None
@@ -216,13 +212,13 @@ class Expected:
 
 @final
 class ExpectedPeak:
-    """Leaves what the memory in use is expected to grow by until its peak.
+    """A headroom of what the memory in use is expected to grow by until its peak.
 
-    The memory that running sequences will need is computed once, and what an admitted one will need
-    is added to it, so an admission costs the same however many sequences run.
+    The memory that running sequences will need is computed once, and that of an admitted one is
+    added to it, so the cost of an admission does not depend on how many sequences run.
 
     Args:
-      margin: see `Expected`.
+      margin: as in `Expected`.
     """
 
     def __init__(
@@ -253,7 +249,6 @@ class ExpectedPeak:
         self._num_reserved: int | None = None
 
     def pages(self, sequence: Sequence, following: Callable[[], Iterable[Sequence]] = tuple) -> int:
-        """See `Headroom`."""
         if not self._sequences:
             return 0
         if not self._has_estimates and self._lengths.estimate(sequence) is None:
@@ -269,7 +264,6 @@ class ExpectedPeak:
         return max(0, math.ceil(peak / self._page_size) - now)
 
     def admitted(self, sequence: Sequence) -> None:
-        """See `Headroom`."""
         self._watermark.admitted(sequence)
         self._sequences.append(sequence)
         if self._num_reserved is not None:
@@ -283,7 +277,7 @@ class ExpectedPeak:
             self._forget()
 
     def advanced(self) -> None:
-        """See `Headroom`. What they will need is computed anew from their new lengths."""
+        """Compute what the sequences will need again, from their new lengths."""
         self._num_reserved = None
         self._forget()
 
@@ -294,7 +288,8 @@ class ExpectedPeak:
     def _use_of(self, sequence: Sequence, following: Callable[[], Iterable[Sequence]]) -> MemoryUse:
         """Return the memory that a sequence will need, up to the end of the last of all.
 
-        After an admission there are probably more, and those that follow are computed with it.
+        After an admission more are likely, and those of the sequences that follow are computed with
+        it.
         """
         forecast = self._lengths.forecast([sequence], even_if_unknown=True)
         assert forecast is not None, "a sequence has an estimate"
@@ -321,7 +316,6 @@ class ExpectedPeak:
         return uses[0]
 
     def _margins_at(self, times: np.ndarray) -> np.ndarray | float:
-        """Return the standard deviations that stay free at these times, see `Expected`."""
         if self._margin is not None:
             return self._margin
         cost = self._preemption()
@@ -332,6 +326,6 @@ class ExpectedPeak:
         return np.clip(np.log(np.maximum(odds, 1e-9)) / 1.702, -_MAX_MARGIN, _MAX_MARGIN)
 
     def _held(self, sequences: Seq[Sequence]) -> np.ndarray:
-        """Return the tokens of each; the last page of a sequence is on average half empty."""
+        """Return the tokens of each; the last page of a sequence is half empty on average."""
         held = np.asarray([each.planned_length + 1 for each in sequences], np.float64)
         return held + self._page_size / 2

@@ -1,13 +1,13 @@
-"""Requests with latency bounds of their own: what is refused, and what waits for them.
+"""Requests with latency bounds of their own: which are refused, and which wait for them.
 
 A request with a bound is in one of three cases.
 
-- At its submission it is refused, if it is expected to miss a bound, and others run or wait. On an
-  idle engine it begins at once, and the pace may be that of long ago. Expected is that those before
-  it in the policy's order go first, and that it begins when enough of the others have ended or make
-  way (`expected_late`).
-- Else it is deferred where there is no room for it: it waits until other sequences have ended. It
-  is refused then as soon as it would be late even if it began at once (`too_late`).
+- At its submission it is refused if it is expected to miss a bound, and others run or wait. (On an
+  idle engine it begins at once, and the pace may be out of date.) Those before it in the policy's
+  order are expected to go first, and it begins when enough of the others have ended or make way
+  (`expected_late`).
+- Otherwise it waits until there is room for it. It is refused as soon as it would be late even if
+  it began at once (`too_late`).
 - Once it has begun it is not refused any more.
 
 Sequences without a bound wait while the computation of their prompts would make a running one with
@@ -100,10 +100,9 @@ def too_late(
 
 
 class Leeway(NamedTuple):
-    """Up to where a waiting request is not `too_late`; it may be if one of these is reached.
+    """Limits up to which a waiting request is not `too_late`, while no longer output is expected.
 
-    It holds as long as no longer output is expected. A prediction that comes later is none: it
-    replaces the limit.
+    A prediction that arrives later is never longer: it replaces the limit on the output.
 
     Attributes:
       until_s: the time.
@@ -158,11 +157,7 @@ def _needed_s(
 
 
 def _making_way(scheduler: Scheduler, own: Seq[Sequence]) -> set[Sequence]:
-    """Return the running sequences that are preempted for a request, if that gives it room.
-
-    Args:
-      own: its sequences.
-    """
+    """Return the running sequences that are preempted for a request if it needs their room."""
     if not scheduler.policy.iteration.makes_way or not own:
         return set()
     keys = scheduler.order_keys
@@ -175,11 +170,6 @@ def _making_way(scheduler: Scheduler, own: Seq[Sequence]) -> set[Sequence]:
 def _late(
     request: Request, num_tokens: float, wait_s: float, expected_s: Mapping[str, float]
 ) -> BoundNotMetError | None:
-    """Return the error of the first bound that is expected to be missed.
-
-    Args:
-      expected_s: what is expected in place of each bound, by name.
-    """
     for name, bound_s in request.params.bounds.items():
         if expected_s[name] > bound_s:
             num_each = num_tokens / request.params.n
@@ -191,8 +181,8 @@ def _late(
 class Deferred:
     """Refuses requests that would miss a latency bound of their own, unless they have begun.
 
-    A request is looked at again when its `Leeway` ends, so a step costs as much as the requests
-    that may be too late at that time, not as all that wait.
+    A request is checked again when its `Leeway` ends, so the cost of a step grows with the requests
+    that may be late by then, not with all that wait.
     """
 
     def __init__(self) -> None:
@@ -210,10 +200,10 @@ class Deferred:
     def add(
         self, scheduler: Scheduler, samples: Seq[Sequence], pace: Pace | None, now_s: float
     ) -> BoundNotMetError | None:
-        """Take the samples of a request that was submitted, or return why it is refused.
+        """Take the samples of a submitted request, or return why it is refused.
 
         Args:
-          pace: see `expected_late`.
+          pace: None before any step was timed.
         """
         has_slots = self._has_reserved_slots(scheduler, len(samples))
         error = expected_late(
@@ -230,7 +220,7 @@ class Deferred:
         return None
 
     def _has_reserved_slots(self, scheduler: Scheduler, num_samples: int) -> bool:
-        """Whether slots are free that only requests with a bound may take, for one more of them."""
+        """Whether reserved slots for requests with a bound are free for these samples."""
         num_reserved = scheduler.policy.iteration.reserved_slots
         if not num_reserved:
             return False
@@ -243,7 +233,7 @@ class Deferred:
     ) -> Iterator[tuple[Sequence, BoundNotMetError]]:
         """Yield each sequence that would miss its bound if it began now, with its error.
 
-        Where nothing runs, the pace may be that of long ago; only a bound that has passed counts.
+        Where nothing runs the pace may be out of date; then only a bound that has passed counts.
         """
         self._outlook.step()
         newest = pace() if self._samples else None
@@ -287,13 +277,11 @@ class _Ends:
         self._heap: list[tuple[float, int]] = []
 
     def put(self, number: int, at: float) -> None:
-        """Set where the leeway of a request ends."""
         if self._newest.get(number) != at:
             self._newest[number] = at
             heapq.heappush(self._heap, (at, number))
 
     def reached(self, value: float, present: dict[int, Seq[Sequence]]) -> Iterator[int]:
-        """Yield the requests whose leeway ends at `value` or before it; those have none then."""
         if len(self._heap) > 2 * len(present) + _MANY_OLD:
             self._newest = {n: at for n, at in self._newest.items() if n in present}
             self._heap = [(at, n) for n, at in self._newest.items()]

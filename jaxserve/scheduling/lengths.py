@@ -48,24 +48,16 @@ class LengthEstimate:
 
     @cached_property
     def expected_length(self) -> float:
-        """The mean, without regard to tokens that have come since `at`."""
+        """The mean, whatever tokens have come since `at`."""
         return self.at + self.prediction.mean_length
 
     def percentile(self, level: float, num_outputs: int) -> int:
-        """Return the length that a part `level` of answers with these tokens do not outgrow.
-
-        Args:
-          num_outputs: as in `quantile`.
-        """
+        """Return the length that a share `level` of answers with `num_outputs` tokens keep to."""
         lengths = self.prediction.distribution
         return self.at + int(lengths.quantile(level, num_outputs - self.at)[0])
 
     def expected_remaining(self, num_outputs: int) -> float:
-        """Return the mean number of tokens still to come.
-
-        Args:
-          num_outputs: as in `quantile`.
-        """
+        """Return the mean number of tokens still to come after `num_outputs`."""
         lengths = self.prediction.distribution
         return float(lengths.expected_remaining(num_outputs - self.at)[0])
 
@@ -85,7 +77,7 @@ class LengthEstimate:
 @final
 @dataclass(frozen=True)
 class MemoryUse:
-    """Tokens in memory at times to come, which depend on when sequences end.
+    """Tokens in memory at future times, which depend on when sequences end.
 
     Attributes:
       mean, variance: over the lengths of the sequences [times].
@@ -95,15 +87,10 @@ class MemoryUse:
     variance: np.ndarray
 
     def plus(self, other: MemoryUse) -> MemoryUse:
-        """Return the use of these sequences and of others, at the same times."""
         return MemoryUse(self.mean + other.mean, self.variance + other.variance)
 
     def peak(self, margin: float | np.ndarray) -> float:
-        """Return the most tokens at any time.
-
-        Args:
-          margin: standard deviations that are added to the mean, at all times or at each [times].
-        """
+        """Return the most tokens at any time, with `margin` (one or [times]) deviations."""
         return float((self.mean + margin * np.sqrt(self.variance)).max())
 
 
@@ -114,7 +101,9 @@ def memory_times(longest: float) -> np.ndarray:
 
 @final
 class Forecast:
-    """Survival and memory use of sequences. Times are output tokens from now on, for all of them.
+    """Survival and memory use of several sequences, given the tokens that each has so far.
+
+    Times are output tokens from now on, for all sequences.
 
     Args:
       lengths: distribution of the output tokens that were still to come of each [sequences].
@@ -158,8 +147,8 @@ class Forecast:
     def memory(self, held: np.ndarray, longest: float) -> MemoryUse:
         """Return the memory in use from now until `longest`.
 
-        A sequence that ends frees its memory, so the peak is far below the sum of the sequences'
-        final lengths.
+        A sequence that ends frees its memory, so the peak is far below the sum of the final
+        lengths.
 
         Args:
           held: tokens of each sequence in memory now [sequences].
@@ -168,14 +157,14 @@ class Forecast:
         return MemoryUse(used.sum(0), np.einsum("st,st->t", used, free))
 
     def memory_of_each(self, held: np.ndarray, longest: float) -> list[MemoryUse]:
-        """Return the memory of each sequence alone, see `memory`; equal to the last bit."""
+        """Return the `memory` of each sequence alone, equal to the last bit."""
         used, free = self._memory(held, longest)
         return [MemoryUse(*each) for each in zip(used, used * free, strict=True)]
 
     def _memory(self, held: np.ndarray, longest: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens in memory, and those that were freed instead [sequences, times].
+        """Return the mean tokens in memory, and those freed instead [sequences, times].
 
-        Both are means: of the tokens that a sequence would have if it went on.
+        Both are of the tokens that a sequence would have if it went on.
         """
         times = memory_times(longest)
         tokens = held[:, None] + times
@@ -186,7 +175,7 @@ class Forecast:
 
 @final
 class LengthTable:
-    """One row of probabilities for each sequence, on buckets that all rows share.
+    """The length distributions of all sequences as one array, on buckets that all rows share.
 
     A sequence without a row of its own has every length up to the longest with equal probability.
     """
@@ -206,8 +195,7 @@ class LengthTable:
         """Set the row of a sequence.
 
         Args:
-          key: of the sequence.
-          prediction: of the output tokens still to come; on other buckets it is converted.
+          prediction: of the output tokens still to come; converted from other buckets.
           at: output tokens that had come.
         """
         row = self._row_of.get(key)
@@ -222,21 +210,17 @@ class LengthTable:
         self._at[row] = at
 
     def drop(self, key: int) -> None:
-        """Free the row of a sequence, if it has one."""
         row = self._row_of.pop(key, None)
         if row is not None:
             self._free.append(row)
 
     def rows_of(self, keys: Seq[int]) -> list[int]:
-        """Return the row of each sequence."""
         return [self._row_of.get(key, _UNKNOWN) for key in keys]
 
     def has_own(self, rows: Seq[int]) -> bool:
-        """Return whether one of these rows is a sequence's own."""
         return any(row != _UNKNOWN for row in rows)
 
     def distributions(self, rows: Seq[int]) -> LengthDistributions:
-        """Return what these rows say."""
         lines = self._rate[rows], self._tail[rows]
         return LengthDistributions.known(self._buckets, self._probabilities[rows], lines)
 
@@ -266,12 +250,12 @@ class LengthTable:
 class LengthTracker:
     """Holds what is expected of each sequence's length, from its submission to its end.
 
-    The first estimate is the request's prediction, or where there is none the distribution of all
-    answers that the probe was trained on. Readings of the probe refine it. Without a prediction and
-    without a probe a sequence has no estimate.
+    The first estimate is the request's prediction, or else the distribution of all answers that the
+    probe was trained on. Readings of the probe refine it. Without a prediction and without a probe
+    a sequence has no estimate.
 
-    A reading can be wrong in any way: one that is not finite changes nothing, and the first one
-    that cannot be used at all is logged and is the last.
+    A reading that is not finite changes nothing. The first one that raises is logged, and is the
+    last.
 
     Args:
       refinement: how a reading changes an estimate; None without a probe.
@@ -290,20 +274,18 @@ class LengthTracker:
         self._table = None if refinement is None else LengthTable(refinement.buckets)
 
     def __len__(self) -> int:
-        """Return the number of sequences with an estimate."""
         return len(self._first)
 
     # ---- the scheduler's side ----
 
     def add(self, sequence: Sequence) -> None:
-        """Begin with a sequence that was submitted."""
         prediction = first_prediction(sequence.request, self._refinement)
         if prediction is not None:
             self._first[sequence.key] = LengthEstimate(prediction)
             self.restart(sequence)
 
     def expect(self, sequence: Sequence, prediction: LengthPrediction) -> bool:
-        """Begin with a prediction from the prompt; False, unchanged, if there is an estimate."""
+        """Set a prediction from the prompt; False, unchanged, if there is an estimate."""
         if sequence.key in self._first:
             return False
         self._first[sequence.key] = LengthEstimate(prediction)
@@ -317,14 +299,13 @@ class LengthTracker:
             self._set(sequence.key, first)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended."""
         self._first.pop(sequence.key, None)
         self._newest.pop(sequence.key, None)
         if self._table is not None:
             self._table.drop(sequence.key)
 
     def refine(self, plan: StepPlan, result: StepResult, rows: Seq[tuple[int, Sequence]]) -> None:
-        """Take in the readings of a step whose tokens were appended.
+        """Apply the probe's readings of a step whose tokens were appended.
 
         Args:
           rows: indices of rows in the plan, each with its sequence.
@@ -354,11 +335,10 @@ class LengthTracker:
     # ---- the policies' side ----
 
     def estimate(self, sequence: Sequence) -> LengthEstimate | None:
-        """Return the newest estimate; None where nothing is known of the sequence's length."""
+        """Return the newest estimate; None if nothing is known of the sequence's length."""
         return self._newest.get(sequence.key)
 
     def first_estimate(self, sequence: Sequence) -> LengthEstimate | None:
-        """Return the estimate from before the first token."""
         return self._first.get(sequence.key)
 
     def forecast(
@@ -386,10 +366,7 @@ class LengthTracker:
         )
 
     def expected_tokens(self, sequences: Seq[Sequence]) -> list[float]:
-        """Return the expected output tokens still to come of each sequence.
-
-        One of whose length nothing is known is taken to go to its limit.
-        """
+        """Return the expected output tokens still to come of each, or those up to its limit."""
         limits = [float(sequence.num_outputs_left) for sequence in sequences]
         forecast = self.forecast(sequences)
         if forecast is None:
@@ -420,12 +397,12 @@ class LengthTracker:
 
 
 def first_prediction(request: Request, refinement: Refinement | None) -> LengthPrediction | None:
-    """Return what is known of an answer's length before it begins, see `LengthTracker`."""
+    """Return what is known of an answer's length before it begins: see `LengthTracker`."""
     if request.prediction is not None or refinement is None:
         return request.prediction
     return LengthPrediction(refinement.buckets, refinement.marginal)
 
 
 def _read_at(sequence: Sequence) -> int:
-    """Output tokens that had come: a reading is from before the token that was chosen with it."""
+    """Return the output tokens at a reading: it precedes the token that was chosen with it."""
     return len(sequence.output) - 1

@@ -27,11 +27,7 @@ def max_length(request: Request, config: EngineConfig) -> int:
 
 
 def end_of(sequence: Sequence, *, has_new: bool) -> FinishReason | None:
-    """Return why a sequence ends with its newest token; None if it goes on.
-
-    Args:
-      has_new: whether that token is new, so that it may be a stop token.
-    """
+    """Return why a sequence ends with its newest token (new if `has_new`); None if it goes on."""
     request = sequence.request
     if has_new and sequence.output[-1] in request.stop_token_ids:
         return "stop"
@@ -40,7 +36,6 @@ def end_of(sequence: Sequence, *, has_new: bool) -> FinishReason | None:
 
 
 def too_long(sequence: Sequence, config: EngineConfig) -> PromptTooLongError:
-    """Return the error of a sequence that a smaller pool has no room for."""
     return PromptTooLongError(
         f"request {sequence.request.id}: {sequence.prompt_length} prompt tokens and "
         f"{len(sequence.output)} of the answer leave no room for another in the page pool, which "
@@ -50,7 +45,6 @@ def too_long(sequence: Sequence, config: EngineConfig) -> PromptTooLongError:
 
 
 def not_finite(sequence: Sequence) -> NumericalError:
-    """Return the error of a sequence whose newest token could not be chosen."""
     said = f"request {sequence.request.id}: the model's logits were NaN or infinite, or "
     after = f" left no token to choose, after {len(sequence.output)} output tokens. Check "
     others = "the weights, or load the model with dtype='float32'"
@@ -63,7 +57,6 @@ def not_finite(sequence: Sequence) -> NumericalError:
 
 
 def not_handed_over(sequence: Sequence) -> HandoverError:
-    """Return the error of a sequence whose pages do not arrive at the other device group."""
     return HandoverError(
         f"request {sequence.request.id}: its KV did not arrive at the devices that compute answers "
         f"in {MAX_LOST_HANDOVERS} attempts. Check the links between the device groups, and create "
@@ -72,7 +65,7 @@ def not_handed_over(sequence: Sequence) -> HandoverError:
 
 
 def check_groups(iteration: IterationShape[Any], policy: Policy) -> None:
-    """Check that a policy can go on with another iteration shape.
+    """Check that a policy can adopt another iteration shape.
 
     Raises:
       InvalidConfigError: it plans for another number of device groups.
@@ -86,7 +79,7 @@ def check_groups(iteration: IterationShape[Any], policy: Policy) -> None:
 
 
 def check_has_groups(policy: Policy, num_device_groups: int) -> None:
-    """Check that an executor has as many device groups as a policy plans for.
+    """Check that an executor has the device groups that a policy plans for.
 
     Raises:
       InvalidConfigError: it has fewer.

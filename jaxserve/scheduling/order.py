@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from jaxserve.scheduling.lengths import LengthTracker
-from jaxserve.scheduling.policy import Admission, Order
+from jaxserve.scheduling.policy import AdmissionPolicy, Order
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -33,8 +33,8 @@ class LongestFirst:
 
     A sequence that does not fit is passed by those that do. The paper does not treat starvation;
     here a reserved token is a head start of `ageing_s` seconds, so that a sequence that arrives
-    long after another comes behind it whatever its length, and a sequence that was passed
-    `max_passes` times is passed no more.
+    long after another comes after it whatever its length, and a sequence is passed `max_passes`
+    times at most.
 
     Attributes:
       by: computes the reservation.
@@ -43,7 +43,7 @@ class LongestFirst:
     heeds_bounds: ClassVar[bool] = False
     heeds_priority: ClassVar[bool] = False
 
-    by: Admission
+    by: AdmissionPolicy
     ageing_s: float = 1.0
     max_passes: int = 256
 
@@ -59,8 +59,8 @@ class ShortestPredictedFirst:
     """Order by expected output length: the mean latency is least if short answers do not wait.
 
     An expected token is a delay of `ageing_s` seconds, so a sequence is overtaken only by those
-    that arrive less than its expected length times `ageing_s` later. No answer counts as
-    longer than its limit, which also stands in for a missing estimate.
+    that arrive less than its expected length times `ageing_s` later. No answer counts as longer
+    than its limit, which replaces a missing estimate, too.
     """
 
     heeds_bounds: ClassVar[bool] = False
@@ -150,7 +150,6 @@ class OrderKeys:
         self._keys: dict[int, Any] = {}
 
     def __len__(self) -> int:
-        """Return the number of sequences with a key."""
         return len(self._keys)
 
     def take(self, sequence: Sequence) -> None:
@@ -158,9 +157,7 @@ class OrderKeys:
         self._keys[sequence.key] = self._order.key(sequence, self._lengths)
 
     def of(self, sequence: Sequence) -> Any:
-        """Return the stored key."""
         return self._keys[sequence.key]
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended."""
         del self._keys[sequence.key]

@@ -13,7 +13,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 
-# A simulation of the queue is used until one change for so many of its sequences has come.
+# A simulation of the queue is used until it has one change for this many of its sequences.
 _SEQUENCES_A_CHANGE = 256
 
 
@@ -22,7 +22,7 @@ _SEQUENCES_A_CHANGE = 256
 class Outlook:
     """The expected rest of a request that has not ended, given the tokens that it has so far.
 
-    A request without a prediction is taken to go to its limit. Of several samples, the first to
+    A request without a prediction counts as long as its limit. Of several samples, the first to
     begin and the last to end count, and the tokens of all.
 
     Attributes:
@@ -41,12 +41,12 @@ def outlooks(
 ) -> dict[str, Outlook]:
     """Return the outlook of every request that has tokens left to compute, by id.
 
-    Waiting sequences are taken to begin in the policy's order, as slots and memory become free, and
-    every iteration to advance all running ones.
+    Waiting sequences are assumed to begin in the policy's order, as slots and memory become free,
+    and every iteration to advance all running ones.
 
     Args:
       iteration_s: seconds of one iteration; None before any step was timed.
-      without: running sequences that are taken as gone, and get no outlook.
+      without: running sequences that count as ended, and get no outlook.
     """
     queue = expected_queue(scheduler, without)
 
@@ -82,7 +82,7 @@ class ExpectedQueue(NamedTuple):
 
 
 def expected_queue(scheduler: Scheduler, without: Collection[Sequence]) -> ExpectedQueue:
-    """Return when the sequences of a scheduler begin and end; see `outlooks`."""
+    """Return when the sequences of a scheduler begin and end, as `outlooks` assumes."""
     running = [each for each in scheduler.running if each not in without]
     config, num_running = scheduler.config, len(running)
     sequences = [*running, *scheduler.waiting]
@@ -129,10 +129,10 @@ def _pages(scheduler: Scheduler, sequence: Sequence, num_tokens: float) -> int:
 class ArrivalOutlook:
     """Simulates the queue for requests that arrive, at a bounded cost for each.
 
-    With less than `_SEQUENCES_A_CHANGE` waiting sequences each request has a simulation of its
+    With fewer than `_SEQUENCES_A_CHANGE` waiting sequences each request has a simulation of its
     own. In a longer queue one serves several arrivals and steps: a request begins when the first
-    sequence behind it was to begin, and those that came since do not count, which are at most one
-    in `_SEQUENCES_A_CHANGE`.
+    sequence behind it was to begin, and those that came since do not count; they are at most one in
+    `_SEQUENCES_A_CHANGE`.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,6 @@ class ArrivalOutlook:
         self._without: Collection[Sequence] = ()
 
     def step(self) -> None:
-        """Note that another step is being planned."""
         self._num_changes += 1
 
     def of(
@@ -160,7 +159,7 @@ class ArrivalOutlook:
 
         Args:
           samples: its sequences, all of which wait.
-          without: see `outlooks`.
+          without: as in `outlooks`.
           at_once: it begins now, whatever waits.
         """
         self._num_changes += 1

@@ -81,7 +81,7 @@ class Handover:
 
 
 # The `StepPlan.group` of plans that hand KV over: the link between the groups, which is busy for as
-# long as they take, beside the groups' steps.
+# long as they take, apart from the groups' steps.
 LINK = -1
 
 
@@ -124,7 +124,7 @@ class TokenMasks:
         return cls(rows, pool.submit(compute))
 
     def words(self) -> np.ndarray:
-        """Return the masks; wait for them if need be."""
+        """Return the masks, after waiting for them if need be."""
         return self._words.result()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -146,8 +146,8 @@ PageCopies = tuple[tuple[int, int], ...]
 class StepPlan:
     """One step, carried out in the order of the fields.
 
-    A plan depends on lengths only, never on token values, so it can be submitted before the
-    step before it has been read. It is an upper bound: rows may deliver fewer tokens than they may
+    A plan depends on lengths only, never on token values, so it can be submitted before the step
+    before it has been read. It is an upper bound: rows may deliver fewer tokens than they may
     sample, and the scheduler takes back what did not come. Slots that ended on the device in the
     meantime are inert: their rows write to the null page and deliver nothing.
 
@@ -162,8 +162,8 @@ class StepPlan:
       extensions: tokens that slots get without having been chosen by the model.
       page_updates: (slot, index in the slot's page table, page).
       rows: the step's work. In a mixed step a sequence may have several, of increasing positions:
-        what lies between them is in its pages already (thesis, section 3.4.3.4). A row may read
-        what rows before it write.
+        what is between them is in its pages already (thesis, section 3.4.3.4). A row may read what
+        rows before it write.
       num_iterations: 1 for a mixed step; N for a decode loop (each row one token, sampling).
       num_proposed: tokens that an iteration of a decode loop may compute speculatively, of all rows
         together; with stages, of those of each micro-batch. 0 for a loop that does not speculate.
@@ -201,7 +201,6 @@ class StepPlan:
 
     @property
     def has_proposals(self) -> bool:
-        """Whether the host proposes tokens in rows of a mixed step."""
         return any(row.proposed for row in self.rows)
 
     @property

@@ -47,11 +47,11 @@ class Headroom(Protocol):
         ...
 
     def advanced(self) -> None:
-        """Take note that running sequences have reserved more pages in this step."""
+        """Record that running sequences have reserved more pages in this step."""
         ...
 
 
-class Admission(Protocol):
+class AdmissionPolicy(Protocol):
     """How much memory to reserve for a sequence."""
 
     def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
@@ -143,7 +143,7 @@ class Retention(Protocol):
 
     @property
     def learns_reuse(self) -> bool:
-        """Whether only so many pages go there as come back often enough, see `PageValues`."""
+        """Whether pages are copied to the host only while they come back often (`PageValues`)."""
         ...
 
     @property
@@ -157,7 +157,7 @@ class Retention(Protocol):
         ...
 
 
-# Sequences that one step admits at most. Prompts of so many keep a device busy, and the host has a
+# The most sequences that one step admits. Their prompts keep a device busy, and the host has a
 # bounded time to admit them, before the step that the device computes meanwhile ends.
 MAX_ADMITTED = 32
 
@@ -206,9 +206,9 @@ class StepBuilder(Protocol):
         ...
 
     def expected_arrivals(self) -> tuple[float, float] | None:
-        """Return requests a second that are expected, and seconds of a decode iteration.
+        """Return the expected requests a second, and the seconds of a decode iteration.
 
-        None where no request comes while others are at work, or no step was timed.
+        None where no request arrives during the steps of others, or no step was timed.
         """
         ...
 
@@ -229,14 +229,14 @@ class StepBuilder(Protocol):
         ...
 
     def fetch_next(self) -> None:
-        """Have the disk read what the first waiting sequence will need, as an admission does."""
+        """Read from the disk what the first waiting sequence will need, as an admission does."""
         ...
 
     def make_way(self) -> Sequence | None:
         """Return the first waiting sequence if it has a latency bound of its own and is admissible.
 
-        Sequences that come after it in order and have no bound are preempted, the last first, until
-        it is. None if it has no bound, awaits pages from the disk, or there are none to preempt.
+        Sequences after it in order that have no bound are preempted, the last first, until it is.
+        None if it has no bound, awaits pages from the disk, or no more sequences can be preempted.
         """
         ...
 
@@ -265,10 +265,10 @@ class StepBuilder(Protocol):
     def add_row(self, sequence: Sequence, num_tokens: int) -> bool:
         """Add the sequence's next `num_tokens` tokens to a mixed step.
 
-        Takes pages, preempting later sequences where they lack; False when the sequence itself
-        had to be preempted. An encoder's prompt is never cut: it is added whole, whatever
-        `num_tokens` says. Where it does not fit, this is False and no tokens are left in the step;
-        the first prompt of a step always fits.
+        Takes pages, preempting later sequences where they lack; False when the sequence itself had
+        to be preempted. An encoder's prompt is never cut: it is added whole, whatever `num_tokens`
+        says. Where it does not fit, this is False and no tokens are left in the step; the first
+        prompt of a step always fits.
         """
         ...
 
@@ -277,10 +277,10 @@ class StepBuilder(Protocol):
     ) -> int:
         """Make this step a decode loop over every decoding sequence.
 
-        Runs as many iterations as fit in memory, at most `max_iterations` and never past the
-        first sequence's length limit. Where a sequence awaits its tokens, it is a mixed step of
-        one iteration, as `add_decoding` makes it. While such a token is in flight, it leaves out
-        the sequences of this kind, which go on together, and soon: it has one iteration.
+        Runs as many iterations as fit in memory, at most `max_iterations` and never past the first
+        sequence's length limit. Where a sequence awaits its tokens, it is a mixed step of one
+        iteration, as `add_decoding` makes it. While such a token is in flight, it leaves out the
+        sequences of this kind, which go on together, and soon: it has one iteration.
 
         Args:
           compacts: bring the live slots together first, so that fewer rows are computed.
@@ -292,7 +292,7 @@ class StepBuilder(Protocol):
         ...
 
     def add_decode_loop_of(self, sequence: Sequence, max_iterations: int) -> bool:
-        """Make this step a decode loop over one decoding sequence, and leave the others out.
+        """Make this step a decode loop over one decoding sequence alone.
 
         False when it had to be preempted.
         """
@@ -303,7 +303,7 @@ class StepBuilder(Protocol):
         ...
 
     def hand_over(self, sequence: Sequence, target: int) -> None:
-        """Have the link copy a sequence's KV to another group, where it runs from then on.
+        """Copy a sequence's KV through the link to another group, where it runs from then on.
 
         All of its steps have been read. No other step of it is planned before the copy is done.
         """
@@ -367,7 +367,7 @@ class Policy:
     """
 
     name: str
-    admission: Admission
+    admission: AdmissionPolicy
     order: Order
     iteration: IterationShape[Any]
     retention: Retention
@@ -386,7 +386,6 @@ class Policy:
 
     @property
     def num_device_groups(self) -> int:
-        """Groups of devices that the iteration shape plans for."""
         return self.iteration.num_device_groups
 
     def retention_for(self, config: EngineConfig) -> Retention:
@@ -394,5 +393,4 @@ class Policy:
         return Stateless() if config.has_slot_state else self.retention
 
     def new_state(self) -> Any:
-        """Return the state of a scheduler that starts: what its iteration shape remembers."""
         return self.iteration.new_state()

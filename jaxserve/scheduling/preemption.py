@@ -29,7 +29,7 @@ class LongestRemaining:
     """Preempt by expected remaining tokens, given those that have come.
 
     An answer that is almost complete stays: it frees its memory soon. Without any estimate the last
-    in order is preempted. One with a latency bound of its own stays as long as there are others.
+    in order is preempted. Sequences with a latency bound of their own are preempted last.
     """
 
     keeps_state: bool = True
@@ -41,7 +41,7 @@ class LongestRemaining:
 
 
 def _longest_first(sequences: Seq[Sequence], lengths: LengthTracker) -> Seq[Sequence]:
-    """Return the sequences by expectation; of those with the same one, the last in order first."""
+    """Return the sequences by expectation; of equal ones, the last in order first."""
     last_first = sequences[::-1]
     forecast = lengths.forecast(last_first)
     if forecast is None:

@@ -105,7 +105,7 @@ PRESETS: dict[str, Policy] = {
 
 
 def get_policy(policy: str | Policy) -> Policy:
-    """The preset of that name, or the policy itself.
+    """Return the preset of that name, or the policy itself.
 
     Raises:
       InvalidConfigError: no preset has that name.

@@ -27,10 +27,10 @@ _TOGETHER_S = 0.01
 
 @final
 class Arrivals:
-    """The rate of arrivals that found others at work.
+    """The rate of requests that arrive while others run or wait.
 
     Only those wait for what the device is doing. Requests that come together count once, so that a
-    batch is one arrival; and one after the other, each sent when the last was answered, are none.
+    batch is one arrival; requests that are each sent when the last was answered do not count.
     """
 
     def __init__(self) -> None:
@@ -38,20 +38,16 @@ class Arrivals:
         self._newest_s = float("-inf")
 
     def note(self, now_s: float, *, is_busy: bool) -> None:
-        """Note an arrival.
-
-        Args:
-          is_busy: whether other requests ran or waited.
-        """
+        """Count an arrival; `is_busy` says whether other requests ran or waited."""
         if is_busy and now_s - self._newest_s > _TOGETHER_S:
             self._times_s.append(now_s)
         self._newest_s = now_s
 
     def rate(self, now_s: float) -> float:
-        """Return the arrivals a second that are expected from now on; 0 where none is known.
+        """Return the expected arrivals a second; 0 where none is known.
 
-        Those after the first of the newest ones, over the time since then: the longer none has
-        come, the fewer are expected.
+        These are the newest arrivals after the first of them, over the time since then: the longer
+        none has come, the fewer are expected.
         """
         if len(self._times_s) < 2:
             return 0.0
@@ -63,7 +59,7 @@ class Queues:
     """Moves sequences between the waiting pool and the slots of the device batch.
 
     Args:
-      kv: moves their pages along.
+      kv: owns their pages.
       lengths: what the policy reads of expected lengths.
       now: the clock.
       pace: returns how long steps took lately; None before any step was timed.
@@ -73,9 +69,9 @@ class Queues:
       waiting: sequences without a slot, in the policy's order.
       running: sequences with a slot, in the policy's order.
       bounded: those of them with a latency bound of their own.
-      slots: of each device group's batch. All together have `max_slots` live ones at most.
+      slots: of each device group's batch; at most `max_slots` are live in all of them together.
       num_preemptions: sequences that went back to the waiting pool.
-      arrivals: how often requests come; the scheduler notes them.
+      arrivals: how often requests come.
     """
 
     def __init__(
@@ -114,23 +110,21 @@ class Queues:
         self._extended: list[list[tuple[Sequence, int]]] = [[] for _ in self.slots]
 
     def tokens_to_reserve(self, sequence: Sequence) -> int:
-        """Return how many tokens are reserved for a sequence when it is admitted."""
         wanted = self._policy.admission.reserve_tokens(sequence, self._lengths)
         return min(max(wanted, sequence.planned_length + 1), sequence.max_length)
 
     def expected_arrivals(self) -> tuple[float, float] | None:
-        """See `StepBuilder`."""
         rate = self.arrivals.rate(self._now())
         pace = self._pace() if rate else None
         return None if pace is None else (rate, pace.decode_s)
 
     def begin_step(self) -> None:
-        """Note that another step is being planned, at another time."""
+        """Record that another step is being planned, at another time."""
         self._slack = None
         self._headroom = None
 
     def have_advanced(self) -> None:
-        """Note that running sequences have got more tokens in the step that is being planned."""
+        """Record that running sequences have got more tokens in the present step."""
         if self._headroom is not None:
             self._headroom.advanced()
 
@@ -154,7 +148,7 @@ class Queues:
         return self._first_that(only_bounded=True)
 
     def fetch_next(self) -> None:
-        """Have the disk read the pages of the first waiting sequence that lie there alone."""
+        """Read the pages of the first waiting sequence that are on the disk alone."""
         first = next(self.waiting.ready(), None)
         if first is not None:
             self._kv.awaits_disk(first)
@@ -192,7 +186,6 @@ class Queues:
         return [*itertools.islice(self.waiting.ready(), MAX_ADMITTED)]
 
     def _preemption_iterations(self) -> float | None:
-        """See `PreemptionCost`."""
         seconds, pace = preempt_all_s(self._kv.config, self._kv.swap_costs), self._pace()
         return None if seconds is None or pace is None else seconds / max(pace.decode_s, 1e-9)
 
@@ -200,14 +193,13 @@ class Queues:
         return self._kv.least_missing(sequence, self.tokens_to_reserve(sequence))
 
     def wait(self, sequence: Sequence) -> None:
-        """Put a sequence without slot and pages into the waiting pool."""
         sequence.phase = Phase.WAITING
         self.waiting.add(sequence)
 
     def admit(self, sequence: Sequence) -> list[tuple[int, int]]:
         """Move a sequence that is `first_admissible` into a slot.
 
-        Returns (index, page) of the pages it begins with, see `KVManager.begin`.
+        Return (index, page) of the pages it begins with, from `KVManager.begin`.
         """
         num_tokens = self.tokens_to_reserve(sequence)
         entries = self._kv.begin(sequence, num_tokens, is_first=not self.running)
@@ -224,11 +216,7 @@ class Queues:
         return entries
 
     def preempt(self, sequence: Sequence, *, has_outgrown: bool = False) -> None:
-        """Move a running sequence back to the waiting pool; it keeps its tokens.
-
-        Args:
-          has_outgrown: because it used up its reservation.
-        """
+        """Move a running sequence back to the waiting pool; it keeps its tokens."""
         self.leave_slot(sequence)
         self._kv.preempt(sequence, has_outgrown=has_outgrown)
         sequence.num_preemptions += 1
@@ -242,7 +230,7 @@ class Queues:
         self._kv.release(sequence)
 
     def leave_slot(self, sequence: Sequence) -> None:
-        """Free a running sequence's slot; its next phase is the caller's to set."""
+        """Free a running sequence's slot; the caller sets its next phase."""
         self.running.remove(sequence)
         self._headroom = None
         self.bounded.pop(sequence.key, None)
@@ -264,12 +252,8 @@ class Queues:
             self._arrived[group].remove(sequence)
         sequence.slot = None
 
-    def drop_key(self, sequence: Sequence) -> None:
-        """Drop the sort key of a sequence that has ended."""
-        self.keys.drop(sequence)
-
     def compact(self, group: int) -> tuple[tuple[int, int], ...]:
-        """Bring a group's live slots together; returns (from, to) moves.
+        """Bring a group's live slots together; return (from, to) moves.
 
         A sequence that has just arrived is admitted where it is now, and needs no move.
         """
@@ -283,24 +267,23 @@ class Queues:
         return tuple(move for move in moves if move[1] not in arrived)
 
     def take_released(self, group: int) -> tuple[int, ...]:
-        """Return the slots of a group that were freed since the last call."""
         released, self._released[group] = self._released[group], []
         return tuple(released)
 
     def take_arrived(self, group: int) -> list[Sequence]:
-        """Return the sequences that run in a group since the last call, after a handover."""
+        """Return the sequences that a handover brought to a group since the last call."""
         arrived, self._arrived[group] = self._arrived[group], []
         return arrived
 
     def extended(self, sequence: Sequence, start: int) -> None:
-        """Tell a sequence's slot, if it has one, the tokens from `start` on in its next step."""
+        """Send a running sequence's tokens from `start` on to its slot with the next step."""
         if sequence.slot is not None:
             self._extended[sequence.kv.group].append((sequence, start))
 
     def take_extensions(self, group: int) -> tuple[Extension, ...]:
         """Return the tokens that slots of a group got since the last call.
 
-        A sequence that left the slot meanwhile is admitted elsewhere with all of its tokens.
+        A sequence that left its slot meanwhile is admitted elsewhere with all of its tokens.
         """
         extended, self._extended[group] = self._extended[group], []
         return tuple(
@@ -321,7 +304,7 @@ class Queues:
 
 
 def admission(sequence: Sequence) -> Admission:
-    """Return what a slot needs to serve a sequence that has it."""
+    """Return what the slot of a sequence needs to serve it."""
     assert sequence.slot is not None
     return Admission(
         slot=sequence.slot,

@@ -32,7 +32,7 @@ class Stateless:
 @final
 @dataclass(frozen=True)
 class DeviceOnly:
-    """Pensieve without its host tier (section 3.6.1 of the thesis): what is evicted is dropped."""
+    """Pensieve without its host tier (thesis, section 3.6.1): what is evicted is dropped."""
 
     eviction: Eviction = CostOverTime()
     keeps_pages: ClassVar[bool] = True
@@ -50,15 +50,16 @@ class DeviceOnly:
 @final
 @dataclass(frozen=True)
 class Tiered:
-    """As Pensieve (section 3.4.3 of the thesis). Without host memory it is `DeviceOnly`.
+    """Keep pages on the device, and evicted ones on the host, as Pensieve (thesis, section 3.4.3).
 
-    Pages of preempted sequences go the same way: they are of high value, because their sequences
-    were active just now, and are found again at the next admission.
+    Without host memory it is `DeviceOnly`. Pages of preempted sequences go the same way: their
+    value is high, because their sequences were active just now, and they are found again at the
+    next admission.
 
     Attributes:
-      free_share: of the device's pages; when less can be taken without loss, pages of low value
-        are copied to the host ahead of time.
-      learns_reuse: copy pages only as long as they come back often enough for that to pay. Those of
+      free_share: of the device's pages; when less can be taken without loss, pages of low value are
+        copied to the host ahead of time.
+      learns_reuse: copy pages only while they come back often enough for that to pay. Those of
         preempted sequences and of conversations are copied in any case.
     """
 

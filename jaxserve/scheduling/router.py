@@ -1,4 +1,4 @@
-"""Chooses the replica of a request: one rule for replicas in one process and on Ray."""
+"""The choice of a request's replica: one rule for replicas in one process and on Ray."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jaxserve.core.sampling_params import SamplingParams
 
 
 def page_hashes(prompt: Sequence[int] | str, page_size: int) -> list[int]:
-    """One hash for each whole page of a prompt, of everything up to that page's end.
+    """Return a hash for each whole page of a prompt, of everything up to that page's end.
 
-    Prompts share a hash exactly where they share that prefix, chance aside. They mean something
-    in this process only.
+    Prompts share a hash exactly where they share that prefix, chance aside. Hashes are valid in
+    this process only.
 
     Args:
       prompt: token ids as a tuple, or a text.
@@ -29,7 +29,7 @@ def page_hashes(prompt: Sequence[int] | str, page_size: int) -> list[int]:
 
 
 def answered_pages(completion: Completion, page_size: int) -> list[list[int]]:
-    """Of each sample, for a conversation's next turn; the last token was never computed on."""
+    """Return the page hashes of each sample for the next turn; the last token has no KV."""
     prompt = completion.prompt_token_ids
     return [
         page_hashes((*prompt, *sample.token_ids[:-1]), page_size) for sample in completion.samples
@@ -43,9 +43,9 @@ def predicted_tokens(
     *,
     max_context: int,
 ) -> int:
-    """Tokens that a request is expected to take, prompt and all samples: a replica's work for it.
+    """Return a request's expected tokens, prompt and all samples: a replica's work for it.
 
-    Without a prediction, those that it takes at most.
+    Without a prediction, the most that it can take.
     """
     room = max(0, max_context - num_prompt_tokens)
     answer = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -58,22 +58,22 @@ def predicted_tokens(
 class Router:
     """Sends a request where its prompt's pages probably are, or else to the least work.
 
-    A replica's cost is the work that it has left, in tokens, less `cached_weight` times the tokens
-    of the prompt's leading pages that were sent or answered there before. The lowest cost wins; of
-    equals, the replica that has seen fewer prompts. So a request whose prefix is new goes
-    to the least work, a conversation stays with its pages, and it *spills over* when its replica is
-    ahead of another by more than `cached_weight` tokens of work for each token that is cached
-    there. From then on both replicas have its pages. Every request is placed at once: none waits.
+    A replica's cost is its remaining work, in tokens, less `cached_weight` times the tokens of the
+    prompt's leading pages that were sent or answered there before. The lowest cost wins; of equals,
+    the replica that has seen fewer prompts. So a request whose prefix is new goes to the least
+    work, a conversation stays with its pages, and it *spills over* when its replica is ahead of
+    another by more than `cached_weight` tokens of work for each token that is cached there. From
+    then on both replicas have its pages. Every request is placed at once: none waits.
 
-    Who calls it says when work has ended. Not thread-safe.
+    The caller says when work has ended. Not thread-safe.
 
     Args:
       num_replicas: numbered from 0.
       page_size: tokens a page.
       max_pages: hashes remembered of each replica, the latest used; about 100 bytes each.
       cached_weight: more keeps conversations together, less keeps replicas level. Over 1, because
-        `max_tokens` overstates most answers, and because a replica computes the answers before
-        this one side by side.
+        `max_tokens` overstates most answers, and because a replica computes earlier answers at the
+        same time.
     """
 
     def __init__(
@@ -96,17 +96,17 @@ class Router:
         return tuple(self._work)
 
     def num_remembered(self, replica: int) -> int:
-        """Pages that this replica is thought to hold, at most `max_pages`."""
+        """Return the pages that this replica is assumed to hold, at most `max_pages`."""
         return len(self._pages[replica])
 
     def route(
         self, pages: Sequence[int], work: int, *, among: Collection[int] | None = None
     ) -> int:
-        """The replica for a request, which is taken to be there from now on.
+        """Return the replica for a request, which counts as placed there from now on.
 
         Args:
           pages: its prompt's `page_hashes`.
-          work: its `predicted_tokens`; hand the same to `finish`.
+          work: its `predicted_tokens`; pass the same to `finish`.
           among: replicas that can be chosen, at least one; by default all.
         """
         candidates = range(len(self._work)) if among is None else among
@@ -116,21 +116,21 @@ class Router:
         return chosen
 
     def num_cached(self, replica: int, pages: Sequence[int]) -> int:
-        """Return how many leading pages of a prompt a replica is thought to hold."""
+        """Return how many leading pages of a prompt a replica is assumed to hold."""
         held = self._pages[replica]
         return next((i for i, page in enumerate(pages) if page not in held), len(pages))
 
     def finish(self, replica: int, work: int) -> None:
-        """A request that was sent to `replica` has ended, however it did."""
+        """Record that a request of `replica` has ended, in any way."""
         self._work[replica] -= work
 
     def forget(self, replica: int) -> None:
-        """`replica` lost its pages and its unfinished requests; these need no `finish`."""
+        """Record that `replica` lost its pages and its requests, which need no `finish`."""
         self._work[replica] = 0
         self._pages[replica].clear()
 
     def remember(self, replica: int, pages: Sequence[int]) -> None:
-        """`replica` holds these pages too, such as those of an answer that it has given."""
+        """Record that `replica` holds these pages too, such as those of its answer."""
         held = self._pages[replica]
         for page in reversed(pages[: self._max_pages]):  # without its start a prefix is no use
             held[page] = None

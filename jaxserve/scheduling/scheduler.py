@@ -54,7 +54,7 @@ def take_results(sequence: Sequence, row: Row, index: int, result: StepResult) -
 
 
 def _append_outputs(sequence: Sequence, result: StepResult, row: int, count: int) -> None:
-    """Append `count` tokens of `row`, and their log-probabilities where asked for."""
+    """Append `count` tokens of `row`, and their log-probabilities if requested."""
     tokens = result.tokens[row, :count].tolist()
     sequence.output += tokens
     wanted = sequence.request.params.logprobs
@@ -76,10 +76,9 @@ def _append_outputs(sequence: Sequence, result: StepResult, row: int, count: int
 
 
 def _append_prompt_logprobs(sequence: Sequence, start: int, part: PromptLogprobs) -> None:
-    """Keep the log-probabilities of the prompt tokens that follow those of a prefill row.
+    """Store the log-probabilities of the prompt tokens that follow those of a prefill row.
 
-    Those of a prompt that is computed anew stay the first ones, of the weights that the answer
-    began with.
+    A prompt that is recomputed keeps the first ones, of the weights that the answer began with.
     """
     wanted = sequence.request.params.prompt_logprobs or 0
     prompt = sequence.request.prompt
@@ -104,20 +103,20 @@ def _pairs(ids: np.ndarray, logprobs: np.ndarray) -> tuple[tuple[int, float], ..
 class Scheduler:
     """Owns every sequence from submission to its end, and the slots that sequences hold.
 
-    `plan` decides the next step from lengths alone and advances the sequences as if it had
-    already run, and had delivered all that it may; `apply` takes in what a step delivered, and back
-    what it did not. Plans of a device group are applied in the order in which they were made; any
-    number of them may lie in between.
+    `plan` decides the next step from lengths alone and advances the sequences as if it had already
+    run, and had delivered as many tokens as it may; `apply` appends what a step delivered, and
+    takes back what it did not. Plans of a device group are applied in the order in which they were
+    made; any number of them may be in flight.
 
     Args:
-      policy: every decision; its state is the scheduler's alone.
+      policy: every decision; its state belongs to this scheduler.
       kv: owns the pages of the sequences.
-      refinement: what the readings of a probe are worth; None without a probe.
+      refinement: how readings of a probe change estimates; None without a probe.
       pace: returns how long steps took lately; None before any step was timed.
 
     Attributes:
       lengths: what is expected of the sequences' lengths; policies read it.
-      speculation: what is known of proposals; the engine tells it how long steps took.
+      speculation: what is known of proposals; the engine adds how long steps took.
       wake_s: until when the policy or the disk lets the device idle; None where neither does.
     """
 
@@ -176,11 +175,10 @@ class Scheduler:
         return *self._queues.running, *self._queues.waiting.begun
 
     def page_usage(self) -> PageUsage:
-        """Return what pages are used for now."""
         return self._kv.usage()
 
     def counters(self) -> dict[str, float]:
-        """Return the counters of `EngineStats` that scheduling keeps, by name."""
+        """Return the counters of `EngineStats` that the scheduler keeps, by name."""
         return {
             "num_preemptions": self._queues.num_preemptions,
             "num_refined": self.lengths.num_refined,
@@ -199,8 +197,7 @@ class Scheduler:
     def add(self, request: Request) -> list[Sequence]:
         """Put a request's samples into the waiting pool.
 
-        A request that was checked against a larger pool, and does not fit this one, has failed
-        then.
+        A request that was checked against a larger pool, and does not fit this one, fails at once.
         """
         self._queues.arrivals.note(self._clock.now(), is_busy=self.has_work)
         limit = max_length(request, self.config)
@@ -225,7 +222,7 @@ class Scheduler:
     def end(
         self, sequence: Sequence, reason: FinishReason, error: JaxserveError | None = None
     ) -> None:
-        """End a sequence now, in any phase; what is in flight of it will be ignored."""
+        """End a sequence now, in any phase; its tokens in flight are ignored."""
         if sequence.phase is Phase.FINISHED:
             return
         if sequence.phase is Phase.WAITING:
@@ -237,7 +234,7 @@ class Scheduler:
         sequence.times.end(self._clock.now(), has_output=bool(sequence.output))
         self._kv.end(sequence, is_right=error is None)
         self.lengths.remove(sequence)
-        self._queues.drop_key(sequence)
+        self._queues.keys.drop(sequence)
         if sequence.num_in_flight == 0:
             del self._sequences[sequence.key]
 
@@ -256,7 +253,7 @@ class Scheduler:
         self.end(sequence, reason, error)
 
     def expect(self, sequence: Sequence, prediction: LengthPrediction) -> None:
-        """Take a prediction that comes after its request; one with an estimate keeps that."""
+        """Set a prediction that comes after its request, unless there is an estimate."""
         if sequence.phase is not Phase.FINISHED and self.lengths.expect(sequence, prediction):
             if sequence.phase is Phase.WAITING:
                 self._queues.waiting.replace(sequence)
@@ -281,10 +278,10 @@ class Scheduler:
             self._queues.extended(sequence, start)
 
     def restart(self, sequence: Sequence, *, keeps_output: bool) -> None:
-        """Compute a sequence anew, because its KV is no longer right; nothing may be in flight.
+        """Recompute a sequence, because its KV is no longer right; nothing may be in flight.
 
         Args:
-          keeps_output: False to have its answer begin anew too.
+          keeps_output: False to begin its answer anew, too.
         """
         if sequence.phase is Phase.FINISHED:
             return
@@ -303,8 +300,7 @@ class Scheduler:
     def plan(self, open_groups: Collection[int]) -> StepPlan | None:
         """Return the next step, or None when nothing can advance before results are applied.
 
-        None, too, before something has come from the disk: until `wake_s`, unless it arrives
-        earlier.
+        Also None while sequences wait for the disk: until `wake_s`, or the next arrival.
 
         Args:
           open_groups: device groups that may be given a step, with `plan.LINK` for the link.
@@ -313,8 +309,9 @@ class Scheduler:
         step = self._selected(open_groups)
         if step.is_futile:  # but now there is room for others, or for more of the same
             step = self._selected(open_groups)
-        if not (step.has_work or self._queues.running) and self._kv.retrieval.let_pass():
-            step = self._selected(open_groups)
+        if not (step.has_work or self._queues.running):
+            if self._kv.retrieval.stop_waiting_for_host():
+                step = self._selected(open_groups)
         self.wake_s = step.wake_s
         if not step.has_work:
             self.wake_s = self._kv.retrieval.gives_up_s if self.wake_s is None else self.wake_s
@@ -340,14 +337,14 @@ class Scheduler:
         return step
 
     def plan_flush(self, free_share: float = 1.0) -> StepPlan | None:
-        """Copy cached pages to the host, as `KVManager.flush`; None where none is left to copy."""
+        """Return a plan of the copies of `KVManager.flush`; None where none is left."""
         copies = self._kv.flush(free_share)
         if not copies:
             return None
         return StepPlan(index=next(self._plan_indices), swaps_out=copies)
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[Progress]:
-        """Take in what `plan` delivered; returns the news in the order of the rows."""
+        """Apply what `plan` delivered; return the news in the order of the rows."""
         news, live = [], []
         for index, handover in enumerate(plan.handovers):
             sequence = self._sequences[handover.sequence_key]
@@ -372,9 +369,9 @@ class Scheduler:
         return news
 
     def _arrive(self, sequence: Sequence, handover: Handover, *, is_lost: bool) -> bool:
-        """Have a sequence run where its KV is now, unless it was preempted or ended meanwhile.
+        """Run a sequence where its KV is now, unless it was preempted or ended meanwhile.
 
-        If its pages are lost, it is computed anew, or ends after several losses; then return True.
+        If its pages are lost, it is recomputed, or ends after several losses; then return True.
         """
         sequence.num_in_flight -= 1
         if sequence.phase is Phase.FINISHED:
@@ -416,10 +413,9 @@ class Scheduler:
     def adopt(self, iteration: IterationShape[Any]) -> None:
         """Plan by another iteration shape, or by other settings of the same one, from now on.
 
-        Every sequence goes on where it stands, and steps in flight stay valid. A shape of the same
-        kind goes on with the state of the one before, so RRA's decode phase is not cut short by
-        another encode phase; a shape of another kind begins with a state of its own. The policy's
-        other choices stay.
+        Every sequence continues, and steps in flight stay valid. A shape of the same kind continues
+        with the present state, so that another encode phase does not cut RRA's decode phase short;
+        a shape of another kind begins with a state of its own. The policy's other choices stay.
 
         Raises:
           InvalidConfigError: it plans for another number of device groups.
@@ -431,13 +427,13 @@ class Scheduler:
             self._policy_state = state
 
     def make_room(self, num_pages: int) -> list[tuple[int, int]]:
-        """Preempt until all reservations fit into `num_pages` pages.
+        """Preempt until all reservations fit into `num_pages` pages; nothing may be in flight.
 
-        Nothing may be in flight. The last in order go first; and those whose length limit a pool of
-        this size changes, because the device knows it from their admission.
+        The last in order go first; and those whose length limit a pool of this size changes,
+        because the device knows it from their admission.
 
         Returns:
-          The fewest (from, to) moves of pages; `resize` takes them, once they are carried out.
+          The fewest (from, to) moves of pages, to be carried out and then passed to `resize`.
         """
         config = self._kv.config_with(num_pages)
         for sequence in tuple(reversed(self.running)):
@@ -448,10 +444,10 @@ class Scheduler:
         return self._kv.shrink(num_pages)
 
     def resize(self, num_pages: int, moves: Moves) -> None:
-        """Go on with a pool of `num_pages` pages, after `make_room` for them.
+        """Switch to a pool of `num_pages` pages, after `make_room` for them.
 
-        A waiting sequence gets the length limit that it would have if it were submitted now. One
-        without room for its next token fails with PromptTooLongError, as it would there.
+        A waiting sequence gets the length limit of a new one. Without room for its next token it
+        fails with PromptTooLongError, as a new one would.
         """
         self._kv.resize(num_pages, moves, self.running)
         for sequence in self.waiting:

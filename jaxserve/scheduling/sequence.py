@@ -41,8 +41,8 @@ class SequenceTimes:
 
 @final
 @dataclass(eq=False)
-class TokenScores:
-    """Log-probabilities of a sequence's tokens, where they were asked for.
+class SequenceScores:
+    """Log-probabilities of a sequence's tokens, if they were requested.
 
     Attributes:
       output: of each output token.
@@ -58,16 +58,16 @@ class TokenScores:
 class Sequence:
     """Identity, tokens and phase of a sequence. Only the scheduler writes them.
 
-    The device is ahead of what the host has read, so there are two counts of output tokens:
-    those known (`output`) and those planned (`num_planned_outputs`, known plus in flight). What is
+    The device is ahead of what the host has read, so there are two counts of output tokens: those
+    known (`output`) and those planned (`num_planned_outputs`, known plus in flight). What is
     planned is a bound: where a step delivers fewer tokens, the difference is taken back.
 
     Attributes:
       key: unique within a scheduler; names the sequence in plans.
       sample_index: which of the request's `n` samples.
-      max_length: prompt and output tokens together may not exceed this.
+      max_length: the most prompt and output tokens together.
       kv: its KV state; only the KV manager writes it.
-      primary: the first sample of the request, whose prompt pages this one shares; None for itself.
+      primary: the request's first sample, whose prompt pages this one shares; None for itself.
       slot: row of the device batch while it runs.
       output: tokens that were read.
       num_planned_outputs: output tokens, and the most that may come of those in flight.
@@ -92,7 +92,7 @@ class Sequence:
     falls_short: bool = False
     num_preemptions: int = 0
     num_lost: int = 0
-    scores: TokenScores = field(default_factory=TokenScores)
+    scores: SequenceScores = field(default_factory=SequenceScores)
     times: SequenceTimes = field(default_factory=SequenceTimes)
     finish_reason: FinishReason | None = None
     error: JaxserveError | None = None
@@ -121,9 +121,9 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only output is left to compute: the newest token, and what was forced before it.
+        """Whether only output is left to compute: the newest token, and forced ones before it.
 
-        Tokens that a preempted sequence has to compute again count as its prompt does.
+        Tokens that a preempted sequence has to recompute count as its prompt does.
         """
         if self.num_uncomputed == 1:
             return True
@@ -136,7 +136,7 @@ class Sequence:
 
     @property
     def may_grow(self) -> bool:
-        """Whether a token may be planned: its pages are here, and its length below its limit."""
+        """Whether a token may be planned: its pages are here, and it is below its limit."""
         if self.kv.awaits is not None or (self.request.awaits_tokens and self.awaits_token):
             return False
         return not self.falls_short or self.planned_length < self.max_length
@@ -145,7 +145,7 @@ class Sequence:
     def is_steady(self) -> bool:
         """Whether every step has given a running answer the tokens that were planned.
 
-        Its next row then changes nothing of whether it decodes.
+        Its next row then does not change whether it decodes.
         """
         is_answer = self.slot is not None and self.num_planned_outputs > 0
         return is_answer and not (self.falls_short or self.request.awaits_tokens)
@@ -160,11 +160,7 @@ class Sequence:
         return (*self.request.prompt, *self.output) if self.output else self.request.prompt
 
     def known_from(self, start: int) -> tuple[int, ...]:
-        """Return `known_tokens[start:]` of an answer's tokens, without copying the prompt.
-
-        Args:
-          start: at least the number of the prompt's tokens.
-        """
+        """Return `known_tokens[start:]`, all of the answer, without copying the prompt."""
         return tuple(self.output[start - len(self.request.prompt) :])
 
     @property
@@ -193,7 +189,7 @@ class Sequence:
         """Go back to the prompt alone."""
         self.num_planned_outputs = 0
         self.output.clear()
-        self.scores = TokenScores()
+        self.scores = SequenceScores()
         self.times.first_token_s = None
 
 

@@ -33,7 +33,7 @@ class Pace:
 
     @property
     def fastest_s(self) -> float:
-        """Seconds of an iteration where no prompt is computed beside the answers."""
+        """Seconds of an iteration without prompts."""
         return min(self.iteration_s, self.decode_s)
 
 
@@ -65,10 +65,10 @@ class Slack:
                 self._left.append((sequence, due_s - now_s, needed_s))
 
     def is_too_small_for(self, sequence: Sequence) -> bool:
-        """Return whether a sequence has to wait so that those before it in order are in time.
+        """Return whether a sequence has to wait so that sequences before it in order are in time.
 
-        It has to if the steps that compute its prompt would make one of them late, and that one
-        can be in time without them.
+        It has to if the steps that compute its prompt would make one of them late that would be in
+        time without them.
         """
         num_steps = -(-sequence.num_uncomputed // self._config.max_step_tokens)
         for each, left_s, alone in self._left:
@@ -100,12 +100,12 @@ def _needs(
 
 
 def prompt_s(sequence: Sequence, config: EngineConfig, pace: Pace) -> float:
-    """Return the seconds of the steps that compute what is left of a sequence's prompt."""
+    """Return the seconds of the steps that compute the rest of a sequence's prompt."""
     return -(-sequence.num_uncomputed // config.max_step_tokens) * pace.prefill_s
 
 
 def alone_s(sequence: Sequence, tokens: float, config: EngineConfig, pace: Pace) -> float:
-    """Return the seconds of a sequence from now on if it runs, and no prompt but its own does."""
+    """Return the seconds of a running sequence from now on if no other prompt is computed."""
     iteration_s = pace.fastest_s
     tokens += sequence.num_planned_outputs - len(sequence.output)  # those in flight
     return (sequence.num_uncomputed / config.max_step_tokens + tokens) * iteration_s

@@ -1,4 +1,4 @@
-"""Slots of the device batch: which are live, and how to bring those together."""
+"""Slots of the device batch: which are live, and how to compact them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fewest_moves_window(live: Sequence[bool], size: int) -> int:
 
 @final
 class SlotTable:
-    """Counts which slots are live. A decode loop runs over a contiguous window of slots."""
+    """Tracks which slots are live. A decode loop runs over a contiguous window of slots."""
 
     def __init__(self, num_slots: int, buckets: tuple[int, ...]):
         self._num_slots = num_slots
@@ -74,9 +74,9 @@ class SlotTable:
         return None
 
     def compact(self) -> list[tuple[int, int]]:
-        """Bring the live slots into the smallest window that holds their number.
+        """Move the live slots into the smallest window for their number; return (from, to).
 
-        Nothing moves unless the decode window gets smaller by it. Returns (from, to) pairs.
+        Nothing moves unless the decode window gets smaller by it.
         """
         if not self._live:
             return []

@@ -39,13 +39,13 @@ NOT_SPECULATING = Speculating(0, 1.0)
 
 @final
 class Speculation:
-    """Measures what iterations with proposals cost, by which the device decides when they pay.
+    """Measures the cost of iterations with proposals, by which the device decides when they pay.
 
-    The device knows best how often proposals are right; the host alone knows times.
+    The device knows best how often proposals are right; only the host knows times.
 
     Args:
       most: `EngineConfig.num_proposed`; 0 to never speculate.
-      sizes: `EngineConfig.speculating_buckets`; loops of more sequences do not speculate.
+      sizes: `EngineConfig.speculating_buckets`; larger loops do not speculate.
 
     Attributes:
       num_accepted_by_place: proposals that became output, by their place in a draft.
@@ -65,17 +65,16 @@ class Speculation:
         self._suggested: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def forget_answers(self) -> None:
-        """Have no later proposal be of an answer that has ended before."""
+        """Propose nothing of an answer that has ended before."""
         self._num_forgotten += 1
 
     def take_forgetting(self, group: int) -> bool:
-        """Return, once after `forget_answers`, that a device group's next plan forgets them."""
+        """Return True once after `forget_answers`, for a device group's next plan."""
         forgets = self._num_told.get(group, 0) < self._num_forgotten
         self._num_told[group] = self._num_forgotten
         return forgets
 
     def counters(self) -> dict[str, float]:
-        """Return the counters of `EngineStats` that are kept here, by name."""
         return {
             "num_drafts": self._num_drafts,
             "num_draft_tokens": self._num_proposed,
@@ -83,7 +82,7 @@ class Speculation:
         }
 
     def suggest(self, sequence: Sequence, tokens: Seq[int]) -> None:
-        """Propose tokens behind the newest one of a sequence, whose tokens are all known."""
+        """Propose tokens after the newest one of a sequence, whose tokens are all known."""
         if tokens:
             self._suggested[sequence.key] = sequence.num_known, tuple(tokens)
         else:
@@ -91,11 +90,10 @@ class Speculation:
 
     @property
     def has_suggested(self) -> bool:
-        """Whether the host proposes tokens of any sequence."""
         return bool(self._suggested)
 
     def suggested(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return what is proposed behind a sequence's newest token by the host."""
+        """Return what the host proposes after a sequence's newest token."""
         num_known, tokens = self._suggested.get(sequence.key, (0, ()))
         return tokens if num_known == sequence.planned_length else ()
 
@@ -114,7 +112,7 @@ class Speculation:
     def next_loop(self, sequences: Seq[Sequence]) -> Speculating | None:
         """Return how the next loop of these sequences speculates; None for not at all.
 
-        It may pay for one that has not taken part in such a loop, whatever others showed.
+        A sequence that has not taken part in such a loop gets a trial, whatever others showed.
         """
         num_rows = len(sequences)
         if num_rows > self._most_rows:
@@ -125,10 +123,10 @@ class Speculation:
         return times.next_loop(num_rows, self._most)
 
     def most_tokens(self, sequence: Sequence, num_rows: int) -> int:
-        """Return the tokens of an iteration for which a sequence gets pages, of as many rows.
+        """Return the tokens of an iteration for which a sequence of a loop gets pages.
 
-        They are about twice as many as came lately, since pages that are not used are taken back,
-        and since the next loop is planned from what this one may deliver.
+        About twice as many as came lately: unused pages are taken back, and the next loop is
+        planned from what this one may deliver.
         """
         known = self._pace.get(sequence.key)
         if known is None:
@@ -136,11 +134,7 @@ class Speculation:
         return min(1 + self._most, 1 + round(2 * known))
 
     def take_in(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Learn from a step that was collected.
-
-        Args:
-          seconds: that the device took for it.
-        """
+        """Learn from a collected step that took the device so many `seconds`."""
         if not (plan.is_decode_loop and 0 < len(plan.rows) <= self._most_rows):
             return
         times = self._sizes.setdefault(_size(len(plan.rows)), _Times())
@@ -176,7 +170,7 @@ class Speculation:
 
 @final
 class _Times:
-    """Times of iterations of loops of a size."""
+    """Times of iterations of loops of one size."""
 
     def __init__(self) -> None:
         self._plain_s: deque[float] = deque(maxlen=_NUM_TIMES)
@@ -211,7 +205,7 @@ class _Times:
         self._num_without = self._most_without = 0
 
     def learn_whether_it_paid(self, num_iterations: int, num_wide: int, tokens: float) -> None:
-        """Have later loops run without proposals for a while if they did not pay in one.
+        """Run later loops without proposals for a while if they did not pay in one.
 
         Args:
           tokens: that a row got in an iteration, on average.
@@ -224,7 +218,6 @@ class _Times:
             self._num_without = self._most_without
 
     def take_in(self, num_plain: int, num_wide: int, seconds: float) -> None:
-        """Learn how long a loop of so many iterations of both kinds took."""
         if not num_wide:
             if num_plain:
                 self._plain_s.append(seconds / num_plain)

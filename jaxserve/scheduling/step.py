@@ -19,7 +19,7 @@ from jaxserve.scheduling.speculation import NOT_SPECULATING, Speculation
 
 
 @final
-class Rows:
+class StepRows:
     """The rows of a step that is being planned, in order.
 
     Attributes:
@@ -32,19 +32,17 @@ class Rows:
         self.sequences: list[Sequence] = []
         self.num_tokens = 0
         self.num_proposed = 0
-        # Of each row, beside its sequence.
+        # Of each row.
         self._spans: list[tuple[int, int]] = []
         self._max_new: list[int] = []
         self._proposed: list[tuple[int, ...]] = []
 
     @property
     def num_taken(self) -> int:
-        """Rows of the batch that are taken."""
         return len(self.sequences) + self.num_proposed
 
     @property
     def encodes(self) -> bool:
-        """Whether an encoder computes some row."""
         pairs = zip(self.sequences, self._spans, strict=True)
         return any(start < sequence.request.num_encoded for sequence, (start, _) in pairs)
 
@@ -85,11 +83,7 @@ def _row(
     proposed: tuple[int, ...],
     is_decode_loop: bool,
 ) -> Row:
-    """Return the row of a sequence's tokens in [start, end) of a span.
-
-    Args:
-      proposed: see `Row`.
-    """
+    """Return the row of a sequence's tokens in [start, end) of a span."""
     assert sequence.slot is not None
     start, end = span
     if start >= sequence.prompt_length - 1:  # so it is for almost all
@@ -114,7 +108,7 @@ def _row(
 
 @final
 class Victims:
-    """The running sequences without a row, as the policy ranks them.
+    """The running sequences without a row, as the policy ranks them for preemption.
 
     They are ranked once for all preemptions of a step: an estimate of what a sequence will need
     changes only when it gets a row, and then it is not preempted any more.
@@ -127,15 +121,15 @@ class Victims:
         self._ranked: list[Sequence] | None = None
 
     def forget_ranks(self) -> None:
-        """Take note that another sequence runs."""
+        """Rank again, because another sequence runs."""
         self._ranked = None
 
     def next(self, running: Seq[Sequence], have_rows: Collection[Sequence]) -> Sequence:
-        """Return the one to preempt now; the first that runs if there is no other without a row.
+        """Return the sequence to preempt: the first running one if all others have rows.
 
         Args:
           running: in the policy's order.
-          have_rows: those with a row in this step.
+          have_rows: sequences with a row in this step.
         """
         if self._ranked is None:
             candidates = [each for each in running[1:] if each not in have_rows]
@@ -172,7 +166,7 @@ class Step:
         open_groups: Collection[int],
     ):
         self.config = kv.config
-        self._rows = Rows()
+        self._rows = StepRows()
         self.sequences = self._rows.sequences
         self.wake_s: float | None = None
         self.open_groups = open_groups
@@ -315,8 +309,8 @@ class Step:
         """Return [start, end) of the next tokens to compute, no row over an encoder prompt's end.
 
         An encoder computes its prompt whole. The first such prompt of a step always fits, since
-        programs of its own compute it; any other must fit beside the step's rows. Where it does
-        not, the step takes no more tokens, so that no later sequence passes this one.
+        programs of its own compute it; any other must fit together with the step's rows. Where it
+        does not, the step takes no more tokens, so that no later sequence passes this one.
         """
         num_encoded = sequence.request.num_encoded
         num_rows_left = self.config.max_slots - self._rows.num_taken
@@ -346,7 +340,7 @@ class Step:
         self._queues.have_advanced()
 
     def _add_newest(self, sequence: Sequence) -> bool:
-        """Add the one row of most answers at a fraction of the cost of `add_row`, if it is that."""
+        """Add the one row of most answers at a fraction of the cost of `add_row`, if possible."""
         if not sequence.is_steady or self._rows.num_taken == self.config.max_slots:
             return False
         if not self._kv.compute_newest(sequence):
@@ -356,7 +350,7 @@ class Step:
         return True
 
     def _suggested(self, sequence: Sequence, spare: int) -> tuple[int, ...]:
-        """Return what the host proposes; nothing if it does not fit beside all other rows."""
+        """Return what the host proposes; nothing if it does not fit besides all other rows."""
         found = self._speculation.suggested(sequence)
         rows_left = self.config.max_slots - len(self._queues.running) - self._rows.num_proposed
         num = sequence.num_uncomputed + len(found)
@@ -423,7 +417,7 @@ class Step:
     # ---- the plan ----
 
     def finish(self, index: int) -> StepPlan:
-        """Return the plan; slots are compacted before a decode loop."""
+        """Return the plan. Slots are compacted before a decode loop."""
         if self._handovers:
             handovers = tuple(handover(*each) for each in self._handovers)
             return StepPlan(index=index, num_iterations=0, handovers=handovers, group=LINK)
@@ -470,7 +464,7 @@ class Step:
     def _advance(
         self, sequence: Sequence, spans: Seq[tuple[int, int]], proposed: tuple[int, ...]
     ) -> None:
-        """After these tokens: a row that reaches the newest token plans the next one."""
+        """Advance a sequence: a row that reaches the newest token plans the next one."""
         keeps_split = not (proposed or self._speculating.num_proposed) and sequence.is_steady
         if not (keeps_split and sequence.is_decoding):
             self._decoding_and_prefilling = None
@@ -510,7 +504,7 @@ class Step:
         return True
 
     def _preempt_one(self) -> Sequence:
-        """Preempt the policy's victim of those without a row; never the first while there are more.
+        """Preempt the policy's victim among sequences without a row; the first one last.
 
         So the first in order always advances, and then the next.
         """

@@ -25,8 +25,7 @@ class _Entry:
     Attributes:
       place: key of its order, and its own; no two are equal.
       least_pages: that it can begin with.
-      num_passed: admissions that went before it although it came first; those of its block's
-        `num_passed` come on top.
+      num_passed: later sequences that were admitted before it, without its block's `num_passed`.
     """
 
     place: tuple[Any, int]
@@ -36,8 +35,8 @@ class _Entry:
 
 
 @final
-class _Block:
-    """A run of entries, in order, of which a search skips those that cannot be admitted at once.
+class _EntryBlock:
+    """A run of entries in order; a search skips those of which none can be admitted now.
 
     Attributes:
       num_passed: passes of every entry.
@@ -55,7 +54,7 @@ class _Block:
         self.measure()
 
     def measure(self) -> None:
-        """Take the extremes anew."""
+        """Compute the extremes again."""
         self.least_pages = min(entry.least_pages for entry in self.entries)
         self.most_passed = max(entry.num_passed for entry in self.entries)
 
@@ -67,10 +66,10 @@ class _Block:
         self.most_passed = max(self.most_passed, entry.num_passed)
         self.num_bounded += entry.sequence.request.has_bounds
 
-    def split(self) -> _Block:
-        """Return a block with the upper half, which leaves this one."""
+    def split(self) -> _EntryBlock:
+        """Move the upper half into a new block, and return it."""
         half = len(self.entries) // 2
-        upper = _Block(self.entries[half:], self.num_passed)
+        upper = _EntryBlock(self.entries[half:], self.num_passed)
         del self.entries[half:]
         self.num_bounded -= upper.num_bounded
         self.measure()
@@ -81,13 +80,13 @@ class _Block:
 class WaitingPool:
     """Waiting sequences in the policy's order.
 
-    A sequence that does not fit is passed by others as often as the order allows. The sequences lie
-    in blocks that know the least pages of theirs, so a search costs the number of blocks and one of
-    them, not the number of sequences.
+    A sequence that does not fit is passed by others as often as the order allows. The sequences are
+    in blocks that know their least pages, so the cost of a search is the number of blocks and one
+    of them, not the number of sequences.
 
     Args:
-      keys: of the sequences' places; a key is taken here whenever a sequence begins to wait.
-      max_passes: see `Order`.
+      keys: of the sequences' places; a key is taken whenever a sequence begins to wait.
+      max_passes: of the `Order`.
       least_pages: returns the fewest pages that a sequence can begin with. Without tokens in flight
         it does not change while the sequence waits, unless `replace` or `sort` is called.
     """
@@ -104,7 +103,7 @@ class WaitingPool:
         self._page_size = page_size
         self._least_pages = least_pages
         # None is empty.
-        self._blocks: list[_Block] = []
+        self._blocks: list[_EntryBlock] = []
         self._entries: dict[int, _Entry] = {}
         # Keys of sequences with a latency bound of their own.
         self._bounded: set[int] = set()
@@ -128,20 +127,18 @@ class WaitingPool:
         return iter([entry.sequence for block in self._blocks for entry in block.entries])
 
     def add(self, sequence: Sequence) -> None:
-        """Take the sequence's key, and insert it there."""
         self._add(self._new_entry(sequence))
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended."""
         self._remove(sequence)
 
     def replace(self, sequence: Sequence) -> None:
-        """Take the key of one waiting sequence anew, because its answer or estimate has changed."""
+        """Take the key of a waiting sequence again, because its answer or estimate changed."""
         num_passed = self._remove(sequence)
         self._add(self._new_entry(sequence, num_passed))
 
     def sort(self) -> None:
-        """Take every key anew, because limits or estimates have changed that the order goes by."""
+        """Take every key again, because limits or estimates changed that the order uses."""
         entries = [
             self._new_entry(entry.sequence, block.num_passed + entry.num_passed)
             for block in self._blocks
@@ -149,7 +146,7 @@ class WaitingPool:
         ]
         entries.sort(key=_place)
         size = _MAX_ENTRIES // 2
-        self._blocks = [_Block(entries[i : i + size]) for i in range(0, len(entries), size)]
+        self._blocks = [_EntryBlock(entries[i : i + size]) for i in range(0, len(entries), size)]
 
     def ready(self) -> Iterator[Sequence]:
         """Yield the sequences that could run at once if they fitted.
@@ -175,8 +172,8 @@ class WaitingPool:
         """Return the first sequence that fits, if it may pass those before it.
 
         Args:
-          fits: whether a sequence fits into `num_available` pages; called with those alone that
-            could by their least pages.
+          fits: whether a sequence fits into `num_available` pages; called only for those that could
+            by their least pages.
           awaits: whether a sequence fits but waits for something else; then any other may pass it.
           only_bounded: all without a latency bound of their own wait for something else. Once one
             of them has fitted, the search passes the others without a look at their memory.
@@ -226,7 +223,7 @@ class WaitingPool:
             self._begun[sequence.key] = sequence
         return entry
 
-    def _known_pages(self, block: _Block, entry: _Entry) -> int:
+    def _known_pages(self, block: _EntryBlock, entry: _Entry) -> int:
         """Return the least pages of an entry without tokens in flight."""
         if entry.least_pages == _UNKNOWN:
             entry.least_pages = self._least_pages(entry.sequence)
@@ -235,7 +232,7 @@ class WaitingPool:
 
     def _add(self, entry: _Entry) -> None:
         if not self._blocks:
-            self._blocks.append(_Block([entry]))
+            self._blocks.append(_EntryBlock([entry]))
             return
         at = min(self._block_of(entry), len(self._blocks) - 1)
         block = self._blocks[at]
@@ -267,7 +264,7 @@ class WaitingPool:
         """Return the index of the first block that ends at the entry's place or behind it."""
         return bisect.bisect_left(self._blocks, entry.place, key=_last_place)
 
-    def _may_be_passed(self, block: _Block, entry: _Entry) -> bool:
+    def _may_be_passed(self, block: _EntryBlock, entry: _Entry) -> bool:
         return block.num_passed + entry.num_passed < self._max_passes
 
 
@@ -275,7 +272,7 @@ def _place(entry: _Entry) -> tuple[Any, int]:
     return entry.place
 
 
-def _last_place(block: _Block) -> tuple[Any, int]:
+def _last_place(block: _EntryBlock) -> tuple[Any, int]:
     return block.entries[-1].place
 
 

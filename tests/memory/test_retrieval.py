@@ -152,10 +152,10 @@ def test_none_waits_for_room_of_one_that_waits_for_its_own(bench):
 
 def test_those_without_room_may_pass_until_one_begins(bench):
     """What holds the room may wait for the very sequence that needs it."""
-    assert not bench.retrieval.let_pass(), "nothing holds the room"
+    assert not bench.retrieval.stop_waiting_for_host(), "nothing holds the room"
     assert bench.retrieval.awaits(0, bench.keys("a", 6))
     bench.take_in()
-    assert bench.retrieval.awaits(1, bench.keys("b", 6)) and bench.retrieval.let_pass()
+    assert bench.retrieval.awaits(1, bench.keys("b", 6)) and bench.retrieval.stop_waiting_for_host()
     assert not bench.retrieval.awaits(1, bench.keys("b", 6))
     bench.retrieval.release(1)
     assert bench.retrieval.awaits(2, bench.keys("c", 6))

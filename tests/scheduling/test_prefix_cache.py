@@ -14,8 +14,7 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.simulated import SimulatedExecutor
-from jaxserve.memory.disk_tier import DiskTier
-from jaxserve.memory.page_files import PageFiles
+from jaxserve.memory.disk_tier import DiskTier, PageFiles
 from jaxserve.scheduling.kv.manager import KVManager
 from jaxserve.scheduling.kv.sequence_kv import MAX_LOOKED_AT
 from jaxserve.scheduling.plan import StepPlan

@@ -20,7 +20,7 @@ _LOOPS_BEFORE = 1.5
 
 
 def decode_iterations(step: StepBuilder, *, heeds_arrivals: bool = False) -> int:
-    """Return all that the device was compiled for, or fewer while sequences wait or come.
+    """Return all iterations that were compiled, or fewer while sequences wait or come.
 
     A loop of N iterations costs its start, and leaves the place of an answer that ends in it unused
     for N / 2 iterations on average. With one end every L tokens of a row, both together are least
@@ -28,7 +28,7 @@ def decode_iterations(step: StepBuilder, *, heeds_arrivals: bool = False) -> int
     loop is cut at the first length limit anyway.
 
     Args:
-      heeds_arrivals: return fewer while others come, too, see `_before_arrivals`.
+      heeds_arrivals: also return fewer while requests arrive, see `_before_arrivals`.
     """
     most = step.config.max_decode_iterations
     if not step.has_waiting:
@@ -41,10 +41,10 @@ def decode_iterations(step: StepBuilder, *, heeds_arrivals: bool = False) -> int
 
 
 def _before_arrivals(step: StepBuilder) -> int:
-    """Return the iterations of a loop while requests come to be computed beside those that run.
+    """Return the iterations of a loop while requests arrive during the steps of others.
 
     A loop of N iterations of t seconds delays each of its B sequences by its start, s / N an
-    iteration. It delays those that come, r a second, by 1.5 N t, so 1.5 r N t^2 an iteration. Both
+    iteration. It delays arriving ones, r a second, by 1.5 N t, so 1.5 r N t^2 an iteration. Both
     together are least at N = sqrt(B s / (1.5 r)) / t.
     """
     expected = step.expected_arrivals()
@@ -107,20 +107,20 @@ class IterationLevel:
 @final
 @dataclass(frozen=True)
 class Unified:
-    """Every running answer advances by one token; what is left of the step goes to prompts.
+    """Every running answer advances by one token; the rest of the step goes to prompts.
 
     Pensieve's unified batch (section 3.4.2 of the thesis) with chunked prefill; without prompts to
     compute, the step is a decode loop.
 
     Attributes:
-      chunk_tokens: prompt tokens of one step at most; 0 for all that fit.
+      chunk_tokens: the most prompt tokens of one step; 0 for all that fit.
       max_running: a sequence is admitted only while fewer than this many run; None for as many as
-        there are slots. Sequences with a latency bound of their own do not count, and need not
-        wait for it. Where more run already (`Scheduler.adopt`), they go on.
+        there are slots. Sequences with a latency bound of their own do not count, and need not wait
+        for it. Where more run already (`Scheduler.adopt`), they continue.
       reserved_slots: slots that only sequences with a latency bound of their own may take; one slot
-        is always for others. With reserved slots, a sequence with a bound that finds no slot or
-        memory has others preempted.
-      heeds_arrivals: make decode loops shorter while requests come one by one.
+        is always for other sequences. With reserved slots, a sequence with a bound that finds no
+        slot or memory preempts sequences without.
+      heeds_arrivals: make decode loops shorter while requests arrive one by one.
     """
 
     num_device_groups: ClassVar[int] = 1

@@ -24,21 +24,17 @@ class Ratio:
     denominator: float = 0.0
 
     def add(self, numerator: float, denominator: float) -> None:
-        """Take in one batch."""
         self.numerator = _KEPT * self.numerator + numerator
         self.denominator = _KEPT * self.denominator + denominator
 
     @property
     def value(self) -> float | None:
-        """The ratio; None before there is anything to divide by."""
+        """The ratio; None without a denominator."""
         return self.numerator / self.denominator if self.denominator else None
 
 
 def tokens_to_encode(sequence: Sequence) -> int:
-    """Return the tokens without KV of a waiting sequence.
-
-    Of an encoder's prompt neither its padding counts, nor the decoder's start token.
-    """
+    """Return a waiting sequence's tokens without KV, less an encoder prompt's padding and start."""
     request = sequence.request
     return sequence.num_uncomputed - (request.num_padding + 1 if request.num_encoded else 0)
 
@@ -59,7 +55,7 @@ class EncodeBatch:
     mean_tokens: Ratio = field(default_factory=Ratio)
 
     def begin(self) -> None:
-        """Count from zero; the batch before has its part in the average from here on."""
+        """Begin another batch; the one before counts in the average from here on."""
         if self.num_sequences:
             self.mean_tokens.add(self.num_tokens, self.num_sequences)
         self.num_sequences = self.num_tokens = 0
@@ -117,11 +113,7 @@ class Workload:
             )
 
     def next_of(self, step: StepBuilder, batch: EncodeBatch, num_running: int) -> Sequence | None:
-        """Admit the next sequence into the batch and return it; None where it takes no more.
-
-        Args:
-          num_running: sequences that run and have no slots reserved for them.
-        """
+        """Admit the next sequence into the batch, with `num_running` outside of reserved slots."""
         candidate = step.first_admissible()
         if candidate is None:
             return None
@@ -132,7 +124,6 @@ class Workload:
         return step.admit()
 
     def _takes(self, num_tokens: int, num_running: int, batch: EncodeBatch) -> bool:
-        """Whether a batch takes a sequence with this many tokens."""
         if not num_running:
             return True
         least, most = 1 - self.threshold, 1 + self.threshold
@@ -162,10 +153,7 @@ class Workload:
 def first_urgent(step: StepBuilder, reserved_slots: int) -> Sequence | None:
     """Return the first waiting sequence with a bound that may begin now, making way for it.
 
-    Behind one without a bound, which has waited for long, it may have a reserved slot.
-
-    Args:
-      reserved_slots: slots that only sequences with a bound may take.
+    After one without a bound, which has waited for long, it may have one of the `reserved_slots`.
     """
     sequence = step.make_way()
     if sequence is not None or not reserved_slots:
@@ -177,13 +165,11 @@ def first_urgent(step: StepBuilder, reserved_slots: int) -> Sequence | None:
 def admissions(
     step: StepBuilder, batch: EncodeBatch, workload: Workload, reserved_slots: int
 ) -> Iterator[Sequence]:
-    """Admit sequences into an encode batch, one by one, as long as the step takes tokens.
+    """Admit sequences into an encode batch, one by one, while the step takes tokens.
 
-    Those with a bound come first, whatever the workload. Others are preempted where they find no
-    slot or memory.
-
-    Args:
-      reserved_slots: slots that only sequences with a bound may take; one is always for others.
+    Those with a bound come first, whatever the workload; other sequences are preempted if they find
+    no slot or memory. `reserved_slots` are for these alone; one slot is always for sequences
+    without.
     """
     most = max(1, step.config.max_slots - reserved_slots)
     num_others = _num_without_bounds(step)

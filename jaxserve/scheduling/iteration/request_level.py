@@ -10,7 +10,7 @@ from jaxserve.scheduling.policy import MAX_ADMITTED, StepBuilder
 
 @final
 @dataclass
-class Batch:
+class StaticBatch:
     """The batch that runs.
 
     Attributes:
@@ -40,10 +40,10 @@ class Static:
 
     window_s: float = 0.0
 
-    def new_state(self) -> Batch:
-        return Batch()
+    def new_state(self) -> StaticBatch:
+        return StaticBatch()
 
-    def select(self, step: StepBuilder, state: Batch) -> None:
+    def select(self, step: StepBuilder, state: StaticBatch) -> None:
         if not step.running:
             state.num_rows, state.is_open = 0, self._starts(step)
         if state.is_open:

@@ -49,8 +49,8 @@ class RRA:
     in decode loops. So prompts hold up answers at known times only, and a batch of answers neither
     shrinks nor grows on average.
 
-    - Results are read before an encode phase begins, because its size follows from how many
-      answers have ended. The device idles for that long, once a round.
+    - Results are read before an encode phase begins, because its size follows from how many answers
+      have ended. The device idles for that long, once a round.
     - If no sequence waits then, decoding goes on until one does. If all answers end, the next
       encode phase begins at once. An encode phase takes what waits, however few.
     - The number of sequences is adjusted as `Workload` says.

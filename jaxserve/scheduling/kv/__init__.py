@@ -1,1 +1,1 @@
-"""The KV of sequences: page tables, reservations, and what lies on which tier."""
+"""The KV of sequences: page tables, reservations, and the tiers that hold it."""

@@ -28,15 +28,15 @@ from jaxserve.scheduling.sequence import Phase, Sequence
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageUsage:
-    """Counts of the pages of the device, of the host and of the disk.
+    """Counts of the pages of the device, the host and the disk.
 
     Attributes:
       num_usable: pages of the device that sequences can own: all except the null page.
       num_owned: pages that sequences own.
-      num_reserved: pages that are reserved beside those, and not allocated yet.
+      num_reserved: further pages that are reserved and not allocated yet.
       num_cached: pages that no sequence owns, with contents that may be wanted again.
       num_available: pages that can be reserved: free and cached ones that are not reserved yet.
-      num_host, num_host_free: pages of the host, and those of them that hold nothing.
+      num_host, num_host_free: pages of the host, and those of them that are free.
     """
 
     num_usable: int
@@ -50,7 +50,6 @@ class PageUsage:
 
     @classmethod
     def of(cls, pool: PagePool, host: HostPool, disk: DiskTier | None) -> PageUsage:
-        """Return what the pages of the three tiers are used for now."""
         return cls(
             num_usable=pool.num_usable,
             num_owned=pool.num_owned,
@@ -65,10 +64,10 @@ class PageUsage:
 
 @final
 class Growth:
-    """The growth of sequences that all compute as many tokens, as it is before they do.
+    """The pages that running sequences need for their next tokens.
 
     Args:
-      sequences: running ones, each with all of its tokens before the next one computed.
+      sequences: running ones, each with all tokens but the next one computed.
     """
 
     def __init__(self, sequences: Seq[Sequence], page_size: int):
@@ -88,8 +87,8 @@ class Restoring:
     """Takes the copies from the host, a limited number with each plan.
 
     The other sequences of a step wait for its copies: 128k tokens of an 8B model are 16 GiB. So a
-    sequence with more than one plan copies runs, with all of its pages, and computes nothing before
-    the last of them has come.
+    sequence with more pages than one plan copies runs, with all of its pages, and computes nothing
+    before the last of them has come.
     """
 
     def __init__(self, cache: PageCache):
@@ -98,11 +97,10 @@ class Restoring:
         self._takes_all = False
 
     def __bool__(self) -> bool:
-        """Whether some sequence awaits its pages."""
         return any(sequence.kv.awaits is not None for sequence in self._sequences)
 
     def begin(self, sequence: Sequence, most: int | None) -> None:
-        """Have a sequence that was given its pages await them, where some plan cannot copy all.
+        """Let a sequence that owns its pages wait for them, if no single plan can copy all.
 
         Args:
           most: copies of a plan; None where no other sequence waits for them.
@@ -115,7 +113,7 @@ class Restoring:
             self._sequences.append(sequence)
 
     def copies(self, most: int) -> PageCopies:
-        """Return the (host page, device page) of the next plan, if need be no more than `most`."""
+        """Return the (host page, device page) of the next plan, at most `most` if others wait."""
         incoming = self._cache.incoming
         copies = incoming.take(None if self._takes_all else most)
         self._takes_all = False
@@ -129,7 +127,7 @@ class Restoring:
 
 @final
 class KVManager:
-    """Owns the KV state of every sequence: its pages, its reservation, and what lies on which tier.
+    """Owns the KV state of every sequence: its pages, its reservation, and the tiers of its KV.
 
     A sequence begins (`begin`), grows (`reserve`, `allocate`, `computed`) and goes (`preempt`,
     `release`, `end`, `restart`). Copies between tiers are collected for the next plan.
@@ -144,10 +142,10 @@ class KVManager:
       on_arrival: called on the disk's thread when `retrieval` has something to take in.
 
     Attributes:
-      config: as given, with the number of pages that there are now.
+      config: as given, with the present number of pages.
       host: pages of the host.
       num_outgrown: reservations that were used up.
-      retrieval: of pages on the disk, for the sequences that wait for them.
+      retrieval: of pages on the disk, for waiting sequences.
       transfer: of cached pages to and from other engines.
       weights: the identity of the weights.
     """
@@ -206,15 +204,12 @@ class KVManager:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be reserved."""
         return self._cache.pool.num_available
 
     def usage(self) -> PageUsage:
-        """Return what pages are used for now."""
         return PageUsage.of(self._cache.pool, self.host, self._disk)
 
     def counters(self) -> dict[str, float]:
-        """Return the counters of `EngineStats` that are kept here, by name."""
         swapped, prefixes = self._swap_space, self._prefixes
         return {
             "num_outgrown": self.num_outgrown,
@@ -231,13 +226,12 @@ class KVManager:
         }
 
     def residency(self, tokens: Seq[int]) -> list[Tier]:
-        """Return the fastest tier on which each full page of a context lies."""
+        """Return the fastest tier that holds each full page of a context."""
         return [self._cache.tier_of(key) for key in self._keys_of(tokens)]
 
     # ---- sequences that begin ----
 
     def new(self, request: Request) -> SequenceKV:
-        """Return the state of a sequence without KV."""
         return self._prefixes.new(request)
 
     def least_missing(self, sequence: Sequence, num_tokens: int) -> int:
@@ -250,7 +244,7 @@ class KVManager:
         return excess <= 0 or self._prefixes.shares(sequence, excess)
 
     def awaits_disk(self, sequence: Sequence) -> bool:
-        """Whether pages of a waiting sequence are still to come from the disk; asks for them."""
+        """Whether a waiting sequence waits for pages of the disk; requests them."""
         return self._prefixes.awaits_disk(sequence)
 
     def begin(
@@ -258,7 +252,7 @@ class KVManager:
     ) -> list[tuple[int, int]]:
         """Reserve `num_tokens` tokens for a waiting sequence that fits.
 
-        Its pages may all come at once if it is the first that runs.
+        If it is the first that runs, one plan may bring all of its pages.
 
         Returns:
           (index, page) of the pages it begins with: shared with others, to be filled from the host,
@@ -283,17 +277,17 @@ class KVManager:
         return sequence.kv.table.reserve(num_tokens)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
-        """Own pages for `num_tokens` tokens, all reserved before; returns new (index, page)."""
+        """Own pages for `num_tokens` tokens, all reserved before; return the new (index, page)."""
         return sequence.kv.table.allocate(num_tokens)
 
     def computed(self, sequence: Sequence, start: int, end: int) -> None:
-        """A plan computes a sequence's tokens up to `end`, the first of them at `start`."""
+        """Record that a plan computes a sequence's tokens from `start` up to `end`."""
         sequence.kv.advance_to(end)
         if start < sequence.prompt_length:
             self._prefixes.computed(sequence)
 
     def compute_newest(self, sequence: Sequence) -> bool:
-        """A plan computes a sequence's newest output token, behind all the others.
+        """Record that a plan computes a sequence's newest output token, after all others.
 
         Returns:
           False, unchanged, where more is left to compute, or a page for it is not owned.
@@ -305,9 +299,9 @@ class KVManager:
         return True
 
     def take_back(self, sequence: Sequence, num_tokens: int) -> None:
-        """Fewer tokens came of a sequence than were planned: free the pages that were for them.
+        """Free the pages of planned tokens that a step did not deliver.
 
-        They go back to its reservation. Steps in flight do not write to them: the device goes on
+        They go back to the reservation. Steps in flight do not write to them: the device goes on
         where the sequence really is. Where not even one token came, the KV of the newest token is
         computed again, to the same values.
         """
@@ -321,7 +315,6 @@ class KVManager:
             kv.num_cached = min(kv.num_cached, kv.table.num_pages)
 
     def handed_over(self, sequence: Sequence, group: int) -> None:
-        """Go on with a sequence's pages in another device group's memory, after the copy."""
         sequence.kv.group = group
 
     # ---- sequences that go ----
@@ -330,7 +323,7 @@ class KVManager:
         """Free a sequence's pages; its KV is cached, copied to the host, or dropped.
 
         Args:
-          has_outgrown: because it used up its reservation; it comes back with a larger one.
+          has_outgrown: it used up its reservation, and comes back with a larger one.
         """
         self._prefixes.leave(sequence, returns=True)
         self._swap_space.save(sequence)
@@ -345,14 +338,14 @@ class KVManager:
         sequence.kv.close()
 
     def reopen(self, sequence: Sequence) -> None:
-        """Begin anew with a sequence that was released and has not ended; it waits again."""
+        """Reset a sequence that was released and has not ended; it waits again."""
         sequence.kv.num_dropped, sequence.kv.num_computed = sequence.kv.num_computed, 0
 
     def end(self, sequence: Sequence, *, is_right: bool) -> None:
-        """Free what a sequence holds anywhere, after its phase and tokens are final.
+        """Free everything that a sequence holds, after its phase and tokens are final.
 
         Args:
-          is_right: False where its KV may not be found by others.
+          is_right: False where other sequences may not use its KV.
         """
         self._swap_space.drop(sequence)
         self.retrieval.release(sequence.key)
@@ -364,11 +357,11 @@ class KVManager:
         self._prefixes.read(sequence)
 
     def all_read(self, sequence: Sequence) -> None:
-        """No token of a sequence is in flight any more: name the pages that it left."""
+        """Name the pages that a sequence left, once none of its tokens is in flight."""
         self._prefixes.read(sequence)
 
     def restart(self, sequence: Sequence, *, keeps_output: bool) -> None:
-        """Drop the KV of a sequence that runs or waits: it is no longer right."""
+        """Drop the KV of a sequence that runs or waits, because it is no longer right."""
         kv = sequence.kv
         if sequence.phase is Phase.RUNNING:
             self._prefixes.evict(sequence)
@@ -385,12 +378,12 @@ class KVManager:
         return self._disk is not None
 
     def prefetch(self, waiting: Iterable[Sequence]) -> None:
-        """Have the next plan, complete otherwise, bring pages of waiting sequences."""
+        """Bring pages of waiting sequences with the next plan, which is complete otherwise."""
         if self.config.prefetches:
             self._prefixes.prefetch(waiting)
 
     def copies(self, admitted: Iterable[Sequence]) -> tuple[PageCopies, PageCopies]:
-        """Return the copies of the next plan: (device page, host page), then the other way round.
+        """Return the copies of the next plan: (device page, host page), and the other way round.
 
         Args:
           admitted: sequences that the plan admits.
@@ -407,11 +400,9 @@ class KVManager:
     # ---- another pool, other weights, the end ----
 
     def config_with(self, num_pages: int) -> EngineConfig:
-        """Return the sizes that there are with another number of pages."""
         return replace(self.config, num_pages=num_pages)
 
     def fits(self, num_pages: int) -> bool:
-        """Whether all reservations fit into a pool of `num_pages` pages."""
         pool = self._cache.pool
         return pool.num_owned + pool.num_reserved <= num_pages - 1
 
@@ -419,7 +410,7 @@ class KVManager:
         """Evict what a pool of `num_pages` pages has no room for; no step may be in flight.
 
         Returns:
-          The fewest (from, to) moves of pages; `resize` takes them, once they are carried out.
+          The fewest (from, to) moves of pages, to be carried out and then passed to `resize`.
         """
         self._swap_space.drop_unsaved()
         self._cache.drop_uncopied()
@@ -427,7 +418,7 @@ class KVManager:
         return fewest_moves(self._cache.pool.held, num_pages)
 
     def resize(self, num_pages: int, moves: Moves, running: Iterable[Sequence]) -> None:
-        """Go on with a pool of `num_pages` pages, after `shrink`.
+        """Switch to a pool of `num_pages` pages, after `shrink`.
 
         Args:
           running: sequences with pages.
@@ -440,21 +431,19 @@ class KVManager:
             sequence.kv.table.relocate(targets)
 
     def value_by(self, cost: RecomputeCost) -> None:
-        """Value cached pages by what computing them costs, from here on."""
         self._values.value_by(cost)
 
     def swap_by(self, costs: SwapCosts | None) -> None:
-        """Decide between copying and recomputing by these costs, from here on."""
         self.swap_costs = costs
         self._swap_space.decide_by(costs)
         self._values.copy_by(copy_s(costs))
 
     def weights_changed(self, name: WeightsName, sequences: Iterable[Sequence]) -> None:
-        """Evict all cached pages; no key of the former weights is a key from here on.
+        """Evict all cached pages, and use keys of the new weights.
 
         Args:
-          name: of the weights from here on.
-          sequences: all that run or wait. What they have computed is not cached any more.
+          name: of the new weights.
+          sequences: all that run or wait; what they have computed is no longer cached.
         """
         self.weights.change(name)
         for sequence in sequences:
@@ -465,20 +454,20 @@ class KVManager:
         """Evict all cached pages.
 
         Args:
-          suffix: distinguishes what is computed from here on from what the disk has of the same
-            weights; empty to go on finding that.
+          suffix: distinguishes pages from now on from those of the same weights on the disk; empty
+            to keep finding these.
         """
         self.retrieval.clear()
         self._cache.clear(self.weights.of_cache() + suffix)
 
     def evict(self, tokens: Seq[int], pages: Iterable[int]) -> None:
-        """Evict full pages of a context, by index, that lie on the device and in no sequence."""
+        """Evict full pages of a context, by index, that are on the device and in no sequence."""
         for page in self._cache.find([*map(self._keys_of(tokens).__getitem__, pages)]):
             if self._cache.is_cached(page):
                 self._cache.evict(page)
 
     def save(self) -> None:
-        """Move everything on the host to the disk; nothing may run any more."""
+        """Move everything on the host to the disk; no sequence may run any more."""
         self._cache.save()
 
     def flush(self, free_share: float = 1.0) -> PageCopies:
@@ -492,7 +481,6 @@ class KVManager:
         return self._cache.copies_out(free_share=free_share)
 
     def close(self) -> None:
-        """Close the disk."""
         if self._disk is not None:
             self._disk.close()
 
@@ -510,6 +498,8 @@ def check_integrity(
 ) -> None:
     """Raise AssertionError where sequences and pools disagree.
 
+    These are invariants 1 and 2 of docs/architecture.md.
+
     Args:
       sequences: all that have not ended.
     """
@@ -522,7 +512,7 @@ def check_integrity(
         runs = sequence.phase is Phase.RUNNING
         assert (kv.table.reservation > 0) == runs, f"{sequence.phase} holds {kv.table.reservation}"
         assert not runs or kv.num_computed <= kv.table.num_pages * page_size, (
-            "computed tokens lie outside the page table"
+            "computed tokens are outside the page table"
         )
         assert kv.num_cached <= kv.table.num_pages, "pages are cached that are not there"
         assert not kv.host_pages or sequence.phase is Phase.WAITING, "KV in two places"

@@ -1,4 +1,4 @@
-"""What sequences leave in the page cache when they go, and find there when they begin."""
+"""The prefix cache: pages that sequences leave when they go, and find when they begin."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class PrefixCacheManager:
 
     Args:
       cache: holds the pages.
-      values: what they are worth.
+      values: of pages.
       retrieval: brings pages that waiting sequences have on the disk alone.
-      keeps_pages: False to cache nothing; then the samples of one request still share its prompt.
+      keeps_pages: False to cache nothing; the samples of one request then still share its prompt.
       now: the clock.
 
     Attributes:
-      num_queried: tokens, in full pages, of admitted sequences that the cache could have had.
-      num_hit: those that it had.
-      num_hit_on_host, num_hit_on_disk: of these, the ones that came from there.
-      num_evicted: those of the queried that it had evicted not long before.
+      num_queried: tokens, in full pages, of admitted sequences that were looked up.
+      num_hit: queried tokens that were cached.
+      num_hit_on_host, num_hit_on_disk: hits that came from there.
+      num_evicted: queried tokens that were evicted not long before.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class PrefixCacheManager:
 
     @property
     def num_prefetched(self) -> int:
-        """Pages that came from the host for waiting sequences."""
         return self._prefetch.num_pages
 
     # ---- sequences that begin ----
@@ -76,7 +75,6 @@ class PrefixCacheManager:
         return SequenceKV(PageTable(self._cache.pool, self._page_size), keys=keys)
 
     def most_shared(self, sequence: Sequence) -> int:
-        """Return how many pages of a waiting sequence others could own."""
         if sequence.kv.host_pages or (self._keeps and sequence.wants_prompt_logprobs):
             return 0
         if self._keeps:
@@ -86,8 +84,8 @@ class PrefixCacheManager:
     def shares(self, sequence: Sequence, num_pages: int) -> bool:
         """Whether others own at least `num_pages` pages of a waiting sequence.
 
-        What was found last is remembered: the pages are looked up again only when so many have
-        become owned since that there could be enough.
+        The last result is stored. Pages are looked up again only when enough pages have become
+        owned since.
         """
         pool, kv = self._cache.pool, sequence.kv
         if num_pages > min(self.most_shared(sequence), pool.num_owned):
@@ -104,7 +102,6 @@ class PrefixCacheManager:
         return count >= num_pages
 
     def _num_owned(self, sequence: Sequence) -> int:
-        """Return how many cached pages of a waiting sequence others own."""
         pages = [cached.device_page for cached in self._find(sequence)]
         return sum(page is not None and self._cache.pool.refcount(page) > 0 for page in pages)
 
@@ -119,17 +116,17 @@ class PrefixCacheManager:
                 assert self._num_owned(sequence) <= most, "more pages are shared than remembered"
 
     def awaits_disk(self, sequence: Sequence) -> bool:
-        """Whether pages of a waiting sequence are still to come from the disk; asks for them."""
+        """Whether a waiting sequence waits for pages of the disk; requests them."""
         if self._cache.disk is None or not self._keeps or sequence.wants_prompt_logprobs:
             return False
         return self._retrieval.awaits(sequence.key, self._keys_to_find(sequence))
 
     def prefetch(self, waiting: Iterable[Sequence]) -> None:
-        """Have the next plan bring pages of waiting sequences from the host.
+        """Bring pages of waiting sequences from the host with the next plan, complete otherwise.
 
-        The plan is complete otherwise. The conversations of these sequences are active, so their
-        pages are worth more than those of any other. Of a prompt with more than `MAX_LOOKED_AT`
-        pages, that many are looked at in one plan, so that its length does not slow down each.
+        The conversations of these sequences are active, so their pages are worth more than any
+        others. Of a prompt with more than `MAX_LOOKED_AT` pages, one plan considers that many, so
+        that its length does not slow down every plan.
 
         Args:
           waiting: in the order in which they will begin.
@@ -154,7 +151,7 @@ class PrefixCacheManager:
             awaited[page].kv.prefetched.add(page.index)
 
     def _find_some(self, sequence: Sequence) -> list[CachedPage]:
-        """Return the cached pages of a long prompt in its window; its conversation is active."""
+        """Return the cached pages in a long prompt's window; mark its conversation active."""
         if not self._keeps or sequence.wants_prompt_logprobs:
             return []
         num_pages = self._num_to_find(sequence)
@@ -216,7 +213,7 @@ class PrefixCacheManager:
         return _with_whole_prompt(sequence, cached, self._page_size)
 
     def _keys_to_find(self, sequence: Sequence) -> Seq[bytes]:
-        """The newest token is computed in any case: what follows it depends on that."""
+        """Leave out the last token: it is always computed, because sampling needs its logits."""
         return self._keys(sequence, 0, self._num_to_find(sequence))
 
     def _num_to_find(self, sequence: Sequence) -> int:
@@ -282,7 +279,7 @@ class PrefixCacheManager:
     def leave(self, sequence: Sequence, *, returns: bool = False) -> None:
         """Cache the full pages of a sequence whose table is closed next, unless it is mixed.
 
-        Those whose tokens are in flight have no name until `read`.
+        Pages whose tokens are in flight have no key until `read`.
 
         Args:
           returns: whether the sequence goes on later. More turns of a conversation are expected,
@@ -310,10 +307,7 @@ class PrefixCacheManager:
             kv.unnamed += [self._add_page(sequence, i, None) for i in unnamed]
 
     def read(self, sequence: Sequence) -> None:
-        """Name the pages that a sequence left, as far as they are right.
-
-        To be called when none of its tokens is in flight.
-        """
+        """Set the keys of pages that a sequence left, as far as they are right."""
         kv = sequence.kv
         for page in kv.unnamed:
             if (page.index + 1) * self._page_size < sequence.num_known:
@@ -338,7 +332,6 @@ class PrefixCacheManager:
         kv.num_cached = 0
 
     def _keys(self, sequence: Sequence, start: int, stop: int) -> Seq[bytes]:
-        """Return the keys of full pages of known tokens, from `start` to `stop`."""
         keys, identity = sequence.kv.keys, self._cache.identity
         known = keys.known(start, stop, identity)
         if known is not None:
@@ -357,7 +350,7 @@ def _with_whole_prompt(
 
 
 def num_shareable(sequence: Sequence, page_size: int) -> int:
-    """Full prompt pages, which samples of one request share; at least one token stays."""
+    """Return the full prompt pages that samples of one request share; at least one token stays."""
     return (sequence.prompt_length - 1) // page_size
 
 

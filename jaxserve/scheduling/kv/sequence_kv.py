@@ -17,7 +17,7 @@ MAX_LOOKED_AT = 512
 @final
 @dataclass(frozen=True, slots=True)
 class SharedPages:
-    """What a look-up of a waiting sequence's pages found.
+    """The result of the last look-up of a waiting sequence's pages.
 
     Attributes:
       num_keys: leading full pages that were looked up.
@@ -33,9 +33,9 @@ class SharedPages:
 @final
 @dataclass(eq=False, slots=True)
 class Window:
-    """The pages of a long prompt, at most `MAX_LOOKED_AT`, that one step looks at to prefetch them.
+    """The pages of a long prompt, at most `MAX_LOOKED_AT`, that one step considers for prefetching.
 
-    The next step looks at the same ones, or at the next ones where none of these has to come.
+    The next step considers the same ones, or the next ones where none of these has to come.
 
     Attributes:
       start: index of the first.
@@ -49,15 +49,13 @@ class Window:
 
     @property
     def num_copied_elsewhere(self) -> int:
-        """Pages that were cached and copied in all other windows."""
         return sum(self._num_copied.values()) - self._num_copied.get(self.start, 0)
 
     def belong_to(self, branch: Branch) -> None:
-        """Take the prompt's conversation."""
         self.branch = branch
 
     def move(self, num_copied: int, num_pages: int) -> None:
-        """Look at the next pages, and after the last ones at the first again.
+        """Move to the next pages, and from the last ones to the first.
 
         Args:
           num_copied: pages of this window that are cached and copied.
@@ -72,26 +70,27 @@ class Window:
 @final
 @dataclass(eq=False, slots=True)
 class SequenceKV:
-    """Where the KV of a sequence lies, and how far it is computed. Only the KV manager writes it.
+    """The KV state of a sequence. Only the KV manager writes it.
 
     Attributes:
       table: the sequence's pages and its reservation.
       group: the device group in whose memory the pages are filled.
       num_computed: leading tokens whose KV is written by the steps planned so far, or was cached.
-      ahead: [start, end) of tokens behind those whose KV was cached, in order.
+      ahead: [start, end) of later tokens whose KV was cached, in order.
       host_pages: pages of the host that hold its KV while it waits; empty without any.
       num_dropped: tokens whose KV was dropped at the last preemption.
       num_outgrown: how often the sequence used up its reservation.
       keys: keys of its full pages.
-      branch: the conversation that it belongs to, in the prefix cache.
-      num_cached: leading pages that the prefix cache knows.
+      branch: its conversation in the prefix cache.
+      num_cached: leading pages that are in the prefix cache.
       unnamed: pages in the prefix cache whose last tokens have not been read yet.
       prefetched: indices of pages that came to the device while the sequence waited.
-      window: of the pages to prefetch while it waits; None where it has not been looked at.
-      shared: what others were found to own; None before it was looked up.
-      awaits: the last of its pages that is still to come from the host; it runs, and computes
-        nothing before. None without any.
-      is_mixed: whether former weights computed some of its KV, so that no other may find it.
+      window: of the pages to prefetch while it waits; None before it was considered.
+      shared: how many pages others own, as of the last look-up; None before.
+      awaits: the last of its pages that is still to come from the host. Until then the sequence
+        runs and computes nothing. None without any.
+      is_mixed: whether former weights computed some of its KV, so that no other sequence may use
+        it.
     """
 
     table: PageTable
@@ -112,16 +111,15 @@ class SequenceKV:
     is_mixed: bool = False
 
     def weights_changed(self) -> None:
-        """Take note that other weights compute what follows."""
+        """Record that other weights compute what follows."""
         self.is_mixed = bool(self.table.num_pages or self.host_pages)
 
     @property
     def num_reserved_left(self) -> int:
-        """Tokens for which the reservation still has room."""
         return self.table.num_reserved_tokens - self.num_computed
 
     def begin_with(self, cached: Collection[int], page_size: int) -> None:
-        """Take exactly these pages, by their index in the table, as computed."""
+        """Set exactly these pages, by their index in the table, as computed."""
         self.num_computed = 0
         self.ahead = []
         for index in sorted(cached):
@@ -133,9 +131,9 @@ class SequenceKV:
         self._pass_what_is_ahead()
 
     def next_spans(self, num_tokens: int, max_spans: int) -> list[tuple[int, int]]:
-        """Return [start, end) of the next tokens to compute, between those that were cached.
+        """Return [start, end) of the next `num_tokens` tokens to compute, between cached ones.
 
-        They are fewer than `num_tokens` where these lie in more than `max_spans`.
+        They are fewer where they would be in more than `max_spans` spans.
         """
         if not self.ahead and num_tokens and max_spans:
             return [(self.num_computed, self.num_computed + num_tokens)]
@@ -150,19 +148,18 @@ class SequenceKV:
         return spans
 
     def advance_to(self, end: int) -> None:
-        """Everything before `end` is computed, or was cached."""
+        """Record that everything before `end` is computed, or was cached."""
         self.num_computed = end
         if self.ahead:
             self.ahead = [span for span in self.ahead if span[0] >= end]
             self._pass_what_is_ahead()
 
     def forget_tokens(self) -> None:
-        """Begin anew with the prompt alone; other tokens may follow it."""
+        """Keep the prompt alone; other tokens may follow it."""
         self.keys = self.keys.anew()
         self.shared = None
 
     def close(self) -> None:
-        """Give back all pages and the reservation."""
         self.table.close()
         self.ahead.clear()
         self.awaits = None

@@ -23,8 +23,8 @@ class SwapCosts:
 
     Attributes:
       page_s: seconds to copy a page to the host, and again to copy it back.
-      token_s: seconds to compute the KV of a prompt's token.
-      position_s: seconds on top of that for each position that the token attends to.
+      token_s: seconds to compute the KV of one prompt token.
+      position_s: additional seconds for each position that the token attends to.
     """
 
     page_s: float
@@ -33,10 +33,9 @@ class SwapCosts:
 
 
 def page_cost(config: EngineConfig, costs: SwapCosts | None) -> RecomputeCost:
-    """Return what computing a page costs after a context, by the arithmetic of the model.
+    """Return the recompute cost of a page after a context, by the arithmetic of the model.
 
-    Args:
-      costs: None where nothing was measured: then the unit is the work of one token.
+    Without measured costs its unit is the work of one token.
     """
     token_s = 1.0 if costs is None else costs.token_s
     position_s = token_s / _POSITIONS_A_TOKEN if costs is None else costs.position_s
@@ -58,19 +57,20 @@ def preempt_all_s(config: EngineConfig, costs: SwapCosts | None) -> float | None
 
 
 def copy_s(costs: SwapCosts | None) -> float:
-    """Return the seconds of a page's copy; 0 where they were not measured."""
+    """Return the seconds of a page's copy; 0 where it was not measured."""
     return 0.0 if costs is None else costs.page_s
 
 
 @final
 class SwapSpace:
-    """Decides between swapping and recomputing, and allocates the host pages of what is swapped.
+    """Chooses between swapping and recomputing, and allocates host pages for swapped sequences.
 
     Args:
-      host: pages of the host; None where preempted sequences are always recomputed.
-      max_pages: that one plan copies; a sequence with more of them left is recomputed.
-      costs: None where they were not measured: then swapping is taken to be cheaper, as it is by
-        orders of magnitude on what was measured so far.
+      host: pages of the host; None to always recompute preempted sequences.
+      costs: None where they were not measured. Swapping then counts as cheaper; it was, by orders
+        of magnitude, on every device measured so far.
+      max_pages: the most pages that one plan copies; a sequence with more than are left is
+        recomputed.
 
     Attributes:
       num_pages_out, num_pages_in: pages copied.
@@ -95,14 +95,10 @@ class SwapSpace:
         return num_pages * self._costs.page_s + self.num_recomputed * self._costs.token_s
 
     def decide_by(self, costs: SwapCosts | None) -> None:
-        """Take these costs from here on."""
         self._costs = costs
 
     def save(self, sequence: Sequence) -> None:
-        """Have the next plan copy a sequence's pages to the host, or drop its KV.
-
-        Its pages are freed afterwards.
-        """
+        """Swap out a sequence's pages with the next plan, or drop its KV; then they are freed."""
         kv = sequence.kv
         if kv.host_pages:  # it was admitted in this very step, and is there still
             return
@@ -117,14 +113,14 @@ class SwapSpace:
         self._saved.append((sequence, copies))
 
     def admitted(self, sequence: Sequence) -> None:
-        """Count what a sequence lost at its preemption, and did not find cached."""
+        """Count what a sequence lost at its preemption and did not find cached."""
         kv = sequence.kv
         num_found = sequence.planned_length - sequence.num_uncomputed
         self.num_recomputed += max(0, kv.num_dropped - num_found)
         kv.num_dropped = 0
 
     def drop(self, sequence: Sequence) -> None:
-        """Free a sequence's host pages; without a slot it is computed anew then."""
+        """Free a sequence's host pages; without a slot it is recomputed then."""
         kv = sequence.kv
         if kv.host_pages and self._host is not None:
             self._host.free(kv.host_pages)
@@ -132,7 +128,7 @@ class SwapSpace:
             kv.num_computed = 0
 
     def drop_unsaved(self) -> None:
-        """Before device pages move: drop what no plan has copied yet."""
+        """Drop what no plan has copied yet, before device pages move."""
         for sequence, _ in self._saved:
             if sequence.kv.host_pages:
                 sequence.kv.num_dropped = sequence.kv.num_computed
@@ -140,16 +136,16 @@ class SwapSpace:
         self._saved.clear()
 
     def copies_out(self) -> PageCopies:
-        """Return (device page, host page) once, in the order in which they have to be made."""
+        """Return (device page, host page) of the next plan, in the order of the copies."""
         copies = tuple(copy for _, each in self._saved for copy in each)
         self._saved.clear()
         self.num_pages_out += len(copies)
         return copies
 
     def copies_in(self, admitted: Iterable[Sequence]) -> PageCopies:
-        """Return (host page, device page) of sequences that run again, and free their host pages.
+        """Return (host page, device page) of readmitted sequences, and free their host pages.
 
-        To be called when no sequence is preempted any more in the step.
+        Call it when the step preempts no more sequences.
         """
         copies: list[tuple[int, int]] = []
         for sequence in admitted:
@@ -162,7 +158,7 @@ class SwapSpace:
         return tuple(copies)
 
     def _host_for(self, num_tokens: int, num_pages: int) -> HostPool | None:
-        """The host's pool where it has room for these pages and copying them pays, else None."""
+        """Return the host's pool if it has room for these pages and copying pays, else None."""
         host = self._host
         num_leaving = sum(len(copies) for _, copies in self._saved)
         most = 0 if host is None else min(host.num_free, self._max_pages - num_leaving)

@@ -20,9 +20,9 @@ class WeightsName:
     """The name of an engine's weights.
 
     Attributes:
-      version: distinguishes them from others in this run. The first weights have none, so that
+      version: distinguishes weights within this run. It is empty for the first weights, so that
         another run finds their pages on the disk.
-      fingerprint: distinguishes them from those of other runs; None until it is needed.
+      fingerprint: distinguishes weights of different runs; None until it is needed.
     """
 
     version: bytes = b""
@@ -31,7 +31,7 @@ class WeightsName:
 
 @final
 class WeightsIdentity:
-    """The identity of an engine's weights, which the keys of cached pages begin with.
+    """The identity of an engine's weights, with which the keys of cached pages begin.
 
     Args:
       host_memory: has the fingerprint of the weights; None without host pages.
@@ -44,15 +44,14 @@ class WeightsIdentity:
         self._name = WeightsName()
 
     def name_of(self, version: int) -> WeightsName:
-        """Return the name of the weights that the executor has now, as those of a version.
+        """Return the name of the executor's weights as those of a version. Nothing changes.
 
-        With a disk it reads their fingerprint, which may fail. Nothing changes.
+        With a disk it reads their fingerprint, which may fail.
         """
         fingerprint = self._read() if self._has_disk else None
         return WeightsName(version.to_bytes(8, "big"), fingerprint)
 
     def change(self, name: WeightsName) -> None:
-        """Take note of other weights, by their `name_of`."""
         self._name = name
 
     def of_cache(self) -> bytes:
@@ -62,7 +61,7 @@ class WeightsIdentity:
     def of_every_run(self) -> bytes:
         """Return what equal weights of the same version have in every run.
 
-        The fingerprint is read once for each version, since that looks at all weights.
+        The fingerprint is read once for each version, since that reads all weights.
         """
         if self._name.fingerprint is None:
             self._name = replace(self._name, fingerprint=self._read())
@@ -86,16 +85,16 @@ class KVPages(NamedTuple):
 
 @final
 class PageTransfer:
-    """Reads cached pages for another engine, and caches the pages of another one.
+    """Exports cached pages to another engine, and imports pages from one.
 
-    Pages are found by their tokens, so the engines need not know each other. What is missing is
-    computed as if there were no transfer. The engines must have the same weights and page layout,
-    which the identity of what is sent tells.
+    Pages are found by their tokens, so the engines need not know each other. Missing pages are
+    computed. The engines must have the same weights and page layout, which the identity of a
+    message proves.
 
     Args:
       host_memory: the contents of host pages; None without host pages, and then nothing is sent or
         taken.
-      weights: tells whether pages are of the same weights.
+      weights: the identity of the engine's weights.
       keys_of: returns the keys of the full pages of a context.
       now: the clock.
     """
@@ -115,28 +114,27 @@ class PageTransfer:
         self._weights = weights
 
     def copy_to_host(self, tokens: Seq[int], first: int = 0) -> None:
-        """Have the next plan copy full pages of a context, as far as they are cached.
+        """Copy cached full pages of a context to the host with the next plan, from page `first` on.
 
-        They begin with page `first`. It ends at the first page that is not cached, or for which the
-        host has no room.
+        It ends at the first page that is not cached, or for which the host has no room.
         """
         for key in self._keys_of(tokens)[first:] if self._host_memory is not None else ():
             if not self._cache.copy_to_host(key):
                 return
 
     def copies_failed(self, copies: PageCopies) -> None:
-        """Evict from the host what a plan was to copy there, (device page, host page)."""
+        """Evict from the host what a failed plan was to copy there, (device page, host page)."""
         self._cache.drop_copies(host_page for _, host_page in copies)
 
     def read(
         self, tokens: Seq[int], first: int = 0, *, on_the_way: Collection[int] = ()
     ) -> KVPages:
-        """Return the contents of full pages of a context that the host has, from page `first` on.
+        """Return the contents of full pages of a context on the host, from page `first` on.
 
         It ends at the first page that no plan has copied yet.
 
         Args:
-          on_the_way: host pages at which it ends, too, since plans in flight copy to them.
+          on_the_way: host pages that plans in flight copy to; it ends at these, too.
         """
         contents: list[bytes] = []
         for page in self._cache.find(self._keys_of(tokens)[first:]):
@@ -149,10 +147,10 @@ class PageTransfer:
         return KVPages(self._weights.of_every_run(), contents)
 
     def load(self, tokens: Seq[int], kv: KVPages) -> int:
-        """Cache the leading full pages of a context on the host; return how many it has room for.
+        """Cache the leading full pages of a context on the host; return how many it had room for.
 
         Args:
-          kv: as `read` of another engine returned it.
+          kv: from `read` of another engine.
 
         Raises:
           InvalidConfigError: it is of other weights, or of pages of another size.
