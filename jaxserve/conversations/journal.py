@@ -61,10 +61,8 @@ CREATE TABLE unwiped (since_s REAL NOT NULL);
 
 
 def check_journal(path: str | Path | None) -> None:
-    """Refuse a journal that cannot be used, before anything slow happens.
-
-    Raises:
-      JournalError: one of its subclasses.
+    """Raise JournalError, or a subclass, for a journal that cannot be used, before slow work
+    begins.
     """
     if path is not None:
         Journal(path).close()
@@ -76,9 +74,9 @@ class JournalEntry:
     """A conversation in the journal.
 
     Attributes:
-      key: unique, also where a later conversation has the same id.
-      vocabulary: fingerprint of the meaning of its token ids.
-      created_s, used_s: seconds since 1970, of its first and last turn.
+      key: unique, even if a later conversation has the same id.
+      vocabulary: fingerprint of what its token ids mean.
+      created_s, used_s: times of its first and last turn, in seconds since 1970.
     """
 
     key: int
@@ -94,15 +92,14 @@ class JournalEntry:
 class Journal:
     """Turns of conversations, on disk or in memory. Thread-safe; several processes may share one.
 
-    Args:
-      path: of the file; None keeps conversations in memory.
-      limits: enforced when the journal is opened and after each turn; None for no limits.
-      must_exist: refuse to create a file.
-      connect: opens the SQLite connection, which the journal sets up and closes.
-      now: returns the seconds since 1970 that turns are dated with.
+    Every method raises JournalError or one of its subclasses.
 
-    Raises:
-      JournalError: one of its subclasses, as all methods do.
+    Args:
+      path: file; None keeps conversations in memory.
+      limits: enforced when the journal is opened and after each turn; None for no limits.
+      must_exist: raise instead of creating a file.
+      connect: opens the SQLite connection, which the journal sets up and closes.
+      now: returns the time of a turn, in seconds since 1970.
     """
 
     def __init__(
@@ -147,7 +144,6 @@ class Journal:
         return None if row is None else _entry(row)
 
     def list(self) -> builtins.list[JournalEntry]:
-        """Return all conversations, the most recently used first."""
         with self._reading() as db:
             rows = db.execute(f"SELECT {_ENTRY} FROM conversation ORDER BY used_s DESC").fetchall()
         return [_entry(row) for row in rows]
@@ -180,7 +176,7 @@ class Journal:
           history: with the new turns.
 
         Raises:
-          ConversationConflictError: the conversation has changed since `before`; nothing was
+          ConversationConflictError: the conversation has changed since `before`; nothing is
             written.
         """
         now_s = self._now()
@@ -221,7 +217,7 @@ class Journal:
         This rewrites the journal, at about 160 MB a second.
 
         Raises:
-          UnknownConversationError: an id is unknown; no conversation was deleted.
+          UnknownConversationError: an id is unknown; no conversation is deleted.
           JournalLockedError: the conversations are deleted, but another process prevents the
             rewrite, so that copies stay in the files.
         """
@@ -235,7 +231,7 @@ class Journal:
         self._wipe()
 
     def close(self) -> None:
-        """Close the file. The last process that closes it removes the files beside it."""
+        """Close the file. The last process that closes it removes SQLite's files next to it."""
         with self._lock:
             self._is_closed = True
             self._db.close()
@@ -243,7 +239,7 @@ class Journal:
     # ---- limits ----
 
     def _hold_limits(self, limits: JournalLimits) -> None:
-        """Drop conversations over the limits. Errors are logged: the turn has been written."""
+        """Drop conversations over the limits. Only log errors: the turn is already written."""
         try:
             with self._writing("held within its limits") as db:
                 dropped = [*self._drop_old(db, limits), *self._drop_surplus(db, limits)]
@@ -261,7 +257,7 @@ class Journal:
             _log.warning("%s", error)
 
     def _finish_wiping(self) -> None:
-        """Rewrite the files where an earlier process deleted conversations and could not."""
+        """Rewrite the files if an earlier process deleted conversations without rewriting them."""
         with self._reading() as db:
             (num_unwiped,) = db.execute("SELECT count(*) FROM unwiped").fetchone()
         if num_unwiped:
@@ -311,10 +307,10 @@ class Journal:
         return (pages - free) * page_bytes
 
     def _wipe(self) -> None:
-        """Rewrite the file with what it still has, and empty its write-ahead log.
+        """Rewrite the file with the remaining rows, and empty its write-ahead log.
 
         Overwriting deleted rows (`secure_delete`) is not enough: SQLite does not overwrite the
-        copies that it leaves in the unused part of a page when it moves rows to others.
+        copies that it leaves in the unused part of a page when it moves rows to other pages.
         """
         with self._reading("wiped") as db:
             db.execute("VACUUM")
@@ -353,7 +349,7 @@ class Journal:
                     db.execute("ROLLBACK")
 
     def _check_is_there(self) -> None:
-        """Refuse to write to a file that was removed, which SQLite would do."""
+        """Raise if the file was removed, since SQLite would write to it anyway."""
         if self._path is None or self._file is None:
             return
         if not self._path.exists() or not os.path.samestat(self._path.stat(), self._file):
@@ -414,8 +410,6 @@ def _conflict(id: str) -> ConversationConflictError:
 
 
 class Connect(Protocol):
-    """Opens a connection; `sqlite3.connect` is one."""
-
     def __call__(
         self, where: str, /, *, timeout: float, isolation_level: None, check_same_thread: bool
     ) -> sqlite3.Connection: ...
@@ -426,10 +420,8 @@ def open_journal(
 ) -> sqlite3.Connection:
     """Return a connection for one thread at a time.
 
-    A commit returns when it is on the disk. Only its owner can read a new file.
-
-    Args:
-      path: None keeps everything in memory.
+    A commit returns when it is on the disk. Only its owner can read a new file. None as `path`
+    keeps everything in memory.
 
     Raises:
       JournalError: the file must exist and does not, cannot be opened, read or written, or belongs
@@ -460,11 +452,7 @@ def open_journal(
 
 @contextmanager
 def journal_errors(where: str, what: str) -> Iterator[None]:
-    """Turn errors of SQLite and of the operating system into typed errors.
-
-    Raises:
-      JournalError: or one of its subclasses.
-    """
+    """Turn errors of SQLite and of the operating system into JournalError or a subclass."""
     try:
         yield
     except sqlite3.Error as error:
@@ -504,7 +492,7 @@ def _check_version(db: sqlite3.Connection, where: str) -> None:
 
 
 def _make_tables(db: sqlite3.Connection, where: str) -> None:
-    """Create the tables of a new file. Checks in any case that the file can be written."""
+    """Create the tables of a new file. Check in any case that the file can be written."""
     db.execute("BEGIN IMMEDIATE")
     try:
         _check_version(db, where)  # another process may have been faster

@@ -22,7 +22,7 @@ Said = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int]
 
 
 class Render(Protocol):
-    """Writes chats in tokens, for instance with tools."""
+    """Tokenizes chats, for instance with tools."""
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
         """Return the tokens of a chat up to the next answer."""
@@ -34,7 +34,7 @@ class Render(Protocol):
         answer: Mapping[str, Any],
         new: Sequence[Mapping[str, Any]],
     ) -> Sequence[int] | None:
-        """Return the tokens behind an answer; see `ChatTemplate.continuation`."""
+        """Return the tokens that follow an answer, as `ChatTemplate.continuation` does."""
         ...
 
 
@@ -44,9 +44,8 @@ class NextPrompt:
     """The prompt of a turn.
 
     Attributes:
-      token_ids: of the whole prompt.
-      num_kept: leading tokens that are the history's.
-      messages: the new messages; None where the turn is token ids.
+      num_kept: leading tokens that the history has.
+      messages: the new messages; None if the turn is token ids.
     """
 
     token_ids: tuple[int, ...]
@@ -63,16 +62,15 @@ def next_prompt(
 ) -> NextPrompt:
     """Return the prompt that continues `history` with `said`.
 
-    It begins with the history's tokens, unchanged. Where the chat template writes earlier turns
-    differently than before, the prompt is tokenized from all messages, and a warning is logged.
+    It begins with the history's tokens, unchanged. If the chat template now writes earlier turns
+    differently, all messages are tokenized again, and a warning is logged.
 
     Args:
       start: messages before those of the first turn.
       said: a text, which becomes the user's message; one or several messages; or token ids, which
         follow the history directly.
-      render: writes the messages; by default the chat template does, without tools. Where it writes
-        the newest prompt that was tokenized as a whole differently, all messages are tokenized by
-        it.
+      render: writes the messages; by default the chat template does, without tools. If it differs
+        from the newest prompt that was tokenized as a whole, it tokenizes all messages.
 
     Raises:
       InvalidRequestError: one of its subclasses.
@@ -126,14 +124,11 @@ def kept_answer(
     after: Sequence[int],
     skip_special_tokens: bool,
 ) -> tuple[int, ...]:
-    """Return the tokens of an answer that ended with "stop", without those of what ended it.
+    """Return the tokens of an answer that ended with "stop", without what ended it.
 
-    A stop string or a stop token is not part of the answer: the history has the tokens of its text,
-    and the model's end token if that ended it. Where a token reaches past the text, its part of the
-    text is tokenized again.
-
-    Args:
-      after: the tokens of its prompt.
+    A stop string or stop token is not part of the answer: the history has the tokens of the text,
+    and the model's end token if that ended it. If a token reaches past the text, its part of the
+    text is tokenized again. `after` has the tokens of the prompt.
     """
     if not answer or answer[-1] in tokenizer.eos_token_ids:
         return tuple(answer)
@@ -154,7 +149,7 @@ def kept_answer(
 
 
 def _encoded_after(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of a text after others: some tokenizers begin a text with a space."""
+    """Return the tokens of a text that follows other text: some tokenizers begin with a space."""
     for before in ("\n", "a"):
         apart = tokenizer.encode(before, False, parse_special=False)
         found = tokenizer.encode(before + text, False, parse_special=False)
@@ -164,10 +159,8 @@ def _encoded_after(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def as_messages(said: Any) -> tuple[Message, ...]:
-    """Return a copy of the messages as plain JSON.
-
-    Raises:
-      InvalidRequestError: they are not JSON objects.
+    """Return a copy of the messages as plain JSON; InvalidRequestError if they are not JSON
+    objects.
     """
     try:
         plain = json.loads(json.dumps(list(said), allow_nan=False))
@@ -222,10 +215,10 @@ def _is_written_by(render: Render, history: History) -> bool:
 def _continuation(
     tokenizer: Tokenizer, history: History, messages: Sequence[Message], render: Render | None
 ) -> Sequence[int] | None:
-    """Return the token ids between the history and the next answer, or None; see `ChatTemplate`.
+    """Return the token ids between the history and the next answer, or None (see `ChatTemplate`).
 
-    The template's end of a turn is left out where the last answer ended with it, and added where
-    the last answer was cut off.
+    The template's end of a turn is left out if the last answer ended with it, and added if the last
+    answer was cut off.
     """
     last = history.turns[-1]
     go_on = render.continuation if render else tokenizer.chat_continuation

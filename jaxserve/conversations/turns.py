@@ -18,10 +18,9 @@ class Turn:
       num_kept: leading tokens of the history that the prompt kept: all, unless the history was
         tokenized again.
       prompt: token ids of the prompt after those.
-      answer: token ids; of messages, those of the text, and the model's end token if that ended it.
-      messages: the new messages, in the first turn with those that began the conversation; None
-        where the turn is token ids.
-      text: of the answer.
+      answer: token ids; in a chat, those of the text, and the model's end token if that ended it.
+      messages: the new messages, in the first turn with those that began the conversation; None if
+        the turn is token ids.
       finish_reason: "stop" or "length".
       finished_s: seconds since 1970.
     """
@@ -42,14 +41,13 @@ class Turn:
 @final
 @dataclass(frozen=True)
 class History:
-    """Turns that have ended, and all their tokens. Immutable."""
+    """The tokens of all ended turns. Immutable."""
 
     turns: tuple[Turn, ...] = ()
     token_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Self:
-        """Return the history of turns in their order."""
         token_ids: list[int] = []
         for turn in turns:
             del token_ids[turn.num_kept :]
@@ -71,7 +69,7 @@ class History:
 
     @property
     def messages(self) -> list[Message]:
-        """All messages; only the answers where the turns are token ids."""
+        """All messages; only the answers if the turns are token ids."""
         return [
             dict(message) for turn in self.turns for message in (*(turn.messages or ()), turn.reply)
         ]

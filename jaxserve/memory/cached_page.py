@@ -1,4 +1,4 @@
-"""Cached pages, named by the tokens that they stand for."""
+"""Cached pages, named by the tokens that they hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INDEX = attrgetter("index")
 class PageKeys:
     """Keys of the full pages of a token sequence: each hashes everything up to its page's end.
 
-    Equal keys mean equal tokens from the first on, in this process and in any other.
+    Equal keys mean equal tokens from the first on, in any process.
 
     Args:
       whole: tokens that every key depends on, since an encoder computes them as a whole.
@@ -38,8 +38,7 @@ class PageKeys:
     ) -> Sequence[bytes]:
         """Return the keys of `tokens`, which may only have grown since the last call.
 
-        Args:
-          identity: of the model and its weights.
+        `identity` names the model and its weights.
         """
         if identity != self._identity:
             self._identity = self._root = identity
@@ -65,7 +64,7 @@ class PageKeys:
         return self._keys[start:stop]
 
     def anew(self) -> PageKeys:
-        """Return keys for a sequence that begins anew with the same prompt."""
+        """Return keys for a sequence that restarts from the same prompt."""
         return PageKeys(self._whole, self._adapter)
 
 
@@ -79,10 +78,9 @@ def _key(page: bytes, before: bytes) -> bytes:
 
 @final
 class BranchPages:
-    """The pages of a conversation on one tier, in their order. Pages that left are skipped.
+    """The pages of a conversation on one tier, in their order. Pages that left it are skipped.
 
-    Args:
-      is_there: whether a page is still on that tier.
+    `is_there` says whether a page is still on that tier.
     """
 
     __slots__ = ("_is_there", "_pages", "_start")
@@ -94,7 +92,7 @@ class BranchPages:
         self._start = 0
 
     def put(self, page: CachedPage) -> None:
-        """Add a page, in most cases after all others."""
+        """Add a page, which usually follows all present ones."""
         pages = self._pages
         if pages and pages[-1].index > page.index:
             bisect.insort(pages, page, lo=self._start, key=_INDEX)
@@ -115,7 +113,7 @@ class BranchPages:
     def first(self, index: int, may_go: Callable[[CachedPage], bool]) -> CachedPage | None:
         """Return the first page from `index` on that may go and belongs to one conversation alone.
 
-        It looks at every page from `index` on until it finds one.
+        The search is linear in the pages from `index` on.
         """
         if self.is_empty:
             return None
@@ -149,8 +147,8 @@ class Branch:
     Attributes:
       returns: whether it will continue: its sequence was preempted, or more turns are expected.
       is_awaited: whether its pages are being read from the disk for a waiting sequence.
-      num_uses: how often it was used, and with it all of its pages.
-      shared: pages that belonged to this conversation first, and belong to others too.
+      num_uses: how often it, and thus each of its pages, was used.
+      shared: pages that belonged to this conversation first, and to other ones too.
       on_device, on_host, uncopied: pages that belonged to this conversation first, by tier;
         `uncopied` has those that are on the device alone.
     """
@@ -185,14 +183,12 @@ class Branch:
         self.is_running, self.returns = True, False
 
     def grow_to(self, page: CachedPage) -> None:
-        """Set the tip."""
         self.tip = page
 
     def rest(self, now_s: float | None = None, *, returns: bool = False) -> None:
-        """Record that no sequence continues it any more.
+        """Record that no sequence continues it any longer.
 
-        Args:
-          now_s: when it was last active; None where its pages are not right.
+        `now_s` is when it was last active; None if its pages are wrong.
         """
         self.is_running, self.returns = False, returns
         self.num_uses += 1
@@ -200,7 +196,7 @@ class Branch:
             self.last_active_s = now_s
 
     def arrived(self) -> None:
-        """Record that no sequence waits for its pages any more."""
+        """Record that no sequence waits for its pages any longer."""
         self.is_awaited = False
 
     def shared_pages(self) -> list[CachedPage]:
@@ -210,7 +206,6 @@ class Branch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether none of the pages that belonged to it first is resident."""
         return self.on_device.is_empty and self.on_host.is_empty
 
 
@@ -220,9 +215,9 @@ class CachedPage:
     """KV of one full page after a certain prefix, and where it is: the unit of eviction.
 
     Attributes:
-      index: of the page in its sequence.
+      index: index of the page in its sequence.
       key: None while some of its tokens have not been read yet.
-      device_page, host_page: pages of the pools that hold it; None where none does.
+      device_page, host_page: pages of the pools that hold it, or None.
       branches: conversations that it belongs to.
       num_uses: how often it was used other than by its conversations.
     """
@@ -235,7 +230,7 @@ class CachedPage:
     num_uses: int = 0
     # The first of the conversations that it ever belonged to.
     _home: Branch | None = None
-    # The uses when `count_once` was called last.
+    # The uses when `count_once` was last called.
     _counted_at: int = -1
     _max_branches: int = 16
 
@@ -244,7 +239,6 @@ class CachedPage:
         return self.device_page is not None or self.host_page is not None
 
     def put_on_device(self, device_page: int) -> None:
-        """Record the device page that holds these contents."""
         self.device_page = device_page
         if self._home is not None:
             self._home.on_device.put(self)
@@ -252,17 +246,14 @@ class CachedPage:
                 self._home.uncopied.put(self)
 
     def leave_device(self) -> None:
-        """Record that no device page holds these contents."""
         self.device_page = None
 
     def put_on_host(self, host_page: int) -> None:
-        """Record the host page that holds these contents."""
         self.host_page = host_page
         if self._home is not None:
             self._home.on_host.put(self)
 
     def leave_host(self) -> None:
-        """Record that no host page holds these contents."""
         self.host_page = None
         if self._home is not None and self.device_page is not None:
             self._home.uncopied.put(self)
@@ -281,7 +272,6 @@ class CachedPage:
         return before != self._counted_at
 
     def join(self, branch: Branch) -> None:
-        """Add a conversation that it belongs to."""
         self.num_uses += 1
         if branch in self.branches:
             return

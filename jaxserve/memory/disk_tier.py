@@ -1,4 +1,4 @@
-"""The disk below the host: pages in files that a thread of its own reads and writes."""
+"""The disk tier below the host: pages in files that a thread of its own reads and writes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _log = logging.getLogger(__name__)
 _MAGIC = b"jaxserve page 1\n"
 _DIGEST_BYTES = 16
 _SUFFIX = ".page"
-# The most pages that wait to be written; more are not written.
+# The most pages that wait to be written; further ones are not written.
 _MAX_WRITING = 64
-# The most pages that were requested and not taken yet.
+# The most pages that are requested and not taken yet.
 _MAX_READING = 64
-# A disk that finishes nothing in this time is not waited for.
+# A disk that finishes nothing in this time is given up.
 PATIENCE_S = 10.0
 
 
@@ -51,7 +51,7 @@ class PageStore(Protocol):
     def write(self, key: bytes, contents: bytes) -> None: ...
 
     def read(self, key: bytes) -> bytes | None:
-        """Return the contents; None where they are missing, or are not what was written."""
+        """Return the contents; None if they are missing or corrupt."""
         ...
 
     def close(self) -> None: ...
@@ -61,13 +61,13 @@ class PageStore(Protocol):
 class PageFiles:
     """A store with one file for each key; the least recently used are deleted when it is full.
 
-    Reading checks a digest of key and contents: a torn or rotten file is deleted and counts as
-    never written. Where the disk fails or is full, pages are not kept, and the log says so once.
-    For one thread at a time, except for `in`.
+    Reading checks a digest of key and contents: a torn or corrupt file is deleted and counts as
+    missing. If the disk fails or is full, pages are not kept, and the log says so once. For one
+    thread at a time, except for `in`.
 
     Args:
-      folder: created if it is missing, and used by this object alone until `close`. Files of former
-        runs in it are found again.
+      folder: created if missing, and owned by this object until `close`. Files of former runs in it
+        are found again.
       max_bytes: of all files together.
 
     Attributes:
@@ -129,7 +129,6 @@ class PageFiles:
         self.num_written += 1
 
     def read(self, key: bytes) -> bytes | None:
-        """Return the contents; None where they are missing, or are not what was written."""
         if key not in self._sizes:
             return None
         self._sizes.move_to_end(key)
@@ -150,13 +149,12 @@ class PageFiles:
         return contents
 
     def close(self) -> None:
-        """Release the folder; the files stay."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _claim(self) -> None:
-        """Lock the folder; some network file systems have no locks, and do without."""
+        """Lock the folder; on network file systems without locks, continue unlocked."""
         assert self._lock is not None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -231,10 +229,7 @@ class HostMemory(Protocol):
         ...
 
     def fingerprint(self) -> bytes:
-        """Return a digest of what contents depend on besides tokens.
-
-        It covers the model, its weights and the shape of pages.
-        """
+        """Return a digest of what contents depend on besides tokens: model, weights, page shape."""
         ...
 
 
@@ -258,11 +253,8 @@ class DiskTier:
     `arrived` returns what was read.
 
     Args:
-      files: closed with the tier.
+      files: closed with the tier; used by the thread alone, except for `in` and its counters.
       patience_s: the disk is given up when it finishes nothing in this time.
-
-    Attributes:
-      files: used by the thread alone, except for `in` and its counters.
     """
 
     def __init__(self, files: PageStore, *, patience_s: float = PATIENCE_S):
@@ -273,7 +265,7 @@ class DiskTier:
         self._reads: deque[tuple[bytes, Callable[[], None]]] = deque()
         self._arrived: list[tuple[bytes, bytes | None]] = []
         self._num_reading = 0
-        # What is to be written, until it is.
+        # Contents to write, until they are written.
         self._writes: dict[bytes, bytes] = {}
         self._num_done = 0
         self._is_busy = False
@@ -288,9 +280,7 @@ class DiskTier:
     def put(self, key: bytes, contents: bytes, *, waits: bool = False) -> None:
         """Write a page later, unless the disk has it.
 
-        Args:
-          waits: wait for earlier writes where too many are pending; otherwise the page is not kept
-            then.
+        If too many writes are pending, `waits` waits for them; otherwise the page is dropped.
         """
         with self._changed:
             if key in self or self._is_given_up:
@@ -304,9 +294,8 @@ class DiskTier:
     def read(self, key: bytes, on_arrival: Callable[[], None] = lambda: None) -> bool:
         """Read a page later; return False if too many reads are pending.
 
-        Args:
-          on_arrival: called on the disk's thread when `arrived` has the contents, unless it has
-            them at once.
+        `on_arrival` is called on the disk's thread when `arrived` has the contents, unless it has
+        them at once.
         """
         with self._changed:
             if self._num_reading >= _MAX_READING:
@@ -325,7 +314,6 @@ class DiskTier:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `arrived` would return something."""
         return bool(self._arrived)
 
     def arrived(self) -> list[tuple[bytes, bytes | None]]:
@@ -336,14 +324,14 @@ class DiskTier:
         return arrived
 
     def flush(self) -> None:
-        """Wait until everything is written and read."""
         with self._changed:
             self._wait_until(lambda: not (self._reads or self._writes or self._is_busy))
 
     def close(self) -> None:
         """Finish the pending writes and stop the thread; the files stay.
 
-        Ctrl-C ends this after the file that is being written. A disk that hangs is left as it is.
+        Ctrl-C ends this after the file that is being written. It does not wait for a disk that
+        hangs.
         """
         with self._changed:
             self._is_closing = True

@@ -13,21 +13,21 @@ from typing import Literal, Protocol, Self, TypeAlias, final
 
 from jaxserve.memory.cached_page import Branch, BranchPages, CachedPage
 
-# Two events of one moment are this far apart, for what divides by it.
+# The least time between two events, since values divide by it.
 _MOMENT_S = 1e-6
 # The counts before anything was observed.
 _PRIOR_BACK, _PRIOR_GONE = 8.0, 16.0
 # Pages after which the older half counts no more than the newer one.
 _WINDOW = 4096.0
-# Pages that are looked at before one step while most are declined.
+# Pages that are considered before one step while most are declined.
 _FEW = 4
-# Entries that count no more, at least, before they are removed from the order.
+# The least stale entries before they are removed from the order.
 _MANY_OLD = 64
-# Conversations that came to rest, the newest ones, that are ranked before all others are.
+# Conversations that rested most recently, which are ranked before all others.
 _NUM_RESTED = 64
 # What has one place in the order: a conversation, or a page that several conversations share.
 _Unit: TypeAlias = Branch | CachedPage
-# (rank, number, page, its uses, its unit, the uses of that)
+# (rank, number, page, its uses, its unit, the unit's uses)
 _Entry: TypeAlias = tuple[tuple[float, int], int, CachedPage, int, _Unit, int]
 
 
@@ -45,7 +45,7 @@ class RecomputeCost:
 
     @classmethod
     def analytic(cls, *, attention: float, other: float, longest: int) -> Self:
-        """Return the cost from a token's work: `attention` a position that it sees, and `other`."""
+        """Return the cost from a token's work: `attention` for each position seen, and `other`."""
         return cls.profiled(lambda context: attention * context + other, longest)
 
     @classmethod
@@ -63,8 +63,6 @@ class RecomputeCost:
 
 
 class Eviction(Protocol):
-    """How much a cached page is worth."""
-
     def value(self, cost_s: float, last_active_s: Sequence[float], now_s: float) -> float:
         """Return the value of a page.
 
@@ -98,7 +96,7 @@ class CostOverTime:
 
 @final
 class ReuseRate:
-    """The share of pages that are requested again after they left the device, lately.
+    """The recent share of pages that are requested again after they left the device.
 
     A page counts as gone when it is decided whether to copy it to the host, whatever the decision.
     It counts as back when a sequence begins with it from a tier below the device, or would have if
@@ -115,7 +113,6 @@ class ReuseRate:
             self._back /= 2.0
 
     def back(self, num_pages: int) -> None:
-        """Count pages that were requested again."""
         self._back += num_pages
 
     @property
@@ -132,12 +129,8 @@ class PageValues:
       eviction: gives the value; pages of the lowest value are evicted first.
       cost: of recomputing a page after a context.
       copy_s: seconds to copy a page to the host, and again to copy it back.
-      now: the clock.
-      learns_reuse: copy a page only if the expected saving, at the rate at which pages came back
-        lately, is worth the copy. Otherwise pages are assumed to come back.
-
-    Attributes:
-      reuse: how often pages come back.
+      learns_reuse: copy a page only if the expected saving, at the recent rate of reuse (`reuse`),
+        is worth the copy. Otherwise pages are assumed to come back.
     """
 
     def __init__(
@@ -157,22 +150,20 @@ class PageValues:
         self._cost = cost
         self._now = now
         self._copy_s = copy_s
-        # By the index of a page in its sequence.
+        # Indexed by the page's position in its sequence.
         self._costs_s: dict[int, float] = {}
 
     def value_by(self, cost: RecomputeCost) -> None:
-        """Set the recompute cost."""
         self._cost = cost
         self._costs_s.clear()
 
     def copy_by(self, copy_s: float) -> None:
-        """Set the seconds of a copy."""
         self._copy_s = copy_s
 
     def value(self, page: CachedPage) -> float:
         branches = page.branches
         if len(branches) > 1:
-            # The last of them where none counts any more.
+            # The last active time of all if none counts any longer.
             branches = [each for each in branches if each.counts] or branches[-1:]
         active = [branch.last_active_s for branch in branches]
         return self._eviction.value(self._cost_s(page), active, self._now())
@@ -216,13 +207,13 @@ class Ranking:
 
     Values change with time alone, too. So each call ranks one conversation again, in turns, and
     only the first call looks at all of a large pool. What was used since it was ranked is skipped
-    until its next turn. Where nothing ranked is left, conversations that have come to rest are
-    ranked first, and all others only if that finds nothing.
+    until its next turn. If nothing ranked is left, conversations that rest are ranked first, and
+    all others only if that finds nothing.
 
     Args:
       branches: every conversation with pages; those without any are removed.
-      line: which pages of a conversation may go. Conversations that are awaited or, on the device,
-        run are considered only where no other is found.
+      line: which pages of a conversation may go. Awaited conversations, and on the device running
+        ones, are considered only if no other is found.
       may_go: whether a page may be evicted.
       rank: the sort key.
       keeps: whether no page of a conversation may go at present.
@@ -247,7 +238,7 @@ class Ranking:
         self._order: list[_Entry] = []
         self._newest: dict[_Unit, int] = {}
         self._num_entries = 0
-        # Those whose turn is next.
+        # Conversations to rank next.
         self._turns: deque[_Unit] = deque()
         self._rested: deque[Branch] = deque(maxlen=_NUM_RESTED)
 
@@ -256,7 +247,7 @@ class Ranking:
         self._rested.append(branch)
 
     def lowest(self) -> CachedPage | None:
-        """Return the page of the lowest value that may go, or None; it is no longer ranked."""
+        """Return and unrank the page of the lowest value that may go, or None."""
         page = self._next()
         if page is None and self._rested:
             while self._rested:
@@ -274,7 +265,6 @@ class Ranking:
         return page
 
     def put_back(self, page: CachedPage) -> None:
-        """Rank a page again; it stays the lowest."""
         self._push(page, page)
 
     def _rank_all(self, *, skips: bool) -> None:
@@ -327,7 +317,6 @@ class Ranking:
         return None
 
     def _push_first_of(self, branch: Branch, index: int) -> None:
-        """Rank a conversation by its first page from `index` on."""
         line: BranchPages = self._line(branch)
         page = line.first(index, self._may_go)
         if page is not None:

@@ -1,4 +1,4 @@
-"""Pages that no sequence owns and later ones may want: found by their tokens, evicted by value."""
+"""Cached pages that no sequence owns: found by their tokens, evicted by value."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ _MAX_AHEAD = 32
 class IncomingCopies:
     """The copies from host pages to device pages that no plan has taken yet, oldest first.
 
-    Attributes:
-      num_taken: copies that plans have taken.
+    `num_taken` counts the copies that plans have taken.
     """
 
     def __init__(self) -> None:
         self.num_taken = 0
-        self._host_pages: dict[int, int] = {}  # by their page of the device
+        self._host_pages: dict[int, int] = {}  # by device page
 
     def __len__(self) -> int:
         return len(self._host_pages)
@@ -48,7 +47,7 @@ class IncomingCopies:
         self._host_pages.pop(device_page, None)
 
     def last_of(self, device_pages: Collection[int]) -> int | None:
-        """Return the page among these that is copied last; None if none is."""
+        """Return the page among these that is copied last; None if there is none."""
         wanted = set(device_pages)
         return next((page for page in reversed(self._host_pages) if page in wanted), None)
 
@@ -60,7 +59,6 @@ class IncomingCopies:
         return copies
 
     def relocate(self, targets: Mapping[int, int]) -> None:
-        """Follow pages of the device that move."""
         moved = {targets.get(page, page): host for page, host in self._host_pages.items()}
         self._host_pages = moved
 
@@ -75,19 +73,18 @@ class PageCache:
 
     Args:
       num_pages: of the device's pool, the null page included.
-      host: pages of the host, which others may allocate too; None to cache nothing there.
+      host: pages of the host, which other parts may allocate too; None to cache nothing there.
       values: of pages; one that costs less to compute than to copy is not copied.
       disk: for pages that leave the host; None without one.
       host_memory: the contents of the host's pages; only read and written for the disk.
-      identity: of the model and its weights, which keys begin with.
+      identity: of the model and its weights, which keys begin with; `clear` may replace it.
       max_pages_out: the most evicted pages that one plan copies to the host.
 
     Attributes:
-      identity: as given, or as passed to `clear` since.
       incoming: copies from the host, to be made after those of `copies_out`.
       num_pages_out: pages copied to the host.
       num_evicted: pages that were evicted from their last tier above the disk.
-      branches: every conversation with pages here, and some that had some lately.
+      branches: every conversation with pages here, and some that had pages recently.
     """
 
     def __init__(
@@ -161,18 +158,16 @@ class PageCache:
         self._to_copy.has_rested(branch)
 
     def num_evicted_of(self, keys: Iterable[bytes]) -> int:
-        """Return how many of these were evicted not long ago."""
+        """Return how many of these were evicted recently."""
         return sum(map(self._evicted.__contains__, keys))
 
     # ---- what comes ----
 
     def add(self, device_page: int, index: int, key: bytes | None, branch: Branch) -> CachedPage:
-        """Cache the contents of an owned page, which no sequence writes to any more.
+        """Cache the contents of an owned page, which no sequence writes to any longer.
 
-        Where another page has the same contents already, that one is cached instead.
-
-        Args:
-          key: None where some of its tokens have not been read; `set_key` follows then.
+        If another page has the same contents already, that one is cached instead. `key` is None
+        while some of its tokens have not been read; `set_key` follows then.
         """
         page = None if key is None else self._by_key.get(key)
         if page is None:
@@ -186,7 +181,7 @@ class PageCache:
         return page
 
     def set_key(self, page: CachedPage, key: bytes) -> None:
-        """Set the key of a page; evict it where another page has the same contents."""
+        """Set the key of a page; evict it if another page has the same contents."""
         if page.is_resident and key in self._by_key:
             self.evict(page)
         elif page.is_resident:
@@ -240,11 +235,7 @@ class PageCache:
         self._drop_if_gone(page)
 
     def clear(self, identity: bytes) -> None:
-        """Evict everything, because other weights compute other contents.
-
-        Args:
-          identity: of the new weights.
-        """
+        """Evict everything, because other weights, of this identity, compute other contents."""
         for page in [*self._by_page.values(), *self._by_host_page.values()]:
             self.evict(page)
         self._evicted.clear()
@@ -262,7 +253,7 @@ class PageCache:
         return page.host_page in self._copies_out
 
     def last_incoming(self, device_pages: Sequence[int]) -> CachedPage | None:
-        """Return which of these pages comes from the host last; None if none has to come."""
+        """Return which of these pages comes from the host last; None if none does."""
         last = self.incoming.last_of(device_pages) if self.incoming else None
         return None if last is None else self._by_page[last]
 
@@ -270,7 +261,7 @@ class PageCache:
         """Return (device page, host page) of the copies of the next plan.
 
         Pages of the lowest value are copied ahead of time while less than `free_share` of the pool
-        can be taken without loss; not while pages come back, which then have the link to themselves
+        can be taken without loss, and no pages come back, which then have the link to themselves
         (thesis, sections 3.4.3.2 and 3.5.1).
         """
         if not self.incoming:
@@ -284,7 +275,7 @@ class PageCache:
         """Evict from the host what no plan has copied there yet, before device pages move."""
         for host_page in list(self._copies_out):
             page = self._by_host_page[host_page]
-            if page.device_page in self.incoming:  # nor would it come back
+            if page.device_page in self.incoming:  # it is not copied back either
                 self.evict_from_device(page)
             self._evict_from_host(page)
 
@@ -304,7 +295,6 @@ class PageCache:
             self.evict_from_device(page)
 
     def relocate(self, targets: Mapping[int, int]) -> None:
-        """Follow pages that `PagePool.resize` moved."""
         self.incoming.relocate(targets)
         pages = list(self._by_page.values())
         self._by_page.clear()
@@ -337,7 +327,7 @@ class PageCache:
                 return
 
     def _copy_out(self, page: CachedPage) -> bool:
-        """Copy a page to the host with the next plan, in place of one of less value."""
+        """Copy a page to the host with the next plan, replacing one of less value."""
         if not self._make_host_room(page):
             return False
         assert page.device_page is not None
@@ -418,7 +408,7 @@ class PageCache:
         return page.device_page not in self.incoming
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every page is where the tables say, and nowhere else."""
+        """Raise AssertionError unless every page is exactly where the tables say."""
         self.pool.check_integrity()
         for device_page, page in self._by_page.items():
             assert page.device_page == device_page, "a cached page is not on its page"

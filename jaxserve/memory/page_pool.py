@@ -11,9 +11,9 @@ import numpy as np
 NULL_PAGE = 0
 # The null page and one that a sequence can own.
 MIN_PAGES = 2
-# What a page's contents are after its last reference: dropped, retained, or in another place too.
+# What happens to contents after the last reference: dropped, retained, or held elsewhere too.
 _DROPPED, _RETAINED, _COPIED = 0, 1, 2
-# Pages from which on `free` takes all at once.
+# The least pages that `free` frees in one pass.
 _MANY = 64
 
 # (from, to) of pages.
@@ -25,9 +25,9 @@ class PagePool:
     """Counts the uses of the pages of the device's KV cache.
 
     A page is free, owned (reference count >= 1), or cached: owned by no sequence, with contents
-    that may be wanted again (`retain`). Page 0 is the null page: padding writes there and it is
-    never owned. `reserve` sets pages aside without naming them, so that a reservation costs nothing
-    until it is allocated; owned plus reserved pages never exceed the pool.
+    that may be reused (`retain`). Page 0 is the null page: padding writes there and it is never
+    owned. `reserve` sets pages aside without naming them, so that a reservation costs nothing until
+    it is allocated; owned plus reserved pages never exceed the pool.
 
     Args:
       reclaim: called with a number of cached pages to `evict`, when too few are free.
@@ -88,7 +88,6 @@ class PagePool:
         return True
 
     def unreserve(self, count: int) -> None:
-        """Give back `count` reserved pages that were not allocated."""
         if not 0 <= count <= self._num_reserved:
             raise ValueError(f"cannot give back {count} of {self._num_reserved} reserved pages")
         self._num_reserved -= count
@@ -148,8 +147,7 @@ class PagePool:
     def retain(self, page: int, *, is_copied: bool = False) -> None:
         """Cache an owned page, rather than free it, once it has no owner.
 
-        Args:
-          is_copied: its contents are elsewhere too.
+        `is_copied` says that its contents are elsewhere too.
         """
         if self._refcounts[page] < 1 or self._contents[page]:
             raise ValueError(f"page {page} is not owned, or retained already")
@@ -164,7 +162,6 @@ class PagePool:
         self._contents[page] = _DROPPED
 
     def mark_copied(self, page: int, is_copied: bool) -> None:
-        """Record whether the contents of a retained page are elsewhere too."""
         if self.is_copied(page) != is_copied and self._refcounts[page] == 0:
             self._num_copied += 1 if is_copied else -1
         self._contents[page] = _COPIED if is_copied else _RETAINED
@@ -192,16 +189,12 @@ class PagePool:
 
     @property
     def held(self) -> list[int]:
-        """Owned and cached pages."""
         return np.flatnonzero(np.asarray(self._refcounts) | np.asarray(self._contents)).tolist()
 
     def resize(self, num_pages: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Change the pool to `num_pages` pages, after `moves` of held pages were carried out.
+        """Change the pool to `num_pages` pages, after `moves` (of `fewest_moves`) were carried out.
 
         References and reservations stay. Page tables have to follow (`PageTable.relocate`).
-
-        Args:
-          moves: as `fewest_moves` returns.
 
         Raises:
           ValueError: owned and reserved pages do not fit, or a held page would be lost; nothing has
@@ -243,7 +236,7 @@ class PagePool:
         assert 0 <= self._num_reserved <= self.num_free + self._num_cached, "too many are reserved"
 
     def _take_states(self, refcounts: np.ndarray, contents: np.ndarray) -> None:
-        """Store references and contents of every page, as views in which one is read fast."""
+        """Store references and contents of every page, as views with fast access to one element."""
         self._refcounts, self._contents = refcounts.data, contents.data
 
 
@@ -272,11 +265,7 @@ class HostPool:
         return self._is_allocated[page]
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Allocate `count` free pages.
-
-        Raises:
-          ValueError: fewer are free.
-        """
+        """Allocate `count` pages; raise ValueError if fewer are free."""
         if count > len(self._free):
             raise ValueError(f"{count} host pages wanted, {len(self._free)} free")
         pages = tuple(self._free.pop() for _ in range(count))
@@ -316,10 +305,7 @@ def fewest_moves(owned: Collection[int], num_pages: int) -> list[tuple[int, int]
 
 
 def page_sources(old_num_pages: int, num_pages: int, moves: Moves) -> np.ndarray:
-    """Return which of the old pages each page is a copy of, int32 [num_pages].
-
-    Pages that the old pool did not have are copies of the null page.
-    """
+    """Return the old page that each page copies, int32 [num_pages]; the null page for new pages."""
     source = np.arange(num_pages, dtype=np.int32)
     source[old_num_pages:] = NULL_PAGE
     for old, new in moves:

@@ -28,7 +28,7 @@ class PageTable:
         return tuple(self._pages)
 
     def page(self, index: int) -> int:
-        """Return one entry of `pages`, without the copy of all."""
+        """Return one entry of `pages`, without a copy of the whole list."""
         return self._pages[index]
 
     @property
@@ -37,17 +37,14 @@ class PageTable:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the owned pages hold."""
         return len(self._pages) * self._page_size
 
     @property
     def reservation(self) -> int:
-        """Pages that are owned or may still be allocated."""
         return len(self._pages) + self._num_unallocated
 
     @property
     def num_reserved_tokens(self) -> int:
-        """Tokens that these pages hold."""
         return self.reservation * self._page_size
 
     def pages_for(self, num_tokens: int) -> int:
@@ -91,14 +88,9 @@ class PageTable:
     def begin(self, num_tokens: int, shared: Mapping[int, int], num_pages: int) -> bool:
         """Reserve `num_tokens` tokens for this empty table; own the first `num_pages` pages.
 
-        No sequence may write to a shared page.
-
-        Args:
-          shared: index in the table -> page, owned or cached, with the contents that belong there.
-            All are below `num_pages`, and there are no more than `num_tokens` take.
-
-        Returns:
-          False, unchanged, if the pool has too few pages.
+        Return False, unchanged, if the pool has too few pages. `shared` maps indices in the table,
+        below `num_pages` and within `num_tokens` tokens, to pages, owned or cached, with the
+        contents that belong there. No sequence may write to a shared page.
         """
         if self._pages or self._num_unallocated:
             raise ValueError("only an empty page table can begin with shared pages")

@@ -10,7 +10,8 @@ from jaxserve.memory.cached_page import Branch, CachedPage
 from jaxserve.memory.eviction import PageValues, Ranking
 from jaxserve.memory.page_cache import PageCache
 
-# Pages that come with one plan, those of admitted sequences included: as many as one call copies.
+# The most pages that come with one plan, those of admitted sequences included: one call copies
+# them.
 _MAX_INCOMING = 8
 _NONE: Mapping[Branch, int] = MappingProxyType({})
 
@@ -19,11 +20,8 @@ _NONE: Mapping[Branch, int] = MappingProxyType({})
 class Prefetch:
     """Copies pages from the host to device pages that no sequence owns, where they are cached.
 
-    They keep their host pages, so that evicting them again loses nothing, and sequences have as
-    many pages available as without them.
-
-    Attributes:
-      num_pages: brought so far.
+    They keep their host pages, so evicting them again loses nothing, and sequences have as many
+    pages available as without them. `num_pages` counts the pages brought so far.
     """
 
     def __init__(self, cache: PageCache, values: PageValues):
@@ -32,7 +30,7 @@ class Prefetch:
         self._values = values
         self._awaited: Collection[CachedPage] = ()
         self._long = _NONE
-        # Awaited pages that are cached and copied; None where they have not been counted.
+        # Awaited pages that are cached and copied; None until they are counted.
         self._num_spared: int | None = None
         self._lowest = Ranking(
             cache.branches,
@@ -48,16 +46,12 @@ class Prefetch:
         """Bring some of these pages from the host with the next plan; call it last before that.
 
         Each comes to a free page, or replaces one whose contents are worth less and are on the host
-        too.
+        too. Return the pages that come.
 
         Args:
-          awaited: pages of all waiting sequences, the first sequence's first. None of them is
-            replaced.
-          long: conversations of which `awaited` has only some pages. None of their pages is
-            replaced either; the value is how many of the others are cached and copied.
-
-        Returns:
-          The pages that come.
+          awaited: pages of all waiting sequences, in the order of the sequences; none is replaced.
+          long: conversations of which `awaited` has only some pages, each with the number of its
+            other pages that are cached and copied. None of their pages is replaced.
         """
         self._awaited, self._long, self._num_spared = set(awaited), long, None
         incoming: list[CachedPage] = []

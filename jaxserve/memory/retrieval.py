@@ -1,4 +1,4 @@
-"""Reading of pages from the disk to the host, and the sequences that wait for them."""
+"""Reads pages from the disk to the host for the sequences that wait for them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class _Wanted:
 
     Attributes:
       indices: of all these pages in the sequence, by key.
-      unread: those that were not requested from the disk yet, in the order of the pages.
-      missing: those that have not arrived.
-      loaded: indices of those that were put on the host.
+      unread: pages not yet requested from the disk, in order.
+      missing: pages that have not arrived.
+      loaded: indices of pages that were put on the host.
     """
 
     branch: Branch
@@ -36,10 +36,9 @@ class Retrieval:
     """Reads from the disk what sequences need before they begin; `take_in` puts it on the host.
 
     A sequence requests a page once until `release`. Pages that are corrupt, or find no room on the
-    host, count as arrived: they are recomputed. So are all while the disk hangs.
+    host, count as arrived: they are recomputed. So are all pages while the disk hangs.
 
     Args:
-      cache: with its disk, if it has one.
       on_arrival: called on the disk's thread when there is something for `take_in`.
     """
 
@@ -49,11 +48,11 @@ class Retrieval:
         self._on_arrival = on_arrival
         # By the key of the sequence.
         self._wanted: dict[int, _Wanted] = {}
-        # By the key of a page: those that miss it.
+        # By the key of a page: the sequences that miss it.
         self._missed_by: defaultdict[bytes, list[_Wanted]] = defaultdict(list)
-        # Sequences without room on the host, until another one gives its own back.
+        # Sequences without room on the host, until another one frees its own.
         self._without_room: set[int] = set()
-        # Keys that the disk was asked for, and that have not come.
+        # Keys that were requested from the disk and have not arrived.
         self._underway: set[bytes] = set()
         self._last_news_s = 0.0
         self._hangs = False
@@ -67,7 +66,7 @@ class Retrieval:
 
     @property
     def gives_up_s(self) -> float | None:
-        """The time until which to wait for missing pages; None where none is missing."""
+        """The time until which to wait for missing pages; None if none is missing."""
         if self._hangs or not any(wanted.missing for wanted in self._wanted.values()):
             return None
         return self._last_news_s + PATIENCE_S
@@ -75,12 +74,9 @@ class Retrieval:
     def awaits(self, sequence: int, keys: Sequence[bytes]) -> bool:
         """Whether a sequence waits for pages of the disk; requests those on the disk alone.
 
-        Where the host has no room for them besides those of other sequences that have not begun,
-        they are requested later, unless some have arrived before.
-
-        Args:
-          sequence: its key.
-          keys: of its pages, from the first on.
+        `keys` are those of its pages from the first on. If the host has no room for them in
+        addition to those of other sequences that have not begun, they are requested later, unless
+        some have arrived before.
         """
         most = self._cache.max_host_pages
         if self._cache.disk is None or not most or self._hangs:
@@ -101,8 +97,9 @@ class Retrieval:
         on_disk = dict(list(on_disk.items())[-most:])  # the later ones cost more
         others = sum(len(each.indices) for key, each in self._wanted.items() if key != sequence)
         if others and others + len(on_disk) > most:
-            # One that has got something begins with that: two that wait for room of each other's
-            # pages would wait without end.
+            # A sequence that has some of its pages begins with those: two sequences that wait for
+            # each
+            # other's room would wait without end.
             self._without_room.add(sequence)
             return own is None and not self._lets_pass
         if own is None:
