@@ -22,12 +22,12 @@ _log = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True, kw_only=True)
 class CellPiece:
-    """A value of a request that is there before the request has ended.
+    """A value of a request that is available before the request has ended.
 
     Attributes:
       name: name of the graph's output.
-      value: the value; for `Node.steps` that of one step, and for a list that of one member.
-      index: the number of the step, or of the member of the list; 0 for a single output.
+      value: the value; one step of `Node.steps`, or one member of a list.
+      index: the number of the step or of the list's member; 0 for a single output.
     """
 
     name: str
@@ -43,16 +43,14 @@ CellSink: TypeAlias = "Callable[[CellPiece | None], None]"
 class CellCompletion:
     """The result of one request.
 
-    A request that failed has `finish_reason == "error"` and the typed `error`.
-
     Attributes:
       values: the values of the graph's outputs by name. A cancelled or failed request has those
-        that were there before.
-      finish_reason: "stop"; "length" if a loop ran its `max_steps` and did not end before;
-        "cancelled"; or "error".
-      timing: `admitted_s` is the time at which the call with its first task could run: that of its
-        submission, or of the end of the worker's call before it, if that was later. `first_token_s`
-        is the time at which its first value was read.
+        that were computed before it ended.
+      finish_reason: "stop"; "length" if a loop reached its `max_steps`; "cancelled"; or "error",
+        with the typed `error`.
+      timing: `admitted_s` is when the call with its first task could run: at its submission, or at
+        the end of the worker's previous call if that was later. `first_token_s` is when its first
+        value was read.
       num_nodes: nodes of its graphs; a loop counts as one.
     """
 
@@ -68,7 +66,6 @@ class CellCompletion:
 
 
 def failed_completion(request_id: str, error: JaxserveError, now_s: float) -> CellCompletion:
-    """Return the completion of a request that was refused with an error."""
     return CellCompletion(
         request_id=request_id,
         values={},
@@ -120,11 +117,11 @@ class CellAnswer:
         self._num_nodes += num
 
     def hit_limit(self) -> None:
-        """Record that a loop ran its last allowed step and did not end before."""
+        """Record that a loop reached its `max_steps`."""
         self._has_hit_limit = True
 
     def show(self, name: str, values: np.ndarray, first: int, now_s: float) -> None:
-        """Send values that are there to the sink, with the indices from `first` on."""
+        """Send values to the sink, with the indices from `first` on."""
         if self._first_value_s is None:
             self._first_value_s = now_s
         if self._sink is not None:
@@ -138,7 +135,7 @@ class CellAnswer:
         now_s: float,
         error: JaxserveError | None = None,
     ) -> CellCompletion:
-        """Resolve the future, if it is not, and return the completion."""
+        """Return the completion, and resolve the future with it unless it is already resolved."""
         if reason == "stop" and self._has_hit_limit:
             reason = "length"
         completion = CellCompletion(
@@ -154,7 +151,7 @@ class CellAnswer:
             num_nodes=self._num_nodes,
             error=error,
         )
-        with suppress(InvalidStateError):  # it was resolved before
+        with suppress(InvalidStateError):  # already resolved
             self.future.set_result(completion)
             self._notify(None)
         return completion
@@ -176,8 +173,8 @@ class Part:
     Attributes:
       key: its name in the scheduler; -1 before it has begun.
       first_row: id of its first row.
-      before: the part before it, whose values it may take.
-      num_slots: slots of each pool that are reserved for it while it has begun.
+      before: the previous part, whose values it may take.
+      num_slots: slots of each pool that are reserved for it while it runs.
     """
 
     def __init__(self, answer: CellAnswer, graph: FlatGraph, before: Part | None = None):
@@ -201,15 +198,14 @@ class Part:
         self.first_row = first_row
 
     def reserve(self, num_slots: tuple[int, ...]) -> None:
-        """Set the slots that are reserved for it from now on."""
         self.num_slots = num_slots
 
     def detach(self) -> None:
-        """Forget the part before it, whose values it does not take any more."""
+        """Drop the previous part, whose values are no longer needed."""
         self.before = None
 
     def deliver(self, value: int, array: np.ndarray, now_s: float) -> None:
-        """Take a value of the graph that it returns; a copy, since `array` may be a row of many."""
+        """Copy a value that the graph returns; `array` may be a view of a larger array."""
         array = array.copy()
         for wanted in self._wanted[value]:
             if wanted.is_steps:
@@ -222,11 +218,7 @@ class Part:
             self.answer.show(wanted.name, array[None], wanted.member or 0, now_s)
 
     def deliver_steps(self, value: int, arrays: np.ndarray, now_s: float) -> None:
-        """Take an emitted output of a loop's next steps, if the graph returns it.
-
-        Args:
-          arrays: [steps, ...], which nothing else changes.
-        """
+        """Take an emitted output of a loop's next steps [steps, ...]; no one else changes it."""
         for wanted in self._wanted.get(value, ()):
             if wanted.is_steps:
                 steps = self._steps[wanted.name]
@@ -245,7 +237,7 @@ class Part:
         ]
 
     def values(self) -> dict[str, np.ndarray]:
-        """Return the values by name; lists that are not complete are left out."""
+        """Return the values by name, without incomplete lists."""
         found = dict(self._values)
         for name, members in self._members.items():
             arrays = [member for member in members if member is not None]
@@ -266,11 +258,11 @@ class Part:
 
 @final
 class PartRows:
-    """The part of a request that each row is of, and whether the request has begun."""
+    """The part that owns each row, and whether its request has begun."""
 
     def __init__(self) -> None:
         self._part_of: list[Part | None] = []
-        # Whether each row is of a request without a submitted task.
+        # Whether each row belongs to a request without a submitted task.
         self._has_not_begun = np.zeros(0, np.bool_)
 
     def __getitem__(self, row: int) -> Part | None:
@@ -278,11 +270,7 @@ class PartRows:
         return self._part_of[row]
 
     def add(self, part: Part, num_rows: int) -> None:
-        """Add the rows of a part that has started.
-
-        Args:
-          num_rows: the rows that there are of all parts.
-        """
+        """Add the rows of a part that has started; `num_rows` is the total of all parts."""
         num_new = num_rows - len(self._part_of)
         if num_new > 0:
             self._part_of += [None] * num_new
@@ -292,14 +280,13 @@ class PartRows:
         self._mark(part, not part.answer.has_begun)
 
     def remove(self, part: Part) -> None:
-        """Forget the rows of a part."""
         num = part.graph.num_nodes
         self._part_of[part.first_row : part.first_row + num] = [None] * num
         if not part.answer.has_begun:
             self._mark(part, False)
 
     def begin(self, rows: np.ndarray) -> list[Part]:
-        """Return the parts of rows whose requests begin with them."""
+        """Return the parts whose requests begin with these rows."""
         new = rows[self._has_not_begun[rows]].tolist()
         found = [part for part in dict.fromkeys(map(self._part_of.__getitem__, new)) if part]
         for part in found:
@@ -307,7 +294,6 @@ class PartRows:
         return found
 
     def parts(self) -> list[Part]:
-        """Return every part once."""
         return [part for part in dict.fromkeys(self._part_of) if part is not None]
 
     def _mark(self, part: Part, has_not_begun: bool) -> None:

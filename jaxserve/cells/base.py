@@ -1,4 +1,4 @@
-"""Cells as a graph sees them."""
+"""The base class of cells: binding of inputs, chains and trees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxserve.core.errors import (
     UnknownInputError,
 )
 
-# The compiled batch sizes of a cell without others.
+# The compiled batch sizes of a cell by default.
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 # A cell remembers how it bound the inputs of this many chains, and of as many trees.
 _MAX_FORMS = 256
@@ -35,13 +35,13 @@ class BaseCell:
       key: identity of the type: the computation, its weights and its signature.
       name: the name in reports and errors.
       inputs, outputs: the values of one node, without the batch axis.
-      priority: a type with a higher priority runs first. Give cells that come later in a graph a
-        higher one.
+      priority: a type with a higher priority runs first. Give a cell that comes later in a graph a
+        higher priority.
       batch_sizes: increasing sizes for which the cell is compiled. The last is the largest batch; a
         task of fewer nodes than the first is submitted only if there is no other.
       is_loop: whether a node repeats the cell until its own outputs say that it has ended.
       emits: a loop's outputs whose values of all steps a graph may return.
-      carry: a loop's input -> the output of the last step that it takes.
+      carry: a loop's input -> the output of the previous step that it takes.
       ends_by_itself: whether a loop may end before its `max_steps`.
     """
 
@@ -76,20 +76,20 @@ class BaseCell:
         self.carry = dict(carry or {})
         self.ends_by_itself = ends_by_itself
         self.output_index = {output: index for index, output in enumerate(self.outputs)}
-        # Of arguments of `chain` without its constants: the inputs and the carry of its node.
+        # Arguments of `chain` without its constants -> the inputs and the carry of its node.
         self._chains: dict[Hashable, ChainForm] = {}
-        # Of the leaves' cell and the outputs that pairs take.
+        # By the leaves' cell and the outputs that pairs take.
         self._trees: dict[Hashable, TreeForm] = {}
-        # Of each input: name, spec, what 0.0 becomes, and whether an int needs no conversion.
+        # For each input: name, spec, what 0.0 becomes, and whether an int needs no conversion.
         self._bound = [
             (name, spec, as_constant(0.0, spec), spec.shape == () and spec.dtype == np.int32)
             for name, spec in self.inputs.items()
         ]
 
     def resized(self, batch_sizes: Sequence[int]) -> Self:
-        """Return a cell of the same type with other batch sizes.
+        """Return a cell of the same type with other batch sizes; raises InvalidCellError.
 
-        A runtime that is created with it takes the nodes of either. Raises InvalidCellError.
+        A runtime that is created with it accepts nodes of both cells.
         """
         found = copy.copy(self)
         found.batch_sizes = _checked_sizes(self.name, batch_sizes)
@@ -113,10 +113,10 @@ class BaseCell:
     def __call__(self, *only: Any, **inputs: Any) -> Node:
         """Return a node with these inputs: outputs of other nodes, and constants.
 
-        A node stands for its only output, or for the one of several that has the input's name.
+        An input that is given a node takes its only output, or the one with the input's name.
 
         Args:
-          only: the input of a cell that has one, without its name.
+          only: the input of a cell with one input, without its name.
 
         Raises:
           MissingInputError, UnknownInputError, InputMismatchError
@@ -129,15 +129,15 @@ class BaseCell:
         carry: Mapping[str, str],
         **inputs: Any,
     ) -> Node:
-        """Return the last of a chain of nodes, which costs the host less than calling for each.
+        """Return the last node of a chain, at a lower host cost than one call for each node.
 
-        A runtime schedules its nodes one by one, as those of calls. Only the last one's outputs can
-        be taken.
+        A runtime schedules the nodes one by one, like those of single calls. Only the last node's
+        outputs can be taken.
 
         Args:
           each: input -> its constants, one for each node; at least one.
-          carry: input -> the output of the node before that it takes.
-          inputs: those of the first node that are not in `each`. Those that are not carried are the
+          carry: input -> the output of the previous node that it takes.
+          inputs: the first node's inputs that are not in `each`. Those that are not carried are the
             same for all nodes.
 
         Raises:
@@ -147,7 +147,7 @@ class BaseCell:
             [self._constants(name, each[name]) if name in each else None for name in self.inputs]
         )
         lengths = {len(values) for values in constants if values is not None}
-        # Chains whose other inputs are plain numbers are remembered, so that they are bound once.
+        # Chains whose other inputs are plain numbers are cached, so that they are bound once.
         key = None
         if all([type(value) in (int, float) for value in inputs.values()]):
             types = tuple(map(type, inputs.values()))
@@ -201,19 +201,18 @@ class BaseCell:
         left: Mapping[str, str],
         right: Mapping[str, str],
     ) -> Node:
-        """Return the root of a binary tree, which costs the host less than calling for each node.
+        """Return the root of a binary tree, at a lower host cost than one call for each node.
 
-        A runtime schedules its nodes one by one, as those of calls. Only the root's outputs can be
-        taken.
+        A runtime schedules the nodes one by one, like those of single calls. Only the root's
+        outputs can be taken. Leaves are numbered from 0, then pairs in their order.
 
         Args:
-          leaf: the cell of the leaves, which takes constants alone. Nodes of this cell join two.
-          each: input of `leaf` -> its constants, one for each leaf; at least one. The leaves have
-            the numbers from 0 on.
+          leaf: the cell of the leaves, which takes constants only. Nodes of this cell join two
+            nodes.
+          each: input of `leaf` -> its constants, one for each leaf; at least one.
           pairs: [leaves - 1, 2], the numbers of the left and the right node that each pair joins,
-            or the shape that `numbered` returned.
-            Pairs are numbered after the leaves, in their order. A pair joins earlier nodes, and
-            every node but the last one, the root, is in one pair.
+            or the shape that `numbered` returned. A pair joins earlier nodes, and every node except
+            the last one, the root, is in one pair.
           left, right: input -> the output of the left or the right node that it takes. Each input
             is in one of them.
 
@@ -249,11 +248,7 @@ class BaseCell:
     def _tree_form(
         self, leaf: BaseCell, left: Mapping[str, str], right: Mapping[str, str]
     ) -> TreeForm:
-        """Return the form of trees with these leaves and outputs.
-
-        Raises:
-          MissingInputError, InputMismatchError
-        """
+        """Return the form of trees with these leaves and outputs, after checking it."""
         key = leaf.key, tuple(left.items()), tuple(right.items())
         form = self._trees.get(key)
         if form is not None:
@@ -279,10 +274,8 @@ class BaseCell:
         return form
 
     def _constants(self, name: str, values: Sequence[Any] | np.ndarray) -> np.ndarray:
-        """Return the constants of an input of many nodes, as an array of its dtype.
-
-        Raises:
-          InputMismatchError
+        """Return an input's constants of many nodes as an array of its dtype; raises
+        InputMismatchError.
         """
         spec = self.inputs[name]
         if (array := as_constants(values, spec)) is None:
@@ -293,7 +286,7 @@ class BaseCell:
         return array
 
     def bind(self, inputs: Mapping[str, Any]) -> tuple[Output | Constant, ...]:
-        """Return a node's inputs in the order of the cell's, after checking them."""
+        """Check a node's inputs and return them in the order of the cell's inputs."""
         bound: list[Output | Constant] = []
         if len(inputs) != len(self._bound):
             self._refuse_names(inputs)
@@ -318,10 +311,8 @@ class BaseCell:
         return tuple(bound)
 
     def _named(self, only: tuple[Any, ...], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs of a node, of which one was given without its name.
-
-        Raises:
-          UnknownInputError: the cell has several inputs, or more were given.
+        """Add the input that was given without its name; raises UnknownInputError if that is
+        ambiguous.
         """
         names = list(self.inputs)
         if len(names) > 1 or len(only) + len(inputs) > 1:

@@ -23,8 +23,8 @@ class BatchMaker:
 
     Attributes:
       max_tasks_to_submit: most tasks of one type that are submitted together.
-      releases_at_submission: whether a subgraph may run when the nodes before it have been
-        submitted to one worker, where it then runs after them. Otherwise it waits until they have
+      releases_at_submission: whether a subgraph may run, on the same worker, as soon as all nodes
+        it depends on have been submitted to that worker. Otherwise it waits until they have
         completed, as in the thesis; the worker may idle meanwhile.
     """
 
@@ -50,11 +50,7 @@ class BatchMaker:
 
 
 class TypeQueue(Protocol):
-    """The ready nodes of a type.
-
-    Attributes:
-      num_running: submitted tasks of the type that are not completed.
-    """
+    """The ready nodes of a type, of which `num_running` tasks are submitted and not completed."""
 
     @property
     def type(self) -> CellType: ...
@@ -90,15 +86,15 @@ def choose(queues: Iterable[_AnyQueue], worker: int) -> _AnyQueue | None:
 
 
 _NO_NODES = np.zeros(0, np.int64)
-# Subgraphs without nodes that a queue may always have.
+# Number of empty subgraphs that a queue may hold at any size.
 _MAX_GONE = 64
 
 
 @final
 class Release:
-    """The ready nodes of a subgraph of which none has been in a task.
+    """The ready nodes of a subgraph that have not been in a task.
 
-    It has none when they have come to the front of their queue, or their graph has left.
+    It is empty when they have moved to the front of their queue, or their graph has left.
     """
 
     __slots__ = ("nodes", "waves")
@@ -112,13 +108,8 @@ class Release:
 class NodeQueue:
     """The ready nodes of a type, ordered by the release of their subgraphs.
 
-    Nodes that have come to the front are in one array, of few more than a batch. So a task and a
+    The array `front` holds the first ready nodes, slightly more than a batch. So a task and a
     cancellation cost the same however many nodes wait behind it.
-
-    Attributes:
-      front: the first ready nodes.
-      num_ready: the number of ready nodes.
-      num_running: submitted tasks that are not completed.
     """
 
     def __init__(self, type: CellType, index: int):
@@ -134,7 +125,7 @@ class NodeQueue:
         return self.num_ready
 
     def count_running(self, num: int) -> None:
-        """Count tasks that were submitted, or with a negative number that are completed."""
+        """Count submitted tasks, or completed ones as a negative number."""
         self.num_running += num
 
     def push(self, entry: SubgraphEntry, first_node: int) -> Release:
@@ -171,7 +162,7 @@ class NodeQueue:
         return self.front[:most]
 
     def waves(self, most: int) -> tuple[np.ndarray, list[int], np.ndarray] | None:
-        """Return the nodes of the next tasks, at most `most`, the number of each, and those after.
+        """Return the nodes of at most `most` next tasks, their sizes, and the nodes of later tasks.
 
         None if it is not known that each task has all nodes that are ready then.
         """
@@ -193,12 +184,7 @@ class NodeQueue:
         return nodes[:end], sizes[:most], nodes[end : end + sum(sizes[most:])]
 
     def replace(self, num: int, nodes: np.ndarray) -> None:
-        """Put nodes in the place of the first of the front.
-
-        Args:
-          num: how many are replaced.
-          nodes: of the same subgraphs, in their order.
-        """
+        """Replace the first `num` nodes of the front by nodes of the same subgraphs, in order."""
         rest = self.front[num:]
         self.front = np.concatenate([nodes, rest]) if len(nodes) and len(rest) else rest
         if not len(rest):
@@ -206,7 +192,7 @@ class NodeQueue:
         self.num_ready += len(nodes) - num
 
     def replace_all(self, nodes: np.ndarray) -> None:
-        """Put nodes in the place of all ready ones; see `replace`."""
+        """Replace all ready nodes, as `replace` does."""
         for release in self._released:
             release.nodes = _NO_NODES
         self._released.clear()
@@ -215,7 +201,7 @@ class NodeQueue:
         self.num_ready = len(nodes)
 
     def keep(self, is_kept: np.ndarray) -> None:
-        """Drop the nodes for which `is_kept`, of the front, is false."""
+        """Drop the nodes of the front for which `is_kept` is false."""
         front = self.front[is_kept]
         self.num_ready -= len(self.front) - len(front)
         self.front = front
@@ -223,9 +209,9 @@ class NodeQueue:
 
 # Rows of `OneWorkerScheduler._state`.
 _NUM_ROWS = 11
-# Of each of `Links.rows`, whether it has numbers of nodes.
+# For each of `Links.rows`, whether it has numbers of nodes.
 _IS_NODE = np.array([1, 1, 1, 0, 0, 0])[:, None]
-# In place of the nodes that a cancelled graph has left: it never becomes 0.
+# Replaces the count of a cancelled graph's remaining nodes: it never becomes 0.
 _NEVER = -1
 
 
@@ -234,9 +220,9 @@ class _Submitted:
     """Tasks that were submitted together and have not all been completed.
 
     Attributes:
-      ends: (number of a task, first node of a graph) of graphs whose last nodes to be submitted it
-        has, in the order of the tasks; empty with loops.
-      num_completed: tasks that have been completed, the first ones.
+      ends: (number of a task, first node of a graph) for each graph whose last node that task
+        submits, in the order of the tasks; empty with loops.
+      num_completed: how many of the tasks, from the first on, have been completed.
     """
 
     __slots__ = ("tasks", "ends", "num_completed")
@@ -252,8 +238,8 @@ class OneWorkerScheduler:
     """The scheduler of `BatchMaker` for one worker; it returns the tasks of `BatchMakerScheduler`.
 
     A node is ready when the nodes before it have been submitted, or have ended if they are loops.
-    The nodes that follow a task's nodes in their subgraphs take their places in the queue, so that
-    older subgraphs run first.
+    The nodes that follow a task's nodes in their subgraphs replace them in the queue, so that older
+    subgraphs run first.
     """
 
     wake_s = None
@@ -267,12 +253,12 @@ class OneWorkerScheduler:
         # key -> first node, graph, and its subgraphs that have been released, with their types.
         self._runs: dict[int, tuple[int, CellGraph, list[tuple[int, Release]]]] = {}
         self._key_of: dict[int, int] = {}  # first node -> key
-        # Subgraphs that are not released, by their heads: their entries, and first nodes of graphs.
+        # Subgraphs that are not released: head -> entry, and first node of the graph.
         self._waiting: dict[int, tuple[SubgraphEntry, int]] = {}
-        # Node -> its successors (inner, outer), of those that have several.
+        # Node -> its successors (inner, outer), for nodes with several.
         self._several: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
         self._submitted: deque[_Submitted] = deque()
-        # Of each node, see `_grow`.
+        # For each node, see `_grow`.
         self._state = np.zeros((_NUM_ROWS, 0), np.int64)
         self._grow(64)
 
@@ -324,7 +310,7 @@ class OneWorkerScheduler:
             return []
         if (waves := queue.waves(self._max_tasks)) is not None:
             nodes, sizes, after = waves
-            # Nothing outside waits for a subgraph with waves.
+            # No other subgraph depends on a subgraph with waves.
             np.subtract.at(self._inner_left, self._successors(nodes, self._inner, 0), 1)
             queue.replace_all(after)
             return self._submit(queue, nodes, sizes)
@@ -369,7 +355,6 @@ class OneWorkerScheduler:
         return finished
 
     def _submit(self, queue: NodeQueue, nodes: np.ndarray, sizes: list[int]) -> TaskGroup:
-        """Return tasks of `sizes` nodes each, which are submitted now."""
         tasks = TaskGroup(queue.index, 0, nodes, sizes)
         self._submitted.append(_Submitted(tasks, self._counted(nodes, sizes)))
         queue.count_running(len(sizes))
@@ -378,10 +363,10 @@ class OneWorkerScheduler:
     def _batches(
         self, queue: NodeQueue, nodes: np.ndarray, most: int
     ) -> tuple[np.ndarray, list[int]]:
-        """Return the nodes of the next tasks, and the number of each task; the first has these.
+        """Return the nodes and sizes of the next tasks; the first task has `nodes`.
 
-        A task after the first continues the lines of the one before it (see `Links`), as long as no
-        other node can join them.
+        A later task continues the lines of the previous one (see `Links`), as long as no other node
+        can join them.
         """
         has_room = queue.num_ready == len(nodes)
         ahead = self._ahead[nodes]
@@ -401,12 +386,9 @@ class OneWorkerScheduler:
         return each[goes_on][: sum(sizes)], sizes
 
     def _counted(self, nodes: np.ndarray, sizes: list[int]) -> list[tuple[int, int]]:
-        """Count the nodes of submitted tasks; return the graphs that end with them.
+        """Count the nodes of submitted tasks; return `_Submitted.ends`.
 
-        Without loops, a graph ends with the task that has the last of its nodes to be submitted.
-
-        Returns:
-          See `_Submitted.ends`.
+        Without loops, a graph ends with the task that submits its last node.
         """
         if self._has_loops:
             return []
@@ -426,7 +408,7 @@ class OneWorkerScheduler:
     ) -> list[int]:
         """Count the nodes of completed tasks; return the first nodes of graphs that have ended.
 
-        With loops, whose ends are known only now.
+        Graphs with loops are counted here, because their ends are known only now.
         """
         if not queue.type.is_loop:
             return self._left_by(tasks.array)
@@ -453,7 +435,7 @@ class OneWorkerScheduler:
     def _followers(self, nodes: np.ndarray) -> np.ndarray:
         """Return the nodes that may follow a submitted task's in their subgraphs.
 
-        Subgraphs after them are released, too.
+        Subgraphs that depend on them are released too.
         """
         after = self._successors(nodes, self._inner, 0)
         np.subtract.at(self._inner_left, after, 1)
@@ -461,7 +443,7 @@ class OneWorkerScheduler:
         return self._last_of_each(after[self._inner_left[after] == 0])
 
     def _release(self, heads: np.ndarray) -> None:
-        """Count down the edges into subgraphs, and release those that wait for none."""
+        """Count down the edges into subgraphs, and release those that wait for no other node."""
         if not len(heads):
             return
         np.subtract.at(self._outer_left, heads, 1)
@@ -470,11 +452,10 @@ class OneWorkerScheduler:
             self._push(self._key_of[first], entry, first)
 
     def _push(self, key: int, entry: SubgraphEntry, first: int) -> None:
-        """Release a subgraph of a graph."""
         self._runs[key][2].append((entry.type, self._queues[entry.type].push(entry, first)))
 
     def _ended(self, queue: NodeQueue, nodes: np.ndarray, ended: Collection[int]) -> np.ndarray:
-        """Return the loops for which a completed step was the last one, and let no more run."""
+        """Return the loops whose last step has completed, and submit no further steps of them."""
         self._num_running[nodes] -= 1
         is_last = (self._steps_left[nodes] == 0) & (self._num_running[nodes] == 0)
         if ended:
@@ -482,7 +463,7 @@ class OneWorkerScheduler:
         found = nodes[is_last & (self._is_over[nodes] == 0)]
         if len(found):
             self._is_over[found] = 1
-            # Loops that have begun are at the front.
+            # Loops that have begun are in the front.
             queue.keep(self._is_over[queue.front] == 0)
         return found
 
@@ -505,7 +486,7 @@ class OneWorkerScheduler:
         return np.array(each, np.int64)
 
     def _last_of_each(self, nodes: np.ndarray) -> np.ndarray:
-        """Return nodes without repetition, in the order of their last places."""
+        """Return the distinct nodes, ordered by their last occurrences."""
         if len(nodes) < 2:
             return nodes
         places = np.arange(len(nodes))
@@ -562,10 +543,10 @@ class _Subgraph:
       ready: numbers of the nodes that may be submitted now.
       num_open: nodes that have not been submitted; a loop counts until it has ended.
       num_before: edges from nodes of other subgraphs that do not allow it to run yet.
-      num_running: tasks with its nodes, and nodes before it, that are submitted and not completed.
-      worker: the worker of these; `_FREE` without any.
+      num_running: submitted and not completed tasks with its nodes or with nodes before it.
+      worker: the worker of these tasks; `_FREE` without any.
       place: its key in its type's queue, in the order of release; -1 outside of the queue.
-      is_bound: whether it is a loop that has begun, whose state lies on its worker.
+      is_bound: whether it is a loop that has begun, whose state is on its worker.
     """
 
     __slots__ = (
@@ -658,7 +639,7 @@ class BatchMakerScheduler:
         self._max_tasks = max_tasks_to_submit
         self._releases_early = releases_at_submission
         self._runs: dict[int, _Run] = {}
-        # Of each worker: (task, [(subgraph, its nodes in the task)]) in the order of submission.
+        # For each worker: (task, [(subgraph, its nodes in the task)]) in the order of submission.
         self._submitted: list[deque[tuple[Task, list[tuple[_Subgraph, list[int]]]]]] = [
             deque() for _ in range(num_workers)
         ]
@@ -670,7 +651,7 @@ class BatchMakerScheduler:
     def add(self, key: int, graph: CellGraph, first_node: int, now_s: float) -> None:
         run = self._runs[key] = _Run(key, graph, first_node)
         for type, nodes in graph.starts:
-            # One worker may take them together. With several, each is free to run on any.
+            # One worker may run them together. With several workers, each node may run on any.
             groups = [list(nodes)] if len(self._submitted) == 1 else [[node] for node in nodes]
             for group in groups:
                 subgraph = _Subgraph(run, type, group, len(group), 0)
@@ -791,7 +772,7 @@ class BatchMakerScheduler:
     def _loop_ended(
         self, subgraph: _Subgraph, nodes: list[int], ended: Collection[int]
     ) -> list[int]:
-        """Return the node of a loop if this step was its last one, and else none."""
+        """Return the node of a loop if this step was its last one; otherwise nothing."""
         if subgraph.is_ended:
             return []
         if subgraph.run.first + nodes[0] not in ended and (
@@ -804,7 +785,7 @@ class BatchMakerScheduler:
         return nodes
 
     def _submitted_before(self, subgraph: _Subgraph, worker: int) -> None:
-        """Count a node before a subgraph that was submitted to a worker."""
+        """Count a predecessor of a subgraph that was submitted to a worker."""
         subgraph.num_running += 1
         if subgraph.worker == _FREE:
             subgraph.worker = worker
@@ -815,7 +796,7 @@ class BatchMakerScheduler:
             self._queues[subgraph.type].push(subgraph)
 
     def _completed_before(self, subgraph: _Subgraph, is_loop: bool) -> None:
-        """Count a node before a subgraph that has run."""
+        """Count a predecessor of a subgraph that has run."""
         if self._releases_early and not is_loop:
             subgraph.num_running -= 1
             if subgraph.num_running == 0:
@@ -840,7 +821,7 @@ class BatchMakerScheduler:
 
 
 def _form_batch(queue: _Queue, worker: int) -> tuple[list[int], list[tuple[_Subgraph, list[int]]]]:
-    """Return ready nodes that a worker may run, at most a full batch, and whose they are."""
+    """Return ready nodes that a worker may run, at most a full batch, and their subgraphs."""
     room = queue.type.max_batch
     nodes: list[int] = []
     members: list[tuple[_Subgraph, list[int]]] = []

@@ -27,12 +27,13 @@ class Cell(BaseCell):
         its parameters and no other state.
       inputs: the shape and dtype of each input without the batch axis, for instance a
         `jax.ShapeDtypeStruct`.
-      outputs: those of the outputs; by default found with `jax.eval_shape`, and else checked.
+      outputs: the same for the outputs; found with `jax.eval_shape` by default, and otherwise
+        checked.
       name: the name in reports and errors; by default the module's class.
       priority, batch_sizes: see `BaseCell`.
       takes_rows: whether the module also takes inputs as `pallas_kernels.RowsAt`, rows of a pool of
-        states that are not gathered. On GPUs and CPUs it is then called with these, for inputs that
-        do not travel with the task.
+        states that are not gathered. GPUs and CPUs then pass these for inputs that do not travel
+        with the task.
       allows_infinite: whether outputs may be infinite, such as masked logits. By default infinity
         ends the request as NaN does.
 
@@ -69,19 +70,19 @@ class Cell(BaseCell):
 class Repeat(BaseCell):
     """A loop of a cell on the device: outputs of a step are inputs of the next one.
 
-    Create it once, next to its cell, and call it while unfolding, with the inputs of the first step
-    and the most steps:
+    Create it once, together with its cell, and call it while unfolding, with the inputs of the
+    first step and the most steps:
 
         decode = Repeat(decoder, carry={"h": "h", "token": "token"}, until=is_end, emits=["token"])
         answer = decode(h=encoded["h"], token=GO, max_steps=50)
         return Graph(outputs={"tokens": answer.steps("token")})
 
-    The number of steps is not known before. The device decides it, and the host learns it later:
-    between two steps nothing waits for the host. Requests join and leave the loop at any step.
+    The device decides the number of steps, and the host learns it later: between two steps the
+    device does not wait for the host. Requests join and leave the loop at any step.
 
     Args:
       cell: the cell to repeat.
-      carry: input -> the output of the previous step that it takes. Other inputs stay as they are.
+      carry: input -> the output of the previous step that it takes. Other inputs stay the same.
       until: function of the outputs' arrays, with a batch axis, that returns for each row whether
         the loop ends with this step. It must be traceable by JAX. None runs `max_steps` steps.
       emits: the outputs whose values of all steps a graph may return, as `node.steps(name)`.
@@ -142,9 +143,9 @@ class Repeat(BaseCell):
         self.until = until
 
     def __call__(self, *only: Any, max_steps: int, **inputs: Any) -> Node:
-        """Return a node that repeats the cell at most `max_steps` times, and at least once.
+        """Return a node that repeats the cell at least once and at most `max_steps` times.
 
-        See `BaseCell.__call__`.
+        The inputs and errors are those of `BaseCell.__call__`.
         """
         if max_steps < 1:
             raise InvalidGraphError(
@@ -154,10 +155,8 @@ class Repeat(BaseCell):
 
 
 def _specs_of(cell: str, what: str, values: Mapping[str, HasShape]) -> dict[str, ValueSpec]:
-    """Return the specs of a cell's inputs or outputs.
-
-    Raises:
-      InvalidCellError: one of them is not one array.
+    """Return the specs of a cell's inputs or outputs; raises InvalidCellError if one is not an
+    array.
     """
     found = {}
     for name, value in values.items():
@@ -183,8 +182,6 @@ _PROBE_SIZE = 3
 
 
 def _outputs_of(module: nnx.Module, inputs: Mapping[str, ValueSpec], name: str):
-    """Return the specs of a module's outputs."""
-
     def call(arrays: dict[str, jax.Array]) -> Any:
         return _merged(module)(**arrays)
 
@@ -218,7 +215,7 @@ def _outputs_of(module: nnx.Module, inputs: Mapping[str, ValueSpec], name: str):
 
 
 def _merged(module: nnx.Module) -> Any:
-    """Return a copy of a module that may be called under a trace of its own."""
+    """Return a copy of a module that may be called under a separate trace."""
     return nnx.merge(*nnx.split(module))
 
 

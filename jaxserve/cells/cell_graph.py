@@ -53,10 +53,7 @@ class CellGraph:
         return len(self.types)
 
     def prepare(self, num_workers: int) -> None:
-        """Compute what a scheduler of a number of workers reads, so that it does not wait for it.
-
-        Any thread may call it.
-        """
+        """Compute what a scheduler of a number of workers reads; any thread may call it."""
         _ = self.links if num_workers == 1 else self._partition
 
     @cached_property
@@ -76,7 +73,7 @@ class CellGraph:
 
     @cached_property
     def followers(self) -> list[int]:
-        """For each node the last of its successors; -1 for none."""
+        """For each node its last successor; -1 for none."""
         found = [-1] * len(self)
         for node, before in enumerate(self.predecessors):
             for other in before:
@@ -93,15 +90,16 @@ class CellGraph:
 
     @cached_property
     def subgraphs(self) -> tuple[Subgraph, ...]:
-        """The partition into subgraphs, see `Subgraph`; a subgraph follows those it depends on."""
+        """The partition into subgraphs; a subgraph follows those it depends on."""
         alone = [Subgraph(type, (node,), (node,), 0) for type, some in self.starts for node in some]
         return *alone, *self.later_subgraphs
 
     @property
     def starts(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """(type, nodes) of nodes that are subgraphs of their own and depend on nothing.
+        """(type, nodes) of nodes that are single subgraphs without dependencies.
 
-        All of one type are in one entry, such as the leaves of a tree. Loops are not among them.
+        All nodes of one type are in one entry, such as the leaves of a tree. Loops are not
+        included.
         """
         return self._partition.starts
 
@@ -112,12 +110,10 @@ class CellGraph:
 
     @property
     def later_subgraphs(self) -> tuple[Subgraph, ...]:
-        """The subgraphs after those of `starts`."""
         return self._partition.later_subgraphs
 
     @cached_property
     def subgraph_of(self) -> tuple[int, ...]:
-        """For each node, the index of its subgraph."""
         return self._partition.subgraph_of
 
     @cached_property
@@ -161,7 +157,7 @@ class CellGraph:
 
 
 class _Partition(NamedTuple):
-    """The properties of a `CellGraph`, all computed in one pass."""
+    """The properties of a `CellGraph` that are computed in one pass."""
 
     starts: tuple[tuple[int, tuple[int, ...]], ...]
     num_starts: int
@@ -174,16 +170,16 @@ class _Partition(NamedTuple):
 
 @final
 class Subgraph:
-    """Connected nodes of one type whose other dependencies lie wholly before them (thesis, 2.4.3).
+    """Connected nodes of one type whose other dependencies are all before them (thesis, 2.4.3).
 
-    A loop's node is a subgraph of its own.
+    A loop's node is a subgraph by itself.
 
     Attributes:
       type: index of the cell type.
       nodes: its nodes, dependencies first.
       first: the nodes without a predecessor in the subgraph.
-      num_dependencies: edges from nodes of other subgraphs. The subgraph may run when the nodes at
-        their beginnings have.
+      num_dependencies: edges from nodes of other subgraphs. The subgraph may run when these nodes
+        have run.
     """
 
     __slots__ = ("type", "nodes", "first", "num_dependencies")
@@ -197,7 +193,7 @@ class Subgraph:
         self.num_dependencies = num_dependencies
 
 
-# Sentences have few lengths. Trees hardly repeat, and cost the garbage collector time.
+# Sentences have few distinct lengths. Trees rarely repeat, and cost the garbage collector time.
 _structures: LRUCache[_Structure, CellGraph] = LRUCache(1 << 14)
 _chains: LRUCache[tuple[int, int], CellGraph] = LRUCache(1 << 14)  # by type and length
 
@@ -208,14 +204,14 @@ def cell_graph(
     max_steps: tuple[int, ...],
     loop_types: frozenset[int] = frozenset(),
 ) -> CellGraph:
-    """Return the graph of a structure; the same object as before if it was used lately."""
+    """Return the graph of a structure; the same object as before while it is cached."""
     key = types, predecessors, max_steps, loop_types
     found = _structures.get(key)
     return found or _structures.add(key, CellGraph(*key), len(types))
 
 
 def tree_graph(leaf_type: int, pair_type: int, shape: TreeShape) -> CellGraph:
-    """Return the graph of a tree, with its links. Its cells are of two types."""
+    """Return the graph of a tree of two cell types, with its links."""
     num_leaves = len(shape.pairs) + 1
     types, max_steps = _nodes_of_trees(leaf_type, pair_type, num_leaves)
     return CellGraph(
@@ -236,7 +232,7 @@ def _nodes_of_trees(
 
 
 def chain_graph(type: int, num_nodes: int) -> CellGraph:
-    """Return a graph in which each node of one type takes an output of the one before it."""
+    """Return a graph in which each node takes an output of the previous one, all of one type."""
     found = _chains.get((type, num_nodes))
     if found is not None:
         return found
@@ -252,9 +248,9 @@ def chain_graph(type: int, num_nodes: int) -> CellGraph:
 def _partition(graph: CellGraph) -> _Partition:
     """Return the connected nodes of the same type and phase, and the edges in and between them.
 
-    A node's phase is that of its predecessors of the same type, or one more than that of its
-    predecessors of other types; the largest counts. So a path that leaves a subgraph never comes
-    back to it, and every subgraph can wait for all that it needs from outside.
+    A node's phase is the maximum over its predecessors of their phase (same type) or their phase
+    plus one (other types). So a path that leaves a subgraph never returns to it, and every subgraph
+    can wait for everything that it needs from outside.
     """
     types, loop_types = graph.types, graph.loop_types
     leaders, phases = _leaders(graph)
@@ -307,7 +303,7 @@ def _partition(graph: CellGraph) -> _Partition:
 
 
 def _leaders(graph: CellGraph) -> tuple[list[int], list[int]]:
-    """Return of each node the first one of its subgraph, and its phase."""
+    """Return for each node the first node of its subgraph, and its phase."""
     types, loop_types = graph.types, graph.loop_types
     phases: list[int] = []
     leader: list[int] = []  # a node of the same subgraph, in the end its first one

@@ -38,10 +38,10 @@ from jaxserve.execution.device_errors import out_of_memory_as
 
 @final
 class DeviceHandle:
-    """See `CellHandle`.
+    """A `CellHandle` of calls on a device.
 
     Args:
-      flags: uint8 [max_fused, batch], or of all rows one after the other; None without tasks.
+      flags: uint8 [max_fused, batch], or [rows] of all tasks in sequence; None without tasks.
       emitted: of each emitted output [max_fused, batch, ...].
       reads: (array, the values of its first rows).
       copies: whether the host reads copies, which begin now; on a CPU it reads the arrays.
@@ -101,7 +101,7 @@ class DeviceHandle:
         return TaskResults(ended, not_finite, values, self._steps(tasks, flags))
 
     def _steps(self, tasks: TaskGroup, flags: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """Return the emitted outputs of each loop, of the steps before it had ended."""
+        """Return each loop's emitted outputs, for the steps before it had ended."""
         t, nodes = self._layout.types[tasks.type], tasks.array
         numbers = np.repeat(np.arange(len(tasks)), tasks.sizes)
         rows = np.concatenate([np.arange(size) for size in tasks.sizes])
@@ -125,7 +125,7 @@ class DeviceHandle:
 
 @final
 class _Worker:
-    """The arrays of one device. A function that gets a pool donates it, and the result follows."""
+    """The arrays of one device. A function that gets a pool donates it; the result replaces it."""
 
     def __init__(self, device: Any, programs: CellPrograms, pools: Sequence[jax.Array]):
         self.device = device
@@ -135,12 +135,12 @@ class _Worker:
 
 @final
 class DeviceCells:
-    """A `CellExecutor` with one worker a device.
+    """A `CellExecutor` with one worker for each device.
 
     Args:
       layout: of `Cell` and `Repeat` objects.
       devices: JAX's devices; one worker runs on each.
-      num_slots: slots of each pool on each device; as many of every pool.
+      num_slots: slots of every pool on each device.
       max_fused: most tasks of one type and size that one call of an executable runs.
 
     Raises:
@@ -173,10 +173,12 @@ class DeviceCells:
                 for device in devices
             ]
         self._table = ValueTable(self.layout, len(devices), tuple(num_slots))
-        # Large constants by pool and slot. One worker writes them before its next tasks. Of several
-        # workers, each writes those that it reads.
+        # Large constants by pool and slot. A single worker writes them before its next tasks; with
+        # several, each writes those that it reads.
         self._constants: dict[tuple[int, int], np.ndarray] = {}
-        self._places: dict[int, list[tuple[int, int]]] = {}  # theirs, by the graph's first row
+        self._places: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # large constants by the graph's first row
         self._wanted: dict[int, list[int]] = {}  # node -> values to read when it has run
         self._is_wanted = np.zeros(0, np.bool_)  # of each node, whether it has any
         self._templates: dict[tuple[int, int], np.ndarray] = {}
@@ -235,7 +237,9 @@ class DeviceCells:
         self._workers = []
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
-        """See `CompilingExecutor`; the functions run no task and change no value."""
+        """Return (name, function) of every executable; the functions run no task and change no
+        value.
+        """
         steps: list[tuple[str, Callable[[], None]]] = []
         for worker in range(len(self._workers)):
             place = f" on device {worker}" if len(self._workers) > 1 else ""
@@ -252,9 +256,9 @@ class DeviceCells:
         return steps
 
     def time_tasks(self, type: int, size: int) -> float:
-        """Return the seconds that a task of a compiled size takes on the first device, once.
+        """Return the seconds of one task of a compiled size on the first device, measured once.
 
-        The tasks run in one call, and on no node. Call it while nothing else runs.
+        The tasks run in one call, without nodes. Call it only while nothing else runs.
         """
         t = self.layout.types[type]
         rows = self._rows(t, size)
@@ -276,20 +280,19 @@ class DeviceCells:
         return (time.perf_counter() - begin_s) / self._max_fused
 
     def _rows(self, t: TypeLayout, size: int) -> np.ndarray:
-        """Return rows that read zeros and write nothing that is read, for tasks of one size."""
+        """Return rows that read zeros and write to unread slots, for tasks of one size."""
         found = self._templates.get((t.index, size))
         if found is None:
             layout = self.layout
             found = np.full((self._max_fused, size, layout.width), ZERO_SLOT, np.int32)
             found[..., layout.first_output : layout.first_word] = TRASH_SLOT
             if t.is_loop:
-                # The first step of a loop without a node.
+                # The first step of a loop, in a row without a node.
                 found[..., layout.flag] = 2 * TRASH_SLOT + 1
             self._templates[t.index, size] = found
         return found.copy()
 
     def _launch_flat(self, worker: int, tasks: TaskGroup) -> CellHandle:
-        """Launch tasks of any sizes in one call."""
         type, nodes, sizes = tasks.type, tasks.array, tasks.sizes
         t, table = self.layout.types[type], self._table
         self._write_constants(worker)
@@ -303,7 +306,7 @@ class DeviceCells:
         wanted: list[int] = []
         for node in nodes[self._is_wanted[nodes]].tolist():
             wanted += self._wanted[node]
-        # The call reads those that its tasks compute; `wanted` has no others.
+        # The call reads the values that its tasks compute; `wanted` has no other values.
         some, slots = wanted[:NUM_READS], self._no_reads
         if some:
             slots = slots.copy()
@@ -315,7 +318,7 @@ class DeviceCells:
         return DeviceHandle(worker, tasks, flags, self.layout, (), reads, copies=self._copies)
 
     def _flat_rows(self, own: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Return rows and the numbers of their tasks, with padding; see `FlatTaskFunction`."""
+        """Return padded rows and the numbers of their tasks, as a `FlatTaskFunction` takes them."""
         rows = np.empty((bucket(len(own), FLAT_SIZES), self.layout.width + 1), np.int32)
         rows[: len(own), :-1] = own
         rows[: len(own), -1] = numbers
@@ -371,7 +374,7 @@ class DeviceCells:
     def _read(self, worker: int, values: list[int]) -> list[tuple[Any, list[int]]]:
         """Start to read values, and return (array, the values of its first rows).
 
-        Those that the worker does not have are copied to it first.
+        Values that the worker does not have are copied to it first.
         """
         found = []
         pools, slots = self._table.places_of(np.array(values))
@@ -389,7 +392,7 @@ class DeviceCells:
         return self._programs.read(self._workers[worker].pools[pool], _padded(slots, ZERO_SLOT))
 
     def _fetch(self, worker: int, pool: int, slots: np.ndarray) -> None:
-        """Copy slots to a worker from those that have their values, and constants from the host."""
+        """Copy slots to a worker from workers that have the values, and constants from the host."""
         holders = self._table.workers_with(pool, slots, worker)
         constants = slots[holders < 0]
         if len(constants):
@@ -418,7 +421,7 @@ class DeviceCells:
     def _write_all(
         self, worker: int, pool: int, slots: np.ndarray, arrays: Sequence[np.ndarray]
     ) -> None:
-        """Write arrays of the host to slots of a worker."""
+        """Write host arrays to slots of a worker."""
         for begin in range(0, len(slots), COPY_SIZES[-1]):
             some = list(arrays[begin : begin + COPY_SIZES[-1]])
             padded = some + [some[0]] * (bucket(len(some), COPY_SIZES) - len(some))
@@ -452,9 +455,8 @@ class DeviceCells:
 
 
 def _flat_calls(tasks: TaskGroup) -> list[TaskGroup]:
-    """Return the tasks of each call of a `FlatTaskFunction`, in their order.
-
-    A task has at most as many rows as a call.
+    """Return the tasks of each `FlatTaskFunction` call, in order; a task never exceeds a call's
+    rows.
     """
     if len(tasks.array) <= FLAT_SIZES[-1]:
         return [tasks]
@@ -469,7 +471,7 @@ def _flat_calls(tasks: TaskGroup) -> list[TaskGroup]:
 
 
 def _padded(slots: np.ndarray, filler: int) -> np.ndarray:
-    """Return slots, with a filler up to a compiled size."""
+    """Pad slots with a filler to a compiled size."""
     found = np.full(bucket(len(slots), COPY_SIZES), filler, np.int32)
     found[: len(slots)] = slots
     return found
