@@ -1,4 +1,4 @@
-"""Builds executors for a Flax model: sizes, memory, executables, warm-up."""
+"""Construction of executors for a Flax model: sizes, memory, executables, warm-up."""
 
 from __future__ import annotations
 
@@ -45,13 +45,11 @@ from sharding import ProcessGroup, StagePlan
 @final
 @dataclass(frozen=True, kw_only=True)
 class ExecutorSpec:
-    """What executors of a model are built from, except its parameters and their devices.
+    """Everything that executors of a model are built from, except the parameters and their devices.
 
     Attributes:
-      model_config: the model's layers, KV heads, head_dim, dtype and max_position_embeddings.
-      probe: predicts remaining lengths from activations; None for no probe.
-      drafter: a draft model, which `check_drafter` has accepted; None for none.
-      takes_masks: whether requests may have grammars, so that the warm-up includes what they need.
+      drafter: a draft model that `check_drafter` has accepted; None for none.
+      takes_masks: whether the warm-up includes what requests with grammars need.
     """
 
     graphdef: nnx.GraphDef
@@ -71,15 +69,13 @@ def build_executor(
     group: ProcessGroup | None = None,
     processes: Processes | None = None,
 ) -> tuple[ModelExecutor, PoolSize]:
-    """Return an executor: size and allocate its page pool, allocate its slots, and compile.
+    """Size and allocate a page pool and slots, compile, and return the executor.
 
     Args:
       params: parameters of the whole model, on their devices unless it has stages.
       stages: the stages to cut the model into; None for a model in one piece.
-      group: the processes that share the parameters, which all make the same calls; None if this
-        process holds all parameters.
-      processes: those of the encode group and those of the decode group, if the parameters are on
-        the group of this process; None for one group.
+      group: the processes that share the parameters and make the same calls; None for one process.
+      processes: the processes of the encode group and of the decode group; None for one group.
 
     Raises:
       DeviceMemoryError: the device has too little memory.
@@ -132,8 +128,8 @@ def _build_whole(
     spec: ExecutorSpec, params: Any, group: ProcessGroup | None, processes: Processes | None
 ) -> tuple[ModelExecutor, PoolSize]:
     graphdef, model_config, options = spec.graphdef, spec.model_config, spec.options
-    # Parameters are committed to their devices, as those of an update are; otherwise an update
-    # would compile again.
+    # Parameters are committed to their devices, like an update's; otherwise an
+    # update compiles again.
     params = jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
     place = Placement.like(jax.tree.leaves(params)[0].sharding)
     if place.mesh is not None:
@@ -171,8 +167,8 @@ def _build_whole(
     programs = programs_for(engine_config(model_config, options, num_pages=optimistic))
     shapes, cache_shapes = abstract(params), pages.abstract(optimistic)
     step = StepBytes(lambda: programs.step_bytes(shapes, cache_shapes))
-    # A size that is asked for, or that processes agree on, depends on the largest step. Kernels
-    # that are asked for by name are tried now, so that those that cannot serve are refused.
+    # A requested size, or one that processes agree on, depends on the largest step. Requested
+    # kernels are tried now, so that unsuitable ones are refused.
     decides = options.kv_memory is not None or options.attention is not None or group is not None
     is_deferred = not decides and leaves_room(programs.shelf.devices[0])
     size = pages.plan(step_bytes=0 if is_deferred else step.measure())
@@ -272,10 +268,7 @@ def _build_stages(
 
 
 def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:
-    """Return the size of the executor's pool after a resize to `kv_bytes`; see `plan_resize`.
-
-    Args:
-      size: the pool's present size.
+    """Return the size of the executor's pool after a resize to `kv_bytes`.
 
     Raises:
       DeviceMemoryError: the pool would not fit.
@@ -308,7 +301,7 @@ def _shared_settings(model_config: Any, mesh: str, options: RuntimeOptions) -> d
 
 
 def _shards_on_this_host(place: Placement, group: ProcessGroup | None) -> int:
-    """Return the number of the cache's shards that share the memory of this host."""
+    """Return the number of the cache's shards that share this host's memory."""
     if group is None:
         return place.num_shards
     host, num_own = socket.gethostname(), len(place.whole.addressable_devices)
@@ -323,19 +316,14 @@ def _agreed_number(num_pages: int, group: ProcessGroup | None) -> int:
 def build_groups(
     spec: ExecutorSpec, places: Sequence[tuple[Any, StagePlan | None]]
 ) -> tuple[GroupedExecutor, PoolSize]:
-    """Return an executor of two device groups, compiled; see `build_executor`.
+    """Build and compile an executor of two device groups; return it and a pool size.
 
-    A page has one number in both groups, so the group with the least memory limits their number.
+    The size is that of the pool with the largest pages. A page has one number in both groups, so
+    the group with the least memory limits their number. Raises what `build_executor` raises.
 
     Args:
       places: for the encode group and the decode group, parameters of the whole model and the
-        stages to cut it into. Those of a group in one piece are on its devices.
-
-    Returns:
-      The executor, and the size of the pool on the devices whose pages are the largest.
-
-    Raises:
-      DeviceMemoryError, InvalidConfigError: see `build_executor`.
+        stages to cut it into. The parameters of a group in one piece are on its devices.
     """
     options = spec.options
     check_slot_states(spec.model_config, options, num_device_groups=len(places))

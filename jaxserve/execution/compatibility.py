@@ -1,4 +1,4 @@
-"""What cannot be served together, refused before anything is allocated."""
+"""Checks that refuse incompatible features before anything is allocated."""
 
 from __future__ import annotations
 
@@ -22,14 +22,11 @@ from sharding.shards import TENSOR
 def check_adapters(
     model_config: Any, options: RuntimeOptions, params: Any, *, has_mesh: bool, is_quantised: bool
 ) -> None:
-    """Check that a model can be served with adapters, if the options ask for them.
+    """Raise InvalidConfigError if the options ask for adapters that the model does not support.
 
     Args:
       params: on their devices.
       has_mesh: whether a mesh, stages or device groups were given.
-
-    Raises:
-      InvalidConfigError: naming what is given, what is allowed, and what to do.
     """
     if not options.max_adapters:
         return
@@ -50,15 +47,7 @@ def check_adapters(
 
 
 def check_adapters_fit(num_bytes: int, options: RuntimeOptions, params: Any) -> None:
-    """Check that the arrays of all adapters fit on the device, before they are allocated.
-
-    Args:
-      num_bytes: size of the arrays.
-      params: on their device.
-
-    Raises:
-      DeviceMemoryError: they do not fit.
-    """
+    """Raise DeviceMemoryError if the adapters' arrays, of `num_bytes`, do not fit on the device."""
     device = next(iter(jax.tree.leaves(params)[0].devices()))
     free = free_device_bytes(device)
     if num_bytes > free:
@@ -78,14 +67,11 @@ def check_slot_states(
     num_processes: int = 1,
     num_device_groups: int = 1,
 ) -> None:
-    """Check options and placement of a model with recurrent layers.
+    """Raise InvalidConfigError if options or devices do not fit a model with recurrent layers.
 
     Args:
       mesh: of the parameters; None on one device.
-      num_processes: that share the parameters.
-
-    Raises:
-      InvalidConfigError: naming what is given, what is allowed, and what to do.
+      num_processes: number of processes that share the parameters.
     """
     if not model_config.num_recurrent_layers:
         return
@@ -124,11 +110,7 @@ def check_slot_states(
 
 
 def check_speculation(model_config: Any, options: RuntimeOptions) -> None:
-    """Check that a model can speculate, if the options ask for it.
-
-    Raises:
-      InvalidConfigError: naming what is given, what is allowed, and what to do.
-    """
+    """Raise InvalidConfigError if the options ask for speculation that the model cannot do."""
     if options.speculation is not None and model_config.num_recurrent_layers:
         raise InvalidConfigError(
             f"speculation={options.speculation!r} is not supported for a model with recurrent "
@@ -139,11 +121,7 @@ def check_speculation(model_config: Any, options: RuntimeOptions) -> None:
 def check_quantised(
     options: RuntimeOptions, mesh: Mesh | StagePlan | DeviceGroups | None, dtype: str
 ) -> None:
-    """Raise InvalidConfigError where weights in few bits cannot be served.
-
-    Args:
-      dtype: the model's.
-    """
+    """Raise InvalidConfigError if quantised weights of a model in `dtype` cannot be served."""
     is_alone = mesh is None and jax.default_backend() == "cpu"
     if options.quantize == "bf16" and not (is_alone and dtype == "float32"):
         raise InvalidConfigError(
@@ -175,13 +153,9 @@ def check_deterministic(
     params: Any,
     stages: StagePlan | None = None,
 ) -> None:
-    """Check that no result depends on the batch, if the options ask for it.
+    """Raise InvalidConfigError with every reason for which results may depend on the batch.
 
-    Args:
-      graphdef, params: of the whole model.
-
-    Raises:
-      InvalidConfigError: naming every reason against it, and what to do.
+    Without the option it checks nothing. `graphdef` and `params` are the whole model's.
     """
     if not options.deterministic:
         return
@@ -200,7 +174,7 @@ def _obstacles(
     params: Any,
     stages: StagePlan | None = None,
 ) -> list[str]:
-    """Return every reason for which bits of a request may depend on the batch."""
+    """Return every reason for which a request's bits may depend on the batch."""
     sharding = jax.tree.leaves(params)[0].sharding
     platform = next(iter(sharding.device_set)).platform
     kernels = row_kernels_of(options)
@@ -245,10 +219,11 @@ def _obstacles(
 
 
 def row_kernels_of(options: RuntimeOptions) -> RowKernels | None:
-    """Return the kernels that keep the bits of a request on a GPU; None without the option.
+    """Return the kernels that keep the bits of a request on a GPU.
 
-    None also stands for a CPU, where the platform's choice keeps them, and for kernels of attention
-    that do not. "triton_interpreted" asks for the GPU's kernels on a CPU, for tests.
+    None without the option, on a CPU, where the platform's choice keeps the bits, and for kernels
+    of attention that do not keep them. "triton_interpreted" asks for the GPU's kernels on a CPU,
+    for tests.
     """
     if not options.deterministic:
         return None

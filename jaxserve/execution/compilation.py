@@ -1,4 +1,4 @@
-"""Compilation: where executables are kept between processes, the warm-up, and a counter."""
+"""Compilation: the store of executables, the warm-up, and a counter of compilations."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ _EVENTS = ("/jax/core/compile/backend_compile_duration", STALL_EVENT)
 def enable_compilation_cache(folder: Path | None = None) -> None:
     """Store every executable in JAX's persistent cache, however short its compilation was.
 
-    Args:
-      folder: folder of the cache unless the user has set one in JAX; by default below jaxserve's
-        cache folder.
+    A folder that the user has set in JAX stays; the default is below jaxserve's cache folder.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder or cache_folder() / "xla"))
@@ -52,18 +50,14 @@ def _store_in(folder: Path) -> ExecutableStore:
 
 
 def executable_store() -> ExecutableStore:
-    """Return the store of executables below jaxserve's cache folder."""
     return _store_in(cache_folder() / "executables")
 
 
 def steady(num_pages: int, store: ExecutableStore, *parts: Any) -> int:
     """Return the size of an earlier start's page pool if it fits and is not much smaller.
 
-    Free memory differs from start to start, and executables are for one number of pages.
-
-    Args:
-      num_pages: number that fits now.
-      parts: what the earlier start must have in common with this one.
+    Free memory differs from start to start, and executables are for one number of pages. `parts` is
+    what both starts must have in common; `num_pages` fits now.
     """
     try:
         key = key_of("pool", this_installation(), parts)
@@ -82,7 +76,7 @@ def steady(num_pages: int, store: ExecutableStore, *parts: Any) -> int:
 
 
 def warm_up(executor: ModelExecutor, *, progress: bool, behind: bool = False) -> None:
-    """Make every executable, on other threads if `behind` and the executor can."""
+    """Compile every executable, on other threads if `behind` and the executor supports it."""
     if behind and executor.warm_up_behind():
         return
     steps = executor.warmup_steps()
@@ -107,10 +101,8 @@ def warm_up(executor: ModelExecutor, *, progress: bool, behind: bool = False) ->
 class CompilationCounter:
     """A counter of the compilations in its `watch` blocks, on the thread of the block.
 
-    Loading an executable, or waiting for a thread that makes it, also counts: it stalls the loop.
-
-    Args:
-      strict: raise CompilationAfterWarmupError on a compilation after the warm-up.
+    Loading an executable, or waiting for a thread that compiles it, also counts: it stalls the
+    loop. If `strict`, a compilation after the warm-up raises CompilationAfterWarmupError.
     """
 
     def __init__(self, *, strict: bool = False) -> None:

@@ -1,8 +1,8 @@
-"""How KV pages pass between two device groups that belong to different processes.
+"""Transfer of KV pages between two device groups that belong to different processes.
 
-`TransferCourier` has JAX's own transfer: every device of the target group pulls its part of the
-pages from a process of the source group, while both groups compute. Where processes cannot reach
-each other that way, `HostCourier` sends the pages through host memory and the leader.
+`TransferCourier` uses JAX's own transfer: every device of the target group pulls its part of the
+pages from a process of the source group, while both groups compute. If processes cannot reach each
+other that way, `HostCourier` sends the pages through host memory and the leader.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ _POLL_S = 0.01
 @final
 @dataclass(frozen=True)
 class Cut:
-    """How a group's cache is split by KV head.
+    """The split of a group's cache by KV head.
 
     Attributes:
       num_heads: KV heads of the cache, repeated ones included.
-      num_parts: shards, each with a part of them.
+      num_parts: number of shards, each with a part of the heads.
     """
 
     num_heads: int
@@ -71,8 +71,7 @@ class Cut:
 class TakenPages:
     """At most `PAGES_A_CALL` pages, gathered in the parts of the target group.
 
-    Args:
-      parts: for each kind of array its parts, with a copy on every device of the group.
+    `parts` has, for each kind of array, its parts, with a copy on every device of the group.
     """
 
     def __init__(self, pages: Sequence[int], parts: Sequence[Sequence[jax.Array]]):
@@ -107,9 +106,6 @@ class PagePort:
     Every process of the group makes the same calls in the same order, between steps. The caches at
     both ends have the same layers and formats; they may be split differently by KV head. Copies
     have a fixed number of pages, so that nothing compiles after `warm_up`.
-
-    Args:
-      other: how the cache of the other group is split.
 
     Attributes:
       devices: this process's devices of the group, and the index of the part that each has.
@@ -206,9 +202,8 @@ class Arrived:
     """A message of the leader: write the pages of a handover before the next plan.
 
     Attributes:
-      number: of plans before the handover.
-      outcome: of the handover.
-      dropped: pages that are not to be written any more.
+      number: number of plans before the handover.
+      dropped: pages that must not be written.
     """
 
     number: int
@@ -291,11 +286,11 @@ class HostCourier(Courier):
 @final
 @dataclass(frozen=True)
 class _Peer:
-    """What a process tells the other processes at the start.
+    """The record that a process sends to the other processes at the start.
 
     Attributes:
-      address: of its transfer server; None where it has none.
-      key: a random number; transfers have keys from it on.
+      address: of its transfer server; None if it has none.
+      key: a random number, the first key of its transfers.
       parts: the index of the part that each of its devices has.
     """
 
@@ -309,8 +304,7 @@ class _Peer:
 class TransferCourier(Courier):
     """Pulls pages from a process of the source onto the target's devices, with JAX's transfer.
 
-    Args:
-      peers: the record of every process of the job, by process id.
+    `peers` has the record of every process of the job, by process id.
     """
 
     def __init__(
@@ -328,7 +322,7 @@ class TransferCourier(Courier):
         assert address is not None
         self._connection = server.connect(address)
         self._gives = process_id == processes[own_index][0]
-        # The number of a device's transfer within a call: those of one process after another.
+        # The number of a process's first transfer within a call; processes are numbered in order.
         self._num_before = {
             each: sum(len(peers[other].parts) for other in group[: group.index(each)])
             for group in processes
@@ -338,7 +332,7 @@ class TransferCourier(Courier):
         self._others = {each: peers[each].parts for each in processes[1 - own_index]}
         self._stride = sum(len(peer.parts) for peer in peers)
         self._first_key = self._next_key = peers[0].key
-        # Parts that devices pull, by the number of the handover: its pages, and one entry a call.
+        # The pages and the pulled parts (one entry per call) of each handover, by its number.
         self._pulled: dict[int, tuple[Sequence[int], list[list[list[jax.Array]]]]] = {}
 
     def try_out(self, patience_s: float) -> str:
@@ -411,11 +405,8 @@ def make_courier(
 ) -> Courier:
     """Return a `TransferCourier`, or a `HostCourier` if a process cannot pull from the other group.
 
-    All processes of a job call it at the same time. The leader logs the reason for a `HostCourier`.
-
-    Args:
-      serve: starts a server of arrays.
-      patience_s: how long processes try to reach each other.
+    All processes of a job call it at the same time and try for `patience_s` to reach each other.
+    The leader logs the reason for a `HostCourier`.
     """
     own_index = 0 if group.process_id in processes[0] else 1
     pool = executor.pages
@@ -472,8 +463,6 @@ def _way(plan: StepPlan) -> tuple[int, int]:
 
 @final
 class _ToHost:
-    """Pages that are being copied to this process's host memory."""
-
     def __init__(self, taken: Sequence[TakenPages]):
         self._taken = taken
         for each in taken:

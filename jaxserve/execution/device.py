@@ -54,8 +54,8 @@ from jaxserve.steps.step_function import abstract
 
 _Step = tuple[str, Callable[[], Any]]
 
-# Seconds before executables are made behind requests, if those that are needed first are loaded
-# early: a process that answers one prompt ends before.
+# Seconds before executables are compiled behind requests, if the first ones that are needed were
+# loaded early: a process that answers one prompt ends before.
 _DELAY_S = 4.0
 
 _SMALLEST, _LARGER = slice(1), slice(1, None)
@@ -321,7 +321,6 @@ class DeviceExecutor:
         return SubmittedStep(plan, needs, outputs.tokens, (outputs,), output_rows, prompt_parts)
 
     def _encode(self, batch: MixedBatch) -> jax.Array:
-        """Encode whole prompts, and write the keys and values of the encoder's output."""
         programs, params, slots = self._programs, self._params, self._slots.state
         encoded = programs.encode(params, programs.prompts_of(slots, batch))
         cache = programs.write_encoded(params, self._pages.cache, slots, batch, encoded)
@@ -352,11 +351,9 @@ class DeviceExecutor:
         tapped: jax.Array | None,
         variant: Variant,
     ) -> tuple[SlotState, Outputs]:
-        """Choose a token for each of some rows; return the slots with them, and the outputs.
+        """Choose a token for each row in `sampling`; return the slots with them, and the outputs.
 
-        Args:
-          sampling: the plan's rows that sample, which come first in the batch.
-          row_hidden, tapped: of the batch's rows, as `_body` returns them.
+        These rows of the plan come first in the batch.
         """
         has_masks = plan.masks is not None
         rows = [plan.rows[i] for i in sampling]
@@ -383,7 +380,7 @@ class DeviceExecutor:
         tapped: jax.Array | None,
         variant: Variant,
     ) -> tuple[SlotState, Outputs]:
-        """Choose tokens for rows of which some have proposals, and so may get several."""
+        """Choose tokens for rows of which some have proposals and may get several tokens."""
         choosing, masks = verifying_arguments(
             self._programs, plan, sampling, variant, has_masks=True
         )
@@ -416,7 +413,7 @@ class DeviceExecutor:
             self._encode(pack_rows(self.config, (), num_tokens)[0])
 
     def use_idle_time(self) -> bool:
-        """Time page swaps once more."""
+        """Do the next timing of page swaps."""
         if not (self._swap_costs.is_missing and self.is_warm):
             return False
         with self._programs.place.in_force():
@@ -457,11 +454,11 @@ def verifying_arguments(
     *,
     has_masks: bool,
 ) -> tuple[ChoosingRows, Any]:
-    """Return the rows of a head that verifies, and its masks; waits until these are computed.
+    """Wait for the masks; return the rows of a verifying head, and the masks.
 
     Args:
       sampling: the plan's rows that sample.
-      has_masks: whether the head has the sizes of steps with masks, see `head_sizes`.
+      has_masks: whether `head_sizes` are those of steps with masks.
     """
     config = programs.config
     order = [i for i in sampling for _ in in_places(plan.rows[i])]
@@ -477,9 +474,6 @@ class DeviceWarmup:
     """Compiles every executable of a configuration from the shapes of its arguments.
 
     It holds no array of the executor, so that it can run during steps.
-
-    Args:
-      takes_masks: also compile what requests with a grammar need.
     """
 
     def __init__(
@@ -512,9 +506,9 @@ class DeviceWarmup:
         return len(list(self._first()))
 
     def behind(self, on_end: Callable[[], None]) -> Preparation:
-        """Make the executables on other threads, in the order of `steps`, then call `on_end`.
+        """Compile the executables on other threads, in the order of `steps`, then call `on_end`.
 
-        `Preparation.has_first` says whether those of a single request exist.
+        `Preparation.has_first` says whether the executables of a single request exist.
         """
         first, delay_s = list(self._first()), _DELAY_S if self._programs.shelf.knows_first else 0.0
         return Preparation([*first, *self._later()], on_end, num_first=len(first), delay_s=delay_s)

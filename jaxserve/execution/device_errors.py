@@ -9,7 +9,7 @@ from jaxserve.core.errors import DeviceMemoryError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the error says that memory could not be allocated, by XLA or by us."""
+    """Return whether the error says that memory could not be allocated, by XLA or by jaxserve."""
     return isinstance(error, DeviceMemoryError) or _is_by_xla(error)
 
 
@@ -20,12 +20,7 @@ def _is_by_xla(error: BaseException) -> bool:
 
 @contextmanager
 def out_of_memory_as(doing: str, remedy: str) -> Iterator[None]:
-    """Raise XLA's out-of-memory error as a `DeviceMemoryError`.
-
-    Args:
-      doing: the operation, as the message names it.
-      remedy: what the user can do.
-    """
+    """Raise XLA's out-of-memory error as a `DeviceMemoryError` with an operation and a remedy."""
     try:
         yield
     except Exception as error:  # the module of XLA's type differs between versions

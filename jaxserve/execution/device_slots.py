@@ -36,7 +36,7 @@ class DeviceSlots:
     The host holds, for each slot, which features of the sampler its request needs.
 
     Args:
-      shelf: where executables are kept; by default nowhere.
+      shelf: keeps executables; None keeps none.
       looks_up: whether proposals are looked up in these slots, if the runtime speculates.
     """
 
@@ -69,7 +69,7 @@ class DeviceSlots:
     def apply(self, plan: StepPlan) -> None:
         """Carry out releases, moves, admissions, extensions and page updates.
 
-        Answers of released slots are kept for proposals in a runtime that speculates.
+        In a runtime that speculates, answers of released slots are kept for proposals.
         """
         for source, target in plan.moves:
             self._needs[target] = self._needs[source]
@@ -118,7 +118,7 @@ class DeviceSlots:
         return [("forced tokens", prepare)]
 
     def preparations(self) -> list[tuple[str, Callable[[], Any]]]:
-        """Return (name, function) of every edit; a function makes its executable, on any thread."""
+        """Return (name, function) of every edit; a function compiles the edit, on any thread."""
         state = abstract(self.state)
         moves = edits.pack_moves(self._config, ())
         nothing = edits.pack_edits(self._config, (), ())
@@ -139,8 +139,7 @@ class DeviceSlots:
     def relocate(self, targets: np.ndarray) -> None:
         """Rewrite page tables after pages were moved.
 
-        Args:
-          targets: int32 [old pages], the new id of each page.
+        `targets`, int32 [old pages], has the new id of each page.
         """
         tables = jax.device_put(targets[np.asarray(self.state.page_table)], self._place)
         self.state = replace(self.state, page_table=tables)
@@ -156,7 +155,6 @@ class DeviceSlots:
             self.state = own
 
     def renew(self) -> None:
-        """Replace the slots by inert ones."""
         self.delete()
         self.state = self._new()
 
@@ -174,7 +172,6 @@ def _proposed(row: Row) -> Extension:
 
 
 def chunks(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
-    """Yield the items in runs of at most `size`."""
     for start in range(0, len(items), size):
         yield items[start : start + size]
 
@@ -190,7 +187,7 @@ class StateMoves:
         )
 
     def apply(self, pages: DevicePages, moves: Sequence[tuple[int, int]]) -> None:
-        """Carry out moves (from slot, to slot), none of whose targets is a source too."""
+        """Carry out moves (from slot, to slot). No target may also be a source."""
         if not pages.cache.states:
             return
         for some in chunks(moves, MOVES_A_CALL):

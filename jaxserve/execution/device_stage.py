@@ -31,12 +31,11 @@ from jaxserve.steps.step_function import abstract
 @final
 @dataclass
 class _Sampled:
-    """Sampled tokens in transit to a stage; see `stages.append`.
+    """Sampled tokens in transit to a stage, arguments of `stages.append`.
 
     Attributes:
       index: int32 [R], slots; entries of `max_slots` are skipped.
-      num_proposed: int32 [R], newest tokens of each slot that the chosen ones replace; None for
-        none.
+      num_proposed: int32 [R], newest tokens of each slot that the chosen ones replace; or None.
     """
 
     index: np.ndarray
@@ -49,13 +48,13 @@ class DeviceStage:
     """A stage that owns its page cache and its copy of the slots and borrows the parameters.
 
     Every stage has a copy of all slots on its own devices: positions, page tables and which
-    sequences have ended, a few integers per token. The tokens that the last stage samples are sent
-    to the other stages. These append them only when they next compute the slot, so that work that
-    was submitted earlier does not wait for the tokens.
+    sequences have ended, a few integers per token. The last stage sends the tokens that it samples
+    to the other stages, which append them only when they next compute the slot. Work that was
+    submitted earlier therefore does not wait for the tokens.
 
     Args:
       num_host_pages: number of pages that fit on the host, the same for all stages.
-      samples: whether this is the last stage, which samples, and looks up what may follow.
+      samples: whether this is the last stage, which samples and looks up proposals.
     """
 
     def __init__(
@@ -112,8 +111,7 @@ class DeviceStage:
     ) -> tuple[jax.Array, jax.Array]:
         """Return this stage's output for every token, [T, E], and for every row, [S, E].
 
-        Args:
-          incoming: pages from the host, which each layer has before its attention.
+        Each layer has the `incoming` pages from the host before its attention.
         """
         slots: Any = batch.slot[: int((batch.query_length > 0).sum())]
         self._take_in(slots)
@@ -136,7 +134,6 @@ class DeviceStage:
             return programs.encode(self.params, programs.prompts_of(self.slots.state, batch))
 
     def write_encoded(self, batch: MixedBatch, encoded: jax.Array) -> None:
-        """Write the keys and values of the encoder's output for this stage's layers."""
         with self.programs.place.in_force():
             self.pages.cache = self.programs.write_encoded(
                 self.params, self.pages.cache, self.slots.state, batch, self._moved(encoded)
@@ -155,7 +152,7 @@ class DeviceStage:
         Args:
           rows: the slots of the window that take part, and their positions before the loop.
           iteration: number of iterations of the loop before this one.
-          proposed: what the last stage proposes; then the output has R + proposals rows.
+          proposed: the last stage's proposals; the output then has R + proposals rows.
         """
         self._take_in(np.array([row.slot for row in rows], np.int32))
         num_proposed = 0
@@ -182,10 +179,9 @@ class DeviceStage:
         variant: Variant,
         masks: Any = None,
     ) -> tuple[Outputs, Chosen]:
-        """Sample with `heads.stage_head`. Call it, and the three below, on the last stage only.
+        """Sample with `heads.stage_head`.
 
-        Args:
-          masks: see `steps.packing.pack_masks`.
+        This method and `propose`, `choose` and `verify` are for the last stage only.
         """
         with_masks = () if masks is None else (masks,)
         with self.programs.place.in_force():
@@ -244,10 +240,9 @@ class DeviceStage:
     def send(
         self, index: np.ndarray, chosen: Chosen, num_proposed: np.ndarray | None = None
     ) -> None:
-        """Send this stage, not the last one, the tokens chosen for the slots at `index`.
+        """Send this stage, which is not the last one, the tokens chosen for the slots at `index`.
 
-        Args:
-          num_proposed: see `stages.append`; None for none.
+        The chosen tokens replace `num_proposed` newest tokens of each slot; None replaces none.
         """
         chosen = jax.device_put(chosen, self.programs.place.whole)
         self._incoming.append(_Sampled(index, chosen, num_proposed))

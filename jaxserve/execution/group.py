@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True)
 class StepFailed:
-    """A message of a follower's own thread: a step has failed, or could not be reported."""
+    """A message of a follower's own thread: a step failed, or its result could not be reported."""
 
     error: BaseException
 
@@ -57,8 +57,7 @@ class StepFailed:
 class FollowerReport:
     """A follower's message: the result of a step, or the outcome of a handover.
 
-    Attributes:
-      number: number of plans before it.
+    `number` is the number of plans before it.
     """
 
     number: int
@@ -95,7 +94,7 @@ class GroupShare(abc.ABC):
         self._num_plans = 0
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
-        """Return the warm-up steps besides those of the executor."""
+        """Return the warm-up steps in addition to those of the executor."""
         return [("handover", self._courier.warm_up)]
 
     def finish_warmup(self) -> None:
@@ -104,7 +103,7 @@ class GroupShare(abc.ABC):
 
     @property
     def num_compilations(self) -> int:
-        """Compilations of copies."""
+        """Number of compilations of copies."""
         return self._compilations.count
 
     @abc.abstractmethod
@@ -123,7 +122,7 @@ class GroupShare(abc.ABC):
 
 @final
 class LeadersShare(GroupShare):
-    """The leader's share: the plans of its group, and the reports on those of the other group."""
+    """The leader's share: the plans of its group, and the reports on the other group's plans."""
 
     def __init__(
         self,
@@ -249,7 +248,6 @@ class _Waits:
         self._calls.put(call)
 
     def settle(self) -> None:
-        """Wait until all calls have been made."""
         is_done = threading.Event()
         self._calls.put(is_done.set)
         is_done.wait()
@@ -272,7 +270,7 @@ class InOrder:
         self._before: SubmittedStep | None = None
 
     def carry_out(self, message: Any) -> None:
-        """Submit a plan, and wait for the one before it; raise if that one has failed."""
+        """Submit a plan, and wait for the previous one; raise if that one has failed."""
         newest = self._executor.submit(message)
         self.settle()
         self._before = newest
@@ -302,7 +300,6 @@ class _Reports:
         return number in self._found
 
     def take(self, number: int) -> Any:
-        """Wait for the report of a plan, and return its content."""
         while number not in self._found:
             self._note(waits=True)
         return self._found.pop(number)
@@ -333,15 +330,12 @@ class _FarHandle:
 class _HandoverHandle:
     """Pages in transit from one group to the other.
 
-    `collect` writes them once they have arrived. If they are lost, it leaves the target's cache
-    unchanged and reports the loss.
+    `collect` calls `receive` once, with the outcome: pages that have arrived are written. If they
+    are lost, it leaves the target's cache unchanged and reports the loss.
 
     Attributes:
-      dropped: pages that must not be written any more, because another sequence owns them.
-
-    Args:
+      dropped: pages that must not be written, because another sequence owns them.
       number: number of plans before this one.
-      receive: called once, with the outcome.
     """
 
     def __init__(
@@ -383,13 +377,13 @@ class Command(enum.Enum):
 @final
 @dataclass(frozen=True)
 class ParamsUpdated:
-    """A message: the leader has replaced the parameters `count` times, and so must a follower."""
+    """A message: the leader replaced the parameters `count` times; a follower must do the same."""
 
     count: int
 
 
 class GroupExecutor(abc.ABC):
-    """This process's executor in a group; see `ModelExecutor` and `GroupRole`.
+    """This process's executor in a group, which implements `ModelExecutor` and `GroupRole`.
 
     Args:
       executor: the executor of this process's devices; `close` closes it too.
@@ -410,7 +404,7 @@ class GroupExecutor(abc.ABC):
 
     @property
     def swap_costs(self) -> SwapCosts | None:
-        """The costs of this process; all measure together, and the leader plans by its own."""
+        """The costs of this process; all measure together, and the leader plans with its own."""
         return self._executor.swap_costs
 
     @property
@@ -656,7 +650,7 @@ def in_group(
     """Return a `LeadingExecutor` in process 0, and a `FollowingExecutor` in every other process.
 
     Args:
-      processes: those of the encode group and those of the decode group; None for one group.
+      processes: the processes of the encode group and of the decode group; None for one group.
       strict: raise on any compilation of a copy between groups after the warm-up.
       couriers: makes the `Courier` from the first three arguments.
     """
@@ -672,7 +666,7 @@ def in_group(
 def allocate_host_pages(pages: DevicePages, group: ProcessGroup) -> None:
     """Allocate the memory of the host pages of every process. Every process must call it.
 
-    A process without enough memory then fails at the start, and not in the middle of a step.
+    A process without enough memory then fails at the start, not in a step.
 
     Raises:
       HostMemoryError: a process does not have the memory; every process raises it.
@@ -688,11 +682,7 @@ def allocate_host_pages(pages: DevicePages, group: ProcessGroup) -> None:
 
 
 def check_alike(group: ProcessGroup, settings: dict[str, Any]) -> None:
-    """Check that `settings` are the same on all processes. Every process must call it.
-
-    Raises:
-      InvalidConfigError: a setting differs; every process raises it.
-    """
+    """Raise InvalidConfigError on every process if `settings` differ; every process calls it."""
     everyones = group.all_gather(settings)
     for process_id, theirs in enumerate(everyones):
         for name, value in everyones[0].items():

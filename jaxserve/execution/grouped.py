@@ -46,8 +46,8 @@ class GroupedExecutor:
     host memory: policies with two groups keep no KV of preempted or ended sequences (`Policy`).
 
     Args:
-      groups: executors of the encode group and of the decode group, with pages and slots of
-        the same sizes and without host pages; closed with this one.
+      groups: executors of the encode group and of the decode group, with pages and slots of the
+        same sizes and without host pages; closed with this one.
       strict: raise on any compilation of a copy after the warm-up.
     """
 
@@ -75,7 +75,7 @@ class GroupedExecutor:
 
     @property
     def config(self) -> EngineConfig:
-        """The configuration of the decode group; see `EngineConfig.without_proposals`."""
+        """The configuration of the decode group; the encode group's has no proposals."""
         return self._groups[1].config
 
     @property
@@ -120,12 +120,9 @@ class GroupedExecutor:
                     self._links[way].receive(parcel)
 
     def exchange(self, groups: Sequence[LinkedExecutor], links: Links) -> None:
-        """Replace the executors of both groups, and close the previous ones.
+        """Replace the executors of both groups and their links, and close the previous executors.
 
-        Every step was collected, and no sequence has pages.
-
-        Args:
-          links: `links_between` the new executors.
+        The caller has collected every step, and no sequence has pages.
         """
         assert not self._pending, "pages are on their way"
         former, self._groups, self._links = self._groups, tuple(groups), links
@@ -226,7 +223,7 @@ class HandoverHandle:
     target's cache unchanged and reports the loss.
 
     Args:
-      parcels: what was sent, by source and target.
+      parcels: the pages that were sent, by source and target.
       receive: called once, with whether the parcels are lost; writes them if not.
     """
 
@@ -241,7 +238,6 @@ class HandoverHandle:
         self._receive = receive
 
     def drop(self, pages: set[int], target: int) -> None:
-        """Do not write these pages of a target group."""
         for (_, arrives_in), parcels in self.parcels.items():
             if arrives_in == target:
                 for parcel in parcels:
@@ -271,7 +267,7 @@ def links_between(encode: LinkedExecutor, decode: LinkedExecutor) -> Links:
 
 
 def _pages_by_link(handovers: Sequence[Handover]) -> dict[tuple[int, int], list[int]]:
-    """Return the pages to copy by source and target, those that sequences share only once."""
+    """Return the pages to copy by source and target; pages that sequences share count once."""
     found: dict[tuple[int, int], dict[int, None]] = {}
     for each in handovers:
         found.setdefault((each.source, each.target), {}).update(dict.fromkeys(each.pages))

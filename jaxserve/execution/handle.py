@@ -31,9 +31,8 @@ class PromptPart:
     ) -> Self:
         """Return the part of the rows that return prompt log-probabilities.
 
-        Args:
-          rows: the rows of the step in order, each with its index in the plan.
-          starts: index of each row's first token.
+        `rows` are the rows of the step in order, each with its index in the plan; `starts` has the
+        index of each row's first token.
         """
         spans = {
             i: slice(start, start + row.num_tokens)
@@ -48,12 +47,9 @@ class SubmittedStep:
     """A step on the device, whose results `collect` reads.
 
     Args:
-      plan: the submitted plan.
-      needs: sampler features that the plan's rows need; they decide which log-probabilities are
-        read.
+      needs: sampler features of the plan's rows; they decide which log-probabilities are read.
       marker: an array that is ready when the step has been computed.
-      outputs: outputs of the rows that sample, in one part or one part per micro-batch; may be
-        empty.
+      outputs: outputs of the rows that sample, in one part per micro-batch; may be empty.
       output_rows: int32 [plan rows], the index of each row in the concatenated parts; -1 for a row
         that does not sample.
       prompt_part: prompt log-probabilities; None if no row returns them.

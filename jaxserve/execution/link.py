@@ -32,8 +32,7 @@ def gather_parts(
 ) -> list[list[list[jax.Array]]]:
     """Return, for each piece and kind of array, the parts of the pages.
 
-    Args:
-      pieces: layers, KV heads of the target's cache, and the parts to cut them into.
+    A piece is layers, KV heads of the target's cache, and the parts to cut them into.
     """
     pages = gathered(cache, ids)
     joined = [jnp.concatenate(leaves) for leaves in kinds(pages) if leaves]
@@ -78,7 +77,7 @@ def joined_shape(part: Any, num_parts: int) -> tuple[int, ...]:
 
 
 def own_parts(place: jax.sharding.Sharding, num_parts: int) -> Iterator[tuple[Any, int]]:
-    """Yield each device of a placement that is this process's, and the index of its part."""
+    """Yield each device of a placement that belongs to this process, and the index of its part."""
     shape = (1, 1, num_parts)
     for device, index in place.addressable_devices_indices_map(shape).items():
         assert index is not None
@@ -86,7 +85,7 @@ def own_parts(place: jax.sharding.Sharding, num_parts: int) -> Iterator[tuple[An
 
 
 def copy_of_part(part: jax.Array, index: int) -> jax.Array:
-    """Return the array of one device that holds a part of this index, one device for each."""
+    """Return the array of one device that holds the part with this index."""
     copies = part.addressable_shards
     return copies[index % len(copies)].data
 
@@ -127,8 +126,8 @@ class Link:
     every cache of both groups. Copies have a fixed number of pages, so that nothing compiles after
     `warm_up`.
 
-    `send` gathers the pages into buffers of their own, in the order of the source's steps, since
-    later steps donate its caches. `receive` writes them to the target's caches, in the order of the
+    `send` gathers the pages into separate buffers, in the order of the source's steps, since later
+    steps donate its caches. `receive` writes them to the target's caches, in the order of the
     target's steps. Call it when the pages have arrived: the target's later steps wait for it.
 
     Args:
@@ -179,11 +178,11 @@ class Link:
                 pool.replace(put(pool.cache, ids, pieces))
 
     def warm_up(self) -> None:
-        """Make every copy once; no page changes."""
+        """Run every copy once; no page changes."""
         self.receive(self._send(()))
 
     def prepare(self) -> None:
-        """Compile every copy without making it. The caches may have shapes only."""
+        """Compile every copy without running it. The caches may have shapes only."""
         ids = np.zeros(PAGES_A_CALL, np.int32)
         arriving: list[list[Arrays]] = [[] for _ in self._target]
         for pool, take, pieces in zip(self._source, self._take, self._pieces, strict=True):
@@ -214,7 +213,7 @@ class Link:
     def _split(self, piece: _Piece) -> tuple[int, int]:
         """Return the KV heads of the target's cache, and the number of parts to split them into.
 
-        That is 1 if both caches have equal shards, else the number of the target's shards.
+        That is 1 if both caches have equal shards, otherwise the number of the target's shards.
         """
         target = self._target[piece.target]
         num_shards = Placement.like(target.place).num_shards
@@ -237,9 +236,7 @@ class Link:
 class _Piece:
     """Layers that one cache of the source and one of the target have in common.
 
-    Attributes:
-      source, target: indices of the caches.
-      layers: their indices in the source's cache.
+    `source` and `target` are indices of the caches, `layers` indices in the source's cache.
     """
 
     source: int
@@ -269,7 +266,7 @@ def _num_heads(pool: DevicePages) -> int:
 
 
 def _sharded(parts: Sequence[jax.Array], place: jax.sharding.Sharding) -> jax.Array:
-    """Return an array whose shards on axis 2 are `parts`, of which each source has a copy."""
+    """Return an array whose shards on axis 2 are `parts`; each source has a copy of them."""
     mine = list(own_parts(place, len(parts)))
     shards = [copy_of_part(parts[index], index) for _, index in mine]
     moved = jax.device_put(shards, [device for device, _ in mine])

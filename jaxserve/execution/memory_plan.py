@@ -22,10 +22,10 @@ _DEFAULT_BITS = 7
 
 @final
 class StepBytes:
-    """The size of the largest step's temporaries, which is known at once or when it is measured.
+    """The size of the largest step's temporaries, known from the start or once it is measured.
 
     Args:
-      measure: returns it, and compiles that step if it has not been compiled.
+      measure: returns the size; compiles that step if it is not compiled yet.
 
     Attributes:
       known: the size; None if it has not been measured.
@@ -71,14 +71,14 @@ class PoolSize:
 
 
 def leaves_room(device: Any) -> bool:
-    """Whether a pool of the default size leaves far more of a `jax.Device` than a step needs."""
+    """Return whether a default pool leaves far more memory of a `jax.Device` than a step needs."""
     return device.platform in _SHARE
 
 
 def free_device_bytes(device: Any) -> int:
-    """Return the free memory of a `jax.Device`.
+    """Return the free memory of a `jax.Device` as its allocator reports it.
 
-    It is what the device's allocator reports, or `available_host_bytes` if it reports nothing.
+    If it reports nothing, `available_host_bytes` counts.
     """
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
@@ -104,11 +104,10 @@ def plan_pool(
         whose pages take no memory.
       step_bytes: size of the largest step's temporaries.
       wanted_pages: number of pages that all slots together can use.
-      min_pages: minimum number of pages.
       kv_bytes: size that the user asks for; None for a fraction of the free memory.
       state_bytes: size of the states in slots, which are not allocated yet.
-      slot_bytes: size of the slots' tokens, and of the index that looks proposals up in them, which
-        are not allocated yet either.
+      slot_bytes: size of the slots' tokens and of the index for lookups of proposals, which are not
+        allocated yet.
 
     Raises:
       DeviceMemoryError: `kv_bytes` or `state_bytes` are not free, or fewer than `min_pages` fit.
@@ -161,8 +160,7 @@ def plan_pool(
 def _repeatable(num_pages: int, platform: str) -> int:
     """Round down to a number that most starts share, although free memory varies.
 
-    Executables depend on the number of pages, so the compilation cache only has those for a number
-    that was used before.
+    The compilation cache has executables only for numbers of pages that were used before.
     """
     step = 1 << max(0, num_pages.bit_length() - _BITS.get(platform, _DEFAULT_BITS))
     return num_pages - num_pages % step
@@ -205,8 +203,7 @@ def plan_resize(
       size: the pool's present size.
       kv_bytes: new size, rounded down to whole pages; 0 for the smallest pool, of `MIN_PAGES`.
       wanted_pages: number of pages that all slots together can use.
-      num_buffers: size of the whole pool in units of its largest buffer. Buffers are copied one by
-        one.
+      num_buffers: size of the pool in units of its largest buffer; buffers are copied one by one.
 
     Raises:
       DeviceMemoryError: the new pool and one buffer of the copy do not fit, or `kv_bytes` hold

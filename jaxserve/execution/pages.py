@@ -33,9 +33,9 @@ PAGES_A_CALL = 8
 # Buffers are split by KV head.
 _BUFFERS = P(None, None, TENSOR)
 
-# Bytes of pages that may be on their way to the host; they take memory of the device meanwhile.
+# Maximum bytes of pages in transit to the host; they take device memory until they arrive.
 _MAX_LEAVING_BYTES = 1 << 30
-# The same of pages that come from the host, before a step waits for those that were sent first.
+# Maximum bytes of pages in transit from the host, before a step waits for the first of them.
 MAX_INCOMING_BYTES = 1 << 30
 
 
@@ -118,9 +118,8 @@ class OwnShards:
     ) -> list[Any]:
         """Return arrays for a jitted function from this process's part of each.
 
-        Args:
-          like: arrays with the KV heads of all processes.
-          place: where to put the arrays; by default where those of `like` are.
+        `like` are arrays with the KV heads of all processes. The arrays go to `place`, by default
+        to that of `like`.
         """
         if self._has_all:
             return list(values) if place is None else jax.device_put(list(values), place)
@@ -177,9 +176,9 @@ class HostPages:
         self._own = OwnShards(place)
         self._buffers: list[np.ndarray] = []
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jaxserve-pages")
-        # Of pages that are on their way: the newest copy to each.
+        # The newest copy to each page in transit.
         self._arriving: dict[int, Future[None]] = {}
-        # The calls whose pages are on their way, oldest first; some have arrived.
+        # The calls whose pages are in transit, oldest first; some have arrived.
         self._calls: deque[Future[None]] = deque()
         self.staging = staging_place(place)
         self._gather = shelf.function("gathered", gathered)
@@ -270,7 +269,7 @@ class HostPages:
         """Store contents that `read` returned for this cache or for one of the same layout."""
         arriving = self._arriving.pop(host_page, None)
         if arriving is not None:
-            wait((arriving,))  # it may have failed: what it was to store is not wanted any more
+            wait((arriving,))  # it may have failed, but its contents are no longer needed
         self.allocate(jax.tree.leaves(cache))
         start = 0
         for buffer in self._buffers:
@@ -286,7 +285,6 @@ class HostPages:
         self._calls.clear()
 
     def delete(self) -> None:
-        """Free the memory."""
         self._copier.shutdown(cancel_futures=True)
         self._arriving.clear()
         self._calls.clear()
@@ -378,7 +376,6 @@ class DevicePages:
 
     @property
     def host_page_bytes(self) -> int:
-        """Bytes of a page on the host."""
         return sum(leaf.nbytes // leaf.shape[1] for leaf in jax.tree.leaves(self.cache))
 
     def replace(self, cache: KVCache) -> None:
@@ -421,7 +418,7 @@ class DevicePages:
         self._host.write(self.cache, host_page, contents)
 
     def resize(self, num_pages: int, moves: Moves) -> None:
-        """Change the number of pages; see `Executor.resize`.
+        """Change the number of pages, as `Executor.resize` specifies.
 
         Buffers are copied and deleted one by one. At the peak the device holds the larger of the
         two caches and one buffer of the smaller: the keys of one layer if each layer has its own
@@ -454,7 +451,6 @@ class DevicePages:
         self._host.drop_arriving()
 
     def delete(self) -> None:
-        """Free the memory on the device and on the host."""
         self._host.delete()
         self.drop()
 

@@ -52,7 +52,7 @@ class Executor(Protocol):
 
     @property
     def num_device_groups(self) -> int:
-        """Groups of devices with parameters and pages of their own, see `StepPlan.group`."""
+        """Number of device groups with separate parameters and pages (`StepPlan.group`)."""
         ...
 
     @property
@@ -81,7 +81,7 @@ class Executor(Protocol):
 
         Raises:
           DeviceMemoryError: the memory is not enough; nothing has changed.
-          InvalidConfigError: the executor cannot resize its pool; see `ModelExecutor.can_resize`.
+          InvalidConfigError: `ModelExecutor.can_resize` is false.
         """
         ...
 
@@ -100,7 +100,7 @@ class Executor(Protocol):
 class GroupRole(Protocol):
     """The role of this process in a group of processes that serve one model together.
 
-    Process 0 leads: it schedules. The others follow: they carry out the leader's plans.
+    Process 0 leads: it schedules. The rest follow: they carry out the leader's plans.
     """
 
     @property
@@ -161,9 +161,9 @@ class ModelExecutor(Executor, Protocol):
         ...
 
     def warm_up_behind(self) -> bool:
-        """Start to make every executable on other threads, and return at once.
+        """Start to compile every executable on other threads, and return at once.
 
-        A step that needs one that does not exist yet makes it, or waits for it. False if the
+        A step that needs a missing executable compiles it, or waits for it. Return False if the
         executor cannot; then nothing is started, and `warmup_steps` must be called.
         """
         ...

@@ -1,4 +1,4 @@
-"""Executors of two device groups on other devices, and the move of the weights there."""
+"""Moves of two device groups to other devices: the weights, and executors there."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from sharding import DeviceGroups, make_groups, placed, state_shardings
 from sharding.rules import replicated
 from sharding.shards import TENSOR
 
-# Raises if the work is to end; called again and again.
+# Called repeatedly; raises if the work must end.
 Check = Callable[[], None]
 # Arrays of two groups, as (group, index).
 Leaves = frozenset[tuple[int, int]]
 
-# Bytes that are placed to learn how long it takes.
+# Bytes of the array whose placing is timed.
 _TRIAL_BYTES = 16 << 20
 
 
@@ -66,13 +66,10 @@ class MovingWeights:
         return [jax.tree.unflatten(structure, leaves) for structure, leaves in pairs]
 
     def place(self, shardings: Sequence[Sequence[Sharding]], check: Check) -> None:
-        """Move every array, one by one. Arrays that are in place are not copied.
+        """Move every array to its place in `shardings`, one by one, and call `check` after each.
 
-        If it fails, some arrays have moved and the rest have not.
-
-        Args:
-          shardings: the place of every array of each group.
-          check: called after each array.
+        Arrays that are in place are not copied. If it fails, some arrays have moved and the rest
+        have not.
         """
         for index in range(len(self._leaves[0])):
             self._place(index, shardings)
@@ -159,7 +156,7 @@ def weights_memory(
 def shared_leaves(params: Sequence[Any]) -> Leaves:
     """Return the arrays of two groups that share memory with other live arrays of this process.
 
-    These are, for instance, the arrays of a model that the caller gave to the runtime. Their memory
+    For instance, these are the arrays of a model that the caller gave to the runtime. Their memory
     is not freed when the runtime drops its references.
     """
     leaves = {
@@ -209,9 +206,7 @@ class GroupMaker:
     ) -> WeightsMemory:
         """Return the bytes of weights during and after a move to other groups.
 
-        Args:
-          params: the present parameters of each group.
-          shared: see `shared_leaves`.
+        `params` are the present parameters of each group, `shared` the result of `shared_leaves`.
         """
         places = [state_shardings(params[0], mesh) for mesh in meshes_of(groups)]
         return weights_memory(params, list(map(jax.tree.leaves, places)), shared)
@@ -225,19 +220,15 @@ class GroupMaker:
                 try:
                     for mesh in meshes_of(groups):
                         self.check_fits(params, mesh)
-                except ValueError:  # the model cannot be divided so
+                except ValueError:  # the model cannot be divided this way
                     continue
                 found[encode, decode] = groups
         return found
 
     def step_bytes(self, params: Any, groups: DeviceGroups, num_pages: int) -> list[int]:
-        """Return the bytes of temporaries of each group's largest step, which is compiled here.
+        """Compile each group's largest step, and return the bytes of its temporaries.
 
-        The engine may serve meanwhile.
-
-        Args:
-          params: the present parameters, of which only shapes and dtypes are read.
-          num_pages: pages of each group's pool.
+        The engine may serve meanwhile. Only shapes and dtypes of `params` are read.
         """
         return [
             self._programs(mesh, config).step_bytes(
@@ -260,7 +251,7 @@ class GroupMaker:
         num_bytes = sum(leaf.nbytes for leaf in leaves)
         total_s = 0.0
         for mesh in meshes_of(groups):
-            if mesh == present:  # there they are
+            if mesh == present:  # already there
                 continue
             few_s, many_s = (_trial_s(size, present, mesh) for size in (0, _TRIAL_BYTES))
             total_s += len(leaves) * few_s + num_bytes / _TRIAL_BYTES * max(0.0, many_s - few_s)
@@ -271,9 +262,7 @@ class GroupMaker:
     ) -> PreparedGroups:
         """Make executors without weights and caches, and compile if the options have a warm-up.
 
-        Args:
-          params: the present parameters, of which only shapes and dtypes are read.
-          num_pages: pages of each group's pool.
+        Only shapes and dtypes of `params` are read; each group's pool has `num_pages` pages.
         """
         prepared = PreparedGroups(
             [
@@ -330,7 +319,7 @@ class GroupMaker:
 @final
 @dataclass(frozen=True)
 class _Prepared:
-    """An executor with shapes instead of weights and cache, and what it takes to fill it."""
+    """An executor with shapes instead of weights and cache, and the functions that fill it."""
 
     executor: DeviceExecutor
     shardings: Any
@@ -347,7 +336,7 @@ class PreparedGroups:
         self.links: Links = links_between(encode, decode)
 
     def warm_up(self, check: Check) -> None:
-        """Make every executable, on several threads."""
+        """Compile every executable, on several threads."""
         steps: list[tuple[str, Callable[[], Any]]] = [
             step for each in self._prepared for step in each.executor.warmup_steps()
         ]
@@ -374,7 +363,6 @@ class PreparedGroups:
             link.warm_up()
 
     def release(self) -> None:
-        """Free weights and caches."""
         for executor in self.executors:
             _release(executor)
 
@@ -398,7 +386,7 @@ def exchange(
 
     Args:
       executor: its groups have a mesh each, no step in flight, and no sequence with pages.
-      shared: see `shared_leaves`.
+      shared: the result of `shared_leaves`.
 
     Raises:
       EngineFailedError: the weights could not be put back; the executor cannot continue.
@@ -410,7 +398,7 @@ def exchange(
     try:
         prepared.fill(weights, check)
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # they may hold arrays
+        traceback.clear_frames(error.__traceback__)  # frames may hold arrays
         try:
             prepared.release()
             _put_back(groups, weights, maker)
@@ -471,7 +459,6 @@ def _place(mesh: Mesh) -> Placement:
 
 
 def meshes_of(groups: DeviceGroups) -> list[Mesh]:
-    """Return the meshes of groups without stages."""
     return [mesh for mesh in groups.both if isinstance(mesh, Mesh)]
 
 

@@ -38,7 +38,6 @@ _MASK = (1 << 61) - 1
 
 
 def mix(a: int, b: int) -> int:
-    """Return a hash of two numbers."""
     value = (a * 6364136223846793005 + b * 1442695040888963407 + 1013904223) & _MASK
     return (value ^ (value >> 29)) & _MASK
 
@@ -79,7 +78,8 @@ class SimulatedExecutor:
     """An executor that computes a plan at once and delivers the result at its virtual time.
 
     There are two device groups. Each has its own pages, slots and timeline: its plans run one after
-    the other, and at the same time as those of the other group. So do handovers on the link.
+    the other, at the same time as the other group's plans. Handovers run on the link in the same
+    way.
 
     Args:
       config: the configuration of a device's executor.
@@ -126,11 +126,11 @@ class SimulatedExecutor:
         self._cost = cost or FlatCost()
         self._vocab_size = vocab_size
         self._reads_context = reads_context
-        # Of each device group. The value at (page, offset) is a hash of the context up to there.
+        # For each device group. The value at (page, offset) is a hash of the context up to it.
         self._slots_of: list[dict[int, _Slot]] = [{} for _ in range(self.num_device_groups)]
         shape = self.num_device_groups, config.num_pages, config.page_size
         self._cells_of = np.zeros(shape, np.int64)
-        # Those of the group whose plan is being carried out.
+        # The pages and slots of the group whose plan is being carried out.
         self._slots, self._cells = self._slots_of[0], self._cells_of[0]
         self._host_cells = np.zeros((config.num_host_pages, config.page_size), np.int64)
         # Keys are device groups and the link.
@@ -252,9 +252,8 @@ class SimulatedExecutor:
     def _iterate(self, plan: StepPlan, result: StepResult) -> tuple[int, list[int]]:
         """Run the plan's rows and return how many positions they attend to.
 
-        Returns:
-          The positions of all rows with several tokens, except an encoder's, and those of the
-          other rows for each iteration.
+        The first number counts all rows with several tokens, except an encoder's; the list counts
+        the other rows for each iteration.
         """
         prefilled, decoded = 0, []
         # Number of tokens that each row still delivers; a row that delivers none is computed too.
@@ -270,7 +269,7 @@ class SimulatedExecutor:
                     continue
                 attended = row.num_tokens * start + row.num_tokens * (row.num_tokens + 1) // 2
                 if row.encodes:
-                    pass  # an encoder's tokens attend to all others
+                    pass  # an encoder's tokens attend to all tokens
                 elif row.num_tokens == 1:
                     decoded[-1] += attended
                 else:
@@ -294,7 +293,7 @@ class SimulatedExecutor:
         return np.zeros((len(plan.rows), len(ProposalCount) + plan.num_proposed), np.int32)
 
     def _go_on(self, slot: _Slot, index: int, most: int, result: StepResult) -> int:
-        """Deliver tokens that were proposed behind a row's newest one; return how many.
+        """Deliver tokens that were proposed after a row's newest one; return their number.
 
         Proposals are right as far as a row delivers tokens.
         """
@@ -334,7 +333,6 @@ class SimulatedExecutor:
         return min(row.max_new_tokens, max(0, num))
 
     def _sample(self, slot: _Slot, index: int, result: StepResult) -> None:
-        """Append a row's next token to its slot and to the result."""
         if self._has_fault(slot):
             result.finite[index], slot.is_inert = False, True
             return
@@ -369,7 +367,6 @@ class SimulatedExecutor:
         return ((lengths[:, None] + later) * (result.num_tokens[:, None] > later)).sum(0).tolist()
 
     def _write(self, slot: _Slot, start: int, count: int) -> None:
-        """Write the hashes of `count` tokens from position `start` on."""
         if self.config.has_slot_state:
             if start not in (0, slot.num_in_state):
                 raise AssertionError("a row must begin where the state of its slot ends")
@@ -393,7 +390,6 @@ class SimulatedExecutor:
             self._cells[page, offset] = mix(whole, position)
 
     def _read_all(self, slot: _Slot) -> int:
-        """Return a hash of all cells of the context."""
         num_tokens = len(slot.tokens)
         num_pages = -(-num_tokens // self.config.page_size)
         pages = [slot.page_table[index] for index in range(num_pages)]

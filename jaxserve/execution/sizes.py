@@ -35,7 +35,6 @@ class PlatformDefaults:
       has_fine_sizes: whether decode windows come in `fine_slot_buckets`, mixed steps in
         `fine_token_buckets`, and heads of rows with grammars in more sizes. On a CPU an empty row
         costs as much as a full one from about 16 rows on; a GPU is bound by reading the weights.
-      restore: see `RuntimeOptions`.
     """
 
     dtype: str
@@ -137,7 +136,6 @@ class CachePlan:
         )
 
     def abstract(self, num_pages: int) -> Any:
-        """Return the shapes and dtypes of the cache."""
         return jax.eval_shape(partial(_empty, self._sizes(num_pages)))
 
     def new(self, num_pages: int, shelf: Shelf) -> Any:
@@ -171,11 +169,9 @@ class CachePlan:
 
 
 def plan_host(model_config: Any, options: RuntimeOptions, page_bytes: int, num_pages: int) -> int:
-    """Return the number of pages on the host.
+    """Return the number of pages on the host for a pool of `num_pages` pages.
 
-    Args:
-      page_bytes: size of a page in all layers, on all devices that share this host's memory.
-      num_pages: number of pages of the pool on the devices.
+    `page_bytes` is the size of a page in all layers, on all devices that share this host's memory.
     """
     wanted = options.host_memory
     if model_config.num_recurrent_layers:
@@ -185,10 +181,8 @@ def plan_host(model_config: Any, options: RuntimeOptions, page_bytes: int, num_p
 
 
 def _empty(sizes: tuple[tuple[Any, ...], ...], **options: Any) -> Any:
-    """Return one cache for all models."""
     return reduce(united, [empty_cache(*each, **options) for each in sizes])
 
 
 def nbytes(tree: Any) -> int:
-    """Return the bytes of all arrays in a pytree."""
     return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -79,11 +79,9 @@ def micro_batches(
 ) -> Iterator[list[tuple[int, Row]]]:
     """Cut rows into at most `most` micro-batches with about the same number of tokens each.
 
-    A row that does not fit is cut in two, of which the second part samples. The order of rows
-    stays, because a row may read KV that an earlier row writes.
-
-    Args:
-      smallest: minimum number of tokens of a micro-batch, except the last.
+    Each micro-batch except the last has at least `smallest` tokens. A row that does not fit is cut
+    in two, of which the second part samples. The order of rows stays, because a row may read KV
+    that an earlier row writes.
     """
     total = sum(row.num_tokens for _, row in rows)
     size = max(smallest, -(-total // most))
@@ -106,8 +104,7 @@ def micro_batches(
 class StagedHostMemory:
     """A `HostMemory` of pages that consist of the contents on each stage, in order.
 
-    Args:
-      stages: the executor's list, which is empty once closed.
+    `stages` is the executor's list, which is empty once closed.
     """
 
     def __init__(self, stages: Sequence[DeviceStage]):
@@ -158,11 +155,10 @@ class StagedSteps:
     def mixed(self, plan: StepPlan, needs: SamplingNeeds, late: PageCopies = ()) -> SubmittedStep:
         """Submit the mixed step of a plan.
 
-        Args:
-          late: copies from the host that the first micro-batch brings, layer by layer.
+        The first micro-batch makes the `late` copies from the host, layer by layer.
         """
-        # If a row returns prompt log-probabilities, the step is one batch, so that their spans are
-        # those of the step; and if one has proposals, since a micro-batch may not end among them.
+        # The step is one batch if a row returns prompt log-probabilities, so that their spans are
+        # the step's, or if a row has proposals, since a micro-batch may not end among them.
         is_one = plan.has_proposals or any(row.wants_prompt_logprobs for row in plan.rows)
         prompts = [row for row in plan.rows if row.encodes]
         marker: Any = self.encode(pack_rows(self._config, prompts)[0]) if prompts else None
@@ -202,9 +198,8 @@ class StagedSteps:
     ) -> tuple[jax.Array, jax.Array]:
         """Run a micro-batch through all stages; return the output of the last.
 
-        Args:
-          late: copies from the host that each stage makes before its attention, layer by layer.
-          brings_pages: call the executables of such copies even if there are none.
+        Each stage makes the `late` copies from the host before its attention, layer by layer. If
+        `brings_pages`, the executables of such copies run even if there are none.
         """
         hidden = row_hidden = None
         for stage in self._stages:
@@ -246,7 +241,6 @@ class StagedSteps:
     def prompt_part(
         self, batch: Sequence[tuple[int, Row]], starts: Sequence[int], packed: Any, hidden: Any
     ) -> PromptPart:
-        """Compute log-probabilities of prompts on the last stage."""
         last = self._stages[-1]
         with last.programs.place.in_force():
             arrays = last.programs.prompt_logprobs(last.params, last.slots.state, hidden, packed)
@@ -265,7 +259,7 @@ class StagedSteps:
     def _verify(
         self, plan: StepPlan, sampling: Sequence[int], row_hidden: Any, variant: Variant
     ) -> Outputs:
-        """Choose tokens for rows of which some have proposals, and so may get several."""
+        """Choose tokens for rows of which some have proposals and may get several tokens."""
         last = self._stages[-1].programs
         rows, masks = verifying_arguments(last, plan, sampling, variant, has_masks=False)
         return self.choose_verified(row_hidden, rows, masks, variant)
@@ -277,9 +271,9 @@ class WindowPass:
     """The part of a loop that passes through the stages as one: some of its slots.
 
     Attributes:
-      index: int32 [R], the window's slots; the number of slots for one without a row.
+      index: int32 [R], the window's slots; `max_slots` for a slot without a row.
       packed: the window and the rows as arrays.
-      outputs: of the loop so far.
+      outputs: the outputs of the loop so far.
       proposals: for the next iteration; None in a loop that does not speculate.
     """
 
@@ -292,7 +286,7 @@ class WindowPass:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that an iteration computes, with padding."""
+        """Number of tokens that an iteration computes, including padding."""
         num_proposed = 0 if self.proposals is None else self.proposals[1].tokens.shape[1]
         return len(self.window) + num_proposed
 
@@ -343,8 +337,7 @@ def run_loop(
 ) -> SubmittedStep:
     """Submit every iteration of a decode loop, in at most `micro_batches` micro-batches.
 
-    Args:
-      tell: called with each pass of a micro-batch.
+    It calls `tell` with each pass of a micro-batch.
     """
     variant, last = needs.variant, stages[-1]
     whole, num_proposed = decode_window(last.programs.config, plan, variant)
@@ -661,7 +654,7 @@ class StagedExecutor:
         return steps
 
     def use_idle_time(self) -> bool:
-        """Time page swaps once more."""
+        """Do the next timing of page swaps."""
         if not (self._swap_costs.is_missing and self.is_warm):
             return False
         self._swap_costs.measure_on()
@@ -691,7 +684,7 @@ class StagedExecutor:
             stage.swap((), back)
 
     def _swap_timings(self) -> Iterator[SwapCosts | None]:
-        """Time copies and prefill on all stages together, so that what overlaps counts once."""
+        """Time copies and prefill on all stages together, so that overlapping work counts once."""
         unused_page = self.config.num_host_pages
         out, back = ((NULL_PAGE, unused_page),), ((unused_page, NULL_PAGE),)
         batch, _ = pack_rows(self.config, (), self.config.token_buckets[-1])

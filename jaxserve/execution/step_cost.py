@@ -23,8 +23,8 @@ class StepWork:
       decoded: the same sum for rows with one token, for each iteration that ran. A mixed step has
         one iteration; a decode loop ends early when every row has ended.
       is_beside: whether another device group computes when the step is submitted.
-      source_s: seconds for which the source of a handover computes steps that were submitted
-        before, from the time at which the link is free.
+      source_s: seconds from the time at which the link is free until the source of a handover has
+        computed the steps that were submitted before.
     """
 
     plan: StepPlan
@@ -36,9 +36,8 @@ class StepWork:
     def beside(self, free_at_s: Mapping[int, float], now_s: float, begin_s: float) -> Self:
         """Return the work with `is_beside` and `source_s` from earlier submissions.
 
-        Args:
-          free_at_s: when each device group, and the link, ends what was submitted to it.
-          begin_s: when the work begins.
+        `free_at_s` says when each device group, and the link, ends what was submitted to it; the
+        work begins at `begin_s`.
         """
         others = {
             group: s for group, s in free_at_s.items() if group not in (self.plan.group, LINK)

@@ -56,9 +56,7 @@ def measured_costs(
 def work_of_a_position(models: Sequence[DecoderConfig], params: Any) -> float:
     """Return the FLOPs of attending to one position, relative to a token's other FLOPs.
 
-    Args:
-      models: the model, or the part of it in each stage.
-      params: parameters of the whole model, or their shapes.
+    `models` are the model, or its part in each stage; `params` the whole model's, or their shapes.
     """
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     width = sum(each.num_attention_layers * each.num_heads * each.head_dim for each in models)
@@ -69,9 +67,7 @@ def work_of_a_position(models: Sequence[DecoderConfig], params: Any) -> float:
 class KeptSwapCosts:
     """The entry of swap costs for a cache, on a device and with executables that a shelf names.
 
-    Args:
-      cache: the page cache, or those of all stages.
-      settings: what else the costs depend on.
+    `cache` is the page cache, or those of all stages; `settings` are what else the costs depend on.
     """
 
     def __init__(self, shelf: Shelf, config: EngineConfig, cache: Any, *settings: Any):
@@ -91,12 +87,8 @@ class KeptSwapCosts:
 class SwapCostMeter:
     """The swap costs of an executor: from an earlier start, or measured in short pieces.
 
-    Args:
-      timings: begins a measurement; see `measured_costs`.
-      has_host_pages: without host pages there is nothing to measure.
-
-    Attributes:
-      costs: None until they are measured.
+    `timings` begins a measurement (`measured_costs`). Without host pages there is nothing to
+    measure. `costs` is None until they are measured.
     """
 
     def __init__(

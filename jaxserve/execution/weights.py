@@ -37,10 +37,8 @@ def check_same(params: Any, expected: Any, *, partial: bool = False) -> None:
     """Raise InvalidParamsError if structure, shapes or dtypes of two states differ.
 
     The message names the first difference. Either state may be abstract. A floating dtype may
-    differ, except from that of a parameter with the metadata `has_own_dtype`.
-
-    Args:
-      partial: whether `params` may lack some parameters.
+    differ, except from that of a parameter with the metadata `has_own_dtype`. If `partial`,
+    `params` may lack some parameters.
     """
     new, now = (dict(nnx.to_flat_state(tree)) for tree in (params, expected))
     missing = [] if partial else [path for path in now if path not in new]
@@ -107,12 +105,9 @@ def check_usable(params: Any) -> None:
 
 
 def check_stored(params: nnx.State, given: nnx.State) -> None:
-    """Raise InvalidParamsError if finite weights have become infinite as they were stored.
+    """Raise InvalidParamsError if finite weights became infinite in the model's dtypes and formats.
 
-    Arrays that can hold all numbers of the given ones are not read.
-
-    Args:
-      params: `given` in the dtypes and formats of the model.
+    `params` is `given` in these. Arrays that can hold all numbers of the given ones are not read.
     """
     widest = max((_largest(v.get_value().dtype) for _, v in nnx.to_flat_state(given)), default=0.0)
     flat = [(path, variable.get_value()) for path, variable in nnx.to_flat_state(params)]
@@ -128,8 +123,7 @@ def check_stored(params: nnx.State, given: nnx.State) -> None:
 def _check_casts(casts: Sequence[tuple[tuple[Any, ...], Any, jax.Array]]) -> None:
     """Raise InvalidParamsError unless the arrays of all casts are finite.
 
-    Args:
-      casts: of each array that was cast its path, its new dtype, and whether it is finite now.
+    A cast has an array's path, its new dtype, and whether the array is finite now.
     """
     bad = [(".".join(map(str, path)), dtype) for path, dtype, is_finite in casts if not is_finite]
     if bad:
@@ -174,8 +168,8 @@ def fingerprint(params: Any, *settings: Any) -> bytes:
     """Return a hash of weights and settings that is the same in every run, and on every mesh.
 
     It covers every bit of every parameter, and is computed where they are. Adapters do not count:
-    the keys of their pages tell them apart. What computes with the weights counts as well: the
-    settings, and our sources. Settings that `key_of` cannot name match no other process's.
+    the keys of their pages tell them apart. The settings and our sources, which compute with the
+    weights, count as well. Settings that `key_of` cannot name match no other process's.
     """
     try:
         digest = blake2b(key_of(our_sources(), settings).encode(), digest_size=16)
@@ -228,10 +222,8 @@ def _mixed(words: jax.Array) -> jax.Array:
 def fitted(params: Any, old: Any, *, partial: bool = False) -> Any:
     """Return `params` on the devices and in the dtypes of `old`.
 
-    Arrays that are there already, in the same dtype, are not copied.
-
-    Args:
-      partial: whether parameters that `params` lacks stay those of `old`.
+    Arrays that are there already, in the same dtype, are not copied. If `partial`, parameters that
+    `params` lacks stay those of `old`.
 
     Raises:
       InvalidParamsError: structure, shapes or dtypes differ (`check_same`), or a number is infinite
