@@ -3,9 +3,9 @@
 A kernel is compiled once per machine. The library's name in the cache folder is a hash of all
 inputs of the compilation. The file ends in a digest of its own bytes, since loading a truncated
 library can kill the process; a damaged library is compiled again. The cache folder is the first of
-`$PALLAS_KERNELS_CACHE`, `$JAXSERVE_CACHE/kernels` and `~/.cache/jaxserve/kernels` that is set; if
-it is not writable, or others can write to it, a temporary folder. A library is code, so that one
-which others could have written is not loaded.
+`$PALLAS_KERNELS_CACHE`, `$JAXSERVE_CACHE/kernels` and `~/.cache/jaxserve/kernels` that is set, or a
+temporary folder if this one is not writable or other users can write to it. A library that other
+users could have written is not loaded, because it is code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GCC_FLAGS = ("--param=avoid-fma-max-bits=0",)
 _NATIVE = {"x86_64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 
 _logger = logging.getLogger(__name__)
-# Held while a lock is looked up. Each handler has its own, so that several compile at once.
+# Held while a lock is looked up. Each handler has its own lock, so that several compile at once.
 _lock = threading.Lock()
 _locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)
 # (source, symbol, flags) -> the name of its FFI target, or the error that prevents one.
@@ -48,11 +48,11 @@ _targets: dict[tuple[Path, str, tuple[str, ...]], str | NotImplementedError] = {
 def cpu_target(source: Path, symbol: str, flags: tuple[str, ...] = ()) -> str:
     """Return the XLA FFI target (platform "cpu") of the handler `symbol` of a C++ file.
 
-    The first call in a process loads the library, compiles it if the cache does not have it, and
+    The first call in a process loads the library (and compiles it if the cache lacks it), and
     registers it. Later calls return the same name or raise the same error.
 
     Args:
-      flags: more flags of the compiler, such as those of another instruction set.
+      flags: additional compiler flags, such as those of another instruction set.
 
     Raises:
       NotImplementedError: there is no compiler, it failed, or its library cannot be loaded; the
@@ -79,10 +79,7 @@ def cpu_target(source: Path, symbol: str, flags: tuple[str, ...] = ()) -> str:
 def load_symbol(source: Path, symbol: str, flags: tuple[str, ...] = ()) -> tuple[Path, Any]:
     """Return the library of a C++ file and its function `symbol`.
 
-    A library that does not load is compiled again once.
-
-    Raises:
-      NotImplementedError: see `compile_library`, or the new library does not load either.
+    A library that does not load is compiled again once. Errors are as in `compile_library`.
     """
     library = compile_library(source, flags)
     try:
@@ -107,8 +104,7 @@ def compile_library(source: Path, more_flags: tuple[str, ...] = (), *, force: bo
       force: compile even if the cache has an intact library.
 
     Raises:
-      NotImplementedError: there is no compiler, it failed, or it took longer than
-        `COMPILE_TIMEOUT_S`.
+      NotImplementedError: there is no compiler, or it failed, or exceeded `COMPILE_TIMEOUT_S`.
     """
     compiler = _find_compiler()
     flags, digest = _flags(compiler, more_flags), digest_of(source, more_flags)
@@ -139,10 +135,10 @@ def compile_library(source: Path, more_flags: tuple[str, ...] = (), *, force: bo
 
 
 def target_name(source: Path, symbol: str, flags: tuple[str, ...] = ()) -> str:
-    """Return the name that `cpu_target` gives the handler; nothing is compiled.
+    """Return the name that `cpu_target` gives the handler, without compiling anything.
 
-    With a digest in its name, an executable of another process cannot call another version of the
-    handler than the one that it was compiled for.
+    The name contains a digest, so that an executable of another process cannot call another version
+    of the handler than the one that it was compiled for.
 
     Raises:
       NotImplementedError: there is no compiler, or the handler could not be used last time.
@@ -154,11 +150,7 @@ def target_name(source: Path, symbol: str, flags: tuple[str, ...] = ()) -> str:
 
 
 def digest_of(source: Path, more_flags: tuple[str, ...] = ()) -> str:
-    """Return a digest of all inputs of the compilation.
-
-    Raises:
-      NotImplementedError: there is no compiler.
-    """
+    """Return a digest of the compilation's inputs; NotImplementedError without a compiler."""
     compiler = _find_compiler()
     changed_ns = os.stat(source).st_mtime_ns, os.stat(compiler).st_mtime_ns
     return _digest(source, compiler, more_flags, changed_ns)
@@ -188,7 +180,7 @@ def _description(compiler: str) -> str:
 
 
 def _failure(digest: str) -> Path:
-    """Return the file that says why a library cannot be used; it goes once it can be."""
+    """Return the file that records why a library cannot be used; it is removed once it can be."""
     return _cache_folder() / f"{digest}.failed"
 
 
@@ -221,11 +213,7 @@ def _is_intact(library: Path) -> bool:
 
 @functools.cache
 def _compiler_version(compiler: str, changed_ns: int) -> str:
-    """Return what the compiler says of itself: an upgrade keeps the path.
-
-    Args:
-      changed_ns: when its file was last changed.
-    """
+    """Return the compiler's version text; `changed_ns` detects an upgrade at the same path."""
     del changed_ns  # a key of the cache
     try:
         done = subprocess.run(
@@ -237,7 +225,7 @@ def _compiler_version(compiler: str, changed_ns: int) -> str:
 
 
 def has_compiler() -> bool:
-    """Return whether this machine has a C++ compiler, without which there are no C++ kernels."""
+    """Return whether this machine has a C++ compiler, which the C++ kernels need."""
     try:
         _find_compiler()
     except NotImplementedError:
@@ -283,7 +271,7 @@ def _temporary_folder(reason: str) -> Path:
 
 
 def cpu_model() -> str:
-    """Return what `-march=native` depends on, since machines may share a cache folder."""
+    """Return what `-march=native` depends on, because machines may share a cache folder."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -304,7 +292,7 @@ def read_own_file(path: Path) -> bytes:
 
     Raises:
       FileNotFoundError: there is no such file.
-      PermissionError: it is someone else's, others can write to it, or it is a link.
+      PermissionError: another user owns it or can write to it, or it is a link.
       OSError: it cannot be read.
     """
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))

@@ -18,16 +18,16 @@ from pallas_kernels.quantised_matmul.shapes import CONFIGURATIONS as _PRODUCTS
 
 
 class Configuration(Protocol):
-    """One kind of call; `str` of it is its name."""
+    """A kind of kernel call; its `str` is its name."""
 
     @property
     def kernels(self) -> frozenset[str]:
-        """The names of the kernels that serve the call."""
+        """Return the names of the kernels that serve the call."""
         ...
 
     @property
     def donated(self) -> tuple[str, ...]:
-        """The names of the arguments that must be written in place."""
+        """Return the names of the arguments that must be written in place."""
         ...
 
     def call(self) -> tuple[Any, dict[str, Any]]:

@@ -21,7 +21,7 @@ PAGES: Mapping[str, tuple[str, ...]] = {
 }
 _PANELS = _HERE / "matmul" / "panels.cc"
 ZEROS: Handler = (_HERE / "zeros.cc", "Zeros", ())
-# Handlers that nearly every model calls, those first that take the longest to compile.
+# Handlers that nearly every model calls, those that take the longest to compile first.
 _USUAL: tuple[Handler, ...] = (
     (_HERE / "matmul" / "cpu.cc", "Matmul", ()),
     (_HERE / "pointwise" / "cpu.cc", "RmsNorm", ()),
@@ -51,7 +51,7 @@ HANDLERS: tuple[Handler, ...] = (
 def target_names(handlers: Sequence[Handler] = HANDLERS) -> tuple[str, ...]:
     """Return the target of each C++ kernel, or why there is none, in a fixed order.
 
-    Nothing is compiled: a kernel that was never compiled counts as one that can be.
+    Nothing is compiled: a kernel that was never compiled counts as available.
     """
     return tuple(_name(handler) for handler in handlers)
 
@@ -63,12 +63,12 @@ def compile_together(
     is_quantised: bool = False,
     has_adapters: bool = False,
 ) -> None:
-    """Compile the kernels that a model will need, at the same time; any other, when it is called.
+    """Compile the kernels that a model will need, in parallel; others when they are called.
 
     Args:
-      pages_dtype: of keys and values.
-      panels_dtype: of weights in panels.
-      is_quantised: whether weights are in eight or four bits.
+      pages_dtype: dtype of keys and values.
+      panels_dtype: dtype of weights in panels.
+      is_quantised: whether weights have eight or four bits.
     """
     pages = [(_PAGES, "PagedAttention", PAGES[pages_dtype])] if pages_dtype in PAGES else []
     more = [*[_QUANTISED] * is_quantised, *[_LOW_RANK] * has_adapters]
@@ -80,7 +80,7 @@ def register_called(executable: bytes, handlers: Sequence[Handler] = HANDLERS) -
     """Register the kernels whose targets are named in a serialised executable, so that it loads.
 
     Raises:
-      NotImplementedError: it names a kernel that is not there, or one of another version.
+      NotImplementedError: it names a kernel that is missing or has another version.
     """
     called = set(re.findall(rb"pallas_kernels\.\w+\.[0-9a-f]{16}", executable))
     known = {_name(handler).encode(): handler for handler in handlers} if called else {}
@@ -91,7 +91,7 @@ def register_called(executable: bytes, handlers: Sequence[Handler] = HANDLERS) -
 
 
 def _register(handlers: Sequence[Handler]) -> list[str]:
-    """Register handlers, and return why each is not there; "" for one that is."""
+    """Register handlers, and return why each one is missing; "" for one that is registered."""
     if not handlers:
         return []
     with ThreadPoolExecutor(len(handlers), thread_name_prefix="jaxserve-kernels") as threads:

@@ -24,7 +24,7 @@ class Choice:
 
     Attributes:
       reason: why it was chosen, or why the preferred implementations refused.
-      shapes: of the arrays, such as "q float32[8, 9, 64], k_pages float32[30, 257, 3, 32, 64]".
+      shapes: such as "q float32[8, 9, 64], k_pages float32[30, 257, 3, 32, 64]".
     """
 
     operation: str
@@ -36,7 +36,7 @@ class Choice:
 
 # An ordered set: choice -> None.
 _choices: dict[Choice, None] = {}
-# In each thread, the lists of the blocks of `noted` that it is in.
+# The lists of the open `noted` blocks of each thread.
 _noting = threading.local()
 
 
@@ -47,9 +47,9 @@ def choices() -> tuple[Choice, ...]:
 
 @contextmanager
 def noted() -> Iterator[list[Choice]]:
-    """A block that adds the choices made inside it, by its own thread, to the list that it yields.
+    """Yield a list to which choices made inside the block, by its own thread, are added.
 
-    A function that JAX has traced before makes none.
+    A function that JAX has traced before makes no choice.
     """
     lists: list[list[Choice]] = _noting.__dict__.setdefault("lists", [])
     lists.append([])
@@ -111,7 +111,7 @@ def call(
 def target_platform() -> str:
     """Return the platform that is compiled for, such as "cpu" or "cuda".
 
-    That is the device of the current abstract mesh (see `cross`), or else JAX's default back end.
+    It is the device of the current abstract mesh (see `cross`), or else JAX's default back end.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform

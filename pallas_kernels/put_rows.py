@@ -1,7 +1,7 @@
-"""Writes of rows into arrays in place on a CPU.
+"""In-place writes of rows into arrays on a CPU.
 
-XLA's own scatter writes one row after the other in a loop of several operations each, and converts
-a whole float8 array to float16 and back.
+XLA's own scatter writes one row at a time in a loop of several operations each, and converts a
+whole float8 array to float16 and back.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def serves(array: Shaped[Array, ...]) -> bool:
 def can_put_rows(array: Shaped[Array, ...]) -> bool:
     """Return whether `put_rows` can write into `array`, in the current trace.
 
-    False for other platforms, for an array that XLA partitions over a mesh, for no elements or 2^31
-    and more, and without a C++ compiler, which is logged as a warning.
+    False on other platforms, for an array that XLA partitions over a mesh, for an array without
+    elements or with at least 2^31, and without a C++ compiler, which is logged as a warning.
     """
     if dispatch.target_platform() != "cpu" or dispatch.is_partitioned():
         return False

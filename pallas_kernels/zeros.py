@@ -1,4 +1,4 @@
-"""Arrays of zeros whose memory is not touched before something is written to it."""
+"""Arrays of zeros whose memory is allocated at the first write."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Shaped[Array, 
         target = build.cpu_target(_SOURCE, "Zeros")
     except NotImplementedError:
         return jnp.zeros(shape, dtype)
-    # With a side effect, XLA does not make one array of two that are alike, and copy it.
+    # The side effect prevents XLA from merging two equal arrays into one and copying it.
     return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, dtype), has_side_effect=True)()

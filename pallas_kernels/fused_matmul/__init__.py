@@ -1,4 +1,4 @@
-"""A product with a weight together with what stands before and behind it in a layer."""
+"""A product with a weight, fused with the norm, bias, gate and residual around it in a layer."""
 
 from pallas_kernels.fused_matmul.api import IMPLEMENTATIONS, fused_matmul
 from pallas_kernels.fused_matmul.operands import RMSScale

@@ -39,12 +39,12 @@ def fused_matmul(
 ) -> Float[Array, " tokens *kept"]:
     """Return gate(norm(x) @ weight + bias) + residual; each of the four may be missing.
 
-    Sums are in float32. A kernel rounds once, at the end; the parts round after each of them.
+    Sums are in float32. A kernel rounds once, at the end; "xla" rounds after each part.
 
     Args:
       norm: see `rms_norm`.
       is_gated: the weight is [in, 2, out], and the result is silu(first) * second, [tokens, out].
-      residual: added to the result; of its shape.
+      residual: added to the result, with the same shape.
       implementation: overrides the platform's choice, which is made when the call is traced and
         logged once: "triton" on NVIDIA GPUs, for few tokens in bfloat16, and "xla", the parts one
         after the other, elsewhere or if that refuses. "triton_rows" is by name only: it serves any
@@ -52,8 +52,7 @@ def fused_matmul(
         Names with "_interpreted" run the kernels on any platform, for tests.
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case; the message says
-        why.
+      NotImplementedError: the requested implementation cannot serve this case (with the reason).
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
     out = weight.shape[1:]

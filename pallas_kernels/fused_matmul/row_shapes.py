@@ -1,4 +1,4 @@
-"""Named shapes for the tests and the gate of products whose rows keep their bits in any batch."""
+"""Named shapes for the tests and the gate of `rows`, whose rows have the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Configuration:
     """A product of a layer, or of a model's head.
 
     Attributes:
-      is_transposed: of a head whose weight is the embedding, [columns, inputs].
+      is_transposed: the weight is the embedding [columns, inputs] (of a head).
       is_head: the result is in float32.
     """
 
@@ -39,20 +39,14 @@ class Configuration:
 
     @property
     def kernels(self) -> frozenset[str]:
-        """The names of the kernels that serve the call."""
         return frozenset({"rowwise_product"})
 
     @property
     def donated(self) -> tuple[str, ...]:
-        """The names of the arguments that must be written in place: none."""
         return ()
 
     def call(self, *, interpret: bool = False) -> tuple[Any, dict[str, Any]]:
-        """Return a function for `jax.jit` and its abstract arguments.
-
-        Args:
-          interpret: have the function run in the interpreter.
-        """
+        """Return a function for `jax.jit`, interpreted on request, and its abstract arguments."""
         arguments = jax.eval_shape(lambda: make_inputs(self, seed=0))
         if self.is_head:
             return partial(
@@ -69,7 +63,6 @@ class Configuration:
 
 
 def make_inputs(configuration: Configuration, seed: int) -> dict[str, Any]:
-    """Return the arrays of a call."""
     each = configuration
     out = (2, each.columns) if each.is_gated else (each.columns,)
     weight = (*out, each.inputs) if each.is_transposed else (each.inputs, *out)

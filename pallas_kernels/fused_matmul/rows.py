@@ -1,7 +1,6 @@
 """The fused product whose rows have the same bits in any batch, on NVIDIA GPUs from sm_80 on.
 
-It is the kernel of `pallas_kernels.matmul.triton` for any number of tokens, after the kernel of the
-norm.
+It runs the kernel of the norm, then that of `matmul.triton`, which takes any number of tokens.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ def fused_matmul(
     residual: Float[Array, " tokens *kept"] | None,
     interpret: bool = False,
 ) -> Float[Array, " tokens *kept"]:
-    """See `api.fused_matmul`. It rounds after the norm and at the end.
-
-    Args:
-      interpret: run in the interpreter, on any platform, for tests; slow.
-    """
+    """Implement `api.fused_matmul`; it rounds after the norm and at the end."""
     if norm is not None:
         x = rms_norm(
             x,

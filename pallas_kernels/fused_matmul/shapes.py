@@ -17,7 +17,7 @@ from pallas_kernels.fused_matmul.operands import RMSScale
 @final
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """A product of a layer: of attention (with a norm before it, or a residual behind it), and of
+    """A product of a layer: of attention (with a norm before it, or a residual after it), or of
     an MLP (gated, or with a residual).
     """
 
@@ -35,12 +35,10 @@ class Configuration:
 
     @property
     def kernels(self) -> frozenset[str]:
-        """The names of the kernels that serve the call."""
         return frozenset({"fused_matmul"})
 
     @property
     def donated(self) -> tuple[str, ...]:
-        """The names of the arguments that must be written in place: none."""
         return ()
 
     @property
@@ -51,7 +49,6 @@ class Configuration:
         return 2 * numbers
 
     def call(self) -> tuple[Any, dict[str, Any]]:
-        """Return a function for `jax.jit` and its abstract arguments."""
         return partial(fused_matmul, is_gated=self.is_gated), jax.eval_shape(
             lambda: make_inputs(self, seed=0)
         )

@@ -1,9 +1,9 @@
 """The fused product on NVIDIA GPUs from sm_80 on: a Pallas kernel compiled by Triton.
 
 It serves steps of few tokens, whose time is that of reading the weights. A program has all tokens
-and some columns; it reads its part of the weight once, and the tokens from the device's cache. The
-norm costs no pass of its own: its factor of a token is a factor of the token's results, and the
-sum of squares is taken of the inputs that the product reads.
+and some columns. It reads its part of the weight once, and the tokens from the device's cache. The
+norm needs no pass of its own: the factor of a token scales the token's results, and the sum of
+squares is taken of the inputs that the product reads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pallas_kernels.fused_matmul.operands import RMSScale
 # With more tokens, programs would read them from the device's cache for longer than they read
 # weights from memory, and columns for larger tiles are too few to fill the device.
 _MAX_TOKENS = 64
-# Rows of the tokens' tile, and the columns that a program then has of a weight.
+# Rows of the tile of tokens -> columns of the weight that a program then has.
 _TILES = {16: 32, 32: 32, 64: 64}
 # Inputs that are multiplied at a time.
 _BLOCK = 64
@@ -41,11 +41,7 @@ def fused_matmul(
     residual: Float[Array, " tokens *kept"] | None,
     interpret: bool = False,
 ) -> Float[Array, " tokens *kept"]:
-    """See `api.fused_matmul`.
-
-    Args:
-      interpret: run in the interpreter, on any platform, for tests; slow.
-    """
+    """Implement `api.fused_matmul`; `interpret` runs on any platform, for tests."""
     if not interpret:
         gpu.require_triton()
         if dispatch.is_partitioned():
@@ -100,9 +96,9 @@ class _Sizes:
     """The static parameters of the kernel.
 
     Attributes:
-      columns: of the result.
+      columns: number of the result's columns.
       parts: 2 for a gate and what it multiplies, otherwise 1.
-      tile: tokens and padding.
+      tile: number of tokens, with padding.
       width: columns of a program.
     """
 

@@ -31,7 +31,7 @@ def gated_cell(
 
     Args:
       kind: what the gates do with the carried states; see `KINDS` for products and gates.
-      products: of embeddings and states with weights.
+      products: products of embeddings and states with weights.
       carried: states [batch, hidden] that the gates scale.
       implementation: overrides the platform's choice: "triton" on NVIDIA GPUs, "cpu" on the CPU if
         a compiler is found, and "xla" elsewhere or if these refuse.
@@ -40,8 +40,7 @@ def gated_cell(
       The new states, each [batch, hidden]: h and then c, or h alone for "gru".
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case; the message says
-        why.
+      NotImplementedError: the requested implementation cannot serve this case (with the reason).
       ValueError: the shapes contradict each other, or the implementation or the kind is unknown.
     """
     if kind not in KINDS:

@@ -1,6 +1,6 @@
 """Gated cells on the CPU: a C++ kernel (cpu.cc) that XLA calls on its own threads.
 
-XLA makes a dozen operations of a small cell, each of which costs more than its work.
+XLA splits a small cell into a dozen operations, each of which costs more than its work.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pallas_kernels.gated_cell.operands import KINDS, GatedCell, Kind, Product, 
 SOURCE = Path(__file__).with_name("cpu.cc")
 # The number of each kind in cpu.cc.
 NUMBERS = {"lstm": 0, "tree_leaf": 1, "tree_internal": 2}
-# Numbers of the largest weight, which shall fit L2. `matmul` reads larger ones in longer runs.
+# Most elements of a weight, so that it fits in L2. `matmul` reads larger ones in longer runs.
 MAX_WEIGHT = 1 << 18
 
 
 def gated_cell(
     kind: Kind, products: Sequence[Product], carried: Sequence[RowsAt]
 ) -> tuple[Float[Array, "batch hidden"], ...]:
-    """See `api.gated_cell`. The bits of a row do not depend on the other rows."""
+    """Implement `api.gated_cell`. The bits of a row do not depend on the other rows."""
     platform = dispatch.target_platform()
     if platform != "cpu":
         raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
@@ -80,19 +80,19 @@ def _cell(
 
 @_cell.defjvp
 def _derivative(kind: Kind, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """That of the same cell in XLA."""
+    """Compute the tangent with XLA's version of the cell."""
     return _cell(kind, *primals), jax.jvp(partial(xla.gated_cell, kind), primals, tangents)[1]
 
 
 def _operand(rows: RowsAt | None) -> tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]:
-    """Return the array and the numbers of rows; an array without rows for None."""
+    """Return the array and the row numbers; an array without rows for None."""
     if rows is None:
         return np.zeros((0, 0), np.float32), np.zeros(0, np.int32)
     index = np.arange(rows.shape[0], dtype=np.int32) if rows.index is None else rows.index
     return rows.values, index
 
 
-# In place of columns: the rows of the table that tokens choose, and nothing. cpu.cc has them, too.
+# Columns that are no numbers, as in cpu.cc: the rows of the table that tokens choose, and none.
 _OF_TOKEN, _NONE = -1, -2
 # Columns of the widest panel of cpu.cc, to which the states of a packed weight are rounded up.
 _WIDEST = 48
@@ -102,7 +102,7 @@ _KINDS = {**NUMBERS, "lookup": 3}
 @final
 @dataclass(frozen=True)
 class Column:
-    """In place of `RowsAt.index`: a column of `rows` has the numbers."""
+    """A column of `rows` that has the row numbers; it replaces an array in `RowsAt.index`."""
 
     number: int
 
@@ -110,11 +110,11 @@ class Column:
 @final
 @dataclass(frozen=True)
 class TaskColumns:
-    """What the columns of `rows` have, for `gated_tasks`.
+    """The meaning of the columns of `rows` in `gated_tasks`.
 
     Attributes:
-      word_of: column of tokens -> that with the token itself, for rows with a negative slot.
-      outputs: those of the slots of the new h and c.
+      word_of: column of tokens -> column with the token itself, for rows with a negative slot.
+      outputs: columns of the slots of the new h and c.
     """
 
     word_of: Mapping[int, int]
@@ -153,22 +153,22 @@ def gated_tasks(
     """Run tasks one after the other, each of which reads all its rows before it writes any.
 
     Args:
-      cell: whose rows are of `states`, or of a table of the cell by tokens; their index is a
-        `Column`.
-      states: it is changed in place if it is donated.
-      tokens: those that are not in `rows`.
+      cell: a cell whose rows are rows of `states`, or of a table of the cell by tokens; their
+        index is a `Column`.
+      states: changed in place if it is donated.
+      tokens: tokens that are not in `rows`.
       rows: the slots and words of each row, in `columns`, and in the last column the number of its
-        task. It does not decrease, and is negative for rows after the last task.
+        task, which does not decrease, and is negative for rows after the last task.
       reads: slots that are read after all tasks; negative after the last of them.
       packed: `pack_gates(cell)`.
       trash: the slot that nothing reads; a row that writes both results there is not computed.
 
     Returns:
       The states; for each row 1 if its results are finite and else 0; and the states at `reads`,
-      of which those at negative slots are anything.
+      which are undefined at negative slots.
 
     Raises:
-      NotImplementedError: it cannot serve this cell; the message says why.
+      NotImplementedError: it cannot serve this cell, for the given reason.
     """
     platform = dispatch.target_platform()
     if platform != "cpu" or dispatch.is_partitioned():

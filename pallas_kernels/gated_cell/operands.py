@@ -20,9 +20,9 @@ class CellKind:
     """A kind of gated cell.
 
     Attributes:
-      num_gates: gates of each product, in the order of the products.
-      num_carried: states that the gates scale.
-      num_outputs: new states.
+      num_gates: number of gates of each product, in the order of the products.
+      num_carried: number of states that the gates scale.
+      num_outputs: number of new states.
       finish: function from the gates before their activations and the carried states, each
         [batch, hidden], to the new states.
     """
@@ -90,7 +90,7 @@ class RowsAt:
 
     Attributes:
       values: [num, width].
-      index: int32 [batch], valid numbers of rows; None for all rows in their order.
+      index: int32 [batch], valid row numbers; None for all rows in order.
     """
 
     values: Any
@@ -102,7 +102,7 @@ class RowsAt:
         return (num if self.index is None else self.index.shape[0], width)
 
     def gathered(self) -> Shaped[Array, "batch width"]:
-        """Return the rows as an array of their own."""
+        """Return the rows as a new array."""
         if self.index is None:
             return self.values
         return self.values.at[self.index].get(mode="promise_in_bounds")
@@ -112,7 +112,7 @@ class RowsAt:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Product:
-    """Rows side by side, times a weight, plus a bias, plus rows that are products already.
+    """Concatenated rows times a weight, plus a bias, plus rows that are products already.
 
     Attributes:
       rows: parts of each row of the product, from left to right.
@@ -133,8 +133,8 @@ class GatedCell:
     """One step of a cell, as `gated_cell` takes it.
 
     Attributes:
-      kind: see `KINDS`; or "lookup" for `gated_tasks` alone, whose new states are those of
-        `carried`, without a product.
+      kind: see `KINDS`; or "lookup", for `gated_tasks` only, which copies the carried states to
+        the new ones, without a product.
       carried: states [batch, hidden] that the gates scale.
     """
 
@@ -144,5 +144,5 @@ class GatedCell:
 
 
 def rows_at(*given: jax.Array | RowsAt) -> tuple[RowsAt, ...]:
-    """Return arrays [batch, width] as all of their rows; `RowsAt` stay as they are."""
+    """Return arrays [batch, width] as all of their rows; `RowsAt` are unchanged."""
     return tuple(one if isinstance(one, RowsAt) else RowsAt(one) for one in given)

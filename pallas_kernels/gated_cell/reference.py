@@ -14,7 +14,7 @@ from pallas_kernels.gated_cell.operands import KINDS, Kind, Product, RowsAt
 def gated_cell(
     kind: Kind, products: Sequence[Product], carried: Sequence[RowsAt]
 ) -> tuple[Float[Array, "batch hidden"], ...]:
-    """See `api.gated_cell`; the products are in float64."""
+    """Implement `api.gated_cell` with products in float64."""
     batch, _ = products[0].rows[0].shape
     dtype = products[0].weight.dtype
     gates = []

@@ -55,7 +55,7 @@ class GatedShape:
             (sum(widths) + 1) * num * self.hidden
             for widths, num in zip(self.widths, cell.num_gates, strict=True)
         )
-        # The state of a GRU is carried, and is an input of a product, too.
+        # The state of a GRU is both carried and an input of a product.
         num_carried = 0 if self.kind == "gru" else cell.num_carried
         read = sum(map(sum, self.widths)) + num_carried * self.hidden
         rows = self.batch * (read + cell.num_outputs * self.hidden)
@@ -99,10 +99,10 @@ def make_inputs(shape: GatedShape, seed: int) -> dict[str, Any]:
 def _operands(
     shape: GatedShape, array: Callable[..., Any], slots: Callable[[], Any]
 ) -> dict[str, Any]:
-    """Return the operands, with arrays of a size and numbers of rows that functions return."""
+    """Return the operands; `array(size)` and `slots(...)` make arrays and row numbers."""
     cell = KINDS[shape.kind]
     pool, table = array(shape.num_slots, shape.hidden), array(shape.num_slots, shape.width)
-    # The embedding is the first input, in every kind that has one.
+    # The embedding is the first input of every kind that has one.
     read = iter([pool, pool] if shape.kind == "tree_internal" else [table, pool])
     products = []
     for widths, num in zip(shape.widths, cell.num_gates, strict=True):
@@ -116,8 +116,6 @@ def _operands(
 @final
 @dataclass(frozen=True)
 class Configuration:
-    """One kind of call that is lowered and compiled before a release."""
-
     shape: GatedShape
 
     def __str__(self) -> str:
@@ -125,16 +123,13 @@ class Configuration:
 
     @property
     def kernels(self) -> frozenset[str]:
-        """The names of the kernels that serve the call."""
         return frozenset({"gated_cell"})
 
     @property
     def donated(self) -> tuple[str, ...]:
-        """The names of the arguments that must be written in place: none."""
         return ()
 
     def call(self) -> tuple[Any, dict[str, Any]]:
-        """Return a function for `jax.jit` and its abstract arguments."""
         shape = self.shape
         dtype = jnp.dtype(shape.dtype)
 

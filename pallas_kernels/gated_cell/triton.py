@@ -10,7 +10,7 @@ Roofline: a call moves the weights and biases once, each input row once and each
 96 % of the bytes at 64 rows: 11 us at 3.3 TB/s. Tiles of other rows read the weights again, from
 the L2 cache. From 512 rows on, arithmetic limits it: 8.6 GFLOP.
 
-The new states are not scattered here. A task may write a new state to the slot from which another
+The new states are not scattered here: a task may write a new state to a slot from which another
 row still reads, programs run in any order, and Triton has no barrier between them. `scatter_pages`
 writes all new states of a pool to their slots in one further call.
 """
@@ -48,13 +48,10 @@ def gated_cell(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "batch hidden"], ...]:
-    """See `api.gated_cell`.
+    """Implement `api.gated_cell`; `interpret` runs on any platform, for tests.
 
     Sums are in float32. The products of float32 have JAX's matmul precision: TF32 by default. The
     bits of a row depend on the batch size alone, not on the other rows.
-
-    Args:
-      interpret: run in the interpreter, on any platform, for tests; slow.
     """
     if not interpret:
         gpu.require_triton()
@@ -77,7 +74,7 @@ def gated_cell(
         interpret=interpret,
         name="gated_cell",
     )(tuple(products), tuple(carried))
-    # One array, so that a scatter of all states needs no copy of them beside each other.
+    # One array, so that a scatter of all states needs no copy that concatenates them.
     return tuple(states[batch * i : batch * (i + 1)] for i in range(cell.num_outputs))
 
 
@@ -92,7 +89,6 @@ class Tile:
 
 
 def tile_of(batch: int, hidden: int, itemsize: int) -> Tile:
-    """Return the tile of a call."""
     rows = min(max(gpu.power_of_two(batch), _LEAST), _MOST_ROWS)
     columns = _MOST_COLUMNS
     while columns > _LEAST and -(-batch // rows) * (hidden // columns) < _PROGRAMS:
@@ -166,11 +162,7 @@ def _add_block(
     block: jax.Array,
     sums: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """Add to the sums what a block of the rows' elements contributes.
-
-    Args:
-      first: row of the weight for the first element.
-    """
+    """Add the contribution of a block of elements to the sums; `first` is its row of the weight."""
     lane = block * tile.inner + jnp.arange(tile.inner, dtype=jnp.int32)
     is_lane = lane < rows.values.shape[1]
     x = triton.load(
@@ -193,5 +185,5 @@ def _add_block(
 
 
 def _places(rows: RowsAt, row: jax.Array, is_row: jax.Array) -> jax.Array:
-    """Return the numbers of the rows of `values` that a program reads."""
+    """Return the row numbers of `values` that a program reads."""
     return row if rows.index is None else triton.load(rows.index.at[row], mask=is_row, other=0)

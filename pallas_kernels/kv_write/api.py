@@ -55,16 +55,14 @@ def rotate_and_write(
         `quantize`), written with them; both or none.
       implementation: overrides the platform's choice, which is made when the call is traced and
         logged once: "triton" on NVIDIA GPUs, "cpu" on the CPU if a compiler is found, and "xla"
-        elsewhere or if those refuse. "triton_interpreted" runs the GPU's kernel on any platform,
-        for tests.
+        elsewhere or if those refuse. "triton_interpreted" runs on any platform, for tests.
 
     Returns:
       Queries [tokens, kv_heads * group, head_dim] in qkv's dtype, and `k_pages`, `v_pages`,
       `k_scales` and `v_scales` with the tokens written.
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case; the message says
-        why.
+      NotImplementedError: the requested implementation cannot serve this case (with the reason).
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
     _check_shapes(qkv, tables, k_pages, v_pages, page, offset)

@@ -27,7 +27,7 @@ def rotate_and_write(
     k_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
 ) -> Written:
-    """See `api.rotate_and_write`. A token whose page is out of range writes nothing."""
+    """Implement `api.rotate_and_write`. A token whose page is out of range writes nothing."""
     platform = dispatch.target_platform()
     if platform != "cpu":
         raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")

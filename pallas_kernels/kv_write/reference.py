@@ -17,7 +17,7 @@ def kv_write(
     page: Int[Array, " tokens"],
     offset: Int[Array, " tokens"],
 ) -> Real[Array, "layers pages kv_heads page_size head_dim"]:
-    """See `xla.kv_write`. Of several tokens at one offset of one page, the last is kept."""
+    """Implement `xla.kv_write`. If tokens share an offset of a page, the last one is kept."""
     out, new = np.array(pages), np.asarray(values)
     places = zip(np.asarray(page).tolist(), np.asarray(offset).tolist(), strict=True)
     for token, (page_id, place) in enumerate(places):

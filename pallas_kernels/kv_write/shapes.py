@@ -129,8 +129,6 @@ GPU_SHAPES = (
 @final
 @dataclass(frozen=True)
 class Configuration:
-    """One kind of call that is lowered and compiled before a release."""
-
     shape: WriteShape
 
     def __str__(self) -> str:
@@ -138,17 +136,14 @@ class Configuration:
 
     @property
     def kernels(self) -> frozenset[str]:
-        """The names of the kernels that serve the call."""
         return frozenset({"rotate_and_write"})
 
     @property
     def donated(self) -> tuple[str, ...]:
-        """The names of the arguments that must be written in place."""
         scales = ("k_scales", "v_scales") if self.shape.is_quantized else ()
         return ("k_pages", "v_pages", *scales)
 
     def call(self) -> tuple[Any, dict[str, Any]]:
-        """Return a function for `jax.jit` and its abstract arguments."""
         shape = self.shape
         cache = (2, 1000, shape.kv_heads, shape.page_size)
 

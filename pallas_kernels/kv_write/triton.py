@@ -42,11 +42,7 @@ def rotate_and_write(
     v_scales: Float32[Array, "layers pages kv_heads page_size"] | None,
     interpret: bool = False,
 ) -> Written:
-    """See `api.rotate_and_write`.
-
-    Args:
-      interpret: run in the interpreter, on any platform, for tests; slow.
-    """
+    """Implement `api.rotate_and_write`; `interpret` runs on any platform, for tests."""
     if not interpret:
         gpu.require_triton(k_pages.dtype)
     page_dtypes = _DTYPES if k_scales is None else (*LARGEST,)
@@ -156,7 +152,7 @@ def _rotate_and_write_kernel(
     offset = triton.load(operands.offset.at[token], mask=exists, other=0)
 
     def pages_of(wanted: int) -> jax.Array:
-        # The interpreter rewrites the old content for masked rows, so these go to the null page.
+        # The interpreter rewrites the old content of masked rows, so these go to the null page.
         return jnp.where(column == wanted, operands.layer[0] * sizes.num_pages + page, 0)
 
     parts = _rotated(sizes, operands, row, token, column)
@@ -183,9 +179,9 @@ def _rotate_and_write_kernel(
 def _rotated(
     sizes: _Sizes, operands: _Operands, row: jax.Array, token: jax.Array, column: jax.Array
 ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
-    """Return the rows in parts, with queries and keys rotated.
+    """Return parts (dimensions [count], mask, values [rows, count]) with queries and keys rotated.
 
-    A part is (dimensions [count], mask [rows, count], values [rows, count]); masked values are 0.
+    Masked values are 0.
     """
 
     def load(begin: int, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -29,15 +29,15 @@ def add_low_rank(
 ) -> Float[Array, "tokens out"]:
     """Return `out[t] + (scale[i] * (x[t] @ a[i])) @ b[i]` with i = adapter[t] (LoRA).
 
-    Where a weight is made of several that have low-rank changes of their own, `a` has the columns
-    of all of them, one after the other, and each column of `b` belongs to one of them.
+    If a weight consists of several that each have a low-rank change, `a` has the columns of all
+    changes in order, and each column of `b` belongs to one change.
 
     Args:
       out: products of `x` with the weight that adapters change.
-      a: and `b` in the dtype of `x`, or in bfloat16, which is widened where it is multiplied.
-      adapter: of each token; -1 for none, whose row of `out` stays as it is.
-      spans: of consecutive columns of `b`, in order: the number of the change that they belong to,
-        and how many they are. By default all belong to the only one.
+      a, b: in the dtype of `x`, or in bfloat16, which is widened where it is multiplied.
+      adapter: adapter of each token; -1 for none, which leaves the row of `out` unchanged.
+      spans: for each run of columns of `b`, in order: the number of its change, and its length. By
+        default all columns belong to the only change.
       implementation: overrides the platform's choice, which is made when the call is traced and
         logged once: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
         refuses.

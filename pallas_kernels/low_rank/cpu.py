@@ -1,6 +1,6 @@
 """Low-rank changes on the CPU: a C++ kernel (cpu.cc) that XLA calls on its own threads.
 
-Grouped products take six operations of XLA for each weight, which cost more than the products.
+XLA needs six operations per weight for grouped products, which cost more than the products.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def add_low_rank(
     *,
     spans: tuple[tuple[int, int], ...],
 ) -> Float[Array, "tokens out"]:
-    """See `api.add_low_rank`. Tokens are put in the order of their adapters; those without last."""
+    """Implement `api.add_low_rank` on tokens sorted by adapter; tokens without one come last."""
     order = jnp.argsort(jnp.where(adapter < 0, len(scale), adapter), stable=True)
     sizes = (adapter[:, None] == jnp.arange(len(scale))).sum(0, dtype=jnp.int32)
     inner = grouped_matmul(x[order], a.astype(x.dtype), sizes)

@@ -1,4 +1,4 @@
-"""The product of activations with a weight, as it is or in panels."""
+"""The product of activations with a weight, in its original layout or in panels."""
 
 from pallas_kernels.matmul.api import grouped_matmul, matmul
 from pallas_kernels.matmul.panels import columns_of, from_panels, panel_matmul, to_panels

@@ -42,12 +42,11 @@ def matmul(
         only; "triton_interpreted" runs its kernel on any platform, for tests.
 
     Returns:
-      [tokens, ...out]. With "cpu" and "triton", the bits of a row do not depend on the other rows,
-      nor on their number.
+      [tokens, ...out]. With "cpu" and "triton", the bits of a row do not depend on the other rows
+      or their number.
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case; the message says
-        why.
+      NotImplementedError: the requested implementation cannot serve this case (with the reason).
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
     is_matrix = weight.ndim == 2 if transposed else weight.ndim >= 2
@@ -75,7 +74,7 @@ def grouped_matmul(
     *,
     implementation: Literal["xla", "cpu"] | None = None,
 ) -> Float[Array, "tokens out"]:
-    """Multiply adjacent tokens of `x` with one matrix a group.
+    """Multiply adjacent tokens of `x` with one matrix per group.
 
     The first `sizes[0]` tokens belong to matrix 0, the next `sizes[1]` to matrix 1, and so on.
     Tokens after the last group get zeros.

@@ -2,7 +2,7 @@
 
 At the few rows of a decode batch, XLA's own product reads the weight more than once and reaches
 half of this kernel's speed. The weight is not copied or rearranged. For groups of tokens, XLA
-multiplies all of them with every matrix.
+multiplies all tokens with every matrix.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ Implementation = Literal["xla", "cpu"]
 def to_panels(
     weight: Float32[Array, "in out"], dtype: jax.typing.DTypeLike = jnp.float32
 ) -> Float[Array, "panels depth width"]:
-    """Return a weight in panels of a dtype, to which its numbers are rounded."""
+    """Return a weight in panels, rounded to a dtype."""
     depth, columns = weight.shape
     padded = jnp.pad(weight.astype(dtype), ((0, 0), (0, -columns % PANEL)))
     return padded.reshape(depth, -1, PANEL).transpose(1, 0, 2)
@@ -58,7 +58,7 @@ def panel_matmul(
     """Multiply `x` with a weight in panels.
 
     Args:
-      columns: of the weight.
+      columns: number of the weight's columns.
       implementation: overrides the platform's choice, which is made when the call is traced and
         logged once: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
         refuses. "xla" copies the weight for each product.

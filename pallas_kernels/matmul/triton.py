@@ -1,10 +1,10 @@
 """Products whose rows have the same bits in any batch, on NVIDIA GPUs from sm_80 on.
 
 A Pallas kernel, compiled by Triton. A program has one tile of tokens and one of columns, and adds
-up all inputs, a block of them at a time, in order. The tile of tokens has one size, however many
-tokens there are; the tile of columns follows from the weight alone. So the tensor cores run the
-same instructions in the same order for a row of a decode step and for one of a long prompt.
-Libraries choose tiles, and how inputs are split, by the number of tokens.
+up all inputs in order, a block at a time. The tile of tokens has one size for any number of tokens;
+the tile of columns follows from the weight alone. So the tensor cores run the same instructions in
+the same order for a row of a decode step and for one of a long prompt. Libraries choose tiles, and
+how inputs are split, by the number of tokens.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch, gpu
 
 _DTYPES = ("bfloat16", "float16", "float32")
-# Tokens of a program, and inputs that are multiplied at a time, by bytes of a number. A warpgroup's
-# instruction has 64 rows. Float32 is multiplied in full, without tensor cores.
+# Tokens of a program, and inputs multiplied at a time, by bytes of a number. A warpgroup's
+# instruction has 64 rows. Float32 is multiplied in full precision, without tensor cores.
 _TILES = {2: 64, 4: 32}
 _BLOCKS = {2: 64, 4: 32}
-# Least columns of a weight -> columns of a program: narrow weights need narrow tiles for programs
-# on all multiprocessors, wide tiles read the tokens less often.
+# Least columns of a weight -> columns of a program: narrow weights need narrow tiles to occupy
+# all multiprocessors; wide tiles read the tokens less often.
 _WIDTHS = {2: {16384: 128, 8192: 64, 0: 32}, 4: {0: 32}}
 
 
@@ -42,11 +42,7 @@ def matmul(
     out_dtype: jax.typing.DTypeLike,
     interpret: bool = False,
 ) -> Float[Array, " tokens *out"]:
-    """See `api.matmul`.
-
-    Args:
-      interpret: run in the interpreter, on any platform, for tests; slow.
-    """
+    """Implement `api.matmul`; `interpret` runs on any platform, for tests."""
     out = weight.shape[:1] if transposed else weight.shape[1:]
     matrix = weight if transposed else weight.reshape(weight.shape[0], -1)
     product = rowwise_product(
@@ -116,7 +112,7 @@ class _Sizes:
     """The static parameters of the kernel.
 
     Attributes:
-      columns: of the result.
+      columns: number of the result's columns.
       parts: 2 for a gate and what it multiplies, otherwise 1.
       tile, width: tokens and columns of a program.
       block: inputs that are multiplied at a time.
@@ -210,6 +206,6 @@ def _loaded(here: Any, is_row: jax.Array | None, is_column: jax.Array | None) ->
 
 
 def _row(ref: Any, column: jax.Array, is_column: jax.Array | None) -> jax.Array:
-    """Return float32 numbers [1, width] of an array of one axis."""
+    """Return float32 [1, width] of a one-dimensional array."""
     other = None if is_column is None else 0.0
     return triton.load(ref.at[column], mask=is_column, other=other).astype(jnp.float32)[None, :]

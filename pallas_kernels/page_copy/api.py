@@ -37,8 +37,7 @@ def gather_pages(
       Arrays [layers, count, ...]; [:, i] is page `source[i]`.
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case; the message says
-        why.
+      NotImplementedError: the requested implementation cannot serve this case (with the reason).
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
     return jax.tree.map(
@@ -57,9 +56,8 @@ def scatter_pages(
 
     Args:
       pages: arrays [layers, pages, ...].
-      target: int32 [count], page ids; each at most once, except pages that hold nothing, such as
-        the null page, whose content is then undefined. An id that is the number of pages or more is
-        skipped.
+      target: int32 [count], page ids; each at most once, except pages without contents, such as
+        the null page, whose content is then undefined. Ids >= the number of pages are skipped.
       values: arrays [layers, count, ...], as from `gather_pages`.
       implementation: as in `gather_pages`.
 

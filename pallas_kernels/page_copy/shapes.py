@@ -82,8 +82,6 @@ OPERATIONS = ("gather_pages", "scatter_pages", "move_pages")
 @final
 @dataclass(frozen=True)
 class Configuration:
-    """One kind of call that is lowered and compiled before a release."""
-
     operation: str
     shape: CopyShape
 
@@ -92,16 +90,13 @@ class Configuration:
 
     @property
     def kernels(self) -> frozenset[str]:
-        """The names of the kernels that serve the call."""
         return frozenset({"copy_pages"})
 
     @property
     def donated(self) -> tuple[str, ...]:
-        """The name of the argument that must be written in place, if any."""
         return () if self.operation == "gather_pages" else ("pages",)
 
     def call(self) -> tuple[Any, dict[str, Any]]:
-        """Return a function for `jax.jit` and its abstract arguments."""
         shape = self.shape
         some = (shape.layers, shape.count, *shape.page)
         pages, values = (

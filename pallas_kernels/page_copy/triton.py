@@ -25,7 +25,7 @@ _DTYPES = (
 )
 # Bytes per program: four loads of 16 bytes for each of 128 threads.
 _BLOCK_BYTES = 8192
-# Smaller pages do not pay for a program; XLA copies all such arrays of a tree in few kernels.
+# Smaller pages are not worth a program; XLA copies all such arrays of a tree in few kernels.
 _MIN_PAGE_BYTES = 256
 
 

@@ -95,8 +95,7 @@ def paged_attention(
       [tokens, q_heads, head_dim] in q's dtype.
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case; the message says
-        why.
+      NotImplementedError: the requested implementation cannot serve this case (with the reason).
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
     _check_shapes(q, k_pages, v_pages, rows, alibi_slopes, max_query_length)

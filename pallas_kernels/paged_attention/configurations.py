@@ -39,7 +39,7 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 @final
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """One kind of call.
+    """A kind of call.
 
     Attributes:
       options: keyword arguments of `paged_attention`, and `has_alibi`.
@@ -67,14 +67,12 @@ class Configuration:
 
     @property
     def kernels(self) -> frozenset[str]:
-        """The names of the kernels that serve the call."""
         has_tiles = not (self.is_decode or self.chunk_invariant)
         kinds = ("tile", "split", "merge") if has_tiles else ("split", "merge")
         return frozenset(f"paged_attention_{kind}" for kind in kinds)
 
     @property
     def donated(self) -> tuple[str, ...]:
-        """The names of the arguments that must be written in place: none."""
         return ()
 
     def call(

@@ -22,7 +22,7 @@ _SCALED_PAGES = ("int8", "float8_e4m3fn")
 
 
 def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads head_dim"]:
-    """See `api.paged_attention`. Tokens in no row get zeros.
+    """Implement `api.paged_attention`. Tokens in no row get zeros.
 
     The bits of a row's output do not depend on the rest of the batch. A row that reaches outside
     the batch, the page table or the cache fails the call at run time with XLA's InvalidArgument.
@@ -41,7 +41,7 @@ def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads head_di
     if window is not None and window < 1:
         raise NotImplementedError(f"a sliding window of {window} sees nothing")
     target = build.cpu_target(_SOURCE, "PagedAttention", PAGES[str(call.k_pages.dtype)])
-    # The kernel's threads divide the rows themselves: it needs no plan.
+    # The kernel's threads divide the rows themselves, so it needs no plan.
     start = jnp.arange(q.shape[0]) if call.is_decode else rows.query_start
     nothing = jnp.zeros(0)
     kernel = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(q.shape, q.dtype))
@@ -69,7 +69,7 @@ def _bias(
     distance_bias: Float[Array, "q_heads distances"] | None,
     nothing: Float32[Array, " none"],
 ) -> Float32[Array, " numbers"]:
-    """Return one operand for both: slopes, one a head, or biases, two or more a head."""
+    """Return one operand for both: slopes, one per head, or biases, two or more per head."""
     if alibi_slopes is not None:
         return alibi_slopes.astype(jnp.float32)
     if distance_bias is None:

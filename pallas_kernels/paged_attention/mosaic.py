@@ -30,7 +30,7 @@ _MIN_PAGE = 16
 def paged_attention(
     call: AttentionCall, *, interpret: bool = False
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """See `api.paged_attention`. Tokens in no row get zeros.
+    """Implement `api.paged_attention`. Tokens in no row get zeros.
 
     Args:
       interpret: run in the interpreter with race detection, on any platform, for tests; very slow.
@@ -84,7 +84,7 @@ class _Kernels:
         given, tiling = self.given, self.plan.tiling
         num_pages, kv_heads, page_size, head_dim = given.k_pages.shape[1:]
         window = given.sliding_window
-        # A window's second mask, or a soft cap, take registers; wide heads leave them only with
+        # A window's second mask, or a soft cap, need registers; wide heads leave them only with
         # smaller products.
         is_plain = window is None and given.soft_cap is None
         parts = 1 if is_plain or head_dim == _HEAD_DIMS[0] else 2
@@ -113,7 +113,7 @@ class _Kernels:
     def splits(self, out: jax.Array) -> jax.Array:
         """Return `out` with the output of the plan's other items.
 
-        `out` is the queries themselves where the plan has no tiles. An item reads its own queries
+        `out` is the queries themselves if the plan has no tiles. An item reads its own queries
         before it overwrites them, and no other item reads them.
         """
         from pallas_kernels.paged_attention.mosaic_split import SplitKernel, SplitSizes

@@ -1,7 +1,7 @@
 """The split kernel for Hopper GPUs, in Pallas' Mosaic GPU dialect: rows of few queries.
 
 It works through the same items as Triton's split kernel, and writes the same partial results, with
-their values turned. A program has two warpgroups. One copies pages to shared memory by TMA, one
+their values transposed. A program has two warpgroups. One copies pages to shared memory by TMA, one
 page per copy and one barrier per block of keys, as far ahead as shared memory allows. The other
 attends.
 
@@ -149,7 +149,7 @@ class SplitSizes:
         return num_items, lax.fori_loop(jnp.int32(0), num_items, one, jnp.int32(0))
 
     def _item(self, memory: SplitMemory, index: jax.Array) -> SplitItem:
-        """Return an item for the present rows, which may have shrunk or ended since the plan."""
+        """Return an item for the current rows, which may have shrunk or ended since the plan."""
         place = lax.div(index, self.kv_heads)
         row, first, planned, first_split, end_split, own = (
             memory.items[place, column] for column in range(6)
@@ -189,8 +189,6 @@ _NUM_STEERING = 8
 @final
 @dataclass(frozen=True)
 class SplitKernel:
-    """A call of the kernel."""
-
     sizes: SplitSizes
 
     def __call__(

@@ -15,8 +15,8 @@ from pallas_kernels.paged_attention.planner import Plan
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a flat ragged batch. Several rows may share one page table, but no query: a
-    kernel may write the output in the place of the queries.
+    """The rows of a flat ragged batch. Several rows may share one page table, but no query, because
+    a kernel may write the output over the queries.
 
     A row is a run of queries at consecutive positions of one sequence. The key and value of the
     sequence's token at position p are in page `page_table[p // page_size]` at offset
@@ -26,7 +26,7 @@ class Rows:
       query_start: index of the row's first query in the flat batch.
       query_length: number of its queries.
       first_position: position of its first query.
-      context_length: keys at positions below this exist, with those of this step.
+      context_length: keys at positions below this exist, including those of this step.
       page_table: entries past the context may be any valid page id.
     """
 
@@ -40,7 +40,7 @@ class Rows:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionCall:
-    """The checked arguments of `api.paged_attention`, which has what they mean."""
+    """The checked arguments of `api.paged_attention`, which documents them."""
 
     q: Float[Array, "tokens q_heads head_dim"]
     k_pages: Real[Array, "layers pages kv_heads page_size head_dim"]

@@ -3,7 +3,7 @@
 Two kernels share a batch. The *tile* kernel takes long rows, one tile of queries at a time over all
 the keys that they see. The *split* kernel takes rows of few queries, whose keys alone can fill the
 device. A split is a range of `Tiling.split_keys` keys between fixed positions. Each split is
-reduced by itself and then merged with those before it, in their order: by the split kernel if one
+reduced by itself and then merged with the splits before it, in order: by the split kernel if one
 item has all splits of its queries, by the *merge* kernel if several items share them. So the bits
 of a row's output depend neither on how splits are assigned to items nor on the rest of the batch
 (Flash-decoding, with the reduction order of a fixed split).
@@ -199,14 +199,12 @@ class Plan:
     keys, and of a partial result.
 
     Attributes:
-      tiles: items of the tile kernel: row, first query, number of queries; longest
-        first.
-      splits: items of the split kernel: row, first query, number of queries, first
-        split, end split, partial result; longest first. The partial result is the first split's,
-        and the others' follow; -1 for an item with all splits of its queries, which writes the
-        output itself.
-      merges: items of the merge kernel: row, first query, number of queries, first
-        partial result, number of partial results.
+      tiles: items of the tile kernel: row, first query, number of queries; longest first.
+      splits: items of the split kernel: row, first query, number of queries, first split, end
+        split, partial result; longest first. The partial result is the first split's, and the
+        others' follow; -1 for an item with all splits of its queries, which writes the output.
+      merges: items of the merge kernel: row, first query, number of queries, first partial
+        result, number of partial results.
       counts: numbers of items in `tiles`, `splits` and `merges`.
       num_partials: size of the arrays of partial results.
     """
@@ -220,7 +218,6 @@ class Plan:
 
 
 def no_work(tiling: Tiling, capacity: Capacity) -> Plan:
-    """Return the plan of a batch without rows."""
     nothing = np.zeros(0, np.int32)
     return plan(
         tiling,
@@ -275,7 +272,7 @@ def _is_tiled(
 ) -> Bool[np.ndarray, " rows"]:
     """Return which rows the tile kernel takes.
 
-    The bits of a row's output depend on it, so it depends on the row and the device alone.
+    It depends on the row and the device only, as the bits of a row's output depend on it.
     """
     num_tiles = -(-length // tiling.tile_queries) * tiling.kv_heads
     fills = 2 * num_tiles >= tiling.tile_programs

@@ -11,7 +11,7 @@ from pallas_kernels.paged_attention.operands import AttentionCall
 
 
 def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads head_dim"]:
-    """See `api.paged_attention`. Loops in NumPy float64, query by query; cannot be traced."""
+    """Implement `api.paged_attention` in NumPy float64, query by query; it cannot be traced."""
     if isinstance(call.q, jax.core.Tracer):
         raise NotImplementedError("the reference runs outside jit only; use implementation='xla'")
     layer, rows = call.layer, call.rows

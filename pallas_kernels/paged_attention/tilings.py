@@ -64,10 +64,8 @@ def entry_for(
 ) -> Entry:
     """Return the first entry that fits these heads and this device; see `tiling_for`.
 
-    With `chunk_invariant`, that is an entry with a part of this name, which overrides the rest.
-
-    Raises:
-      NotImplementedError: no entry fits.
+    With `chunk_invariant`, the entry must have a part of this name, which overrides the rest.
+    `NotImplementedError` if no entry fits.
     """
     for entry in (*_entries(TUNED, kind), *_entries(_TABLE, kind)):
         has_heads = (
@@ -81,7 +79,6 @@ def entry_for(
 
 
 def tiling_of(entry: Entry, *, num_cores: int, kv_heads: int, group: int) -> Tiling:
-    """Return an entry's tiling for a model's heads."""
     split_rows = max(entry["split"]["rows"], 1 << (group - 1).bit_length())
     warpgroups = entry.get("warpgroups")
     return Tiling(

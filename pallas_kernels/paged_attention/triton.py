@@ -32,10 +32,9 @@ _MAX_WIDTH = 256
 def paged_attention(
     call: AttentionCall, *, interpret: bool = False
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """See `api.paged_attention`. The output takes the place of the queries, where it can.
+    """Implement `api.paged_attention`, writing the output over the queries where it can.
 
-    Args:
-      interpret: run in the interpreter, on any platform, for tests; slow.
+    `interpret` runs on any platform, for tests.
     """
     if not interpret:
         gpu.require_triton()
@@ -251,7 +250,6 @@ class Kernels:
         )(items, operands, out)
 
     def for_each_item(self, num_items: jax.Array, body: Callable[[jax.Array], None]) -> None:
-        """Call `body` with the index of every item of this program."""
         program, programs = pl.program_id(0), pl.num_programs(0)
 
         def one(index: jax.Array, _: None) -> None:

@@ -68,12 +68,9 @@ class _Options:
 def _single_token_rows(
     q: Float32[Array, "rows kv_heads group head_dim"], rows: Rows, attend: Any
 ) -> Float32[Array, "rows kv_heads group head_dim"]:
-    """Attend for rows of one query each, in blocks of rows; unused rows read nothing.
+    """Attend for rows of one query each; `q` is [rows, kv_heads, group, head_dim].
 
-    Blocks run one after another, each up to the longest context of its own rows.
-
-    Args:
-      q: [rows, kv_heads, group, head_dim].
+    Blocks of rows run one after another, each up to its longest context; unused rows read nothing.
     """
     num_rows = q.shape[0]
     block = min(DECODE_BLOCK_ROWS, num_rows)
@@ -105,11 +102,7 @@ def _single_token_rows(
 def _mixed_rows(
     q: Float32[Array, "tokens kv_heads group head_dim"], rows: Rows, attend: Any
 ) -> Float32[Array, "tokens kv_heads group head_dim"]:
-    """Attend for rows of any length.
-
-    Args:
-      q: [tokens, kv_heads, group, head_dim].
-    """
+    """Attend for rows of any length; `q` is [tokens, kv_heads, group, head_dim]."""
     tokens = q.shape[0]
     tile = min(TILE_QUERIES, tokens)
     # Tiles of rows with two or more queries, numbered row by row; ends[r] follows row r's last.

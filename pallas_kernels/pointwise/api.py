@@ -11,7 +11,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.pointwise import cpu, triton, xla
 
 Implementation = Literal["xla", "cpu"]
-# Of the operations that add up a row.
+# For the operations that add up a row.
 SumImplementation = Literal["xla", "cpu", "triton", "triton_interpreted"]
 
 _PREFERRED = {"cpu": ("cpu",)}
@@ -69,14 +69,8 @@ def layer_norm(
 ) -> Float[Array, "*rows width"]:
     """Return (x - mean(x)) / sqrt(variance(x) + eps) * scale + bias over the last axis.
 
-    It computes in float32 and returns x's dtype (Ba et al., arXiv:1607.06450).
-
-    Args:
-      implementation: as in `rms_norm`.
-
-    Raises:
-      NotImplementedError: the requested implementation cannot serve this case.
-      ValueError: the shapes contradict each other, or the implementation is unknown.
+    It computes in float32 and returns x's dtype (Ba et al., arXiv:1607.06450). Implementations and
+    errors are as in `rms_norm`.
     """
     if x.ndim < 1 or {scale.shape, bias.shape} != {x.shape[-1:]}:
         raise ValueError(
@@ -105,12 +99,7 @@ def log_sum_exp(
 ) -> Float32[Array, " rows"]:
     """Return log(sum(exp(x))) over the last axis, without overflow.
 
-    Args:
-      implementation: as in `rms_norm`, but "triton" is the choice on NVIDIA GPUs.
-
-    Raises:
-      NotImplementedError: the requested implementation cannot serve this case.
-      ValueError: the shape is another, or the implementation is unknown.
+    Implementations and errors are as in `rms_norm`, but "triton" is the choice on NVIDIA GPUs.
     """
     if x.ndim != 2:
         raise ValueError(f"x{x.shape} does not fit; pass [rows, width]")
@@ -133,12 +122,7 @@ def gated_silu(
 ) -> Float[Array, "rows width"]:
     """Return silu(x[:, 0]) * x[:, 1] (SwiGLU without its products; Shazeer, arXiv:2002.05202).
 
-    Args:
-      implementation: as in `rms_norm`.
-
-    Raises:
-      NotImplementedError: the requested implementation cannot serve this case.
-      ValueError: the shape is another, or the implementation is unknown.
+    Implementations and errors are as in `rms_norm`.
     """
     if x.ndim != 3 or x.shape[1] != 2:
         raise ValueError(f"x{x.shape} does not fit; pass [rows, 2, width]")
@@ -158,16 +142,15 @@ def row_maximum(
 ) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"], Bool[Array, " rows"]]:
     """Return the index (lowest of equals) and the value of each row's maximum, and has_nan.
 
-    has_nan says which rows hold a NaN, or infinities of both signs; with "triton" only NaNs. Such
-    a row has any index within the width, and any value.
+    has_nan says which rows have a NaN, or infinities of both signs; with "triton" only NaNs. The
+    index of such a row is any within the width, and its value is undefined.
 
     Args:
       implementation: overrides the platform's choice: "triton" on NVIDIA GPUs, and "xla" elsewhere
         or if that refuses. "triton_interpreted" runs the GPU's kernel on any platform, for tests.
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case.
-      ValueError: the shape is another, or the implementation is unknown.
+      NotImplementedError, ValueError: as in `rms_norm`.
     """
     if x.ndim != 2:
         raise ValueError(f"x{x.shape} does not fit; pass [rows, width]")

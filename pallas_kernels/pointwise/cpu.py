@@ -1,7 +1,7 @@
 """Operations on each row on the CPU: C++ kernels (cpu.cc) on XLA's own threads.
 
-XLA makes several operations of each, most of them on one thread, and the order in which it adds up
-a row depends on the number of rows.
+XLA splits each into several operations, most of them on one thread, and the order in which it adds
+up a row depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ def norm_by(
     x: Float[Array, "rows width"],
     scale: Float[Array, " width"],
 ) -> Float[Array, "rows width"]:
-    """Call the kernel that is registered under `target`."""
     return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(x.shape, x.dtype))(
         x, scale, eps=np.float32(eps), offset=np.float32(offset)
     )
@@ -96,7 +95,6 @@ def layer_norm_by(
     scale: Float[Array, " width"],
     bias: Float[Array, " width"],
 ) -> Float[Array, "rows width"]:
-    """Call the kernel that is registered under `target`."""
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return jax.ffi.ffi_call(target, shape)(x, scale, bias, eps=np.float32(eps))
 
@@ -111,7 +109,6 @@ def _layer_norm_derivative(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def log_sum_exp_by(target: str, x: Float32[Array, "rows width"]) -> Float32[Array, " rows"]:
-    """Call the kernel that is registered under `target`."""
     return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(x.shape[:1], x.dtype))(x)
 
 
@@ -124,7 +121,6 @@ def _log_sum_exp_derivative(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def gate_by(target: str, x: Float[Array, "rows 2 width"]) -> Float[Array, "rows width"]:
-    """Call the kernel that is registered under `target`."""
     shape = jax.ShapeDtypeStruct((x.shape[0], x.shape[2]), x.dtype)
     return jax.ffi.ffi_call(target, shape)(x)
 

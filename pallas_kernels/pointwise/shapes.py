@@ -26,16 +26,13 @@ class Configuration:
 
     @property
     def kernels(self) -> frozenset[str]:
-        """The names of the kernels that serve the call."""
         return frozenset({self.operation})
 
     @property
     def donated(self) -> tuple[str, ...]:
-        """The names of the arguments that must be written in place: none."""
         return ()
 
     def call(self) -> tuple[Any, dict[str, Any]]:
-        """Return a function for `jax.jit` and its abstract arguments."""
         arguments = jax.eval_shape(lambda: make_inputs(self, seed=0))
         if self.operation == "log_sum_exp":
             return partial(log_sum_exp, implementation="triton"), arguments
@@ -44,7 +41,6 @@ class Configuration:
 
 
 def make_inputs(configuration: Configuration, seed: int) -> dict[str, Any]:
-    """Return the arrays of a call."""
     each = configuration
     keys = iter(jax.random.split(jax.random.key(seed), 3))
 

@@ -1,7 +1,8 @@
 """Operations on each row on NVIDIA GPUs from sm_80 on: Pallas kernels compiled by Triton.
 
-A program takes a row, which is in the device's cache if a product has just written it. Its sums
-have an order that the row's width decides; XLA's may depend on the number of rows.
+A program takes a row, which is in the device's cache if a product has just written it. The row's
+width decides the order of its sums; in XLA it may depend on the number of rows. `interpret` runs a
+kernel in the interpreter, on any platform, for tests; it is slow.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from pallas_kernels import dispatch, gpu
 from pallas_kernels.pointwise import xla
 
-# Numbers of a row that a program reads at a time, for rows as wide as a vocabulary.
+# Elements that a program reads at a time, for rows as wide as a vocabulary.
 _BLOCK = 4096
 # The widest row that a norm keeps in registers, and the numbers of a warp.
 _MAX_WIDTH = 32768
@@ -35,12 +36,6 @@ def rms_norm(
     offset: float,
     interpret: bool = False,
 ) -> Float[Array, "*rows width"]:
-    """See `api.rms_norm`.
-
-    Args:
-      interpret: run in the interpreter, on any platform, for tests; slow.
-    """
-
     def kernel(x_ref: Any, scale_ref: Any, out_ref: Any) -> None:
         row, at, mask = _place(x_ref)
         wide = triton.load(x_ref.at[row, at], mask=mask, other=0.0).astype(jnp.float32)
@@ -60,12 +55,6 @@ def layer_norm(
     eps: float,
     interpret: bool = False,
 ) -> Float[Array, "*rows width"]:
-    """See `api.layer_norm`.
-
-    Args:
-      interpret: run in the interpreter, on any platform, for tests; slow.
-    """
-
     def kernel(x_ref: Any, scale_ref: Any, bias_ref: Any, out_ref: Any) -> None:
         row, at, mask = _place(x_ref)
         wide = triton.load(x_ref.at[row, at], mask=mask, other=0.0).astype(jnp.float32)
@@ -84,11 +73,6 @@ def layer_norm(
 def log_sum_exp(
     x: Float32[Array, "rows width"], *, interpret: bool = False
 ) -> Float32[Array, " rows"]:
-    """See `api.log_sum_exp`.
-
-    Args:
-      interpret: run in the interpreter, on any platform, for tests; slow.
-    """
     _check(x, interpret=interpret)
     if x.dtype != jnp.float32:
         raise NotImplementedError(f"it serves float32, not {x.dtype}")
@@ -98,11 +82,6 @@ def log_sum_exp(
 def row_maximum(
     x: Float32[Array, "rows width"], *, interpret: bool = False
 ) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"], Bool[Array, " rows"]]:
-    """See `api.row_maximum`.
-
-    Args:
-      interpret: run in the interpreter, on any platform, for tests; slow.
-    """
     _check(x, interpret=interpret)
     rows = x.shape[:1]
     index, value, has_nan = pl.pallas_call(
@@ -155,7 +134,7 @@ def _norm(
 
 
 def _place(x_ref: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the program's row, the numbers of a row to a power of two, and which of them exist."""
+    """Return the program's row, indices up to a power of two, and which of them exist."""
     width = x_ref.shape[1]
     at = jnp.arange(gpu.power_of_two(width), dtype=jnp.int32)
     return pl.program_id(0), at, at < width

@@ -48,7 +48,7 @@ def row_maximum(
     block = jnp.argmax(maxima, axis=-1).astype(jnp.int32)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     index = block * BLOCK + jnp.argmax(inside, axis=-1).astype(jnp.int32)
-    # A maximum may pass over a NaN; a sum never does.
+    # A maximum may miss a NaN; a sum never does.
     has_nan = jnp.isnan(jnp.sum(x, axis=-1))
     return jnp.minimum(index, x.shape[1] - 1), jnp.max(maxima, axis=-1), has_nan
 

@@ -36,7 +36,7 @@ def quantised_matmul(
     Args:
       weight: [in, *lead, out], packed.
       rounds_activations: round `x` to int8 first, with a scale for each group of a row, or for each
-        token; None leaves them as they are.
+        token; None does not round them.
       out_dtype: x's dtype by default.
       implementation: overrides the platform's choice, which is made when the call is traced and
         logged once: "cpu" on the CPU for activations that are rounded by groups, "triton" on
@@ -44,12 +44,11 @@ def quantised_matmul(
         mesh. "triton_interpreted" runs the kernel on any platform, for tests.
 
     Returns:
-      [tokens, *lead, panels * 16]: as many columns as the weight's panels have. With "cpu" and
+      [tokens, *lead, panels * 16], the number of columns of the weight's panels. With "cpu" and
       "triton", the bits of a row do not depend on the other rows.
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case; the message says
-        why.
+      NotImplementedError: the requested implementation cannot serve this case (with the reason).
       ValueError: the shapes contradict each other, or the implementation is unknown.
     """
     if x.ndim != 2 or not weight.depth - weight.group < x.shape[1] <= weight.depth:

@@ -24,7 +24,7 @@ def quantised_matmul(
     rounds_activations: Rounding | None,
     out_dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "tokens out"]:
-    """See `api.quantised_matmul`. Columns of all leading axes are in one."""
+    """Implement `api.quantised_matmul`, with the columns of all leading axes in one axis."""
     platform = dispatch.target_platform()
     if platform != "cpu":
         raise NotImplementedError(f"it is compiled for the CPU, not for {platform}")
@@ -43,7 +43,6 @@ def quantised_matmul(
 def call(
     target: str, x: Float[Array, "tokens in"], weight: PackedMatrix
 ) -> Float[Array, "tokens out"]:
-    """Call the kernel that is registered under `target`."""
     columns = weight.channels.size
     none = np.zeros(0, np.float32)
     least = weight.minima if weight.zeros is None else weight.zeros

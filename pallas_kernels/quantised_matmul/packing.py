@@ -25,17 +25,17 @@ class PackedMatrix:
     `channels[n] * scales[g, n] * (code[k, n] - zeros[g, n])`.
 
     codes      [*lead, panels, groups, steps, 16, 4]; a step is 4 numbers of each of 16 columns.
-               With 4 bits, a byte has a number of an even step in its low half, and that of the
-               next step in its high half, and `steps` counts such pairs.
+               With 4 bits, the low half of a byte is a number of an even step, the high half is
+               that of the next step, and `steps` counts such pairs.
     channels   [*lead, panels, 16]
     scales     [*lead, panels, groups, 16]: float16 or float32; None for ones
     minima     as scales; None for zeros
-    zeros      as scales: uint8 or int16 zero points, in place of minima; None for `offset`
+    zeros      as scales: uint8 or int16 zero points, instead of minima; None for `offset`
 
     With `is_float`, which needs 8 bits, a code is a float8_e4m3fn number, and there is no offset.
 
-    `lead` are more axes of columns, each with panels of its own. The last panel and the last group
-    are filled up with numbers that the product does not use: their scales or activations are zeros.
+    `lead` are additional axes of columns, each with its own panels. The last panel and the last
+    group are padded with numbers that the product ignores: their scales or activations are zeros.
     """
 
     codes: UInt8[Array, " *lead panels groups steps 16 4"]
@@ -48,17 +48,17 @@ class PackedMatrix:
 
     @property
     def group(self) -> int:
-        """The numbers of a column that share a scale, and whose activations do."""
+        """The number of elements of a column, or of activations, that share a scale."""
         return self.codes.shape[-3] * 32 // self.bits
 
     @property
     def offset(self) -> int:
-        """The code of zero, before the minimum is added or where there are no zero points."""
+        """The code of zero, before the minimum is added or if there are no zero points."""
         return 128 if self.bits == 8 else 8 if self.minima is None else 0
 
     @property
     def depth(self) -> int:
-        """The rows of the matrix, filled up to whole groups."""
+        """The number of rows of the matrix, padded to whole groups."""
         return self.codes.shape[-4] * self.group
 
 
@@ -153,9 +153,9 @@ def _turned(x: Array) -> Float32[Array, " *lead columns groups 1"]:
     return jnp.swapaxes(x, -1, -2).astype(jnp.float32)[..., None]
 
 
-# What shares a scale when activations are rounded to int8: a group of a row, or a row.
+# Elements that share a scale when activations are rounded to int8: a group of a row, or a row.
 Rounding = Literal["groups", "tokens"]
-# Largest magnitudes below which a group of activations counts as zeros.
+# A group of activations whose largest magnitude is below this counts as zeros.
 TINY = 2.0**-100
 
 
@@ -165,11 +165,11 @@ def quantise(
     """Return a weight [*lead, out, in] rounded to few bits.
 
     With 8 bits, a column (an index of `out`) has one scale; activations are rounded in groups of
-    `group`. With 4 bits, each group of a column has a scale of its own, and with `has_minima` a
-    minimum. A column that has a number that is not finite becomes NaN as a whole.
+    `group`. With 4 bits, each group of a column has its own scale, and with `has_minima` a minimum.
+    If a number of a column is not finite, the whole column becomes NaN.
     """
     matrix = matrix.astype(jnp.float32)
-    # Said apart, since a maximum on CPUs can pass over NaN.
+    # Checked separately, since a maximum on CPUs can miss a NaN.
     is_broken = ~jnp.isfinite(matrix).all(axis=-1)
     depth = matrix.shape[-1]
     matrix = jnp.pad(matrix, [(0, 0)] * (matrix.ndim - 1) + [(0, -depth % group)])
@@ -189,7 +189,7 @@ def quantise(
         # The number with the largest magnitude becomes -8 exactly.
         extreme = jnp.where(high > -low, high, low)
         scales, minima = extreme / -8.0, jnp.zeros_like(low)
-    # Scales are float16 numbers of the largest of their column, so that any range fits.
+    # Scales are float16 fractions of the column's largest scale, so that any range fits.
     channels = jnp.max(jnp.maximum(jnp.abs(scales), jnp.abs(minima)), axis=-1)
     whole = channels[..., None]
     scales, minima = (_divided(x, whole).astype(jnp.float16) for x in (scales, minima))
@@ -203,10 +203,10 @@ def quantise(
 
 
 def quantise_float8(matrix: Float[Array, " *lead out in"], *, group: int) -> PackedMatrix:
-    """Return a weight [*lead, out, in] rounded to float8_e4m3fn, with one scale for each column.
+    """Return a weight [*lead, out, in] rounded to float8_e4m3fn, with one scale per column.
 
-    The largest magnitude of a column becomes 448, the largest number of the format. A column that
-    has a number that is not finite becomes NaN as a whole.
+    The largest magnitude of a column becomes 448, the largest number of the format. If a number of
+    a column is not finite, the whole column becomes NaN.
     """
     matrix = matrix.astype(jnp.float32)
     is_broken = ~jnp.isfinite(matrix).all(axis=-1)
@@ -222,14 +222,14 @@ def quantise_float8(matrix: Float[Array, " *lead out in"], *, group: int) -> Pac
 def round_activations(
     x: Float[Array, "tokens in"], group: int
 ) -> tuple[Int8[Array, "tokens padded"], Float32[Array, "tokens groups"]]:
-    """Return activations in int8, filled up to whole groups, and a scale for each row and group.
+    """Return activations in int8, padded to whole groups, and a scale for each row and group.
 
     The scale of a group with a number that is not finite is NaN.
     """
     tokens, depth = x.shape
     x = jnp.pad(x.astype(jnp.float32), [(0, 0), (0, -depth % group)])
     grouped = x.reshape(tokens, -1, group)
-    # A maximum on CPUs can pass over NaN, but not over infinity.
+    # A maximum on CPUs can miss a NaN, but not infinity.
     magnitudes = jnp.where(jnp.isfinite(grouped), jnp.abs(grouped), jnp.inf)
     largest = jnp.max(magnitudes, axis=-1)
     is_zero = largest < TINY

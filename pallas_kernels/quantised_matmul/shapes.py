@@ -22,7 +22,7 @@ from pallas_kernels.quantised_matmul.packing import (
 @final
 @dataclass(frozen=True, kw_only=True)
 class ProductFormat:
-    """How a weight is stored, and its activations are rounded."""
+    """The format of a weight, and the rounding of its activations."""
 
     bits: int
     group: int = 32
@@ -93,8 +93,6 @@ GPU_SHAPES = (
 @final
 @dataclass(frozen=True)
 class Configuration:
-    """One kind of call that is lowered and compiled before a release."""
-
     format: str
     shape: ProductShape
 
@@ -103,16 +101,13 @@ class Configuration:
 
     @property
     def kernels(self) -> frozenset[str]:
-        """The names of the kernels that serve the call."""
         return frozenset({"quantised_matmul"})
 
     @property
     def donated(self) -> tuple[str, ...]:
-        """No argument is written in place."""
         return ()
 
     def call(self) -> tuple[Any, dict[str, Any]]:
-        """Return a function for `jax.jit` and its abstract arguments."""
         format, shape = FORMATS[self.format], self.shape
         matrix = jax.ShapeDtypeStruct(shape.weight, jnp.dtype("float32"))
         return partial(quantised_matmul, rounds_activations=format.rounds_activations), {

@@ -3,9 +3,10 @@
 The weight is the left operand of the tensor cores: a program has some panels of it, and a tile of
 tokens. It reads each code once, in the order of memory, and widens it in registers.
 
-Inputs are cut into splits, which depend on the weight's shape only. Each split is summed in order,
-and then the splits are. Few tokens have a program for each split, so that many read the weight;
-many tokens have one program for all splits. The order of sums is the same, and so are a row's bits.
+Inputs are cut into splits, which depend on the weight's shape only. The sum of each split is in
+order, and so is the sum of the splits. With few tokens, each split has its own program, so that
+many programs read the weight; with many tokens, one program has all splits. The order of sums is
+the same, and so are a row's bits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pallas_kernels import dispatch, gpu
 from pallas_kernels.quantised_matmul.packing import PANEL, PackedMatrix, Rounding, round_activations
 
 _DTYPES = ("bfloat16", "float16")
-# Tokens up to which each split has programs of its own, and the tiles of tokens up to there.
+# Most tokens for which each split has its own programs, and the tiles of tokens up to there.
 _FEW_TOKENS = 64
 _FEW_TILES = (16, 32, 64)
 # The tile of many tokens, and that of a program with several splits, which has two sums.
@@ -48,10 +49,9 @@ def quantised_matmul(
     out_dtype: jax.typing.DTypeLike,
     interpret: bool = False,
 ) -> Float[Array, "tokens out"]:
-    """See `api.quantised_matmul`. Columns of all leading axes are in one.
+    """Implement `api.quantised_matmul`, with the columns of all leading axes in one axis.
 
-    Args:
-      interpret: run in the interpreter, on any platform, for tests; slow.
+    `interpret` runs on any platform, for tests.
     """
     if not interpret:
         gpu.require_triton(jnp.float8_e4m3fn if weight.is_float else None)
@@ -72,7 +72,7 @@ def quantised_matmul(
     total = totals[0]
     if sizes.split_programs == 1:
         return total
-    # As the kernel does with splits of its own.
+    # The kernel does the same with splits that have their own programs.
     for split in totals[1:]:
         total = total + split
     out = total.astype(jnp.float32) * operands.channels
@@ -274,7 +274,7 @@ def _kernel(
 
 
 def _loaded(ref: Any, index: jax.Array) -> jax.Array:
-    """Return some elements of an array of one axis; zeros past its end."""
+    """Return some elements of a one-dimensional array; zeros past its end."""
     return triton.load(ref.at[index], mask=index < ref.shape[0], other=0.0)
 
 
@@ -315,7 +315,6 @@ def _widened(sizes: _Sizes, operands: _Operands, panel: jax.Array, block: jax.Ar
     group = block * sizes.block // sizes.group + jnp.arange(sizes.groups, dtype=jnp.int32)
 
     def of_groups(ref: Any) -> jax.Array:
-        """Return [columns, groups, 1]; zeros past the last group."""
         found = triton.load(
             ref.at[own[:, None], group[None, :] * PANEL + (column % PANEL)[:, None]],
             mask=jnp.broadcast_to(group < -(-sizes.depth // sizes.group), (columns, len(group))),

@@ -1,6 +1,6 @@
 """The product with a packed weight in plain XLA, for every platform and sharding; the reference.
 
-A tile of the weight at a time is widened, so that no copy of the whole weight is made.
+It widens one tile of the weight at a time, so that it makes no copy of the whole weight.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def quantised_matmul(
     rounds_activations: Rounding | None,
     out_dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "tokens out"]:
-    """See `api.quantised_matmul`. Columns of all leading axes are in one."""
+    """Implement `api.quantised_matmul`, with the columns of all leading axes in one axis."""
     del codes
     dtype = x.dtype
     if rounds_activations is not None:

@@ -33,15 +33,15 @@ def whole_attention(
         KV head's queries, its key, its value.
       tables: cosines and sines of the tokens' positions, as in `rotate_and_write`; None for no
         rotation.
-      length: of each sequence.
+      length: length of each sequence.
       scale, sliding_window, soft_cap: as in `paged_attention`.
       implementation: overrides the platform's choice, which is made when the call is traced and
         logged once: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
         refuses.
 
     Returns:
-      [tokens, kv_heads * group, head_dim] in qkv's dtype. With "cpu", the bits of a token are those
-      that `paged_attention` gives it, whatever the steps that it is computed in.
+      [tokens, kv_heads * group, head_dim] in qkv's dtype. With "cpu", the bits of a token are the
+      same as with `paged_attention`, in any steps.
 
     Raises:
       NotImplementedError: the requested implementation cannot serve this case.

@@ -1,6 +1,6 @@
-"""Attention over whole sequences on the CPU: by the kernels that serve the paged cache.
+"""Attention over whole sequences on the CPU, with the kernels that serve the paged cache.
 
-The keys and values of each sequence fill pages of their own, in order.
+The keys and values of each sequence fill its own pages, in order.
 """
 
 from __future__ import annotations
