@@ -1,4 +1,4 @@
-"""Plans which rows of a step each program of a GPU attends for, on the host."""
+"""Plans on the host which rows of a step each program of a GPU kernel attends for."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class AttentionPlanner:
     """Makes the attention `Plan` of every step of one configuration.
 
     Args:
-      sliding_window: of all layers; None where layers differ, which balances the work less well.
+      sliding_window: of all layers; None if layers differ, which balances the work less well.
     """
 
     def __init__(self, config: EngineConfig, tiling: Tiling, sliding_window: int | None):
         self._config = config
         self._tiling = tiling
-        # Contexts are planned at their longest. Where one is shorter, for steps in flight have
-        # delivered less or a loop is at its beginning, its window begins before the planned one.
+        # Contexts are planned at their longest. A shorter one (steps in flight have delivered less,
+        # or a loop is at its beginning) has a window that begins before the planned one.
         slack = 2 * config.max_decode_iterations * (1 + config.num_proposed)
         self._sliding_window = None if sliding_window is None else sliding_window + slack
 
@@ -35,7 +35,7 @@ class AttentionPlanner:
     def of(
         cls, config: EngineConfig, model_config: Any, place: Placement
     ) -> AttentionPlanner | None:
-        """Return the planner of a model where it is placed; None where no kernel needs plans."""
+        """Return the planner of a placed model; None if no kernel needs plans."""
         if config.has_encoder:
             return None  # kernels that need plans have no bias by distance
         if not model_config.num_attention_layers:
@@ -58,28 +58,27 @@ class AttentionPlanner:
         return cls(config, tiling, None if others else window)
 
     def mixed(self, batch: MixedBatch) -> Plan:
-        """The plan of a mixed step; the batch holds NumPy arrays."""
+        """Return the plan of a mixed step; the batch holds NumPy arrays."""
         start, length = np.asarray(batch.start), np.asarray(batch.query_length)
         return self._plan(start, length, num_tokens=len(batch.token_row), is_decode=False)
 
     def decode(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[Row],  # the window's slots
         window: range,
         num_iterations: int = 1,
-        num_proposed: int = 0,
+        num_proposed: int = 0,  # tokens that an iteration computes after the newest one of each row
         *,
         most_gained: int | None = None,
     ) -> Plan:
-        """The plan of a decode loop over the slots of a window, for the contexts of its last step.
+        """Return the plan of a decode loop over the slots of a window, for the contexts of its last
+        step.
 
-        Kernels attend to no key behind a planned context, so it is the longest that there may be.
+        Kernels attend to no key after a planned context, so it is the longest possible one.
 
         Args:
-          rows: of slots in the window.
-          num_proposed: tokens that an iteration computes behind the newest one of each row.
-          most_gained: tokens that any iteration gives a row at most; by default one more than
-            `num_proposed`, but there may be others that propose more.
+          most_gained: tokens that an iteration gives a row at most; `num_proposed` + 1 by default,
+            more if other rows propose more.
         """
         start, length = np.zeros((2, len(window)), np.int64)
         block = 1 + num_proposed

@@ -28,63 +28,52 @@ class DecodeWindow:
     """The slots that a decode loop runs over, and how often.
 
     Attributes:
-      start: the first slot.
-      num_iterations: the loop runs this often, or less when all have ended.
-      most: new tokens of each slot from `start` on, at most; 0 for one that stays as it is.
-      verify_cost: see `StepPlan`.
+      num_iterations: an upper bound; the loop ends earlier when all slots have ended.
+      most: upper bound of new tokens of each slot from `start` on; 0 leaves the slot unchanged.
     """
 
     start: Int32[Array, ""]
     num_iterations: Int32[Array, ""]
     most: Int32[Array, " rows"]
-    verify_cost: Float32[Array, ""]
+    verify_cost: Float32[Array, ""]  # see `StepPlan`
 
 
 @final
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MixedBatch:
-    """Rows of a mixed step; unused rows have length 0.
+    """Rows of a mixed step; unused rows have length 0."""
 
-    Attributes:
-      token_row: row of each token; the number of slots for padding.
-      start: see `where_slots_are`.
-      samples: rows that end at their slot's newest token.
-    """
-
-    token_row: Int32[Array, " tokens"]
+    token_row: Int32[Array, " tokens"]  # row of each token; the number of slots for padding
     slot: Int32[Array, " slots"]
-    start: Int32[Array, " slots"]
+    start: Int32[Array, " slots"]  # an upper bound, see `where_slots_are`
     query_start: Int32[Array, " slots"]
     query_length: Int32[Array, " slots"]
-    samples: Bool[Array, " slots"]
+    samples: Bool[Array, " slots"]  # rows that end at their slot's newest token
 
 
 @final
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ChoosingRows:
-    """Slots that choose tokens in a mixed step, some of them behind several of its rows.
+    """Slots that choose tokens in a mixed step, some of them after several of its rows.
 
     Attributes:
-      slot: the number of slots for padding.
-      first: the row of the step behind which the slot's first token is chosen; rows behind it
-        follow it.
-      num_proposed: the slot's newest tokens, if they are proposals.
+      first: the row after which the slot's first token is chosen; its other rows follow it.
     """
 
-    slot: Int32[Array, " rows"]
+    slot: Int32[Array, " rows"]  # the number of slots for padding
     first: Int32[Array, " rows"]
-    num_proposed: Int32[Array, " rows"]
+    num_proposed: Int32[Array, " rows"]  # the slot's newest tokens, if they are proposals
 
 
 def where_slots_are(
     batch: MixedBatch, slots: SlotState
 ) -> tuple[MixedBatch, Bool[Array, " slots"]]:
-    """Return the rows where their slots really are, and which of them are live.
+    """Return the rows at their slots' real positions, and which of them are live.
 
-    A plan is an upper bound. Where a slot has fewer tokens than its row was planned for, a row that
-    samples ends at the newest token that there is, and a row that does not sample is inert.
+    A plan is an upper bound. If a slot has fewer tokens than planned, a row that samples ends at
+    its newest token, and a row that does not sample is inert.
     """
     length = slots.length[batch.slot]
     ends = jnp.where(batch.samples, length, batch.start + batch.query_length)
@@ -106,10 +95,10 @@ def attention_batch(
     config: EngineConfig,
     *,
     positions: Int32[Array, " tokens"],
-    token_pages: Int32[Array, " tokens"],
+    token_pages: Int32[Array, " tokens"],  # the page that each token's keys and values go to
     valid: Bool[Array, " tokens"],
     rows: Rows,
-    plan: Plan | None,
+    plan: Plan | None,  # the plan of a kernel that needs one; None otherwise
     max_query_length: int | None = None,
     cross_rows: Rows | None = None,
     slot: Int32[Array, " rows"] | None = None,
@@ -118,13 +107,9 @@ def attention_batch(
     """Return the attention batch of the tokens; invalid ones write to the null page.
 
     Args:
-      token_pages: the page that each token's keys and values go to.
-      rows: the rows that the tokens belong to.
-      plan: the plan of a kernel that needs one; None otherwise.
-      max_query_length: the largest of all rows; None where it is not known before the step.
+      max_query_length: the largest of all rows; None if it is not known before the step.
       cross_rows: the rows of cross attention; None for a model without an encoder.
       slot: the slot of each row, for models with states in slots.
-      adapter: see `AttentionBatch`.
     """
     return AttentionBatch(
         positions=positions,
@@ -141,7 +126,7 @@ def attention_batch(
 
 
 def tap(probe: Probe | None, rows: Int32[Array, " rows"]) -> Tap | None:
-    """Return where the probe reads activations, at the tokens `rows`."""
+    """Return where the probe reads activations: at the tokens `rows`."""
     return None if probe is None else Tap(probe.layer, rows)
 
 
@@ -153,6 +138,6 @@ def tapped(
     where: Tap | None,
     incoming: IncomingPages | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], KVCache, Float32[Array, "rows embed"] | None]:
-    """Call `Decoder.tapped`; what is tapped comes in float32."""
+    """Call `Decoder.tapped`; the activations that the probe reads are converted to float32."""
     hidden, cache, read = model.tapped(inputs, attention, cache, where, incoming)
     return hidden, cache, None if read is None else read.astype(jnp.float32)

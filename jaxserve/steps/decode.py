@@ -1,9 +1,9 @@
 """Decoding on the device: a loop over a whole model.
 
-A loop may speculate: an iteration computes the newest token of each row and some that are proposed
-to follow it (`steps.proposals`), and chooses the next token behind each of them. As long as that is
-the one proposed, the choice behind it counts as well. So the tokens are those of a loop that does
-not speculate, drawn ones too. Before each iteration the device decides whether that pays.
+A loop may speculate: an iteration computes the newest token of each row and some proposals for the
+tokens after it (`steps.proposals`), and chooses the next token after each of them. While a choice
+equals the proposal, the choice after it counts as well. So greedy and drawn tokens are those of a
+loop that does not speculate. Before each iteration the device decides whether proposals pay.
 """
 
 from __future__ import annotations
@@ -37,17 +37,16 @@ from pallas_kernels.paged_attention import Plan
 
 
 class Block(NamedTuple):
-    """The tokens of an iteration, row after row: the newest one, and what is proposed behind it.
+    """The tokens of an iteration, row after row: the newest one, then its proposals.
 
     Attributes:
-      row, place: of each token; `place` is that behind the row's newest token.
-      valid: False for padding.
+      row, place: of each token; `place` counts from the row's newest token.
       start, length: where the tokens of each row are; length 0 for an inert row.
     """
 
     row: Int32[Array, " tokens"]
     place: Int32[Array, " tokens"]
-    valid: Bool[Array, " tokens"]
+    valid: Bool[Array, " tokens"]  # False for padding
     start: Int32[Array, " rows"]
     length: Int32[Array, " rows"]
 
@@ -55,10 +54,8 @@ class Block(NamedTuple):
 def block_of(
     live: Bool[Array, " rows"], proposed: Int32[Array, " rows"] | None, num_proposed: int
 ) -> Block:
-    """Return the tokens of the live rows, with as many proposals of each.
-
-    Args:
-      num_proposed: of all rows together, at most.
+    """Return the tokens of the live rows, with at most `num_proposed` proposals in all rows
+    together.
     """
     num_rows = live.shape[0]
     length = live.astype(jnp.int32)
@@ -85,7 +82,6 @@ class WindowRows(NamedTuple):
 
     @property
     def slot(self) -> Int32[Array, " rows"]:
-        """The slot of each row."""
         return self.window.start + jnp.arange(self.window.most.shape[0])
 
     def part(self, leaf: Shaped[Array, " slots *entry"]) -> Shaped[Array, " rows *entry"]:
@@ -114,10 +110,9 @@ def attention_of(
     config: EngineConfig,
     proposed: Int32[Array, "rows num"] | None,
 ) -> tuple[Int32[Array, " tokens"] | Float[Array, "tokens embed"], AttentionBatch]:
-    """Return what a model computes for a block, and its attention batch.
+    """Return a model's inputs for a block, and its attention batch.
 
-    Args:
-      proposed: tokens of the block's places from 1 on; None for a block without proposals.
+    `proposed` has the tokens of the block's places from 1 on; it is None without proposals.
     """
     newest = window.part(slots.length) - 1
     positions = jnp.minimum(newest[block.row] + block.place, config.max_context - 1)
@@ -150,18 +145,16 @@ def attention_of(
 
 
 class Choice(NamedTuple):
-    """The tokens of an iteration, as far as they have been chosen.
+    """The tokens that an iteration has chosen so far.
 
     Attributes:
-      place: behind the newest token of each row.
-      goes_on: rows in which the token at this place counts.
-      hits, misses: proposals that were the token chosen, and those that were not.
+      hits, misses: proposals that equal the chosen token, and those that do not.
     """
 
-    place: Int32[Array, ""]
+    place: Int32[Array, ""]  # counts from the newest token of each row
     slots: SlotState
     outputs: Outputs
-    goes_on: Bool[Array, " rows"]
+    goes_on: Bool[Array, " rows"]  # rows in which the token at this place counts
     hits: Int32[Array, " rows"]
     misses: Int32[Array, " rows"]
 
@@ -169,11 +162,7 @@ class Choice(NamedTuple):
 def room(
     rows: WindowRows, done: Bool[Array, " slots"], num_tokens: Int32[Array, " rows"]
 ) -> Int32[Array, " rows"]:
-    """Return how many tokens each row of a loop may still get; 0 for one that takes no part.
-
-    Args:
-      num_tokens: that it has got.
-    """
+    """Return how many tokens each row may still get after `num_tokens`; 0 if it takes no part."""
     return jnp.where(rows.live(done), jnp.maximum(rows.window.most - num_tokens, 0), 0)
 
 
@@ -181,24 +170,20 @@ def choose(
     logits: Float32[Array, "tokens vocab"],
     rows: WindowRows,
     block: Block,
-    before: SlotState,
+    before: SlotState,  # the slots before the iteration
     outputs: Outputs,
     live: Bool[Array, " rows"],
-    draft: Draft | None,
+    draft: Draft | None,  # the proposals; None in a loop that does not speculate
     proposed: Int32[Array, " rows"] | None,
     *,
-    looks_up: bool,
+    looks_up: bool,  # whether to also compare the token with a proposal that was not computed
     variant: Variant,
     config: EngineConfig,
 ) -> Choice:
-    """Choose the next token of each live row, and one behind each proposal that is right.
+    """Choose the next token of each live row, and one after each proposal that is right.
 
     Args:
-      logits: of the block's tokens.
-      before: the slots before the iteration.
-      draft: what was proposed; None in a loop that does not speculate.
-      proposed: proposals of each row that the block has; None for a block without any.
-      looks_up: whether a proposal that was not computed can be compared with the token, too.
+      proposed: proposals of each row in the block; None for a block without any.
     """
     num_rows = live.shape[0]
     nothing = jnp.zeros(num_rows, jnp.int32)
@@ -251,12 +236,10 @@ def with_rates(
     *,
     forgives: bool = False,
 ) -> tuple[SlotState, Outputs]:
-    """Return the slots after an iteration, with new rates of proposals, and the outputs, counted.
+    """Return the slots with new rates of proposals, and the outputs with their counts.
 
-    Args:
-      live, proposed: see `choose`.
-      forgives: whether no proposal was compared, so that rates approach those of an unknown draft
-        model (`proposals.forgive`).
+    `forgives` is set if no proposal was compared, so that rates approach those of an unknown draft
+    model (`proposals.forgive`).
     """
     now, outputs = choice.slots, choice.outputs
     assert now.lookup is not None and now.answers is not None, "slots without lookup"
@@ -282,12 +265,7 @@ def with_rates(
 def looked_up(
     slots: SlotState, rows: WindowRows, left: Int32[Array, " rows"], num_proposed: int
 ) -> Draft:
-    """Return what is proposed to follow the newest tokens of a window's slots.
-
-    Args:
-      left: see `room`.
-      num_proposed: of all rows together, at most.
-    """
+    """Return the proposals for a window's slots, at most `num_proposed` of all rows together."""
     assert slots.lookup is not None and slots.answers is not None, "slots without lookup"
     return proposals.propose(
         slots.lookup,
@@ -308,7 +286,7 @@ def decode_loop(
     window: DecodeWindow,
     attention_plans: tuple[Plan | None, ...],
     probe_params: Params,
-    draft_inputs: DraftInputs | None = None,
+    draft_inputs: DraftInputs | None = None,  # of a draft model that follows; None without one
     *,
     variant: Variant,
     num_proposed: int = 0,
@@ -317,13 +295,12 @@ def decode_loop(
     probe: Probe | None,
     drafting: DraftStructure | None = None,
 ) -> tuple[KVCache, SlotState, Outputs]:
-    """Decode the slots of a window until its iterations are over or all have ended.
+    """Decode the slots of a window until its iterations are over or all slots have ended.
 
     Args:
       attention_plans: of an iteration without proposals and, if `num_proposed`, of one with them.
-      draft_inputs: of a draft model that follows; None without one.
       num_proposed: tokens that an iteration may compute speculatively, of all rows together;
-        static. Each iteration computes as many, or none.
+        static. Each iteration computes this number, or none.
     """
     model = serving_model(graphdef, params, config, drafting, draft_inputs)
     num_rows = window.most.shape[0]
@@ -407,7 +384,7 @@ def decode_loop(
         return goes_on(carry) & (is_worth(carry) == is_wide)
 
     def go_through(carry: _Carry) -> _Carry:
-        """Iterate without proposals until computing some is worth it, and then with them."""
+        """Iterate without proposals until they are expected to pay, and then with them."""
         for is_wide in (False, True):
             way = partial(stays, is_wide=is_wide), partial(iterate, is_wide=is_wide)
             carry = lax.while_loop(*way, carry)
@@ -432,17 +409,17 @@ def decode_loop(
         unread,
         propose(slots, nothing),
     )
-    # Loops within a loop, since the branches of a conditional would get copies of the cache.
+    # Nested loops, because the branches of a conditional would get copies of the cache.
     body = go_through if num_proposed else partial(iterate, is_wide=False)
     end = lax.while_loop(goes_on, body, start)
     return end.cache, end.slots(slots), with_reading(end.outputs, end.tapped, probe, probe_params)
 
 
 class _Carry(NamedTuple):
-    """What goes from one iteration of a decode loop to the next.
+    """The values that one iteration of a decode loop passes to the next.
 
-    Tokens are those of all slots, to which an iteration appends in place; a window's own would be a
-    copy as wide as the context.
+    Tokens are those of all slots, appended in place; the window's own would be a copy as wide as
+    the context.
     """
 
     iteration: Int32[Array, ""]
@@ -457,7 +434,7 @@ class _Carry(NamedTuple):
     draft: Draft | None
 
     def slots(self, before: SlotState) -> SlotState:
-        """Return the slots as they are now, given how they were before the loop."""
+        """Return the current slots, given the slots before the loop."""
         return replace(
             before,
             tokens=self.tokens,
@@ -480,14 +457,12 @@ def decode_once(
     where: Tap | None,
     proposed: Int32[Array, "rows num"] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], KVCache, Float32[Array, "tokens embed"] | None]:
-    """Compute each slot's newest token, and what is proposed behind it.
+    """Compute each slot's newest token and its proposals.
 
-    Args:
-      inputs: what the stage before this one returned; None for a whole model or a first stage.
-      proposed: what is proposed behind the newest tokens; None for a block without proposals.
+    `inputs` is the output of the previous stage; None for a whole model or a first stage.
 
     Returns:
-      Hidden states, the cache, and what is tapped.
+      Hidden states, the cache, and the activations that the probe reads.
     """
     inputs, attention = attention_of(slots, window, block, inputs, attention_plan, config, proposed)
     return tapped(model, inputs, attention, cache, where)
@@ -505,8 +480,8 @@ def _drafted(
 ) -> tuple[SlotState, Int32[Array, "rows most"], KVCache]:
     """Draft `num` tokens of each row (`most` at most) with the draft model, one by one.
 
-    It chooses as the served model does, with the same random numbers, so that it is right often
-    where the two models agree.
+    It chooses as the served model does, with the same random numbers, so that its proposals are
+    often right where the two models agree.
 
     Returns:
       The slots, with the drafts after their valid tokens; the drafts; and the cache.

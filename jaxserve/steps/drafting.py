@@ -1,7 +1,7 @@
 """The model that a step computes, and a small draft model that proposes tokens to it.
 
-Both have the same page tables: a page has the keys and values of both models. So whatever happens
-to a page, such as a prefix that is found again, a swap or a preemption, happens to both.
+Both share page tables: a page has the keys and values of both models. So prefix reuse, swaps and
+preemption apply to both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pallas_kernels.paged_attention import Plan
 
 
 def merged(graphdef: nnx.GraphDef, params: Any, config: EngineConfig) -> Any:
-    """Return the model, with the kernels that the configuration asks for."""
+    """Return the model, with the kernels that the configuration selects."""
     model = nnx.merge(graphdef, params)
     if config.row_kernels is not None:
         use_row_kernels(model, cast(RowKernels, config.row_kernels))
@@ -31,20 +31,16 @@ def merged(graphdef: nnx.GraphDef, params: Any, config: EngineConfig) -> Any:
 @final
 @dataclass(frozen=True)
 class Drafter:
-    """A draft model, for the executor of the model that it drafts for.
-
-    Attributes:
-      params: on the device of the other model's.
-    """
+    """A draft model, for the executor of the model that it drafts for."""
 
     graphdef: nnx.GraphDef
-    params: Any
+    params: Any  # on the device of the served model
     config: DecoderConfig
     layer_layout: LayerLayout
 
     @property
     def structure(self) -> DraftStructure:
-        """What the steps are compiled for."""
+        """Return the static part, for which steps are compiled."""
         is_unrolled = self.layer_layout == "unrolled"
         return DraftStructure(self.graphdef, self.config.num_layers if is_unrolled else 1)
 
@@ -52,21 +48,15 @@ class Drafter:
 @final
 @dataclass(frozen=True)
 class DraftStructure:
-    """The static part of a draft model.
-
-    Attributes:
-      num_buffers: buffers of the cache that are the draft model's, which come last.
-    """
+    """The static part of a draft model; the last `num_buffers` buffers of the cache are its own."""
 
     graphdef: nnx.GraphDef
     num_buffers: int
 
 
 class DraftInputs(NamedTuple):
-    """The arrays of a draft model.
-
-    Attributes:
-      plans: of its attention, as those of the other model.
+    """The arrays of a draft model; `plans` has the attention plans of the same steps as the
+    served one's.
     """
 
     params: Any
@@ -80,7 +70,7 @@ def serving_model(
     structure: DraftStructure | None,
     draft: DraftInputs | None,
 ) -> Any:
-    """Return the model that a step computes: a decoder, or one that a draft model follows."""
+    """Return the model that a step computes: a decoder, alone or followed by a draft model."""
     model = merged(graphdef, params, config)
     if structure is None or draft is None:
         return model
@@ -92,7 +82,8 @@ def serving_model(
 class FollowedModel:
     """A decoder and its draft model over one cache, with the methods of a decoder.
 
-    What the decoder computes, the draft model computes too, so that it knows each token's past.
+    The draft model computes every token that the decoder computes, so that it has its keys and
+    values.
     """
 
     def __init__(
@@ -128,19 +119,17 @@ class FollowedModel:
     def draft_logits(
         self, inputs: Int32[Array, " tokens"], batch: AttentionBatch, cache: KVCache
     ) -> tuple[Float32[Array, "tokens vocab"], KVCache]:
-        """Return the draft model's logits, and the cache with its keys and values."""
         own, drafts = divided(cache, self._num_buffers)
         hidden, drafts = self._drafting(inputs, self._own(batch), drafts)
         return self._drafting.logits(hidden), united(own, drafts)
 
     def _own(self, batch: AttentionBatch) -> AttentionBatch:
-        """Return the batch with the draft model's plan, and without adapters."""
         plan = self._plans[0 if batch.max_query_length == 1 else -1]
         return replace(batch, plan=plan, adapter=None)
 
 
 def divided(cache: KVCache, num_last: int) -> tuple[KVCache, KVCache]:
-    """Return a cache without its last buffers, and these."""
+    """Return a cache without its last buffers, and these buffers as a cache."""
 
     def part(of: slice) -> KVCache:
         return KVCache(
@@ -151,7 +140,6 @@ def divided(cache: KVCache, num_last: int) -> tuple[KVCache, KVCache]:
 
 
 def united(one: KVCache, other: KVCache) -> KVCache:
-    """Return a cache with the buffers of both."""
     return KVCache(
         one.k_pages + other.k_pages,
         one.v_pages + other.v_pages,

@@ -1,4 +1,5 @@
-"""Steps of encoder-decoder models: prompts through the encoder, and what decoders see of them.
+"""Steps of encoder-decoder models: prompts through the encoder, and what decoders attend to in
+them.
 
 A slot's prompt has `SlotState.encoded` tokens, and padding up to a whole page; the decoder's
 positions follow (see `models.encoder_decoder`).
@@ -24,14 +25,14 @@ from pallas_kernels import Rows
 
 
 def decoder_start(encoded: Int32[Array, " rows"], page_size: int) -> Int32[Array, " rows"]:
-    """Return the position at which decoders begin, behind prompts of `encoded` tokens."""
+    """Return the position at which decoders begin, after prompts of `encoded` tokens."""
     return -(-encoded // page_size) * page_size
 
 
 def counted_from(
     encoded: Int32[Array, " rows"] | None, page_size: int
 ) -> Int32[Array, " rows"] | None:
-    """Return the first position that penalties count: the decoder's; None for the first of all."""
+    """Return the first position that penalties count, the decoder's; None to count all."""
     return None if encoded is None else decoder_start(encoded, page_size)
 
 
@@ -47,11 +48,8 @@ def visible_rows(
     """Return the rows of a decoder's self-attention, and those of its cross attention.
 
     The decoder's own keys begin with a page, so its self-attention is that of a sequence whose page
-    table and positions begin there.
-
-    Args:
-      encoded: tokens of each row's encoder prompt; None for a model without an encoder, which has
-        no cross attention.
+    table and positions begin there. Without an encoder (`encoded` is None) there is no cross
+    attention.
     """
     if encoded is None:
         rows = causal_rows(
@@ -80,7 +78,7 @@ def visible_rows(
 
 
 def prompts_of(slots: SlotState, batch: MixedBatch) -> EncoderBatch:
-    """Return the prompts of a batch of whole ones, from their slots."""
+    """Return whole prompts from their slots, as a batch of the encoder."""
     positions, slot = positions_and_slots(batch)
     return EncoderBatch(slots.tokens[slot, positions], batch.token_row, positions)
 
@@ -88,7 +86,6 @@ def prompts_of(slots: SlotState, batch: MixedBatch) -> EncoderBatch:
 def encode(
     params: Params, batch: EncoderBatch, *, graphdef: nnx.GraphDef
 ) -> Float[Array, "tokens embed"]:
-    """Return the encoder's output."""
     return nnx.merge(graphdef, params).encode(batch)
 
 
@@ -102,11 +99,7 @@ def write_encoded(
     graphdef: nnx.GraphDef,
     config: EngineConfig,
 ) -> KVCache:
-    """Return the cache with cross-attention keys and values of whole prompts.
-
-    Args:
-      encoded: the encoder's output for the batch.
-    """
+    """Return the cache with the cross-attention keys and values of the encoder's output."""
     positions, slot = positions_and_slots(batch)
     valid = batch.token_row < config.max_slots
     rows = bidirectional_rows(

@@ -1,7 +1,7 @@
 """Compiled executables on disk, so that a later process loads them without tracing.
 
-An executable is native code, and its entry is unpickled. The store is therefore a folder of its own
-that only this user can write to, and so is each entry.
+An executable is native code, and its entry is unpickled. Therefore only this user can write to the
+store's folder and its entries.
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ from pallas_kernels.cpu_targets import register_called
 _log = logging.getLogger(__name__)
 
 MAX_BYTES = 2 << 30
-# Entries are also few hundred bytes each that name an executable.
+# Some entries only name an executable, in a few hundred bytes.
 _MAX_ENTRIES = 20_000
 _SUFFIX = ".compiled"
-# Executables that a start uses before it is said to have begun.
+# Executables that a start uses before it counts as begun.
 _MAX_FIRST = 12
 
 
 @final
 class ExecutableStore:
-    """A folder of executables by key; the least recently used entries are removed.
+    """A folder of executables by key; the least recently used entries are evicted.
 
-    A key must name everything that decides the program, see `key_of`. Several
-    processes may use a folder at once: an entry is written aside and renamed. It starts with a
-    digest of its key and contents. An entry that cannot be loaded counts as absent, is removed, and
-    causes one line in the log; one that calls a kernel that this process cannot compile, or not any
-    more because it ends, stays. If the folder cannot be used, the store is empty and keeps nothing.
+    A key must name everything that decides the program, see `key_of`. Several processes may use a
+    folder at once: an entry is written to a temporary name and renamed. It starts with a digest of
+    its key and contents. An entry that cannot be loaded is a miss, is removed, and is logged once;
+    it stays if it calls a kernel that this process cannot compile, or if the process is about to
+    end. If the folder cannot be used, the store is empty and saves nothing.
 
     Args:
       folder: created if it does not exist, for this user alone.
       max_bytes: size of all entries together; a process may exceed it by a sixteenth before it
-        looks through the folder again.
+        scans the folder again.
     """
 
     def __init__(self, folder: Path, max_bytes: int = MAX_BYTES):
         self.folder = folder
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        # Bytes that this process may save before the folder is looked through again.
+        # Bytes that this process may save before it scans the folder again.
         self._room = 0
         self._is_usable = self._is_ours()
         self._expected: dict[str, Future[jax.stages.Compiled | None]] = {}
-        # The key under which the keys of the executables that are used first are written.
+        # The key under which the keys of the first used executables are written.
         self._first_key: str | None = None
         self._keys_before: set[str] = set()
         self._first: list[str] = []
@@ -80,8 +80,8 @@ class ExecutableStore:
     def expect(self, key: str) -> bool:
         """Expect the executables that an earlier process used first after the same call.
 
-        `load_expected` loads them while this process does something else. What it uses first is
-        written for the next one. A wrong expectation costs time only.
+        `load_expected` loads them in the background. The executables that this process uses first
+        are written for the next one. A wrong expectation costs time only.
 
         Returns:
           Whether `load_expected` has anything to do: not for a key that was expected before.
@@ -99,7 +99,9 @@ class ExecutableStore:
 
     @property
     def knows_first(self) -> bool:
-        """Whether an earlier process left what this start uses first, until `end_start`."""
+        """Return whether an earlier process recorded what this start uses first; False after
+        `end_start`.
+        """
         return self._knows_first
 
     def end_start(self) -> None:
@@ -111,7 +113,7 @@ class ExecutableStore:
             future.cancel()
 
     def load_expected(self, devices: list[Any]) -> None:
-        """Load what is expected and not loaded yet; for a thread of its own."""
+        """Load the expected executables that are not loaded yet; call it on a thread of its own."""
         for key, future in list(self._expected.items()):
             if future.set_running_or_notify_cancel():
                 try:
@@ -120,7 +122,7 @@ class ExecutableStore:
                     future.set_exception(error)
 
     def note_use(self, key: str) -> None:
-        """Note that an executable was called for the first time."""
+        """Record the first call of an executable."""
         with self._lock:
             first = self._first
             if self._first_key is None or key in first or len(first) == _MAX_FIRST:
@@ -149,7 +151,7 @@ class ExecutableStore:
             serialized, in_tree, out_tree = pickle.loads(contents)
             try:
                 register_called(serialized)
-            # Without the compiler of an earlier start, or when this process is about to end.
+            # The compiler of an earlier start is missing, or this process is about to end.
             except (NotImplementedError, RuntimeError) as error:
                 _log.info("the executable %s is not used: %s", self._path(key), error)
                 return None
@@ -161,7 +163,7 @@ class ExecutableStore:
             return None
 
     def save(self, key: str, compiled: jax.stages.Compiled) -> None:
-        """Write an executable; one that cannot be serialised is not kept."""
+        """Write an executable; one that cannot be serialised is skipped."""
         if not self._is_usable:
             return
         try:
@@ -174,7 +176,7 @@ class ExecutableStore:
             self._room -= len(contents)
             if self._room > 0:
                 return
-            self._room = self._max_bytes  # other threads need not look, too
+            self._room = self._max_bytes  # other threads need not scan it too
         with suppress(OSError):  # the folder may be gone
             room = self._shrink()
             with self._lock:
@@ -201,7 +203,7 @@ class ExecutableStore:
         return contents
 
     def write(self, key: str, contents: bytes) -> None:
-        """Write a small entry, for which none is removed; a failure causes a line in the log."""
+        """Write a small entry, for which none is evicted; a failure is logged."""
         if not self._is_usable:
             return
         try:
@@ -230,7 +232,7 @@ class ExecutableStore:
             self._path(key).unlink(missing_ok=True)
 
     def _shrink(self) -> int:
-        """Remove the least recently used entries until all fit; return how many bytes more do."""
+        """Evict the least recently used entries until all fit; return how many more bytes fit."""
         entries = []
         for path in self.folder.iterdir():
             with suppress(OSError):  # another process may remove it
@@ -264,7 +266,7 @@ class ExecutableStore:
 
 
 def _digest(key: str, contents: bytes) -> bytes:
-    """Return 32 bytes that tell an entry from another one that was copied over it."""
+    """Return 32 bytes that tell an entry from a copy of another entry."""
     return hashlib.sha256(key.encode() + b"\n" + contents).digest()
 
 
@@ -272,19 +274,19 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:300]
 
 
-# Packages whose sources or versions are part of every key. Only their classes and functions have
+# Packages whose sources or versions are part of every key; only their classes and functions have
 # names.
 _OURS = ("jaxserve", "pallas_kernels", "predictor", "sharding")
 _VERSIONED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _BUILTIN = ("builtins", "collections", "functools", "jaxtyping")
 _ENVIRONMENT = ("XLA_", "TF_XLA_", "LIBTPU_", "NVIDIA_TF32", "CUDA_VISIBLE_DEVICES")
-# Values of `jax.config` that decide where and what JAX reports and keeps, not what it compiles.
+# Prefixes of `jax.config` values about reports and caches, which do not affect what is compiled.
 _REPORTING = ("jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_debug_log")
 _IGNORED_FILES = ("__pycache__",)
 
 
 class Unnameable(Exception):
-    """Something has no name that says the same in every process."""
+    """A part has no name that is equal in every process."""
 
 
 def key_of(*parts: Any) -> str:
@@ -303,9 +305,9 @@ def key_of(*parts: Any) -> str:
 
 @functools.cache
 def our_sources() -> str:
-    """Return a digest of the sources of our packages, as they were when this module was imported.
+    """Return a digest of our packages' sources when this module was imported.
 
-    Sources that are edited later are not those of the modules that this process runs.
+    Later edits are not in the modules that this process runs.
     """
     lines = [line for name in _OURS for line in _sources(name)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -313,7 +315,7 @@ def our_sources() -> str:
 
 @functools.cache
 def this_installation() -> str:
-    """Return a digest of the machine, and of the versions and variables of what we run on."""
+    """Return a digest of the machine, and of versions and environment variables."""
     lines = [platform.python_version(), platform.machine(), cpu_model()]
     lines += [f"{name} {_version(name)}" for name in _VERSIONED]
     lines += sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(_ENVIRONMENT))
@@ -327,7 +329,7 @@ def these_settings() -> str:
 
 
 def describe_devices(devices: list[Any]) -> tuple[Any, ...]:
-    """Return what an executable depends on of the devices that it runs on."""
+    """Return the properties of devices that an executable depends on."""
     client = devices[0].client
     return (
         *(client.platform, client.platform_version, jax.process_count()),
@@ -338,8 +340,8 @@ def describe_devices(devices: list[Any]) -> tuple[Any, ...]:
 def kept_arguments(lowered: jax.stages.Lowered) -> list[int] | None:
     """Return the indices of the flat arguments that a lowered program uses.
 
-    None with a version of JAX that does not tell, so that the program is not stored. JAX has them
-    in no public attribute.
+    JAX has them in no public attribute. None if this version of JAX lacks the private one; the
+    program is then not stored.
     """
     details = getattr(getattr(lowered, "_lowering", None), "compile_args", {})
     kept = details.get("kept_var_idx")
@@ -347,7 +349,6 @@ def kept_arguments(lowered: jax.stages.Lowered) -> list[int] | None:
 
 
 def _tokens(value: Any) -> Iterator[str]:
-    """Yield the parts of a value's name."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         yield f"{type(value).__name__}:{value!r}"
     elif isinstance(value, enum.Enum):
@@ -358,7 +359,7 @@ def _tokens(value: Any) -> Iterator[str]:
         yield f"{value.shape}{value.dtype}{value.weak_type}"
         yield from _tokens(value.sharding)
     elif isinstance(value, jax.sharding.Sharding):
-        # Devices are described apart.
+        # Devices are described separately.
         yield f"{value} {value.memory_kind}"
     elif isinstance(value, (np.ndarray, np.generic)):
         yield f"{value.shape}{value.dtype}{np.asarray(value).tobytes().hex()}"
@@ -390,7 +391,7 @@ def _tokens(value: Any) -> Iterator[str]:
 
 
 def _global(thing: Any) -> str:
-    """Return the name under which a module of ours, or of JAX and Flax, has a class or function."""
+    """Return the name of a class or function in a module of ours, JAX or Flax."""
     module, name = thing.__module__ or "builtins", thing.__qualname__
     package = module.partition(".")[0]
     if package not in (*_OURS, *_VERSIONED, *_BUILTIN) or "<" in name:
@@ -424,12 +425,12 @@ def _version(name: str) -> str:
 our_sources()
 
 
-# JAX keeps what takes this long to compile; nothing does.
+# JAX caches compilations that take this long: none.
 _NEVER_S = 1e9
 _LEAST = "jax_persistent_cache_min_compile_time_secs"
 
 _lock = threading.Lock()
-# The blocks that are running, and the setting that the last of them restores.
+# The number of running blocks, and the setting that the last of them restores.
 _running = 0
 _before_s = 0.0
 
@@ -440,9 +441,9 @@ def without_jax_cache(platform: str) -> Iterator[dict[str, Any] | None]:
 
     On a CPU an executable from that cache lacks its functions when it is serialised again: it
     loads, and fails when it is called (jaxlib 0.10). So it must not be read, and an entry that
-    nothing reads would only fill the disk. The option is of GPUs alone, and has no effect here
-    except that it is part of the cache's key. The setting is the process's: what other threads
-    compile meanwhile is not cached either.
+    nothing reads would only fill the disk. The option belongs to GPUs, and has no effect here
+    except that it is part of the cache's key. The setting is the process's: other threads'
+    compilations are not cached meanwhile either.
     """
     if platform != "cpu":
         yield None

@@ -29,16 +29,11 @@ from jaxserve.steps.slots import SlotState
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Chosen:
-    """The tokens that the last stage has appended to slots.
-
-    Attributes:
-      num: number of tokens of each row.
-      ended: rows whose slots have ended.
-    """
+    """The tokens that the last stage has appended to slots."""
 
     tokens: Int32[Array, "rows most"]
-    num: Int32[Array, " rows"]
-    ended: Bool[Array, " rows"]
+    num: Int32[Array, " rows"]  # number of tokens of each row
+    ended: Bool[Array, " rows"]  # rows whose slots have ended
 
 
 def mixed_head(
@@ -56,10 +51,9 @@ def mixed_head(
     probe: Probe | None,
     processors: Sequence[Processor] = PROCESSORS,
 ) -> tuple[SlotState, Outputs]:
-    """Sample the next token of the first rows of a mixed step and append it to their slots.
+    """Sample the next token of a mixed step's first rows and append it to their slots.
 
-    Args:
-      index: slots of these rows; the number of slots to skip one.
+    `index` has the rows' slots; the number of slots skips a row.
     """
     slots, outputs, _ = stage_head(
         params,
@@ -81,8 +75,8 @@ def mixed_head(
 def stage_head(
     params: Params,
     slots: SlotState,
-    hidden: Float[Array, "num hidden"],
-    index: Int32[Array, " rows"],
+    hidden: Float[Array, "num hidden"],  # of the rows first; more may follow
+    index: Int32[Array, " rows"],  # slots of the rows; the number of slots skips one
     outputs: Outputs,
     step_arrays: StepArrays | None = None,
     *,
@@ -93,11 +87,7 @@ def stage_head(
 ) -> tuple[SlotState, Outputs, Chosen]:
     """Sample the next token of the rows, append it to their slots and record it.
 
-    Also returns what was appended, for `stages.append`.
-
-    Args:
-      hidden: of the rows, and of others after them.
-      index: slots of the rows; the number of slots to skip one.
+    Also returns the appended tokens, for `stages.append`.
     """
     model = merged(graphdef, params, config)
     num_slots = slots.done.shape[0]
@@ -126,24 +116,20 @@ def verifying_head(
     params: Params,
     slots: SlotState,
     row_hidden: Float[Array, "slots hidden"],
-    rows: ChoosingRows,
+    rows: ChoosingRows,  # as many as rows of the step are sampled from, with padding
     tapped: Float32[Array, "slots embed"] | None,
     probe_params: Params,
-    step_arrays: StepArrays,
+    step_arrays: StepArrays,  # of the step's rows
     *,
     variant: Variant,
     graphdef: nnx.GraphDef,
     config: EngineConfig,
     probe: Probe | None,
 ) -> tuple[SlotState, Outputs]:
-    """Choose the next tokens of slots whose newest tokens are proposals, as far as these are right.
+    """Choose the next tokens of slots whose newest tokens are proposals, up to the first wrong one.
 
-    The token before each proposal is chosen as any other: only one that equals the proposal counts
-    on. So the tokens are those of a step for each.
-
-    Args:
-      rows: as many as rows of the step are sampled from, with padding.
-      step_arrays: of the step's rows.
+    The token before each proposal is chosen as usual, and the choice after it counts only if it
+    equals the proposal. So the tokens are those of one step per token.
     """
     model = merged(graphdef, params, config)
     num_rows, num_slots = rows.slot.shape[0], slots.done.shape[0]
@@ -187,14 +173,9 @@ def verifying_head(
 
 
 class _Choice(NamedTuple):
-    """The tokens of a step, as far as they have been chosen.
+    """The tokens that a step has chosen so far."""
 
-    Attributes:
-      place: behind the newest token of each slot that is not proposed.
-      goes_on: rows in which the token at this place counts.
-    """
-
-    place: Int32[Array, ""]
+    place: Int32[Array, ""]  # counts from the newest token of each slot that is not proposed
     slots: SlotState
     outputs: Outputs
-    goes_on: Bool[Array, " rows"]
+    goes_on: Bool[Array, " rows"]  # rows in which the token at this place counts

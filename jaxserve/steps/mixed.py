@@ -36,7 +36,7 @@ def mixed_body(
     attention_plan: Plan | None,
     inputs: Float[Array, "tokens embed"] | None = None,
     incoming: IncomingPages | None = None,
-    draft: DraftInputs | None = None,
+    draft: DraftInputs | None = None,  # of a draft model that follows; None without one
     *,
     graphdef: nnx.GraphDef,
     config: EngineConfig,
@@ -51,12 +51,11 @@ def mixed_body(
     """Compute every row.
 
     Args:
-      inputs: what the stage before this one returned; None for the first stage.
-      draft: of a draft model that follows; None without one.
+      inputs: the output of the previous stage; None for the first stage.
 
     Returns:
-      The cache, with `incoming` pages in it; hidden states; those of row ends; and what the probe
-      reads there, None without one.
+      The cache, with `incoming` pages in it; hidden states; those of row ends; and the activations
+      that the probe reads there, None without one.
     """
     model = serving_model(graphdef, params, config, drafting, draft)
     batch, live = where_slots_are(batch, slots)
@@ -99,7 +98,7 @@ def score_prompts(
 ) -> PromptLogprobs:
     """Return `prompt_logprobs` of each token's successor in its slot.
 
-    Processors count for slots that draw their tokens.
+    Processors apply to slots that draw their tokens.
     """
     model = merged(graphdef, params, config)
     batch, _ = where_slots_are(batch, slots)

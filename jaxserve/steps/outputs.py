@@ -1,4 +1,4 @@
-"""What a step delivers."""
+"""The outputs of a step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from jaxserve.steps.sampling.variants import Variant
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Outputs:
-    """What a step delivers.
+    """The outputs of a step.
 
     Attributes:
-      num_tokens: the number of tokens of a row that are valid.
-      finite: False where the model's logits were not.
       logprobs: None except in the FULL variant, like the three below.
       remaining: a probe's logits where a row's last token was sampled; None without a probe.
       proposals: counts of `scheduling.plan.ProposalCount`; None except in decode loops that
@@ -33,8 +31,8 @@ class Outputs:
     """
 
     tokens: Int32[Array, "rows most"]
-    num_tokens: Int32[Array, " rows"]
-    finite: Bool[Array, " rows"]
+    num_tokens: Int32[Array, " rows"]  # the number of tokens of a row that are valid
+    finite: Bool[Array, " rows"]  # False where the model's logits were not
     logprobs: Float32[Array, "rows most"] | None = None
     processed_logprobs: Float32[Array, "rows most"] | None = None
     top_ids: Int32[Array, "rows most top"] | None = None
@@ -46,9 +44,7 @@ class Outputs:
 def no_outputs(num_rows: int, most: int, variant: Variant, *, num_proposed: int = 0) -> Outputs:
     """Return outputs before the first token, with the arrays that the variant fills.
 
-    Args:
-      most: tokens of a row at most.
-      num_proposed: proposals of a row at most; 0 to count none.
+    A row gets at most `most` tokens and `num_proposed` proposals; 0 counts none.
     """
     shape = (num_rows, most)
     outputs = Outputs(
@@ -100,7 +96,7 @@ def count(
     of: int | Int32[Array, ""],
     num: Bool[Array, " rows"] | Int32[Array, " rows"],
 ) -> Outputs:
-    """Return the outputs with a count of proposals that is higher by `num` in each row."""
+    """Return the outputs with a count of proposals increased by `num` in each row."""
     assert out.proposals is not None, "outputs of a step that counts no proposals"
     return replace(out, proposals=out.proposals.at[:, of].add(num.astype(jnp.int32)))
 
@@ -111,7 +107,6 @@ def with_reading(
     probe: Probe | None,
     probe_params: Params,
 ) -> Outputs:
-    """Return the outputs with the probe's reading of the activations of their rows."""
     if probe is None or tapped is None:
         return outputs
     return replace(outputs, remaining=probe.apply(probe_params, tapped).astype(jnp.float32))

@@ -1,4 +1,4 @@
-"""From the rows of a plan to the arrays of a step."""
+"""Packs the rows of a plan into the arrays of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxserve.steps.sampling.variants import Variant
 
 
 def sampling_first(rows: Sequence[Row]) -> list[int]:
-    """Return the indices of the rows, rows that sample first."""
+    """Return the indices of the rows, sampling rows first."""
     return sorted(range(len(rows)), key=lambda i: not rows[i].samples)
 
 
@@ -29,10 +29,10 @@ def body_size(
     is_coarse: bool = False,
     is_made: Callable[[int], bool] | None = None,
 ) -> int:
-    """Return the compiled size of a mixed step that holds these rows, in tokens.
+    """Return the smallest compiled size of a mixed step that holds these rows, in tokens.
 
-    It is the smallest one. While sizes are still being made, it is the smallest one that there is,
-    so that no step waits for a size that it can do without.
+    While sizes are still being compiled, only the existing ones count, so that no step waits for a
+    size that it can do without.
 
     Args:
       is_coarse: only `coarse_token_buckets` count, as they do if a row scores its prompt.
@@ -53,8 +53,7 @@ def pack_rows(
 ) -> tuple[MixedBatch, list[int]]:
     """Return the batch of these rows (NumPy arrays), and where in it each row's tokens begin.
 
-    Args:
-      num_tokens: size of the batch; by default the smallest compiled one that holds the rows.
+    Its size is `num_tokens`; by default the smallest compiled one that holds the rows.
     """
     num_slots = config.max_slots
     num_tokens = num_tokens or body_size(config, rows)
@@ -75,7 +74,7 @@ def pack_rows(
 
 
 def in_places(row: Row) -> list[Row]:
-    """Return a row with proposals as rows that end where the step chooses a token, else the row.
+    """Return a row with proposals as one row for each token that the step chooses, else the row.
 
     None of them samples for itself: `heads.verifying_head` chooses their tokens one by one.
     """
@@ -88,7 +87,7 @@ def in_places(row: Row) -> list[Row]:
 
 
 def pack_choosing(config: EngineConfig, rows: Sequence[Row], num_rows: int) -> ChoosingRows:
-    """Return which slots choose tokens behind which rows of a mixed step (NumPy arrays).
+    """Return which slots choose tokens after which rows of a mixed step (NumPy arrays).
 
     Args:
       rows: those that sample, in the order of the batch, in which `in_places` divides them.
@@ -118,9 +117,10 @@ def head_sizes(
 def sampling_slots(
     config: EngineConfig, rows: Sequence[Row], variant: Variant, *, has_masks: bool = False
 ) -> Int32[np.ndarray, " rows"]:
-    """Return the slots of the rows that sample, padded to a compiled size of the head.
+    """Return the slots of the rows that sample, padded with `max_slots` to a compiled size of the
+    head.
 
-    Rows that sample come first, in this order; `max_slots` is the padding.
+    Rows that sample come first, in this order.
     """
     slots = [row.slot for row in rows if row.samples]
     size = bucket(len(slots), head_sizes(config, variant, has_masks=has_masks))
@@ -132,13 +132,11 @@ def sampling_slots(
 def pack_masks(
     plan: StepPlan, order: Sequence[int], num_rows: int
 ) -> dict[str, dict[str, np.ndarray]] | None:
-    """Return the `step_arrays` of a head: masks of its rows; None if none of them has one.
+    """Return the `step_arrays` of a head of `num_rows` rows, padding included: their masks, or
+    None.
 
-    Waits until the masks are computed.
-
-    Args:
-      order: index in the plan of each row of the head; several times for a row with proposals.
-      num_rows: of the head, with padding.
+    Waits until the masks are computed. `order` is the index in the plan of each row of the head,
+    repeated for a row with proposals.
     """
     if plan.masks is None:
         return None
@@ -174,8 +172,8 @@ def loop_sizes(
 def decode_window(config: EngineConfig, plan: StepPlan, variant: Variant) -> tuple[range, int]:
     """Return the slots that a decode loop runs over, and how many tokens it proposes.
 
-    The slots are the plan's, and more up to a compiled size. A loop of a size at which none
-    speculates proposes no tokens.
+    The slots are the plan's, rounded up to a compiled size. A loop of a size without a speculating
+    variant proposes no tokens.
     """
     sizes = loop_sizes(config, variant, speculates=plan.num_proposed > 0)
     speculates = plan.num_proposed > 0 and bool(sizes) and plan.window_size <= sizes[-1]
@@ -188,7 +186,9 @@ def decode_window(config: EngineConfig, plan: StepPlan, variant: Variant) -> tup
 def pack_window(
     window: range, rows: Iterable[Row], num_iterations: int = 1, verify_cost: float = 1.0
 ) -> DecodeWindow:
-    """Return the window of a decode loop: each slot gets the tokens of its row at most, or none."""
+    """Return the window of a decode loop; each slot gets at most its row's tokens, others get
+    none.
+    """
     most: Any = np.zeros(len(window), np.int32)  # NumPy arrays, as in `pack_rows`
     for row in rows:
         most[row.slot - window.start] = row.max_new_tokens

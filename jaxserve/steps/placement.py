@@ -1,4 +1,4 @@
-"""Where the engine's arrays live: one device, or the mesh that the parameters are on."""
+"""Placement of the engine's arrays: on one device, or on the mesh of the parameters."""
 
 from __future__ import annotations
 
@@ -16,21 +16,15 @@ from sharding.shards import TENSOR
 @final
 @dataclass(frozen=True)
 class Placement:
-    """The shardings of everything that the engine makes in addition to the parameters.
+    """The shardings of everything that the engine makes in addition to the parameters."""
 
-    Attributes:
-      mesh: None on one device.
-      whole: sharding of slots and outputs, a copy on every device.
-      pages: sharding of the cache, its KV heads split over the mesh's `tensor` axis.
-    """
-
-    mesh: Mesh | None
-    whole: Sharding
-    pages: Sharding
+    mesh: Mesh | None  # None on one device
+    whole: Sharding  # sharding of slots and outputs, a copy on every device
+    pages: Sharding  # sharding of the cache, its KV heads split over the mesh's `tensor` axis
 
     @classmethod
     def like(cls, sharding: Sharding) -> Placement:
-        """The placement that matches parameters with this sharding."""
+        """Return the placement that matches parameters with this sharding."""
         if not isinstance(sharding, NamedSharding):
             return cls(None, sharding, sharding)
         mesh: Any = sharding.mesh
@@ -39,7 +33,7 @@ class Placement:
 
     @property
     def num_shards(self) -> int:
-        """The number of parts that the KV heads are split into."""
+        """Return the number of parts that the KV heads are split into."""
         return 1 if self.mesh is None else self.mesh.shape.get(TENSOR, 1)
 
     def in_force(self) -> AbstractContextManager[Any]:

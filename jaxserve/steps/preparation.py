@@ -1,4 +1,4 @@
-"""Threads that make executables, in the order in which they are likely to be needed."""
+"""Threads that compile or load executables, in the order in which they are likely to be needed."""
 
 from __future__ import annotations
 
@@ -24,24 +24,21 @@ Steps = Sequence[tuple[str, Callable[[], Any]]]
 
 @final
 class Preparation:
-    """Threads that call functions, each once, in their order.
+    """Threads that call functions, each once, in order.
 
-    XLA compiles and loads without Python's global lock, so that several threads shorten the whole.
+    XLA compiles and loads without Python's global lock, so several threads shorten the total time.
 
     Args:
-      steps: (name, function).
       on_end: called when each function has returned or failed; not if `close` was called.
-      num_first: number of leading steps that `has_first` asks for.
-      delay_s: seconds before the first call, unless `has_first` is called earlier.
     """
 
     def __init__(
         self,
-        steps: Steps,
+        steps: Steps,  # (name, function)
         on_end: Callable[[], None] | None = None,
         *,
-        num_first: int = 0,
-        delay_s: float = 0.0,
+        num_first: int = 0,  # number of leading steps that `has_first` waits for
+        delay_s: float = 0.0,  # seconds before the first call, unless `has_first` is called earlier
     ):
         self._steps = iter(list(enumerate(steps)))
         self._num_steps = self._num_left = len(steps)
@@ -67,7 +64,7 @@ class Preparation:
         """Yield the name of each function when it has returned; end after the last one.
 
         Raises:
-          Exception: that of a function that failed. Those that have not begun are dropped.
+          Exception: that of a function that failed. Functions that have not begun are dropped.
         """
         for _ in range(self._num_steps):
             try:
@@ -93,7 +90,7 @@ class Preparation:
         return name in self._made
 
     def close(self) -> None:
-        """Drop the functions that have not begun, and wait for those that have."""
+        """Drop the functions that have not begun, and wait for the running ones."""
         with self._lock:
             self._is_closed = True
         self._begun.set()
@@ -126,10 +123,8 @@ class Preparation:
 
 
 def prepared_together(*functions: Callable[[], _T]) -> list[_T]:
-    """Return the results of functions that are called on threads of their own.
-
-    Raises:
-      Exception: that of a function that failed.
+    """Call each function on its own thread; return their results, or raise the error of one that
+    failed.
     """
     results: dict[int, _T] = {}
 

@@ -20,23 +20,23 @@ class Probe(Protocol):
 
     @property
     def layer(self) -> int:
-        """The number of layers before the place where the probe reads."""
+        """Return the number of layers before the place where the probe reads."""
         ...
 
     @property
     def width(self) -> int:
-        """Width of the activations there."""
+        """Return the width of the activations there."""
         ...
 
     @property
     def refinement(self) -> Refinement:
-        """How its readings change a prediction."""
+        """Return how its readings change a prediction."""
         ...
 
     def apply(
         self, params: Any, activations: Float[Array, "rows embed"], /
     ) -> Float32[Array, "rows buckets"]:
-        """Return logits of activations of `width`."""
+        """Return logits for activations of `width`."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The executables: the steps, jitted for one model, configuration and placement.
+"""The step executables, jitted for one model, configuration and placement.
 
 Bodies are keyed by token count and heads by request count, so compiled sizes add up instead of
 multiplying. `Variant.sizes` says at which sizes a variant of a head or a decode loop is compiled.
@@ -45,12 +45,12 @@ class Programs:
       model_config: configuration of the decoder, or of its part.
       place: where parameters, cache and slots are.
       probe: of remaining lengths, which whole steps read; None for none.
-      store: keeps the executables for later processes; None to keep none.
+      store: saves the executables for later processes; None to save none.
 
     Attributes:
       computed_by: what decides KV in addition to parameters: the structures of model and drafter.
       probe_params: the probe's parameters, in place; None without a probe.
-      refinement: how its readings change a prediction.
+      refinement: how the probe's readings change a prediction.
       stage: what a stage computes, if this is one.
     """
 
@@ -140,7 +140,7 @@ class Programs:
     ) -> Programs:
         """Return the programs that this process made last for equal arguments, or make them.
 
-        What they have compiled is not traced again, so that a second runtime of a model starts at
+        Their compiled steps are not traced again, so that a second runtime of a model starts at
         once. Programs with a probe or a draft model, which hold its parameters, are always made.
         """
         if probe is not None or drafter is not None:
@@ -148,17 +148,15 @@ class Programs:
         return _shared(graphdef, config, model_config, place, store, these_settings())
 
     def plan_mixed(self, batch: MixedBatch) -> Plan | None:
-        """The plan of attention in a mixed step, for `mixed_body`."""
+        """Return the plan of attention in a mixed step, for `mixed_body`."""
         return None if self._planner is None else self._planner.mixed(batch)
 
     def plan_decode(
         self, rows: Sequence[Row], window: range, iteration: int = 0, num_proposed: int = 0
     ) -> Plan | None:
-        """The plan of attention in an iteration over the slots of a window, for `stage.decode`.
+        """Return the plan of attention in one iteration over a window's slots, for `stage.decode`.
 
-        Args:
-          iteration: its number in the loop.
-          num_proposed: proposals that each iteration of the loop computes.
+        Each iteration of the loop computes `num_proposed` proposals.
         """
         if self._planner is None:
             return None
@@ -171,14 +169,13 @@ class Programs:
         num_iterations: int = 1,
         num_proposed: int = 0,
     ) -> tuple[Plan | None, ...]:
-        """The plans of attention in a decode loop, for `decode_loop`.
-
-        That of an iteration of one token a row comes first, then that of one with proposals.
+        """Return the plans of a decode loop: an iteration of one token a row, then one with
+        proposals.
         """
         return _loop_plans(self._planner, rows, window, num_iterations, num_proposed)
 
     def draft_mixed(self, batch: MixedBatch) -> DraftInputs | None:
-        """The draft model's arrays in a mixed step; None without one."""
+        """Return the draft model's arrays in a mixed step; None without one."""
         if self.draft_params is None:
             return None
         planner = self._draft_planner
@@ -191,7 +188,7 @@ class Programs:
         num_iterations: int = 1,
         num_proposed: int = 0,
     ) -> DraftInputs | None:
-        """The draft model's arrays in a decode loop; None without one."""
+        """Return the draft model's arrays in a decode loop; None without one."""
         if self.draft_params is None:
             return None
         plans = _loop_plans(self._draft_planner, rows, window, num_iterations, num_proposed)
@@ -200,7 +197,7 @@ class Programs:
     def compiled_steps(
         self, params: Params, cache: KVCache, variant: Variant = Variant.FULL
     ) -> list[Any]:
-        """The largest mixed step and decode loop, compiled as they will be called.
+        """Return the largest mixed step and decode loop, compiled for the arguments of real calls.
 
         Args:
           cache: may be abstract.
@@ -241,7 +238,7 @@ class Programs:
     def _largest_speculating_loop(
         self, params: Params, cache: Any, slots: Any, variant: Variant
     ) -> list[Callable[[], Any]]:
-        """Return what prepares it, in a list; nothing where none speculates."""
+        """Return the function that prepares it, in a list; an empty list if no loop speculates."""
         sizes = loop_sizes(self.config, variant, speculates=True)
         if not sizes:
             return []
@@ -262,7 +259,9 @@ class Programs:
         return [prepare]
 
     def step_bytes(self, params: Params, cache: KVCache) -> int:
-        """Return the memory that `compiled_steps` need besides their arguments; measured once."""
+        """Return the memory that `compiled_steps` need in addition to their arguments; measured
+        once.
+        """
         leaves, structure = jax.tree.flatten((params, cache))
         arguments = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         if arguments not in self._step_bytes:
@@ -276,10 +275,11 @@ class Programs:
     def compiled_stage_steps(
         self, params: Params, cache: KVCache, embed: int | None = None, *, samples: bool
     ) -> list[Any]:
-        """`compiled_steps` of a stage: its mixed step, one decode iteration, and its head.
+        """Return the `compiled_steps` of a stage: its mixed step, one decode iteration, and its
+        head.
 
         Args:
-          embed: width of what comes from the stage before; None for the first one.
+          embed: width of the previous stage's output; None for the first one.
           samples: whether this is the last stage, which has a head.
         """
         batch, window = self._arguments()
@@ -334,7 +334,9 @@ class Programs:
         return steps
 
     def _encoding_steps(self, params: Params, cache: Any, slots: Any, batch: Any) -> list[Any]:
-        """The lowered steps of an encoder, and of what the decoder's layers write of its output."""
+        """Return the lowered steps that run an encoder and write its output to the decoder's
+        layers.
+        """
         if not self.config.has_encoder:
             return []
         dtype = jnp.dtype(self.model_config.dtype)
@@ -358,7 +360,9 @@ class Programs:
         return at(self.place.pages, cache), at(self.place.whole, slots)
 
     def _incoming(self, cache: KVCache) -> IncomingPages | None:
-        """Abstract pages that the largest mixed step brings; None where steps bring none."""
+        """Return the abstract pages that the largest mixed step brings; None if steps bring
+        none.
+        """
         count = self.config.num_incoming_pages
         if not count:
             return None
@@ -373,7 +377,7 @@ class Programs:
         return IncomingPages(target, values)
 
     def _arguments(self) -> tuple[MixedBatch, DecodeWindow]:
-        """The largest batch and the largest window, without rows."""
+        """Return the largest batch and the largest window, without rows."""
         batch, _ = pack_rows(self.config, (), self.config.max_step_tokens)
         return batch, pack_window(range(self.config.max_slots), ())
 
@@ -388,7 +392,7 @@ def _loop_plans(
     numbers = (0, num_proposed) if num_proposed else (0,)
     if planner is None:
         return (None,) * len(numbers)
-    # An iteration that proposes nothing may follow others whose proposals were all right.
+    # An iteration without proposals may follow several whose proposals were all right.
     most = 1 + num_proposed
     return tuple(
         planner.decode(rows, window, num_iterations, number, most_gained=most) for number in numbers
@@ -396,7 +400,9 @@ def _loop_plans(
 
 
 def largest_step_bytes(steps: Sequence[Any]) -> int:
-    """Return the memory that the largest of these compiled steps needs besides its arguments."""
+    """Return the memory that the largest of these compiled steps needs in addition to its
+    arguments.
+    """
     return max(_extra_bytes(step.memory_analysis()) for step in steps)
 
 
@@ -412,7 +418,7 @@ def _shared(
     model_config: Any,
     place: Placement,
     store: ExecutableStore | None,
-    settings: str,  # of JAX, which may be others when the next runtime is made
+    settings: str,  # of JAX, which may have changed when the next runtime is made
 ) -> Programs:
     return Programs(graphdef, config, model_config, place, store=store)
 
@@ -421,10 +427,7 @@ def _shared(
 class StagePrograms:
     """The jitted functions of `steps.stages`, and `heads.stage_head`, for one stage.
 
-    All but the last use `decode` and `append` alone.
-
-    Args:
-      graphdef: see `Programs`.
+    All stages except the last use only `decode` and `append`.
     """
 
     def __init__(
@@ -469,7 +472,7 @@ class StagePrograms:
 
 
 _OPTION = "xla_gpu_enable_command_buffer"
-# What is recorded in a CUDA graph: XLA's default set, and loops, which are not in it.
+# The commands recorded in a CUDA graph: XLA's default set, and loops, which are not in it.
 _RECORDED = (
     *("FUSION", "CUBLAS", "CUBLASLT", "CUSTOM_CALL", "CUDNN", "DYNAMIC_SLICE_FUSION"),
     *("CONDITIONAL", "WHILE"),

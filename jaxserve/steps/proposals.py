@@ -1,9 +1,9 @@
 """Proposals for the next tokens of slots: what followed their newest tokens at an earlier place.
 
 Earlier places are found by hashes of the newest 1, 2, 4 and 8 tokens, in the slot's own tokens and
-in answers that have ended. So a lookup costs the same however long the context is. An entry may
-have been overwritten by another one of the same hash; what it leads to is compared, and an entry
-that is wrong or missing costs a proposal and nothing else.
+in finished answers. So a lookup costs the same for every context length. A hash collision may
+overwrite an entry; the proposed tokens are compared, so a wrong or missing entry costs only a
+proposal.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from jaxtyping import Array, Bool, Float32, Int32
 # Numbers of newest tokens that are looked up, best first.
 _ORDERS = (8, 4, 2, 1)
 _LONGEST = _ORDERS[0]
-# Places are looked up among a slot's own tokens and among answers, for each order.
+# For each order, slots' own tokens and finished answers are looked up.
 _NUM_SOURCES = 2 * len(_ORDERS)
 _FACTORS = tuple(0x9E3779B1 * (2 * i + 1) % 2**32 for i in range(_LONGEST))
-# Tokens of ended answers that are kept, and entries of their index.
+# Tokens of finished answers that are kept, and entries of their index.
 _ANSWER_TOKENS, _ANSWER_ENTRIES = 1 << 16, 1 << 18
 # Last tokens of the prompt that are kept before an answer, so that its beginning can be found.
 _LEADING = _LONGEST
-# Weight of the earlier proposals of a source after one more, in a slot and in all.
+# Decay of a source's earlier hits and misses per new proposal, in a slot and in all.
 _MEMORY, _LONG_MEMORY = 0.9, 0.99
-# Proposals as which all those before count in a new slot.
+# A new slot starts from the rates of all slots, weighted as this number of proposals.
 _PRIOR = 2.0
 _ITERATIONS_TO_FORGIVE = 100
-# What an iteration with proposals must give, as an estimate, per token of one without.
+# The least estimated gain in tokens per time for which an iteration computes proposals.
 _LEAST_GAIN = 1.04
 
 
@@ -39,20 +39,19 @@ _LEAST_GAIN = 1.04
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Lookup:
-    """Where the tokens of each slot stand in it, and how often proposals were right.
+    """The index of each slot's own tokens, and how often proposals were right.
 
     Attributes:
       index: hash of some tokens -> position that followed them last; 0 for none.
-      rates: hits and misses of each source, weighted by age.
     """
 
     index: Int32[Array, "slots entries"]
-    rates: Float32[Array, "slots sources 2"]
+    rates: Float32[Array, "slots sources 2"]  # hits and misses of each source, weighted by age
 
     @classmethod
     def empty(cls, num_slots: int, max_context: int) -> Lookup:
         """Return the lookup of slots without tokens."""
-        # Twice as many as a whole context takes, so that few are overwritten.
+        # Twice the entries of a whole context, so that few are overwritten.
         num_entries = 1 << (2 * len(_ORDERS) * max_context - 1).bit_length()
         return cls(
             jnp.zeros((num_slots, num_entries), jnp.int32),
@@ -61,18 +60,17 @@ class Lookup:
 
     def admit(
         self,
-        rates: Float32[Array, "sources 2"],
+        rates: Float32[Array, "sources 2"],  # hits and misses of each source in all slots
         admitted: Int32[Array, " admissions"],
         tokens: Int32[Array, " tokens"],
         slot: Int32[Array, " tokens"],
         position: Int32[Array, " tokens"],
     ) -> Lookup:
-        """Begin anew in the admitted slots, with these tokens.
+        """Reset the admitted slots and index their tokens.
 
         Args:
-          rates: hits and misses of each source in other slots.
-          slot, position: of each token; tokens of one slot are consecutive. The number of
-            slots to skip one.
+          slot, position: of each token; tokens of one slot are consecutive. The number of slots
+            skips a token.
         """
         newest = _newest_at_each(jnp.pad(tokens, (_LONGEST, 0)))[: len(tokens)]
         entries = _entries(newest, position, self.index.shape[1])
@@ -87,10 +85,8 @@ class Lookup:
         slot: Int32[Array, " rows"],
         length: Int32[Array, " rows"],
     ) -> Lookup:
-        """Index the next tokens of slots, at position `length` of each.
-
-        Args:
-          slot: the number of slots to skip a row.
+        """Index the next tokens of slots, at position `length` of each; the number of slots
+        skips a row.
         """
         newest = _newest(tokens, jnp.minimum(slot, tokens.shape[0] - 1), length)
         entries = _entries(newest, length, self.index.shape[1])
@@ -103,23 +99,19 @@ class Lookup:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Answers:
-    """Answers that have ended, the newest of them, one behind another in a ring.
+    """The newest finished answers, one after another in a ring.
 
     Attributes:
-      tokens: -1 behind each answer.
-      index: hash of some tokens -> place that followed them; 0 for none.
-      end: where the next answer goes.
       rates: hits and misses of each source in all slots, weighted by age.
     """
 
-    tokens: Int32[Array, " tokens"]
-    index: Int32[Array, " entries"]
-    end: Int32[Array, ""]
+    tokens: Int32[Array, " tokens"]  # -1 after each answer
+    index: Int32[Array, " entries"]  # hash of some tokens -> place that followed them; 0 for none
+    end: Int32[Array, ""]  # where the next answer goes
     rates: Float32[Array, "sources 2"]
 
     @classmethod
     def empty(cls, max_context: int) -> Answers:
-        """Return no answers."""
         num_tokens = max(_ANSWER_TOKENS, 2 * max_context)
         return cls(
             jnp.full(num_tokens, -1, jnp.int32),
@@ -158,20 +150,13 @@ class Answers:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Draft:
-    """What may come next in each row, and how much of it an iteration computes.
-
-    Attributes:
-      available: number of tokens that are proposed for the row.
-      num: number of them to compute, if any are computed.
-      source: where they are from.
-      is_worth: whether computing them is expected to pay.
-    """
+    """Proposals for each row, and how many of them an iteration computes."""
 
     tokens: Int32[Array, "rows num"]
-    available: Int32[Array, " rows"]
-    num: Int32[Array, " rows"]
-    source: Int32[Array, " rows"]
-    is_worth: Bool[Array, ""]
+    available: Int32[Array, " rows"]  # number of tokens that are proposed for the row
+    num: Int32[Array, " rows"]  # number of them to compute, if any are computed
+    source: Int32[Array, " rows"]  # where they are from
+    is_worth: Bool[Array, ""]  # whether computing them is expected to pay
 
 
 def learn(
@@ -182,7 +167,9 @@ def learn(
     hits: Int32[Array, " rows"],
     misses: Int32[Array, " rows"],
 ) -> tuple[Float32[Array, "slots sources 2"], Float32[Array, "sources 2"]]:
-    """Return the rates of slots, and of all, after more proposals; rows without any stay."""
+    """Return the rates of slots, and of all, after more proposals; rows without any are
+    unchanged.
+    """
     found = jnp.stack([hits, misses], axis=1).astype(jnp.float32)
     old = rates[slot, source]
     new = jnp.where(found.sum(1, keepdims=True) > 0, old * _MEMORY + found, old)
@@ -198,7 +185,7 @@ def propose(
     slot: Int32[Array, " rows"],
     length: Int32[Array, " rows"],
     room: Int32[Array, " rows"],
-    cost: Float32[Array, ""],
+    cost: Float32[Array, ""],  # time of an iteration with proposals, in units of one without
     num: int,
 ) -> Draft:
     """Return what to compute in the next iteration.
@@ -207,7 +194,6 @@ def propose(
 
     Args:
       room: tokens that the row may still get; 0 for a row that takes no part.
-      cost: time of an iteration with proposals, in units of one without.
     """
     found, available, source = look_up(lookup, answers, tokens, slot, length, num)
     return _chosen(found, available, source, lookup.rates[slot, source], room, cost, num)
@@ -220,12 +206,11 @@ def expect(
     cost: Float32[Array, ""],
     num: int,
 ) -> Draft:
-    """Return what to compute if a draft model makes `num` proposals in all, as many for each row.
+    """Return what to compute if a draft model makes `num` proposals in all, equally many for each
+    row.
 
-    The proposals are made when they are needed; here they are zeros.
-
-    Args:
-      room, cost: see `propose`.
+    The proposals are made when they are needed; here they are zeros. See `propose` for the
+    arguments.
     """
     source = jnp.zeros_like(slot)
     each = num // len(slot)
@@ -238,7 +223,7 @@ def forgive(
 ) -> Float32[Array, "slots sources 2"]:
     """Return the rates after an iteration that did not show whether proposals were right.
 
-    They approach those of a draft model that is not known, so that it is tried again.
+    They approach those of an unknown draft model, so that it is tried again.
     """
     old = rates[slot]
     return rates.at[slot].set(old + (1.0 - old) / _ITERATIONS_TO_FORGIVE)
@@ -261,7 +246,7 @@ def _chosen(
     if found.size <= num:
         gained, chosen = gains.sum(), available
     else:
-        # Gains of a row fall, so that those taken of it are its first ones.
+        # Gains of a row decrease, so the selected ones are its first ones.
         best, where = lax.top_k(gains.reshape(-1), num)
         gained = best.sum()
         chosen = jnp.zeros_like(available).at[where // len(place)].add((best > 0).astype(jnp.int32))
@@ -280,10 +265,10 @@ def look_up(
     length: Int32[Array, " rows"],
     num: int,
 ) -> tuple[Int32[Array, "rows num"], Int32[Array, " rows"], Int32[Array, " rows"]]:
-    """Return what followed the newest tokens of each row where they stood before.
+    """Return what followed the newest tokens of each row at an earlier place.
 
-    The longest match counts, of equally long ones one in the row itself, and of these the latest.
-    Where fewer than `num` tokens follow it there, they repeat.
+    The longest match wins, then one in the row itself, then the latest. If fewer than `num` tokens
+    follow it, they repeat.
 
     Returns:
       The proposals, how many of them a row has, and their sources.
@@ -328,7 +313,6 @@ def _newest(
     slot: Int32[Array, " rows"],
     length: Int32[Array, " rows"],
 ) -> Int32[Array, "rows longest"]:
-    """Return the newest tokens of slots, the newest first."""
     place = length[:, None] - 1 - jnp.arange(_LONGEST)
     return tokens[slot[:, None], jnp.maximum(place, 0)]
 
@@ -336,7 +320,9 @@ def _newest(
 def _entries(
     newest: Int32[Array, "rows longest"], num_before: Int32[Array, " rows"], size: int
 ) -> Int32[Array, "rows orders"]:
-    """Return the entries of the newest 8, 4, 2 and 1 tokens; `size` where there are fewer."""
+    """Return the entries of the newest 8, 4, 2 and 1 tokens; `size` for orders with too few
+    tokens.
+    """
     order = jnp.array(_ORDERS)
     words = (newest.astype(jnp.uint32) + 1) * jnp.array(_FACTORS, jnp.uint32)
     hashed = jnp.cumsum(words, axis=1)[:, order - 1] + order.astype(jnp.uint32)

@@ -19,8 +19,8 @@ from jaxserve.steps.sampling.sampler import SlotSampling, empty_sampling, pack_s
 from pallas_kernels import move_pages
 from sharding.shards import over_tensor
 
-# Rows of one call of `admit`, `extend` (and tokens of each of them) and of `move`, and entries of
-# one call of `edit`; more take several calls.
+# Limits of one call: rows of `admit`, of `extend` (and tokens of each of them) and of `move`, and
+# entries of `edit`; more take several calls.
 ADMISSIONS_A_CALL = 4
 EXTENSIONS_A_CALL, TOKENS_AN_EXTENSION = 16, 16
 MOVES_A_CALL = 16
@@ -31,27 +31,24 @@ PAGE_UPDATES_A_CALL = 256
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlotState:
-    """Everything that the device knows of its slots.
+    """The state of all slots on the device.
 
     The token at position p of a slot is `tokens[slot, p]`, prompt and output alike: a prefill
     chunk and the newest sampled token are looked up in the same way, so the host plans
     a step without the values of the tokens that the step consumes.
 
     Attributes:
-      length: valid tokens.
-      max_length: the slot ends when it has this many.
-      done: inert: writes to the null page and delivers nothing.
       encoded: tokens of the prompt that the encoder reads, without padding; None for a model
         without an encoder.
       adapter: adapter of the sequence, -1 for none; None for a model without adapters.
-      lookup: where proposals are looked up in each slot; None in a runtime that does not speculate.
-      answers: where they are looked up for all slots; None likewise.
+      lookup: index of proposals in each slot; None in a runtime that does not speculate.
+      answers: index of proposals for all slots; None likewise.
     """
 
     tokens: Int32[Array, "slots max_context"]
-    length: Int32[Array, " slots"]
-    max_length: Int32[Array, " slots"]
-    done: Bool[Array, " slots"]
+    length: Int32[Array, " slots"]  # valid tokens
+    max_length: Int32[Array, " slots"]  # the slot ends when it has this many
+    done: Bool[Array, " slots"]  # inert: writes to the null page and delivers nothing
     page_table: Int32[Array, "slots row_pages"]
     sampling: SlotSampling
     encoded: Int32[Array, " slots"] | None = None
@@ -61,13 +58,12 @@ class SlotState:
 
 
 def empty_slots(config: EngineConfig, *, looks_up: bool = True) -> SlotState:
-    """Return slots that are all inert.
+    """Return inert slots.
 
-    Args:
-      looks_up: whether proposals are looked up in them, if the runtime speculates.
+    `looks_up` enables the lookup of proposals, if the runtime speculates.
     """
     num, looks_up = config.max_slots, looks_up and config.num_proposed > 0
-    # With a draft model nothing is looked up.
+    # A draft model makes the proposals, so nothing is looked up.
     num_indexed = 1 if config.drafts else config.max_context
 
     def full(
@@ -96,7 +92,7 @@ class SlotEdits:
     """Slots that end, and entries of page tables.
 
     Attributes:
-      page_updates: slot (the number of slots to skip), index in its page table, page.
+      page_updates: slot (the number of slots skips one), index in its page table, page.
     """
 
     released: Bool[Array, " slots"]
@@ -110,12 +106,11 @@ class Admitted:
     """What slots begin with, except their tokens, which are concatenated in one array.
 
     Attributes:
-      index: slots; the number of slots to skip.
       start: where the tokens of each begin in the array, rising; past its end to skip.
       length, max_length, sampling, encoded, adapter: see `SlotState`.
     """
 
-    index: Int32[Array, " admissions"]
+    index: Int32[Array, " admissions"]  # slots; the number of slots skips one
     start: Int32[Array, " admissions"]
     length: Int32[Array, " admissions"]
     max_length: Int32[Array, " admissions"]
@@ -128,15 +123,10 @@ class Admitted:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Extensions:
-    """Tokens to append to slots; a slot with many tokens has several entries.
+    """Tokens to append to slots; a slot with many tokens has several entries."""
 
-    Attributes:
-      index: slots; the number of slots to skip.
-      start: position of the first token; `count` of them are valid.
-    """
-
-    index: Int32[Array, " extensions"]
-    start: Int32[Array, " extensions"]
+    index: Int32[Array, " extensions"]  # slots; the number of slots skips one
+    start: Int32[Array, " extensions"]  # position of the first token; `count` of them are valid
     count: Int32[Array, " extensions"]
     tokens: Int32[Array, "extensions num"]
 
@@ -156,7 +146,7 @@ def move(
     source: Int32[Array, " moves"],
     target: Int32[Array, " moves"],
 ) -> SlotState:
-    """Copy slots to others, none of which is a source too; the sources become inert.
+    """Copy slots to targets, none of which is also a source; the sources become inert.
 
     A move to the number of slots is skipped.
     """
@@ -177,23 +167,18 @@ def _moved(
 
 
 def move_states(
-    states: Any,
+    states: Any,  # `KVCache.states`, [layers, slots, ...] each
     source: Int32[Array, " moves"],
     target: Int32[Array, " moves"],
 ) -> Any:
-    """Copy the states of recurrent layers between slots, as `move` does with the slots.
-
-    Args:
-      states: `KVCache.states`, [layers, slots, ...] each.
-    """
+    """Copy the states of recurrent layers between slots, as `move` does with the slots."""
     return move_pages(states, source, target)
 
 
 def admit(slots: SlotState, admitted: Admitted, tokens: Int32[Array, " tokens"]) -> SlotState:
-    """Start the admitted slots. Page tables stay, and so do old tokens past a slot's length.
+    """Start the admitted slots with their concatenated `tokens`.
 
-    Args:
-      tokens: of all admitted slots, see `Admitted`.
+    Page tables stay, and so do old tokens past a slot's length.
     """
     place = jnp.arange(tokens.shape[0])
     row = jnp.searchsorted(admitted.start, place, side="right") - 1
@@ -230,7 +215,6 @@ def remember(slots: SlotState, slot: Int32[Array, ""]) -> SlotState:
 
 
 def extend(slots: SlotState, extensions: Extensions) -> SlotState:
-    """Append tokens to slots."""
     index, start, count = extensions.index, extensions.start, extensions.count
     offset = jnp.arange(extensions.tokens.shape[1])
     slot = jnp.where(offset < count[:, None], index[:, None], slots.done.shape[0])
@@ -251,17 +235,12 @@ def forget_answers(slots: SlotState) -> SlotState:
 
 def append(
     slots: SlotState,
-    index: Int32[Array, " rows"],
+    index: Int32[Array, " rows"],  # the rows' slots; the number of slots skips a row
     live: Bool[Array, " rows"],
     token: Int32[Array, " rows"],
-    finite: Bool[Array, " rows"],
+    finite: Bool[Array, " rows"],  # whether there is a token
 ) -> SlotState:
-    """Append each live row's token to its slot, and make inert the slots that it ends.
-
-    Args:
-      index: the rows' slots; the number of slots to skip.
-      finite: whether there is a token.
-    """
+    """Append each live row's token to its slot, and make the slots that it ends inert."""
     num = slots.done.shape[0]
     accepted = live & finite
     safe = jnp.minimum(index, num - 1)
@@ -282,7 +261,9 @@ def append(
 def pack_moves(
     config: EngineConfig, moves: Sequence[tuple[int, int]]
 ) -> Int32[np.ndarray, "2 moves"]:
-    """Arguments of `move` and `move_states` for at most MOVES_A_CALL (from slot, to slot)."""
+    """Return arguments of `move` and `move_states` for at most MOVES_A_CALL pairs (from, to) of
+    slots.
+    """
     places = np.full((2, MOVES_A_CALL), config.max_slots, np.int32)
     places[0] = 0
     if moves:
@@ -293,7 +274,7 @@ def pack_moves(
 def pack_edits(
     config: EngineConfig, released: Sequence[int], page_updates: Sequence[tuple[int, int, int]]
 ) -> SlotEdits:
-    """Arguments of `edit` for at most PAGE_UPDATES_A_CALL updates, as NumPy arrays."""
+    """Return arguments of `edit` for at most PAGE_UPDATES_A_CALL updates, as NumPy arrays."""
     flags: Any = np.zeros(config.max_slots, np.bool_)  # NumPy where fields say Array
     flags[list(released)] = True
     entries: Any = np.full((PAGE_UPDATES_A_CALL, 3), config.max_slots, np.int32)
@@ -305,7 +286,7 @@ def pack_edits(
 def admissions_by_call(
     config: EngineConfig, admissions: Sequence[Admission]
 ) -> Iterator[Sequence[Admission]]:
-    """Yield the admissions of each call of `admit`, as many as it takes."""
+    """Yield the admissions of each call of `admit`."""
     some: list[Admission] = []
     num_tokens = 0
     for new in admissions:
@@ -321,10 +302,9 @@ def admissions_by_call(
 def pack_admissions(
     config: EngineConfig, admissions: Sequence[Admission], num_tokens: int = 0
 ) -> tuple[Admitted, Int32[np.ndarray, " tokens"]]:
-    """Arguments of `admit` for the admissions of one call, as NumPy arrays.
+    """Return arguments of `admit` for the admissions of one call, as NumPy arrays.
 
-    Args:
-      num_tokens: tokens that there is room for at least.
+    The array of tokens has at least `num_tokens` entries.
     """
     num = ADMISSIONS_A_CALL
 
@@ -369,7 +349,7 @@ def pieces(extensions: Sequence[Extension]) -> list[Extension]:
 
 
 def pack_extensions(config: EngineConfig, extensions: Sequence[Extension]) -> Extensions:
-    """Arguments of `extend` for at most EXTENSIONS_A_CALL pieces, as NumPy arrays."""
+    """Return arguments of `extend` for at most EXTENSIONS_A_CALL pieces, as NumPy arrays."""
     index: Any = np.full(EXTENSIONS_A_CALL, config.max_slots, np.int32)
     start: Any = np.zeros(EXTENSIONS_A_CALL, np.int32)
     count: Any = np.zeros(EXTENSIONS_A_CALL, np.int32)

@@ -1,4 +1,4 @@
-"""The steps of one stage of a model, and what the last stage sends to the others.
+"""The steps of one stage of a model, and the tokens that the last stage sends to the other stages.
 
 The last stage samples tokens and looks up proposals. Both are sent to the other stages from device
 to device, so that no stage waits for the host.
@@ -40,15 +40,10 @@ from pallas_kernels.paged_attention import Plan
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Proposed:
-    """What the next iteration of a loop computes.
+    """The tokens that the next iteration of a loop computes."""
 
-    Attributes:
-      live: rows that take part.
-      tokens: that are proposed behind the newest one of each row, `num` of them.
-    """
-
-    live: Bool[Array, " rows"]
-    tokens: Int32[Array, "rows most"]
+    live: Bool[Array, " rows"]  # rows that take part
+    tokens: Int32[Array, "rows most"]  # proposals after the newest token of each row, `num` of them
     num: Int32[Array, " rows"]
 
 
@@ -59,7 +54,7 @@ def decode(
     window: DecodeWindow,
     attention_plan: Plan | None,
     inputs: Float[Array, "tokens embed"] | None,
-    proposed: Proposed | None = None,
+    proposed: Proposed | None = None,  # see `propose`; None in a loop that does not speculate
     *,
     graphdef: nnx.GraphDef,
     config: EngineConfig,
@@ -67,8 +62,7 @@ def decode(
     """Compute a stage's part of one decode iteration.
 
     Args:
-      inputs: what the stage before this one returned; None for the first stage.
-      proposed: see `propose`; None in a loop that does not speculate.
+      inputs: the output of the previous stage; None for the first stage.
 
     Returns:
       The cache, and the residual stream; of the last stage, hidden states.
@@ -97,7 +91,7 @@ def verify(
     graphdef: nnx.GraphDef,
     config: EngineConfig,
 ) -> tuple[SlotState, Outputs, Chosen]:
-    """Choose tokens where the host has proposed some, on the last stage, by `verifying_head`."""
+    """Choose tokens after the host's proposals, on the last stage, by `verifying_head`."""
     slots, outputs = verifying_head(
         params,
         slots,
@@ -122,13 +116,10 @@ def propose(
     *,
     num_proposed: int,
 ) -> tuple[Draft, Proposed]:
-    """Return what the last stage proposes for the next iteration of a loop, and its rows.
+    """Return the last stage's proposals for the next iteration of a loop, and its rows.
 
-    All of it is computed, since no device decides for the others whether that pays.
-
-    Args:
-      num_tokens: that each row has got in the loop so far.
-      num_proposed: of all rows together; static.
+    All of them are computed, since no device decides for all stages whether that pays. `num_tokens`
+    is what each row has got in the loop so far; `num_proposed` is static, of all rows together.
     """
     rows = rows_of(slots, window)
     left = room(rows, slots.done, num_tokens)
@@ -153,7 +144,8 @@ def choose_proposed(
     """Choose the tokens of an iteration that speculates, on the last stage.
 
     Returns:
-      The slots, the outputs, what was appended, and what `propose` returns for the next iteration.
+      The slots, the outputs, the appended tokens, and the results of `propose` for the next
+        iteration.
     """
     model = merged(graphdef, params, config)
     rows = rows_of(slots, window)
@@ -181,16 +173,15 @@ def choose_proposed(
 
 def append(
     slots: SlotState,
-    index: Int32[Array, " rows"],
+    index: Int32[Array, " rows"],  # slots of the rows; the number of slots skips one
     chosen: Chosen,
     num_proposed: Int32[Array, " rows"] | None = None,
 ) -> SlotState:
-    """Do to the slots what the last stage did, on a stage that did not sample.
+    """Append the last stage's tokens to the slots of a stage that did not sample.
 
     Args:
-      index: slots of the rows; the number of slots to skip one.
-      num_proposed: newest tokens of each row's slot that the host has proposed, and that those
-        chosen replace; None without any.
+      num_proposed: newest tokens of each row's slot that the host has proposed, and that the chosen
+        tokens replace; None without any.
     """
     num_slots = slots.done.shape[0]
     length = slots.length[jnp.minimum(index, num_slots - 1)]

@@ -1,7 +1,7 @@
-"""A jitted function whose executables are prepared before its calls, and kept for later processes.
+"""A jitted function whose executables are prepared before its calls, and saved for later processes.
 
 `jax.jit` compiles at a call. A `StepFunction` also prepares an executable without running it, on
-any thread: it loads it from the store, where that has it, and else traces and compiles it once.
+any thread: it loads it from the store if possible, and otherwise traces and compiles it once.
 """
 
 from __future__ import annotations
@@ -43,32 +43,29 @@ _log = logging.getLogger(__name__)
 STALL_EVENT = "/jaxserve/executable_wait_duration"
 
 # Recorded for every executable that is made, with the `name` of its function. A lowered program
-# whose executable an earlier start has left counts as compiled, since it was traced.
+# whose executable an earlier start has saved counts as compiled, since it was traced.
 COMPILED_EVENT = "/jaxserve/executable/compiled"
 LOADED_EVENT = "/jaxserve/executable/loaded"
 
 
 @final
 class Shelf:
-    """What executables of one placement have in common: devices, and where they are kept.
+    """The common part of one placement's executables: devices, and the store that saves them.
 
     A key that can be made without tracing leads to the name of a lowered program, and that to the
-    executable. So a start traces nothing, and a change of our sources that leaves a program as it
-    was compiles nothing.
+    executable. So a start traces nothing, and a change of our sources that leaves a program
+    unchanged compiles nothing.
 
     Args:
-      place: where the programs run.
-      store: None to keep nothing.
-      below: digest of everything that decides what XLA makes of a program.
       above: digest of everything that decides the programs themselves and that they share.
       kernels: the C++ kernels that they may call, see `pallas_kernels.cpu_targets.target_names`.
     """
 
     def __init__(
         self,
-        place: Placement,
-        store: ExecutableStore | None = None,
-        below: str = "",
+        place: Placement,  # where the programs run
+        store: ExecutableStore | None = None,  # None to save nothing
+        below: str = "",  # digest of everything that decides what XLA makes of a program
         above: str = "",
         kernels: tuple[str, ...] = (),
     ):
@@ -76,7 +73,7 @@ class Shelf:
         self.devices = devices_of(place)
         self._functions: dict[Any, StepFunction] = {}
         self._names: dict[int, str] = {}  # of executables, by their ids
-        # An ordered set: what was chosen for these programs so far -> None.
+        # An ordered set: the kernels chosen for these programs so far -> None.
         self._chosen: dict[dispatch.Choice, None] = {}
         self._store = store
         self._below = below
@@ -88,7 +85,7 @@ class Shelf:
     ) -> StepFunction:
         """Return the `StepFunction` of a name and hashable sizes, made at the first call.
 
-        Runtimes that share programs so share what each of them needs of its own.
+        Runtimes with shared programs thus share their own functions as well.
         """
         key = name, sizes
         if key not in self._functions:
@@ -99,16 +96,17 @@ class Shelf:
 
     @property
     def knows_first(self) -> bool:
-        """Whether this start loads early what the last one used first."""
+        """Return whether this start loads early what the last one used first."""
         return self._store is not None and self._store.knows_first
 
     def end_start(self) -> None:
-        """Drop what was loaded early and not used."""
         if self._store is not None:
             self._store.end_start()
 
     def key(self, *parts: Any) -> str | None:
-        """Return the key of something that these programs and `parts` decide; None if not kept."""
+        """Return the key of something that these programs and `parts` decide; None if it is not
+        saved.
+        """
         if self._store is None:
             return None
         try:
@@ -118,10 +116,10 @@ class Shelf:
             return None
 
     def load(self, key: str | None) -> jax.stages.Compiled | None:
-        """Return the executable that an earlier start made for a key; None without one.
+        """Return the executable that an earlier start saved for a key; None without one.
 
         The kernels that the earlier start had chosen by then are recorded as if chosen now. JAX
-        traces what programs have in common once, so that each program's own cannot be told.
+        traces common parts of programs once, so the kernels of one program cannot be told apart.
         """
         kept = self.read(key)
         if self._store is None or kept is None:
@@ -147,7 +145,7 @@ class Shelf:
     def compile(
         self, lowered: jax.stages.Lowered, key: str | None, leaves: Sequence[Any]
     ) -> jax.stages.Compiled:
-        """Return the executable of a lowered program, and keep it for a key.
+        """Compile a lowered program, and save the executable under a key.
 
         Args:
           leaves: the flat arguments that it was lowered for, abstract, and the compiler options.
@@ -155,7 +153,7 @@ class Shelf:
         kept = kept_arguments(lowered)
         if self._store is None or key is None or kept is None:
             return lowered.compile()
-        # The text has no arguments that the program does not use, and an executable checks all.
+        # The text lacks the arguments that the program does not use, and an executable checks all.
         trees = str(lowered.in_tree), str(lowered.out_tree)
         name = key_of(self._below, trees, list(leaves), kept, lowered.as_text())
         executable = self._load(name)
@@ -164,18 +162,16 @@ class Shelf:
                 executable = lowered.compile(options)
             self._store.save(name, executable)
             self._names[id(executable)] = name
-        # Without a kernel that did not compile now, a program has XLA's operations in its place.
+        # If a kernel did not compile now, the program has XLA's operations instead.
         if not self._kernels or target_names() == self._kernels:
             choices = json.dumps([asdict(choice) for choice in tuple(self._chosen)])
             self._store.write(key, f"{name}\n{choices}".encode())
         return executable
 
     def read(self, key: str | None) -> bytes | None:
-        """Return what `write` kept for a key."""
         return None if self._store is None or key is None else self._store.read(key)
 
     def write(self, key: str | None, contents: bytes) -> None:
-        """Keep a few bytes for a key."""
         if self._store is not None and key is not None:
             self._store.write(key, contents)
 
@@ -190,7 +186,7 @@ class Shelf:
         return number
 
     def note_use(self, executable: jax.stages.Compiled) -> None:
-        """Note the first call of an executable, so that the next start loads it early."""
+        """Record the first call of an executable, so that the next start loads it early."""
         name = self._names.get(id(executable))
         if self._store is not None and name is not None:
             self._store.note_use(name)
@@ -205,7 +201,7 @@ class Shelf:
 def shelf_of(store: ExecutableStore | None, place: Placement, *parts: Any) -> Shelf:
     """Return the shelf of programs that `parts` decide.
 
-    Programs over several processes, and those that a part without a name decides, are not kept.
+    Programs over several processes are not saved, nor those decided by a part without a name.
     """
     if store is None or (place.mesh is not None and place.mesh.is_multi_process):
         return Shelf(place)
@@ -221,7 +217,7 @@ def shelf_of(store: ExecutableStore | None, place: Placement, *parts: Any) -> Sh
 
 
 def unkept(sharding: jax.sharding.Sharding) -> Shelf:
-    """Return a shelf for arrays with this sharding that keeps nothing."""
+    """Return a shelf for arrays with this sharding that saves nothing."""
     return Shelf(Placement.like(sharding))
 
 
@@ -236,13 +232,11 @@ class StepFunction:
 
     A call must pass arrays where `prepare` gets arrays or their shapes. The executable is looked up
     by the static arguments and by the shape of the first leaf of each argument. If it refuses the
-    arguments, all shapes and dtypes are compared; if it then refuses them still, as for arrays on
-    other devices, `jax.jit` serves this call and later ones like it, and the log says so once.
+    arguments, all shapes and dtypes are compared. If it refuses them again, as for arrays on
+    different devices, `jax.jit` serves this call and later ones like it, and this is logged once.
 
     Args:
-      name: of the function on the shelf.
-      sizes: what `function` depends on besides its arguments and what names the shelf.
-      function: function of arrays and static keyword arguments.
+      sizes: what `function` depends on in addition to its arguments and what names the shelf.
       num_fixed: number of first arguments that have the same shapes in nearly every call.
       packs: pass every argument of several NumPy arrays as one buffer, see `OneBuffer`.
       options: of `jax.jit`.
@@ -250,8 +244,8 @@ class StepFunction:
 
     def __init__(
         self,
-        name: str,
-        function: Callable[..., Any],
+        name: str,  # of the function on the shelf
+        function: Callable[..., Any],  # function of arrays and static keyword arguments
         shelf: Shelf,
         *,
         sizes: tuple[Any, ...] = (),
@@ -297,12 +291,12 @@ class StepFunction:
             return self._jitted(*arguments, **static)
 
     def prepare(self, *arguments: Any, **static: Any) -> jax.stages.Compiled:
-        """Return the executable for arguments of these shapes; load or compile it if need be.
+        """Return the executable for arguments of these shapes; load or compile it if needed.
 
         Any thread may call it. Each executable is made once; other threads wait for it.
 
         Args:
-          arguments: arrays, or a `jax.ShapeDtypeStruct` with a sharding in place of a jax.Array.
+          arguments: arrays, or a `jax.ShapeDtypeStruct` with a sharding instead of a jax.Array.
         """
         return self._prepare(self._passed(arguments), static, stalls=False)
 
@@ -370,7 +364,7 @@ class StepFunction:
 
 
 def _unpacking(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of packed arguments, under a name; it has the same names for them."""
+    """Return the function of packed arguments, named `name`; its arguments keep their names."""
 
     @functools.wraps(function, assigned=(), updated=())
     def unpacking(*arguments: Any, **static: Any) -> Any:
@@ -397,17 +391,16 @@ class OneBuffer:
 
     Attributes:
       words: bits of the arrays, in the order of the leaves; a bool takes a word.
-      structure: of the tree.
       layout: shape and dtype of each leaf.
     """
 
     words: Int32[Array, " words"]
-    structure: Any = field(metadata={"static": True})
+    structure: Any = field(metadata={"static": True})  # of the tree
     layout: tuple[tuple[tuple[int, ...], str], ...] = field(metadata={"static": True})
 
     @classmethod
     def of(cls, tree: Any) -> Self:
-        """Return a buffer of NumPy arrays, which `tree` returns again.
+        """Return a buffer of NumPy arrays; `tree` returns them again.
 
         Raises:
           TypeError: an array has elements that are neither bools nor of four bytes.
@@ -441,7 +434,9 @@ def _words(array: np.ndarray) -> np.ndarray:
 
 
 def packed(argument: Any) -> Any:
-    """Return an argument's arrays in one, if they are several and all of the host."""
+    """Return an argument of several NumPy arrays as one buffer, and any other argument
+    unchanged.
+    """
     leaves = jax.tree.leaves(argument)
     if len(leaves) < 2 or not all(isinstance(leaf, (np.ndarray, np.generic)) for leaf in leaves):
         return argument
@@ -449,12 +444,11 @@ def packed(argument: Any) -> Any:
 
 
 def unpacked(argument: Any) -> Any:
-    """Return the argument that `packed` was given."""
+    """Undo `packed`."""
     return argument.tree() if isinstance(argument, OneBuffer) else argument
 
 
 def abstract(tree: Any) -> Any:
-    """Return the shapes, dtypes and shardings of a pytree's arrays, for `prepare`."""
     return jax.tree.map(_abstract, tree)
 
 

@@ -1,6 +1,6 @@
 """Drawing a token from a truncated distribution, exactly, in integers.
 
-A token's *gap* is (largest logit - its logit) / temperature, so its probability is in proportion to
+A token's *gap* is (largest logit - its logit) / temperature, so its probability is proportional to
 exp(-gap). Probabilities become 30-bit integers, whose sums do not depend on the order of
 addition: a row draws the same token in any batch and however a sum is split.
 """
@@ -63,13 +63,11 @@ class RandomChoice:
     """The distributions that rows draw from, and which tokens are still in them.
 
     Attributes:
-      gap: infinity for tokens that cannot be drawn.
-      limit: the largest gap that can be drawn.
       least: the least likelihood that can be drawn; None for no such bound.
     """
 
-    gap: Float32[Array, "rows vocab"]
-    limit: Float32[Array, " rows"]
+    gap: Float32[Array, "rows vocab"]  # infinity for tokens that cannot be drawn
+    limit: Float32[Array, " rows"]  # the largest gap that can be drawn
     least: Float32[Array, " rows"] | None = None
 
     def limited(self, limit: Float32[Array, " rows"]) -> RandomChoice:
@@ -82,9 +80,8 @@ class RandomChoice:
         return replace(self, least=least)
 
     def likelihood_of(self, gap: Float32[Array, "rows num"]) -> Float32[Array, "rows num"]:
-        """Return likelihoods: 1 for the likeliest token, 0 for what is out.
-
-        They are in proportion to probabilities.
+        """Return likelihoods, proportional to probabilities: 1 for the likeliest token, 0 for
+        excluded ones.
         """
         likelihood = jnp.where(gap <= self.limit[:, None], jnp.exp(-gap), 0.0)
         if self.least is None:
@@ -92,7 +89,7 @@ class RandomChoice:
         return jnp.where(likelihood >= self.least[:, None], likelihood, 0.0)
 
     def logprob_of(self, token: Int32[Array, " rows"]) -> Float32[Array, " rows"]:
-        """Return the log-probability of one token a row, minus infinity for one that is out."""
+        """Return the log-probability of one token a row, minus infinity for an excluded one."""
         is_kept = self.gap <= self.limit[:, None]
         if self.least is not None:
             is_kept &= jnp.exp(-self.gap) >= self.least[:, None]
@@ -101,24 +98,20 @@ class RandomChoice:
 
     @property
     def likelihood(self) -> Float32[Array, "rows vocab"]:
-        """`likelihood_of` every token."""
         return self.likelihood_of(self.gap)
 
     @cached_property
     def nearest(self) -> Float32[Array, "rows num"]:
-        """The least gaps in increasing order, whether kept or not."""
+        """Return the least gaps in increasing order, whether kept or not."""
         gap = jax.lax.stop_gradient(self.gap)
         return -top_k(-gap, min(_NEAREST, gap.shape[1]))[0]
 
 
 def draw(choice: RandomChoice, bits: UInt32[Array, " rows"]) -> Int32[Array, " rows"]:
-    """Draw one token a row by the inverse distribution function.
+    """Draw one token a row by the inverse distribution function, from uniform bits.
 
-    A token that is out, or of probability under about 2**-30, is never drawn. A row that holds a
+    An excluded token, or one of probability below about 2**-30, is never drawn. A row that holds a
     NaN gives any token.
-
-    Args:
-      bits: uniform.
     """
     likelihood = choice.likelihood
     weights = quantize(likelihood, quantum(likelihood))
@@ -137,9 +130,8 @@ def draw(choice: RandomChoice, bits: UInt32[Array, " rows"]) -> Int32[Array, " r
 
 
 def quantum(likelihood: Float32[Array, "rows vocab"]) -> Float32[Array, " rows"]:
-    """Return factors that bring each row's likelihoods to a sum near 2**30.
-
-    The sum exceeds 2**30 by rounding at most.
+    """Return factors that scale each row's likelihoods to a sum near 2**30, exceeded by rounding
+    at most.
     """
     vocab = likelihood.shape[1]
     coarse = float(2 ** (_SUM_BITS - vocab.bit_length()))

@@ -42,7 +42,7 @@ def likeliest(
 
 
 # The log-probability of a token before processors, and after them; the ids of the likeliest tokens
-# in its place; theirs, before processors.
+# at its position; theirs, before processors.
 PromptLogprobs = tuple[
     Float32[Array, " tokens"],
     Float32[Array, " tokens"],
@@ -58,23 +58,18 @@ Process = Callable[
 
 def prompt_logprobs(
     project: Callable[[Float[Array, "chunk hidden"]], Float32[Array, "chunk vocab"]],
-    hidden: Float[Array, "tokens hidden"],
-    targets: Int32[Array, " tokens"],
-    is_processed: Bool[Array, " tokens"],
-    process: Process,
-    chunk: int = 64,
+    hidden: Float[Array, "tokens hidden"],  # last hidden state of each position
+    targets: Int32[Array, " tokens"],  # the token that follows each position
+    is_processed: Bool[Array, " tokens"],  # positions to which processors apply
+    process: Process,  # called for chunks with such positions; elsewhere it changes nothing
+    chunk: int = 64,  # positions projected at once
 ) -> PromptLogprobs:
     """Return the log-probability of each position's target, and the likeliest tokens there.
 
-    Never holds more than [chunk, vocab] logits, however long the prompt is.
+    Never holds more than [chunk, vocab] logits, for any length of the prompt.
 
     Args:
       project: the model's head, from hidden states to logits.
-      hidden: last hidden state of each position.
-      targets: the token that follows each position.
-      is_processed: positions for which processors count.
-      process: called for chunks in which they do; elsewhere they change nothing.
-      chunk: positions projected at once.
     """
     num_positions = targets.shape[0]
     extra = -num_positions % chunk

@@ -30,16 +30,13 @@ class RowArray:
     """The type of an array that has one entry a row.
 
     Attributes:
-      dtype: of the array.
-      neutral: the value that changes nothing, in every element.
-      shape: of one entry; () for a number a row.
-      has_vocab_bits: an entry of `step_arrays` has a bit a token of the vocabulary, and so as many
-        elements as they fill; `shape` is then ().
+      has_vocab_bits: an entry of `step_arrays` has a bit per token of the vocabulary, packed into
+        elements; `shape` is then ().
     """
 
     dtype: npt.DTypeLike
-    neutral: float
-    shape: tuple[int, ...] = ()
+    neutral: float  # the value that changes nothing, in every element
+    shape: tuple[int, ...] = ()  # of one entry; () for a number a row
     has_vocab_bits: bool = False
 
     def full(self, num_rows: int, vocab_size: int = 0) -> Shaped[np.ndarray, "{num_rows} ..."]:
@@ -58,18 +55,15 @@ class Rows:
 
     Attributes:
       tokens: prompt and output so far of every slot; read a part of it with `tokens_from`, since
-        the whole is as wide as the longest context that there may be.
-      slot: of each row.
-      length: valid tokens, which is the position of the token to choose.
-      prompt_length: tokens of the prompt alone.
-      first: the first position that counts as the row's text: the decoder's, behind the prompt of
-        an encoder; None for the first of all.
+        the whole is as wide as the longest possible context.
+      first: the first position that counts as the row's text: the decoder's, after the prompt of an
+        encoder; None to count all.
     """
 
     tokens: Int32[Array, "slots max_context"]
     slot: Int32[Array, " rows"]
-    length: Int32[Array, " rows"]
-    prompt_length: Int32[Array, " rows"]
+    length: Int32[Array, " rows"]  # valid tokens, which is the position of the token to choose
+    prompt_length: Int32[Array, " rows"]  # tokens of the prompt alone
     first: Int32[Array, " rows"] | None = None
 
     def tokens_from(self, start: Int32[Array, ""], count: int) -> Int32[Array, "rows {count}"]:
@@ -83,26 +77,25 @@ class Processor(abc.ABC):
 
     A processor has no state: everything that differs between requests is in its arrays. A row
     that does not need a processor has neutral entries there, and the processor must then leave the
-    row exactly as it is, since it runs for all rows of a step in which one row needs it.
+    row exactly unchanged, since it runs for all rows of a step in which one row needs it.
 
     Attributes:
-      name: unique among the processors.
       slot_arrays: arrays that stay with a slot while it serves a request.
       step_arrays: arrays that come with a step instead, such as masks of allowed tokens. A step
         that brings none leaves the processor out. A `LogitsProcessor` with such arrays runs in
         every variant.
     """
 
-    name: str
+    name: str  # unique among the processors
     slot_arrays: Mapping[str, RowArray] = {}
     step_arrays: Mapping[str, RowArray] = {}
 
     @abc.abstractmethod
     def is_needed(self, params: SamplingParams) -> bool:
-        """Whether this processor changes anything for a request with these parameters."""
+        """Return whether this processor changes anything for a request with these parameters."""
 
     def pack(self, request: Request) -> Mapping[str, npt.ArrayLike]:
-        """Entries of `slot_arrays` for a request that needs this processor.
+        """Return entries of `slot_arrays` for a request that needs this processor.
 
         An entry may be shorter than the array's; the rest stays neutral.
         """
@@ -119,9 +112,8 @@ class LogitsProcessor(Processor):
         """Return the changed logits.
 
         Args:
-          logits: `vocab` is rounded up; what is past the vocabulary is at -inf and must stay.
+          logits: `vocab` is rounded up; entries past the vocabulary are -inf and must stay.
           arrays: of `slot_arrays` and `step_arrays`.
-          rows: what else is known of the rows.
         """
 
 
@@ -133,9 +125,8 @@ class ChoiceProcessor(Processor):
         """Return the changed choice.
 
         Args:
-          choice: what the processors before this one have left.
+          choice: the result of the processors before this one.
           arrays: of `slot_arrays` and `step_arrays`.
-          rows: what else is known of the rows.
         """
 
 
@@ -214,8 +205,8 @@ def _occurrences(
 ) -> tuple[Bool[Array, "rows vocab"], Float32[Array, "rows vocab"]]:
     """Return which tokens the text of a row has, and how often its output has each.
 
-    The text is read in pieces up to the longest row that is needed, so that this costs what is
-    there, not what the context could hold.
+    The text is read in pieces up to the longest row that needs it, so the cost follows its length,
+    not the largest context.
     """
     row = jnp.arange(rows.length.shape[0])[:, None]
     size = min(_TOKENS_AT_ONCE, rows.tokens.shape[1])
@@ -244,7 +235,7 @@ def _occurrences(
 
 @final
 class LogitBias(LogitsProcessor):
-    """Adds `SamplingParams.logit_bias`. `ids` are padded with -1."""
+    """Adds `SamplingParams.logit_bias`; `ids` are padded with -1."""
 
     name = "logit_bias"
     slot_arrays = {
@@ -272,10 +263,10 @@ _INT32_MAX = 2**31 - 1
 
 @final
 class MinTokens(LogitsProcessor):
-    """Forbids tokens while prompt and output have fewer tokens than `length`.
+    """Forbids the row's stop tokens while prompt and output have fewer tokens than `length`.
 
-    They are those that end the row, and the model's end tokens where it ignores them, as in vLLM.
-    `ids` are padded with -1.
+    As in vLLM, this includes the model's end tokens if the row ignores them. `ids` are padded with
+    -1.
     """
 
     name = "min_tokens"
@@ -302,7 +293,7 @@ class MinTokens(LogitsProcessor):
         return logits.at[row, forbidden].set(-jnp.inf, mode="drop")
 
 
-# Devices take smaller numbers for zero.
+# Devices flush smaller numbers to zero.
 _COLDEST = float(np.finfo(np.float32).tiny)
 
 
@@ -325,7 +316,7 @@ class Temperature(ChoiceProcessor):
 
 @final
 class TopK(ChoiceProcessor):
-    """Keeps the k likeliest tokens, and all that are tied with the last of them."""
+    """Keeps the k likeliest tokens, and all that tie with the last of them."""
 
     name = "top_k"
     slot_arrays = {"k": RowArray(np.int32, 0)}
@@ -353,9 +344,9 @@ class TopK(ChoiceProcessor):
 
 @final
 class TopP(ChoiceProcessor):
-    """Keeps the likeliest tokens whose probabilities reach p, of what is left by then.
+    """Keeps the likeliest remaining tokens whose probabilities reach p.
 
-    Tokens that are tied with the last one are kept too (Holtzman et al., 2020, section 3.1).
+    Tokens that tie with the last one are kept too (Holtzman et al., 2020, section 3.1).
     """
 
     name = "top_p"
@@ -406,7 +397,7 @@ class MinP(ChoiceProcessor):
         return choice.at_least(arrays["ratio"])
 
 
-# In the order of application, which `SamplingParams` promises; those that change logits come
+# In the order of application, which `SamplingParams` guarantees; those that change logits come
 # before those that change the random choice.
 PROCESSORS: tuple[Processor, ...] = (
     AllowedTokens(),

@@ -36,15 +36,13 @@ class SlotSampling:
 
     Attributes:
       is_random: whether the slot draws its tokens; otherwise it takes the likeliest.
-      seed: of the slot's random numbers.
-      stop_ids: tokens that end the slot, padded with -1.
       processors: name of a processor -> its `slot_arrays`.
     """
 
     is_random: Bool[Array, " slots"]
-    seed: UInt32[Array, " slots"]
+    seed: UInt32[Array, " slots"]  # of the slot's random numbers
     prompt_length: Int32[Array, " slots"]
-    stop_ids: Int32[Array, "slots stop_ids"]
+    stop_ids: Int32[Array, "slots stop_ids"]  # tokens that end the slot, padded with -1
     processors: dict[str, dict[str, Shaped[Array, "slots ..."]]]
 
 
@@ -61,7 +59,9 @@ def pack_sampling(
     num_rows: int,
     processors: Sequence[Processor] = PROCESSORS,
 ) -> SlotSampling:
-    """Return the entries of requests and sample indices in NumPy arrays, then neutral entries."""
+    """Return entries for requests with sample indices in NumPy arrays, padded with neutral
+    entries.
+    """
     packed = jax.tree.map(lambda array: array.full(num_rows), _types(processors))
     for row, (request, sample_index) in enumerate(requests):
         packed.is_random[row] = not request.params.is_greedy
@@ -108,16 +108,15 @@ StepArrays = Mapping[str, Arrays]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampled:
-    """What was chosen for each row.
+    """The choice of each row.
 
-    A row is not finite where its logits hold a NaN, +inf or nothing but -inf, or where nothing is
+    A row is not finite if its logits hold a NaN, +inf or nothing but -inf, or if no token is
     left to choose from; such a row's other fields are zeros.
 
     Attributes:
       logprob: None except in the FULL variant, like the three below.
       processed_logprob: the log-probability in the distribution that random rows draw from, after
         all processors. For greedy rows, after those that change logits.
-      top_ids: the likeliest tokens.
       top_logprobs: -inf past the end of a smaller vocabulary.
     """
 
@@ -125,20 +124,20 @@ class Sampled:
     finite: Bool[Array, " rows"]
     logprob: Float32[Array, " rows"] | None = None
     processed_logprob: Float32[Array, " rows"] | None = None
-    top_ids: Int32[Array, "rows top"] | None = None
+    top_ids: Int32[Array, "rows top"] | None = None  # the likeliest tokens
     top_logprobs: Float32[Array, "rows top"] | None = None
 
 
 def sample(
     logits: Float32[Array, "rows vocab"],
     sampling: SlotSampling,
-    tokens: Int32[Array, "slots max_context"],
-    length: Int32[Array, " rows"],
+    tokens: Int32[Array, "slots max_context"],  # prompt and output so far of every slot
+    length: Int32[Array, " rows"],  # valid tokens, which is the position of the token to choose
     *,
-    slot: Int32[Array, " rows"] | None = None,
-    variant: Variant,
+    slot: Int32[Array, " rows"] | None = None,  # of each row; None if the rows are the slots
+    variant: Variant,  # serves every row's needs; static
     step_arrays: StepArrays | None = None,
-    processors: Sequence[Processor] = PROCESSORS,
+    processors: Sequence[Processor] = PROCESSORS,  # in the order of application; static
     first: Int32[Array, " rows"] | None = None,
 ) -> Sampled:
     """Choose one token a row. A row's choice depends on nothing outside the row.
@@ -146,15 +145,9 @@ def sample(
     The semantics are those of `SamplingParams`. Can be called under jit and inside loops.
 
     Args:
-      sampling: of the rows.
-      tokens: prompt and output so far of every slot.
-      length: valid tokens, which is the position of the token to choose.
-      slot: of each row; None where the rows are the slots.
-      variant: serves every row's needs; static.
       step_arrays: arrays that come with this step alone, for the processors that take some; a
         processor whose arrays are missing is left out.
-      processors: in the order of application; static.
-      first: the first position that counts for penalties; None for the first of all.
+      first: the first position that counts for penalties; None to count all.
     """
     token, largest, has_nan = row_maximum(logits)
     choice = None
@@ -167,7 +160,7 @@ def sample(
         finite &= jnp.isfinite(largest)
         if variant is not Variant.GREEDY:
             choice = _choice(edited, largest, rows, active)
-            # Greedy rows are drawn too, and what is drawn is discarded.
+            # Greedy rows are drawn too, and the drawn tokens are discarded.
             drawn = draw(choice, _random_bits(sampling.seed, length))
             token = jnp.where(sampling.is_random, drawn, token)
     token = jnp.where(finite, token, 0)
@@ -192,10 +185,10 @@ def processed_logprobs(
     rows: Rows,
     processors: Sequence[Processor] = PROCESSORS,
 ) -> Float32[Array, " rows"]:
-    """Return what `sample` reports as `processed_logprob` of rows that draw these tokens.
+    """Return the `processed_logprob` that `sample` reports for rows that draw these tokens.
 
-    Processors with `step_arrays` are left out. Differentiable: which tokens truncation keeps, and
-    the largest logit, count as constants.
+    Processors with `step_arrays` are left out. Differentiable: the truncation and the largest logit
+    count as constants.
     """
     active = _active(processors, sampling, {})
     edited, _, largest = _edited(logits, argmax(logits), rows, active, Variant.FULL)
@@ -209,10 +202,10 @@ def _edited(
     active: Sequence[tuple[Processor, Arrays]],
     variant: Variant,
 ) -> tuple[Float32[Array, "rows padded_vocab"], Int32[Array, " rows"], Float32[Array, " rows"]]:
-    """Return the logits after the processors that change them, the likeliest tokens, and theirs.
+    """Return the logits after the processors that change them, the likeliest tokens, and their
+    logits.
 
-    Args:
-      before: the likeliest tokens, and their logits, before.
+    `before` has the likeliest tokens and their logits before the processors.
     """
     edited = _padded(logits)
     editing = [
@@ -232,7 +225,7 @@ def _choice(
     rows: Rows,
     active: Sequence[tuple[Processor, Arrays]],
 ) -> RandomChoice:
-    """Return the distributions that rows draw from, after the processors that change those."""
+    """Return the distributions that rows draw from, after the `ChoiceProcessor`s."""
     # Log-probabilities do not depend on what is subtracted from all logits, so it has no gradient.
     gap = jax.lax.stop_gradient(largest)[:, None] - edited
     choice = RandomChoice(gap, jnp.full_like(largest, jnp.inf))

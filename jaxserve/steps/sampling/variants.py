@@ -1,6 +1,6 @@
 """The variants of a step that are compiled, and which of them a request needs.
 
-A step computes what its variant promises for all of its rows, so the executor picks the cheapest
+A step computes what its variant offers for all of its rows, so the executor picks the cheapest
 variant that serves every row. A row's token is the same in every variant that serves it.
 """
 
@@ -38,8 +38,8 @@ class Variant(enum.IntEnum):
     def sizes(self, buckets: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of `buckets` (increasing) that this variant is compiled for.
 
-        All of them for GREEDY, few for the others, which are rarer and take longer to compile. The
-        largest is always among them.
+        GREEDY has all, the rarer and slower to compile variants a few. The largest is always
+        included.
         """
         if self is Variant.GREEDY:
             return buckets
@@ -53,23 +53,16 @@ class Variant(enum.IntEnum):
 @final
 @dataclass(frozen=True)
 class SamplingNeeds:
-    """What the requests of some rows need of the sampler.
+    """What the requests of some rows need of the sampler."""
 
-    Attributes:
-      variant: the cheapest one that serves them all.
-      logprobs: whether some row returns the log-probability of its token.
-      top_logprobs: whether some row returns those of the likeliest tokens.
-    """
-
-    variant: Variant = Variant.GREEDY
-    logprobs: bool = False
-    top_logprobs: bool = False
+    variant: Variant = Variant.GREEDY  # the cheapest one that serves them all
+    logprobs: bool = False  # whether some row returns the log-probability of its token
+    top_logprobs: bool = False  # whether some row returns those of the likeliest tokens
 
     @classmethod
     def of(
         cls, params: SamplingParams, processors: Sequence[Processor] = PROCESSORS
     ) -> SamplingNeeds:
-        """Return the needs of one request."""
         editing = [
             each
             for each in processors
