@@ -218,7 +218,7 @@ class Part:
             self.answer.show(wanted.name, array[None], wanted.member or 0, now_s)
 
     def deliver_steps(self, value: int, arrays: np.ndarray, now_s: float) -> None:
-        """Take an emitted output of a loop's next steps [steps, ...]; no one else changes it."""
+        """Take a loop's next steps [steps, ...] of an emitted output; no other code changes it."""
         for wanted in self._wanted.get(value, ()):
             if wanted.is_steps:
                 steps = self._steps[wanted.name]

@@ -37,8 +37,8 @@ class CellStats:
     """Counters since the start.
 
     Attributes:
-      num_tasks, num_calls: tasks, and calls of executables that ran them; a call runs several
-        tasks of one type and size.
+      num_tasks, num_calls: tasks, and calls of executables that ran them; a call runs several tasks
+        of one type and size.
       num_nodes: nodes in tasks; a loop's node counts in each of its steps.
       num_padding: rows of tasks without a node.
       scheduling_s: seconds that the policy took.
@@ -53,13 +53,11 @@ class CellStats:
     submitting_s: float = 0.0
 
     def submitted(self, num_calls: int, scheduling_s: float, submitting_s: float) -> None:
-        """Count tasks that were submitted together."""
         self.num_calls += num_calls
         self.scheduling_s += scheduling_s
         self.submitting_s += submitting_s
 
     def added(self, num_tasks: int, num_nodes: int, num_padding: int) -> None:
-        """Count the tasks of a call."""
         self.num_tasks += num_tasks
         self.num_nodes += num_nodes
         self.num_padding += num_padding
@@ -68,11 +66,7 @@ class CellStats:
 def _too_many_values(
     layout: Layout, num_slots: Sequence[int], allowed: Sequence[int]
 ) -> TooManyNodesError | None:
-    """Return the error for a graph that needs more slots than a device has; None for others.
-
-    Args:
-      num_slots, allowed: of each pool.
-    """
+    """Return the error for a graph that needs more slots of a pool than a device has; or None."""
     for spec, needed, most in zip(layout.pools, num_slots, allowed, strict=True):
         if needed > most:
             return TooManyNodesError(
@@ -83,7 +77,7 @@ def _too_many_values(
 
 
 def _no_free_slots(part: Part) -> DeviceMemoryError:
-    """Return the error for a part that would wait for ever."""
+    """Return the error for a part that would wait forever."""
     return DeviceMemoryError(
         f"request {part.answer.id}: its next graph needs more slots than are free, and all others "
         "are kept by requests whose `then` returned further graphs; pass more slot_memory, or "
@@ -92,7 +86,6 @@ def _no_free_slots(part: Part) -> DeviceMemoryError:
 
 
 def _not_finite(part: Part, node: int, layout: Layout) -> NumericalError:
-    """Return the error for a node whose outputs are not finite."""
     number = node - part.first_row
     cell = layout.types[part.graph.graph.types[number]].cell
     return NumericalError(
@@ -103,7 +96,6 @@ def _not_finite(part: Part, node: int, layout: Layout) -> NumericalError:
 
 
 def _policy_failed(policy: str, cause: Exception) -> InvalidGraphError:
-    """Return the error for a graph for which a policy raised an exception."""
     refused = InvalidGraphError(
         f"the policy {policy!r} raised {type(cause).__name__} for the graph: {cause}; pass a graph "
         "that it schedules, or another policy"
@@ -113,7 +105,7 @@ def _policy_failed(policy: str, cause: Exception) -> InvalidGraphError:
 
 
 def _not_scheduled(part: Part, policy: str) -> InvalidGraphError:
-    """Return the error for a graph of which a policy schedules no node although nothing runs."""
+    """Return the error for a graph that the policy leaves although nothing runs."""
     return InvalidGraphError(
         f"request {part.answer.id}: the policy {policy!r} schedules none of the nodes that are "
         "left, and nothing else runs; pass a graph that it schedules, or another policy"
@@ -121,7 +113,6 @@ def _not_scheduled(part: Part, policy: str) -> InvalidGraphError:
 
 
 def _then_failed(part: Part, cause: Exception) -> UnfoldError:
-    """Return the error for a `then` that raised an exception."""
     failure = UnfoldError(
         f"request {part.answer.id}: its `then` raised {type(cause).__name__}: {cause}; it must "
         "return a Graph or the values"
@@ -132,7 +123,7 @@ def _then_failed(part: Part, cause: Exception) -> UnfoldError:
 
 @final
 class _Lane:
-    """The tasks of one worker that are submitted and not collected, in their order.
+    """The submitted and not collected tasks of one worker, in order.
 
     Attributes:
       num_groups: groups of tasks that the policy returned together.
@@ -162,7 +153,7 @@ class Lanes:
     """The tasks in flight, and the ids of rows.
 
     Args:
-      max_in_flight: groups of tasks that a worker is given ahead.
+      max_in_flight: groups of tasks that may be submitted to a worker and not collected.
     """
 
     def __init__(self, num_workers: int, max_in_flight: int, clock: Clock):
@@ -179,17 +170,13 @@ class Lanes:
 
     @property
     def num_rows(self) -> int:
-        """Ids of rows are below it."""
+        """The exclusive upper bound of row ids."""
         return self._rows.num_rows
 
     def open_workers(self, among: Collection[int] | None = None) -> list[int]:
-        """Return the workers that may be given another group of tasks, the least loaded first.
+        """Return the workers, all or `among`, that may be given another group, least loaded first.
 
-        Those come first that have the fewest groups, and of these the ones that have been given the
-        fewest calls.
-
-        Args:
-          among: workers of which to choose; None for all.
+        Workers are ordered by their groups in flight, then by the calls given to them so far.
         """
         found = [
             (lane.num_groups, lane.num_submitted, worker)
@@ -199,22 +186,21 @@ class Lanes:
         return [worker for *_, worker in sorted(found)]
 
     def has_run(self, worker: int) -> bool:
-        """Return whether a worker has run the tasks that it was given last."""
+        """Return whether a worker has run its newest tasks."""
         handles = self._lanes[worker].handles
         return bool(handles) and handles[-1][0].is_ready()
 
     def has_news(self, worker: int) -> bool:
-        """Return whether a request may wait for the results of what a worker was given last."""
+        """Return whether a request may wait for the results of a worker's newest tasks."""
         return self._lanes[worker].handles[-1][0].has_news
 
     @property
     def is_any_ready(self) -> bool:
-        """Whether a worker has run its oldest tasks in flight."""
+        """Whether any worker has run its oldest tasks in flight."""
         oldest = [lane.handles[0][0] for lane in self._lanes if lane.handles]
         return any([handle.is_ready() for handle in oldest])
 
     def push(self, worker: int, handles: list[CellHandle]) -> None:
-        """Add a group of tasks."""
         for handle in handles:
             self._lanes[worker].push(handle, ends_group=handle is handles[-1])
 
@@ -223,14 +209,11 @@ class Lanes:
         self._lanes[worker].push(handle, ends_group=False)
 
     def pop_ready(self) -> tuple[int, CellHandle] | None:
-        """Remove the oldest handle of a worker that is ready.
+        """Remove the oldest handle of a worker that is ready, and return the worker and the handle.
 
-        If none is ready, wait; but only for a moment if there are several workers and one of them
-        may be given more, so that a request that arrives does not wait for a task of another one.
-
-        Returns:
-          Its worker, and the handle; None if none is ready. With one worker, a handle that may not
-          be ready, whose `collect` waits.
+        With one worker the handle may not be ready; its `collect` waits. With several workers, wait
+        briefly if one of them may be given more tasks, so that a request that arrives does not wait
+        for another worker's task; return None if no handle becomes ready.
         """
         if len(self._lanes) == 1:
             return 0, self._lanes[0].pop()
@@ -255,11 +238,11 @@ class Lanes:
         return self._rows.take(num)
 
     def free_rows(self, first: int, num: int) -> None:
-        """Take back ids, which are used again when the tasks of now have been collected."""
+        """Free ids, which are reused when the tasks that are now in flight have been collected."""
         self._limbo.append(([lane.num_submitted for lane in self._lanes], first, num))
 
     def forget_rows(self) -> list[range]:
-        """Return the ids that no task in flight names any more, each once."""
+        """Return the freed ids that no task in flight names any longer, each once."""
         found = []
         last: list[int] = []  # numbers of handles that have been collected
         while self._limbo:
@@ -277,14 +260,15 @@ class Lanes:
 
 @final
 class CellEngine:
-    """Runs graphs of cells with a policy's tasks. It is not thread-safe: one loop owns it.
+    """The engine that runs graphs of cells with a policy's tasks. Not thread-safe: one loop owns
+    it.
 
     Args:
       max_in_flight: groups of tasks that are submitted to a worker and not collected; 2 keeps the
         device busy while the host schedules.
       max_nodes: the most nodes of a graph that a `then` returns.
-      max_admitted: how many graphs are started before the host looks whether the device has
-        nothing to do and gives it tasks; None for all that wait.
+      max_admitted: how many graphs are started before the host checks whether the device is idle
+        and submits tasks; None for all waiting graphs.
 
     Attributes:
       changed: see `DeviceWork`.
@@ -314,12 +298,12 @@ class CellEngine:
         self._rows = PartRows()
         self._free_slots = list(executor.num_slots)
         self._waiting: deque[Part] = deque()
-        self._parts: dict[int, Part] = {}  # those in the scheduler
-        # Those that have left it and wait for the last values of loops.
+        self._parts: dict[int, Part] = {}  # parts in the scheduler
+        # Parts that have left the scheduler and wait for the last values of loops.
         self._reading: dict[int, Part] = {}
         self._of_request: dict[str, Part] = {}  # the last part of each request
         self._ended_loops: set[int] = set()
-        # Of a handle in flight, by its id: the requests that begin with it.
+        # Id of a handle in flight -> the requests that begin with it.
         self._begun: dict[int, list[CellAnswer]] = {}
         self._ended_s = [0.0] * executor.num_workers  # of each worker: the end of its last tasks
         self._next_key = 0
@@ -331,7 +315,7 @@ class CellEngine:
 
     @property
     def idle_until_s(self) -> float | None:
-        """See `DeviceWork`; it may idle while the policy waits for more requests."""
+        """The time until which the loop may idle, while the policy waits for more requests."""
         return None if self._lanes.is_at_work or self._waiting else self._scheduler.wake_s
 
     def add(self, answer: CellAnswer) -> None:
@@ -347,18 +331,17 @@ class CellEngine:
             self._end(part, "cancelled")
 
     def step(self) -> list[CellCompletion]:
-        """Submit what the policy schedules now, then collect the oldest tasks if they are due.
+        """Submit the tasks that the policy schedules now; return the completions of ended requests.
 
-        Returns:
-          The completions of requests that ended.
+        The oldest tasks are collected if they are due.
         """
         may_admit = self._admit()
         has_submitted = has_run = False
         workers = self._lanes.open_workers()
         while workers := [worker for worker in workers if self._submit(worker)]:  # a group each
             has_submitted = True
-            # Nothing is gained by more tasks ahead if a CPU has run these and a request waits for
-            # the results. What waits to start may join the next ones.
+            # More tasks ahead gain nothing if a CPU has run these and a request waits for the
+            # results. Requests that wait to start may join the next tasks.
             done = [worker for worker in workers if self._lanes.has_run(worker)]
             has_run |= bool(done)
             left = set(workers) - set(filter(self._lanes.has_news, done))
@@ -374,18 +357,14 @@ class CellEngine:
         return ended
 
     def drain(self) -> list[CellCompletion]:
-        """Collect all tasks in flight, without submitting any; return the requests that ended."""
+        """Collect all tasks in flight without submitting any; return the requests that ended."""
         while self._lanes.is_at_work:
             self._collect()
         ended, self._ended = self._ended, []
         return ended
 
     def check_integrity(self) -> None:
-        """Check that slots and requests are consistent, for tests.
-
-        Raises:
-          AssertionError: they contradict each other.
-        """
+        """Check that slots and requests are consistent, for tests; raises AssertionError."""
         self._executor.check_integrity()
         parts = self._rows.parts()
         for pool, num in enumerate(self._executor.num_slots):
@@ -400,7 +379,7 @@ class CellEngine:
         return list(self._of_request)
 
     def fail(self, error: JaxserveError) -> None:
-        """End every request with an error, and forget all tasks; for the loop's end."""
+        """End every request with an error and drop all tasks, when the loop ends."""
         for part in self._of_request.values():
             part.answer.end("error", part.values(), self._clock.now(), error)
         self._of_request.clear()
@@ -410,10 +389,9 @@ class CellEngine:
     # ---- submission ----
 
     def _admit(self) -> bool:
-        """Start the graphs that wait, in their order, or some of them if the device would wait.
+        """Start waiting graphs in order, or only some if the device would idle.
 
-        Returns:
-          Whether more could be started now.
+        Return whether more could be started now.
         """
         num_admitted = 0
         while self._waiting:
@@ -451,8 +429,8 @@ class CellEngine:
     def _has_room(self, part: Part) -> bool:
         """Return whether a part may begin.
 
-        The first graph of a request that may have more leaves room for another one of its size, so
-        that one request can go on when all wait with the values that they keep.
+        The first graph of a request that may have more graphs leaves room for another one of its
+        size, so that one request can continue when all wait with the values that they keep.
         """
         free, num_slots = self._free_slots, part.graph.num_slots
         if part.before is None and part.graph.then is not None:
@@ -461,12 +439,12 @@ class CellEngine:
         return not any(map(operator.gt, num_slots, free))
 
     def _take_slots(self, num_slots: Sequence[int], sign: int) -> None:
-        """Take slots of each pool, or give them back with the sign -1."""
+        """Take slots of each pool, or free them with the sign -1."""
         for pool, num in enumerate(num_slots):
             self._free_slots[pool] -= sign * num
 
     def _schedule(self, graph: FlatGraph, first_row: int) -> JaxserveError | None:
-        """Add a graph to the scheduler under the next key; return an error if it refuses it."""
+        """Add a graph to the scheduler under the next key; return an error if it is refused."""
         try:
             self._scheduler.add(self._next_key, graph.graph, first_row, self._clock.now())
         except JaxserveError as error:
@@ -476,7 +454,7 @@ class CellEngine:
         return None
 
     def refusal(self, num_slots: Sequence[int]) -> TooManyNodesError | None:
-        """Return the error for a graph that could never be admitted; None for others.
+        """Return the error for a graph that could never be admitted, or None.
 
         Any thread may call it.
         """
@@ -511,7 +489,9 @@ class CellEngine:
         return begun
 
     def _check_progress(self) -> None:
-        """End the oldest request that the policy leaves, or the newest that waits for slots."""
+        """End the oldest request that the policy never schedules, or the newest waiting for
+        slots.
+        """
         if self._scheduler.has_work:
             if self._scheduler.wake_s is None:
                 part = next(iter(self._parts.values()))
@@ -523,7 +503,7 @@ class CellEngine:
     # ---- results ----
 
     def _collect(self) -> None:
-        """Apply the results of tasks that are ready, if there are any."""
+        """Apply the results of tasks that are ready."""
         found = self._lanes.pop_ready()
         if found is not None:
             self._apply(*found)
@@ -630,7 +610,7 @@ class CellEngine:
         self._ended.append(completion)
 
     def _shrink(self, part: Part, kept: Sequence[int]) -> None:
-        """Free the slots of a part that has finished, except those of some of its values."""
+        """Free the slots of a finished part, except those of some of its values."""
         graph = part.graph
         pools = [graph.pool_of(value, self._layout) for value in kept]
         num_slots = tuple(pools.count(pool) for pool in range(len(graph.num_slots)))

@@ -1,4 +1,4 @@
-"""The protocol of what runs the tasks of cells: devices, or a simulation."""
+"""The protocol of executors, which run the tasks of cells on devices or in a simulation."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MOST_PADDED, _ANY_PADDED = 64, 16
 @final
 @dataclass(frozen=True)
 class TaskResults:
-    """What tasks that were submitted together have computed.
+    """Results of tasks that were submitted together.
 
     Attributes:
       ended: for each task, the nodes of loops whose step in the task ended them, or that had ended
         before; empty if the tasks are no loops.
       not_finite: nodes with an output that is NaN, or infinite if their cell does not allow it.
-      values: (value, array) of the graphs' outputs that are there now.
+      values: (value, array) of the graphs' outputs that are available now.
       steps: (value, array [steps, ...]) of the emitted outputs of loops, in the order of the steps.
     """
 
@@ -48,7 +48,7 @@ class CellHandle(Protocol):
 
     @property
     def has_news(self) -> bool:
-        """Whether a request may end, or go on, with the results."""
+        """Whether a request may end or continue with the results."""
         ...
 
     def is_ready(self) -> bool:
@@ -81,7 +81,7 @@ class CellExecutor(Protocol):
         """Add a graph, whose slots have been reserved.
 
         Args:
-          kept_row: first row of the graph before it, whose kept values it takes.
+          kept_row: first row of the previous graph, whose kept values it takes.
         """
         ...
 
@@ -105,15 +105,15 @@ class CellExecutor(Protocol):
         """Return a handle without tasks, whose results have values as they are on any worker now.
 
         Args:
-          worker: the one whose tasks come before and after it.
+          worker: the handle is ordered between this worker's tasks.
         """
         ...
 
     def check_integrity(self) -> None:
-        """Check that every slot is free or holds one value of a graph that was added, for tests.
+        """Check that every slot is free or holds one value of an added graph, for tests.
 
         Raises:
-          AssertionError: they contradict each other.
+          AssertionError: the slots and graphs are inconsistent.
         """
         ...
 
@@ -123,7 +123,7 @@ class CellExecutor(Protocol):
 
 
 class CompilingExecutor(CellExecutor, Protocol):
-    """An executor with executables, which a runtime makes before requests come."""
+    """An executor with executables, which a runtime compiles before requests arrive."""
 
     def warmup_steps(self) -> list[tuple[str, Callable[[], None]]]:
         """Return (name, function) of every executable; calling a function compiles it."""
@@ -133,9 +133,9 @@ class CompilingExecutor(CellExecutor, Protocol):
 def calls_of(tasks: Sequence[Task], layout: Layout, max_fused: int) -> list[tuple[int, TaskGroup]]:
     """Return (compiled size, tasks) of each call of an executable that runs tasks in their order.
 
-    A call runs consecutive tasks of one type and size, at most `max_fused`. A smaller task counts
-    as of the size of the one before it if that is at most 16, or at most 64 and twice its own,
-    since another call costs more than such padding.
+    A call runs at most `max_fused` consecutive tasks of one type and size. A smaller task takes the
+    size of the previous one if that is at most 16, or at most 64 and twice its own, since another
+    call costs more than such padding.
     """
     calls: list[tuple[int, TaskGroup]] = []
     for group in groups_of(tasks):
@@ -157,11 +157,7 @@ def calls_of(tasks: Sequence[Task], layout: Layout, max_fused: int) -> list[tupl
 @final
 @dataclass
 class NodeRows:
-    """Ids for the rows of graphs, in ranges of powers of two.
-
-    Attributes:
-      num_rows: rows that exist; ids are below it.
-    """
+    """An allocator of row ids, in ranges of powers of two; ids are below `num_rows`."""
 
     num_rows: int = 0
     _free: dict[int, list[int]] = field(default_factory=dict)
@@ -177,7 +173,7 @@ class NodeRows:
         return first
 
     def free(self, first: int, num: int) -> None:
-        """Take back a range that `take(num)` returned."""
+        """Free a range that `take(num)` returned."""
         self._free.setdefault(_range_size(num), []).append(first)
 
 

@@ -34,7 +34,7 @@ class FlatGraph(NamedTuple):
       words: int32 [nodes, max_words], small constants.
       constants: large constants, each with a slot of the graph.
       keep: node and output -> value, for those that the next graph may take.
-      kept: values of the graph before it that it takes, as that graph's values.
+      kept: values of the previous graph that it takes, in that graph's numbering.
     """
 
     plan: GraphPlan
@@ -61,7 +61,6 @@ class FlatGraph(NamedTuple):
         return self.plan.num_nodes
 
     def pool_of(self, value: int, layout: Layout) -> int:
-        """Return the pool of a value."""
         node, output = divmod(value, layout.stride)
         return layout.types[self.graph.types[node]].output_pools[output]
 
@@ -76,7 +75,7 @@ def flatten(
     """Return a graph as arrays.
 
     Args:
-      kept: values of the graph before it that were kept.
+      kept: values of the previous graph that were kept.
 
     Raises:
       UnknownCellError: a cell is not one of the runtime's.
@@ -109,9 +108,9 @@ def flatten(
 
 
 def _form_of(graph: Graph) -> Hashable | None:
-    """Return what the plan of a tree, or of a chain with a form, depends on; None for others.
+    """Return the key of the plan of a tree or of a chain with a form; None for other graphs.
 
-    A chain's depends on more, unless it `_is_small`.
+    A chain's plan depends on more, unless it `_is_small`.
     """
     node = graph.nodes[0]
     block = node.block
@@ -129,7 +128,7 @@ def _form_of(graph: Graph) -> Hashable | None:
 def _plan_of_a_tree(graph: Graph, layout: Layout, key: Hashable) -> GraphPlan | None:
     """Return the plan of a graph that is one tree.
 
-    None if its cells are not known, or are one, or have large constants.
+    None if its cells are unknown or the same, or have large constants.
     """
     root = graph.nodes[0]
     tree = root.block
@@ -194,7 +193,7 @@ class _Flattener:
         self._layout = layout
         self._known = kept
         self._types = [self._type_of(node) for node in graph.nodes]
-        # The row of each node; of a chain or a tree, that of its last one.
+        # The row of each node; for a chain or a tree, that of its last node.
         self._row_of: dict[Node, int] = {}
         end = 0
         for node in graph.nodes:
@@ -254,9 +253,9 @@ class _Flattener:
         return row * self._layout.stride + output.index
 
     def _structure(self) -> Hashable | None:
-        """Return all that the plan depends on, for graphs of chains and few calls.
+        """Return the key of the plan, for graphs of chains and few calls.
 
-        None for others, and for those with large constants, trees, or values of another graph.
+        None for graphs with large constants, trees, or values of another graph, and for all others.
         """
         nodes = self._graph.nodes
         if len(nodes) > _MAX_CALLS or self._graph.keep or isinstance(nodes[0].block, Tree):
@@ -290,7 +289,7 @@ class _Flattener:
     def _plan_of_a_chain(
         self, structure: Hashable | None, wanted: WantedValues
     ) -> GraphPlan | None:
-        """Return the plan of a graph that is one chain and has a structure; else None."""
+        """Return the plan of a graph that is one chain and has a structure; otherwise None."""
         chain = self._graph.nodes[0].block
         if structure is None or not isinstance(chain, Chain) or len(self._graph.nodes) > 1:
             return None

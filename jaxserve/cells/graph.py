@@ -32,14 +32,14 @@ _MAX_NAMED = 8
 
 @final
 class Graph:
-    """The nodes that outputs depend on. A node belongs to the first graph that it is in.
+    """The nodes that outputs depend on. A node belongs to the first graph that contains it.
 
     Args:
       outputs: the values that the request returns, by name: an output of a node, a list of outputs
         of the same shape (returned stacked), or the steps of a loop.
       then: function on the host that gets the outputs' values and returns the next graph, or the
-        request's values. It must not block: it runs on the runtime's thread. By default the
-        outputs are the request's values.
+        request's values. It must not block: it runs on the runtime's thread. By default the outputs
+        are the request's values.
       keep: outputs that stay on the device, so that the graph that `then` returns may take them as
         inputs.
       max_nodes: the most nodes; a runtime may accept fewer.
@@ -52,7 +52,7 @@ class Graph:
       EmptyGraphError: no output depends on a node.
       CyclicGraphError: a node depends on itself, which only `from_edges` can make.
       TooManyNodesError: there are over `max_nodes` nodes.
-      InvalidGraphError: an output is not of the kinds above.
+      InvalidGraphError: an output is none of the allowed kinds.
     """
 
     def __init__(
@@ -90,17 +90,17 @@ class Graph:
         *,
         max_nodes: int = MAX_NODES,
     ) -> Graph:
-        """Return the graph of a list of nodes, such as a file has it.
+        """Return the graph of a list of nodes, as read from a file.
 
         Args:
           cells: the cell of each node.
-          inputs: those of each node: a constant, or (index of a node, name of its output).
+          inputs: the inputs of each node: a constant, or (index of a node, name of its output).
           outputs: (index of a node, name of its output).
 
         Raises:
           CyclicGraphError: nodes depend on each other.
-          InvalidGraphError: a tuple is not (index of a node, name of its output), or there are more
-            or fewer inputs than cells; or a subclass, as in a cell's call.
+          InvalidGraphError: a tuple is not (index of a node, name of its output), or the numbers of
+            inputs and cells differ; or a subclass, as in a cell's call.
         """
         if len(cells) != len(inputs):
             raise InvalidGraphError(
@@ -122,7 +122,7 @@ class Graph:
 
 
 def parts_of(result: Result) -> Sequence[Output]:
-    """Return the outputs of nodes that a graph's output is made of."""
+    """Return the node outputs that a graph's output consists of."""
     if isinstance(result, Output):
         return (result,)
     return (result.output,) if isinstance(result, Steps) else result
@@ -181,7 +181,7 @@ def _too_many(given: str, max_nodes: int) -> str:
 
 
 def _resolved(value: Any, nodes: Sequence[Node | None]) -> Any:
-    """Return the output that (index, name) stands for; other values as they are."""
+    """Return the output that (index, name) stands for; other values unchanged."""
     if not isinstance(value, tuple):
         return value
     index, name = value
@@ -235,12 +235,12 @@ def _order(cells: Sequence[BaseCell], inputs: Sequence[Mapping[str, Any]]) -> li
 
 
 def _cycle(inputs: Sequence[Mapping[str, Any]], num_left: Sequence[int]) -> list[int]:
-    """Return the nodes of a cycle, each of which takes an output of the one after it.
+    """Return the nodes of a cycle, each of which takes an output of the next one.
 
     Args:
-      num_left: of each node, the predecessors that cannot come before it.
+      num_left: for each node, the predecessors that cannot come before it.
     """
-    # Every such node has such a predecessor, so the path comes back to a node on it.
+    # Every such node has such a predecessor, so the path returns to a node on it.
     path: dict[int, int] = {}  # node -> its place
     node = next(index for index, num in enumerate(num_left) if num)
     while node not in path:

@@ -22,21 +22,21 @@ _Spare: TypeAlias = "dict[int, list[int]]"
 def plan_slots(
     layout: Layout, graph: CellGraph, sources: Sequence[Sequence[int]], uses: Sequence[int]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return a slot for every value that is taken, which holds in any order that nodes may run in.
+    """Return a slot for every value that is taken, valid for any order in which nodes may run.
 
-    A node's outputs take the slots of the inputs that nothing else takes, in their order; so the
-    states of a chain stay where they are, and an inner node of a tree takes the slots of its left
-    child. Slots that it leaves over go to one node that follows it. For chains and trees these are
-    the fewest slots with which every order runs. Values that several nodes or a loop take keep
-    their slots until the graph is removed.
+    A node's outputs take the slots of the inputs that no other node takes, in their order; so the
+    states of a chain stay in place, and an inner node of a tree takes the slots of its left child.
+    Slots that it does not use go to one node that follows it. For chains and trees these are the
+    fewest slots with which every order runs. Values that several nodes or a loop take keep their
+    slots until the graph is removed.
 
     Args:
       sources: for each node the value of each input; negative for constants.
       uses: how often each value is taken or returned.
 
     Returns:
-      The slot of each value in its pool, -1 for those that nothing takes; the slot of each node's
-      flag, -1 for nodes that are no loops; and the number of slots of each pool.
+      The slot of each value in its pool, -1 for unused values; the slot of each node's flag, -1 for
+        nodes that are no loops; and the number of slots of each pool.
     """
     stride = layout.stride
     num_slots = [0] * len(layout.pools)
@@ -77,7 +77,7 @@ def plan_slots(
 
 
 def _joined(some: _Spare, others: _Spare | None) -> _Spare:
-    """Return the slots of both, either of which may be changed."""
+    """Return the slots of both arguments, either of which may be changed."""
     if not others:
         return some
     for pool, slots in others.items():
@@ -122,7 +122,7 @@ LargeConstant: TypeAlias = "tuple[int, int, np.ndarray]"
 
 @final
 class Returned:
-    """The values that graphs return, as their parts and executors ask for them.
+    """The values that graphs return, in the forms that parts and executors need.
 
     Attributes:
       wanted: for every value.
@@ -130,7 +130,7 @@ class Returned:
       num_members: the lengths of lists, by name.
       steps: the names of the outputs that have the values of all steps.
       num_values: the number of `wanted` that are not steps.
-      reads: (node, value) of each value to read when its node has run; not those of loops.
+      reads: (node, value) of each value to read when its node has run; without loops.
 
     Args:
       stride: of the values.
@@ -155,12 +155,12 @@ class Returned:
 
 
 class GraphPlan(NamedTuple):
-    """What graphs of one structure share, whatever constants they have.
+    """What graphs of one structure share, independent of their constants.
 
     Attributes:
       codes: int32 [nodes, `Layout.first_word`], what each column of a node's row is: `ZEROS`,
-        `TRASH` for an output that nothing takes, `WORDS` for a small constant, and from
-        `FIRST_SLOT` on the graph's own slots, pool after pool, and then kept values.
+        `TRASH` for an unused output, `WORDS` for a small constant, and from `FIRST_SLOT` on the
+        graph's own slots, pool after pool, and then kept values.
       types: int32 [nodes], the types as an array.
       num_slots: of each pool, its own slots; see `plan_slots`.
       loops: the nodes that are loops.
@@ -178,11 +178,11 @@ class GraphPlan(NamedTuple):
 
 @final
 class PlanBuilder:
-    """Makes the plan of a graph, node by node.
+    """Builds the plan of a graph, node by node.
 
     Args:
       row_of: the number of each node, or of the last one of its chain or tree.
-      known: values of the graph before it that were kept.
+      known: values of the previous graph that were kept.
     """
 
     def __init__(
@@ -199,15 +199,15 @@ class PlanBuilder:
         # A code, a large constant with its pool, or -1 for the next kept value.
         self._others: list[int | tuple[int, np.ndarray]] = [ZEROS, WORDS]
         self._constants: dict[tuple[int, bytes], int] = {}  # sources by pool and content
-        self._kept: dict[int, int] = {}  # sources by the value of the graph before
+        self._kept: dict[int, int] = {}  # sources by the previous graph's value
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The kept values that its nodes take, as the graph's before it."""
+        """The kept values that its nodes take, in the previous graph's numbering."""
         return tuple(self._kept)
 
     def add(self, t: TypeLayout, node: Node) -> None:
-        """Add a node, or those of a chain or a tree, after what they depend on."""
+        """Add a node, or the nodes of a chain or a tree, after their dependencies."""
         block = node.block
         if isinstance(block, Tree):
             self._add_tree(t, block)
@@ -368,11 +368,11 @@ class PlanBuilder:
 def plan_of_a_chain(layout: Layout, t: TypeLayout, chain: Chain, wanted: WantedValues) -> GraphPlan:
     """Return the plan of a graph that is one chain, whose constants are small, or zeros.
 
-    As with `plan_slots`, each output that is carried has one slot, where it stays.
+    As in `plan_slots`, each carried output stays in one slot.
     """
     num = chain.num_nodes
     returned = tuple(sorted({value - (num - 1) * layout.stride for value, _ in wanted}))
-    # Of all lengths: the codes of the first node, of those within, and of the last one.
+    # For all lengths: the codes of the first node, of the inner nodes, and of the last one.
     key = "chain", t.index, chain.carry, returned, min(num, 2)
     ends = layout.plans.get(key) or layout.plans.add(
         key, _ends_of_a_chain(layout, t, chain, returned), 3
@@ -395,10 +395,9 @@ def plan_of_a_chain(layout: Layout, t: TypeLayout, chain: Chain, wanted: WantedV
 def _ends_of_a_chain(
     layout: Layout, t: TypeLayout, chain: Chain, returned: Sequence[int]
 ) -> tuple[tuple[int, ...], np.ndarray]:
-    """Return the number of slots of each pool, and the codes of three nodes of a chain.
+    """Return the slots of each pool, and the codes of a chain's first, inner and last nodes.
 
-    They are the first node, one within, and the last one, which is also the first of a chain of one
-    node.
+    The last node is also the first of a chain of one node.
     """
     carry = chain.carry if chain.num_nodes > 1 else ()
     carried = [output for output in carry if output >= 0]
@@ -417,10 +416,10 @@ def _ends_of_a_chain(
 
 @final
 class TreesOfASize:
-    """What the plans share of graphs that are one tree each, of one form and number of leaves.
+    """The shared plan of graphs that are one tree each, of one form and number of leaves.
 
-    The leaves have small constants alone. As with `plan_slots`, the outputs of a pair take the
-    slots of its left node.
+    The leaves have small constants only. As in `plan_slots`, the outputs of a pair take the slots
+    of its left node.
 
     Args:
       outputs: name and number of each output of the root that graphs return.

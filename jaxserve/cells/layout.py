@@ -35,7 +35,7 @@ class TypeLayout:
       input_pools, output_pools: pool of each input and output.
       words: for each input, the range of its words; None for an input that is too large.
       num_words: words of all inputs.
-      carry: for each input of a loop, the output of the last step that it takes; -1 for none.
+      carry: for each input of a loop, the output of the previous step that it takes; -1 for none.
       zeros: for each input, the array that the constant 0 becomes, see `as_constant`.
     """
 
@@ -70,7 +70,7 @@ class TypeLayout:
 class Layout:
     """The layout of all cells of a runtime. Values of the same shape and dtype share a pool.
 
-    What a node reads and writes is a row of `width` numbers: the slot of each input, from column
+    A node reads and writes a row of `width` numbers: the slot of each input, from column
     `first_output` on the slot of each output, for loops the slot of the flag at `flag`, and from
     `first_word` on the words of constants. Types with fewer leave columns unused.
 
@@ -79,12 +79,12 @@ class Layout:
       pools: the spec of each pool.
       stride: values that each node has room for: the most outputs of a type.
       max_inputs, max_words: of a type.
-      plans: `GraphPlan`s of structures that were used lately.
-      output_pools: int64 [types, stride], the pool of each output; 0 for those that a type lacks.
+      plans: `GraphPlan`s of recently used structures.
+      output_pools: int64 [types, stride], the pool of each output; 0 for missing outputs.
 
     Raises:
-      InvalidCellError: two cells of one type differ in priority, sizes or signature, or there is
-        no cell.
+      InvalidCellError: two cells of one type differ in priority, sizes or signature, or there is no
+        cell.
     """
 
     def __init__(self, cells: Sequence[BaseCell]):
@@ -122,18 +122,14 @@ class Layout:
 
     @property
     def cell_types(self) -> tuple[CellType, ...]:
-        """The types as policies know them."""
+        """The types as policies see them."""
         return tuple(
             CellType(t.cell.name, t.cell.priority, t.cell.batch_sizes, t.is_loop)
             for t in self.types
         )
 
     def require_names(self) -> None:
-        """Check that every type has a name of its own, for what is kept by name, such as costs.
-
-        Raises:
-          InvalidCellError
-        """
+        """Raise InvalidCellError unless every type has a unique name, such as for costs by name."""
         names = [t.cell.name for t in self.types]
         shared = sorted({name for name in names if names.count(name) > 1})
         if shared:
@@ -179,7 +175,7 @@ def words_of(value: np.ndarray) -> np.ndarray:
 
 
 def words_of_each(values: np.ndarray) -> np.ndarray:
-    """Return the words of at least one constant [n, words], see `words_of`."""
+    """Return the words of one or more constants [n, words]; see `words_of`."""
     num, num_bytes = len(values), values[0].nbytes
     if num_bytes % 4 == 0 and values.flags.c_contiguous:
         return values.reshape(num, -1).view(np.int32)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# In place of a successor. Adding the id of a graph's first node keeps them apart, and negative.
+# Values without a single successor. After adding a graph's first node id they stay distinct and
+# negative.
 NO_SUCCESSOR = -(1 << 40)
 SEVERAL = 2 * NO_SUCCESSOR
 # More tasks than a graph has nodes.
@@ -17,11 +18,11 @@ _IN_CHAIN = np.array([[0], [NO_SUCCESSOR], [0], [1], [0], [_ANY_NUMBER]])
 
 
 class Waves(NamedTuple):
-    """The tasks of a subgraph that nothing else waits for, if each has all of its ready nodes.
+    """The tasks of a subgraph that no other depends on, if each has all of its ready nodes.
 
     Attributes:
       nodes: int64 [nodes], those of the first task first.
-      numbers: int64 [nodes], the number of each one's task.
+      numbers: int64 [nodes], the task number of each node.
     """
 
     nodes: np.ndarray
@@ -32,7 +33,7 @@ class SubgraphEntry(NamedTuple):
     """The nodes of a subgraph that are ready when the nodes before the subgraph have run.
 
     Attributes:
-      head: the first node of the subgraph, which stands for it.
+      head: the first node of the subgraph, which identifies it.
       type: index of the cell type.
       nodes: int64 [n], those without a predecessor in the subgraph.
       num_before: edges from nodes of other subgraphs.
@@ -58,9 +59,9 @@ class Links(NamedTuple):
       num_inner: int64 [nodes], the predecessors of each node in its own subgraph.
       max_steps: int64 [nodes], most times that each node runs.
       ahead: int64 [nodes], how many nodes follow each one in a line: those with the next numbers,
-        each the only successor of the one before, which is its only predecessor in the subgraph.
-      alone: int64 [nodes], how many tasks from that of each node on nothing else becomes ready by
-        its line; a large number if nothing follows the line, else the nodes that are left of it.
+        each the only successor of the previous one, which is its only predecessor in the subgraph.
+      alone: int64 [nodes], for how many tasks, from each node's own on, its line makes no other
+        node ready; a large number if nothing follows the line, else the nodes that are left of it.
       several: node -> its successors (inner, outer), if it has several of either.
       entries: in the order in which subgraphs without a node before them are released.
       rows: int64 [6, nodes]: `inner`, `outer`, zeros, `num_inner`, `ahead` and `alone`.
@@ -84,7 +85,6 @@ def _rows(
     ahead: np.ndarray,
     alone: np.ndarray,
 ) -> np.ndarray:
-    """Return `Links.rows`."""
     return np.stack([inner, outer, np.zeros_like(inner), num_inner, ahead, alone])
 
 
@@ -99,7 +99,7 @@ def links_of(
 
     Args:
       inner, outer: for each node, its successors in its own subgraph, and the heads of the
-        subgraphs of its other ones.
+        subgraphs of its other successors.
     """
     inner_ones, outer_ones = _ones(inner), _ones(outer)
     num_before = np.array(num_inner, np.int64)
@@ -122,7 +122,7 @@ def links_of(
 
 
 def chain_links(type: int, num_nodes: int) -> Links:
-    """Return the links of a chain of one type, see `chain_graph`."""
+    """Return the links of a `chain_graph`."""
     rows = np.empty((6, num_nodes), np.int64)
     rows[:] = _IN_CHAIN
     rows[0] = np.arange(1, num_nodes + 1)
@@ -150,7 +150,7 @@ def _lines(
 
 
 def _ones(successors: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return the successor of each node if it has one, else what stands for none or several."""
+    """Return the successor of each node if it has one, else `NO_SUCCESSOR` or `SEVERAL`."""
     return np.array(
         [some[0] if len(some) == 1 else SEVERAL if some else NO_SUCCESSOR for some in successors],
         np.int64,

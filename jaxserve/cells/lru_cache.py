@@ -30,7 +30,7 @@ class LRUCache(Generic[_Key, _Value]):
             return found[0]
 
     def add(self, key: _Key, value: _Value, size: int) -> _Value:
-        """Return the value of a key: the one that it has, or this one, which is added."""
+        """Return the cached value of a key, or add this one and return it."""
         with self._lock:
             found = self._entries.setdefault(key, (value, size))
             if found[0] is value:

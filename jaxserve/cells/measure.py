@@ -1,4 +1,4 @@
-"""Measurement of how long cells take."""
+"""Measurement of the time that cells take."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ def sized(
 ) -> list[BaseCell]:
     """Return cells with batches as large as pays off; create a runtime with them.
 
-    The largest batch of each cell is doubled, and the new size added, for as long as the time of a
-    row becomes shorter. Sizes halfway between those over 8 are added, too, so that tasks have less
-    padding.
+    The largest batch of each cell is doubled, and the new size added, as long as the time of a row
+    decreases. Sizes halfway between those over 8 are added too, so that tasks have less padding.
 
     Args:
       device: see `measure_cells`.
-      largest: no batch becomes larger than this.
-      least_gain: the share by which a row's time must become shorter with each doubling.
+      largest: the largest batch size.
+      least_gain: the fraction by which a row's time must decrease with each doubling.
 
     Raises:
       InvalidCellError: two cells have one name.
@@ -62,7 +61,7 @@ def sizes_that_pay(seconds: Mapping[int, float], least_gain: float) -> list[int]
     """Return the first sizes, up to the one after which a row does not become cheaper.
 
     Args:
-      seconds: those of a task, by its size, in increasing order.
+      seconds: size -> seconds of a task, in increasing order of sizes.
     """
     (last, last_s), *others = seconds.items()
     found = [last]
@@ -85,8 +84,8 @@ def measure_cells(
 ) -> MeasuredTaskCost:
     """Return the seconds of every compiled size of cells on a device.
 
-    The median of several calls counts. Rows read two slots in turns, so the time to gather rows
-    that lie far apart is not part of it.
+    Each is the median of several calls. Rows alternate between two slots, so the time to gather
+    rows that are far apart is not included.
 
     Args:
       device: a device of JAX; by default its first.

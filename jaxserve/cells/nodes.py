@@ -14,10 +14,10 @@ from jaxserve.core.errors import UnknownInputError
 
 @final
 class ChainForm:
-    """What chains share that differ in their lengths and in the constants of their nodes.
+    """What chains share that differ only in their lengths and in the constants of their nodes.
 
     Attributes:
-      inputs: those of the first node, in the order of the cell's; None in place of constants.
+      inputs: those of the first node, in the order of the cell's; None for constants.
       carry: see `Chain`.
     """
 
@@ -32,9 +32,9 @@ class Chain(NamedTuple):
     """The nodes of `BaseCell.chain`.
 
     Attributes:
-      each: for each input, the constants of the nodes [num_nodes, ...]; None for others.
-      carry: for each input, the output of the node before that it takes; -1 for none.
-      form: the same object for chains that share it; None for others.
+      each: for each input, the constants of the nodes [num_nodes, ...]; None for other inputs.
+      carry: for each input, the output of the previous node that it takes; -1 for none.
+      form: shared by chains of one form; None without a form.
     """
 
     num_nodes: int
@@ -45,7 +45,7 @@ class Chain(NamedTuple):
 
 @final
 class TreeForm:
-    """What trees share that differ in their pairs and in the constants of their leaves.
+    """What trees share that differ only in their pairs and in the constants of their leaves.
 
     Attributes:
       leaf: the `BaseCell` of the leaves.
@@ -103,15 +103,14 @@ class Tree(NamedTuple):
 class Node:
     """One call of a cell in a graph; `node["h"]` is its output `h`.
 
-    A node of a loop has the value of the last step under this name, and `steps("token")` stands for
-    the values of all steps.
+    For a loop, this is the value of the last step, and `steps("token")` has those of all steps.
 
     Attributes:
       cell: the `BaseCell`, whose module imports this one.
       inputs: outputs of other nodes and constants, in the order of the cell's inputs.
       max_steps: most times that the cell runs; 1 except for loops.
-      block: how it stands for a chain of nodes, of which it is the last and `inputs` are the
-        first's, or for a tree, of which it is the root; None for one node.
+      block: the chain or tree that it stands for, or None. It is the last node of the chain, with
+        the first one's `inputs`, or the root of the tree.
       num_nodes: how many nodes it stands for.
       is_placed: whether a graph has the node. Later graphs may take its outputs, and do not compute
         it again.
@@ -149,7 +148,7 @@ class Node:
         return iter(self.cell.outputs)
 
     def steps(self, name: str) -> Steps:
-        """Return what stands for an output's values of all steps, as an output of the graph.
+        """Return an output's values of all steps, as an output of the graph.
 
         Raises:
           UnknownInputError: the node's cell is not a loop, or does not emit this output.
@@ -184,7 +183,7 @@ class Output:
 
 @final
 class Steps:
-    """The values of an output in all steps of a loop; only a graph's outputs may have them."""
+    """The values of an output in all steps of a loop; only a graph's outputs may contain it."""
 
     __slots__ = ("output",)
 

@@ -25,11 +25,11 @@ _TASKS = (1, 2, 5, 10)
 @final
 @dataclass(frozen=True, kw_only=True)
 class CellPlan:
-    """Settings of a `CellRuntime`, and what a simulation says of them.
+    """Settings of a `CellRuntime`, with their simulated rate and latency.
 
     Attributes:
       batch_sizes: of each cell, by its name.
-      rate: requests a second, with random arrivals, at which the bound is just kept.
+      rate: highest rate, in requests a second with random arrivals, that keeps the bound.
       latency_s: the latency at that rate, of the quantile that the bound is for.
     """
 
@@ -54,13 +54,13 @@ def plan_cells(
 ) -> CellPlan:
     """Find the settings with the highest rate at which a quantile of latencies keeps a bound.
 
-    Every candidate is simulated with the same graphs and Poisson arrivals. One setting at a time is
-    changed, as long as any change is better: the largest batch of a cell, or the tasks that are
-    submitted together.
+    Every candidate is simulated with the same graphs and Poisson arrivals. The search changes one
+    setting at a time, as long as any change is better: the largest batch of a cell, or the tasks
+    that are submitted together.
 
     Args:
-      cells: with all compiled sizes of which to choose.
-      graphs: a sample of requests; some hundred of them for a 99th percentile.
+      cells: with all compiled sizes to choose from.
+      graphs: a sample of requests; a few hundred of them for a 99th percentile.
       cost: for instance `jaxserve.cells.measure.measure_cells(cells)`.
       num_workers, max_in_flight, loop_length: see `simulate_cells`.
       seed: of the arrivals.
@@ -144,7 +144,7 @@ class _Search:
     def _highest_rate(self, settings: list[int], least: float, bar: tqdm) -> float:
         """Return the highest rate that keeps the bound; 0 if it is below `least`.
 
-        It is at most the throughput of requests that are all there at the start.
+        It is at most the throughput of requests that all arrive at the start.
         """
         high = len(self._graphs) / self._makespan_s(settings)
         low = max(least, high / 64)
@@ -171,7 +171,7 @@ class _Search:
         return float(np.quantile(self._latencies(settings, apart_s), self._quantile))
 
     def _makespan_s(self, settings: list[int]) -> float:
-        """Return the seconds that all requests take if they come at once."""
+        """Return the seconds that all requests take if they arrive together."""
         return float(np.max(self._latencies(settings, np.zeros(len(self._graphs)))))
 
     def _latencies(self, settings: list[int], arrivals_s: np.ndarray) -> list[float]:

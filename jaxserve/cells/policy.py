@@ -15,7 +15,7 @@ from jaxserve.cells.cell_graph import CellGraph
 @final
 @dataclass(frozen=True)
 class CellType:
-    """What a policy knows of a cell type; types are numbered in the order of a runtime's cells.
+    """A cell type as a policy sees it; types are numbered in the order of a runtime's cells.
 
     Attributes:
       batch_sizes: compiled sizes, increasing; the last is the largest batch.
@@ -47,7 +47,7 @@ class Task:
       nodes: their ids, at most the type's largest batch. A loop's node is in one task for each of
         its steps. A task of padding alone has none.
       worker: index of the worker. A worker runs its tasks in the order of their submission.
-      num_padding: rows that are computed and belong to no node, as with padding to a common length.
+      num_padding: rows that are computed without a node, as with padding to a common length.
       array: int64 [nodes], `nodes` as an array.
     """
 
@@ -74,9 +74,9 @@ class Task:
 
 @final
 class TaskGroup(Sequence[Task]):
-    """Tasks of one type on one worker, one after the other. Treat it as immutable.
+    """Consecutive tasks of one type on one worker. Treat it as immutable.
 
-    Its tasks are made when they are asked for: what handles all of them at once needs none.
+    Its tasks are created on demand: code that handles all of them at once needs none.
 
     Attributes:
       type, worker: those of each task.
@@ -106,7 +106,7 @@ class TaskGroup(Sequence[Task]):
 
     @classmethod
     def of(cls, tasks: Sequence[Task]) -> TaskGroup:
-        """Return at least one task of one type and worker as a group, which keeps these tasks."""
+        """Return a group that keeps these tasks, one or more of one type and worker."""
         first, sizes = tasks[0], [len(task.nodes) for task in tasks]
         num_rows = [len(task.nodes) + task.num_padding for task in tasks]
         return cls(first.type, first.worker, nodes_of(tasks), sizes, num_rows=num_rows, tasks=tasks)
@@ -119,7 +119,7 @@ class TaskGroup(Sequence[Task]):
     @overload
     def __getitem__(self, index: slice) -> TaskGroup: ...
     def __getitem__(self, index: int | slice) -> Task | TaskGroup:
-        """Return a task, or those of a slice without gaps as a group."""
+        """Return a task, or the tasks of a slice without gaps as a group."""
         if isinstance(index, int):
             return self._made()[index]
         begin, end, step = index.indices(len(self))
@@ -150,14 +150,14 @@ class TaskGroup(Sequence[Task]):
 
 
 def nodes_of(tasks: Sequence[Task]) -> np.ndarray:
-    """Return the nodes of at least one task, int64 [nodes], those of the first task first."""
+    """Return the nodes of one or more tasks, int64 [nodes], those of the first task first."""
     if isinstance(tasks, TaskGroup):
         return tasks.array
     return tasks[0].array if len(tasks) == 1 else np.concatenate([one.array for one in tasks])
 
 
 def groups_of(tasks: Sequence[Task]) -> list[TaskGroup]:
-    """Return tasks of one worker in groups of consecutive ones of one type."""
+    """Return tasks of one worker in groups of consecutive tasks of one type."""
     if isinstance(tasks, TaskGroup):
         return [tasks]
     return [TaskGroup.of(list(some)) for _, some in groupby(tasks, lambda task: task.type)]
@@ -166,19 +166,19 @@ def groups_of(tasks: Sequence[Task]) -> list[TaskGroup]:
 def with_ended(
     tasks: Sequence[Task], ended: Sequence[Collection[int]]
 ) -> Iterable[tuple[Task, Collection[int]]]:
-    """Return each of the tasks of `CellScheduler.complete` with its nodes that have ended."""
+    """Return each task of `CellScheduler.complete` with its nodes that have ended."""
     return zip(tasks, ended or repeat(()), strict=bool(ended))
 
 
 class CellScheduler(Protocol):
-    """A policy at work: it chooses tasks, and knows which nodes have run.
+    """The running state of a policy: it chooses tasks, and records which nodes have run.
 
-    It is driven by one thread. Ids of nodes are `first_node + number in the graph`. They are used
-    again when their graph has left and no submitted task has them.
+    One thread drives it. Ids of nodes are `first_node + number in the graph`. They are reused when
+    their graph has left and no submitted task has them.
     """
 
     def add(self, key: int, graph: CellGraph, first_node: int, now_s: float) -> None:
-        """Add a graph, whose inputs from outside of it are all there.
+        """Add a graph, whose inputs from outside are all available.
 
         Args:
           key: names the graph until it has finished, or was cancelled.
@@ -194,7 +194,7 @@ class CellScheduler(Protocol):
     def cancel(self, key: int) -> None:
         """Drop a graph; its nodes are in no task from now on.
 
-        Tasks that have been submitted with its nodes run, and are completed as the others are.
+        Submitted tasks with its nodes still run, and are completed as usual.
         """
         ...
 
@@ -202,7 +202,7 @@ class CellScheduler(Protocol):
         """Return the tasks to submit to a worker now, in this order; none if nothing should run.
 
         It is called when the worker has room for more. Nodes of a later task may depend on nodes of
-        an earlier one, and on those that this worker has been given before.
+        an earlier one, and on those of earlier tasks of this worker.
         """
         ...
 
@@ -217,21 +217,21 @@ class CellScheduler(Protocol):
             `with_ended`. It is empty if they are no loops.
 
         Returns:
-          Keys of graphs whose nodes have all run, or that the policy held back until now; not those
-          of cancelled graphs. Steps of loops that ended may still be submitted.
+          Keys of graphs whose nodes have all run, or that the policy held back until now, except
+            cancelled graphs. Steps of loops that ended may still be submitted.
         """
         ...
 
     @property
     def has_work(self) -> bool:
-        """Whether graphs have been added that have not left."""
+        """Whether any added graph has not left."""
         ...
 
     @property
     def wake_s(self) -> float | None:
-        """The time at which `schedule` may return tasks although nothing happens before; or None.
+        """The time at which `schedule` may return tasks although no event occurs before; or None.
 
-        It matters only while no task is running.
+        It is used only while no task is running.
         """
         ...
 

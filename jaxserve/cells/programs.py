@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 def sources_of(t: TypeLayout) -> tuple[int, ...]:
     """Return for each input the output that may become it in the next task; -1 for none.
 
-    A loop says which ones these are. For other cells it is the output with the input's name, shape
-    and dtype. There is none if two inputs take one output.
+    A loop specifies it. For other cells it is the output with the input's name, shape and dtype.
+    There is none if two inputs take one output.
     """
     cell = t.cell
     found = (
@@ -45,12 +45,12 @@ def sources_of(t: TypeLayout) -> tuple[int, ...]:
 def stay_in_place(
     rows: Int32[Array, "tasks batch width"], t: TypeLayout, layout: Layout, sources: tuple[int, ...]
 ) -> Bool[Array, " tasks"]:
-    """Return for each task whether all its rows go on from the same rows of the task before it.
+    """Return for each task whether all its rows continue the same rows of the previous task.
 
-    Such a row writes the slots that the row before it wrote. An input with a source reads that
-    output of the row before; any other input travels with the task, or is read where it was read
-    before, from a slot that the row does not write. So no slot needs to be written between both.
-    Rows of padding may follow each other, too.
+    Such a row writes the slots that the previous row wrote. An input with a source reads that
+    output of the previous row; any other input travels with the task, or is read from the same slot
+    as before, which the row does not write. So no slot needs to be written between both. Rows of
+    padding may follow each other too.
 
     Args:
       rows: see `Layout`.
@@ -98,11 +98,11 @@ class Gated(Protocol):
 
 @final
 class GatedTasks:
-    """A function that runs all tasks of a call, one after the other; see `FlatTaskFunction`.
+    """A `FlatTaskFunction` that runs all tasks of a call in one kernel, one after the other.
 
     Raises:
-      NotImplementedError: the type is not a gated cell whose states lie in one pool; the message
-        says why.
+      NotImplementedError: the type is not a gated cell whose states are in one pool; the message
+        gives the reason.
     """
 
     def __init__(self, t: TypeLayout, layout: Layout, graphdef: Any, tree: Any):
@@ -156,16 +156,17 @@ class GatedTasks:
             packed,
             trash=TRASH_SLOT,
         )
-        # XLA runs an executable in the call, and not on its own threads, if it counts less than
-        # 1,000 operations in it, and it counts none in the kernel. One for each row makes the host
-        # not wait for calls of many rows. It waits for those of fewer: what arrives in the meantime
-        # joins the next call, and would else wait for one more that was submitted ahead.
+        # XLA runs an executable in the calling thread, not on its own threads, if it counts less
+        # than 1,000 operations in it, and it counts none in the kernel. One operation for each row
+        # keeps the host from waiting for calls of many rows. It waits for calls of fewer rows:
+        # requests that arrive meanwhile join the next call instead of waiting for another call
+        # submitted ahead.
         if rows.shape[0] > MOST_AT_ONCE:
             is_finite &= jnp.uint8(FINITE)
         return tuple(held.values()), is_finite, values
 
     def packed(self, leaves: Sequence[Any]) -> Array:
-        """Return what follows the leaves of the module's parameters in `params`."""
+        """Return the packed weights, which follow the module's leaves in `params`."""
         return pack_gates(self._cell(leaves, dict.fromkeys(self.pools)))
 
     def _cell(self, leaves: Sequence[Any], pools: Mapping[int, Any]) -> GatedCell:
@@ -183,7 +184,7 @@ class GatedTasks:
 def gated_tasks_of(
     t: TypeLayout, layout: Layout, graphdef: Any, tree: Any, leaves: list[Any]
 ) -> tuple[GatedTasks, Array] | None:
-    """Return the function that runs a type's tasks in one kernel, and what it needs besides leaves.
+    """Return the function that runs a type's tasks in one kernel, and its packed weights.
 
     None if no kernel can.
     """
@@ -239,7 +240,7 @@ class FlatTaskFunction(Protocol):
     """A function that runs tasks of one type, of any sizes, one after the other.
 
     Args:
-      params, pools: as of `TaskFunction`.
+      params, pools: see `TaskFunction`.
       rows: what each row reads and writes, see `Layout`, and in the last column the number of its
         task, which does not decrease; negative for padding.
       reads: slots of the pool of states to read after the tasks; negative after the last of them.
@@ -264,7 +265,7 @@ class CellPrograms:
     Attributes:
       params: for each type, the leaves of its parameters; for a `FlatTaskFunction`, one more.
       tasks: for each type, its `TaskFunction`.
-      flat: for each type, its `FlatTaskFunction`, which is used in place of the other; or None.
+      flat: for each type, the `FlatTaskFunction` that replaces its `TaskFunction`, or None.
       pools: for each type, the pools that its functions take.
 
     Args:
@@ -346,7 +347,7 @@ class _Tasks:
         return pools, flags, emitted
 
     def _runs(self, params, pools, rows, num_tasks, results):
-        """Run tasks, of which adjacent ones with the same slots gather and scatter once."""
+        """Run tasks; adjacent tasks with the same slots gather and scatter once."""
         t, batch = self._type, rows.shape[1]
         sources = dict(zip(t.cell.inputs, self._sources, strict=True))
         stays = stay_in_place(rows, t, self._layout, self._sources)
@@ -424,7 +425,7 @@ class _Tasks:
         return lax.dynamic_update_index_in_dim(flags, flag, k, 0), emitted
 
     def _scattered(self, pools, task: Int32[Array, "width batch"], values, before, ended):
-        """Return the pools with a task's outputs, except those of rows that had ended before."""
+        """Return the pools with a task's outputs, except rows that had ended before."""
         t = self._type
         slots = task[self._layout.first_output :][: t.num_outputs]
         pools = list(pools)
@@ -475,7 +476,7 @@ class _Tasks:
         return found
 
     def _or_words(self, name: str, value: Array, task: Int32[Array, "width batch"]) -> Array:
-        """Return an input, in which constants that travel with the task replace rows of `value`."""
+        """Return an input in which constants that travel with the task replace rows of `value`."""
         number = list(self._type.cell.inputs).index(name)
         words = self._type.words[number]
         if words is None:
@@ -510,7 +511,6 @@ def _zeros(batch: int, spec: ValueSpec) -> Array:
 
 
 def _where(rows: Array, some: Array, others: Array) -> Array:
-    """Return the rows of `some` where `rows` is true, and else those of `others`."""
     return jnp.where(rows.reshape(-1, *[1] * (some.ndim - 1)), some, others)
 
 
@@ -525,7 +525,7 @@ def _finite(values: list[Array], batch: int, *, allows_infinite: bool) -> Array:
 
 
 def _from_words(words: Int32[Array, "batch words"], spec: ValueSpec) -> Array:
-    """Return the values whose bytes the words are, see `layout.words_of`."""
+    """Reverse `layout.words_of`."""
     batch = words.shape[0]
     dtype = jnp.uint8 if spec.dtype == np.bool_ else spec.dtype
     values = lax.bitcast_convert_type(words, dtype).reshape(batch, -1)

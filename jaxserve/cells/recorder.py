@@ -15,11 +15,11 @@ from jaxserve.engine.recorder import MAX_RECORDS, Records, RequestRecord, StepRe
 
 
 class _SubmittedTasks(NamedTuple):
-    """Tasks of one type that were submitted together, in numbers: records are made when read.
+    """Counts of tasks of one type that were submitted together; records are made when read.
 
     Attributes:
       index: of the first task.
-      num_nodes, num_rows: of each task, its nodes, and also with its padding.
+      num_nodes, num_rows: of each task, its nodes, and its nodes with padding.
     """
 
     index: int
@@ -43,11 +43,11 @@ class CellRecorder:
         self._records = Records()
         self._reading = threading.Lock()
         self._in_flight: list[deque[_SubmittedTasks]] = [deque() for _ in range(num_workers)]
-        # Calls with the time of their collection, which `records` has not been asked for since.
+        # Calls with the time of their collection, not yet converted by `records`.
         self._collected: deque[tuple[_SubmittedTasks, float]] = deque(maxlen=MAX_RECORDS)
         self._ended: deque[CellCompletion] = deque(maxlen=MAX_RECORDS)  # likewise
         self._num_tasks = 0
-        # Of each type and number of rows, the compiled size.
+        # (type, number of rows) -> compiled size.
         self._sizes = [
             [bucket(num, t.cell.batch_sizes) for num in range(t.cell.batch_sizes[-1] + 1)]
             for t in layout.types
@@ -55,7 +55,6 @@ class CellRecorder:
 
     @property
     def records(self) -> Records:
-        """The records until now."""
         with self._reading:
             while self._collected:
                 for step in self._steps(*self._collected.popleft()):
@@ -65,7 +64,7 @@ class CellRecorder:
         return self._records
 
     def submitted(self, tasks: TaskGroup, now_s: float, num_requests: int) -> tuple[int, int]:
-        """Record that tasks of a call were submitted; return their nodes, and rows without one.
+        """Record the submitted tasks of a call; return their nodes, and rows without one.
 
         Args:
           num_requests: requests that have not ended.
@@ -83,11 +82,9 @@ class CellRecorder:
         self._collected.append((self._in_flight[worker].popleft(), now_s))
 
     def request_ended(self, completion: CellCompletion) -> None:
-        """Record that a request ended."""
         self._ended.append(completion)
 
     def _steps(self, call: _SubmittedTasks, collected_s: float) -> list[StepRecord]:
-        """Return the records of the tasks of a call."""
         sizes = self._sizes[call.type]
         return [
             StepRecord(

@@ -82,13 +82,13 @@ class SimulatedCells:
     Args:
       layout: of cells of any kind; their modules are not used.
       cost: how long tasks take.
-      max_fused: most tasks of one type and size that one call runs, as of a `CellRuntime` with
-        this `max_tasks_to_submit`. Their results are learned when the last of them has run.
+      max_fused: most tasks of one type and size that one call runs, as of a `CellRuntime` with this
+        `max_tasks_to_submit`. Their results are available when the last of them has run.
       loop_length: when loops end; by default at their `max_steps`.
 
     Raises:
       AssertionError: by `submit`, if a task is too large, or a node of another type, runs twice, or
-        runs on a worker without what it depends on.
+        runs on a worker without its dependencies.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class SimulatedCells:
             self._graphs[node] = graph, first_row
 
     def shrink(self, graph: FlatGraph, first_row: int, kept: Sequence[int]) -> None:
-        """See `CellExecutor`; there are no slots."""
+        """Do nothing: there are no slots."""
 
     def remove(self, graph: FlatGraph, first_row: int) -> None:
         for node in range(first_row, first_row + graph.num_nodes):
@@ -142,7 +142,7 @@ class SimulatedCells:
         return _Handle(None, results, ready_s, self._clock, lambda: None)
 
     def check_integrity(self) -> None:
-        """See `CellExecutor`; there are no slots."""
+        """Do nothing: there are no slots."""
 
     def close(self) -> None:
         self._graphs.clear()
@@ -189,7 +189,7 @@ class SimulatedCells:
         return ended, values
 
     def _run(self, node: int, task: Task) -> None:
-        """Check that a node may run now, and take note of it."""
+        """Check that a node may run now, and record that it ran."""
         assert node in self._graphs, f"node {node} of a graph that has left is in {task}"
         graph, first = self._graphs[node]
         number = node - first
@@ -294,9 +294,7 @@ def simulate_cells(
     max_tasks_to_submit: int = 5,
     loop_length: LoopLength | None = None,
 ) -> CellSimulation:
-    """Simulate requests under a policy, without a device.
-
-    The code that serves on devices makes every decision.
+    """Simulate requests under a policy, without a device, with the engine that serves on devices.
 
     Args:
       requests: (arrival in seconds, graph), in the order of their arrivals. A graph is used once.

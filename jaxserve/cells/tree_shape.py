@@ -24,7 +24,7 @@ _RECORD = np.dtype([("kind", "u1"), ("value", "<i4")])
 
 @final
 class TreeShape:
-    """What trees share whose leaves alone differ. Leaves are numbered first, and then pairs.
+    """The shape of trees that differ only in their leaves. Leaves are numbered first, then pairs.
 
     Attributes:
       key: equal shapes have equal keys if they are made in the same way.
@@ -50,7 +50,7 @@ class TreeShape:
         return cls(pairs.tobytes(), pairs, leftmost, _waves(pairs))
 
 
-# Those of nested tuples, by their kinds of parts.
+# Shapes of nested tuples, by the kinds of their parts.
 _shapes: LRUCache[bytes, TreeShape] = LRUCache(1 << 14)
 
 
@@ -68,10 +68,10 @@ def numbered(tree: NestedTree) -> tuple[Sequence[int] | np.ndarray, TreeShape]:
 
 
 def _coded(tree: NestedTree) -> tuple[np.ndarray, bytes] | None:
-    """Return the leaves of a tree, and the kinds of all parts, each before what is in it.
+    """Return the leaves of a tree, and the kinds of all parts, each before its members.
 
-    `marshal` goes over the parts without Python's interpreter. None if some are neither int32
-    numbers nor pairs, or the tree is deeper than `marshal` allows.
+    `marshal` walks the parts without Python's interpreter. None if some are neither int32 numbers
+    nor pairs, or the tree is deeper than `marshal` allows.
     """
     try:
         data = marshal.dumps(tree, 2)
@@ -89,11 +89,7 @@ def _coded(tree: NestedTree) -> tuple[np.ndarray, bytes] | None:
 
 
 def _walked(tree: NestedTree) -> tuple[list[int], bytes]:
-    """Return the same of any tree.
-
-    Raises:
-      InvalidGraphError: see `numbered`.
-    """
+    """Return the result of `_coded` for any tree; raises InvalidGraphError as `numbered` does."""
     leaves: list[int] = []
     kinds = bytearray()
     # Without recursion: a tree may be as deep as its sentence is long.
@@ -115,7 +111,7 @@ def _walked(tree: NestedTree) -> tuple[list[int], bytes]:
 
 
 def _shape(kinds: bytes) -> TreeShape:
-    """Return the shape of a tree; see `_coded`."""
+    """Return the shape of a tree from the kinds that `_coded` returns."""
     num, pair = kinds.count(_NUMBER), _TUPLE[0]
     leaf, node, after = 0, 0, num
     open: list[int] = []  # of each pair that is not complete: its left node, or -1
@@ -141,7 +137,7 @@ def _shape(kinds: bytes) -> TreeShape:
             node = after
             after += 1
     pairs = np.array(numbers, np.int32).reshape(-1, 2)
-    # What is below a pair comes before what is below a later one, so each wave is in this order.
+    # Nodes below a pair come before nodes below a later one, so each wave is in this order.
     waves = np.array(levels[num:], np.int64)
     order = np.argsort(waves, kind="stable")
     return TreeShape(kinds, pairs, leftmost, Waves(order + num, waves[order]))
@@ -172,10 +168,10 @@ def checked_pairs(
 
 
 def tree_links(leaf_type: int, pair_type: int, shape: TreeShape) -> Links:
-    """Return the links of a tree of at least two leaves. Its cells are of two types."""
+    """Return the links of a tree of at least two leaves, which has two cell types."""
     pairs, waves = shape.pairs, shape.waves
     num = len(pairs) + 1  # leaves
-    # Each pair is a line of its own: that the pairs of a deep tree may form lines is not used.
+    # Each pair is a separate line: lines of pairs in deep trees are not used.
     rows = np.empty((6, num + len(pairs)), np.int64)
     rows[:] = _IN_TREE
     inner, outer, _, num_before, ahead, alone = rows

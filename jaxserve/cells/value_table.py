@@ -13,7 +13,7 @@ from jaxserve.cells.layout import IN_TASK, NUM_RESERVED_SLOTS, TRASH_SLOT, ZERO_
 
 @final
 class FreeSlots:
-    """A stack of the free slots of one pool, so that the slots freed last are taken first."""
+    """A stack of the free slots of one pool: the slots freed last are taken first."""
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
@@ -25,14 +25,10 @@ class FreeSlots:
 
     @property
     def slots(self) -> np.ndarray:
-        """The free slots."""
         return self._slots[: self._num]
 
     def take(self, num: int) -> np.ndarray:
-        """Return slots, in the order in which they were freed.
-
-        The caller has reserved them, see `ValueTable`.
-        """
+        """Return slots, which the caller has reserved, in the order in which they were freed."""
         assert num <= self._num, "slots are taken that were not reserved"
         self._num -= num
         return self._slots[self._num : self._num + num].copy()
@@ -49,10 +45,10 @@ _NO_SLOTS = np.zeros(0, np.int32)
 
 @final
 class ValueTable:
-    """Turns graphs into slots, and tasks into what their rows read and write.
+    """Translates graphs into slots, and tasks into what their rows read and write.
 
-    A graph takes its slots when it is added, the same on every worker. A value is
-    `row * stride + output`, see `CellExecutor` for rows.
+    A graph takes its slots when it is added, the same on every worker. A value is `row * stride +
+    output`, see `CellExecutor` for rows.
 
     Args:
       num_slots: slots of each pool, the same for each worker.
@@ -67,7 +63,7 @@ class ValueTable:
         self._types = np.zeros(0, np.int32)
         self._rows = np.zeros((0, layout.width), np.int32)
         self._later = np.zeros((0, layout.width), np.int32)
-        # Of each pool and slot, the workers that have its value.
+        # For each pool and slot, the workers that have its value.
         self._has = [np.zeros((num, num_workers), np.bool_) for num in num_slots]
         for has in self._has:
             has[ZERO_SLOT] = True
@@ -109,13 +105,12 @@ class ValueTable:
                 free.free(some)
 
     def places_of(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pools and the slots of values."""
         rows, outputs = np.divmod(values, self._layout.stride)
         pools = self._layout.output_pools[self._types[rows], outputs]
         return pools, self._rows[rows, self._layout.first_output + outputs]
 
     def constant_places(self, graph: FlatGraph, first_row: int) -> list[tuple[int, int]]:
-        """Return (pool, slot) of the large constants of a graph, which no worker has yet."""
+        """Return (pool, slot) of a graph's large constants, which no worker has yet."""
         found = []
         for pool, code, _ in graph.constants:
             begin = len(_RESERVED) + sum(graph.num_slots[:pool])
@@ -128,7 +123,7 @@ class ValueTable:
         """Write what the nodes of a task read and write.
 
         Args:
-          nodes: int [n], of a loop those of one step.
+          nodes: int [n]; nodes of a loop are those of one step.
           rows: int32 [n, width].
         """
         # The mode lets NumPy write to `rows` directly; ids of nodes are in range.
@@ -166,11 +161,11 @@ class ValueTable:
         return np.where(has[:, worker], worker, first)
 
     def copied(self, worker: int, pool: int, slots: np.ndarray) -> None:
-        """Record that a worker has the values of slots, too."""
+        """Record that a worker has the values of slots too."""
         self._has[pool][slots, worker] = True
 
     def check_integrity(self) -> None:
-        """Check that every slot is free or of one graph; see `CellExecutor`."""
+        """Check that every slot is free or used by one graph, as in `CellExecutor`."""
         for pool, free in enumerate(self._free):
             used = [taken[pool] for taken in self._taken.values()]
             slots = np.sort(np.concatenate([*used, free.slots]))
@@ -181,7 +176,7 @@ class ValueTable:
             )
 
     def _add_loops(self, graph: FlatGraph, first_row: int) -> None:
-        """Write the rows of loops: those of the first step, and those of the others."""
+        """Write the rows of loops, for the first step and for later ones."""
         layout = self._layout
         for node in graph.plan.loops:
             row = self._rows[first_row + node]

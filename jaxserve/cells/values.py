@@ -70,8 +70,8 @@ def as_constant(value: Any, spec: ValueSpec) -> np.ndarray | None:
     """Return a constant as an array of the spec; None if it does not fit.
 
     A number fits every shape if its dtype keeps its value: an int fits an integer dtype that holds
-    it, and every float dtype. An array must have the spec's shape and dtype. One that may be
-    written to is copied, so that its owner may use it for the next node.
+    it, and every float dtype. An array must have the spec's shape and dtype. A writable array is
+    copied, so that its owner may reuse it.
     """
     if isinstance(value, np.ndarray | np.generic):
         fits = value.shape == spec.shape and value.dtype == spec.dtype
@@ -96,8 +96,8 @@ def as_constant(value: Any, spec: ValueSpec) -> np.ndarray | None:
 def as_constants(values: Sequence[Any] | np.ndarray, spec: ValueSpec) -> np.ndarray | None:
     """Return a copy of the constants of many nodes as an array of the spec's dtype.
 
-    None if they do not fit: integers fit every integer dtype that holds them all, and others must
-    have the spec's dtype.
+    None if they do not fit: integers fit every integer dtype that holds them all, and other values
+    must have the spec's dtype.
     """
     array = np.array(values)
     if array.dtype != spec.dtype and array.dtype.kind in "iu" and spec.dtype.kind in "iu":
