@@ -260,8 +260,7 @@ class Lanes:
 
 @final
 class CellEngine:
-    """The engine that runs graphs of cells with a policy's tasks. Not thread-safe: one loop owns
-    it.
+    """Runs graphs of cells with a policy's tasks. It is not thread-safe: one loop owns it.
 
     Args:
       max_in_flight: groups of tasks that are submitted to a worker and not collected; 2 keeps the
@@ -489,9 +488,7 @@ class CellEngine:
         return begun
 
     def _check_progress(self) -> None:
-        """End the oldest request that the policy never schedules, or the newest waiting for
-        slots.
-        """
+        """End the oldest request that the policy never schedules, or the newest without slots."""
         if self._scheduler.has_work:
             if self._scheduler.wake_s is None:
                 part = next(iter(self._parts.values()))

@@ -29,10 +29,10 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.steps.sampling.choice import top_k
 from pallas_kernels import RowsAt
 
-# The logarithm of the probability of what must not be chosen. It is finite: a cell may not return
-# infinite values.
+# The log-probability of what must not be chosen. It is finite: a cell may not return infinite
+# values.
 _NEVER = -1e30
-# What a step takes from the one before it, in addition to states.
+# What a step takes from the previous one, in addition to states.
 _CARRIED = ("token", "parent", "total", "length")
 
 
@@ -55,12 +55,12 @@ def beam_search_model(
     Args:
       num_beams: hypotheses that are kept at each step.
       length_penalty: the exponent `a` in the score: the sum of the logarithms of a hypothesis's
-        probabilities, divided by ((5 + length) / 6)**a. The length counts the end token. Zero
-        does not normalise.
+        probabilities, divided by ((5 + length) / 6)**a. The length counts the end token. Zero does
+        not normalise.
 
     Raises:
-      InvalidConfigError: encoder and decoder have other states, or of other sizes; or `num_beams`
-        is not from 1 to the number of tokens.
+      InvalidConfigError: encoder and decoder differ in states or their sizes; or `num_beams` is not
+        from 1 to the number of tokens.
     """
     vocab_size = decoder.embedded.vocab_size
     if not 1 <= num_beams <= vocab_size:
@@ -116,11 +116,11 @@ def beam_search_model(
 
 @final
 class Searching(nnx.Module):
-    """A step of a beam search, of which each row holds `num_beams` hypotheses of a request.
+    """A step of a beam search, in which each row holds `num_beams` hypotheses of a request.
 
-    Hypotheses are in the order of their scores. Each row of `state` is [num_beams, hidden_size]; it
-    is that of the hypotheses of the step before, and `parent` says which of them each goes on from.
-    So a GPU's kernel reads states in place, and nothing rearranges them.
+    Hypotheses are in the order of their scores. Each row of `state` is [num_beams, hidden_size],
+    the states of the previous step's hypotheses; `parent` says which of them each hypothesis
+    extends. So a GPU's kernel reads states in place, and they are never rearranged.
 
     Its outputs are the new states, `token`, `parent`, `total` (the sum of the logarithms of the
     probabilities), `length`, and `score`, each [batch, num_beams].
@@ -133,7 +133,6 @@ class Searching(nnx.Module):
         self.num_beams, self.end, self.length_penalty = num_beams, end, length_penalty
 
     def inputs(self) -> dict[str, ValueSpec]:
-        """Return the inputs of its cell."""
         beams, hidden = self.num_beams, self.predicting.embedded.hidden_size
         whole = ValueSpec((beams,), np.dtype(np.int32))
         state = ValueSpec((beams, hidden), np.dtype(np.float32))
@@ -161,13 +160,13 @@ class Searching(nnx.Module):
         length: Int32[Array, "batch beams"],
         logits: Float32[Array, "rows vocab"],
     ) -> dict[str, jax.Array]:
-        """Return the best extensions of hypotheses; each can only have `num_beams` of them."""
+        """Return the best extensions of hypotheses, at most `num_beams` of each."""
         num = self.num_beams
         largest, next_token = top_k(logits, num)
         gain = largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         gain, next_token = (one.reshape(*token.shape, num) for one in (gain, next_token))
         if self.end is not None:
-            # A hypothesis that has ended goes on as it is. The first token may be the end token.
+            # A hypothesis that has ended stays unchanged. The first token may be the end token.
             has_ended = ((token == self.end) & (length > 0))[:, :, None]
             as_it_is = jnp.where(jnp.arange(num) == 0, 0.0, _NEVER)
             gain = jnp.where(has_ended, as_it_is, gain)
@@ -211,7 +210,7 @@ def _gathered(given: Batch) -> jax.Array:
 
 
 def _rows_of_parents(state: Batch, parent: Int32[Array, "batch beams"]) -> RowsAt:
-    """Return the rows [batch * beams, hidden_size] from which hypotheses go on."""
+    """Return the state rows [batch * beams, hidden_size] that the hypotheses extend."""
     batch, num_beams = parent.shape
     rows = state if isinstance(state, RowsAt) else RowsAt(state)
     index = jnp.arange(batch, dtype=jnp.int32) if rows.index is None else rows.index

@@ -1,4 +1,4 @@
-"""A model of cells: what `CellRuntime` is created with."""
+"""A model of cells, from which a `CellRuntime` is created."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Steps whose products with embeddings are computed once, when the model is loaded.
 
-Weights do not change while they serve, and a vocabulary has few tokens. So what a cell computes
-from a token alone is a row of a table. That halves the products of an LSTM whose embeddings are as
-wide as its states, and leaves none of a TreeLSTM's leaves. The tables take more memory than the
-embeddings: four times as much for such an LSTM, and twice as much for leaves.
+Weights do not change while they serve, and a vocabulary has few tokens. So a table holds what a
+cell computes from a token alone, one row for each token. That halves the products of an LSTM whose
+embeddings are as wide as its states, and removes those of a TreeLSTM's leaves. The tables take more
+memory than the embeddings: four times as much for such an LSTM, and twice as much for leaves.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class FoldedLSTM(nnx.Module):
         return states_of(self.as_gated_cell(token, h, c))
 
     def as_gated_cell(self, token: Int32[Array, " batch"], h: Batch, c: Batch) -> GatedCell:
-        """Return the step as a gated cell."""
         added = RowsAt(self.table[...], token)
         product = Product(rows_at(h), self.kernel[...], self.bias[...], added)
         return GatedCell("lstm", (product,), rows_at(c))
@@ -66,11 +65,7 @@ class FoldedLSTM(nnx.Module):
 
 @final
 class FoldedLeaf(nnx.Module):
-    """The states of words, looked up; see `folded`.
-
-    Attributes:
-      h, c: [vocab_size, hidden_size].
-    """
+    """The looked-up states of words, `h` and `c` [vocab_size, hidden_size]; see `folded`."""
 
     def __init__(self, leaf: Leaf):
         self.vocab_size, self.hidden_size = leaf.vocab_size, leaf.hidden_size
@@ -84,7 +79,6 @@ class FoldedLeaf(nnx.Module):
         }
 
     def as_gated_cell(self, token: Int32[Array, " batch"]) -> GatedCell:
-        """Return the cell as a gated cell without gates."""
         return GatedCell("lookup", (), tuple(RowsAt(t[...], token) for t in (self.h, self.c)))
 
 
@@ -93,9 +87,9 @@ def folded(module: Embedded) -> FoldedLSTM: ...
 @overload
 def folded(module: Leaf) -> FoldedLeaf: ...
 def folded(module: Embedded | Leaf) -> FoldedLSTM | FoldedLeaf:
-    """Return a module with the same results, up to rounding, that looks up what tokens decide.
+    """Return a module with the same results, up to rounding, that looks up what tokens determine.
 
-    `sequence_model`, `Predicting` and `tree_lstm_model` take it in place of the module.
+    `sequence_model`, `Predicting` and `tree_lstm_model` take it instead of the module.
 
     Raises:
       InvalidConfigError: the step after the embedding is not an `LSTM`.

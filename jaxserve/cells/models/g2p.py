@@ -1,9 +1,9 @@
 """Letters to phonemes: the trained GRU encoder-decoder of the package `g2p-en`.
 
-Park and Kim, https://github.com/Kyubyong/g2p: a word's letters go through a GRU encoder, and a GRU
-decoder gives ARPAbet phonemes with their stress until its end symbol, 20 at most. It has 0.83
+Park and Kim, https://github.com/Kyubyong/g2p: a GRU encoder reads a word's letters, and a GRU
+decoder returns at most 20 ARPAbet phonemes with their stress, until its end symbol. It has 0.83
 million float32 parameters, trained on the CMU pronouncing dictionary. The package looks words up in
-that dictionary first; this is the network alone, which it uses for words that are not there.
+that dictionary first; this is the network alone, which it uses for other words.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class G2P:
 
 
 def load_g2p(*, batch_sizes: Sequence[int] = BATCH_SIZES, progress: bool = True) -> G2P:
-    """Return the network with its published weights; they are downloaded at the first use.
+    """Return the network with its published weights, which are downloaded on first use.
 
     Raises:
       DownloadError, ModelCacheError: see `fetch`.
@@ -85,7 +85,7 @@ def g2p_from(tensors: Mapping[str, np.ndarray], *, batch_sizes: Sequence[int]) -
     """Return the network with weights under the names of the published file.
 
     Raises:
-      CheckpointError: tensors are missing or of shapes that do not fit.
+      CheckpointError: tensors are missing or have wrong shapes.
     """
     named = {_PUBLISHED.get(name, name): tensors[name] for name in tensors}
     encoder = embedded_from_torch(gru_from_torch(named, "enc."), named, "enc.")
@@ -108,7 +108,7 @@ def g2p_from(tensors: Mapping[str, np.ndarray], *, batch_sizes: Sequence[int]) -
     return G2P(CellModel(model.cells, unfold))
 
 
-# Published name -> name in PyTorch's manner.
+# Published name -> PyTorch's name.
 _PUBLISHED = {
     **{
         f"{part}_{kind}_{gate}h": f"{part}.{name}_{gate}h"

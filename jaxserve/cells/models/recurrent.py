@@ -1,9 +1,9 @@
 """LSTM and GRU steps, alone and with an embedding before them or a projection after them.
 
 Every module is the computation of a cell: it takes arrays with a batch axis by name, and returns a
-dict of such arrays. Gates are in PyTorch's order, so that its weights load as they are.
+dict of such arrays. Gates are in PyTorch's order, so that its weights load unchanged.
 
-States may also be given as rows of a pool, which a GPU's kernel reads where they lie; see `RowsAt`.
+States may also be given as rows of a pool, which a GPU's kernel reads in place; see `RowsAt`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ class Recurrent(Protocol):
 
 
 class Step(Recurrent, Protocol):
-    """One step of a recurrent network.
-
-    It is called with `x` [batch, input_size] and each of its states by name.
-    """
+    """One step of a recurrent network, called with `x` [batch, input_size] and states by name."""
 
     input_size: int
 
@@ -79,7 +76,6 @@ class LSTM(nnx.Module):
         return states_of(self.as_gated_cell(x, h, c))
 
     def as_gated_cell(self, x: Batch, h: Batch, c: Batch) -> GatedCell:
-        """Return the step as a gated cell."""
         product = Product(rows_at(x, h), self.kernel[...], self.bias[...])
         return GatedCell("lstm", (product,), rows_at(c))
 
@@ -113,8 +109,8 @@ class GRU(nnx.Module):
 class Stacked(nnx.Module):
     """One step of several layers, each of which reads the states `h` of the layer below it.
 
-    All layers run in one cell. The states of the last layer have the names of its own, such as `h`
-    and `c`; those of the layers below have the layer's number, such as `h_0` and `c_0`.
+    All layers run in one cell. The states of the last layer have its own names, such as `h` and
+    `c`; those of the layers below have the layer's number, such as `h_0` and `c_0`.
 
     Args:
       layers: from the first to the last, at least two, of one class and one hidden size.
@@ -137,7 +133,7 @@ class Stacked(nnx.Module):
 
     @property
     def state(self) -> tuple[str, ...]:
-        """See `Step`: those of the last layer, then of each layer from the first on."""
+        """The names of the last layer's states, then of each layer's from the first on."""
         *below, last = (self._names(number) for number in range(len(self.layers)))
         return (*last.values(), *(name for names in below for name in names.values()))
 
@@ -159,11 +155,7 @@ class Stacked(nnx.Module):
 
 @final
 class Embedded(nnx.Module):
-    """An embedding and a step after it: `token` in place of `x`.
-
-    Attributes:
-      table: [vocab_size, input_size].
-    """
+    """An embedding `table` [vocab_size, input_size] and a step, called with `token` for `x`."""
 
     def __init__(self, step: Step, vocab_size: int, *, rngs: nnx.Rngs):
         self.step = step
@@ -183,7 +175,7 @@ class Embedded(nnx.Module):
         return self.step(RowsAt(self.table[...], token), **state)
 
     def as_gated_cell(self, token: Int32[Array, " batch"], **state: Batch) -> GatedCell:
-        """Return the step as a gated cell, if it is an LSTM; else raise NotImplementedError."""
+        """Return the step as a gated cell if it is an LSTM; otherwise raise NotImplementedError."""
         if not isinstance(self.step, LSTM):
             raise NotImplementedError(f"a {type(self.step).__name__} is not an LSTM")
         return self.step.as_gated_cell(RowsAt(self.table[...], token), **state)

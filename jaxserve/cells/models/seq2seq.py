@@ -1,4 +1,6 @@
-"""Models of sequences: one cell a token, and an encoder with a decoder fed with its own tokens."""
+"""Models of sequences: one cell a token, and an encoder with a decoder that reads its own
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,6 @@ def sequence_model(
 
 
 def token_cell(module: Reader, *, name: str | None, batch_sizes: Sequence[int]) -> Cell:
-    """Return the cell of a step that reads a token."""
     if name is None:
         step = module.step if isinstance(module, Embedded) else module
         name = type(step).__name__.lower()
@@ -52,11 +53,7 @@ def token_cell(module: Reader, *, name: str | None, batch_sizes: Sequence[int]) 
 
 
 def read(cell: Cell, module: Reader, tokens: Sequence[int]) -> Node:
-    """Return the last node of a chain that reads the tokens.
-
-    Raises:
-      EmptyGraphError, TokenOutOfRangeError: see `checked_tokens`.
-    """
+    """Return the last node of a chain that reads the tokens; raises as `checked_tokens` does."""
     states = module.state
     zeros: dict[str, Any] = dict.fromkeys(states, 0.0)
     given = {"token": checked_tokens(tokens, module.vocab_size)}
@@ -69,8 +66,8 @@ class Decoding:
     """How a decoder begins and ends.
 
     Attributes:
-      go: the first token that it is fed.
-      end: the token with which an answer ends; the last one of its tokens. None for no such token.
+      go: the first token that the decoder reads.
+      end: the token that ends an answer, and is its last one; None for no such token.
       max_steps: most tokens of an answer, by the number of tokens that the encoder reads. Deployed
         systems allow a fixed number more than the input has (thesis, 2.7.4).
     """
@@ -90,12 +87,12 @@ def seq2seq_model(
 ) -> CellModel:
     """Return a model whose inputs are lists of tokens, and whose results have the answer's `token`.
 
-    The decoder begins with the encoder's last states. Its argmax and its end are decided on the
-    device, so that the host is not asked between two tokens. Decoder cells have priority over
-    encoder cells (thesis, 2.4.3).
+    The decoder begins with the encoder's last states. The device decides its argmax and its end, so
+    that no token waits for the host. Decoder cells have priority over encoder cells (thesis,
+    2.4.3).
 
     Raises:
-      InvalidConfigError: encoder and decoder have other states, or of other sizes.
+      InvalidConfigError: encoder and decoder differ in states or their sizes.
     """
     encode = encoder_cell(encoder, decoder, encoder_batch_sizes)
     other = decoder.embedded
@@ -123,7 +120,7 @@ def encoder_cell(encoder: Reader, decoder: Predicting, batch_sizes: Sequence[int
     """Return the cell of an encoder whose last states a decoder takes.
 
     Raises:
-      InvalidConfigError: encoder and decoder have other states, or of other sizes.
+      InvalidConfigError: encoder and decoder differ in states or their sizes.
     """
     other = decoder.embedded
     if (encoder.state, encoder.hidden_size) != (other.state, other.hidden_size):

@@ -1,7 +1,7 @@
-"""Modules from the tensors of PyTorch modules, such as `safetensors.numpy.load_file` reads them.
+"""Modules from the tensors of PyTorch modules, as `safetensors.numpy.load_file` reads them.
 
-PyTorch is not needed. `tensors` are by the names of a `state_dict`. Weights there are [out, in] and
-are transposed here once.
+PyTorch is not needed. `tensors` have the names of a `state_dict`. PyTorch's weights are [out, in],
+and are transposed here once.
 """
 
 from __future__ import annotations
@@ -37,32 +37,24 @@ def lstm_from_torch(tensors: _Tensors, prefix: str = "") -> LSTM | Stacked:
       prefix: of its names in `tensors`, with the dot.
 
     Returns:
-      An `LSTM`, or a `Stacked` of them if there are several layers.
+      An `LSTM`, or a `Stacked` of several layers.
 
     Raises:
-      CheckpointError: tensors are missing or of shapes that do not fit, or a layer reads backwards;
-        all problems together.
+      CheckpointError: tensors are missing or have wrong shapes, or a layer reads backwards; all
+        problems together.
     """
     layers = _layers(_Reader(tensors, prefix), num_gates=4)
     return _one_or_stacked([_lstm(*layer) for layer in layers])
 
 
 def gru_from_torch(tensors: _Tensors, prefix: str = "") -> GRU | Stacked:
-    """Return the step of a `torch.nn.GRUCell` or a `torch.nn.GRU`; see `lstm_from_torch`.
-
-    Raises:
-      CheckpointError: see `lstm_from_torch`.
-    """
+    """Return the step of a `torch.nn.GRUCell` or a `torch.nn.GRU`; see `lstm_from_torch`."""
     layers = _layers(_Reader(tensors, prefix), num_gates=3)
     return _one_or_stacked([_gru(*layer) for layer in layers])
 
 
 def embedded_from_torch(step: Step, tensors: _Tensors, prefix: str) -> Embedded:
-    """Return a step after the `torch.nn.Embedding` under the prefix.
-
-    Raises:
-      CheckpointError: see `lstm_from_torch`.
-    """
+    """Return a step after the `torch.nn.Embedding` under the prefix; see `lstm_from_torch`."""
     reader = _Reader(tensors, prefix)
     table = reader.matrix("weight", columns=step.input_size)
     reader.check()
@@ -70,7 +62,7 @@ def embedded_from_torch(step: Step, tensors: _Tensors, prefix: str) -> Embedded:
 
 
 def predicting_from_torch(embedded: Reader, tensors: _Tensors, prefix: str) -> Predicting:
-    """Return a decoder's step before the `torch.nn.Linear` under the prefix, its projection.
+    """Return a decoder's step before the `torch.nn.Linear` projection under the prefix.
 
     Raises:
       CheckpointError: see `lstm_from_torch`.
@@ -84,7 +76,7 @@ def predicting_from_torch(embedded: Reader, tensors: _Tensors, prefix: str) -> P
 
 
 def tree_lstm_from_torch(tensors: _Tensors, prefix: str = "") -> tuple[Leaf, Internal]:
-    """Return the cells of a TreeLSTM, for which PyTorch has no module of its own.
+    """Return the cells of a TreeLSTM, for which PyTorch has no module.
 
     Under the prefix there are the `torch.nn.Embedding` "embedding" and two `torch.nn.Linear`, with
     the gates in the orders of `Leaf` and `Internal`: "leaf" from the embedding to 3 gates, and
@@ -115,7 +107,7 @@ def tree_lstm_from_torch(tensors: _Tensors, prefix: str = "") -> tuple[Leaf, Int
 
 @final
 class _Reader:
-    """Float32 tensors by name, and the problems with them. What is missing reads as zeros."""
+    """Float32 tensors by name, and the problems with them. Missing tensors read as zeros."""
 
     def __init__(self, tensors: _Tensors, prefix: str):
         self._tensors = tensors
@@ -125,7 +117,7 @@ class _Reader:
     def matrix(
         self, *names: str, rows: int | None = None, columns: int | None = None
     ) -> np.ndarray:
-        """Return the matrix under the first of the names that there is."""
+        """Return the matrix under the first of the names that exists."""
         return self._read(names, (rows, columns))
 
     def vector(self, *names: str, size: int | None = None) -> np.ndarray:
@@ -135,7 +127,7 @@ class _Reader:
         return self._prefix + name in self._tensors
 
     def refuse(self, name: str, why: str) -> None:
-        """Count a tensor as a problem, if it is there."""
+        """Record a tensor as a problem if it exists."""
         if self.has(name):
             self._problems.append(f"{self._prefix + name} {why}")
 
@@ -179,7 +171,7 @@ def _layers(reader: _Reader, num_gates: int) -> list[tuple[np.ndarray, ...]]:
         found.append(
             (
                 reader.matrix(*w_x, rows=rows, columns=below),
-                # Other rows are those of another kind of step, or of a projected network.
+                # Other numbers of rows belong to another kind of step, or to a projected network.
                 reader.matrix(*w_h, rows=rows, columns=hidden_size),
                 reader.vector(*b_x, size=rows),
                 reader.vector(*b_h, size=rows),
@@ -213,7 +205,6 @@ def _gru(w_x: np.ndarray, w_h: np.ndarray, b_x: np.ndarray, b_h: np.ndarray) -> 
 
 
 def _filled(make: Callable[[nnx.Rngs], _Module], **values: np.ndarray) -> _Module:
-    """Return a module with these values in its parameters."""
     module = make(nnx.Rngs(0))
     nnx.update(module, nnx.State({name: jnp.asarray(value) for name, value in values.items()}))
     return module

@@ -30,7 +30,7 @@ Tree: TypeAlias = NestedTree
 
 @final
 class Leaf(nnx.Module):
-    """The cell of a word: no forget gate, since nothing is below it.
+    """The cell of a word, which has no forget gate since it has no children.
 
     Attributes:
       table: [vocab_size, input_size], the embedding.
@@ -47,7 +47,6 @@ class Leaf(nnx.Module):
         return states_of(self.as_gated_cell(token))
 
     def as_gated_cell(self, token: Int32[Array, " batch"]) -> GatedCell:
-        """Return the cell as a gated cell."""
         words = RowsAt(self.table[...], token)
         product = Product((words,), self.kernel[...], self.bias[...])
         return GatedCell("tree_leaf", (product,), ())
@@ -79,7 +78,6 @@ class Internal(nnx.Module):
     def as_gated_cell(
         self, left_h: Batch, left_c: Batch, right_h: Batch, right_c: Batch
     ) -> GatedCell:
-        """Return the cell as a gated cell."""
         product = Product(rows_at(left_h, right_h), self.kernel[...], self.bias[...])
         return GatedCell("tree_internal", (product,), rows_at(left_c, right_c))
 
@@ -101,12 +99,9 @@ def tree_lstm_model(
     internal_batch_sizes: Sequence[int] = BATCH_SIZES,
     returns: Sequence[str] = ("h", "c"),
 ) -> CellModel:
-    """Return a model whose inputs are `Tree`s, and whose results have the root's states.
+    """Return a model whose inputs are `Tree`s, and whose results have the root's states `returns`.
 
     Internal cells have priority over leaves (thesis, 2.4.3).
-
-    Args:
-      returns: the states that results have.
     """
     token = {"token": ValueSpec((), jnp.dtype(jnp.int32))}
     states = ("left_h", "left_c", "right_h", "right_c")

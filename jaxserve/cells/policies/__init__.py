@@ -1,15 +1,15 @@
 """Policies that BatchMaker is compared with, on the same cells. They need no JAX.
 
-| policy | the system that it stands for |
+| policy | the system that it represents |
 |---|---|
 | `Padding` | TensorFlow, MXNet and PyTorch: padding to a common length, in buckets |
 | `GraphMerging` | DyNet's on-the-fly batching, and TensorFlow Fold's dynamic batching |
-| `IdenticalGraphs` | a graph that was written down for one structure: the ideal of figure 2.15 |
+| `IdenticalGraphs` | a graph that is fixed for one structure: the ideal of figure 2.15 |
 | `OneAtATime` | no batching |
 | `LazyBatching` | LazyBatching: node by node under a latency target, with a stack of batches |
 
-They get a system's choices without its costs: no time of the host for building, merging or
-launching graphs counts, except that of the run itself.
+They model a system's choices without its costs: host time for building, merging or launching graphs
+does not count, except that of the run itself.
 """
 
 from jaxserve.cells.policies.graph_batches import IdenticalGraphs, OneAtATime

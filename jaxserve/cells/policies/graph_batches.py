@@ -1,7 +1,7 @@
 """Graph batching: a batch of whole graphs runs to its end before the next one begins.
 
-What systems of this kind differ in are the graphs that form a batch (`Buckets`), and the tasks that
-a batch becomes (`Merge`).
+Systems of this kind differ in the graphs that form a batch (`Buckets`), and in the tasks that a
+batch becomes (`Merge`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Step:
     Attributes:
       nodes: their ids, at most the type's largest batch.
       num_padding: rows that are computed without a node.
-      keeps_rows: of a loop: whether rows that have ended are computed until the last one ends.
+      keeps_rows: for a loop: whether ended rows are computed until the last one ends.
     """
 
     type: int
@@ -54,10 +54,10 @@ BucketOf: TypeAlias = "Callable[[CellGraph], Hashable]"
 
 @final
 class Buckets:
-    """Graphs that wait, by bucket; in a bucket the first comes first.
+    """Waiting graphs, by bucket, first come, first served within a bucket.
 
     Args:
-      bucket_of: returns a graph's bucket, in an order.
+      bucket_of: returns a graph's bucket; buckets are ordered.
       max_graphs: the most graphs of a batch.
       is_round_robin: whether buckets take turns in their order (thesis, 2.7.1). Otherwise the one
         whose first graph has waited longest is next.
@@ -87,7 +87,7 @@ class Buckets:
         return True
 
     def take(self) -> list[Member]:
-        """Remove and return the graphs of the next batch; none if none wait."""
+        """Remove and return the graphs of the next batch."""
         if not self._waiting:
             return []
         bucket = self._last = self._next()
@@ -118,7 +118,7 @@ class _Loop:
     """A loop of a batch that has begun.
 
     Attributes:
-      steps_left: of every row that has not ended, the steps that have not been submitted.
+      steps_left: for every row that has not ended, the steps that have not been submitted.
       num_rows: rows at its beginning.
       has_begun: whether a step was submitted.
     """
@@ -158,14 +158,14 @@ class _Batch:
 
 @final
 class GraphBatchScheduler:
-    """See `CellScheduler`. A worker takes the next batch when its last one has completed.
+    """A `CellScheduler` in which a worker takes the next batch when its last one has completed.
 
     All requests of a batch leave together, at its end. A request that is cancelled while it runs
     stays as padding, since its graph is a part of the merged one.
 
-    A step of a loop is submitted when the one before it has completed, so none runs after the last
-    row has ended. The loops of the frameworks that are compared do the same on the host, or
-    decide it on the device. On a device the worker waits for the host between two steps.
+    A step of a loop is submitted when the previous one has completed, so none runs after the last
+    row has ended. The loops of the compared frameworks do the same on the host, or decide it on the
+    device. On a device the worker waits for the host between two steps.
     """
 
     wake_s = None
@@ -206,7 +206,7 @@ class GraphBatchScheduler:
         if batch.loop is not None:
             tasks += self._iteration(batch, batch.loop, worker)
         if not tasks and batch.num_open == 0:
-            # Only cancelled rows were left: the others leave with a task of padding.
+            # Only cancelled rows were left: the other rows leave with a task of padding.
             batch.loop = None
             tasks.append(Task(batch.last_type, (), worker, 1))
         batch.num_open += len(tasks)
@@ -338,7 +338,7 @@ def _structure_of(graph: CellGraph) -> Hashable:
 @final
 @dataclass(frozen=True)
 class OneAtATime:
-    """The first request runs alone, its nodes in their order, one in a task."""
+    """The first request runs alone, its nodes in order, one node in each task."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Dynamic graphs that are merged: DyNet's on-the-fly batching and TensorFlow Fold's batching."""
+"""Merging of dynamic graphs: DyNet's on-the-fly batching and TensorFlow Fold's batching."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ class GraphMerging:
 
     - "depth": those of one type and one depth, depth by depth (Looks et al., 2017, TensorFlow Fold;
       DyNet's `--dynet-autobatch 2`).
-    - "agenda": all that are ready of one type, which is the type whose nodes have the least depth
-      on average, over all nodes of the merged graph (Neubig, Goldberg and Dyer, 2017; DyNet's
-      `--dynet-autobatch 1`). A node waits for others of its type that are deeper, so batches are
-      larger than by depth.
+    - "agenda": all ready nodes of the type whose nodes have the least average depth, over all nodes
+      of the merged graph (Neubig, Goldberg and Dyer, 2017; DyNet's `--dynet-autobatch 1`). A node
+      waits for deeper ones of its type, so batches are larger than by depth.
 
     DyNet merges single operations and this merges cells, as Fold does, which needs less work.
 
@@ -70,7 +69,7 @@ def by_depth(members: Sequence[Member], types: Sequence[CellType]) -> Iterator[S
 
 
 def by_agenda(members: Sequence[Member], types: Sequence[CellType]) -> Iterator[Step]:
-    """Yield all ready nodes of the type with the least average depth, again and again."""
+    """Yield all ready nodes of the type with the least average depth, repeatedly."""
     sum_depths, num_nodes = [0] * len(types), [0] * len(types)
     ready: list[list[tuple[int, int]]] = [[] for _ in types]
     num_left: list[list[int]] = []

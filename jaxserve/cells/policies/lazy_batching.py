@@ -1,7 +1,7 @@
 """LazyBatching: batches that newer requests catch up with, under a latency target.
 
-Choi, Kim and Rhu, HPCA 2021 (arXiv:2010.13103), as its text describes it; the authors published no
-code. Their unit is a layer ("node") of a network, and here it is a cell.
+Choi, Kim and Rhu, HPCA 2021 (arXiv:2010.13103), from the paper's text; the authors published no
+code. Their unit is a layer ("node") of a network; here it is a cell.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Request:
         they are loops.
       num_running: nodes that have not run.
       ready: the nodes that may run, by type.
-      steps_left: of each loop that has begun, the steps that have not been submitted.
+      steps_left: for each loop that has begun, the steps that have not been submitted.
       ended: loops that are known to have ended.
     """
 
@@ -136,7 +136,7 @@ class _StackedBatch:
 
 @final
 class LazyBatchingScheduler:
-    """See `CellScheduler` and `LazyBatching`. Each worker has a stack; arrivals are shared."""
+    """The `CellScheduler` of `LazyBatching`. Each worker has a stack; arrivals are shared."""
 
     wake_s = None
 
@@ -155,9 +155,9 @@ class LazyBatchingScheduler:
         self._max_requests = max(type.max_batch for type in types)
         self._waiting: OrderedDict[int, _Request] = OrderedDict()
         self._stacks: list[list[_StackedBatch]] = [[] for _ in range(num_workers)]
-        # Requests of each worker, also those that wait for the end of a loop.
+        # Requests of each worker, including those that wait for the end of a loop.
         self._running: list[dict[int, _Request]] = [{} for _ in range(num_workers)]
-        # Of each worker: the nodes of each task in flight, with their requests.
+        # For each worker: the nodes of each task in flight, with their requests.
         self._submitted: list[deque[list[tuple[_Request, list[int]]]]] = [
             deque() for _ in range(num_workers)
         ]
@@ -288,7 +288,7 @@ class LazyBatchingScheduler:
         ended: Collection[int],
         stack: list[_StackedBatch],
     ) -> list[int]:
-        """Return the nodes of loops that have ended with a task, and let their successors run."""
+        """Return the loop nodes that have ended with a task, and let their successors run."""
         found = []
         for node in nodes:
             if node in request.ended:

@@ -18,7 +18,7 @@ from jaxserve.cells.policies.graph_batches import (
 from jaxserve.cells.policy import CellType
 from jaxserve.core.errors import InvalidConfigError, InvalidGraphError
 
-# The parts of a chain: a type, and the nodes in a row of this type.
+# The parts of a chain: a type, and the consecutive nodes of this type.
 _Parts: TypeAlias = "tuple[tuple[int, tuple[int, ...]], ...]"
 
 
@@ -32,12 +32,12 @@ class Padding:
     its bucket's turn, which the thesis found better than any timeout. A loop at a chain's end runs
     until its last row has ended, with all rows.
 
-    A graph is a chain of cells, of one type or of several one after the other. Each part has a
-    bucket of its own, so that a decoder that is unfolded is padded as the encoder is.
+    A graph is a chain of cells, of one type or of several types in sequence. Each part has its own
+    bucket, so that an unfolded decoder is padded like the encoder.
 
     Attributes:
       bucket_width: 10 was best in the thesis.
-      to_longest: whether rows are padded to the longest one of their batch, as loops of TensorFlow
+      to_longest: whether rows are padded to the longest row of their batch, as loops of TensorFlow
         and PyTorch do. Otherwise to the longest length of the bucket, for which the thesis
         materialised a graph.
       max_graphs: the most rows; by default the smallest `max_batch` of the cell types.
@@ -61,7 +61,7 @@ class Padding:
         return f"padding_{self.bucket_width}" + ("_to_longest" if self.to_longest else "")
 
     def new_scheduler(self, types: Sequence[CellType], num_workers: int) -> GraphBatchScheduler:
-        """Return a scheduler whose `add` raises InvalidGraphError for graphs that are no chains."""
+        """Return a scheduler; its `add` raises InvalidGraphError for graphs that are not chains."""
         is_loop = tuple(type.is_loop for type in types)
         width = self.bucket_width
         most = min(type.max_batch for type in types)
@@ -101,11 +101,7 @@ class Padding:
 
 
 def _parts(graph: CellGraph, is_loop: tuple[bool, ...]) -> _Parts:
-    """Return the parts of a chain; each loop is one.
-
-    Raises:
-      InvalidGraphError: the graph is not a chain.
-    """
+    """Return the parts of a chain, each loop alone; raises InvalidGraphError for other graphs."""
     parts: list[tuple[int, list[int]]] = []
     for node, type in enumerate(graph.types):
         if graph.predecessors[node] != ((node - 1,) if node else ()):
