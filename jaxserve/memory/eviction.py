@@ -21,7 +21,7 @@ _PRIOR_BACK, _PRIOR_GONE = 8.0, 16.0
 _WINDOW = 4096.0
 # Pages that are considered before one step while most are declined.
 _FEW = 4
-# The least stale entries before they are removed from the order.
+# Minimum number of stale entries before they are removed from the order.
 _MANY_OLD = 64
 # Conversations that rested most recently, which are ranked before all others.
 _NUM_RESTED = 64

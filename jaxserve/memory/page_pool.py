@@ -13,7 +13,7 @@ NULL_PAGE = 0
 MIN_PAGES = 2
 # What happens to contents after the last reference: dropped, retained, or held elsewhere too.
 _DROPPED, _RETAINED, _COPIED = 0, 1, 2
-# The least pages that `free` frees in one pass.
+# Minimum number of pages that `free` frees in one pass.
 _MANY = 64
 
 # (from, to) of pages.

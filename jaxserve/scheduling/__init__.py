@@ -1,5 +1,5 @@
-"""Deciding what the device does next: pure Python and NumPy, never JAX.
+"""Decides what the device does next: pure Python and NumPy, never JAX.
 
-`Scheduler` owns the sequences and plans one step after another (`StepPlan`). A `Policy` makes the
-choices on the way. The same objects drive a device and the simulator.
+`Scheduler` owns the sequences and plans one step after another (`StepPlan`). A `Policy` makes its
+choices. The same objects drive a device and the simulator.
 """

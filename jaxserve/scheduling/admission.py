@@ -15,9 +15,9 @@ from jaxserve.scheduling.lengths import LengthEstimate, LengthTracker, MemoryUse
 from jaxserve.scheduling.policy import PreemptionCost
 from jaxserve.scheduling.sequence import Sequence
 
-# What preemptions cost beyond the copies or the computation of all memory, by simulation.
+# Cost of preemptions beyond the copies or the recomputation of all memory, by simulation.
 _PREEMPTION_WEIGHT = 2.0
-# Standard deviations that stay free where costs are not measured, and the most that do.
+# Standard deviations that stay free if costs are not measured, and the most that do.
 _UNMEASURED_MARGIN, _MAX_MARGIN = 1.0, 1.5
 
 
@@ -46,13 +46,11 @@ class MaxLength:
 @final
 @dataclass(frozen=True)
 class OnDemand:
-    """Reserve the present tokens and grow page by page, as vLLM does.
-
-    When pages run out, a sequence is preempted.
+    """Reserve the present tokens and grow page by page, as vLLM does; preempt when pages run out.
 
     Attributes:
-      watermark: share of the pool that stays available at an admission, for running sequences to
-        grow into before one is preempted.
+      watermark: share of the pool that an admission leaves available, for running sequences to grow
+        into before one is preempted.
     """
 
     watermark: float = 0.01
@@ -100,12 +98,12 @@ class Predicted:
     By default as in the paper: the longest length of the likeliest bucket. A sequence that uses up
     its reservation is preempted; its next reservation is twice as large, or what a probe has read
     since, whichever is more. So the number of its preemptions is bounded by the logarithm of its
-    length, also where every reading is too short. Without any estimate the longest answer is
-    reserved, as in ORCA.
+    length, even if every reading is too short. Without any estimate the longest answer is reserved,
+    as in ORCA.
 
     Attributes:
       miss_rate: reserve instead a length that at most this share of answers outgrows, given the
-        tokens that have come.
+        tokens generated so far.
       extends: a sequence that outgrows its reservation takes free pages, and is preempted only if
         there are none.
     """
@@ -146,8 +144,7 @@ class Predicted:
 class Oracle:
     """Reserve exactly what the answer will need, by its forced length.
 
-    This is an upper bound for every prediction of lengths. An answer without a forced length is
-    reserved to its limit.
+    No prediction of lengths can do better. An answer without a forced length is reserved to its limit.
     """
 
     def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:
@@ -174,21 +171,21 @@ class Expected:
 
     Answers end at different times, so the memory that all of them need together peaks far below the
     sum of their final lengths. The peak follows from their estimated lengths, each conditioned on
-    the tokens that have come. (Gong et al., "Past-Future Scheduler", arXiv:2507.10150, estimate it
-    from past lengths; here every sequence has its own distribution.)
+    the tokens generated so far. (Gong et al., "Past-Future Scheduler", arXiv:2507.10150, estimate
+    it from past lengths; here every sequence has its own distribution.)
 
     How certain it must be that memory suffices follows from what is lost if it does not. Memory
     that stays free until t iterations from now earns nothing for t iterations; if all of it is
     preempted, that costs c iterations (`PreemptionCost`). A probability of t / (t + 2 c) that
     memory runs out after t iterations weighs the two. So pools whose sequences are swapped at
-    little cost are filled, and where they are recomputed a margin stays free. The 2 stands for what
-    c leaves out: whole sequences are preempted for a page, and some again and again.
+    little cost are filled, and those whose sequences are recomputed keep a margin. The 2 stands for
+    what c leaves out: whole sequences are preempted for a page, and some repeatedly.
 
     Without any estimate this is `OnDemand`.
 
     Attributes:
       margin: standard deviations of the memory in use that stay free at every time; None for those
-        of that probability, and 1 where costs are not measured.
+        of that probability, and 1 if costs are not measured.
     """
 
     margin: float | None = None
@@ -212,13 +209,11 @@ class Expected:
 
 @final
 class ExpectedPeak:
-    """A headroom of what the memory in use is expected to grow by until its peak.
+    """A headroom of the expected growth of the memory in use until its peak.
 
     The memory that running sequences will need is computed once, and that of an admitted one is
-    added to it, so the cost of an admission does not depend on how many sequences run.
-
-    Args:
-      margin: as in `Expected`.
+    added to it, so the cost of an admission does not depend on how many sequences run. `margin` is
+    that of `Expected`.
     """
 
     def __init__(
@@ -241,7 +236,7 @@ class ExpectedPeak:
         self._use = MemoryUse(np.zeros(0), np.zeros(0))
         # Standard deviations that stay free at the times of `_use`.
         self._margins: np.ndarray | float = 0.0
-        # The use up to `_longest` of waiting sequences, by their keys; and the one asked for last.
+        # The use up to `_longest` of waiting sequences, by their keys; and the last one computed.
         self._uses: dict[int, MemoryUse] = {}
         self._asked: Sequence | None = None
         self._has_admitted = False
@@ -277,7 +272,7 @@ class ExpectedPeak:
             self._forget()
 
     def advanced(self) -> None:
-        """Compute what the sequences will need again, from their new lengths."""
+        """Recompute what the sequences will need, from their new lengths."""
         self._num_reserved = None
         self._forget()
 
@@ -288,8 +283,7 @@ class ExpectedPeak:
     def _use_of(self, sequence: Sequence, following: Callable[[], Iterable[Sequence]]) -> MemoryUse:
         """Return the memory that a sequence will need, up to the end of the last of all.
 
-        After an admission more are likely, and those of the sequences that follow are computed with
-        it.
+        More admissions are likely, so the use of the `following` sequences is computed with it.
         """
         forecast = self._lengths.forecast([sequence], even_if_unknown=True)
         assert forecast is not None, "a sequence has an estimate"
@@ -301,7 +295,7 @@ class ExpectedPeak:
             self._use = everything.memory(self._held(self._sequences), self._longest)
             self._margins = self._margins_at(memory_times(self._longest))
         sequences = [sequence]
-        if self._has_admitted:  # since it was computed for several; others then are far behind
+        if self._has_admitted:  # computed for several before; the other ones then are far behind
             self._has_admitted = False
             sequences += [each for each in following() if each is not sequence]
             forecast = self._lengths.forecast(sequences, even_if_unknown=True)

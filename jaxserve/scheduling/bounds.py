@@ -1,20 +1,20 @@
-"""Requests with latency bounds of their own: which are refused, and which wait for them.
+"""Requests with latency bounds of their own: which are refused, and which wait.
 
 A request with a bound is in one of three cases.
 
-- At its submission it is refused if it is expected to miss a bound, and others run or wait. (On an
-  idle engine it begins at once, and the pace may be out of date.) Those before it in the policy's
-  order are expected to go first, and it begins when enough of the others have ended or make way
-  (`expected_late`).
+- At its submission it is refused if it is expected to miss a bound, and other requests run or wait.
+  (On an idle engine it begins at once, and the pace may be out of date.) Those before it in the
+  policy's order are expected to go first, and it begins when enough of the others have ended or
+  make way (`expected_late`).
 - Otherwise it waits until there is room for it. It is refused as soon as it would be late even if
   it began at once (`too_late`).
-- Once it has begun it is not refused any more.
+- Once it has begun it is no longer refused.
 
 Sequences without a bound wait while the computation of their prompts would make a running one with
 a bound late (`scheduling.slack`).
 
-A bound is on the seconds to the first token, on those to the end, or on those per token after the
-first. Tokens are expected to take the time of an iteration without prompts.
+A bound limits the seconds to the first token, to the end, or per token after the first. Tokens are
+expected to take the time of an iteration without prompts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Phase, Sequence
 from jaxserve.scheduling.slack import Pace, alone_s, prompt_s
 
-# Entries that count no more, at least, before they are removed.
+# Minimum number of stale entries before they are removed.
 _MANY_OLD = 64
 
 
@@ -50,7 +50,7 @@ def expected_late(
     """Return the error of a submitted request that is expected to miss a bound; None otherwise.
 
     Its outlook tells when it begins, after those before it in the policy's order, and when it ends:
-    with the mean of its predicted length, or with its `max_tokens` where nothing was predicted.
+    with the mean of its predicted length, or with its `max_tokens` if nothing was predicted.
     Running sequences that the policy preempts for it (`IterationShape.makes_way`) do not count.
 
     Args:
@@ -83,9 +83,7 @@ def too_late(
 ) -> BoundNotMetError | None:
     """Return the error of a request that would miss a bound if it began now; None otherwise.
 
-    Args:
-      samples: its sequences, all of which wait, and none of which has begun.
-      pace: None if it is not known; then a request is too late when a bound has passed.
+    None of its `samples` has begun. If `pace` is None, it is too late when a bound has passed.
     """
     request = samples[0].request
     if not request.has_bounds:
@@ -102,11 +100,8 @@ def too_late(
 class Leeway(NamedTuple):
     """Limits up to which a waiting request is not `too_late`, while no longer output is expected.
 
-    A prediction that arrives later is never longer: it replaces the limit on the output.
-
-    Attributes:
-      until_s: the time.
-      fastest_s, prefill_s: of the `Pace`.
+    A prediction that arrives later is never longer: it replaces the limit on the output. `until_s`
+    is a time; the other two are limits on the `Pace`.
     """
 
     until_s: float
@@ -187,10 +182,10 @@ class Deferred:
 
     def __init__(self) -> None:
         self._outlook = ArrivalOutlook()
-        # Those that were accepted, by number, in the order of submission; some have begun or ended.
+        # Accepted requests, by number, in the order of submission; some have begun or ended.
         self._samples: dict[int, Seq[Sequence]] = {}
         self._num_added = self._num_kept = 0
-        # Those without a leeway.
+        # Requests without a leeway.
         self._unknown: list[int] = []
         # By time, by seconds of an iteration and by those of one with prompts.
         self._ends = (_Ends(), _Ends(), _Ends())
@@ -200,11 +195,7 @@ class Deferred:
     def add(
         self, scheduler: Scheduler, samples: Seq[Sequence], pace: Pace | None, now_s: float
     ) -> BoundNotMetError | None:
-        """Take the samples of a submitted request, or return why it is refused.
-
-        Args:
-          pace: None before any step was timed.
-        """
+        """Take the samples of a submitted request, or return why it is refused."""
         has_slots = self._has_reserved_slots(scheduler, len(samples))
         error = expected_late(
             scheduler, samples, pace, now_s, self._outlook, begins_at_once=has_slots
@@ -220,7 +211,6 @@ class Deferred:
         return None
 
     def _has_reserved_slots(self, scheduler: Scheduler, num_samples: int) -> bool:
-        """Whether reserved slots for requests with a bound are free for these samples."""
         num_reserved = scheduler.policy.iteration.reserved_slots
         if not num_reserved:
             return False
@@ -233,7 +223,7 @@ class Deferred:
     ) -> Iterator[tuple[Sequence, BoundNotMetError]]:
         """Yield each sequence that would miss its bound if it began now, with its error.
 
-        Where nothing runs the pace may be out of date; then only a bound that has passed counts.
+        If nothing runs, the pace may be out of date; then only a bound that has passed counts.
         """
         self._outlook.step()
         newest = pace() if self._samples else None
@@ -273,7 +263,7 @@ class _Ends:
 
     def __init__(self) -> None:
         self._newest: dict[int, float] = {}
-        # (value, number); one counts if its value is the newest of its number.
+        # (value, number); an entry counts if its value is the newest of its number.
         self._heap: list[tuple[float, int]] = []
 
     def put(self, number: int, at: float) -> None:

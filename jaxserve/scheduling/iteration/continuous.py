@@ -10,25 +10,22 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.scheduling.policy import StepBuilder
 from jaxserve.scheduling.sequence import Sequence
 
-# What it costs to begin a loop, as a share of one iteration.
+# The cost of beginning a loop, as a share of one iteration.
 _START_COST = 0.02
-# The same in seconds, where no sequence waits: less than the 2 ms that were measured on a host with
-# two cores that are the device, too, and more than on a device that works while the host plans.
+# The same in seconds, if no sequence waits: less than the 2 ms measured on a host whose two cores
+# are the device, too, and more than on a device that works while the host plans.
 _START_S = 0.001
-# A request that comes waits for half of a loop, and for one that was submitted behind it.
+# A request that arrives waits for half of a loop, and for one that was submitted after it.
 _LOOPS_BEFORE = 1.5
 
 
 def decode_iterations(step: StepBuilder, *, heeds_arrivals: bool = False) -> int:
-    """Return all iterations that were compiled, or fewer while sequences wait or come.
+    """Return all iterations that were compiled, or fewer while sequences wait or arrive.
 
     A loop of N iterations costs its start, and leaves the place of an answer that ends in it unused
-    for N / 2 iterations on average. With one end every L tokens of a row, both together are least
-    at N = sqrt(2 * start * L). Where nothing is known of lengths, N is a quarter of the most. The
-    loop is cut at the first length limit anyway.
-
-    Args:
-      heeds_arrivals: also return fewer while requests arrive, see `_before_arrivals`.
+    for N / 2 iterations on average. With one end every L tokens of a row, the sum is least at N =
+    sqrt(2 * start * L). If nothing is known of lengths, N is a quarter of the most. The loop is cut
+    at the first length limit anyway. `heeds_arrivals` also applies `_before_arrivals`.
     """
     most = step.config.max_decode_iterations
     if not step.has_waiting:
@@ -44,8 +41,8 @@ def _before_arrivals(step: StepBuilder) -> int:
     """Return the iterations of a loop while requests arrive during the steps of others.
 
     A loop of N iterations of t seconds delays each of its B sequences by its start, s / N an
-    iteration. It delays arriving ones, r a second, by 1.5 N t, so 1.5 r N t^2 an iteration. Both
-    together are least at N = sqrt(B s / (1.5 r)) / t.
+    iteration. It delays arriving ones, r a second, by 1.5 N t, so 1.5 r N t^2 an iteration. The sum
+    is least at N = sqrt(B s / (1.5 r)) / t.
     """
     expected = step.expected_arrivals()
     if expected is None:
@@ -58,7 +55,7 @@ def _before_arrivals(step: StepBuilder) -> int:
 @final
 @dataclass
 class Admissions:
-    """How many sequences were admitted since the last decode loop."""
+    """Counts the sequences admitted since the last decode loop."""
 
     num_since_loop: int = 0
 
@@ -69,11 +66,11 @@ class IterationLevel:
     """New requests join at the next iteration: their prompts are computed in a step of their own.
 
     While a prompt is computed no answer advances. A prompt longer than a step is cut. At most as
-    many requests as there are slots go before answers that stand still: a stream of requests that
-    end with their first token would otherwise hold those up for ever.
+    many requests as there are slots are prefilled before the running answers advance; otherwise a
+    stream of requests that end with their first token would block the answers for ever.
 
     Without `compacts`, the memory shuffle of Flover (section V-D), rows of ended answers among the
-    live ones are computed on.
+    live ones are still computed.
     """
 
     num_device_groups: ClassVar[int] = 1
@@ -115,8 +112,8 @@ class Unified:
     Attributes:
       chunk_tokens: the most prompt tokens of one step; 0 for all that fit.
       max_running: a sequence is admitted only while fewer than this many run; None for as many as
-        there are slots. Sequences with a latency bound of their own do not count, and need not wait
-        for it. Where more run already (`Scheduler.adopt`), they continue.
+        there are slots. Sequences with a latency bound of their own do not count and do not wait
+        for it. If more run already (`Scheduler.adopt`), they continue.
       reserved_slots: slots that only sequences with a latency bound of their own may take; one slot
         is always for other sequences. With reserved slots, a sequence with a bound that finds no
         slot or memory preempts sequences without.
@@ -150,7 +147,7 @@ class Unified:
 
     def select(self, step: StepBuilder, state: None) -> None:
         self._make_way(step)
-        # Only looked for where it matters: that may cost a forecast of all that run.
+        # Only looked for if it matters: it may cost a forecast of all running sequences.
         if not step.prefilling and not step.first_admissible(only_bounded=self._is_at_limit(step)):
             num = decode_iterations(step, heeds_arrivals=self.heeds_arrivals)
             step.add_decode_loop(num)
@@ -170,7 +167,6 @@ class Unified:
             step.make_way()
 
     def _is_at_limit(self, step: StepBuilder) -> bool:
-        """Return whether no more sequences without a latency bound of their own may run."""
         if self.max_running is None and not self.reserved_slots:
             return False
         most = max(1, step.config.max_slots - self.reserved_slots)

@@ -1,4 +1,4 @@
-"""How many sequences an encode batch takes, so that encoding and decoding stay even."""
+"""How many sequences an encode batch takes, to balance encoding and decoding."""
 
 from __future__ import annotations
 
@@ -42,12 +42,10 @@ def tokens_to_encode(sequence: Sequence) -> int:
 @final
 @dataclass
 class EncodeBatch:
-    """The sequences of the present encode batch, and what earlier batches were like.
+    """The sequences of the present encode batch, and the averages of earlier ones.
 
-    Attributes:
-      num_sequences: sequences of the batch so far.
-      num_tokens: their tokens without KV before their admission, so cached prefixes count too.
-      mean_tokens: the same of one sequence, over earlier batches.
+    `num_tokens` counts their tokens without KV before their admission, so cached prefixes count
+    too; `mean_tokens` is the average per sequence over earlier batches.
     """
 
     num_sequences: int = 0
@@ -55,13 +53,12 @@ class EncodeBatch:
     mean_tokens: Ratio = field(default_factory=Ratio)
 
     def begin(self) -> None:
-        """Begin another batch; the one before counts in the average from here on."""
+        """Begin another batch; from now on the one before counts in the average."""
         if self.num_sequences:
             self.mean_tokens.add(self.num_tokens, self.num_sequences)
         self.num_sequences = self.num_tokens = 0
 
     def add(self, num_tokens: int) -> None:
-        """Count a sequence that had `num_tokens` tokens without KV before its admission."""
         self.num_sequences += 1
         self.num_tokens += num_tokens
 
@@ -71,21 +68,20 @@ class EncodeBatch:
 class Workload:
     """The sizes that a schedule keeps even from batch to batch (section 5.2 of ExeGPT).
 
-    An encode batch has `encode_batch` sequences. It takes more while its tokens, or the sequences
-    that run, are too few; it takes fewer where its tokens or the running sequences would become too
-    many. The upper bounds count first, so no encode batch is much above the average: where too few
-    sequences run, the average counts as higher by the threshold, and they become more over several
-    batches. A prompt that leads from too few tokens to too many is taken if it brings them nearer
-    to the average. Where nothing runs, one sequence is taken in any case.
+    An encode batch has `encode_batch` sequences. It takes more while its tokens, or the running
+    sequences, are too few; it takes fewer if its tokens or the running sequences would become too
+    many. The upper bounds come first, so no encode batch is much above the average: if too few
+    sequences run, the average counts as higher by the threshold, and their number rises over
+    several batches. A prompt that leads from too few tokens to too many is taken if it brings them
+    nearer to the average. If nothing runs, one sequence is taken in any case.
 
     The paper does not say how far a batch may differ from the average. Its table 7 has encoding
     times within 7 to 12 %, with adjustment; so the default is 10 %.
 
     Attributes:
       encode_batch: B_E, sequences of an encode batch on average.
-      encode_tokens: tokens of an encode batch on average; None to go by those that were computed.
-      decode_batch: B_D, running sequences after an encode batch on average; None where they are not
-        known.
+      encode_tokens: tokens of an encode batch on average; None to use the measured ones.
+      decode_batch: B_D, running sequences after an encode batch on average; None if unknown.
       threshold: share of the average by which tokens and running sequences may differ from it.
     """
 
@@ -153,7 +149,7 @@ class Workload:
 def first_urgent(step: StepBuilder, reserved_slots: int) -> Sequence | None:
     """Return the first waiting sequence with a bound that may begin now, making way for it.
 
-    After one without a bound, which has waited for long, it may have one of the `reserved_slots`.
+    If one without a bound that has waited long is before it, it may have a reserved slot.
     """
     sequence = step.make_way()
     if sequence is not None or not reserved_slots:

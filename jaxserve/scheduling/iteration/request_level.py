@@ -11,12 +11,7 @@ from jaxserve.scheduling.policy import MAX_ADMITTED, StepBuilder
 @final
 @dataclass
 class StaticBatch:
-    """The batch that runs.
-
-    Attributes:
-      num_rows: sequences that were admitted into it.
-      is_open: whether more may be admitted.
-    """
+    """The running batch; `is_open` says whether more sequences may be admitted."""
 
     num_rows: int = 0
     is_open: bool = False
@@ -30,7 +25,7 @@ class Static:
     Dynamic batching as in FasterTransformer and NVIDIA Triton (described in section III of the
     Flover paper): a batch starts when none runs and as many requests wait as there are slots, or
     the first of them has waited for `window_s`. Answers are returned when they end, but their rows
-    are computed on, without use, until the whole batch has ended. A batch of more than
+    are still computed, without use, until the whole batch has ended. A batch of more than
     `MAX_ADMITTED` begins over several steps.
     """
 
@@ -77,12 +72,10 @@ class Static:
 @final
 @dataclass
 class Turns:
-    """Whose turn it was.
+    """The turns of running sequences.
 
-    Attributes:
-      num_turns: turns so far.
-      last: by the key of each running sequence, the number of its last turn; of one that had none
-        since its admission, that of the last turn before.
+    `last` maps the key of each running sequence to the number of its last turn; for one without a
+    turn since its admission, to that of the last turn before.
     """
 
     num_turns: int = 0
@@ -92,7 +85,7 @@ class Turns:
 @final
 @dataclass(frozen=True)
 class Concurrent:
-    """Concurrent model instances (section III of the Flover paper): a batch of one a request.
+    """Concurrent model instances (section III of the Flover paper): one batch per request.
 
     Every request starts at once. Instances take turns on the device, the one that has waited
     longest first; each turn reads all weights for one sequence.
@@ -106,7 +99,7 @@ class Concurrent:
         return Turns()
 
     def select(self, step: StepBuilder, state: Turns) -> None:
-        # A sequence without a turn here was admitted by the shape before this one.
+        # A sequence without a turn here was admitted by the previous shape.
         last = {each.key: state.last.get(each.key, -1) for each in step.running}
         while admitted := step.admit():
             last[admitted.key] = state.num_turns - 1

@@ -1,4 +1,4 @@
-"""Encode a batch of prompts, decode a fixed number of times, again."""
+"""Alternates an encode phase with a fixed number of decode iterations."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Round:
     """The encode phase and the decode phase that a scheduler is in.
 
     Attributes:
-      is_encoding: the encode phase lasts.
+      is_encoding: whether the encode phase lasts.
       num_iterations_left: decode iterations until the next encode phase is due.
-      is_extended: the decode phase went on because no sequence waited.
+      is_extended: whether the decode phase continues because no sequence waits.
       batch: sequences that the encode phase has admitted.
       decoding: sequences that the decode phase began with.
-      ended_share: of those, the share that ended in the phase: the measured sum of P_D(U).
+      ended_share: share of those that ended in the phase: the measured sum of P_D(U).
     """
 
     is_encoding: bool = False
@@ -45,18 +45,18 @@ class RRA:
     """ExeGPT's schedule for round-robin allocation (sections 4.1 and 5.2 of the paper).
 
     An encode phase computes the prompts of about `encode_batch` sequences, in as many mixed steps
-    as they need, while running answers stand still. A decode phase of `decode_iterations` follows,
-    in decode loops. So prompts hold up answers at known times only, and a batch of answers neither
+    as they need, while running answers wait. A decode phase of `decode_iterations` follows, in
+    decode loops. So prompts delay answers at known times only, and a batch of answers neither
     shrinks nor grows on average.
 
-    - Results are read before an encode phase begins, because its size follows from how many answers
+    - Results are read before an encode phase begins, because its size depends on how many answers
       have ended. The device idles for that long, once a round.
-    - If no sequence waits then, decoding goes on until one does. If all answers end, the next
+    - If no sequence waits then, decoding continues until one does. If all answers end, the next
       encode phase begins at once. An encode phase takes what waits, however few.
     - The number of sequences is adjusted as `Workload` says.
     - A sequence with a latency bound of its own does not wait for an encode phase. The step after
-      those in flight computes its prompt, and one token of each running answer beside it. Others
-      are preempted where it finds no slot or memory. Beyond `reserved_slots` it counts as a running
+      those in flight computes its prompt and one token of each running answer. Other sequences are
+      preempted if it finds no slot or memory. Beyond `reserved_slots` it counts as a running
       sequence in the next encode phase.
 
     Attributes:
@@ -66,7 +66,7 @@ class RRA:
       decode_batch: B_D, sequences that run at the beginning of a decode phase on average; fewer do
         at its end. None to take B_E over the measured share of sequences that end in a decode
         phase, which is how the paper sets it.
-      threshold: see `Workload`.
+      threshold: as in `Workload`.
       reserved_slots: slots that only sequences with a latency bound of their own may take.
     """
 
@@ -152,7 +152,7 @@ class RRA:
         )
 
     def _workload(self, state: Round) -> Workload:
-        """Return the planned workload, with the measured decode batch where none was planned."""
+        """Return the planned workload, with the measured decode batch if none was planned."""
         planned = self._planned()
         share = state.ended_share.value
         if self.decode_batch is not None or not share:

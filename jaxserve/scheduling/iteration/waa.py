@@ -6,16 +6,16 @@ How a sequence passes through the groups:
    number, and so one owner, in both groups' memories; `KVManager` alone writes the page table.
 2. Steps of the encode group compute its prompt, and choose its first token.
 3. When those have been read, the link copies its pages into the decode group's memory, while both
-   groups compute. It has room there, because slots and pages are counted over both groups.
+   groups compute. There is room, because slots and pages are counted over both groups.
 4. When the copy has been read, it moves to a slot of the decode group, whose next step admits it
    there with the tokens that it has by then.
 5. A sequence that is preempted begins again at 1.
 
-A sequence with a latency bound of its own goes first in the next encode batch, and others are
-preempted where it finds no slot or memory.
+A sequence with a latency bound of its own goes first in the next encode batch, and other ones are
+preempted if it finds no slot or memory.
 
 Each group, and the link, has its own steps in flight, so none waits for another. Micro-batches of
-the decode group are its executor's: it cuts a step into parts that pass through its stages at once.
+the decode group are its executor's: it cuts a step into parts that run in its stages at once.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class WAA:
     Attributes:
       encode_batch: B_E, sequences of an encode batch on average.
       encode_tokens: tokens of an encode batch on average; None to measure them.
-      decode_batch: B_D, sequences that run on average, those of the encode group included; None to
-        let as many run as slots and memory allow.
-      threshold: see `Workload`.
+      decode_batch: B_D, sequences that run on average, those of the encode group included; None for
+        as many as slots and memory allow.
+      threshold: as in `Workload`.
       decode_iterations: iterations of a decode step, which a sequence that was handed over may have
         to wait for. 1 in the paper; more take less of the host's time.
       reserved_slots: slots that only sequences with a latency bound of their own may take.

@@ -32,9 +32,8 @@ class PageUsage:
 
     Attributes:
       num_usable: pages of the device that sequences can own: all except the null page.
-      num_owned: pages that sequences own.
       num_reserved: further pages that are reserved and not allocated yet.
-      num_cached: pages that no sequence owns, with contents that may be wanted again.
+      num_cached: pages that no sequence owns, with contents that may be reused.
       num_available: pages that can be reserved: free and cached ones that are not reserved yet.
       num_host, num_host_free: pages of the host, and those of them that are free.
     """
@@ -64,11 +63,7 @@ class PageUsage:
 
 @final
 class Growth:
-    """The pages that running sequences need for their next tokens.
-
-    Args:
-      sequences: running ones, each with all tokens but the next one computed.
-    """
+    """The pages that running sequences need; all of their tokens but the next one are computed."""
 
     def __init__(self, sequences: Seq[Sequence], page_size: int):
         self._page_size = page_size
@@ -100,10 +95,9 @@ class Restoring:
         return any(sequence.kv.awaits is not None for sequence in self._sequences)
 
     def begin(self, sequence: Sequence, most: int | None) -> None:
-        """Let a sequence that owns its pages wait for them, if no single plan can copy all.
+        """Let a sequence that owns its pages wait for them, if no plan can copy all of them.
 
-        Args:
-          most: copies of a plan; None where no other sequence waits for them.
+        A plan makes `most` copies; None if no other sequence waits for them.
         """
         incoming = self._cache.incoming
         if most is None:
@@ -133,21 +127,18 @@ class KVManager:
     `release`, `end`, `restart`). Copies between tiers are collected for the next plan.
 
     Args:
-      config: sizes of the pools.
+      config: sizes of the pools; `config` has the present number of pages.
       policy: its retention and preemption say what is kept, and where.
       now: the clock.
-      costs: of swapping and recomputing; None where they were not measured.
+      costs: of swapping and recomputing; None if they were not measured.
       disk: keeps what leaves the host, from former runs too; closed with the manager.
       host_memory: the contents of the host's pages; needed with a disk.
       on_arrival: called on the disk's thread when `retrieval` has something to take in.
 
     Attributes:
-      config: as given, with the present number of pages.
-      host: pages of the host.
       num_outgrown: reservations that were used up.
-      retrieval: of pages on the disk, for waiting sequences.
-      transfer: of cached pages to and from other engines.
-      weights: the identity of the weights.
+      retrieval: reads pages on the disk, for waiting sequences.
+      transfer: sends cached pages to other engines, and takes theirs.
     """
 
     def __init__(
@@ -252,11 +243,8 @@ class KVManager:
     ) -> list[tuple[int, int]]:
         """Reserve `num_tokens` tokens for a waiting sequence that fits.
 
-        If it is the first that runs, one plan may bring all of its pages.
-
-        Returns:
-          (index, page) of the pages it begins with: shared with others, to be filled from the host,
-          or between such pages.
+        Return (index, page) of the pages it begins with: shared, to be filled from the host, or
+        between such pages. If it is the first that runs, one plan may bring all of its pages.
         """
         kv = sequence.kv
         kv.group = 0
@@ -289,8 +277,7 @@ class KVManager:
     def compute_newest(self, sequence: Sequence) -> bool:
         """Record that a plan computes a sequence's newest output token, after all others.
 
-        Returns:
-          False, unchanged, where more is left to compute, or a page for it is not owned.
+        Return False, unchanged, if more is left to compute, or a page for it is not owned.
         """
         kv, length = sequence.kv, sequence.planned_length
         if kv.num_computed + 1 != length or kv.ahead or length > kv.table.num_tokens:
@@ -299,11 +286,10 @@ class KVManager:
         return True
 
     def take_back(self, sequence: Sequence, num_tokens: int) -> None:
-        """Free the pages of planned tokens that a step did not deliver.
+        """Free the pages of planned tokens that a step did not deliver; they are reserved again.
 
-        They go back to the reservation. Steps in flight do not write to them: the device goes on
-        where the sequence really is. Where not even one token came, the KV of the newest token is
-        computed again, to the same values.
+        Steps in flight do not write to them: the device continues at the sequence's real end. If
+        not even one token came, the KV of the newest token is computed again, to the same values.
         """
         kv = sequence.kv
         if sequence.phase is Phase.WAITING and not kv.host_pages:
@@ -322,8 +308,7 @@ class KVManager:
     def preempt(self, sequence: Sequence, *, has_outgrown: bool) -> None:
         """Free a sequence's pages; its KV is cached, copied to the host, or dropped.
 
-        Args:
-          has_outgrown: it used up its reservation, and comes back with a larger one.
+        `has_outgrown` says that it used up its reservation; its next one is larger.
         """
         self._prefixes.leave(sequence, returns=True)
         self._swap_space.save(sequence)
@@ -344,8 +329,7 @@ class KVManager:
     def end(self, sequence: Sequence, *, is_right: bool) -> None:
         """Free everything that a sequence holds, after its phase and tokens are final.
 
-        Args:
-          is_right: False where other sequences may not use its KV.
+        If not `is_right`, other sequences may not reuse its KV.
         """
         self._swap_space.drop(sequence)
         self.retrieval.release(sequence.key)
@@ -383,10 +367,10 @@ class KVManager:
             self._prefixes.prefetch(waiting)
 
     def copies(self, admitted: Iterable[Sequence]) -> tuple[PageCopies, PageCopies]:
-        """Return the copies of the next plan: (device page, host page), and the other way round.
+        """Return the copies of the next plan: (device page, host page), and (host page, device
+        page).
 
-        Args:
-          admitted: sequences that the plan admits.
+        `admitted` are the sequences that the plan admits.
         """
         out = self._swap_space.copies_out()
         out += self._cache.copies_out(free_share=self._free_share)
@@ -409,8 +393,7 @@ class KVManager:
     def shrink(self, num_pages: int) -> list[tuple[int, int]]:
         """Evict what a pool of `num_pages` pages has no room for; no step may be in flight.
 
-        Returns:
-          The fewest (from, to) moves of pages, to be carried out and then passed to `resize`.
+        Return the fewest (from, to) moves of pages, to be carried out and then passed to `resize`.
         """
         self._swap_space.drop_unsaved()
         self._cache.drop_uncopied()
@@ -418,11 +401,7 @@ class KVManager:
         return fewest_moves(self._cache.pool.held, num_pages)
 
     def resize(self, num_pages: int, moves: Moves, running: Iterable[Sequence]) -> None:
-        """Switch to a pool of `num_pages` pages, after `shrink`.
-
-        Args:
-          running: sequences with pages.
-        """
+        """Switch to a pool of `num_pages` pages, after `shrink`; `running` sequences have pages."""
         self._cache.pool.resize(num_pages, moves)
         self.config = self.config_with(num_pages)
         targets = dict(moves)
@@ -441,9 +420,7 @@ class KVManager:
     def weights_changed(self, name: WeightsName, sequences: Iterable[Sequence]) -> None:
         """Evict all cached pages, and use keys of the new weights.
 
-        Args:
-          name: of the new weights.
-          sequences: all that run or wait; what they have computed is no longer cached.
+        What `sequences`, all that run or wait, have computed is no longer cached.
         """
         self.weights.change(name)
         for sequence in sequences:
@@ -453,9 +430,8 @@ class KVManager:
     def clear(self, suffix: bytes = b"") -> None:
         """Evict all cached pages.
 
-        Args:
-          suffix: distinguishes pages from now on from those of the same weights on the disk; empty
-            to keep finding these.
+        A `suffix` distinguishes later pages from those of the same weights on the disk; with an
+        empty one these are still found.
         """
         self.retrieval.clear()
         self._cache.clear(self.weights.of_cache() + suffix)
@@ -467,16 +443,14 @@ class KVManager:
                 self._cache.evict(page)
 
     def save(self) -> None:
-        """Move everything on the host to the disk; no sequence may run any more."""
+        """Move everything on the host to the disk; no sequence may run any longer."""
         self._cache.save()
 
     def flush(self, free_share: float = 1.0) -> PageCopies:
         """Return copies (device page, host page) of cached pages, as many as the host has room for.
 
-        Empty where none is left to copy.
-
-        Args:
-          free_share: 1 for all of them; 0 for those alone that must be copied.
+        Empty if none is left to copy. With a `free_share` of 1 all are copied; with 0 only those
+        that must be.
         """
         return self._cache.copies_out(free_share=free_share)
 
@@ -496,12 +470,9 @@ class KVManager:
 def check_integrity(
     cache: PageCache, host: HostPool, page_size: int, sequences: Iterable[Sequence]
 ) -> None:
-    """Raise AssertionError where sequences and pools disagree.
+    """Raise AssertionError if sequences that have not ended and pools disagree.
 
     These are invariants 1 and 2 of docs/architecture.md.
-
-    Args:
-      sequences: all that have not ended.
     """
     cache.check_integrity()
     pool = cache.pool

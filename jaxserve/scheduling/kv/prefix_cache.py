@@ -23,17 +23,13 @@ class PrefixCacheManager:
     """Matches sequences with the page cache, by their tokens.
 
     Args:
-      cache: holds the pages.
-      values: of pages.
-      retrieval: brings pages that waiting sequences have on the disk alone.
       keeps_pages: False to cache nothing; the samples of one request then still share its prompt.
-      now: the clock.
 
     Attributes:
       num_queried: tokens, in full pages, of admitted sequences that were looked up.
       num_hit: queried tokens that were cached.
-      num_hit_on_host, num_hit_on_disk: hits that came from there.
-      num_evicted: queried tokens that were evicted not long before.
+      num_hit_on_host, num_hit_on_disk: hits on these tiers.
+      num_evicted: queried tokens that were evicted recently.
     """
 
     def __init__(
@@ -69,7 +65,7 @@ class PrefixCacheManager:
         """Return the state of a sequence without KV, with the keys of its prompt's pages."""
         adapter = b"" if request.adapter is None else request.adapter.identity
         keys = PageKeys(request.encoder_prompt, adapter)
-        prompt = request.prompt_array  # kept by the request, so that no step has to make it
+        prompt = request.prompt_array  # the request keeps it, so that no step has to make it
         if self._keeps:  # nor the keys
             keys.of(prompt, self._page_size, self._cache.identity)
         return SequenceKV(PageTable(self._cache.pool, self._page_size), keys=keys)
@@ -82,7 +78,7 @@ class PrefixCacheManager:
         return 0 if sequence.primary is None else num_shareable(sequence, self._page_size)
 
     def shares(self, sequence: Sequence, num_pages: int) -> bool:
-        """Whether others own at least `num_pages` pages of a waiting sequence.
+        """Whether other sequences own at least `num_pages` pages of a waiting one.
 
         The last result is stored. Pages are looked up again only when enough pages have become
         owned since.
@@ -106,7 +102,7 @@ class PrefixCacheManager:
         return sum(page is not None and self._cache.pool.refcount(page) > 0 for page in pages)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError if `shares` remembers too few pages of a waiting sequence."""
+        """Raise AssertionError if `shares` stores too few pages of a waiting sequence."""
         for sequence in sequences:
             found = sequence.kv.shared
             if sequence.phase is not Phase.WAITING or found is None or not self._keeps:
@@ -122,14 +118,12 @@ class PrefixCacheManager:
         return self._retrieval.awaits(sequence.key, self._keys_to_find(sequence))
 
     def prefetch(self, waiting: Iterable[Sequence]) -> None:
-        """Bring pages of waiting sequences from the host with the next plan, complete otherwise.
+        """Bring pages of waiting sequences, in order, from the host with the otherwise complete
+        next plan.
 
         The conversations of these sequences are active, so their pages are worth more than any
-        others. Of a prompt with more than `MAX_LOOKED_AT` pages, one plan considers that many, so
+        other. Of a prompt with more than `MAX_LOOKED_AT` pages, one plan considers that many, so
         that its length does not slow down every plan.
-
-        Args:
-          waiting: in the order in which they will begin.
         """
         if not self._cache.num_host_pages:
             return
@@ -171,8 +165,7 @@ class PrefixCacheManager:
     def begin(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
         """Reserve `num_tokens` tokens for a sequence, and begin with its cached pages.
 
-        Returns:
-          (index, page) of the pages it begins with; None where the pool has too few.
+        Return (index, page) of the pages it begins with; None if the pool has too few.
         """
         loaded = self._retrieval.release(sequence.key)
         kv = sequence.kv
@@ -187,7 +180,7 @@ class PrefixCacheManager:
         found = set(shared)
         came = found & kv.prefetched
         for page in cached:
-            # Not those that were evicted just now, for the pages to begin with.
+            # Not those that were evicted just now, to free the pages to begin with.
             if page.device_page is None and page.host_page is not None:
                 self._cache.restore(page, pages[page.index])
                 found.add(page.index)
@@ -279,11 +272,8 @@ class PrefixCacheManager:
     def leave(self, sequence: Sequence, *, returns: bool = False) -> None:
         """Cache the full pages of a sequence whose table is closed next, unless it is mixed.
 
-        Pages whose tokens are in flight have no key until `read`.
-
-        Args:
-          returns: whether the sequence goes on later. More turns of a conversation are expected,
-            too.
+        Pages whose tokens are in flight have no key until `read`. `returns` says that the sequence
+        continues later; conversations are expected to continue, too.
         """
         kv = sequence.kv
         if not self._keeps or not kv.table.num_pages:

@@ -10,19 +10,17 @@ from typing import final
 from jaxserve.memory.cached_page import Branch, CachedPage, PageKeys
 from jaxserve.memory.page_table import PageTable
 
-# Pages of a waiting sequence that one step looks at to prefetch them.
+# Pages of a waiting sequence that one step considers for prefetching.
 MAX_LOOKED_AT = 512
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class SharedPages:
-    """The result of the last look-up of a waiting sequence's pages.
+    """The result of the last lookup of a waiting sequence's pages.
 
-    Attributes:
-      num_keys: leading full pages that were looked up.
-      num_pages: of those, the ones that others owned.
-      num_gained: `PagePool.num_gained` at that time.
+    Of `num_keys` leading full pages, other sequences owned `num_pages`, when `PagePool.num_gained`
+    was `num_gained`.
     """
 
     num_keys: int
@@ -35,16 +33,13 @@ class SharedPages:
 class Window:
     """The pages of a long prompt, at most `MAX_LOOKED_AT`, that one step considers for prefetching.
 
-    The next step considers the same ones, or the next ones where none of these has to come.
-
-    Attributes:
-      start: index of the first.
-      branch: the prompt's conversation; None before a page had to come.
+    The next step considers the same ones, or the next ones if none of these has to come. `start` is
+    the index of the first; `branch` is None before a page had to come.
     """
 
     start: int = 0
     branch: Branch | None = None
-    # Of the windows by their start: pages that were cached and copied when it was looked at last.
+    # Of each window by its start: pages that were cached and copied at the last look.
     _num_copied: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -57,9 +52,7 @@ class Window:
     def move(self, num_copied: int, num_pages: int) -> None:
         """Move to the next pages, and from the last ones to the first.
 
-        Args:
-          num_copied: pages of this window that are cached and copied.
-          num_pages: of the prompt.
+        `num_copied` pages of this window are cached and copied.
         """
         self._num_copied[self.start] = num_copied
         self.start += MAX_LOOKED_AT
@@ -80,16 +73,15 @@ class SequenceKV:
       host_pages: pages of the host that hold its KV while it waits; empty without any.
       num_dropped: tokens whose KV was dropped at the last preemption.
       num_outgrown: how often the sequence used up its reservation.
-      keys: keys of its full pages.
       branch: its conversation in the prefix cache.
       num_cached: leading pages that are in the prefix cache.
       unnamed: pages in the prefix cache whose last tokens have not been read yet.
       prefetched: indices of pages that came to the device while the sequence waited.
       window: of the pages to prefetch while it waits; None before it was considered.
-      shared: how many pages others own, as of the last look-up; None before.
-      awaits: the last of its pages that is still to come from the host. Until then the sequence
-        runs and computes nothing. None without any.
-      is_mixed: whether former weights computed some of its KV, so that no other sequence may use
+      shared: how many pages others own, as of the last lookup; None before.
+      awaits: the last of its pages that is still to come from the host, or None. Until then the
+        sequence runs and computes nothing.
+      is_mixed: whether former weights computed some of its KV, so that no other sequence may reuse
         it.
     """
 
@@ -133,7 +125,7 @@ class SequenceKV:
     def next_spans(self, num_tokens: int, max_spans: int) -> list[tuple[int, int]]:
         """Return [start, end) of the next `num_tokens` tokens to compute, between cached ones.
 
-        They are fewer where they would be in more than `max_spans` spans.
+        There are fewer if they would be in more than `max_spans` spans.
         """
         if not self.ahead and num_tokens and max_spans:
             return [(self.num_computed, self.num_computed + num_tokens)]

@@ -57,7 +57,7 @@ def preempt_all_s(config: EngineConfig, costs: SwapCosts | None) -> float | None
 
 
 def copy_s(costs: SwapCosts | None) -> float:
-    """Return the seconds of a page's copy; 0 where it was not measured."""
+    """Return the seconds of a page's copy; 0 if it was not measured."""
     return 0.0 if costs is None else costs.page_s
 
 
@@ -67,13 +67,12 @@ class SwapSpace:
 
     Args:
       host: pages of the host; None to always recompute preempted sequences.
-      costs: None where they were not measured. Swapping then counts as cheaper; it was, by orders
-        of magnitude, on every device measured so far.
+      costs: None if they were not measured. Swapping then counts as cheaper; it was, by orders of
+        magnitude, on every device measured so far.
       max_pages: the most pages that one plan copies; a sequence with more than are left is
         recomputed.
 
     Attributes:
-      num_pages_out, num_pages_in: pages copied.
       num_recomputed: tokens whose KV was dropped, and computed again.
     """
 
@@ -100,7 +99,7 @@ class SwapSpace:
     def save(self, sequence: Sequence) -> None:
         """Swap out a sequence's pages with the next plan, or drop its KV; then they are freed."""
         kv = sequence.kv
-        if kv.host_pages:  # it was admitted in this very step, and is there still
+        if kv.host_pages:  # it was admitted in this very step, and is still on the host
             return
         count = kv.table.pages_for(kv.num_computed)
         host = self._host_for(kv.num_computed, count)
@@ -120,7 +119,7 @@ class SwapSpace:
         kv.num_dropped = 0
 
     def drop(self, sequence: Sequence) -> None:
-        """Free a sequence's host pages; without a slot it is recomputed then."""
+        """Free a sequence's host pages; if it has no slot, it is recomputed."""
         kv = sequence.kv
         if kv.host_pages and self._host is not None:
             self._host.free(kv.host_pages)

@@ -1,4 +1,4 @@
-"""KV of prompts that goes from one engine's cache to another's through host memory."""
+"""Sends the KV of prompts from one engine's cache to another's through host memory."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ class WeightsName:
 class WeightsIdentity:
     """The identity of an engine's weights, with which the keys of cached pages begin.
 
-    Args:
-      host_memory: has the fingerprint of the weights; None without host pages.
-      has_disk: whether cached pages may come from another run.
+    `host_memory` has the fingerprint of the weights; None without host pages. With `has_disk`,
+    cached pages may come from another run.
     """
 
     def __init__(self, host_memory: HostMemory | None, *, has_disk: bool):
@@ -59,7 +58,7 @@ class WeightsIdentity:
         return self.of_every_run() if self._has_disk else self._name.version
 
     def of_every_run(self) -> bytes:
-        """Return what equal weights of the same version have in every run.
+        """Return the identity that equal weights of the same version have in every run.
 
         The fingerprint is read once for each version, since that reads all weights.
         """
@@ -74,9 +73,7 @@ class WeightsIdentity:
 class KVPages(NamedTuple):
     """KV of consecutive full pages of a context, by default the leading ones.
 
-    Attributes:
-      identity: of the model, its weights, their version and its pages.
-      pages: contents of each page, in the order of the context.
+    `identity` is that of the model, its weights, their version and its pages.
     """
 
     identity: bytes
@@ -89,14 +86,7 @@ class PageTransfer:
 
     Pages are found by their tokens, so the engines need not know each other. Missing pages are
     computed. The engines must have the same weights and page layout, which the identity of a
-    message proves.
-
-    Args:
-      host_memory: the contents of host pages; None without host pages, and then nothing is sent or
-        taken.
-      weights: the identity of the engine's weights.
-      keys_of: returns the keys of the full pages of a context.
-      now: the clock.
+    message proves. Without `host_memory` nothing is sent or taken.
     """
 
     def __init__(
@@ -131,10 +121,8 @@ class PageTransfer:
     ) -> KVPages:
         """Return the contents of full pages of a context on the host, from page `first` on.
 
-        It ends at the first page that no plan has copied yet.
-
-        Args:
-          on_the_way: host pages that plans in flight copy to; it ends at these, too.
+        It ends at the first page that no plan has copied yet, or that a plan in flight copies to
+        (`on_the_way`).
         """
         contents: list[bytes] = []
         for page in self._cache.find(self._keys_of(tokens)[first:]):
@@ -149,11 +137,8 @@ class PageTransfer:
     def load(self, tokens: Seq[int], kv: KVPages) -> int:
         """Cache the leading full pages of a context on the host; return how many it had room for.
 
-        Args:
-          kv: from `read` of another engine.
-
         Raises:
-          InvalidConfigError: it is of other weights, or of pages of another size.
+          InvalidConfigError: `kv` is of other weights, or of pages of another size.
         """
         if self._host_memory is None or not kv.pages:
             return 0
