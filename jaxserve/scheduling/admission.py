@@ -144,7 +144,8 @@ class Predicted:
 class Oracle:
     """Reserve exactly what the answer will need, by its forced length.
 
-    No prediction of lengths can do better. An answer without a forced length is reserved to its limit.
+    No prediction of lengths can do better. An answer without a forced length is reserved to its
+    limit.
     """
 
     def reserve_tokens(self, sequence: Sequence, lengths: LengthTracker) -> int:

@@ -1,4 +1,4 @@
-"""What is expected of the length of every sequence."""
+"""The expected length of every sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.scheduling.plan import StepPlan, StepResult
 from jaxserve.scheduling.sequence import Phase, Sequence
 from predictor import LengthBuckets, LengthDistributions, Refinement
 
-# Points in time at which the use of memory is evaluated.
+# Number of times at which the use of memory is evaluated.
 _NUM_TIMES = 32
 _TIMES = np.linspace(0.0, 1.0, _NUM_TIMES) ** 2
 _FEWEST_ROWS = 64
@@ -52,7 +52,9 @@ class LengthEstimate:
         return self.at + self.prediction.mean_length
 
     def percentile(self, level: float, num_outputs: int) -> int:
-        """Return the length that a share `level` of answers with `num_outputs` tokens keep to."""
+        """Return the length that a share `level` of answers with `num_outputs` tokens do not
+        exceed.
+        """
         lengths = self.prediction.distribution
         return self.at + int(lengths.quantile(level, num_outputs - self.at)[0])
 
@@ -64,8 +66,7 @@ class LengthEstimate:
     def quantile(self, miss_rate: float, num_outputs: int) -> int:
         """Return a length that at most `miss_rate` of answers outgrow.
 
-        Args:
-          num_outputs: output tokens that have come, at least `at`; the answer is longer than that.
+        `num_outputs` tokens have come, at least `at`; the answer is longer than that.
         """
         known = self._quantile
         if known is None or known[:2] != (miss_rate, num_outputs):
@@ -79,8 +80,7 @@ class LengthEstimate:
 class MemoryUse:
     """Tokens in memory at future times, which depend on when sequences end.
 
-    Attributes:
-      mean, variance: over the lengths of the sequences [times].
+    `mean` and `variance` [times] are over the lengths of the sequences.
     """
 
     mean: np.ndarray
@@ -90,7 +90,7 @@ class MemoryUse:
         return MemoryUse(self.mean + other.mean, self.variance + other.variance)
 
     def peak(self, margin: float | np.ndarray) -> float:
-        """Return the most tokens at any time, with `margin` (one or [times]) deviations."""
+        """Return the most tokens at any time, plus `margin` (scalar or [times]) deviations."""
         return float((self.mean + margin * np.sqrt(self.variance)).max())
 
 
@@ -123,7 +123,7 @@ class Forecast:
     def survival(self, times: np.ndarray) -> np.ndarray:
         """Return P(still running after `times` more tokens) [sequences, times]."""
         alive = self._lengths.survival(self._elapsed, times)
-        # A sequence that is longer than every bucket is taken to go on to its limit.
+        # A sequence that is longer than every bucket is assumed to continue to its limit.
         alive[self._elapsed >= self._lengths.buckets.max_length] = 1.0
         alive[:, times <= 0.0] = 1.0
         alive *= times < np.maximum(self._left, 1)[:, None]
@@ -135,23 +135,20 @@ class Forecast:
 
     @property
     def longest(self) -> float:
-        """The time at which the last sequence has ended, at the latest; at least 1."""
+        """The latest time at which the last sequence has ended; at least 1."""
         return float(self.longest_of_each().max())
 
     def longest_of_each(self) -> np.ndarray:
-        """Return the time at which each has ended, at the latest; at least 1 [sequences]."""
+        """Return the latest time at which each has ended; at least 1 [sequences]."""
         known = np.maximum(self._lengths.buckets.max_length - self._elapsed, 0)
         longest = np.where(known > 0, np.minimum(known, self._left), self._left)
         return np.maximum(longest, 1.0)
 
     def memory(self, held: np.ndarray, longest: float) -> MemoryUse:
-        """Return the memory in use from now until `longest`.
+        """Return the memory in use until `longest`, with `held` tokens of each in memory now.
 
         A sequence that ends frees its memory, so the peak is far below the sum of the final
         lengths.
-
-        Args:
-          held: tokens of each sequence in memory now [sequences].
         """
         used, free = self._memory(held, longest)
         return MemoryUse(used.sum(0), np.einsum("st,st->t", used, free))
@@ -164,7 +161,7 @@ class Forecast:
     def _memory(self, held: np.ndarray, longest: float) -> tuple[np.ndarray, np.ndarray]:
         """Return the mean tokens in memory, and those freed instead [sequences, times].
 
-        Both are of the tokens that a sequence would have if it went on.
+        Both count the tokens that a sequence would have if it continued.
         """
         times = memory_times(longest)
         tokens = held[:, None] + times
@@ -183,7 +180,7 @@ class LengthTable:
     def __init__(self, buckets: LengthBuckets):
         self._buckets = buckets
         # As they were set; normalised; and with the two arrays of `LengthDistributions.lines`, so
-        # that asking for some rows computes nothing.
+        # that reading rows computes nothing.
         zeros: np.ndarray = np.zeros((4, _FEWEST_ROWS, buckets.num))
         self._given, self._probabilities, self._rate, self._tail = zeros
         self._set(_UNKNOWN, np.diff(buckets.edges) / buckets.max_length)
@@ -192,11 +189,9 @@ class LengthTable:
         self._free = list(range(_FEWEST_ROWS - 1, _UNKNOWN, -1))
 
     def put(self, key: int, prediction: LengthPrediction, at: int) -> None:
-        """Set the row of a sequence.
+        """Set the row of a sequence, of which `at` output tokens had come.
 
-        Args:
-          prediction: of the output tokens still to come; converted from other buckets.
-          at: output tokens that had come.
+        The prediction of tokens still to come is converted from other buckets.
         """
         row = self._row_of.get(key)
         if row is None:
@@ -248,7 +243,7 @@ class LengthTable:
 
 @final
 class LengthTracker:
-    """Holds what is expected of each sequence's length, from its submission to its end.
+    """Tracks each sequence's expected length, from its submission to its end.
 
     The first estimate is the request's prediction, or else the distribution of all answers that the
     probe was trained on. Readings of the probe refine it. Without a prediction and without a probe
@@ -259,9 +254,6 @@ class LengthTracker:
 
     Args:
       refinement: how a reading changes an estimate; None without a probe.
-
-    Attributes:
-      num_refined: estimates that a reading has changed.
     """
 
     def __init__(self, refinement: Refinement | None = None):
@@ -293,7 +285,7 @@ class LengthTracker:
         return True
 
     def restart(self, sequence: Sequence) -> None:
-        """Return to the first estimate, because the answer begins anew."""
+        """Return to the first estimate, because the answer restarts."""
         first = self._first.get(sequence.key)
         if first is not None:
             self._set(sequence.key, first)
@@ -307,8 +299,7 @@ class LengthTracker:
     def refine(self, plan: StepPlan, result: StepResult, rows: Seq[tuple[int, Sequence]]) -> None:
         """Apply the probe's readings of a step whose tokens were appended.
 
-        Args:
-          rows: indices of rows in the plan, each with its sequence.
+        `rows` has indices of rows in the plan, each with its sequence.
         """
         logits = result.remaining
         if self._refinement is None or logits is None or self._has_failed:
@@ -346,11 +337,8 @@ class LengthTracker:
     ) -> Forecast | None:
         """Return what is expected of sequences together, given the tokens planned so far.
 
-        One without an estimate counts as having any length up to the longest.
-
-        Args:
-          even_if_unknown: False for None where no sequence has an estimate; True for None only
-            where none had one yet, of these or of others.
+        One without an estimate counts as having any length up to the longest. The result is None if
+        no sequence has an estimate; with `even_if_unknown`, only if none ever had one.
         """
         if self._table is None:
             return None
@@ -397,7 +385,7 @@ class LengthTracker:
 
 
 def first_prediction(request: Request, refinement: Refinement | None) -> LengthPrediction | None:
-    """Return what is known of an answer's length before it begins: see `LengthTracker`."""
+    """Return what is known of an answer's length before it begins, as in `LengthTracker`."""
     if request.prediction is not None or refinement is None:
         return request.prediction
     return LengthPrediction(refinement.buckets, refinement.marginal)

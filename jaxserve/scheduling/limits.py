@@ -1,4 +1,4 @@
-"""Limits of answers and retries, and the errors of sequences that cannot go on."""
+"""Limits of answers and retries, and the errors of sequences that cannot continue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxserve.core.request import FinishReason, Request
 from jaxserve.scheduling.policy import IterationShape, Policy
 from jaxserve.scheduling.sequence import Sequence
 
-# Handovers of a sequence, one after another, whose pages may be lost before its request fails.
+# Handovers in a row of a sequence whose pages may be lost before its request fails.
 MAX_LOST_HANDOVERS = 3
 
 
@@ -27,7 +27,7 @@ def max_length(request: Request, config: EngineConfig) -> int:
 
 
 def end_of(sequence: Sequence, *, has_new: bool) -> FinishReason | None:
-    """Return why a sequence ends with its newest token (new if `has_new`); None if it goes on."""
+    """Return why a sequence ends with its newest token (new if `has_new`); None if it continues."""
     request = sequence.request
     if has_new and sequence.output[-1] in request.stop_token_ids:
         return "stop"
@@ -65,11 +65,7 @@ def not_handed_over(sequence: Sequence) -> HandoverError:
 
 
 def check_groups(iteration: IterationShape[Any], policy: Policy) -> None:
-    """Check that a policy can adopt another iteration shape.
-
-    Raises:
-      InvalidConfigError: it plans for another number of device groups.
-    """
+    """Raise InvalidConfigError if an iteration shape plans for another number of device groups."""
     if iteration.num_device_groups != policy.num_device_groups:
         raise InvalidConfigError(
             f"{iteration} plans for {iteration.num_device_groups} device groups, and policy "
@@ -79,11 +75,7 @@ def check_groups(iteration: IterationShape[Any], policy: Policy) -> None:
 
 
 def check_has_groups(policy: Policy, num_device_groups: int) -> None:
-    """Check that an executor has the device groups that a policy plans for.
-
-    Raises:
-      InvalidConfigError: it has fewer.
-    """
+    """Raise InvalidConfigError if an executor has fewer device groups than a policy plans for."""
     if policy.num_device_groups > num_device_groups:
         raise InvalidConfigError(
             f"policy {policy.name!r} plans for {policy.num_device_groups} device groups, and this "

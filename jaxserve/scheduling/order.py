@@ -1,4 +1,4 @@
-"""Which sequence goes first, and the place of each in that order."""
+"""Which sequence goes first, and the sort keys of that order."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class LongestFirst:
 
     A sequence that does not fit is passed by those that do. The paper does not treat starvation;
     here a reserved token is a head start of `ageing_s` seconds, so that a sequence that arrives
-    long after another comes after it whatever its length, and a sequence is passed `max_passes`
-    times at most.
+    long after another comes after it whatever its length, and a sequence is passed at most
+    `max_passes` times.
 
     Attributes:
       by: computes the reservation.
@@ -60,7 +60,7 @@ class ShortestPredictedFirst:
 
     An expected token is a delay of `ageing_s` seconds, so a sequence is overtaken only by those
     that arrive less than its expected length times `ageing_s` later. No answer counts as longer
-    than its limit, which replaces a missing estimate, too.
+    than its limit, which also replaces a missing estimate.
     """
 
     heeds_bounds: ClassVar[bool] = False
@@ -112,10 +112,9 @@ class Priority:
 class DueFirst:
     """Order by the time at which a request is due: the earliest deadline first.
 
-    With bounds of its own that is `Request.due_s`. A request without one is due `ageing_s` seconds
-    after its arrival, as is one with a longer bound. So it is overtaken only by requests that
-    arrive less than `ageing_s` after it. Where no request has a bound, this is first come, first
-    served.
+    With bounds of its own that is `Request.due_s`. A request without one, or with a longer bound,
+    is due `ageing_s` seconds after its arrival. So it is overtaken only by requests that arrive
+    less than `ageing_s` after it. If no request has a bound, this is first come, first served.
     """
 
     heeds_bounds: ClassVar[bool] = True
@@ -141,7 +140,7 @@ class OrderKeys:
 
     The lists of waiting and of running sequences are sorted by these stored keys. So a reading that
     changes the expected length of a sequence never leaves a list unsorted; it counts when the
-    sequence's key is taken next.
+    sequence's key is next computed.
     """
 
     def __init__(self, order: Order, lengths: LengthTracker):

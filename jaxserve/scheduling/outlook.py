@@ -13,7 +13,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 
-# A simulation of the queue is used until it has one change for this many of its sequences.
+# A simulation of the queue is reused until it has one change for this many of its sequences.
 _SEQUENCES_A_CHANGE = 256
 
 
@@ -42,11 +42,8 @@ def outlooks(
     """Return the outlook of every request that has tokens left to compute, by id.
 
     Waiting sequences are assumed to begin in the policy's order, as slots and memory become free,
-    and every iteration to advance all running ones.
-
-    Args:
-      iteration_s: seconds of one iteration; None before any step was timed.
-      without: running sequences that count as ended, and get no outlook.
+    and every iteration, of `iteration_s` seconds, to advance all running ones. The running
+    sequences `without` count as ended, and get no outlook.
     """
     queue = expected_queue(scheduler, without)
 
@@ -69,10 +66,8 @@ def outlooks(
 class ExpectedQueue(NamedTuple):
     """When sequences are expected to begin and to end, in iterations from now.
 
-    Attributes:
-      sequences: those that run, then those that wait in the policy's order.
-      tokens: output tokens still to come of each.
-      begins: 0 for those that run.
+    `sequences` has those that run, then those that wait in the policy's order; `tokens` the output
+    tokens still to come of each; `begins` is 0 for those that run.
     """
 
     sequences: list[Sequence]
@@ -90,7 +85,7 @@ def expected_queue(scheduler: Scheduler, without: Collection[Sequence]) -> Expec
     pages = [_pages(scheduler, *each) for each in zip(sequences, tokens, strict=True)]
     lasts = expected_iterations(sequences, tokens, config)
     begins, ends = [0.0] * num_running, lasts[:num_running]
-    # (when it ends, its pages) of each running sequence.
+    # (its end, its pages) of each running sequence.
     busy = list(zip(ends, pages, strict=False))
     heapq.heapify(busy)
     num_free = scheduler.page_usage().num_usable - sum(pages[:num_running])
@@ -130,15 +125,15 @@ class ArrivalOutlook:
     """Simulates the queue for requests that arrive, at a bounded cost for each.
 
     With fewer than `_SEQUENCES_A_CHANGE` waiting sequences each request has a simulation of its
-    own. In a longer queue one serves several arrivals and steps: a request begins when the first
-    sequence behind it was to begin, and those that came since do not count; they are at most one in
-    `_SEQUENCES_A_CHANGE`.
+    own. In a longer queue one simulation serves several arrivals and steps: a request begins when
+    the first sequence after it was to begin, and those that arrived since do not count; they are at
+    most one in `_SEQUENCES_A_CHANGE`.
     """
 
     def __init__(self) -> None:
         self._num_changes = 0
         # Of the newest simulation: the sequences that wait, by their place in the policy's order,
-        # when they begin in iterations, and the running ones that were taken as gone.
+        # when they begin in iterations, and the running ones that count as ended.
         self._places: list[Any] = []
         self._begins: list[float] = []
         self._without: Collection[Sequence] = ()
@@ -155,12 +150,9 @@ class ArrivalOutlook:
         *,
         at_once: bool = False,
     ) -> Outlook:
-        """Return the outlook of a request that was just added.
+        """Return the outlook of a request that was just added, all of whose samples wait.
 
-        Args:
-          samples: its sequences, all of which wait.
-          without: as in `outlooks`.
-          at_once: it begins now, whatever waits.
+        With `at_once` it begins now, whatever waits.
         """
         self._num_changes += 1
         if not at_once and self._is_stale(scheduler, without):
@@ -177,7 +169,7 @@ class ArrivalOutlook:
         )
 
     def _index(self, place: Any) -> int:
-        """Return the index of the first sequence at a place or behind it, or of the last one."""
+        """Return the index of the first sequence at or after a place, or of the last one."""
         return min(bisect.bisect_left(self._places, place), len(self._places) - 1)
 
     def _is_stale(self, scheduler: Scheduler, without: Collection[Sequence]) -> bool:

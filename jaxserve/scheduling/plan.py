@@ -1,4 +1,4 @@
-"""What the scheduler asks of an executor, and what comes back. NumPy only."""
+"""The plan that an executor carries out, and its result. NumPy only."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class Row:
     """`num_tokens` tokens of one slot from position `start` on, taken from the slot's own history.
 
     A row that samples ends at the slot's newest token, and the step appends new ones: at most
-    `max_new_tokens`, and fewer where the answer ends or the device accepts fewer. So `start` is an
+    `max_new_tokens`, and fewer if the answer ends or the device accepts fewer. So `start` is an
     upper bound, too, until the steps before have been read. The device computes a sampling row's
-    last token where the slot's history ends, and a row that fell short goes on from there; a row
-    that reaches beyond the history and does not sample is inert.
+    last token at the end of the slot's history, and a row that fell short continues from there; a
+    row that reaches beyond the history and does not sample is inert.
 
     Attributes:
       max_new_tokens: 0 for a row that does not sample.
       encodes: the encoder computes the row, a whole prompt without its padding.
       proposed: its last tokens, if the slot's history does not have them yet. The step chooses a
-        token before and behind each of them, and the history goes on with those chosen, as far as
-        they are the ones proposed, and with one more.
+        token before and after each of them, and the history continues with the chosen tokens as far
+        as they equal the proposed ones, and with one more.
     """
 
     slot: int
@@ -67,7 +67,7 @@ class Row:
 @final
 @dataclass(frozen=True)
 class Handover:
-    """KV of one sequence that goes from one device group's memory to another's.
+    """KV of one sequence that moves from one device group's memory to another's.
 
     Attributes:
       source, target: the groups.
@@ -80,8 +80,8 @@ class Handover:
     pages: tuple[int, ...]
 
 
-# The `StepPlan.group` of plans that hand KV over: the link between the groups, which is busy for as
-# long as they take, apart from the groups' steps.
+# The `StepPlan.group` of plans that hand KV over: the link between the groups, which is busy
+# during the handovers, independently of the groups' steps.
 LINK = -1
 
 
@@ -92,7 +92,7 @@ class Extension:
 
     Attributes:
       start: position of the first.
-      tokens: after which the slot's history ends.
+      tokens: end the slot's history.
     """
 
     slot: int
@@ -107,8 +107,8 @@ class TokenMasks:
     An object that is pickled has its masks when it arrives.
 
     Args:
-      rows: indices of the plan's rows that have a mask; of a row with proposals several times, for
-        each place where the step chooses a token.
+      rows: indices of the plan's rows that have a mask; a row with proposals is repeated for each
+        place where the step chooses a token.
       words: uint32 [rows, words]: bit t % 32 of word t // 32 says whether token t is allowed.
     """
 
@@ -146,8 +146,8 @@ PageCopies = tuple[tuple[int, int], ...]
 class StepPlan:
     """One step, carried out in the order of the fields.
 
-    A plan depends on lengths only, never on token values, so it can be submitted before the step
-    before it has been read. It is an upper bound: rows may deliver fewer tokens than they may
+    A plan depends on lengths only, never on token values, so it can be submitted before the
+    previous step has been read. It is an upper bound: rows may deliver fewer tokens than they may
     sample, and the scheduler takes back what did not come. Slots that ended on the device in the
     meantime are inert: their rows write to the null page and deliver nothing.
 
@@ -155,24 +155,24 @@ class StepPlan:
       index: of the plan among its scheduler's.
       swaps_out: (device page, host page), contents to be kept on the host.
       swaps_in: (host page, device page), contents that come back.
-      forgets_answers: whether no later proposal may be of an answer that has ended before.
+      forgets_answers: whether no later proposal may be of an answer that has already ended.
       releases: slots that serve no sequence from now on.
       moves: (from, to) slots, compaction; every `to` is free and every `from` becomes free.
       admissions: slots that begin to serve a sequence.
       extensions: tokens that slots get without having been chosen by the model.
       page_updates: (slot, index in the slot's page table, page).
       rows: the step's work. In a mixed step a sequence may have several, of increasing positions:
-        what is between them is in its pages already (thesis, section 3.4.3.4). A row may read what
+        its pages already have what is between them (thesis, section 3.4.3.4). A row may read what
         rows before it write.
       num_iterations: 1 for a mixed step; N for a decode loop (each row one token, sampling).
       num_proposed: tokens that an iteration of a decode loop may compute speculatively, of all rows
         together; with stages, of those of each micro-batch. 0 for a loop that does not speculate.
-      verify_cost: time of an iteration that does so, in units of one that does not; as measured.
+      verify_cost: measured time of such an iteration, in units of one without proposals.
       window_start, window_size: the slots that a decode loop runs over; size 0 for a mixed step.
-      handovers: KV that goes from group to group. A plan has either handovers or rows, and reads
-        what plans before it have written that were collected before it was submitted.
-      group: of devices that carries the plan out, in order with its other plans; 0 for the only
-        one. `LINK` for handovers. Slots are a group's own.
+      handovers: KV that moves from group to group. A plan has either handovers or rows, and reads
+        what earlier plans have written that were collected before it was submitted.
+      group: devices that carry the plan out, in order with their other plans; 0 for the only group,
+        `LINK` for handovers. Slots are a group's own.
       masks: which tokens rows of a mixed step may choose; None if all of them may choose any.
     """
 
@@ -214,9 +214,9 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed at most: prefilled ones, decoded ones, and those proposed.
+        """Maximum of tokens computed: prefilled, decoded and proposed ones.
 
-        With stages, those proposed are of one micro-batch.
+        With stages, the proposed ones are of one micro-batch.
         """
         tokens = sum(row.num_tokens for row in self.rows)
         return self.num_iterations * (tokens + self.num_proposed)
@@ -225,7 +225,7 @@ class StepPlan:
 @final
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Of one row: entry i belongs to the token at position `start + i + 1` of its sequence.
+    """Log-probabilities of one row: entry i is of the token at position `start + i + 1`.
 
     logprobs and processed_logprobs f32 [tokens], top_ids i32 [tokens, MAX_LOGPROBS], top_logprobs
     f32 likewise.
@@ -241,8 +241,8 @@ class ProposalCount(enum.IntEnum):
     """What a decode loop that speculates counts in each row.
 
     DRAFTS are iterations that computed proposals of the row, PROPOSED the proposals computed, and
-    ITERATIONS those in which the row took part; in WIDE ones some row's proposals were computed.
-    After these come, for each place in a draft, the proposals there that were right.
+    ITERATIONS those in which the row took part; WIDE ones computed proposals of some row. After
+    these come, for each place in a draft, the proposals there that were right.
     """
 
     DRAFTS = 0
@@ -259,16 +259,16 @@ class StepResult:
     Attributes:
       tokens: int32 [rows, tokens].
       num_tokens: int32 [rows], how many of them are valid: at most the row's `max_new_tokens`.
-      finite: bool [rows], False where the model's logits were not.
-      logprobs, processed_logprobs: float32 [rows, tokens], before and after processors, or None
-        when no row asked.
+      finite: bool [rows], False if the model's logits were not.
+      logprobs, processed_logprobs: float32 [rows, tokens], before and after processors, or None if
+        no row asked.
       top_ids, top_logprobs: [rows, tokens, MAX_LOGPROBS], or None.
       prompt_logprobs: row index -> its prompt log-probabilities.
-      remaining: float32 [rows, buckets], what a probe read where each sampling row's last token was
-        chosen: logits of the tokens that were to come from there on, that one included. None
-        without a probe; nonsense in rows that did not sample.
-      arrived: bool [handovers], False where pages did not arrive; None if all did.
-      proposals: int32 [rows, counts], see `ProposalCount`; None except of decode loops that
+      remaining: float32 [rows, buckets], what a probe read at the choice of each sampling row's
+        last token: logits of the number of tokens still to come, that one included. None without a
+        probe; undefined in rows that did not sample.
+      arrived: bool [handovers], False if pages did not arrive; None if all did.
+      proposals: int32 [rows, counts], by `ProposalCount`; None except for decode loops that
         speculate.
     """
 
@@ -297,11 +297,7 @@ def nothing_delivered(plan: StepPlan) -> StepResult:
 
 
 def nothing_computed(arrived: np.ndarray | None = None) -> StepResult:
-    """Return the result of a plan that hands KV over.
-
-    Args:
-      arrived: see `StepResult`.
-    """
+    """Return the result of a plan that hands KV over."""
     return StepResult(
         np.zeros((0, 0), np.int32), np.zeros(0, np.int32), np.zeros(0, np.bool_), arrived=arrived
     )

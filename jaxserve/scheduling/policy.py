@@ -1,7 +1,7 @@
 """The five choices of a policy, as protocols; a preset names one of each.
 
 Each is a frozen dataclass of settings, and one policy may drive any number of schedulers. What an
-iteration shape has to remember from step to step is in a state that it makes itself (`new_state`).
+iteration shape keeps from step to step is in a state that it makes itself (`new_state`).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _State = TypeVar("_State")
 
 
 # Returns the decode iterations that take as long as to preempt a full pool and to bring it back: by
-# copies, or computed anew. None where costs or step times are not measured.
+# copies, or by recomputation. None if costs or step times are not measured.
 PreemptionCost: TypeAlias = Callable[[], float | None]
 
 
 class Headroom(Protocol):
-    """The pages that an admission leaves available, so that running sequences can grow.
+    """The pages that an admission leaves available in one step, so that running sequences can grow.
 
-    It is that of one step: of the sequences that run, and of those that were admitted since.
+    It covers the sequences that run, and those that were admitted since.
     """
 
     def pages(self, sequence: Sequence, following: Callable[[], Iterable[Sequence]] = tuple) -> int:
         """Return the pages that must stay available after the admission of a sequence.
 
         Args:
-          following: returns waiting sequences that may be admitted next in the step, so that what
-            they need can be computed together.
+          following: returns waiting sequences that may be admitted next in the step, so that their
+            needs can be computed together.
         """
         ...
 
@@ -96,7 +96,7 @@ class Order(Protocol):
     def key(self, sequence: Sequence, lengths: LengthTracker) -> Any:
         """Return the sort key of a sequence: a total order.
 
-        The key is taken when the sequence begins to wait, at its submission and after each
+        The key is computed when the sequence begins to wait, at its submission and after each
         preemption, and again when its length limit or its output is reset. It is stored while the
         sequence waits and runs, so it may depend on what changes meanwhile.
         """
@@ -109,12 +109,12 @@ class Order(Protocol):
 
 
 class Preemption(Protocol):
-    """Which sequence is preempted when memory runs out, and what becomes of its KV."""
+    """Which sequence is preempted when memory runs out, and what happens to its KV."""
 
     def ranked(self, candidates: Seq[Sequence], lengths: LengthTracker) -> Seq[Sequence]:
         """Return the candidates in the order in which they are preempted.
 
-        It is asked for once a step, and holds for each preemption of that step.
+        It is called once a step, and holds for each preemption of that step.
 
         Args:
           candidates: in the policy's order; the very first that runs is never among them.
@@ -123,9 +123,10 @@ class Preemption(Protocol):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether its KV waits on the host, where there is room and it costs less than computing.
+        """Whether its KV is swapped out to the host, if there is room and that costs less than
+        computing.
 
-        Otherwise it is computed anew.
+        Otherwise it is recomputed.
         """
         ...
 
@@ -135,7 +136,7 @@ class Retention(Protocol):
 
     Attributes:
       keeps_pages: later sequences that begin with the same tokens can find them.
-      uses_host: they go to the host where the device has no place for them.
+      uses_host: they move to the host when the device has no room for them.
     """
 
     keeps_pages: ClassVar[bool]
@@ -148,7 +149,7 @@ class Retention(Protocol):
 
     @property
     def free_share(self) -> float:
-        """Of the pool: if less can be taken without loss, pages are copied ahead of time."""
+        """Share of the pool: if less can be taken without loss, pages are copied ahead of time."""
         ...
 
     @property
@@ -181,7 +182,7 @@ class StepBuilder(Protocol):
     def decoding(self) -> Seq[Sequence]:
         """Sequences that run in this step's group with only output to compute, in order.
 
-        One whose newest token has to be read first (`Request.awaits_tokens`) is not among them.
+        One whose newest token has to be read first (`Request.awaits_tokens`) is not included.
         """
         ...
 
@@ -208,7 +209,7 @@ class StepBuilder(Protocol):
     def expected_arrivals(self) -> tuple[float, float] | None:
         """Return the expected requests a second, and the seconds of a decode iteration.
 
-        None where no request arrives during the steps of others, or no step was timed.
+        None if no request arrives during the steps of others, or no step was timed.
         """
         ...
 
@@ -221,10 +222,8 @@ class StepBuilder(Protocol):
         """Return the sequence that `admit` would admit now; None if there is none.
 
         A sequence without a latency bound of its own may have to wait for running ones with one
-        (`scheduling.slack`); the first one with a bound passes it then.
-
-        Args:
-          only_bounded: pass those without a bound, too.
+        (`scheduling.slack`); the first one with a bound passes it then. `only_bounded` passes all
+        without a bound, too.
         """
         ...
 
@@ -249,7 +248,7 @@ class StepBuilder(Protocol):
         ...
 
     def add_decoding(self) -> None:
-        """Add the next token of every decoding sequence, as `add_row` does one by one.
+        """Add the next token of every decoding sequence, like `add_row` for each.
 
         Forced tokens before it, which were not computed yet, are added as far as they fit.
         """
@@ -258,17 +257,17 @@ class StepBuilder(Protocol):
     def expected_ends(self, num_iterations: int) -> Seq[float] | None:
         """Return how many decoding sequences are expected to have ended after 1, 2, ... iterations.
 
-        None where nothing was predicted of them.
+        None if nothing was predicted of them.
         """
         ...
 
     def add_row(self, sequence: Sequence, num_tokens: int) -> bool:
         """Add the sequence's next `num_tokens` tokens to a mixed step.
 
-        Takes pages, preempting later sequences where they lack; False when the sequence itself had
-        to be preempted. An encoder's prompt is never cut: it is added whole, whatever `num_tokens`
-        says. Where it does not fit, this is False and no tokens are left in the step; the first
-        prompt of a step always fits.
+        Takes pages, preempting later sequences if too few are free; False when the sequence itself
+        had to be preempted. An encoder's prompt is never cut: it is added whole, whatever
+        `num_tokens` says. If it does not fit, this is False and no tokens are left in the step; the
+        first prompt of a step always fits.
         """
         ...
 
@@ -278,28 +277,25 @@ class StepBuilder(Protocol):
         """Make this step a decode loop over every decoding sequence.
 
         Runs as many iterations as fit in memory, at most `max_iterations` and never past the first
-        sequence's length limit. Where a sequence awaits its tokens, it is a mixed step of one
-        iteration, as `add_decoding` makes it. While such a token is in flight, it leaves out the
-        sequences of this kind, which go on together, and soon: it has one iteration.
+        sequence's length limit. If a sequence awaits its tokens, it is a mixed step of one
+        iteration, as `add_decoding` makes it. While such a token is in flight, its sequence is left
+        out, and the loop has one iteration so that it can continue soon.
 
         Args:
           compacts: bring the live slots together first, so that fewer rows are computed.
           min_rows: rows to compute at least, with or without sequences.
 
         Returns:
-          The loop's iterations; 0 where no sequence may decode.
+          The loop's iterations; 0 if no sequence may decode.
         """
         ...
 
     def add_decode_loop_of(self, sequence: Sequence, max_iterations: int) -> bool:
-        """Make this step a decode loop over one decoding sequence alone.
-
-        False when it had to be preempted.
-        """
+        """Make this step a decode loop over one sequence alone; False if it had to be preempted."""
         ...
 
     def use_group(self, group: int) -> None:
-        """Make this a step of one of `open_groups`, before it has rows; by default it is 0's."""
+        """Make this a step of one of `open_groups`, before it has rows; the default is group 0."""
         ...
 
     def hand_over(self, sequence: Sequence, target: int) -> None:
@@ -334,19 +330,14 @@ class IterationShape(Protocol[_State]):
     def reserved_slots(self) -> int: ...
 
     def new_state(self) -> _State:
-        """Return what the shape remembers from step to step, for a scheduler that starts.
-
-        None for a shape that remembers nothing.
-        """
+        """Return what the shape keeps from step to step, for a new scheduler; None for nothing."""
         ...
 
     def select(self, step: StepBuilder, state: _State) -> None:
         """Fill `step`; leaving it empty means that there is nothing to do.
 
-        Called again, with a new step, where all that could have run had to be preempted.
-
-        Args:
-          state: the scheduler's own, from `new_state`; to be changed in place.
+        Called again, with a new step, if all that could have run had to be preempted. `state` is
+        the scheduler's own, from `new_state`; it is changed in place.
         """
         ...
 
@@ -359,11 +350,11 @@ class Policy:
     Attributes:
       is_planned: whether a runtime replaces the iteration shape by schedules that it finds itself,
         once it knows lengths and step times (`docs/latency_bounds.md`).
-      families: of schedules, such as "rra" or "waa_m", to which plans are limited unless they are
-        asked for others; empty for no limit.
+      families: of schedules, such as "rra" or "waa_m", to which plans are limited unless other ones
+        are requested; empty for no limit.
 
     Raises:
-      InvalidConfigError: several device groups, and KV that would stay behind in one of them.
+      InvalidConfigError: several device groups, and KV that would stay in one of them.
     """
 
     name: str
@@ -389,7 +380,7 @@ class Policy:
         return self.iteration.num_device_groups
 
     def retention_for(self, config: EngineConfig) -> Retention:
-        """Return what is kept after answers; nothing where a sequence has more than its pages."""
+        """Return what is kept after answers; nothing if a sequence has more than its pages."""
         return Stateless() if config.has_slot_state else self.retention
 
     def new_state(self) -> Any:

@@ -1,4 +1,4 @@
-"""Which sequence is preempted when memory runs out, and what becomes of its KV."""
+"""Which sequence is preempted when memory runs out, and what happens to its KV."""
 
 from __future__ import annotations
 

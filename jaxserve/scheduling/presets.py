@@ -28,15 +28,16 @@ PRESETS: dict[str, Policy] = {
         # FasterTransformer's concurrent instances.
         Policy("concurrent_instances", MaxLength(), FCFS(), Concurrent(), Stateless()),
         # Flover: requests are fused into the running batch the iteration after they arrive. Its
-        # memory shuffle is the engine's slot compaction, which every policy enjoys; so here its
-        # choices are ORCA's.
+        # memory shuffle is the engine's slot compaction, which every policy has; so its choices
+        # here are ORCA's.
         Policy("flover", MaxLength(), FCFS(), IterationLevel(), Stateless()),
-        # vLLM: pages on demand, preemption by recomputation, chunked prefill beside decode.
+        # vLLM: pages on demand, preemption by recomputation, chunked prefill together with decode.
         Policy("vllm_like", OnDemand(), FCFS(), Unified(), Stateless()),
         # As vllm_like, but it knows how long every answer will be, and never preempts.
         Policy("oracle", Oracle(), FCFS(), Unified(), Stateless()),
-        # S3: memory reserved by predicted length and packed by decreasing first fit; one that
-        # uses it up goes to the host, and comes back with twice as much.
+        # S3: memory reserved by predicted length and packed by decreasing first fit; a sequence
+        # that
+        # uses it up is swapped out, and returns with twice as much.
         Policy(
             "s3",
             Predicted(),
@@ -80,7 +81,7 @@ PRESETS: dict[str, Policy] = {
             )
             for family in ("waa_c", "waa_m")
         ),
-        # Ours.
+        # Our own.
         Policy(
             "auto",
             Expected(),
@@ -105,11 +106,7 @@ PRESETS: dict[str, Policy] = {
 
 
 def get_policy(policy: str | Policy) -> Policy:
-    """Return the preset of that name, or the policy itself.
-
-    Raises:
-      InvalidConfigError: no preset has that name.
-    """
+    """Return the preset of that name, or the policy itself; InvalidConfigError if unknown."""
     if isinstance(policy, Policy):
         return policy
     if policy not in PRESETS:
@@ -124,9 +121,6 @@ def get_policy_for(policy: str | Policy, *, has_groups: bool) -> Policy:
     """Return `get_policy(policy)`; a planned policy becomes workload-aware on two device groups.
 
     Plans count memory by expected lengths, and so does its admission there, as on one group.
-
-    Raises:
-      InvalidConfigError: no preset has that name.
     """
     found = get_policy(policy)
     if not (has_groups and found.is_planned and found.num_device_groups == 1):
@@ -140,11 +134,7 @@ def get_policy_for(policy: str | Policy, *, has_groups: bool) -> Policy:
 
 
 def check_heeded(request: Request, policy: Policy) -> None:
-    """Refuse a request with latency bounds of its own where the policy does not heed them.
-
-    Raises:
-      UnheededBoundError: the message names the policies that do.
-    """
+    """Raise UnheededBoundError for latency bounds of a request that the policy does not heed."""
     if not request.has_bounds or policy.order.heeds_bounds:
         return
     bounds = ", ".join(f"{name}={bound_s:.4g}" for name, bound_s in request.params.bounds.items())

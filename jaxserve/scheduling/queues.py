@@ -1,4 +1,4 @@
-"""Waiting and running sequences, and the transitions between."""
+"""Waiting and running sequences, and the transitions between them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from jaxserve.scheduling.slack import Pace, Slack
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.scheduling.waiting_pool import WaitingPool
 
-# Arrivals that count, the newest ones.
+# Number of newest arrivals that count.
 _NUM_RECENT = 16
-# Requests that come within this time of each other come together.
+# Requests that arrive within this time of each other arrive together.
 _TOGETHER_S = 0.01
 
 
@@ -29,8 +29,8 @@ _TOGETHER_S = 0.01
 class Arrivals:
     """The rate of requests that arrive while others run or wait.
 
-    Only those wait for what the device is doing. Requests that come together count once, so that a
-    batch is one arrival; requests that are each sent when the last was answered do not count.
+    Only those wait for what the device is doing. Requests that arrive together count once, so that
+    a batch is one arrival; requests that are each sent when the last was answered do not count.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Arrivals:
         self._newest_s = now_s
 
     def rate(self, now_s: float) -> float:
-        """Return the expected arrivals a second; 0 where none is known.
+        """Return the expected arrivals a second; 0 if none is known.
 
         These are the newest arrivals after the first of them, over the time since then: the longer
         none has come, the fewer are expected.
@@ -59,19 +59,14 @@ class Queues:
     """Moves sequences between the waiting pool and the slots of the device batch.
 
     Args:
-      kv: owns their pages.
-      lengths: what the policy reads of expected lengths.
-      now: the clock.
-      pace: returns how long steps took lately; None before any step was timed.
+      pace: returns how long steps took recently; None before any step was timed.
 
     Attributes:
-      keys: the place of every sequence in the policy's order.
+      keys: the sort key of every sequence in the policy's order.
       waiting: sequences without a slot, in the policy's order.
       running: sequences with a slot, in the policy's order.
       bounded: those of them with a latency bound of their own.
       slots: of each device group's batch; at most `max_slots` are live in all of them together.
-      num_preemptions: sequences that went back to the waiting pool.
-      arrivals: how often requests come.
     """
 
     def __init__(
@@ -100,7 +95,7 @@ class Queues:
         self._lengths = lengths
         self._now = now
         self._pace = pace
-        # Of the step that is being planned, if they were asked for.
+        # Of the step that is being planned, once computed.
         self._slack: Slack | None = None
         self._headroom: Headroom | None = None
         # Of each group, since its last step.
@@ -132,10 +127,8 @@ class Queues:
         """Return the first waiting sequence that fits, if it may pass those before it.
 
         One that waits so that running sequences with a latency bound are in time is passed by the
-        first one with a bound of its own.
-
-        Args:
-          only_bounded: pass all without a bound of their own, if the first one of them fits.
+        first one with a bound of its own. `only_bounded` passes all without a bound, if the first
+        of them fits.
         """
         if len(self.running) == self._kv.config.max_slots:
             return None
@@ -197,10 +190,7 @@ class Queues:
         self.waiting.add(sequence)
 
     def admit(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """Move a sequence that is `first_admissible` into a slot.
-
-        Return (index, page) of the pages it begins with, from `KVManager.begin`.
-        """
+        """Move a sequence that is `first_admissible` into a slot; return the pages of `begin`."""
         num_tokens = self.tokens_to_reserve(sequence)
         entries = self._kv.begin(sequence, num_tokens, is_first=not self.running)
         self.waiting.admit(sequence)
@@ -304,7 +294,6 @@ class Queues:
 
 
 def admission(sequence: Sequence) -> Admission:
-    """Return what the slot of a sequence needs to serve it."""
     assert sequence.slot is not None
     return Admission(
         slot=sequence.slot,

@@ -1,4 +1,4 @@
-"""What becomes of a sequence's pages after its answer."""
+"""What happens to a sequence's pages after its answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Stateless:
 @final
 @dataclass(frozen=True)
 class DeviceOnly:
-    """Pensieve without its host tier (thesis, section 3.6.1): what is evicted is dropped."""
+    """Pensieve without its host tier (thesis, section 3.6.1): evicted pages are dropped."""
 
     eviction: Eviction = CostOverTime()
     keeps_pages: ClassVar[bool] = True
@@ -52,9 +52,9 @@ class DeviceOnly:
 class Tiered:
     """Keep pages on the device, and evicted ones on the host, as Pensieve (thesis, section 3.4.3).
 
-    Without host memory it is `DeviceOnly`. Pages of preempted sequences go the same way: their
-    value is high, because their sequences were active just now, and they are found again at the
-    next admission.
+    Without host memory it is `DeviceOnly`. Pages of preempted sequences are treated the same way:
+    their value is high, because their sequences were active just now, and they are found again at
+    the next admission.
 
     Attributes:
       free_share: of the device's pages; when less can be taken without loss, pages of low value are

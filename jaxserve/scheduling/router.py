@@ -1,4 +1,4 @@
-"""The choice of a request's replica: one rule for replicas in one process and on Ray."""
+"""Chooses a request's replica: one rule for replicas in one process and on Ray."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from jaxserve.core.sampling_params import SamplingParams
 def page_hashes(prompt: Sequence[int] | str, page_size: int) -> list[int]:
     """Return a hash for each whole page of a prompt, of everything up to that page's end.
 
-    Prompts share a hash exactly where they share that prefix, chance aside. Hashes are valid in
-    this process only.
-
-    Args:
-      prompt: token ids as a tuple, or a text.
-      page_size: tokens or characters a page.
+    Prompts share a hash exactly if they share that prefix, except for collisions. Hashes are valid
+    in this process only. The prompt is token ids as a tuple, or a text; `page_size` counts tokens
+    or characters.
     """
     hashes, chain = [], 0
     for end in range(page_size, len(prompt) + 1, page_size):
@@ -69,8 +66,8 @@ class Router:
 
     Args:
       num_replicas: numbered from 0.
-      page_size: tokens a page.
-      max_pages: hashes remembered of each replica, the latest used; about 100 bytes each.
+      page_size: tokens per page.
+      max_pages: the most recently used hashes kept per replica; about 100 bytes each.
       cached_weight: more keeps conversations together, less keeps replicas level. Over 1, because
         `max_tokens` overstates most answers, and because a replica computes earlier answers at the
         same time.
@@ -132,7 +129,7 @@ class Router:
     def remember(self, replica: int, pages: Sequence[int]) -> None:
         """Record that `replica` holds these pages too, such as those of its answer."""
         held = self._pages[replica]
-        for page in reversed(pages[: self._max_pages]):  # without its start a prefix is no use
+        for page in reversed(pages[: self._max_pages]):  # a prefix without its start is useless
             held[page] = None
             held.move_to_end(page)
         while len(held) > self._max_pages:

@@ -1,4 +1,4 @@
-"""Sequences in, step plans out."""
+"""Turns sequences into step plans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jaxserve.scheduling.speculation import Speculation
 from jaxserve.scheduling.step import Step
 from predictor import Refinement
 
-# Waiting sequences, the first ones, whose pages are prefetched.
+# Number of waiting sequences, from the first, whose pages are prefetched.
 _MAX_AWAITED = 4
 
 
@@ -112,12 +112,12 @@ class Scheduler:
       policy: every decision; its state belongs to this scheduler.
       kv: owns the pages of the sequences.
       refinement: how readings of a probe change estimates; None without a probe.
-      pace: returns how long steps took lately; None before any step was timed.
+      pace: returns how long steps took recently; None before any step was timed.
 
     Attributes:
-      lengths: what is expected of the sequences' lengths; policies read it.
+      lengths: expected lengths of the sequences; policies read it.
       speculation: what is known of proposals; the engine adds how long steps took.
-      wake_s: until when the policy or the disk lets the device idle; None where neither does.
+      wake_s: until when the policy or the disk lets the device idle; None if neither does.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Scheduler:
 
     @property
     def order_keys(self) -> OrderKeys:
-        """The place of every sequence in the policy's order."""
+        """The sort key of every sequence in the policy's order."""
         return self._queues.keys
 
     @property
@@ -253,7 +253,7 @@ class Scheduler:
         self.end(sequence, reason, error)
 
     def expect(self, sequence: Sequence, prediction: LengthPrediction) -> None:
-        """Set a prediction that comes after its request, unless there is an estimate."""
+        """Set a prediction that arrives after its request, unless there is an estimate."""
         if sequence.phase is not Phase.FINISHED and self.lengths.expect(sequence, prediction):
             if sequence.phase is Phase.WAITING:
                 self._queues.waiting.replace(sequence)
@@ -280,8 +280,7 @@ class Scheduler:
     def restart(self, sequence: Sequence, *, keeps_output: bool) -> None:
         """Recompute a sequence, because its KV is no longer right; nothing may be in flight.
 
-        Args:
-          keeps_output: False to begin its answer anew, too.
+        Unless it `keeps_output`, its answer restarts, too.
         """
         if sequence.phase is Phase.FINISHED:
             return
@@ -301,13 +300,11 @@ class Scheduler:
         """Return the next step, or None when nothing can advance before results are applied.
 
         Also None while sequences wait for the disk: until `wake_s`, or the next arrival.
-
-        Args:
-          open_groups: device groups that may be given a step, with `plan.LINK` for the link.
+        `open_groups` may be given a step, with `plan.LINK` for the link.
         """
         self._kv.retrieval.take_in()
         step = self._selected(open_groups)
-        if step.is_futile:  # but now there is room for others, or for more of the same
+        if step.is_futile:  # but now there is room for other sequences, or for more of the same
             step = self._selected(open_groups)
         if not (step.has_work or self._queues.running):
             if self._kv.retrieval.stop_waiting_for_host():
@@ -337,7 +334,7 @@ class Scheduler:
         return step
 
     def plan_flush(self, free_share: float = 1.0) -> StepPlan | None:
-        """Return a plan of the copies of `KVManager.flush`; None where none is left."""
+        """Return a plan of the copies of `KVManager.flush`; None if none is left."""
         copies = self._kv.flush(free_share)
         if not copies:
             return None
@@ -429,11 +426,9 @@ class Scheduler:
     def make_room(self, num_pages: int) -> list[tuple[int, int]]:
         """Preempt until all reservations fit into `num_pages` pages; nothing may be in flight.
 
-        The last in order go first; and those whose length limit a pool of this size changes,
-        because the device knows it from their admission.
-
-        Returns:
-          The fewest (from, to) moves of pages, to be carried out and then passed to `resize`.
+        The last in order are preempted first; and those whose length limit a pool of this size
+        changes, because the device knows it from their admission. Return the fewest (from, to)
+        moves of pages, to be carried out and then passed to `resize`.
         """
         config = self._kv.config_with(num_pages)
         for sequence in tuple(reversed(self.running)):

@@ -15,11 +15,9 @@ from jaxserve.scheduling.kv.sequence_kv import SequenceKV
 
 
 class Phase(enum.Enum):
-    """Where a sequence stands between submission and its end."""
-
     WAITING = "waiting"  # in the pool, holds neither slot nor pages
     RUNNING = "running"  # holds a slot and pages
-    CLOSING = "closing"  # as many tokens are planned as it may have; slot and pages are gone
+    CLOSING = "closing"  # as many tokens are planned as it may have; slot and pages are freed
     FINISHED = "finished"
 
 
@@ -44,9 +42,7 @@ class SequenceTimes:
 class SequenceScores:
     """Log-probabilities of a sequence's tokens, if they were requested.
 
-    Attributes:
-      output: of each output token.
-      prompt: of prompt tokens, by position; they come in any order.
+    `prompt` is indexed by position; its entries arrive in any order.
     """
 
     output: list[TokenLogprob] = field(default_factory=list)
@@ -60,7 +56,7 @@ class Sequence:
 
     The device is ahead of what the host has read, so there are two counts of output tokens: those
     known (`output`) and those planned (`num_planned_outputs`, known plus in flight). What is
-    planned is a bound: where a step delivers fewer tokens, the difference is taken back.
+    planned is a bound: if a step delivers fewer tokens, the difference is taken back.
 
     Attributes:
       key: unique within a scheduler; names the sequence in plans.
@@ -70,7 +66,6 @@ class Sequence:
       primary: the request's first sample, whose prompt pages this one shares; None for itself.
       slot: row of the device batch while it runs.
       output: tokens that were read.
-      num_planned_outputs: output tokens, and the most that may come of those in flight.
       falls_short: whether a step has delivered fewer tokens than planned before the answer's end.
         Such a sequence keeps its slot and pages until its last token has been read.
       num_in_flight: rows of submitted steps that have not been read.
@@ -103,7 +98,6 @@ class Sequence:
 
     @property
     def planned_length(self) -> int:
-        """Prompt and planned output tokens."""
         return len(self.request.prompt) + self.num_planned_outputs
 
     @property
@@ -136,7 +130,9 @@ class Sequence:
 
     @property
     def may_grow(self) -> bool:
-        """Whether a token may be planned: its pages are here, and it is below its limit."""
+        """Whether a token may be planned: its pages are on the device, and its limit is not
+        reached.
+        """
         if self.kv.awaits is not None or (self.request.awaits_tokens and self.awaits_token):
             return False
         return not self.falls_short or self.planned_length < self.max_length
@@ -186,7 +182,6 @@ class Sequence:
             )
 
     def drop_output(self) -> None:
-        """Go back to the prompt alone."""
         self.num_planned_outputs = 0
         self.output.clear()
         self.scores = SequenceScores()

@@ -1,4 +1,4 @@
-"""How long steps take, and the time that running sequences with a latency bound have left."""
+"""How long steps take, and the slack of running sequences with a latency bound."""
 
 from __future__ import annotations
 
@@ -39,12 +39,7 @@ class Pace:
 
 @final
 class Slack:
-    """The time that running sequences with a bound have left, in one step.
-
-    Args:
-      bounded: those sequences.
-      keys: their places in the policy's order.
-    """
+    """The time that running sequences with a bound (`bounded`) have left, in one step."""
 
     def __init__(
         self,
@@ -58,7 +53,7 @@ class Slack:
         self._keys = keys
         self._config = config
         self._prompt_s = max(0.0, pace.prefill_s - pace.decode_s)
-        # Of each bound: its sequence, the seconds that it leaves, and those that are needed.
+        # Of each bound: its sequence, the seconds that it leaves, and the seconds needed.
         self._left: list[tuple[Sequence, float, float]] = []
         for sequence, tokens in zip(bounded, lengths.expected_tokens(bounded), strict=True):
             for due_s, needed_s in _needs(sequence, tokens, config, pace):

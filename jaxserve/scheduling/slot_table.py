@@ -56,8 +56,7 @@ class SlotTable:
     def window(self, min_size: int = 0) -> tuple[int, int]:
         """Return (start, size) of the smallest compiled window over every live slot.
 
-        Args:
-          min_size: slots that it spans at least, those before the live ones first.
+        It spans at least `min_size` slots, those before the live ones first.
         """
         low, high = self._span() or (0, 1)
         low = max(0, min(low, high - min_size))
@@ -76,7 +75,7 @@ class SlotTable:
     def compact(self) -> list[tuple[int, int]]:
         """Move the live slots into the smallest window for their number; return (from, to).
 
-        Nothing moves unless the decode window gets smaller by it.
+        Nothing moves unless that makes the decode window smaller.
         """
         if not self._live:
             return []
@@ -100,5 +99,4 @@ class SlotTable:
 
 
 def _lowest_bit(number: int) -> int:
-    """Return the index of the lowest bit that is set; one is."""
     return (number & -number).bit_length() - 1

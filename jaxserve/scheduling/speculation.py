@@ -1,4 +1,4 @@
-"""Which decode loops may speculate, at which cost, and what came of it."""
+"""Which decode loops may speculate, at which cost, and with what result."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _FIRST_COST = 1.2
 # not to pay are tried again.
 _LOOPS_BETWEEN_TIMINGS, _LOOPS_BETWEEN_TRIALS = 64, 128
 # Loops that run without proposals after one in which they did not pay: one, then twice as many each
-# time, up to this. So a loop that never speculates runs most of the time where nothing is quoted.
+# time, up to this. So a loop that never speculates runs most of the time if nothing is quoted.
 _MOST_LOOPS_WITHOUT = 4
-# Newest loops of a size whose times are remembered, and those that a cost is measured by at least:
-# the first may have waited for its compilation.
+# Newest loops of a size whose times are kept, and the fewest that a cost is measured by: the first
+# may have waited for its compilation.
 _NUM_TIMES, _FEWEST_TIMES = 5, 3
-# Sequences whose tokens of an iteration are remembered; those whose loops are longest ago go first.
+# Sequences whose tokens of an iteration are kept; the ones with the oldest loops go first.
 _MAX_REMEMBERED = 4096
 # Weight of what is known of a sequence after one more loop.
 _MEMORY = 0.5
@@ -46,9 +46,6 @@ class Speculation:
     Args:
       most: `EngineConfig.num_proposed`; 0 to never speculate.
       sizes: `EngineConfig.speculating_buckets`; larger loops do not speculate.
-
-    Attributes:
-      num_accepted_by_place: proposals that became output, by their place in a draft.
     """
 
     def __init__(self, most: int, sizes: Seq[int]):
@@ -59,13 +56,13 @@ class Speculation:
         self._pace: OrderedDict[int, float] = OrderedDict()
         self._num_drafts = self._num_proposed = 0
         self.num_accepted_by_place = (0,) * most
-        # Times that answers were to be forgotten, and device group -> those that its plans know.
+        # How often answers were to be dropped, and device group -> the count that its plans know.
         self._num_forgotten, self._num_told = 0, dict[int, int]()
-        # Sequence key -> tokens that it had, and what the host proposes behind them.
+        # Sequence key -> tokens that it had, and what the host proposes after them.
         self._suggested: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def forget_answers(self) -> None:
-        """Propose nothing of an answer that has ended before."""
+        """Propose nothing from an answer that has already ended."""
         self._num_forgotten += 1
 
     def take_forgetting(self, group: int) -> bool:
@@ -125,7 +122,7 @@ class Speculation:
     def most_tokens(self, sequence: Sequence, num_rows: int) -> int:
         """Return the tokens of an iteration for which a sequence of a loop gets pages.
 
-        About twice as many as came lately: unused pages are taken back, and the next loop is
+        About twice as many as came recently: unused pages are taken back, and the next loop is
         planned from what this one may deliver.
         """
         known = self._pace.get(sequence.key)
@@ -134,7 +131,7 @@ class Speculation:
         return min(1 + self._most, 1 + round(2 * known))
 
     def take_in(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Learn from a collected step that took the device so many `seconds`."""
+        """Learn from a collected step that took the device this many `seconds`."""
         if not (plan.is_decode_loop and 0 < len(plan.rows) <= self._most_rows):
             return
         times = self._sizes.setdefault(_size(len(plan.rows)), _Times())
@@ -152,7 +149,7 @@ class Speculation:
         num_iterations = counts[:, ProposalCount.ITERATIONS]
         num_wide = int(counts[:, ProposalCount.WIDE].max())
         times.take_in(int(num_iterations.max()) - num_wide, num_wide, seconds)
-        # Without proposals each row gets a token in an iteration.
+        # Without proposals each row gets one token per iteration.
         times.learn_whether_it_paid(
             int(num_iterations.max()),
             num_wide,
@@ -207,8 +204,7 @@ class _Times:
     def learn_whether_it_paid(self, num_iterations: int, num_wide: int, tokens: float) -> None:
         """Run later loops without proposals for a while if they did not pay in one.
 
-        Args:
-          tokens: that a row got in an iteration, on average.
+        `tokens` is the mean that a row got in an iteration.
         """
         cost = 1.0 + num_wide * (self._cost - 1.0) / max(1, num_iterations)
         if num_wide and tokens >= cost:
@@ -226,7 +222,7 @@ class _Times:
         self._num_until_trial = _LOOPS_BETWEEN_TRIALS
         if not self._plain_s:
             return
-        # No iteration with proposals is faster; where one was, the device was late before.
+        # No iteration with proposals is faster; if one was, the device was late before.
         most_s = seconds / (num_plain + num_wide)
         if median(self._plain_s) > most_s:
             self._plain_s.clear()
@@ -235,5 +231,4 @@ class _Times:
 
 
 def _size(num_rows: int) -> int:
-    """Return the power of two to which loops of this many rows belong."""
     return 1 << (num_rows - 1).bit_length()

@@ -1,4 +1,4 @@
-"""One step while it is being planned: what an iteration shape may do to it."""
+"""One step while it is being planned: the `StepBuilder` of iteration shapes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ class StepRows:
     """The rows of a step that is being planned, in order.
 
     Attributes:
-      sequences: of each row.
-      num_tokens: of all rows.
       num_proposed: tokens that the host proposes, each of which takes a row of the batch.
     """
 
@@ -83,10 +81,9 @@ def _row(
     proposed: tuple[int, ...],
     is_decode_loop: bool,
 ) -> Row:
-    """Return the row of a sequence's tokens in [start, end) of a span."""
     assert sequence.slot is not None
     start, end = span
-    if start >= sequence.prompt_length - 1:  # so it is for almost all
+    if start >= sequence.prompt_length - 1:  # true for almost all
         num_tokens = 1 if is_decode_loop else end - start
         return Row(
             sequence.slot, sequence.key, start, num_tokens, max_new_tokens, proposed=proposed
@@ -111,7 +108,7 @@ class Victims:
     """The running sequences without a row, as the policy ranks them for preemption.
 
     They are ranked once for all preemptions of a step: an estimate of what a sequence will need
-    changes only when it gets a row, and then it is not preempted any more.
+    changes only when it gets a row, and then it can no longer be preempted.
     """
 
     def __init__(self, preemption: Preemption, lengths: LengthTracker):
@@ -125,12 +122,7 @@ class Victims:
         self._ranked = None
 
     def next(self, running: Seq[Sequence], have_rows: Collection[Sequence]) -> Sequence:
-        """Return the sequence to preempt: the first running one if all others have rows.
-
-        Args:
-          running: in the policy's order.
-          have_rows: sequences with a row in this step.
-        """
+        """Return the sequence to preempt: the first running one if all others have rows."""
         if self._ranked is None:
             candidates = [each for each in running[1:] if each not in have_rows]
             self._ranked = [*reversed(self._preemption.ranked(candidates, self._lengths))]
@@ -145,9 +137,6 @@ class Victims:
 @final
 class Step:
     """Collects rows; every row takes its pages and advances its sequence at once.
-
-    Args:
-      open_groups: device groups that may be given a step.
 
     Attributes:
       config: sizes of the device batch and of the pool.
@@ -309,8 +298,8 @@ class Step:
         """Return [start, end) of the next tokens to compute, no row over an encoder prompt's end.
 
         An encoder computes its prompt whole. The first such prompt of a step always fits, since
-        programs of its own compute it; any other must fit together with the step's rows. Where it
-        does not, the step takes no more tokens, so that no later sequence passes this one.
+        programs of its own compute it; any other must fit together with the step's rows. If it does
+        not, the step takes no more tokens, so that no later sequence passes this one.
         """
         num_encoded = sequence.request.num_encoded
         num_rows_left = self.config.max_slots - self._rows.num_taken
@@ -350,7 +339,7 @@ class Step:
         return True
 
     def _suggested(self, sequence: Sequence, spare: int) -> tuple[int, ...]:
-        """Return what the host proposes; nothing if it does not fit besides all other rows."""
+        """Return what the host proposes; nothing if it does not fit with all other rows."""
         found = self._speculation.suggested(sequence)
         rows_left = self.config.max_slots - len(self._queues.running) - self._rows.num_proposed
         num = sequence.num_uncomputed + len(found)

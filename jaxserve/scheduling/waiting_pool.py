@@ -11,7 +11,7 @@ from jaxserve.scheduling.kv.prefix_cache import num_shareable
 from jaxserve.scheduling.order import OrderKeys
 from jaxserve.scheduling.sequence import Phase, Sequence
 
-# Entries of a block, at most.
+# The most entries of a block.
 _MAX_ENTRIES = 128
 # The least pages of a sequence whose tokens are in flight: they may change its reservation.
 _UNKNOWN = -1
@@ -24,8 +24,9 @@ class _Entry:
 
     Attributes:
       place: key of its order, and its own; no two are equal.
-      least_pages: that it can begin with.
-      num_passed: later sequences that were admitted before it, without its block's `num_passed`.
+      least_pages: the fewest that it can begin with.
+      num_passed: later sequences that were admitted before it, not counting its block's
+        `num_passed`.
     """
 
     place: tuple[Any, int]
@@ -36,7 +37,7 @@ class _Entry:
 
 @final
 class _EntryBlock:
-    """A run of entries in order; a search skips those of which none can be admitted now.
+    """A run of entries in order; a search skips blocks of which no entry can be admitted now.
 
     Attributes:
       num_passed: passes of every entry.
@@ -54,7 +55,7 @@ class _EntryBlock:
         self.measure()
 
     def measure(self) -> None:
-        """Compute the extremes again."""
+        """Recompute the extremes."""
         self.least_pages = min(entry.least_pages for entry in self.entries)
         self.most_passed = max(entry.num_passed for entry in self.entries)
 
@@ -85,7 +86,7 @@ class WaitingPool:
     of them, not the number of sequences.
 
     Args:
-      keys: of the sequences' places; a key is taken whenever a sequence begins to wait.
+      keys: sort keys; a key is computed whenever a sequence begins to wait.
       max_passes: of the `Order`.
       least_pages: returns the fewest pages that a sequence can begin with. Without tokens in flight
         it does not change while the sequence waits, unless `replace` or `sort` is called.
@@ -133,12 +134,12 @@ class WaitingPool:
         self._remove(sequence)
 
     def replace(self, sequence: Sequence) -> None:
-        """Take the key of a waiting sequence again, because its answer or estimate changed."""
+        """Recompute the key of a waiting sequence, because its answer or estimate changed."""
         num_passed = self._remove(sequence)
         self._add(self._new_entry(sequence, num_passed))
 
     def sort(self) -> None:
-        """Take every key again, because limits or estimates changed that the order uses."""
+        """Recompute every key, because limits or estimates changed that the order uses."""
         entries = [
             self._new_entry(entry.sequence, block.num_passed + entry.num_passed)
             for block in self._blocks
@@ -261,7 +262,7 @@ class WaitingPool:
         return at, bisect.bisect_left(self._blocks[at].entries, entry.place, key=_place)
 
     def _block_of(self, entry: _Entry) -> int:
-        """Return the index of the first block that ends at the entry's place or behind it."""
+        """Return the index of the first block that ends at or after the entry's place."""
         return bisect.bisect_left(self._blocks, entry.place, key=_last_place)
 
     def _may_be_passed(self, block: _EntryBlock, entry: _Entry) -> bool:
