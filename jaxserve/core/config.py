@@ -8,26 +8,26 @@ from typing import Self, final
 from jaxserve.core.errors import InvalidConfigError
 from jaxserve.core.options import RESTORES
 
-# Tokens from which on sizes of mixed steps double, and those that the largest step must have so
-# that smaller ones do not.
+# Sizes of mixed steps double from the first number of tokens on. Below it there are sizes between
+# powers of two, if the largest step has at least the second number.
 _COARSE_TOKENS, _FINE_TOKENS = 256, 128
 # Maximum number of pages that a mixed step copies from the host; it takes memory for all of them.
 _MAX_INCOMING_PAGES = 64
-# Pages that one plan copies to the host at most: this many, or this share of a larger pool. They
-# take device memory until they have left.
+# Maximum number of pages that one plan copies to the host: this number, or a share of a larger
+# pool. They take device memory until they are copied.
 _OUTGOING_PAGES = 64
 _OUTGOING_SHARE = 64
-# The same of pages from the host. The other sequences of the step wait for them.
+# The same for pages from the host. The other sequences of the step wait for them.
 _INCOMING_PAGES = 64
 _INCOMING_SHARE = 256
-# Tokens that products compute together: those of a part of a tile take as long as a whole one.
+# Tokens that a kernel computes together: a part of a tile takes as long as a whole one.
 _TILE = 8
 
 
 def _ladder(largest: int, *, smallest: int, ratio: int = 4) -> tuple[int, ...]:
-    """Return increasing sizes that end in `largest`, each about `ratio` times the one before.
+    """Return increasing sizes that end in `largest`, each about `ratio` times the previous one.
 
-    The first is at least `smallest`, if `largest` is. The steps are coarse because every size is an
+    The first is at least `smallest`, if `largest` is. There are few sizes, because every one is an
     executable to compile and keep.
     """
     sizes = [largest]
@@ -42,56 +42,47 @@ class EngineConfig:
     """The sizes that executables are compiled for.
 
     Attributes:
-      page_size: tokens per page.
-      num_pages: pages of the pool, with the null page (page 0).
-      max_slots: maximum number of sequences that run at once.
-      max_context: maximum number of tokens of a sequence, prompt and output together.
       max_step_tokens: maximum number of tokens of a mixed step (prefill chunks and decode rows).
-      max_decode_iterations: maximum number of iterations of an on-device decode loop.
-      token_buckets: compiled sizes of a mixed step; empty for default sizes.
       slot_buckets: compiled sizes of the decode window; empty for default sizes.
       head_buckets: compiled sizes of the sampling head of a mixed step; empty for default sizes.
-      masked_head_buckets: sizes of the head of such a step, beside `head_buckets`.
-      num_proposed: most tokens that a decode loop proposes in an iteration, of all rows together
-        (with stages, of a micro-batch); 0 for a runtime that does not speculate.
-      drafts: proposals come from a draft model, as many for each row; else they are looked up.
+      masked_head_buckets: sizes of the sampling head with masks, in addition to `head_buckets`.
+      num_proposed: maximum number of tokens that a decode loop proposes in an iteration, of all
+        rows together (with stages, of a micro-batch); 0 for a runtime that does not speculate.
+      drafts: a draft model makes the proposals, equally many for each row; else they are looked up.
       attention: implementation of paged attention, or several separated by commas; None for the
         platform's choice.
       row_kernels: kernels of products and norms that give a row the same bits in any batch, and
-        attention of which the bits do not depend on chunks; None for the platform's choice.
-      num_host_pages: pages of host memory for KV that leaves the device.
-      restore: when pages are copied back from the host, see `RuntimeOptions`.
-      incoming_pages: pages that one plan copies from the host at most while sequences run; None for
-        a share of the pool.
+        attention whose bits do not depend on chunks; None for the platform's choice.
+      incoming_pages: maximum number of pages that one plan copies from the host while sequences
+        run; None for a share of the pool.
       kv_dtype: dtype of the pages, see `RuntimeOptions`; None for the model's dtype.
       has_encoder: the model is an encoder-decoder: the encoder computes a prompt in one step, and
         it fills whole pages.
-      has_slot_state: the model keeps a state of each sequence in its slot, beside pages or without
-        any. Pages alone do not continue a sequence then, so none are kept or shared.
-      max_adapters: adapters that rows may have; 0 for steps without adapters.
+      has_slot_state: the model keeps a state of each sequence in its slot, with or without pages.
+        Pages alone do not continue a sequence then, so none are kept or shared.
     """
 
-    page_size: int = 32
-    num_pages: int
-    max_slots: int = 32
-    max_context: int = 2048
+    page_size: int = 32  # tokens per page
+    num_pages: int  # pages of the pool, including the null page (page 0)
+    max_slots: int = 32  # maximum number of sequences that run at once
+    max_context: int = 2048  # maximum number of tokens of a sequence, prompt and output together
     max_step_tokens: int = 512
-    max_decode_iterations: int = 8
+    max_decode_iterations: int = 8  # maximum number of iterations of an on-device decode loop
     num_proposed: int = 0
     drafts: bool = False
-    token_buckets: tuple[int, ...] = ()
+    token_buckets: tuple[int, ...] = ()  # compiled sizes of a mixed step; empty for default sizes
     slot_buckets: tuple[int, ...] = ()
     head_buckets: tuple[int, ...] = ()
     masked_head_buckets: tuple[int, ...] = ()
     attention: str | None = None
     row_kernels: str | None = None
-    num_host_pages: int = 0
+    num_host_pages: int = 0  # pages of host memory for KV that leaves the device
     kv_dtype: str | None = None
-    restore: str = "on_admission"
+    restore: str = "on_admission"  # when pages are copied back from the host, see `RuntimeOptions`
     incoming_pages: int | None = None
     has_encoder: bool = False
     has_slot_state: bool = False
-    max_adapters: int = 0
+    max_adapters: int = 0  # maximum number of adapters; 0 for steps without adapters
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_slots", "max_context", "max_decode_iterations"):
@@ -147,11 +138,11 @@ class EngineConfig:
         return tuple(size for size in self.token_buckets if size in coarse)
 
     def num_proposed_beside(self, num_rows: int) -> int:
-        """Return how many tokens a decode loop over as many rows proposes in an iteration, or 0.
+        """Return how many tokens a decode loop over `num_rows` rows proposes in an iteration, or 0.
 
         Rows and proposals fill whole tiles of tokens if they can. With twice as many rows as
-        proposals, even proposals that are all right give only half as many tokens again, so that
-        loops with more rows propose none.
+        proposals, even correct proposals add at most half the tokens, so that loops with more rows
+        propose none.
         """
         if num_rows > 2 * self.num_proposed:
             return 0
@@ -162,15 +153,15 @@ class EngineConfig:
 
     @property
     def speculating_buckets(self) -> tuple[int, ...]:
-        """Compiled sizes of the decode windows that speculate, in every variant; there may be none.
+        """Compiled sizes of the decode windows that speculate, in every variant; may be empty.
 
-        Few rows are speculated for, and padding takes the place of proposals, so that all of these
-        sizes are compiled also for variants that have few otherwise.
+        Proposals are computed for few rows, and replace padding, so that all of these sizes are
+        compiled also for variants that otherwise have few.
         """
         return tuple(size for size in self.slot_buckets if self.num_proposed_beside(size))
 
     def without_proposals(self) -> Self:
-        """Return the sizes of an engine that never speculates, as a group for prompts does not."""
+        """Return the sizes of an engine that never speculates, as a group for prompts."""
         return replace(self, num_proposed=0, drafts=False)
 
     @property
@@ -189,14 +180,14 @@ class EngineConfig:
 
     @property
     def num_incoming_pages(self) -> int:
-        """Maximum number of pages that a mixed step copies from the host layer by layer, or 0."""
+        """Return how many pages a mixed step copies from the host layer by layer at most, or 0."""
         if self.restore not in ("per_layer", "both"):
             return 0
         return min(_MAX_INCOMING_PAGES, self.max_pages_per_sequence)
 
     @property
     def max_pages_out(self) -> int:
-        """Maximum number of pages that one plan copies to the host."""
+        """Return the maximum number of pages that one plan copies to the host."""
         return max(_OUTGOING_PAGES, self.num_pages // _OUTGOING_SHARE)
 
     @property
@@ -211,9 +202,9 @@ class EngineConfig:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Maximum number of prompt tokens, which leave room for one output token.
+        """Return the maximum number of prompt tokens, which leave room for one output token.
 
-        An encoder's prompt must fit in a step, too, and a start token follows its pages.
+        An encoder's prompt must also fit in a step, and a start token follows its pages.
         """
         if not self.has_encoder:
             return self.max_length - 1
@@ -224,7 +215,7 @@ class EngineConfig:
 def fine_token_buckets(max_step_tokens: int) -> tuple[int, ...]:
     """Return 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, ... up to `max_step_tokens`.
 
-    Steps of less than 128 tokens have powers of two alone.
+    Steps of less than 128 tokens have only powers of two.
     """
     powers = [2**i for i in range(4, max_step_tokens.bit_length())]
     most = _COARSE_TOKENS if max_step_tokens >= _FINE_TOKENS else 0

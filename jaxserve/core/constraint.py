@@ -1,4 +1,4 @@
-"""What a request's output must match: a grammar in one of several notations."""
+"""The constraint on a request's output: a grammar in one of several notations."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ Notation = Literal["json_schema", "regex", "grammar", "choice"]
 
 _ANY_OBJECT = '{"type": "object"}'
 _FIELDS = ("json_schema", "regex", "grammar", "choice", "json_object")
-# Characters of a grammar's text.
+# Maximum number of characters of a grammar's text.
 MAX_TEXT = 1 << 17
-# Lines and opening brackets of a grammar, opening brackets of a schema. llguidance recurses without
-# a limit through rules and references, each of which is among these, with 10 kB of stack or less.
+# Maximum number of lines and opening brackets of a grammar, or opening brackets of a schema.
+# llguidance recurses without a limit through rules and references, each of which counts here, with
+# 10 kB of stack or less.
 MAX_PARTS = 10_000
 
 
@@ -26,7 +27,6 @@ class Constraint:
     """A grammar.
 
     Attributes:
-      notation: of the text.
       text: a JSON schema, a regular expression, a Lark or GBNF grammar, or a JSON list of strings.
     """
 
@@ -43,7 +43,6 @@ class Constraint:
         choice: tuple[str, ...] | None,
         json_object: bool,
     ) -> Constraint | None:
-        """Return the constraint of a request's parameters; None without any."""
         if json_object:
             return cls("json_schema", _ANY_OBJECT)
         if json_schema is not None:
@@ -56,7 +55,7 @@ class Constraint:
 
 
 def schema_text(schema: Any) -> str:
-    """Return a JSON schema as text, with its properties in their order.
+    """Return a JSON schema as text; its properties keep their order.
 
     Raises:
       InvalidSamplingParamsError: it is neither a mapping, nor a boolean, nor the JSON text of one.
@@ -125,7 +124,7 @@ def check_constraints(params: Any) -> None:
 
 
 def _num_parts(name: str, value: Any) -> int:
-    """Return a bound on how deeply the parts of a grammar contain each other."""
+    """Return a bound on the nesting depth of a grammar's parts."""
     if name == "grammar":
         return sum(map(value.count, "\n{[("))
     return sum(map(value.count, "{[")) if name == "json_schema" else 0

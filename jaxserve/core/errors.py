@@ -89,7 +89,7 @@ class EmptyPromptError(InvalidRequestError):
 class PromptTooLongError(InvalidRequestError):
     """A prompt that leaves no room for one output token, in the context or in the page pool.
 
-    A running request ends with this when the pool becomes too small for its prompt and output.
+    A running request ends with this error if the pool becomes too small for its prompt and output.
     """
 
 
@@ -138,11 +138,11 @@ class GrammarTooComplexError(InvalidGrammarError):
 
 
 class AnswerTooShortError(InvalidRequestError):
-    """A grammar whose answer must end before the least number of tokens that was asked for."""
+    """A grammar whose answer must end before `min_tokens`."""
 
 
 class GrammarsBusyError(InvalidRequestError):
-    """A request whose grammar is not compiled, because too many others are."""
+    """A request whose grammar is not compiled, because too many others are being compiled."""
 
 
 class BoundNotMetError(InvalidRequestError):
@@ -151,8 +151,8 @@ class BoundNotMetError(InvalidRequestError):
     Attributes:
       name: the bound's name in `SamplingParams`.
       bound_s: the bound.
-      expected_s: seconds expected in its place: to the end, to the first token, or per token.
-      wait_s: seconds in the queue, of those from the submission.
+      expected_s: expected seconds: to the end, to the first token, or per token.
+      wait_s: the part of the seconds from submission that is spent in the queue.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class BoundNotMetError(InvalidRequestError):
 
 
 class UnheededBoundError(InvalidRequestError):
-    """A request with a latency bound of its own, under a policy that heeds none."""
+    """A request with a latency bound of its own, under a policy that ignores such bounds."""
 
 
 class UnfoldError(InvalidRequestError):
@@ -260,11 +260,11 @@ class DeviceMemoryError(JaxserveError, MemoryError):
 
 
 class StepMemoryError(DeviceMemoryError):
-    """A step that did not fit in the device's memory; only its own requests end with this."""
+    """A step that did not fit in the device's memory; only its own requests fail."""
 
 
 class HostMemoryError(DeviceMemoryError):
-    """Host pages that did not fit in the host's memory; the engine goes on without them."""
+    """Host pages that did not fit in the host's memory; the engine continues without them."""
 
 
 class InvalidConfigError(JaxserveError, ValueError):
@@ -276,7 +276,7 @@ class InvalidCellError(InvalidConfigError):
 
 
 class InvalidParamsError(InvalidConfigError):
-    """New weights that do not fit or are not finite; the present ones go on serving."""
+    """New weights that do not fit or are not finite; the present ones stay in use."""
 
 
 class InfeasibleBoundError(JaxserveError, ValueError):
@@ -284,7 +284,7 @@ class InfeasibleBoundError(JaxserveError, ValueError):
 
     Attributes:
       bounds: seconds by name of the bound.
-      lowest: the lowest seconds that some schedule reaches, by the same names, each for itself.
+      lowest: the lowest seconds that a schedule reaches, by the same names, for each bound alone.
     """
 
     def __init__(self, bounds: Mapping[str, float], lowest: Mapping[str, float]):
@@ -299,7 +299,7 @@ class InfeasibleBoundError(JaxserveError, ValueError):
 
 
 class QueueFullError(JaxserveError):
-    """A call with more requests than may wait. None was accepted; the same call may pass later."""
+    """A call with more requests than may wait. None was accepted; retry the call later."""
 
 
 class StaleWeightsError(JaxserveError):
@@ -307,7 +307,7 @@ class StaleWeightsError(JaxserveError):
 
 
 class EngineBusyError(JaxserveError, TimeoutError):
-    """Requests that run for longer than a call was told to wait for their end."""
+    """Requests that run longer than a call may wait for their end."""
 
 
 class InvalidProfileError(JaxserveError, ValueError):
@@ -381,7 +381,7 @@ class JournalVersionError(JournalError):
 
 
 class EngineFailedError(JaxserveError):
-    """The device or the engine's loop failed; every running request ends with this."""
+    """The device or the engine's loop failed; every running request ends with this error."""
 
 
 class RegroupError(JaxserveError):

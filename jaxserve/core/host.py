@@ -12,7 +12,6 @@ _log = logging.getLogger(__name__)
 
 
 def cpu_name() -> str:
-    """Return the processor's model name, or its architecture if the name is unknown."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -25,8 +24,7 @@ def cpu_name() -> str:
 def available_host_bytes(root: Path = Path("/")) -> int:
     """Return the free memory of the host, or of this process's control group if that is less.
 
-    Args:
-      root: root of the file system that has `proc` and `sys`.
+    `root` is the root of the file system that has `proc` and `sys`.
     """
     return max(0, min([_system_bytes(root), *_control_group_bytes(root)]))
 

@@ -1,8 +1,8 @@
-"""JSON schemas as llguidance can enforce them: rewritten, in part written as rules, or refused.
+"""JSON schemas in a form that llguidance can enforce: rewritten, partly as rules, or refused.
 
-llguidance 1.9.1 holds every number as a double, counts a key of an object as often as it is
-written, knows no calendar, and lets a key that a schema does not name be written in escapes, even
-where it spells one that the schema names.
+llguidance 1.9.1 holds every number as a double, counts a repeated key of an object each time, has
+no calendar, and accepts a key that a schema does not name in escapes, even if it spells one that
+the schema names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, final
 
 # JSON as Python's `json.dumps` writes it. A schema's own "x-guidance" comes first.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Without \u, with which any key could be written otherwise.
+# Without \u, because any key could be spelled with it.
 _ESCAPES = 'nrbtf\\"'
 _UNWRITABLE = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
@@ -27,7 +27,7 @@ _MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "depende
 _NOTES = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly"))
 _NOTES |= {"writeOnly", "$comment", "$schema", "$id", "$defs", "definitions", "x-guidance"}
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-# Keywords that rules are written for, by type, and those that say something of strings only.
+# Keywords that rules are written for, by type, and those that only apply to strings.
 _NUMBER = frozenset((*BOUNDS, "multipleOf"))
 _OBJECT = frozenset(("properties", "required", "additionalProperties"))
 _ARRAY = frozenset(("items", "prefixItems", "additionalItems", "minItems", "maxItems"))
@@ -48,7 +48,7 @@ _CALENDAR = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[tT]"}
 def lark_rules(schema: Any, name: str) -> list[str]:
     """Return rules in llguidance's Lark, of which `name` matches the instances of a schema.
 
-    Mostly it is one rule with the schema itself. Objects, lists and alternatives around numbers
+    Usually it is one rule with the schema itself. Objects, lists and alternatives around numbers
     that a double does not hold are written as rules, and the numbers as digits.
 
     Raises:
@@ -72,7 +72,7 @@ def _enforceable(schema: Any) -> dict[str, Any]:
 
 
 def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return one schema, apart from those within it, as llguidance takes it."""
+    """Return one schema in llguidance's form; schemas within it are rewritten separately."""
     schema = dict(schema)
     if schema.get("uniqueItems") is False:
         del schema["uniqueItems"]
@@ -98,13 +98,13 @@ def _is_open(schema: Mapping[str, Any]) -> bool:
 
 
 def _has_open_names(schema: Mapping[str, Any]) -> bool:
-    """Whether an object may have keys that the schema neither names nor matches by a pattern."""
+    """Return whether an object may have keys that the schema neither names nor matches."""
     names = ("properties", "patternProperties", "required")
     return _is_open(schema) and any(map(schema.get, names))
 
 
 def _check_writable(schema: Any) -> None:
-    """Raise ValueError if a constant or a name needs an escape that keys would have, too."""
+    """Raise ValueError if a constant or a name needs an escape that keys could use too."""
     texts = [text for part in _parts(schema) for text in _texts(part)]
     found = next((text for text in texts if _UNWRITABLE.search(text)), None)
     if found is not None:
@@ -115,7 +115,7 @@ def _check_writable(schema: Any) -> None:
 
 
 def _texts(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the texts that its instances must have somewhere."""
+    """Yield the texts that instances must contain."""
     yield from schema.get("properties", ())
     yield from schema.get("required", ())
     data = [*schema.get("enum", ()), schema.get("const")]
@@ -134,11 +134,7 @@ def _texts(schema: Mapping[str, Any]) -> Iterator[str]:
 
 @final
 class _Rules:
-    """The rules of one schema.
-
-    Attributes:
-      lines: that of `name` first.
-    """
+    """The rules of one schema; `lines` begins with that of `name`."""
 
     def __init__(self, root: dict[str, Any], name: str):
         self.lines: list[str] = []
@@ -157,7 +153,7 @@ class _Rules:
         self.lines.insert(0, f"{name}: {body}")
 
     def _is_held(self, schema: Any) -> bool:
-        """Whether llguidance holds every number in a schema and in those that it refers to."""
+        """Return whether llguidance holds every number in a schema and its references."""
         seen, left = set[str](), [schema]
         while left:
             for part in _parts(left.pop(), definitions=False):
@@ -171,7 +167,7 @@ class _Rules:
         return True
 
     def _found(self, reference: str) -> Any:
-        """Return what a reference within the schema refers to; {} for any other."""
+        """Return the target of a reference within the schema; {} for any other."""
         found: Any = self._root
         if not reference.startswith("#"):
             return {}
@@ -183,7 +179,6 @@ class _Rules:
         return found
 
     def _body(self, schema: Any) -> str:
-        """Return the right side of a rule for a schema."""
         if isinstance(schema, bool):
             schema = {} if schema else {"enum": []}
         if self._is_held(schema):
@@ -213,7 +208,7 @@ class _Rules:
         return self._body(rest)
 
     def _whole(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a part of the schema as one that stands alone, with the definitions."""
+        """Return a part of the schema as a schema of its own, with the definitions."""
         if schema is self._root:
             return dict(schema)
         refers = [part["$ref"] for part in _parts(schema) if "$ref" in part]
@@ -227,7 +222,7 @@ class _Rules:
         return {**schema, **{key: self._root[key] for key in shared if key in self._root}}
 
     def _rule(self, schema: Any) -> str:
-        """Return the name of a new rule for a schema."""
+        """Write a new rule for a schema; return its name."""
         name = self._new()
         self.lines.append(f"{name}: {self._body(schema)}")
         return name
@@ -278,7 +273,7 @@ class _Rules:
         return self._rule(schema["allOf"][0])
 
     def _object(self, schema: Mapping[str, Any]) -> str:
-        """Write a chain of rules: named properties in their order, then others."""
+        """Write a chain of rules: named properties in order, then other keys."""
         self._check(schema, _OBJECT | _ARRAY | _STRING | _NUMBER)
         others = schema.get("additionalProperties", True)
         required = schema.get("required", ())
@@ -310,7 +305,7 @@ class _Rules:
         return f'"{{" {first} "}}"'
 
     def _both(self, begin: str, more: str) -> tuple[str, str]:
-        """Return the names of rules for what begins an object, and for what follows in it."""
+        """Return the names of rules for the beginning of an object, and for what follows in it."""
         names = self._new(), self._new()
         self.lines += [f"{names[0]}: {begin}", f"{names[1]}: {more}"]
         return names
@@ -340,7 +335,7 @@ class _Rules:
 
 
 def _is_of(value: Any, types: Any) -> bool:
-    """Whether a value is of one of the types of JSON schema; 1.0 is an integer."""
+    """Return whether a value is of one of the types of JSON schema; 1.0 is an integer."""
     if isinstance(value, bool):
         return "boolean" in types
     if isinstance(value, (int, float)):
@@ -370,7 +365,7 @@ def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
 
 
 def _parts(schema: Any, *, definitions: bool = True) -> Iterator[dict[str, Any]]:
-    """Yield a schema and all within it, those of its definitions only if asked for."""
+    """Yield a schema and all within it; those of its definitions only with `definitions`."""
     if not isinstance(schema, dict):
         return
     yield schema
@@ -388,10 +383,10 @@ def _parts(schema: Any, *, definitions: bool = True) -> Iterator[dict[str, Any]]
 
 
 def is_held(value: Any) -> bool:
-    """Whether llguidance reads a constant or a bound as the number that it is.
+    """Return whether llguidance reads a constant or a bound as exactly that number.
 
     A double holds integers up to 2^53. Its parser makes other numbers of a whole one and a power of
-    ten, and is exact where a double holds both.
+    ten, and is exact if a double holds both.
     """
     if isinstance(value, Mapping):
         return all(map(is_held, value.values()))
@@ -419,13 +414,13 @@ def decimals_within(schema: Mapping[str, Any], *, is_whole: bool) -> str:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f'"{key}": {json.dumps(value)} is not a number')
         bound, is_strict = Decimal(repr(value)), key.startswith("exclusive")
-        # A bound from above is one from below of the negative number.
+        # An upper bound is a lower bound of the negative number.
         is_above = key.lower().endswith("maximum")
         parts.append(_beyond(-bound if is_above else bound, is_strict, is_above))
     if is_whole:
         parts.append("-?(?:0|[1-9][0-9]*)")
     elif any(abs(value) > 2**53 for value in bounds.values()):
-        # The double that is read of a larger one with a fraction could be beyond the bound.
+        # A larger number with a fraction is rounded to a double, which could exceed the bound.
         parts.append(r"-?(?:0|[1-9][0-9]*|(?:0|[1-9][0-9]{0,14})\.[0-9]+)")
     return " & ".join(f"/{part}/" for part in parts)
 
@@ -444,7 +439,7 @@ def _split(bound: Decimal) -> tuple[int, str]:
 
 
 def _larger(bound: Decimal, is_strict: bool) -> str:
-    """Return a regex of decimals without a sign from a bound on, which is not negative."""
+    """Return a regex of unsigned decimals from a non-negative bound on."""
     whole, fraction = _split(bound)
     same = [f"{fraction[:i]}[{int(c) + 1}-9][0-9]*" for i, c in enumerate(fraction) if c != "9"]
     same.append(f"{fraction}[0-9]*[1-9][0-9]*" if is_strict else f"{fraction}[0-9]*")
@@ -454,7 +449,7 @@ def _larger(bound: Decimal, is_strict: bool) -> str:
 
 
 def _smaller(bound: Decimal, is_strict: bool) -> str:
-    """Return a regex of decimals without a sign up to a bound, which is not negative."""
+    """Return a regex of unsigned decimals up to a non-negative bound."""
     whole, fraction = _split(bound)
     found = [rf"{_up_to(whole - 1)}(?:\.[0-9]+)?"] if whole else []
     if fraction or not is_strict:
@@ -469,7 +464,7 @@ def _smaller(bound: Decimal, is_strict: bool) -> str:
 
 
 def _from(least: int) -> str:
-    """Return a regex of whole numbers from one on, which is positive."""
+    """Return a regex of whole numbers from a positive one on."""
     digits = str(least)
     found = [digits]
     for i, c in enumerate(digits):
@@ -479,7 +474,7 @@ def _from(least: int) -> str:
 
 
 def _up_to(most: int) -> str:
-    """Return a regex of whole numbers up to one, from 0 on."""
+    """Return a regex of whole numbers from 0 to `most`."""
     digits = str(most)
     found = [digits]
     for i, c in enumerate(digits):

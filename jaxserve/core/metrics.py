@@ -1,4 +1,4 @@
-"""Figures of completions: throughput, latencies, and whether latency bounds were kept."""
+"""Statistics of completions: throughput, latencies, and whether latency bounds were kept."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ def _time_per_output_token_s(item: Completion) -> float | None:
 
 
 def bound_outcomes(params: SamplingParams, completion: Completion) -> dict[str, BoundOutcome]:
-    """Return what became of each bound of a request that has ended, by name.
+    """Return the outcome of each bound of a request that has ended, by name.
 
-    A request that was refused has one bound that it was refused for. One that was cancelled, or
-    that failed in another way, has none. The seconds per token are those of its longest sample.
+    A request refused for a bound has only that bound. A request that was cancelled, or failed in
+    another way, has none. The seconds per token are those of its longest sample.
     """
     error, bounds = completion.error, params.bounds
     if isinstance(error, BoundNotMetError):

@@ -19,14 +19,14 @@ KV_DTYPES = ("int8", "float8_e4m3fn")
 QUANTIZE = ("bf16", "int8", "int4", "fp8", "w8a8", "keep")
 QUANTIZE_EMBEDDINGS = ("int8", "int4", "none")
 
-# Where proposals for the next tokens come from.
+# Sources of proposals for the next tokens.
 SPECULATIONS = ("lookup", "draft")
 
 # Defaults of `num_speculative_tokens` and `max_adapter_rank`.
 _NUM_SPECULATIVE_TOKENS, _MAX_ADAPTER_RANK = 8, 16
 
-# Lowest and highest values of the whole numbers. Where arrays or counters of the device depend on
-# one, the highest is above any use, and keeps an absurd number from taking all memory.
+# Lowest and highest values of the whole numbers. If arrays or counters of the device depend on a
+# number, its highest value is above any use and keeps an absurd one from taking all memory.
 _RANGES = {
     "max_slots": (1, 1 << 16),
     "max_waiting": (1, math.inf),
@@ -40,7 +40,7 @@ _RANGES = {
     "seed": (-math.inf, math.inf),
 }
 
-# When executables are made.
+# When executables are compiled.
 WARMUPS = (True, False, "full", "background")
 
 # When pages are copied back from the host.
@@ -85,7 +85,7 @@ class JournalLimits:
 
     @property
     def num_bytes(self) -> int:
-        """`max_bytes` in bytes."""
+        """Return `max_bytes` in bytes."""
         return int(self.max_bytes)
 
 
@@ -96,10 +96,10 @@ class RuntimeOptions:
 
     Attributes:
       policy: name of a preset, or a `jaxserve.scheduling.policy.Policy`.
-      latency_bound: for policy "exegpt", seconds that an answer of the 99th-percentile length may
-        take from its admission to its end; None for the most throughput.
-      first_token_bound, token_bound: for policy "exegpt", seconds that its first token may take,
-        and its later tokens on average.
+      latency_bound: for policy "exegpt", maximum seconds of an answer of the 99th-percentile
+        length, from admission to end; None for the highest throughput.
+      first_token_bound, token_bound: for policy "exegpt", maximum seconds to the first token, and
+        mean seconds per later token.
       kv_memory: memory of the page pool, in bytes or as "4GiB"; by default all that is left.
       kv_dtype: dtype of the pages, by default the model's. Pages in one of `KV_DTYPES` are
         approximate, and take half the memory of bfloat16 and little more than a quarter of
@@ -107,13 +107,13 @@ class RuntimeOptions:
       quantize: format of the layers' weights, one of `QUANTIZE`; by default the model's dtype.
         "keep" is for GGUF files: weights, the embedding's too, stay in the blocks of the file.
         Folders of GPTQ, AWQ and compressed-tensors weights are served in their own format, for
-        which the option is "keep" or omitted. "w8a8" is "int8" with activations that are in int8
-        on GPUs too. "bf16" stores the weights of a float32 model in 16 bits, on one CPU.
-        docs/quantisation.md says what each costs.
-      quantize_embeddings: format of the embedding and the head where `quantize` is given, one of
-        `QUANTIZE_EMBEDDINGS`, by default "int8"; "none" leaves them as they are.
-      host_memory: host memory for pages that leave the device, those of preempted sequences
-        included, in bytes or as "4GiB"; 0 for none. By default as much as the page pool, if that
+        which the option is "keep" or omitted. "w8a8" is "int8" with int8 activations on GPUs too.
+        "bf16" stores the weights of a float32 model in 16 bits, on one CPU. docs/quantisation.md
+        states what each costs.
+      quantize_embeddings: format of the embedding and the head if `quantize` is given, one of
+        `QUANTIZE_EMBEDDINGS`, by default "int8"; "none" leaves them unchanged.
+      host_memory: host memory for pages that leave the device, including those of preempted
+        sequences, in bytes or as "4GiB"; 0 for none. By default as much as the page pool, if that
         is under a quarter of the free host memory. Stages share it, and so do processes on one host
         that serve a model together.
       restore: when pages are copied back from the host, one of `RESTORES`. "on_admission": all
@@ -131,31 +131,31 @@ class RuntimeOptions:
         train`). It works with or without `predictor`.
       learns: continue to train the predictor on finished requests (`predictor.OnlineLearner`).
       max_slots: maximum number of sequences that run at once.
-      max_waiting: number of requests without a slot above which a call that submits more raises
+      max_waiting: maximum number of requests without a slot; a call that exceeds it raises
         QueueFullError; None for no limit.
       max_context: maximum number of tokens of prompt and output; by default the model's limit.
       max_step_tokens: maximum number of tokens of a step with prefill (the prefill chunk).
       max_decode_iterations: maximum number of tokens of a sequence per decode step.
-      speculation: where proposals for the next tokens come from, one of `SPECULATIONS`; None for
-        none. "lookup": from the request itself, what followed its newest tokens where they stood
-        before. Tokens stay the same, drawn ones too. docs/speculation.md says when it pays.
-      num_speculative_tokens: tokens that are proposed at most in an iteration, of all sequences
-        together, by default 8; with stages, of those of each micro-batch. With more than twice as
+      speculation: source of proposals for the next tokens, one of `SPECULATIONS`; None for none.
+        "lookup": the request's own text, after an earlier occurrence of its newest tokens. Tokens
+        stay the same, drawn ones too. docs/speculation.md says when it pays.
+      num_speculative_tokens: maximum number of tokens proposed in an iteration, for all sequences
+        together, by default 8; with stages, for those of each micro-batch. With more than twice as
         many sequences, none are proposed. Only with `speculation`.
       draft_model: the model that proposes tokens with `speculation="draft"`: a decoder, or the
-        name, folder or GGUF file of one. It must have the tokenizer of the model that is served.
+        name, folder or GGUF file of one. It must have the tokenizer of the served model.
       page_size: tokens per page.
       max_adapters: maximum number of adapters that are loaded at once (`Runtime.load_adapter`), for
         which memory is allocated; 0 for a runtime without adapters (docs/adapters.md).
       max_adapter_rank: maximum rank of an adapter, by default 16. Only with `max_adapters`.
       adapter_dtype: dtype in which adapters are kept, "bfloat16"; by default that of the weights.
         Only with `max_adapters`.
-      deterministic: refuse to serve where the bits of a request's tokens and log-probabilities
-        could depend on other requests. True changes nothing on CPUs, where it is allowed in float32
-        without tensor parallelism: the bits are the same there in any case. On NVIDIA GPUs it has
-        dense models computed by kernels that fix the order of sums (docs/batch_invariance.md).
-      end_tokens: tokens that end an answer, besides those that the model declares: texts such as
-        "<|end|>", or ids.
+      deterministic: refuse to serve if the bits of a request's tokens and log-probabilities could
+        depend on other requests. On CPUs True changes nothing, and is allowed in float32 without
+        tensor parallelism: the bits are the same there in any case. On NVIDIA GPUs, dense models
+        are then computed by kernels that fix the order of sums (docs/batch_invariance.md).
+      end_tokens: tokens that end an answer, in addition to those that the model declares: texts
+        such as "<|end|>", or ids.
       seed: seed for the requests that have none.
       warmup: when executables are compiled, or loaded from an earlier start, one of `WARMUPS`.
         "background": on other threads while requests are served; a request waits only for those
@@ -163,13 +163,13 @@ class RuntimeOptions:
         in a process group, and for encoder-decoder models such as T5: these have "full". "full" or
         True: all of them before the first request. False: each at its first use.
       strict: raise when something compiles after warm-up.
-      attention: implementation of paged attention, in place of the platform's choice: one of
+      attention: implementation of paged attention instead of the platform's choice: one of
         `pallas_kernels.paged_attention.IMPLEMENTATIONS`, or several separated by commas, of which
         the first that serves a shape is used. The write of keys and values uses the implementation
         of the same name, if there is one.
       huge_pages: read weights that an earlier start converted into huge pages of a CPU's memory,
-        where the system has them. Steps are faster by about a tenth, and a start takes half a
-        second longer. False maps them into memory.
+        if the system has them. Steps are about a tenth faster, and a start takes half a second
+        longer. False maps them into memory.
       record: new or empty file that gets one line per finished request, for replay by benchmarks
         (`jaxserve.workload.recorded`).
       conversations: file of the journal that keeps conversations beyond the process; None keeps
@@ -219,25 +219,25 @@ class RuntimeOptions:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """The bounds in seconds that policy "exegpt" keeps, those that are given, by name."""
+        """Return the given latency bounds of policy "exegpt", in seconds by name."""
         names = ("latency_bound", "first_token_bound", "token_bound")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property
     def warms_up_behind(self) -> bool:
-        """Whether requests are served before every executable exists."""
+        """Return whether requests are served before every executable exists."""
         return self.warmup == "background" and not self.strict
 
     @property
     def num_proposed(self) -> int:
-        """Tokens that are proposed at most in an iteration; 0 without speculation."""
+        """Return the maximum number of tokens proposed in an iteration; 0 without speculation."""
         if self.speculation is None:
             return 0
         return self.num_speculative_tokens or _NUM_SPECULATIVE_TOKENS
 
     @property
     def adapter_rank(self) -> int:
-        """Maximum rank of an adapter; 0 without adapters."""
+        """Return the maximum rank of an adapter; 0 without adapters."""
         return (self.max_adapter_rank or _MAX_ADAPTER_RANK) if self.max_adapters else 0
 
     @classmethod
@@ -352,5 +352,5 @@ class RuntimeOptions:
 
 
 def _is_int(value: Any) -> bool:
-    """Return whether a value is a whole number, which True and False are not."""
+    """Return whether a value is a whole number; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)

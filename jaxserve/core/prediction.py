@@ -33,21 +33,20 @@ class LengthPrediction:
 
     @property
     def distribution(self) -> LengthDistributions:
-        """Probabilities of one prompt that sum to 1: [1, buckets]."""
+        """Return the probabilities of one prompt, which sum to 1: [1, buckets]."""
         return LengthDistributions(self.buckets, self.probabilities[None])
 
     @property
     def mean_length(self) -> float:
-        """The mean, in tokens."""
+        """Return the mean, in tokens."""
         return float(self.distribution.expected_remaining()[0])
 
     @property
     def expected_length(self) -> int:
-        """The mean, rounded up."""
         return math.ceil(self.mean_length)
 
     def quantile(self, miss_rate: float, elapsed: int = 0) -> int:
-        """Return a length that at most `miss_rate` of requests over `elapsed` tokens outgrow."""
+        """Return a length that at most `miss_rate` of requests over `elapsed` tokens exceed."""
         level = 1.0 - miss_rate
         if self.calibration is not None:
             level = self.calibration.level(miss_rate)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from jaxserve.core.prediction import LengthPrediction
 
-# Priorities are at most this, and at least its negative.
+# Priorities are between the negative of this and this.
 MAX_PRIORITY = 2**31 - 1
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -26,11 +26,11 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 @final
 @dataclass(frozen=True)
 class AdapterSlot:
-    """A loaded adapter, as steps and pages know it.
+    """A loaded adapter in steps and pages.
 
     Attributes:
       index: its place among the adapters of the device.
-      identity: a hash of its contents, which the keys of its pages depend on.
+      identity: a hash of its contents, part of the keys of its pages.
     """
 
     index: int
@@ -50,8 +50,8 @@ class Request:
       arrival_s: time of submission on the engine's clock.
       priority: under the priority order, higher priorities run first.
       deadline_s: time on the engine's clock by which it should end; breaks ties of priority.
-      conversation_id: the conversation that this is a turn of, if any, for reports, recordings, and
-        because its pages are expected to be wanted again; prefix caches compare tokens.
+      conversation_id: the conversation of this turn, if any, for reports, recordings, and because
+        its pages are expected to be reused; prefix caches compare tokens.
       prediction: predicted output length, if there is one.
       stop_token_ids: `params.stop_token_ids` and, unless ignored, the model's end tokens.
       end_token_ids: the model's end tokens, whether they are ignored or not.
@@ -59,10 +59,10 @@ class Request:
       adapter: the adapter that `params` name; None for the weights without one.
       num_encoded: leading tokens of the prompt that the encoder computes as a whole, with their
         padding, which fill whole pages; 0 for a model without an encoder.
-      num_padding: those at their end that nothing sees.
-      grammar: what `params.constraint` was compiled to, for the engine; None without one.
+      num_padding: padding tokens at their end, which no query attends to.
+      grammar: the compiled `params.constraint`, for the engine; None without one.
       awaits_tokens: whether each of its tokens must be read before the next one is chosen.
-      has_bounds: whether `params` bound any latency of it.
+      has_bounds: whether `params` bound any of its latencies.
     """
 
     id: str
@@ -90,26 +90,26 @@ class Request:
 
     @cached_property
     def prompt_array(self) -> np.ndarray:
-        """The prompt as int32 [tokens], made once; a prompt may have a million tokens."""
+        """Return the prompt as int32 [tokens], made once; a prompt may have a million tokens."""
         import numpy as np  # the command line's help does without
 
         return np.asarray(self.prompt, np.int32)
 
     @property
     def encoder_prompt(self) -> tuple[int, ...]:
-        """The tokens that the encoder reads; empty for a model without an encoder."""
+        """Return the tokens that the encoder reads; empty for a model without an encoder."""
         return self.prompt[: self.num_encoded - self.num_padding]
 
     @property
     def given_prompt(self) -> tuple[int, ...]:
-        """The prompt as it was given, without what an encoder-decoder model adds."""
+        """Return the prompt as given, without the tokens added for an encoder-decoder model."""
         return self.encoder_prompt or self.prompt
 
     @property
     def due_s(self) -> float | None:
-        """The time on the engine's clock at which it is due; None without a bound.
+        """Return the earliest time on the engine's clock at which it is due; None without a bound.
 
-        It is the earliest of these: the bound of its first token, that of its end, and the end of
+        It is the earliest of: the bound of its first token, the bound of its end, and the end of
         an answer of `max_tokens` whose tokens each take their bound.
         """
         params = self.params
@@ -119,7 +119,7 @@ class Request:
         return min((self.arrival_s + s for s in bounds if s is not None), default=None)
 
     def end_length(self, max_length: int, sample_index: int) -> int:
-        """Return the number of prompt and output tokens at which a sample ends at the latest.
+        """Return the maximum number of prompt and output tokens of a sample.
 
         Only executors and the engine may call this: a policy must not know forced lengths.
         """
@@ -130,14 +130,14 @@ class Request:
 
 
 def padded_to_pages(tokens: Sequence[int], page_size: int) -> tuple[int, ...]:
-    """Return the tokens of an encoder's prompt with padding, which fills its last page."""
+    """Return the tokens of an encoder's prompt, padded to whole pages."""
     return (*tokens, *(0,) * (-len(tokens) % page_size))
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class EncoderPrompts:
-    """What an encoder-decoder model adds to the tokens that its encoder reads.
+    """The tokens that an encoder-decoder model adds to those that its encoder reads.
 
     Attributes:
       start_token_id: the token that answers begin with.
@@ -154,7 +154,7 @@ class EncoderPrompts:
 
 
 def check_id(request_id: object, own_ids: str) -> None:
-    """Check the id that a caller gives a request; None for one that starts with `own_ids`.
+    """Check the id that a caller gives a request; None stands for one generated from `own_ids`.
 
     Raises:
       InvalidRequestError: it is not text, or starts with `own_ids`.
@@ -173,10 +173,7 @@ def check_id(request_id: object, own_ids: str) -> None:
 
 
 def deadline_at(deadline_s: object, now_s: float) -> float | None:
-    """Return the deadline on a clock that shows `now_s`; None without one.
-
-    Args:
-      deadline_s: seconds from now.
+    """Return the deadline `deadline_s` seconds after the clock time `now_s`; None without one.
 
     Raises:
       InvalidRequestError: it is neither a number nor None.
@@ -207,7 +204,8 @@ class TokenLogprob:
     """The natural log-probability of a token, and those of the likeliest at its position.
 
     Attributes:
-      logprob: the model's, before penalties, bias, temperature and truncation, as those of `top`.
+      logprob: the model's, before penalties, bias, temperature and truncation; so are those of
+        `top`.
       processed_logprob: that of the distribution that the token was drawn from, after these. Of a
         greedy request, after penalties and bias. Of a prompt token, as if it were drawn there; of a
         greedy request's prompt, the same as `logprob`.
@@ -247,7 +245,7 @@ class Sample:
     Attributes:
       text: ends before a stop string. Tokens are not split, so the last one may reach past it.
       token_ids: with the stop token that ended the sample, which a trainer needs.
-      version_runs: (version, number of tokens) of the weights that computed the tokens, in their
+      version_runs: (version, number of tokens) of the weights that computed the tokens, in
         order; versions increase. See `Runtime.update_params`.
     """
 
@@ -259,7 +257,7 @@ class Sample:
 
     @property
     def weights_versions(self) -> tuple[int, ...]:
-        """The version of the weights that computed each token."""
+        """Return the version of the weights that computed each token."""
         return tuple(version for version, count in self.version_runs for _ in range(count))
 
 
@@ -271,7 +269,7 @@ class Completion:
     A request that failed has `finish_reason == "error"` and the typed `error`.
 
     Attributes:
-      predicted_tokens: mean length that was predicted for each sample, at most `params.max_tokens`;
+      predicted_tokens: predicted mean length of each sample, at most `params.max_tokens`;
         None without a predictor.
     """
 

@@ -39,8 +39,8 @@ class SamplingParams:
       temperature: 0 is greedy.
       top_k: keep the k likeliest tokens; 0 keeps all.
       top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
-      min_p: drop tokens less likely than this times the likeliest one, in [0, 1]; 1 keeps those
-        that are as likely as it.
+      min_p: drop tokens less likely than this times the likeliest one, in [0, 1]; 1 keeps only
+        tokens tied with it.
       repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
         output; 0.01 to 100, 1 is off.
       presence_penalty, frequency_penalty: subtracted once, or per occurrence, for output tokens.
@@ -48,7 +48,7 @@ class SamplingParams:
       seed: the random stream depends on it and on the position only, never on the batch.
       n: number of independent samples of the prompt; they share the prompt's pages.
       stop: strings that end the output and are not part of it; at most 64, each of at most 256
-        characters. The whole text of a control token counts also where `text` omits the token.
+        characters. The whole text of a control token counts even if `text` omits the token.
       stop_token_ids: tokens that end the output, in addition to the model's end tokens; at most 16
         with those.
       ignore_eos: continue past the model's end token, which may then be in the output, as in vLLM.
@@ -59,15 +59,16 @@ class SamplingParams:
       forced_length: for measurements, the exact number of output tokens, unless a stop ends the
         output earlier: one number for all samples, or one per sample. It is hidden from policies.
       skip_special_tokens: omit special tokens from `text`.
-      latency_bound: seconds from the submission to the end of the answer, time in the queue
+      latency_bound: maximum seconds from the submission to the end of the answer, time in the queue
         included; None for no bound.
       first_token_bound: the same to the first token.
       token_bound: mean seconds per token after the first. Policy "auto" and those of ExeGPT put
-        requests with a bound first; others refuse them with `UnheededBoundError`. One that is
-        expected to miss a bound is refused with `BoundNotMetError`, at its submission or while it
-        waits (`docs/latency_bounds.md`).
+        requests with a bound first; other policies refuse them with `UnheededBoundError`. A request
+        that is expected to miss a bound is refused with `BoundNotMetError`, at its submission or
+        while it waits (`docs/latency_bounds.md`).
       adapter: name of a loaded adapter (`Runtime.load_adapter`); None for the weights without one.
-      json_schema: the answer is JSON that validates: a mapping, or its JSON text, which it becomes.
+      json_schema: the answer is JSON that validates: a mapping, or its JSON text, as which it is
+        stored.
       json_object: the answer is any JSON object.
       regex: the whole answer matches this regular expression, in the syntax of Rust's `regex`.
       grammar: the answer matches a Lark or GBNF grammar.
@@ -125,7 +126,7 @@ class SamplingParams:
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the output must match; None for anything."""
+        """Return the constraint on the output; None for any output."""
         return Constraint.of(
             json_schema=self.json_schema,  # pyrefly: ignore[bad-argument-type]  # text, see __post_init__
             regex=self.regex,
@@ -136,7 +137,7 @@ class SamplingParams:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """The latency bounds that are given, in seconds, by the names of their fields."""
+        """Return the given latency bounds, in seconds by the names of their fields."""
         given = {name: getattr(self, name) for name in BOUND_NAMES}
         return {name: bound_s for name, bound_s in given.items() if bound_s is not None}
 
@@ -157,7 +158,7 @@ class SamplingParams:
 
     @property
     def forced_lengths(self) -> tuple[int, ...] | None:
-        """The forced length of each of the n samples, if there is one."""
+        """Return the forced length of each of the n samples; None if none is forced."""
         if self.forced_length is None or isinstance(self.forced_length, tuple):
             return self.forced_length
         return (self.forced_length,) * self.n
@@ -212,7 +213,7 @@ class SamplingParams:
             _real(f"logit_bias[{token_id}]", bias, -1e9, 1e9)
 
     def _keep_real(self, name: str, low: float, high: float, **is_open: bool) -> None:
-        """Check a field, and keep a scalar of another library as a number of Python."""
+        """Check a field, and convert a scalar of another library to a number of Python."""
         value = getattr(self, name)
         number = _real(name, value, low, high, **is_open)
         if not isinstance(value, (int, float)):

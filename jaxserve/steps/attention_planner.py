@@ -71,7 +71,7 @@ class AttentionPlanner:
         *,
         most_gained: int | None = None,
     ) -> Plan:
-        """Return the plan of a decode loop over the slots of a window, for the contexts of its last
+        """Return the plan of a decode loop over a window's slots, for the contexts of its last
         step.
 
         Kernels attend to no key after a planned context, so it is the longest possible one.

@@ -54,9 +54,7 @@ class Block(NamedTuple):
 def block_of(
     live: Bool[Array, " rows"], proposed: Int32[Array, " rows"] | None, num_proposed: int
 ) -> Block:
-    """Return the tokens of the live rows, with at most `num_proposed` proposals in all rows
-    together.
-    """
+    """Return the tokens of the live rows, and at most `num_proposed` proposals in all."""
     num_rows = live.shape[0]
     length = live.astype(jnp.int32)
     if proposed is None:

@@ -55,9 +55,7 @@ class DraftStructure:
 
 
 class DraftInputs(NamedTuple):
-    """The arrays of a draft model; `plans` has the attention plans of the same steps as the
-    served one's.
-    """
+    """The arrays of a draft model, with attention plans for the same steps as the served one's."""
 
     params: Any
     plans: tuple[Plan | None, ...]

@@ -1,5 +1,4 @@
-"""Steps of encoder-decoder models: prompts through the encoder, and what decoders attend to in
-them.
+"""Steps of encoder-decoder models: prompts through the encoder, and the decoder's rows.
 
 A slot's prompt has `SlotState.encoded` tokens, and padding up to a whole page; the decoder's
 positions follow (see `models.encoder_decoder`).

@@ -99,9 +99,7 @@ class ExecutableStore:
 
     @property
     def knows_first(self) -> bool:
-        """Return whether an earlier process recorded what this start uses first; False after
-        `end_start`.
-        """
+        """Return whether a record of the first used executables exists; False after `end_start`."""
         return self._knows_first
 
     def end_start(self) -> None:

@@ -117,8 +117,7 @@ def head_sizes(
 def sampling_slots(
     config: EngineConfig, rows: Sequence[Row], variant: Variant, *, has_masks: bool = False
 ) -> Int32[np.ndarray, " rows"]:
-    """Return the slots of the rows that sample, padded with `max_slots` to a compiled size of the
-    head.
+    """Return the slots of the rows that sample, padded with `max_slots` to a size of the head.
 
     Rows that sample come first, in this order.
     """
@@ -132,8 +131,7 @@ def sampling_slots(
 def pack_masks(
     plan: StepPlan, order: Sequence[int], num_rows: int
 ) -> dict[str, dict[str, np.ndarray]] | None:
-    """Return the `step_arrays` of a head of `num_rows` rows, padding included: their masks, or
-    None.
+    """Return the masks of a head's rows, padding included, as `step_arrays`; None without any.
 
     Waits until the masks are computed. `order` is the index in the plan of each row of the head,
     repeated for a row with proposals.
@@ -186,9 +184,7 @@ def decode_window(config: EngineConfig, plan: StepPlan, variant: Variant) -> tup
 def pack_window(
     window: range, rows: Iterable[Row], num_iterations: int = 1, verify_cost: float = 1.0
 ) -> DecodeWindow:
-    """Return the window of a decode loop; each slot gets at most its row's tokens, others get
-    none.
-    """
+    """Return the window of a decode loop; each slot gets its row's tokens at most, or none."""
     most: Any = np.zeros(len(window), np.int32)  # NumPy arrays, as in `pack_rows`
     for row in rows:
         most[row.slot - window.start] = row.max_new_tokens

@@ -123,9 +123,7 @@ class Preparation:
 
 
 def prepared_together(*functions: Callable[[], _T]) -> list[_T]:
-    """Call each function on its own thread; return their results, or raise the error of one that
-    failed.
-    """
+    """Call functions on other threads; return their results, or raise the first error."""
     results: dict[int, _T] = {}
 
     def kept(index: int, function: Callable[[], _T]) -> None:

@@ -169,9 +169,7 @@ class Programs:
         num_iterations: int = 1,
         num_proposed: int = 0,
     ) -> tuple[Plan | None, ...]:
-        """Return the plans of a decode loop: an iteration of one token a row, then one with
-        proposals.
-        """
+        """Return the plans of a decode loop: of one token a row, then with proposals."""
         return _loop_plans(self._planner, rows, window, num_iterations, num_proposed)
 
     def draft_mixed(self, batch: MixedBatch) -> DraftInputs | None:
@@ -259,9 +257,7 @@ class Programs:
         return [prepare]
 
     def step_bytes(self, params: Params, cache: KVCache) -> int:
-        """Return the memory that `compiled_steps` need in addition to their arguments; measured
-        once.
-        """
+        """Return the memory of `compiled_steps` in addition to their arguments; measured once."""
         leaves, structure = jax.tree.flatten((params, cache))
         arguments = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         if arguments not in self._step_bytes:
@@ -275,8 +271,7 @@ class Programs:
     def compiled_stage_steps(
         self, params: Params, cache: KVCache, embed: int | None = None, *, samples: bool
     ) -> list[Any]:
-        """Return the `compiled_steps` of a stage: its mixed step, one decode iteration, and its
-        head.
+        """Return the compiled steps of a stage: mixed step, one decode iteration, and head.
 
         Args:
           embed: width of the previous stage's output; None for the first one.
@@ -334,9 +329,7 @@ class Programs:
         return steps
 
     def _encoding_steps(self, params: Params, cache: Any, slots: Any, batch: Any) -> list[Any]:
-        """Return the lowered steps that run an encoder and write its output to the decoder's
-        layers.
-        """
+        """Return the lowered steps that run an encoder and write its output to decoder layers."""
         if not self.config.has_encoder:
             return []
         dtype = jnp.dtype(self.model_config.dtype)
@@ -360,9 +353,7 @@ class Programs:
         return at(self.place.pages, cache), at(self.place.whole, slots)
 
     def _incoming(self, cache: KVCache) -> IncomingPages | None:
-        """Return the abstract pages that the largest mixed step brings; None if steps bring
-        none.
-        """
+        """Return abstract pages, as the largest mixed step brings; None if steps bring none."""
         count = self.config.num_incoming_pages
         if not count:
             return None
@@ -400,9 +391,7 @@ def _loop_plans(
 
 
 def largest_step_bytes(steps: Sequence[Any]) -> int:
-    """Return the memory that the largest of these compiled steps needs in addition to its
-    arguments.
-    """
+    """Return the memory of the largest of these steps in addition to its arguments."""
     return max(_extra_bytes(step.memory_analysis()) for step in steps)
 
 

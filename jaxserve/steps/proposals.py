@@ -85,9 +85,7 @@ class Lookup:
         slot: Int32[Array, " rows"],
         length: Int32[Array, " rows"],
     ) -> Lookup:
-        """Index the next tokens of slots, at position `length` of each; the number of slots
-        skips a row.
-        """
+        """Index the next tokens of slots, at position `length`; the number of slots skips a row."""
         newest = _newest(tokens, jnp.minimum(slot, tokens.shape[0] - 1), length)
         entries = _entries(newest, length, self.index.shape[1])
         return replace(
@@ -167,9 +165,7 @@ def learn(
     hits: Int32[Array, " rows"],
     misses: Int32[Array, " rows"],
 ) -> tuple[Float32[Array, "slots sources 2"], Float32[Array, "sources 2"]]:
-    """Return the rates of slots, and of all, after more proposals; rows without any are
-    unchanged.
-    """
+    """Return the rates of slots, and of all, after more proposals; other rows are unchanged."""
     found = jnp.stack([hits, misses], axis=1).astype(jnp.float32)
     old = rates[slot, source]
     new = jnp.where(found.sum(1, keepdims=True) > 0, old * _MEMORY + found, old)
@@ -206,8 +202,7 @@ def expect(
     cost: Float32[Array, ""],
     num: int,
 ) -> Draft:
-    """Return what to compute if a draft model makes `num` proposals in all, equally many for each
-    row.
+    """Return what to compute if a draft model makes `num` proposals in all, equally per row.
 
     The proposals are made when they are needed; here they are zeros. See `propose` for the
     arguments.
@@ -320,9 +315,7 @@ def _newest(
 def _entries(
     newest: Int32[Array, "rows longest"], num_before: Int32[Array, " rows"], size: int
 ) -> Int32[Array, "rows orders"]:
-    """Return the entries of the newest 8, 4, 2 and 1 tokens; `size` for orders with too few
-    tokens.
-    """
+    """Return the entries of the newest 8, 4, 2 and 1 tokens; `size` if there are too few."""
     order = jnp.array(_ORDERS)
     words = (newest.astype(jnp.uint32) + 1) * jnp.array(_FACTORS, jnp.uint32)
     hashed = jnp.cumsum(words, axis=1)[:, order - 1] + order.astype(jnp.uint32)

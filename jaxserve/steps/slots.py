@@ -261,9 +261,7 @@ def append(
 def pack_moves(
     config: EngineConfig, moves: Sequence[tuple[int, int]]
 ) -> Int32[np.ndarray, "2 moves"]:
-    """Return arguments of `move` and `move_states` for at most MOVES_A_CALL pairs (from, to) of
-    slots.
-    """
+    """Return arguments of `move` and `move_states` for at most MOVES_A_CALL (from, to) slots."""
     places = np.full((2, MOVES_A_CALL), config.max_slots, np.int32)
     places[0] = 0
     if moves:

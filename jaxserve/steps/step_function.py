@@ -104,9 +104,7 @@ class Shelf:
             self._store.end_start()
 
     def key(self, *parts: Any) -> str | None:
-        """Return the key of something that these programs and `parts` decide; None if it is not
-        saved.
-        """
+        """Return the key of something that these programs and `parts` decide; None if not saved."""
         if self._store is None:
             return None
         try:
@@ -434,9 +432,7 @@ def _words(array: np.ndarray) -> np.ndarray:
 
 
 def packed(argument: Any) -> Any:
-    """Return an argument of several NumPy arrays as one buffer, and any other argument
-    unchanged.
-    """
+    """Return an argument's arrays as one buffer if they are several of NumPy, else unchanged."""
     leaves = jax.tree.leaves(argument)
     if len(leaves) < 2 or not all(isinstance(leaf, (np.ndarray, np.generic)) for leaf in leaves):
         return argument

@@ -1,7 +1,7 @@
-"""What tests of jaxserve, and of what is built on it, are made of.
+"""Tools for tests of jaxserve, and of what is built on it.
 
-A tiny model and tokenizers that answer in milliseconds, executors that are slow, faulty or watched,
-and random traces that check a scheduling policy without a device:
+A tiny model and tokenizers that answer in milliseconds, executors that are slow, faulty or
+recorded, and random traces that check a scheduling policy without a device:
 
     from jaxserve import Runtime
     from jaxserve.testing import SlowExecutor, check_policy, tiny_llama

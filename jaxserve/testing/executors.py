@@ -1,7 +1,6 @@
-"""Executors in front of another one: slow, faulty, recorded, or with free page copies.
+"""Executors that wrap another one: slow, faulty, recorded, or with free page copies.
 
-Each takes the executor that does the work. A `Runtime` gets one by `wrap_executor`, an `Engine` in
-place of its executor.
+A `Runtime` gets a wrapper by `wrap_executor`, an `Engine` instead of its executor.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ _Wrapped = TypeVar("_Wrapped")
 
 
 class ExecutorWrapper:
-    """An executor whose every member is another's, except those that a subclass replaces.
+    """An executor that forwards every member to another one, except those that a subclass replaces.
 
     Args:
-      inner: carries out the plans; closed with this one. An `Executor` or a `ModelExecutor`, which
-        the wrapper is then, too.
+      inner: carries out the plans; closed with this one. If it is a `ModelExecutor`, so is the
+        wrapper.
     """
 
     def __init__(self, inner: Any):
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the other executor has beyond the protocol, its pages for one."""
+        """Return members of the inner executor beyond the protocol, such as its pages."""
         return getattr(self.inner, name)
 
     def submit(self, plan: StepPlan) -> StepHandle:
@@ -134,9 +133,9 @@ class ExecutorWrapper:
 
 @final
 class SlowExecutor(ExecutorWrapper):
-    """Takes `step_s` seconds longer to submit a step, so that answers are caught in their middle.
+    """Delays each submission by `step_s` seconds, so that tests can act while answers run.
 
-    `step_s` may be changed at any time; the next step heeds it.
+    `step_s` may be changed at any time, for the next step on.
     """
 
     def __init__(self, inner: Any, step_s: float = 0.02):
@@ -155,9 +154,9 @@ class FaultyExecutor(ExecutorWrapper):
     Args:
       raises_at: the step whose `submit` raises `error`, and every later one.
       not_finite_at: the step whose sampling rows come back with logits that are not finite.
-      not_finite_every: n for every n-th step to come back like that; None for none.
-      out_of_memory_every: n for every n-th step to run out of the device's memory, in turns when it
-        is submitted and when it is collected; None for none.
+      not_finite_every: n for every n-th step to come back so; None for none.
+      out_of_memory_every: n for every n-th step to run out of the device's memory, alternately when
+        it is submitted and when it is collected; None for none.
       loses_every: n for pages that do not arrive in every n-th plan of the link between two device
         groups; None for none.
     """
@@ -259,7 +258,7 @@ class _NotFinite:
 
 @final
 class RecordingExecutor(ExecutorWrapper):
-    """Keeps every plan when it is submitted, and every result when it is collected.
+    """Keeps every submitted plan, and every collected result.
 
     Attributes:
       plans, results: oldest first. Results come in the plans' order, some steps later.
@@ -277,7 +276,7 @@ class RecordingExecutor(ExecutorWrapper):
 
 @final
 class _Kept:
-    """A submitted step whose result goes into a list."""
+    """A submitted step whose result is appended to a list."""
 
     def __init__(self, handle: StepHandle, results: list[StepResult]):
         self._handle = handle
@@ -293,9 +292,9 @@ class _Kept:
 
 @final
 class FreeCopiesExecutor(ExecutorWrapper):
-    """Has no measured costs of copies, so that pages are copied rather than computed again.
+    """Has no measured costs of copies, so that pages are copied rather than recomputed.
 
-    On a model as small as a test's, which of the two is quicker depends on the machine.
+    With a model as small as a test's, it depends on the machine which of the two is faster.
     """
 
     @property
@@ -308,10 +307,10 @@ class WrapAll(Generic[_Wrapped]):
     """For `Runtime(wrap_executor=...)`: wraps the executor of each replica, and keeps the wrappers.
 
     Args:
-      wrap: makes a wrapper, such as `SlowExecutor`; by default the executor stays as it is.
+      wrap: makes a wrapper, such as `SlowExecutor`; by default the executor is not wrapped.
 
     Attributes:
-      executors: what `wrap` returned, one a replica.
+      executors: results of `wrap`, one a replica.
     """
 
     def __init__(self, wrap: Callable[[Any], _Wrapped] = lambda executor: executor):

@@ -1,4 +1,4 @@
-"""A policy over random traces, without a device: does it keep what every policy must?"""
+"""Checks a policy's invariants over random traces, without a device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxserve.testing.traces import Trace
 @final
 @dataclass(frozen=True, kw_only=True)
 class PolicyCheck:
-    """What a policy was checked on. A policy that reserves too little is seen by its preemptions.
+    """The traces of a check. A policy that reserves too little shows in its preemptions.
 
     Attributes:
       num_preemptions: of all sequences.
-      num_prefix_hit: prompt tokens whose KV was still there from earlier requests.
+      num_prefix_hit: prompt tokens whose KV was reused from earlier requests.
     """
 
     num_traces: int
@@ -35,15 +35,15 @@ def check_policy(
     Each trace has a random machine, requests that arrive, are cancelled, and sometimes fail, and
     predictions that are right, wrong or missing. The simulated model's tokens depend on every cell
     of the context as it is read through the page table. Under a policy that keeps pages, prompts
-    share beginnings, and answers are followed by further turns. A trace takes some 10 ms.
+    share prefixes, and answers are followed by further turns. A trace takes about 10 ms.
 
     Args:
       policy: a policy, or a preset's name.
       num_traces: traces to run, with the seeds from `first_seed` on.
 
     Raises:
-      AssertionError: the message names the seed, and what went wrong: a request ended with other
-        tokens than alone, or twice, or never; pages or slots were lost; or nothing advanced.
+      AssertionError: the message names the seed and the failure: a request ended with other tokens
+        than alone, or twice, or never; pages or slots were lost; or nothing advanced.
       InvalidConfigError: no preset has that name.
     """
     policy = get_policy(policy)

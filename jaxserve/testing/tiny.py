@@ -22,8 +22,8 @@ from jaxserve.models.tokenizer import Tokenizer
 VOCAB_SIZE = 97
 MAX_CONTEXT = 128
 # Of a `Runtime` around a tiny model. Compiling takes most of a test's time: only what is used is
-# compiled, and runtimes with these options and no others share their executables. A test with
-# `strict` needs a warm-up: `OPTIONS | {"strict": True, "warmup": True}`.
+# compiled, and runtimes with exactly these options share their executables. A test with `strict`
+# needs a warm-up: `OPTIONS | {"strict": True, "warmup": True}`.
 OPTIONS: dict[str, Any] = {
     "max_slots": 4,
     "max_step_tokens": 16,
@@ -126,7 +126,7 @@ def write_chat_model(folder: Path) -> str:
     """Write a Llama configuration and a byte-level tokenizer with a chat template into a folder.
 
     Returns:
-      The folder, for `Runtime.from_pretrained(..., load="random")`: there are no weights in it.
+      The folder, for `Runtime.from_pretrained(..., load="random")`: it has no weights.
     """
     (folder / "config.json").write_text(json.dumps(CONFIG))
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

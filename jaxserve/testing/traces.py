@@ -30,9 +30,9 @@ from predictor import LengthBuckets, Refinement
 
 BUCKETS = LengthBuckets.equal_width(40, 4)
 
-# Steps in a row, of each device group and link, in which no sequence computes or gets a token.
+# Maximum number of successive steps, per device group and link, in which no sequence advances.
 MAX_IDLE_STEPS = 4
-# Times in a row that a policy may leave the device idle on purpose.
+# Maximum number of times in a row that a policy may leave the device idle on purpose.
 MAX_WAITS = 100
 PROBED = LengthBuckets.logarithmic(30, 5)
 REFINEMENT = Refinement(
@@ -40,7 +40,7 @@ REFINEMENT = Refinement(
 )
 # By seed, kind of trace, request id and prompt: see `Trace.expected`.
 _alone: dict[tuple[object, ...], dict[tuple[str, int], Outcome]] = {}
-# What a probe may read. `Trace(probe="any")` draws one of these for each reading.
+# Kinds of a probe's readings. `Trace(probe="any")` draws one of these for each reading.
 PROBES = ("truth", "shortest", "longest", "nan")
 
 
@@ -104,7 +104,7 @@ def random_prediction(rng: random.Random) -> LengthPrediction | None:
 
 
 def with_shared_prefixes(rng: random.Random, requests: list[Request]) -> list[Request]:
-    """Return the requests with prompts of which some are equal or share a prefix."""
+    """Return the requests with new prompts, some of them equal or with a shared prefix."""
     prefixes = [request.prompt for request in requests[:3]]
     shared = []
     for request in requests:
@@ -115,7 +115,7 @@ def with_shared_prefixes(rng: random.Random, requests: list[Request]) -> list[Re
 
 
 def with_grammars(rng: random.Random, requests: list[Request]) -> list[Request]:
-    """Return the requests, of which about half have a grammar, so that they await their tokens."""
+    """Return the requests with grammars in about half of them, so that they await their tokens."""
     return [
         replace(request, params=replace(request.params, regex="a*"))
         if rng.random() < 0.5
@@ -135,7 +135,7 @@ class ForcedTokens:
         return _Matcher(self._seed)
 
     def masks(self, rows: tuple[int, ...], matchers: abc.Sequence[AnswerMatcher]) -> TokenMasks:
-        """See `GrammarSource`; a simulation reads no masks."""
+        """Return masks that allow every token; a simulation reads none."""
         words: Future[np.ndarray] = Future()
         words.set_result(np.full((len(rows), 1), 2**32 - 1, np.uint32))
         return TokenMasks(rows, words)
@@ -174,7 +174,7 @@ class Outcome:
     num_preemptions: int
 
     def agrees_with(self, alone: Outcome) -> bool:
-        """Whether tokens and end are those of `alone`, or, if cancelled, a beginning of them."""
+        """Return whether tokens and end are those of `alone`, or a prefix of them if cancelled."""
         if self.finish_reason == "cancelled":
             return self.output == alone.output[: len(self.output)]
         return (self.output, self.finish_reason) == (alone.output, alone.finish_reason)
@@ -190,8 +190,8 @@ class Trace:
     Args:
       with_faults: some sequences get logits that are not finite.
       with_conversations: requests share prefixes, and some answers are followed by a next turn.
-      probe: what its readings are like, see `PROBES`; None for no probe.
-      falls_short: steps deliver fewer tokens than they were planned for, now and then none.
+      probe: kind of its readings, see `PROBES`; None for no probe.
+      falls_short: steps deliver fewer tokens than they were planned for, sometimes none.
       has_grammars: about half of the requests await their tokens, which sometimes force others.
       speculates: decode loops deliver tokens that were proposed.
       incoming_pages: see `EngineConfig`.
@@ -199,7 +199,7 @@ class Trace:
     Attributes:
       requests: those that arrive by themselves.
       asked: all that arrived in the last run, next turns included.
-      num_gaps: pages ahead of what their sequence had computed, summed over the last run's steps.
+      num_gaps: pages allocated ahead of computed tokens, summed over the last run's steps.
       pool_sizes: numbers of pages that the pool had in the last run.
       num_awaited: sequences that awaited pages from the host, summed over the last run's steps.
       num_moved: sequences whose pages a resize moved in the last run.
@@ -246,11 +246,11 @@ class Trace:
         self.num_refined = 0
 
     def answer_length(self, request: Request, sample: int) -> int:
-        """Return after how many tokens the model itself ends an answer."""
+        """Return the number of tokens after which the model itself ends an answer."""
         return self._draw("answer", request, sample, 1, 40)
 
     def fault_length(self, request: Request, sample: int) -> int:
-        """Return after how many tokens the logits of an answer are not finite."""
+        """Return the number of tokens after which the logits of an answer are not finite."""
         return self._draw("fault", request, sample, 0, 90)
 
     def reading(self, request: Request, sample: int, elapsed: int) -> np.ndarray:
@@ -273,7 +273,7 @@ class Trace:
         return logits
 
     def _accepted(self) -> Accepted:
-        """How many tokens come of those planned: none at times, but not twice in a row."""
+        """Return a function from planned to delivered tokens: sometimes 0, never twice in a row."""
         rng, stalled = random.Random(f"{self.seed} accepted"), set()
 
         def accepted(request: Request, sample: int, length: int) -> int:
@@ -319,9 +319,9 @@ class Trace:
         self,
         policy: Policy,
         *,
-        cancel_rate: float = 0.0,
-        resize_rate: float = 0.0,
-        recompute_rate: float = 0.0,
+        cancel_rate: float = 0.0,  # cancellations a step
+        resize_rate: float = 0.0,  # resizes of the pool a step
+        recompute_rate: float = 0.0,  # replacements of the cache by one of another size, a step
         update_rate: float = 0.0,
         disk: DiskTier | None = None,
     ) -> dict[tuple[str, int], Outcome]:
@@ -331,11 +331,8 @@ class Trace:
         was at the start.
 
         Args:
-          cancel_rate: cancellations a step.
-          resize_rate: resizes of the pool a step.
-          recompute_rate: caches that are exchanged for others of another size a step.
           update_rate: versions of the weights a step; half of them keep the KV of running requests.
-            They are many while sequences await pages from the host.
+            The rate is higher while sequences await pages from the host.
 
         Returns:
           By request id and sample.
@@ -452,11 +449,8 @@ class Trace:
     ) -> dict[tuple[str, int], Outcome]:
         """Return how every sample ends when its request is served alone.
 
-        Alone it has all the memory that it can use, and one token a step. Outcomes are kept for
-        other traces of this seed.
-
-        Args:
-          requests: by default all that were asked in the last run.
+        Alone it has all the memory that it can use, and one token a step. Outcomes are cached for
+        other traces of this seed. `requests` are by default all that arrived in the last run.
         """
         asked = self.asked if requests is None else requests
         return {key: outcome for request in asked for key, outcome in self._alone(request)}

@@ -80,9 +80,7 @@ class RandomChoice:
         return replace(self, least=least)
 
     def likelihood_of(self, gap: Float32[Array, "rows num"]) -> Float32[Array, "rows num"]:
-        """Return likelihoods, proportional to probabilities: 1 for the likeliest token, 0 for
-        excluded ones.
-        """
+        """Return likelihoods, proportional to probabilities: at most 1; 0 for excluded tokens."""
         likelihood = jnp.where(gap <= self.limit[:, None], jnp.exp(-gap), 0.0)
         if self.least is None:
             return likelihood
@@ -130,9 +128,7 @@ def draw(choice: RandomChoice, bits: UInt32[Array, " rows"]) -> Int32[Array, " r
 
 
 def quantum(likelihood: Float32[Array, "rows vocab"]) -> Float32[Array, " rows"]:
-    """Return factors that scale each row's likelihoods to a sum near 2**30, exceeded by rounding
-    at most.
-    """
+    """Return factors that scale each row's likelihoods to a sum of 2**30, up to rounding."""
     vocab = likelihood.shape[1]
     coarse = float(2 ** (_SUM_BITS - vocab.bit_length()))
     floor_sum = jnp.sum((likelihood * coarse).astype(jnp.int32), axis=-1)

@@ -59,9 +59,7 @@ def pack_sampling(
     num_rows: int,
     processors: Sequence[Processor] = PROCESSORS,
 ) -> SlotSampling:
-    """Return entries for requests with sample indices in NumPy arrays, padded with neutral
-    entries.
-    """
+    """Return the entries of requests and sample indices as NumPy arrays, then neutral entries."""
     packed = jax.tree.map(lambda array: array.full(num_rows), _types(processors))
     for row, (request, sample_index) in enumerate(requests):
         packed.is_random[row] = not request.params.is_greedy
@@ -202,8 +200,7 @@ def _edited(
     active: Sequence[tuple[Processor, Arrays]],
     variant: Variant,
 ) -> tuple[Float32[Array, "rows padded_vocab"], Int32[Array, " rows"], Float32[Array, " rows"]]:
-    """Return the logits after the processors that change them, the likeliest tokens, and their
-    logits.
+    """Return the changed logits, the likeliest tokens, and their logits.
 
     `before` has the likeliest tokens and their logits before the processors.
     """
