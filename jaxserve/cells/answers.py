@@ -109,7 +109,6 @@ class CellAnswer:
         self._begun_s = now_s
 
     def wait_until(self, time_s: float) -> None:
-        """Record that the first task did not run before a time."""
         if self._begun_s is not None:
             self._begun_s = max(self._begun_s, time_s)
 
@@ -117,7 +116,6 @@ class CellAnswer:
         self._num_nodes += num
 
     def hit_limit(self) -> None:
-        """Record that a loop reached its `max_steps`."""
         self._has_hit_limit = True
 
     def show(self, name: str, values: np.ndarray, first: int, now_s: float) -> None:
@@ -170,11 +168,8 @@ class CellAnswer:
 class Part:
     """One graph of a request: the first, or one that a `then` returned.
 
-    Attributes:
-      key: its name in the scheduler; -1 before it has begun.
-      first_row: id of its first row.
-      before: the previous part, whose values it may take.
-      num_slots: slots of each pool that are reserved for it while it runs.
+    Its `key` names it in the scheduler (-1 before it has begun). `num_slots` of each pool are
+    reserved for it while it runs. It may take the values of the part `before` it.
     """
 
     def __init__(self, answer: CellAnswer, graph: FlatGraph, before: Part | None = None):
@@ -201,7 +196,6 @@ class Part:
         self.num_slots = num_slots
 
     def detach(self) -> None:
-        """Drop the previous part, whose values are no longer needed."""
         self.before = None
 
     def deliver(self, value: int, array: np.ndarray, now_s: float) -> None:
@@ -227,7 +221,6 @@ class Part:
                 self.answer.show(wanted.name, arrays, first, now_s)
 
     def missing(self) -> list[int]:
-        """Return the values that the graph returns and that have not been delivered."""
         if not self._num_missing:
             return []
         return [
@@ -266,7 +259,6 @@ class PartRows:
         self._has_not_begun = np.zeros(0, np.bool_)
 
     def __getitem__(self, row: int) -> Part | None:
-        """Return the part of a row; None if its request has ended."""
         return self._part_of[row]
 
     def add(self, part: Part, num_rows: int) -> None:

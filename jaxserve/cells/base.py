@@ -248,7 +248,6 @@ class BaseCell:
     def _tree_form(
         self, leaf: BaseCell, left: Mapping[str, str], right: Mapping[str, str]
     ) -> TreeForm:
-        """Return the form of trees with these leaves and outputs, after checking it."""
         key = leaf.key, tuple(left.items()), tuple(right.items())
         form = self._trees.get(key)
         if form is not None:

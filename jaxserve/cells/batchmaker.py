@@ -67,11 +67,7 @@ _AnyQueue = TypeVar("_AnyQueue", bound=TypeQueue)
 
 
 def choose(queues: Iterable[_AnyQueue], worker: int) -> _AnyQueue | None:
-    """Return the queue of the type that runs next; None without ready nodes.
-
-    Args:
-      queues: highest priority first.
-    """
+    """Return the queue of the type that runs next, or None; `queues` are in order of priority."""
     idle = some = None
     for queue in queues:
         num_ready = queue.num_for(worker)
@@ -125,7 +121,6 @@ class NodeQueue:
         return self.num_ready
 
     def count_running(self, num: int) -> None:
-        """Count submitted tasks, or completed ones as a negative number."""
         self.num_running += num
 
     def push(self, entry: SubgraphEntry, first_node: int) -> Release:
@@ -138,7 +133,6 @@ class NodeQueue:
         return release
 
     def drop(self, release: Release) -> None:
-        """Drop the nodes of a subgraph whose graph has left."""
         if len(release.nodes):
             self.num_ready -= len(release.nodes)
             release.nodes = _NO_NODES
@@ -192,7 +186,6 @@ class NodeQueue:
         self.num_ready += len(nodes) - num
 
     def replace_all(self, nodes: np.ndarray) -> None:
-        """Replace all ready nodes, as `replace` does."""
         for release in self._released:
             release.nodes = _NO_NODES
         self._released.clear()
@@ -201,7 +194,6 @@ class NodeQueue:
         self.num_ready = len(nodes)
 
     def keep(self, is_kept: np.ndarray) -> None:
-        """Drop the nodes of the front for which `is_kept` is false."""
         front = self.front[is_kept]
         self.num_ready -= len(self.front) - len(front)
         self.front = front
@@ -217,12 +209,10 @@ _NEVER = -1
 
 @final
 class _Submitted:
-    """Tasks that were submitted together and have not all been completed.
+    """Tasks that were submitted together; the first `num_completed` have been completed.
 
-    Attributes:
-      ends: (number of a task, first node of a graph) for each graph whose last node that task
-        submits, in the order of the tasks; empty with loops.
-      num_completed: how many of the tasks, from the first on, have been completed.
+    `ends` has (number of a task, first node of a graph) for each graph whose last node that task
+    submits, in the order of the tasks; empty with loops.
     """
 
     __slots__ = ("tasks", "ends", "num_completed")
@@ -427,7 +417,6 @@ class OneWorkerScheduler:
         return self._last_of_each(owners[self._num_left[owners] == 0]).tolist()
 
     def _repeated(self, nodes: np.ndarray) -> np.ndarray:
-        """Return the loops of a submitted task that may run another step."""
         self._num_running[nodes] += 1
         self._steps_left[nodes] -= 1
         return nodes[self._steps_left[nodes] != 0]
@@ -470,9 +459,7 @@ class OneWorkerScheduler:
     def _successors(self, nodes: np.ndarray, links: np.ndarray, kind: int) -> np.ndarray:
         """Return the successors of nodes, in their order, once for each edge.
 
-        Args:
-          links: `_inner` or `_outer`.
-          kind: 0 for inner ones, 1 for outer ones.
+        `links` and `kind` are `_inner` and 0, or `_outer` and 1.
         """
         found = links[nodes]
         if not (self._several and (found < NO_SUCCESSOR).any()):
@@ -486,7 +473,6 @@ class OneWorkerScheduler:
         return np.array(each, np.int64)
 
     def _last_of_each(self, nodes: np.ndarray) -> np.ndarray:
-        """Return the distinct nodes, ordered by their last occurrences."""
         if len(nodes) < 2:
             return nodes
         places = np.arange(len(nodes))
@@ -521,8 +507,6 @@ _SEVERAL = -2  # that of a subgraph that waits for tasks of several workers
 
 
 class _Run:
-    """A graph that has not left."""
-
     __slots__ = ("key", "graph", "first", "num_left", "dependencies", "subgraphs", "is_over")
 
     def __init__(self, key: int, graph: CellGraph, first: int):
@@ -785,7 +769,6 @@ class BatchMakerScheduler:
         return nodes
 
     def _submitted_before(self, subgraph: _Subgraph, worker: int) -> None:
-        """Count a predecessor of a subgraph that was submitted to a worker."""
         subgraph.num_running += 1
         if subgraph.worker == _FREE:
             subgraph.worker = worker
@@ -796,7 +779,6 @@ class BatchMakerScheduler:
             self._queues[subgraph.type].push(subgraph)
 
     def _completed_before(self, subgraph: _Subgraph, is_loop: bool) -> None:
-        """Count a predecessor of a subgraph that has run."""
         if self._releases_early and not is_loop:
             subgraph.num_running -= 1
             if subgraph.num_running == 0:

@@ -64,7 +64,6 @@ class CellGraph:
 
     @cached_property
     def successors(self) -> _Edges:
-        """For each node, the nodes that take its outputs."""
         found: list[list[int]] = [[] for _ in self.types]
         for node, before in enumerate(self.predecessors):
             for other in before:
@@ -73,7 +72,6 @@ class CellGraph:
 
     @cached_property
     def followers(self) -> list[int]:
-        """For each node its last successor; -1 for none."""
         found = [-1] * len(self)
         for node, before in enumerate(self.predecessors):
             for other in before:
@@ -82,7 +80,6 @@ class CellGraph:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """For each node, the number of edges on the longest path to it."""
         depths: list[int] = []
         for before in self.predecessors:
             depths.append(1 + max((depths[other] for other in before), default=-1))
@@ -105,7 +102,6 @@ class CellGraph:
 
     @property
     def num_starts(self) -> int:
-        """The number of nodes of `starts`, which are the first subgraphs."""
         return self._partition.num_starts
 
     @property
@@ -123,7 +119,6 @@ class CellGraph:
 
     @cached_property
     def inner_successors(self) -> _Edges:
-        """For each node, its successors in its own subgraph."""
         return self._partition.inner_successors
 
     @cached_property
@@ -133,7 +128,6 @@ class CellGraph:
 
     @cached_property
     def links(self) -> Links:
-        """The edges of the partition as arrays."""
         if self._given_links is not None:
             return self._given_links
         parts = self._partition
@@ -157,8 +151,6 @@ class CellGraph:
 
 
 class _Partition(NamedTuple):
-    """The properties of a `CellGraph` that are computed in one pass."""
-
     starts: tuple[tuple[int, tuple[int, ...]], ...]
     num_starts: int
     later_subgraphs: tuple[Subgraph, ...]
@@ -211,7 +203,6 @@ def cell_graph(
 
 
 def tree_graph(leaf_type: int, pair_type: int, shape: TreeShape) -> CellGraph:
-    """Return the graph of a tree of two cell types, with its links."""
     num_leaves = len(shape.pairs) + 1
     types, max_steps = _nodes_of_trees(leaf_type, pair_type, num_leaves)
     return CellGraph(

@@ -328,7 +328,6 @@ class DeviceCells:
     def _call_flat(
         self, worker: int, t: TypeLayout, rows: np.ndarray, reads: np.ndarray
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the flags of the rows, and the values that were read."""
         mine = self._workers[worker]
         numbers, call = self._programs.pools[t.index], self._programs.flat[t.index]
         assert call is not None
@@ -372,10 +371,7 @@ class DeviceCells:
         return flags, emitted
 
     def _read(self, worker: int, values: list[int]) -> list[tuple[Any, list[int]]]:
-        """Start to read values, and return (array, the values of its first rows).
-
-        Values that the worker does not have are copied to it first.
-        """
+        """Start to read values, after copying absent ones; return (array, values of its rows)."""
         found = []
         pools, slots = self._table.places_of(np.array(values))
         for pool in set(pools.tolist()):
@@ -392,7 +388,6 @@ class DeviceCells:
         return self._programs.read(self._workers[worker].pools[pool], _padded(slots, ZERO_SLOT))
 
     def _fetch(self, worker: int, pool: int, slots: np.ndarray) -> None:
-        """Copy slots to a worker from workers that have the values, and constants from the host."""
         holders = self._table.workers_with(pool, slots, worker)
         constants = slots[holders < 0]
         if len(constants):
@@ -421,7 +416,6 @@ class DeviceCells:
     def _write_all(
         self, worker: int, pool: int, slots: np.ndarray, arrays: Sequence[np.ndarray]
     ) -> None:
-        """Write host arrays to slots of a worker."""
         for begin in range(0, len(slots), COPY_SIZES[-1]):
             some = list(arrays[begin : begin + COPY_SIZES[-1]])
             padded = some + [some[0]] * (bucket(len(some), COPY_SIZES) - len(some))
@@ -432,7 +426,6 @@ class DeviceCells:
             self._constants.pop(place, None)
 
     def _write(self, worker: int, pool: int, slots: np.ndarray, array: Any) -> None:
-        """Write the first rows of an array of a compiled size."""
         mine = self._workers[worker]
         mine.pools[pool] = self._programs.write(
             mine.pools[pool], _padded(slots, TRASH_SLOT), jax.device_put(array, mine.device)
@@ -471,7 +464,6 @@ def _flat_calls(tasks: TaskGroup) -> list[TaskGroup]:
 
 
 def _padded(slots: np.ndarray, filler: int) -> np.ndarray:
-    """Pad slots with a filler to a compiled size."""
     found = np.full(bucket(len(slots), COPY_SIZES), filler, np.int32)
     found[: len(slots)] = slots
     return found

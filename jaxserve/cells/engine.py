@@ -66,7 +66,6 @@ class CellStats:
 def _too_many_values(
     layout: Layout, num_slots: Sequence[int], allowed: Sequence[int]
 ) -> TooManyNodesError | None:
-    """Return the error for a graph that needs more slots of a pool than a device has; or None."""
     for spec, needed, most in zip(layout.pools, num_slots, allowed, strict=True):
         if needed > most:
             return TooManyNodesError(
@@ -77,7 +76,6 @@ def _too_many_values(
 
 
 def _no_free_slots(part: Part) -> DeviceMemoryError:
-    """Return the error for a part that would wait forever."""
     return DeviceMemoryError(
         f"request {part.answer.id}: its next graph needs more slots than are free, and all others "
         "are kept by requests whose `then` returned further graphs; pass more slot_memory, or "
@@ -125,9 +123,8 @@ def _then_failed(part: Part, cause: Exception) -> UnfoldError:
 class _Lane:
     """The submitted and not collected tasks of one worker, in order.
 
-    Attributes:
-      num_groups: groups of tasks that the policy returned together.
-      num_submitted, num_collected: handles since the start.
+    `num_groups` counts tasks that the policy returned together; `num_submitted` and `num_collected`
+    count handles since the start.
     """
 
     def __init__(self) -> None:
@@ -170,7 +167,6 @@ class Lanes:
 
     @property
     def num_rows(self) -> int:
-        """The exclusive upper bound of row ids."""
         return self._rows.num_rows
 
     def open_workers(self, among: Collection[int] | None = None) -> list[int]:
@@ -186,7 +182,6 @@ class Lanes:
         return [worker for *_, worker in sorted(found)]
 
     def has_run(self, worker: int) -> bool:
-        """Return whether a worker has run its newest tasks."""
         handles = self._lanes[worker].handles
         return bool(handles) and handles[-1][0].is_ready()
 
@@ -196,7 +191,6 @@ class Lanes:
 
     @property
     def is_any_ready(self) -> bool:
-        """Whether any worker has run its oldest tasks in flight."""
         oldest = [lane.handles[0][0] for lane in self._lanes if lane.handles]
         return any([handle.is_ready() for handle in oldest])
 
@@ -374,7 +368,6 @@ class CellEngine:
         assert self._scheduler.has_work == bool(self._parts), "the scheduler has other graphs"
 
     def request_ids(self) -> list[str]:
-        """Return the ids of requests that have not ended."""
         return list(self._of_request)
 
     def fail(self, error: JaxserveError) -> None:
@@ -460,7 +453,6 @@ class CellEngine:
         return _too_many_values(self._layout, num_slots, self._executor.num_slots)
 
     def _submit(self, worker: int) -> bool:
-        """Submit the tasks that the policy has for a worker now; return whether it has any."""
         begin_s = time.perf_counter()
         tasks = self._scheduler.schedule(worker, self._clock.now())
         scheduled_s = time.perf_counter()
@@ -500,7 +492,6 @@ class CellEngine:
     # ---- results ----
 
     def _collect(self) -> None:
-        """Apply the results of tasks that are ready."""
         found = self._lanes.pop_ready()
         if found is not None:
             self._apply(*found)
@@ -549,7 +540,6 @@ class CellEngine:
                     self._finish(part)
 
     def _finish(self, part: Part) -> None:
-        """Continue a request whose graph has finished, or end it."""
         first_row, graph = part.first_row, part.graph
         for node in graph.plan.loops:
             cell = self._layout.types[graph.graph.types[node]].cell
@@ -588,7 +578,6 @@ class CellEngine:
         *,
         values: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """End a request whose last part this is."""
         now_s = self._clock.now()
         answer = part.answer
         if part.key < 0:

@@ -37,11 +37,7 @@ class TaskResults:
 
 
 class CellHandle(Protocol):
-    """Tasks of one worker that were submitted together.
-
-    Attributes:
-      tasks: in the order in which they run; None for a handle without tasks.
-    """
+    """Tasks of one worker that were submitted together, in order; `tasks` is None without tasks."""
 
     @property
     def tasks(self) -> TaskGroup | None: ...

@@ -151,7 +151,6 @@ def _plan_of_a_tree(graph: Graph, layout: Layout, key: Hashable) -> GraphPlan | 
 
 
 def _words_of_a_tree(tree: Tree, layout: Layout) -> np.ndarray:
-    """Return the small constants of a tree, as `_Flattener` does."""
     found = np.zeros((tree.num_nodes, layout.max_words), np.int32)
     t = layout.types[layout.index_of[tree.leaf.key]]
     for words, values in zip(t.words, tree.each, strict=True):
@@ -169,7 +168,6 @@ def _is_small(chain: Node, layout: Layout) -> bool:
 
 
 def _words_of_a_chain(chain: Node, layout: Layout) -> np.ndarray:
-    """Return the small constants of a chain with a form, as `_Flattener` does."""
     block, t = chain.block, layout.types[layout.index_of[chain.cell.key]]
     assert isinstance(block, Chain) and block.form is not None
     if layout.max_words == t.num_words == 1:  # it is a constant of each node, since there is one
@@ -289,7 +287,6 @@ class _Flattener:
     def _plan_of_a_chain(
         self, structure: Hashable | None, wanted: WantedValues
     ) -> GraphPlan | None:
-        """Return the plan of a graph that is one chain and has a structure; otherwise None."""
         chain = self._graph.nodes[0].block
         if structure is None or not isinstance(chain, Chain) or len(self._graph.nodes) > 1:
             return None
@@ -297,7 +294,6 @@ class _Flattener:
         return self._layout.plans.add(structure, plan, plan.num_nodes)
 
     def _words(self) -> np.ndarray:
-        """Return the small constants, int32 [nodes, max_words]."""
         layout = self._layout
         found = np.zeros((self._graph.num_nodes, layout.max_words), np.int32)
         end = 0

@@ -153,7 +153,6 @@ def _checked(name: str, result: Any) -> Result:
 
 
 def _sorted(roots: Sequence[Node]) -> tuple[Node, ...]:
-    """Return the roots and everything that they depend on, dependencies first."""
     done: dict[Node, None] = {}
     stack: list[Node] = list(reversed(roots))
     while stack:
@@ -181,7 +180,6 @@ def _too_many(given: str, max_nodes: int) -> str:
 
 
 def _resolved(value: Any, nodes: Sequence[Node | None]) -> Any:
-    """Return the output that (index, name) stands for; other values unchanged."""
     if not isinstance(value, tuple):
         return value
     index, name = value
@@ -237,8 +235,7 @@ def _order(cells: Sequence[BaseCell], inputs: Sequence[Mapping[str, Any]]) -> li
 def _cycle(inputs: Sequence[Mapping[str, Any]], num_left: Sequence[int]) -> list[int]:
     """Return the nodes of a cycle, each of which takes an output of the next one.
 
-    Args:
-      num_left: for each node, the predecessors that cannot come before it.
+    `num_left` has, for each node, the predecessors that cannot come before it.
     """
     # Every such node has such a predecessor, so the path returns to a node on it.
     path: dict[int, int] = {}  # node -> its place

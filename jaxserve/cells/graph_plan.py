@@ -77,7 +77,6 @@ def plan_slots(
 
 
 def _joined(some: _Spare, others: _Spare | None) -> _Spare:
-    """Return the slots of both arguments, either of which may be changed."""
     if not others:
         return some
     for pool, slots in others.items():
@@ -207,7 +206,6 @@ class PlanBuilder:
         return tuple(self._kept)
 
     def add(self, t: TypeLayout, node: Node) -> None:
-        """Add a node, or the nodes of a chain or a tree, after their dependencies."""
         block = node.block
         if isinstance(block, Tree):
             self._add_tree(t, block)
@@ -225,11 +223,7 @@ class PlanBuilder:
     def plan(
         self, wanted: WantedValues, keep: Sequence[int]
     ) -> tuple[GraphPlan, tuple[LargeConstant, ...]]:
-        """Return the plan of the nodes, and their large constants.
-
-        Args:
-          keep: values that the next graph may take.
-        """
+        """Return the plan and the large constants of the nodes; the next graph may take `keep`."""
         layout, stride, num_nodes = self._layout, self._layout.stride, len(self._types)
         graph = cell_graph(
             tuple(self._types),
@@ -306,7 +300,6 @@ class PlanBuilder:
         self._sources.append(sources + [_FROM_ZEROS] * (self._layout.max_inputs - len(sources)))
 
     def _extend(self, t: TypeLayout, chain: Chain, first: list[int]) -> None:
-        """Add the nodes of a chain after its first."""
         stride = self._layout.stride
         for number in range(1, chain.num_nodes):
             before = (len(self._types) - 1) * stride
@@ -463,7 +456,6 @@ class TreesOfASize:
         self._types[:num] = leaf.index
 
     def plan(self, shape: TreeShape) -> GraphPlan:
-        """Return the plan of the graph of a tree of this size."""
         pairs, slot = shape.pairs, shape.leftmost  # each node takes the slots of this leaf
         num = len(pairs) + 1
         codes = self._codes.copy()
@@ -483,11 +475,7 @@ class TreesOfASize:
 def _slots(
     layout: Layout, t: TypeLayout, sizes: Mapping[int, int]
 ) -> tuple[tuple[int, ...], dict[int, int]]:
-    """Return the number of slots of each pool, and the code of the first slot of each output.
-
-    Args:
-      sizes: output of the type -> its slots.
-    """
+    """Return the slots of each pool and the code of each output's first slot, by their sizes."""
     num_slots = [0] * len(layout.pools)
     places: dict[int, tuple[int, int]] = {}
     for output, size in sizes.items():

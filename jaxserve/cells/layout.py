@@ -62,7 +62,6 @@ class TypeLayout:
 
     @property
     def pools(self) -> tuple[int, ...]:
-        """The pools that its tasks read or write, increasing."""
         return tuple(sorted({*self.input_pools, *self.output_pools}))
 
 
@@ -122,7 +121,6 @@ class Layout:
 
     @property
     def cell_types(self) -> tuple[CellType, ...]:
-        """The types as policies see them."""
         return tuple(
             CellType(t.cell.name, t.cell.priority, t.cell.batch_sizes, t.is_loop)
             for t in self.types

@@ -20,9 +20,8 @@ _IN_CHAIN = np.array([[0], [NO_SUCCESSOR], [0], [1], [0], [_ANY_NUMBER]])
 class Waves(NamedTuple):
     """The tasks of a subgraph that no other depends on, if each has all of its ready nodes.
 
-    Attributes:
-      nodes: int64 [nodes], those of the first task first.
-      numbers: int64 [nodes], the task number of each node.
+    `nodes` int64 [nodes] starts with those of the first task; `numbers` int64 [nodes] are their
+    tasks.
     """
 
     nodes: np.ndarray
@@ -97,9 +96,7 @@ def links_of(
 ) -> Links:
     """Return the links of a graph.
 
-    Args:
-      inner, outer: for each node, its successors in its own subgraph, and the heads of the
-        subgraphs of its other successors.
+    `inner` has each node's successors in its own subgraph, `outer` the heads of other subgraphs.
     """
     inner_ones, outer_ones = _ones(inner), _ones(outer)
     num_before = np.array(num_inner, np.int64)
@@ -122,7 +119,6 @@ def links_of(
 
 
 def chain_links(type: int, num_nodes: int) -> Links:
-    """Return the links of a `chain_graph`."""
     rows = np.empty((6, num_nodes), np.int64)
     rows[:] = _IN_CHAIN
     rows[0] = np.arange(1, num_nodes + 1)
@@ -138,7 +134,6 @@ def chain_links(type: int, num_nodes: int) -> Links:
 def _lines(
     inner: np.ndarray, outer: np.ndarray, num_inner: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return `ahead` and `alone` of `Links`."""
     numbers = np.arange(len(inner))
     goes_on = (inner == numbers + 1) & (outer == NO_SUCCESSOR)
     goes_on[:-1] &= num_inner[1:] == 1

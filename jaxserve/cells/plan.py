@@ -162,7 +162,6 @@ class _Search:
         return self._latency_s(settings, rate) <= self._bound_s
 
     def _latency_s(self, settings: list[int], rate: float) -> float:
-        """Return the quantile of latencies with random arrivals."""
         return float(np.quantile(self._latencies(settings, self._arrivals / rate), self._quantile))
 
     def _alone_s(self, settings: list[int]) -> float:

@@ -136,7 +136,6 @@ class TaskGroup(Sequence[Task]):
         )
 
     def arrays(self) -> list[np.ndarray]:
-        """Return the nodes of each task."""
         ends = list(accumulate(self.sizes))
         return [self.array[end - size : end] for size, end in zip(self.sizes, ends, strict=True)]
 

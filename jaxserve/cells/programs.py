@@ -170,7 +170,6 @@ class GatedTasks:
         return pack_gates(self._cell(leaves, dict.fromkeys(self.pools)))
 
     def _cell(self, leaves: Sequence[Any], pools: Mapping[int, Any]) -> GatedCell:
-        """Return the cell, whose rows are columns of tasks."""
         t = self._type
         inputs: dict[str, Any] = {}
         for number, name in enumerate(t.cell.inputs):
@@ -416,7 +415,6 @@ class _Tasks:
         return values, ended, flag
 
     def _with_results(self, results, k, flag, values):
-        """Return flags and emitted outputs with those of task `k`."""
         flags, emitted = results
         emitted = tuple(
             lax.dynamic_update_index_in_dim(all_steps, values[index], k, 0)
@@ -450,7 +448,6 @@ class _Tasks:
         return self._takes_rows and target_platform() == "cuda"
 
     def _rows_at(self, pools, task) -> dict[str, RowsAt]:
-        """Return the inputs that the module takes as rows of pools."""
         t = self._type
         return {
             name: RowsAt(pools[self._number[t.input_pools[number]]], task[number])
@@ -459,7 +456,6 @@ class _Tasks:
         }
 
     def _is_row(self, number: int) -> bool:
-        """Return whether the module takes an input as rows of a pool."""
         is_served = self._takes_rows and target_platform() in ("cuda", "cpu")
         return is_served and self._type.words[number] is None
 
@@ -525,7 +521,6 @@ def _finite(values: list[Array], batch: int, *, allows_infinite: bool) -> Array:
 
 
 def _from_words(words: Int32[Array, "batch words"], spec: ValueSpec) -> Array:
-    """Reverse `layout.words_of`."""
     batch = words.shape[0]
     dtype = jnp.uint8 if spec.dtype == np.bool_ else spec.dtype
     values = lax.bitcast_convert_type(words, dtype).reshape(batch, -1)

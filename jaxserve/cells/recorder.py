@@ -17,9 +17,7 @@ from jaxserve.engine.recorder import MAX_RECORDS, Records, RequestRecord, StepRe
 class _SubmittedTasks(NamedTuple):
     """Counts of tasks of one type that were submitted together; records are made when read.
 
-    Attributes:
-      index: of the first task.
-      num_nodes, num_rows: of each task, its nodes, and its nodes with padding.
+    `index` is the first task's; `num_rows` is each task's nodes with padding.
     """
 
     index: int
@@ -64,11 +62,7 @@ class CellRecorder:
         return self._records
 
     def submitted(self, tasks: TaskGroup, now_s: float, num_requests: int) -> tuple[int, int]:
-        """Record the submitted tasks of a call; return their nodes, and rows without one.
-
-        Args:
-          num_requests: requests that have not ended.
-        """
+        """Record the submitted tasks of a call; return their nodes, and rows without one."""
         type, worker, num_nodes = tasks.type, tasks.worker, len(tasks.array)
         call = _SubmittedTasks(
             self._num_tasks, type, worker, tasks.sizes, tasks.num_rows, num_requests, now_s
@@ -78,7 +72,6 @@ class CellRecorder:
         return num_nodes, sum(map(self._sizes[type].__getitem__, tasks.num_rows)) - num_nodes
 
     def collected(self, worker: int, now_s: float) -> None:
-        """Record that the oldest call of a worker was collected."""
         self._collected.append((self._in_flight[worker].popleft(), now_s))
 
     def request_ended(self, completion: CellCompletion) -> None:

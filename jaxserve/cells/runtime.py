@@ -346,7 +346,6 @@ class CellRuntime:
         self.close()
 
     def _submit_all(self, inputs: Iterable[Any]) -> list[PendingRequest[CellCompletion]]:
-        """Submit inputs; the first run while later ones are unfolded."""
         self._check_may_wait()
         self._loop.check()
         pending: list[PendingRequest[CellCompletion]] = []

@@ -43,7 +43,6 @@ class TreeShape:
 
     @classmethod
     def of(cls, pairs: np.ndarray) -> TreeShape:
-        """Return the shape of a tree; see `checked_pairs`."""
         leftmost = list(range(len(pairs) + 1))
         for left in pairs[:, 0].tolist():
             leftmost.append(leftmost[left])
@@ -111,7 +110,6 @@ def _walked(tree: NestedTree) -> tuple[list[int], bytes]:
 
 
 def _shape(kinds: bytes) -> TreeShape:
-    """Return the shape of a tree from the kinds that `_coded` returns."""
     num, pair = kinds.count(_NUMBER), _TUPLE[0]
     leaf, node, after = 0, 0, num
     open: list[int] = []  # of each pair that is not complete: its left node, or -1
@@ -168,7 +166,6 @@ def checked_pairs(
 
 
 def tree_links(leaf_type: int, pair_type: int, shape: TreeShape) -> Links:
-    """Return the links of a tree of at least two leaves, which has two cell types."""
     pairs, waves = shape.pairs, shape.waves
     num = len(pairs) + 1  # leaves
     # Each pair is a separate line: lines of pairs in deep trees are not used.

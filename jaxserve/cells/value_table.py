@@ -120,11 +120,9 @@ class ValueTable:
         return found
 
     def fill(self, type: int, nodes: np.ndarray, rows: np.ndarray) -> None:
-        """Write what the nodes of a task read and write.
+        """Write to `rows` int32 [n, width] what the nodes of a task read and write.
 
-        Args:
-          nodes: int [n]; nodes of a loop are those of one step.
-          rows: int32 [n, width].
+        Nodes of a loop are those of one step.
         """
         # The mode lets NumPy write to `rows` directly; ids of nodes are in range.
         np.take(self._rows, nodes, axis=0, out=rows, mode="clip")
@@ -147,7 +145,6 @@ class ValueTable:
                 yield pool, slots
 
     def written(self, worker: int, type: int, rows: np.ndarray) -> None:
-        """Record that only this worker has the values that filled rows write."""
         t, first = self._layout.types[type], self._layout.first_output
         for number, pool in enumerate(t.output_pools):
             slots = rows[:, first + number]
@@ -161,11 +158,9 @@ class ValueTable:
         return np.where(has[:, worker], worker, first)
 
     def copied(self, worker: int, pool: int, slots: np.ndarray) -> None:
-        """Record that a worker has the values of slots too."""
         self._has[pool][slots, worker] = True
 
     def check_integrity(self) -> None:
-        """Check that every slot is free or used by one graph, as in `CellExecutor`."""
         for pool, free in enumerate(self._free):
             used = [taken[pool] for taken in self._taken.values()]
             slots = np.sort(np.concatenate([*used, free.slots]))
@@ -176,7 +171,6 @@ class ValueTable:
             )
 
     def _add_loops(self, graph: FlatGraph, first_row: int) -> None:
-        """Write the rows of loops, for the first step and for later ones."""
         layout = self._layout
         for node in graph.plan.loops:
             row = self._rows[first_row + node]

@@ -223,7 +223,6 @@ def _penalty(length: jax.Array, exponent: float) -> jax.Array:
 
 
 def _hypotheses(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the results of `beam_search_model`, from the back-pointers of a search."""
     tokens, parents = values["beam_tokens"], values["beam_parents"]  # [steps, beams]
     found = np.empty_like(tokens.T)
     beam = np.arange(tokens.shape[1])

@@ -147,7 +147,6 @@ class Stacked(nnx.Module):
         return found
 
     def _names(self, number: int) -> dict[str, str]:
-        """Return the names of a layer's states, by their names in the layer."""
         is_last = number == len(self.layers) - 1
         own = self.layers[number].state
         return {name: name if is_last else f"{name}_{number}" for name in own}
@@ -210,19 +209,16 @@ class Predicting(nnx.Module):
 
 
 def states_of(cell: GatedCell) -> dict[str, jax.Array]:
-    """Return the new states of a gated cell that has two."""
     assert cell.kind != "lookup"
     h, c = gated_cell(cell.kind, cell.products, cell.carried)
     return {"h": h, "c": c}
 
 
 def token_inputs(module: Recurrent) -> dict[str, ValueSpec]:
-    """Return the inputs of a cell of a `Reader` or `Predicting`: the token and the states."""
     return {"token": ValueSpec((), jnp.dtype(jnp.int32)), **state_inputs(module)}
 
 
 def state_inputs(module: Recurrent) -> dict[str, ValueSpec]:
-    """Return the states of a module as inputs of a cell."""
     spec = ValueSpec((module.hidden_size,), jnp.dtype(jnp.float32))
     return dict.fromkeys(module.state, spec)
 

@@ -117,7 +117,6 @@ class _Reader:
     def matrix(
         self, *names: str, rows: int | None = None, columns: int | None = None
     ) -> np.ndarray:
-        """Return the matrix under the first of the names that exists."""
         return self._read(names, (rows, columns))
 
     def vector(self, *names: str, size: int | None = None) -> np.ndarray:
@@ -127,12 +126,10 @@ class _Reader:
         return self._prefix + name in self._tensors
 
     def refuse(self, name: str, why: str) -> None:
-        """Record a tensor as a problem if it exists."""
         if self.has(name):
             self._problems.append(f"{self._prefix + name} {why}")
 
     def check(self) -> None:
-        """Raise a `CheckpointError` with all problems, if there are any."""
         if self._problems:
             raise CheckpointError(
                 f"of {len(self._tensors)} tensors",

@@ -77,7 +77,6 @@ class Buckets:
         self._bucket_of_key[member.key] = bucket
 
     def remove(self, key: int) -> bool:
-        """Remove a graph; return whether it was there."""
         if key not in self._bucket_of_key:
             return False
         bucket = self._bucket_of_key.pop(key)
@@ -87,7 +86,6 @@ class Buckets:
         return True
 
     def take(self) -> list[Member]:
-        """Remove and return the graphs of the next batch."""
         if not self._waiting:
             return []
         bucket = self._last = self._next()
@@ -115,12 +113,9 @@ class Buckets:
 @final
 @dataclass
 class _Loop:
-    """A loop of a batch that has begun.
+    """A loop of a batch that has begun with `num_rows` rows, of which a step may be submitted.
 
-    Attributes:
-      steps_left: for every row that has not ended, the steps that have not been submitted.
-      num_rows: rows at its beginning.
-      has_begun: whether a step was submitted.
+    `steps_left` has, for every row that has not ended, the steps that have not been submitted.
     """
 
     step: Step
@@ -136,13 +131,7 @@ class _Loop:
 @final
 @dataclass
 class _Batch:
-    """The batch of a worker.
-
-    Attributes:
-      steps: those that have not begun.
-      num_open: tasks that are submitted and not completed.
-      last_type: type of the last task.
-    """
+    """The batch of a worker: the `steps` that have not begun, and its open tasks."""
 
     members: list[Member]
     steps: deque[Step]
@@ -295,7 +284,6 @@ def by_position(members: Sequence[Member], types: Sequence[CellType]) -> list[St
 
 
 def check_max_graphs(name: str, max_graphs: int) -> None:
-    """Raise an `InvalidConfigError` if the limit of a policy is below 1."""
     if max_graphs < 1:
         raise InvalidConfigError(
             f"policy {name!r}: max_graphs={max_graphs} is not allowed; pass at least 1"

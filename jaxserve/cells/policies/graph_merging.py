@@ -58,7 +58,6 @@ class GraphMerging:
 
 
 def by_depth(members: Sequence[Member], types: Sequence[CellType]) -> Iterator[Step]:
-    """Yield the nodes of each depth and type."""
     groups: dict[tuple[int, int], list[int]] = {}
     for member in members:
         graph, first = member.graph, member.first

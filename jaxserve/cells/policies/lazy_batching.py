@@ -288,7 +288,6 @@ class LazyBatchingScheduler:
         ended: Collection[int],
         stack: list[_StackedBatch],
     ) -> list[int]:
-        """Return the loop nodes that have ended with a task, and let their successors run."""
         found = []
         for node in nodes:
             if node in request.ended:
@@ -321,6 +320,5 @@ class LazyBatchingScheduler:
 
 
 def _earliest(requests: Collection[_Request], end_s: float) -> float:
-    """Return the earliest deadline of requests that keep it if all have ended at `end_s`."""
     kept = (request.deadline_s for request in requests if request.deadline_s >= end_s)
     return min(kept, default=math.inf)
