@@ -1,4 +1,4 @@
-"""Device meshes, and what is made of them: stage plans, two device groups, replicas."""
+"""Device meshes, and the parts made from them: stage plans, two device groups, replicas."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ DATA = "data"
 
 
 def check_tensor_axis(mesh: Mesh, *, num_heads: int, num_kv_heads: int, num_mlp_parts: int) -> None:
-    """Check that the mesh's `tensor` axis can split a model's layers.
+    """Raise ValueError if the mesh's `tensor` axis cannot split a model's layers.
 
     The number of KV heads must be a multiple of the number of shards or divide it; in the second
-    case several shards hold a copy of each KV head.
-
-    Raises:
-      ValueError: the axis does not fit; the message lists the sizes that do.
+    case several shards hold a copy of each KV head. The message lists the sizes that fit.
     """
 
     def fits(shards: int) -> bool:
@@ -179,7 +176,7 @@ def stages_of(mesh: Mesh | StagePlan | None, num_layers: int) -> StagePlan | Non
 @final
 @dataclass(frozen=True)
 class DeviceGroups:
-    """The devices that compute prompts, and those that compute answers.
+    """The devices that compute prompts, and the devices that compute answers.
 
     This is workload-aware allocation (WAA) of ExeGPT (section 4.1), or disaggregated prefill. Each
     group has its own copy of the model, in one piece or in stages.
@@ -235,14 +232,9 @@ class DeviceGroups:
 def make_groups(
     *, encode: int = 1, decode: int = 1, devices: Sequence[Any] | None = None
 ) -> DeviceGroups:
-    """Make two tensor-parallel groups of the first `encode + decode` devices.
+    """Make two tensor-parallel groups of the first `encode + decode` of `devices`.
 
-    For stages, make a `DeviceGroups` of `StagePlan`s.
-
-    Args:
-      encode: number of devices that compute prompts.
-      decode: number of devices that compute answers.
-      devices: default `jax.devices()`.
+    The default of `devices` is `jax.devices()`. For stages, make a `DeviceGroups` of `StagePlan`s.
 
     Raises:
       ValueError: a number is below 1, or there are too few devices.
@@ -274,8 +266,8 @@ def replica_meshes(mesh: Mesh) -> list[Mesh]:
 def split_replicas(tree: Any) -> list[Any]:
     """Return a pytree of arrays for each replica of `tree`'s mesh; they share its buffers.
 
-    The result is `[tree]` when the mesh has no `data` axis of at least 2, when an array is split
-    over `data`, since there are then no whole replicas of it, and without arrays, or with NumPy's.
+    The result is `[tree]` if the mesh has no `data` axis of at least 2, if an array is split over
+    `data`, because it then has no whole replicas, and without arrays, or with NumPy's.
     """
     leaves, structure = jax.tree.flatten(tree)
     shardings = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves]

@@ -62,7 +62,7 @@ class _Message:
     """A message between processes.
 
     `work` and `report` carry content for the receiver's own code. `leave` and `fail` report that
-    the sender wants to end, or cannot continue.
+    the sender is ready to end, or cannot continue.
     """
 
     kind: Literal["work", "report", "leave", "fail"]
@@ -73,12 +73,10 @@ class _Message:
 class ProcessGroup:
     """The processes of a job and this process's id among them. Process 0 is the leader.
 
-    The leader has a connection to every follower, and a thread watches each connection. When
-    another process dies or reports a failure, this process prints one line to stderr and exits
-    with code 1 at once: its main thread may be waiting for that process inside a collective,
-    where no exception could reach it.
-
-    `join` makes the group.
+    `join` makes the group. The leader has a connection to every follower, and a thread watches each
+    connection. When another process dies or reports a failure, this process prints one line to
+    stderr and exits with code 1 at once: its main thread may be waiting for that process inside a
+    collective, where no exception could reach it.
 
     Args:
       connections: process id -> connection: every follower's on the leader, the leader's on a
@@ -122,7 +120,7 @@ class ProcessGroup:
 
     @property
     def address(self) -> str:
-        """The IP address at which the others reach this process."""
+        """The IP address at which the other processes reach this one."""
         addresses = map(_own_address, self._connections.values())
         # The leader may have followers on its own host and on others.
         return max(addresses, key=lambda address: not address.startswith("127."))
@@ -142,7 +140,7 @@ class ProcessGroup:
         return self._inbox[LEADER].get()
 
     def remind(self, content: Any) -> None:
-        """Have this process's own `receive` return `content` next. Any thread; followers only."""
+        """Make this process's own `receive` return `content` next. Any thread; followers only."""
         self._inbox[LEADER].put(content)
 
     def report(self, content: Any) -> None:
@@ -152,8 +150,7 @@ class ProcessGroup:
     def next_report(self, peer: int, *, waits: bool) -> Any:
         """Return the next `report` of a follower, which is not None. Leader only.
 
-        Args:
-          waits: wait for it; else None is returned where none has come.
+        If none has come, wait for it, or return None with waits=False.
         """
         try:
             return self._reports[peer].get(block=waits)
@@ -199,8 +196,7 @@ class ProcessGroup:
     def claim(self) -> None:
         """Reserve the group for one use, until `release`. Followers of a claimed group must stay.
 
-        Raises:
-          JoinError: the group is in use, or a process has left.
+        Raises JoinError if the group is in use, or a process has left.
         """
         if self._is_claimed:
             raise JoinError(
@@ -219,7 +215,7 @@ class ProcessGroup:
         self._is_claimed = self._needs_others = False
 
     def fail(self, reason: str) -> None:
-        """Report that this process cannot continue: the other processes end, this one goes on."""
+        """Report that this process cannot continue: the other processes end, this one continues."""
         if not self._has_failed:
             self._has_failed = True
             self._send(_Message("fail", f"{self._name(self.process_id)} failed: {reason}"))
@@ -231,10 +227,9 @@ class ProcessGroup:
         self._closers.append(close)
 
     def leave(self) -> None:
-        """Wait until all processes want to end; runs at interpreter exit.
+        """Wait until all processes are ready to end; runs at interpreter exit.
 
-        A process that failed exits here with code 1, since JAX's own shutdown would wait for the
-        others.
+        A failed process exits here with code 1, since JAX's own shutdown would wait for the others.
         """
         for close in reversed(self._closers):
             close()
@@ -294,7 +289,7 @@ class ProcessGroup:
     def _end(self, reason: str) -> None:
         """Exit with one line on stderr that gives the reason; the leader ends the others too."""
         if self._has_failed:
-            return  # it reports its own failure, and the others know of it
+            return  # it reports its own failure, which the others know
         self._ending.acquire()  # never released: only the first reason is printed
         line = (
             f"jaxserve: {reason}, so {self._name(self.process_id)} ends too and unfinished work is "
@@ -377,17 +372,18 @@ def join(
 
     Return None for a job of one process. An argument that is None is read from
     `JAXSERVE_COORDINATOR`, `JAXSERVE_NUM_PROCESSES` or `JAXSERVE_PROCESS_ID`, then from the
-    launcher (SLURM's srun, Open MPI). If the script has called `jax.distributed.initialize`
-    itself, the job consists of those processes. Call this before anything else that uses JAX;
-    a second call returns the result of the first.
+    launcher (SLURM's srun, Open MPI). If the script has called `jax.distributed.initialize` itself,
+    the job consists of those processes. Call this before anything else that uses JAX; a second call
+    returns the result of the first.
 
-    From then on the end of one process ends all, see `ProcessGroup`. A process that waits longer
-    than the timeout prints one line to stderr and exits with code 1.
+    From then on the end of one process ends all (`ProcessGroup`). A process that waits longer than
+    the timeout prints one line to stderr and exits with code 1.
 
     Args:
       coordinator: host and free port on process 0, the same on all processes.
       process_id: from 0; process 0 is the leader.
-      timeout_s: how long to wait for the others; the default is `JAXSERVE_START_TIMEOUT`, or 120.
+      timeout_s: how long to wait for the other processes; the default is `JAXSERVE_START_TIMEOUT`,
+        or 120.
 
     Raises:
       ValueError: a setting is missing or malformed, or settings contradict each other.
@@ -424,7 +420,7 @@ def group_over(mesh: Mesh | DeviceGroups | None) -> ProcessGroup | None:
 
     Raises:
       ValueError: the mesh has devices of some, but not all, of the job's processes.
-      JoinError: see `join`.
+      JoinError: the processes could not connect, as in `join`.
     """
     if mesh is None or jax.process_count() == 1:
         return None

@@ -1,4 +1,4 @@
-"""The rules that map logical axes of parameters and caches to mesh axes, in one place."""
+"""The rules that map logical axes of parameters and caches to mesh axes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 # These are replicated when their size is not a multiple of the mesh axis's: fewer KV heads than
-# shards, vocabularies such as GPT-2's 50257, and the groups and panels of a weight in few bits.
+# shards, vocabularies such as GPT-2's 50257, and the groups and panels of a quantised weight.
 REPLICATED_IF_UNEVEN = ("kv_heads", "vocab", "groups", "panels")
 
 # Logical axis -> mesh axis; None means replicated.
@@ -75,10 +75,9 @@ def fitted_spec(
     logical_axes: Sequence[str | None],
     rules: Mapping[str, str | None] = DEFAULT_RULES,
 ) -> PartitionSpec:
-    """Return the mesh axes of an array of this shape; see `named_sharding`.
+    """Return the mesh axes of an array of this shape, as `named_sharding` has them.
 
-    Args:
-      mesh_shape: size of each axis of the mesh.
+    `mesh_shape` is the size of each axis of the mesh.
     """
     if len(logical_axes) != len(shape):
         raise ValueError(
@@ -105,10 +104,8 @@ def state_shardings(
     """Return the `NamedSharding` of every variable of `state`, in the same structure.
 
     `state` may be abstract. A variable's metadata `logical_axes` is a tuple with one name or None
-    per dimension; a variable without it is replicated.
-
-    Raises:
-      ValueError: see `named_sharding`; the message names the variable.
+    per dimension; a variable without it is replicated. A ValueError of `named_sharding` names the
+    variable.
     """
 
     def place(path: tuple[object, ...], variable: nnx.Variable) -> nnx.Variable:

@@ -1,4 +1,4 @@
-"""The adapters of a runtime: which are loaded, where, and how many requests use each."""
+"""The adapters of a runtime: the loaded ones, their places, and the number of requests of each."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class AdapterUsage:
     """The adapters of open requests.
 
     Attributes:
-      max_adapters: how many may be loaded at the same time.
+      max_adapters: maximum number of adapters that are loaded at the same time.
       running: names in the requests that have a slot, or had one, in alphabetical order.
-      waiting: likewise, in the requests that have had no slot yet.
+      waiting: names in the requests that have had no slot yet, in the same order.
     """
 
     max_adapters: int
@@ -44,11 +44,11 @@ class Adapters:
     """A thread-safe table of the loaded adapters.
 
     Args:
-      layout: where adapters are in the model; None for a runtime without adapters.
+      layout: the place of adapters in the model; None for a runtime without adapters.
       params: parameters of the adapted model.
 
     Attributes:
-      generation: how often the arrays have changed.
+      generation: number of changes of the arrays.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Adapters:
         self._arrays = {} if layout is None else layout.arrays_of(params)
         if layout is not None:
             with _making_room():
-                # Zeros are put once, so that later calls find the function compiled.
+                # Writing zeros once compiles the function for later calls.
                 for _ in layout.put(self._arrays, 0, None):
                     pass
         self._changing = threading.Lock()  # held while an adapter is loaded or dropped
@@ -97,7 +97,7 @@ class Adapters:
         with self._changing:
             index = self._free_index(name)
             with _making_room():
-                # No request has this index yet, so it may be there in part.
+                # No request has this index yet, so a partly written adapter is harmless.
                 for part in layout.put(self._arrays, index, values.arrays):
                     self._arrays = {**self._arrays, **part}
                     self.generation += 1
@@ -110,7 +110,7 @@ class Adapters:
     def drop(self, name: str) -> None:
         self._replicas.check_may_wait()
         for replica in self._replicas.all:
-            # A request that has ended releases its adapter on this thread, a little later.
+            # Wait until the loop's thread has released the adapters of ended requests.
             replica.loop.ask(lambda: None)
         with self._changing, self._lock:
             slot = self._slot(name)
@@ -125,8 +125,7 @@ class Adapters:
     def acquire(self, name: str) -> AdapterSlot:
         """Return a loaded adapter, which is not dropped before `release`.
 
-        Raises:
-          UnknownAdapterError: no adapter has this name.
+        Raises UnknownAdapterError if no adapter has this name.
         """
         with self._lock:
             slot = self._slot(name)
@@ -134,7 +133,6 @@ class Adapters:
             return slot
 
     def release(self, slot: AdapterSlot) -> None:
-        """Release an adapter that `acquire` returned."""
         with self._lock:
             self._num_requests[slot.index] -= 1
 
@@ -198,7 +196,6 @@ class Adapters:
 
 
 def _making_room() -> AbstractContextManager[None]:
-    """Raise XLA's out-of-memory error in the block as a `DeviceMemoryError`."""
     return out_of_memory_as(
         "placing an adapter, for which an eighth of the adapters' memory is taken twice",
         "pass a smaller kv_memory, max_adapters or max_adapter_rank",
@@ -206,5 +203,4 @@ def _making_room() -> AbstractContextManager[None]:
 
 
 def _install(executor: ModelExecutor, state: nnx.State) -> None:
-    """Use these adapters from the next step on."""
     executor.update_params(executor.fitted(state, partial=True))

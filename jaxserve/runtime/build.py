@@ -110,10 +110,9 @@ def with_end_tokens(
     more: Sequence[str | int],
     vocab_size: int,
 ) -> tuple[Tokenizer | None, Sequence[int] | None]:
-    """Return the tokenizer and the end tokens with those of the option `end_tokens`.
+    """Return the tokenizer and the end tokens, including those of the option `end_tokens`.
 
-    Raises:
-      InvalidConfigError: one of them is not a token of the model.
+    Raises InvalidConfigError if one of them is not a token of the model.
     """
     if not more:
         return tokenizer, eos_token_ids
@@ -138,7 +137,7 @@ def build_parts(
     options: RuntimeOptions,
     wrap_executor: WrapExecutor | None,
 ) -> Parts:
-    """Build everything that a runtime consists of; `Runtime` documents arguments and errors."""
+    """Build all parts of a runtime; `Runtime` documents arguments and errors."""
     policy = get_policy_for(options.policy, has_groups=isinstance(mesh, DeviceGroups))
     enable_compilation_cache()
     probe = load_probe(options.probe)
@@ -346,8 +345,7 @@ def check_early(
 class Place:
     """The place of a replica: parameters of the whole model, and the stages to cut it into.
 
-    Attributes:
-      decode: the place of the device group for answers; None if there is one group.
+    `decode` is the place of the device group for answers; None if there is one group.
     """
 
     params: Any
@@ -381,15 +379,11 @@ def build_executors(
     *,
     processes: Processes | None = None,
 ) -> tuple[list[tuple[ModelExecutor, PoolSize]], GroupedExecutor | None]:
-    """Build an executor for each place. If one fails, close those that were built.
-
-    Args:
-      wrap: see `Runtime`.
-      processes: see `build_executor`.
+    """Build an executor for each place. If one fails, close the executors that were built.
 
     Returns:
       The executors with the sizes of their page pools; and the executor of two device groups,
-      unwrapped, or None with one group.
+        unwrapped, or None with one group.
     """
     with ExitStack() as if_one_fails:
         built: list[tuple[ModelExecutor, PoolSize]] = []
@@ -426,11 +420,7 @@ def open_disks(options: RuntimeOptions, executors: Sequence[ModelExecutor]) -> l
 
 
 def check_disk(options: RuntimeOptions, policy: Policy, *, has_processes: bool) -> None:
-    """Check that pages can reach the disk tier and that its folder can be used.
-
-    Args:
-      has_processes: whether several processes serve the model.
-    """
+    """Check that pages can reach the disk tier and that its folder can be used."""
     if options.disk_memory is None:
         return
     if has_processes:
@@ -474,8 +464,8 @@ def load_drafter(
       has_mesh: whether a mesh, stages or device groups were given.
 
     Raises:
-      InvalidConfigError: the draft model does not fit the model, or cannot be served beside it.
-      ModelError, DownloadError: it cannot be loaded.
+      InvalidConfigError: the draft model does not fit the model, or cannot be served with it.
+      ModelError, DownloadError: the draft model cannot be loaded.
     """
     given = options.draft_model
     if given is None:
@@ -506,7 +496,6 @@ def load_drafter(
 
 
 def _check(draft: DecoderConfig, served: DecoderConfig, options: RuntimeOptions) -> None:
-    """Check the configuration of a draft model against that of the served model."""
     for name, each in (("the draft model", draft), ("a model with a draft model", served)):
         if each.has_encoder or each.num_recurrent_layers:
             raise InvalidConfigError(

@@ -26,12 +26,12 @@ from predictor import Calibration, LengthDistributions
 if TYPE_CHECKING:
     from predictor import OnlineLearner
 
-# Takes a prediction that comes after its request was submitted.
+# Receives a prediction that comes after its request was submitted.
 Late = Callable[[LengthPrediction], None]
 
 _log = logging.getLogger(__name__)
 
-# Seconds for which the thread collects requests after the first of a batch, and their most.
+# Seconds for which the thread collects requests after the first of a batch; maximum batch.
 _WINDOW_S = 0.002
 _MAX_BATCH = 64
 # Seconds that a request waits for its prediction before it is submitted.
@@ -64,7 +64,7 @@ class AwaitedPrediction:
             return self.request
 
     def submitted(self, late: Late) -> None:
-        """Register a callback for a prediction that came after `wait`; it runs on any thread."""
+        """Register a callback for a prediction that comes after `wait`; it runs on any thread."""
         with self._lock:
             self._late = late
             prediction = self._prediction if self._goes_without else None
@@ -72,7 +72,7 @@ class AwaitedPrediction:
             late(prediction)
 
     def answer(self, prediction: LengthPrediction | None) -> bool:
-        """Set the prediction, None for none; return whether it came after `wait`."""
+        """Set the prediction, or None if there is none; return whether it came after `wait`."""
         with self._lock:
             self._prediction = prediction
             self._is_answered.set()
@@ -106,15 +106,14 @@ class Forecaster:
     request that was refused or has ended.
 
     Args:
-      tokenizer: tokenizer that decodes the prompts to text for the predictor.
-      learner: trainer of the predictor on requests that have ended; `close` closes it. None for a
-        predictor that is not trained.
+      tokenizer: decodes the prompts to text for the predictor.
+      learner: trains the predictor on ended requests, and is closed by `close`; None for no
+        training.
       folder: folder to which `close` saves the trained predictor; None saves nothing.
       device: where a loaded predictor computes; None for the default.
       patience_s: seconds that a request waits for its prediction.
 
     Attributes:
-      learner: the argument `learner`.
       num_failed: number of requests without a prediction because the predictor raised.
       num_late: number of predictions that came after their requests were submitted.
       seconds: seconds that the thread spent in predicting.
@@ -139,7 +138,7 @@ class Forecaster:
         self.num_failed = 0
         self.num_late = 0
         self.seconds = 0.0
-        # What is to be predicted, the oldest first.
+        # Handles to predict, the oldest first.
         self._asked: dict[AwaitedPrediction, None] = {}
         self._changed = threading.Condition()
         self._is_closing = False
@@ -191,7 +190,7 @@ class Forecaster:
             self.learner.start()
 
     def ask(self, requests: Sequence[Request]) -> list[AwaitedPrediction]:
-        """Queue requests for prediction. The caller must `drop` those that it does not need."""
+        """Queue requests for prediction. The caller must `drop` the handles it does not need."""
         asked = [AwaitedPrediction(request) for request in requests]
         with self._changed:
             self._asked.update(dict.fromkeys(asked))
@@ -204,7 +203,7 @@ class Forecaster:
         return [each.wait(max(0.0, end_s - time.monotonic())) for each in asked]
 
     def drop(self, *asked: AwaitedPrediction) -> None:
-        """Remove these from the queue: their requests were refused or have ended."""
+        """Remove handles from the queue whose requests were refused or have ended."""
         with self._changed:
             for each in asked:
                 self._asked.pop(each, None)
@@ -215,7 +214,7 @@ class Forecaster:
                 self._predict(batch)
 
     def _next_batch(self) -> list[AwaitedPrediction] | None:
-        """Return what came within `_WINDOW_S` of the first, perhaps nothing; None when closing."""
+        """Return the handles that came within `_WINDOW_S` of the first; None when closing."""
         with self._changed:
             self._changed.wait_for(lambda: self._asked or self._is_closing)
             self._changed.wait_for(
@@ -252,7 +251,7 @@ class Forecaster:
             self.num_late += each.answer(prediction)
 
     def append(self, request: Request, completion: Completion) -> None:
-        """Give the learner the lengths of a request's samples; see `RequestLog`.
+        """Give the learner the lengths of a request's samples (`RequestLog`).
 
         Cancelled and failed samples are left out. A sample that reached its limit counts with the
         length of the limit, because it will have that length again.
@@ -290,8 +289,7 @@ def _likeliest(request: Request) -> int | None:
 def _loaded(given: Any, *, learns: bool) -> tuple[Any, OnlineLearner | None]:
     """Return the predictor, and the learner that trains it with `learns`.
 
-    Raises:
-      InvalidConfigError: `given` cannot predict, or cannot be trained.
+    Raises InvalidConfigError if `given` cannot predict, or cannot be trained.
     """
     from predictor import LengthPredictor, OnlineLearner
 
@@ -321,8 +319,7 @@ def _loaded(given: Any, *, learns: bool) -> tuple[Any, OnlineLearner | None]:
 def load_probe(given: Any) -> Probe | None:
     """Return the probe of the option `probe`: a probe, the folder of one, or None.
 
-    Raises:
-      InvalidConfigError: `given` is none of these.
+    Raises InvalidConfigError if `given` is none of these.
     """
     if given is None:
         return None

@@ -31,8 +31,8 @@ class Intake:
 
     Args:
       requests: builder that checks prompts against the model's limits.
-      tokenizer: tokenizer that decodes the completions' text; None for completions without text.
-      adapters: those that requests may name.
+      tokenizer: decodes the completions' text; None for completions without text.
+      adapters: the adapters that requests may name.
       forecaster: predictor of output lengths; None for requests without predictions.
     """
 
@@ -89,7 +89,6 @@ class Intake:
         Raises:
           InvalidRequestError: the call is on an engine's thread.
           QueueFullError: more requests than `max_waiting` would wait; none was submitted.
-          RuntimeClosedError, EngineFailedError, ProcessGroupError
         """
         self._replicas.check_may_wait()
         refused: dict[int, Pending] = {}
@@ -132,8 +131,7 @@ class Intake:
     def _accepted(self, request: Request, if_refused: ExitStack) -> Request:
         """Return a request with its adapter, which stays loaded until the request has ended.
 
-        Args:
-          if_refused: gets the callbacks for a request that is not handed over.
+        `if_refused` gets the callbacks for a request that is not handed over.
         """
         check_heeded(request, self._replicas.first.engine.scheduler.policy)
         if request.params.adapter is None:
@@ -145,7 +143,7 @@ class Intake:
     def _hand_over(
         self, requests: Sequence[Request], on_piece: PieceSink | None = None
     ) -> list[Pending]:
-        # Claimed first, so that nothing is predicted of a request that is refused.
+        # Claimed first, so that no refused request is predicted.
         with self._replicas.claimed(requests) as claimed:
             answers = self._submit(requests, claimed, on_piece)
         for answer in answers:

@@ -39,7 +39,7 @@ def load_for(
     dtype: str | None,
     mesh: Mesh | StagePlan | DeviceGroups | None,
 ) -> LoadedModel:
-    """Load the model of a runtime with these options; see `Runtime.from_pretrained`.
+    """Load the model of a runtime with these options, as `Runtime.from_pretrained` documents it.
 
     It checks the options before it reads a file. With device groups, the weights are read onto the
     encode group, and copied from there to the decode group; with groups in several processes, each
@@ -105,7 +105,7 @@ def _begin_to_load(
         try:
             parts = this_installation(), our_sources(), str(name_or_path), dtype, options
             is_expected = store.expect(key_of("first executables", *parts))
-        except Unnameable:  # options that are objects of the user's
+        except Unnameable:  # options that are the user's objects
             is_expected = False
 
     def run() -> None:

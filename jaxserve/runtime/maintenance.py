@@ -102,7 +102,7 @@ class Maintenance:
                 given, params = params, self._quantiser.params(params, partial=partial)
                 check_stored(params, given)
             with self.placing:
-                place = self._place  # before, so that a change in between is noticed
+                place = self._place  # read before, so that a change in between is noticed
                 fitted = self._fitted(params, partial)
                 return PreparedParams(self, params, partial, place, fitted)
 

@@ -1,4 +1,4 @@
-"""Handles of submitted requests, alone, in batches and as streams of pieces."""
+"""Handles of submitted requests: single, in batches and as streams of pieces."""
 
 from __future__ import annotations
 
@@ -29,11 +29,9 @@ Start = Callable[[PieceSink], Pending]
 @final
 @dataclass(frozen=True)
 class PromptBatch:
-    """The prompts of one call.
+    """The prompts of one call, with parameters for each.
 
-    Attributes:
-      params: parameters of each prompt.
-      is_single: whether the user passed one prompt instead of a list, and gets one completion.
+    `is_single` tells that the user passed one prompt instead of a list, and gets one completion.
     """
 
     prompts: Sequence[Any]
@@ -62,9 +60,6 @@ class PromptBatch:
         """Wait for the prompts' requests, and return their completions.
 
         Ctrl-C cancels the requests and returns their completions with the tokens so far.
-
-        Args:
-          progress: show a bar when it takes over two seconds.
 
         Raises:
           JaxserveError: the error of a single prompt.
@@ -108,8 +103,8 @@ async def submitted(
 ) -> list[Pending]:
     """Return the requests that `submit` submits, without blocking the event loop.
 
-    With a grammar, which may have to be compiled, it is called on another thread. A task that is
-    cancelled meanwhile cancels the requests.
+    With a grammar, which may have to be compiled, `submit` runs on another thread. If the task is
+    cancelled meanwhile, so are the requests.
     """
     if not any(each.is_constrained for each in params):
         return submit()
@@ -124,7 +119,6 @@ async def submitted(
 
 
 def wait(pending: Sequence[Pending], *, progress: bool, timeout_s: float | None = None) -> None:
-    """Wait until every request has ended; see `wait_for_all`."""
     wait_for_all(
         pending,
         label="generating",
@@ -136,12 +130,9 @@ def wait(pending: Sequence[Pending], *, progress: bool, timeout_s: float | None 
 
 
 def read(start: Start, num_samples: int, timeout_s: float | None = None) -> Generator[Piece]:
-    """Yield the pieces of a request, which is submitted by the first `next`.
+    """Submit a request at the first `next`, and yield its pieces.
 
     Closing the generator early cancels the request.
-
-    Args:
-      num_samples: number of the request's samples.
 
     Raises:
       JaxserveError: the request failed; raised after its last piece.

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 # Newest answers whose lengths are kept.
 _MAX_OBSERVED = 100_000
-# Seconds for which a move of devices may pause the engine, if the caller does not say.
+# Default of the seconds for which a move of devices may pause the engine.
 MAX_PAUSE_S = 1.0
 # Families of schedules of two device groups: with every division of the devices, or with those that
 # WAA-C and WAA-M give.
@@ -58,13 +58,8 @@ class PlanController:
     """Carries out plans on all replicas, and adapts them on a thread to the lengths of answers.
 
     A search takes tenths of a second of the thread, while the engines serve; they adopt a schedule
-    between two steps. The thread starts with the first adaptation.
-
-    Args:
-      regrouper: moves devices between two groups, as a plan needs; None with one group.
-
-    Attributes:
-      num_adopted: number of adopted plans.
+    between two steps. The thread starts with the first adaptation. `regrouper` moves devices
+    between two groups, as a plan needs; None with one group.
     """
 
     def __init__(self, replicas: Replicas, regrouper: Regrouper | None = None):
@@ -83,7 +78,7 @@ class PlanController:
     def in_force(self) -> Plan | None:
         """The plan that the replicas carry out; None before there is one.
 
-        Its figures are those expected with the newest lengths, if it is adapted.
+        If it is adapted, its figures are those expected with the newest lengths.
         """
         return self._in_force
 
@@ -125,10 +120,8 @@ class PlanController:
     def regroup(self, division: Division, max_pause_s: float) -> float:
         """Move devices between the groups, drop the plan, and return the pause in seconds.
 
-        If the plan was adapted, the next answers make one for the new groups, which then stay.
-
-        Raises:
-          RegroupError: the devices could not be moved; the plan stays.
+        If the plan was adapted, the next answers make one for the new groups, which then stay. On a
+        RegroupError the devices could not be moved, and the plan stays.
         """
         assert self._regrouper is not None
         with self._lock:
@@ -143,7 +136,7 @@ class PlanController:
     def close(self) -> None:
         """Stop the thread and wait for its end, except on an engine's thread or on its own.
 
-        In these cases the thread ends when the replicas are closed.
+        On these threads, it ends when the replicas are closed.
         """
         # Not under the lock: its holder may wait for the thread that calls this.
         self._is_closed = True
@@ -201,7 +194,7 @@ class PlanController:
         before = adaptation.plan
         plan = adaptation.revised(self.running())
         with self._lock:
-            # Another plan may have been asked for during the search.
+            # Another plan may have been requested during the search.
             if self._adaptation is not adaptation:
                 return
             if plan is None:
@@ -219,7 +212,7 @@ class PlanController:
 
 @final
 class ObservedLengths:
-    """A `RequestLog` of the prompt and output lengths of whole answers. It is thread-safe.
+    """A thread-safe `RequestLog` of the prompt and output lengths of whole answers.
 
     Each sample of a request counts. Cancelled and failed answers do not.
     """
@@ -250,11 +243,8 @@ class ObservedLengths:
 class Planner:
     """Finds schedules for the replicas of a runtime, which a `PlanController` carries out.
 
-    Args:
-      regrouper: moves devices between two groups; None if the groups stay as they are.
-
-    Attributes:
-      timings: the step times that plans are computed from.
+    `regrouper` moves devices between two groups; None if the groups stay. Plans are computed from
+    the step times of `timings`.
     """
 
     def __init__(
@@ -269,7 +259,7 @@ class Planner:
         self._observed = observed
         self._regrouper = regrouper
         self._controller = PlanController(replicas, regrouper)
-        # Remembers its simulations from plan to plan.
+        # Keeps its simulations from plan to plan.
         self._player: Player | None = None
         observed.tell(self._controller.put)
 
@@ -283,7 +273,6 @@ class Planner:
 
     @property
     def num_moves(self) -> int:
-        """Moves of devices between two groups."""
         return 0 if self._regrouper is None else self._regrouper.num_moves
 
     @property
@@ -452,7 +441,6 @@ class Planner:
 
 
 def _answers(pairs: np.ndarray) -> tuple[AnswerLength, ...]:
-    """Return answers of given prompt and output tokens, int [pairs, 2]."""
     return tuple(
         AnswerLength(admitted_s=-math.inf, num_prompt=prompt, num_output=output)
         for prompt, output in pairs.tolist()

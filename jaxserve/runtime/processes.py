@@ -17,10 +17,7 @@ from sharding import DeviceGroups, JoinError, ProcessGroup, StagePlan, group_ove
 def processes_of(
     mesh: Mesh | StagePlan | DeviceGroups | None, params: Any = None
 ) -> ProcessGroup | None:
-    """Return the processes of `mesh`, or of the devices of `params`.
-
-    Returns:
-      None if all devices belong to this process.
+    """Return the processes of `mesh`, or of the devices of `params`; None for this process alone.
 
     Raises:
       InvalidConfigError: the mesh omits some of the job's processes, has stages or replicas over
@@ -58,7 +55,7 @@ def own_mesh(
 ) -> Mesh | StagePlan | DeviceGroups | None:
     """Return the part of a mesh that has this process's devices.
 
-    Of two device groups that belong to different processes of `group`, it is one of them.
+    If two device groups belong to different processes of `group`, it is one of the two.
     """
     if group is None or not isinstance(mesh, DeviceGroups):
         return mesh
@@ -82,8 +79,7 @@ def _check_apart(mesh: DeviceGroups) -> None:
 def claim(group: ProcessGroup | None) -> None:
     """Reserve the processes for one runtime, until its executor closes.
 
-    Raises:
-      ProcessGroupError: they serve another runtime, or one of them has left.
+    Raises ProcessGroupError if they serve another runtime, or one of them has left.
     """
     if group is not None:
         with _process_errors():

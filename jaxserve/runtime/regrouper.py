@@ -52,8 +52,8 @@ class _Room:
     """The memory of a device of two groups.
 
     Attributes:
-      num_bytes: for weights, pages and the largest step; those of the fullest present device.
-      shared: arrays of the weights that are not freed when the runtime lets go of them.
+      num_bytes: for weights, pages and the largest step, on the fullest present device.
+      shared: arrays of the weights that are not freed when the runtime drops its references.
     """
 
     num_bytes: int
@@ -63,11 +63,9 @@ class _Room:
 @final
 @dataclass(frozen=True)
 class _Fit:
-    """How a division fits into the devices.
+    """The number of pages in the pool of a division.
 
-    Attributes:
-      num_pages: pages of the pool.
-      refused: why weights cannot be placed; empty if they can.
+    `refused` says why weights cannot be placed; it is empty if they can.
     """
 
     num_pages: int
@@ -78,8 +76,8 @@ class _Fit:
 class Regrouper:
     """Moves devices between the two groups of a runtime, while requests continue.
 
-    Executors and executables for the new groups are made while the engine serves. Then its loop
-    is paused: KV is dropped, weights are placed, and caches are made. Running sequences keep their
+    Executors and executables for the new groups are made while the engine serves. Then its loop is
+    paused: KV is dropped, weights are placed, and caches are made. Running sequences keep their
     tokens, and their KV is recomputed. If anything fails, the weights are put back, and the groups
     serve as before. If that fails too, the engine fails.
 
@@ -121,7 +119,7 @@ class Regrouper:
         # Seconds that placing weights is expected to take, and that the rest of a pause took last.
         self._placing_s: dict[Division, float] = {}
         self._rest_s = _REST_S
-        # By the arrays that the caller shares; empty after a move.
+        # Memory by division and the arrays that the caller shares; empty after a move.
         self._memories: dict[tuple[Division, Leaves], WeightsMemory] = {}
         # Divisions whose executors could not be made, and why.
         self._failed: dict[Division, str] = {}
@@ -220,7 +218,6 @@ class Regrouper:
             something failed; the groups serve as before.
           EngineFailedError: something failed, and the weights could not be put back; or the engine
             had failed before.
-          RuntimeClosedError
         """
         self._replicas.first.loop.check()
         if division == self.present:
@@ -352,11 +349,9 @@ class Regrouper:
     def _fit(self, division: Division, room: _Room, step_bytes: Sequence[int] = ()) -> _Fit | None:
         """Return how a division fits; None if its pool holds shorter answers than the present one.
 
-        Every device is assumed to have the memory of the fullest one of the present groups.
-
-        Args:
-          step_bytes: size of each group's largest step; by default the present one scaled by the
-            size of the shards, which is an upper bound.
+        Every device is assumed to have the memory of the fullest one of the present groups. The
+        size of each group's largest step is by default the present one scaled by the size of the
+        shards, which is an upper bound.
         """
         config, maker = self._executor.config, self._maker
         memory = self._memory(division, room.shared)

@@ -40,10 +40,10 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.router import Router, answered_pages, page_hashes, predicted_tokens
 from pallas_kernels import dispatch
 
-# Pages of a pool without any that a sequence could use: the null page, and one more.
+# The smallest pool, without a page that a sequence could use: the null page, and one more.
 _NO_PAGES = 2
 
-# Answers that a call looks at, if the queue seems full, to find some that have begun.
+# Number of answers that a call checks, if the queue seems full, to find some that have begun.
 _MAX_LOOKED_AT = 128
 
 
@@ -74,16 +74,14 @@ class Replica:
     def take_pool(self) -> None:
         """Allocate the page pool as it was before `free_pool`. The loop is paused.
 
-        Raises:
-          DeviceMemoryError: the pool does not fit; nothing has changed.
+        On a DeviceMemoryError nothing has changed.
         """
         self.executor.resize(self.engine.scheduler.config.num_pages, ())
 
     def resize(self, size: PoolSize) -> None:
         """Resize the page pool. The loop must be paused.
 
-        Raises:
-          DeviceMemoryError: the new pool does not fit; nothing has changed.
+        On a DeviceMemoryError nothing has changed.
         """
         self.engine.resize(size.num_pages)
         self.pool_size = size
@@ -92,7 +90,7 @@ class Replica:
         """Replace the caches; return the number of tokens to recompute. The loop is paused.
 
         Args:
-          size: size of the pool after `exchange`, which holds as long an answer as before.
+          size: size of the pool after `exchange`; it holds answers at least as long as before.
           exchange: replaces the executor's caches. If it raises, they are as large as before.
         """
         num_tokens = self.engine.drop_kv()
@@ -122,11 +120,10 @@ class Replicas:
       logs: logs that get every request that ends.
       disks: a disk tier for each executor; empty for no disk tiers.
       grammars: the compiled grammars that all engines share; None without a tokenizer.
-      max_waiting: see `RuntimeOptions`.
 
     Attributes:
       all: the replicas, in the order of the mesh's `data` axis.
-      are_asleep: whether page pools are freed, see `Runtime.sleep`.
+      are_asleep: whether page pools are freed (`Runtime.sleep`).
     """
 
     def __init__(
@@ -157,9 +154,9 @@ class Replicas:
         self._lock = threading.Lock()
         self._placed: dict[str, _Placed] = {}
         self._max_waiting = max_waiting
-        # Answers that wait, and some that did when they were looked at last; empty without a limit.
+        # Waiting answers, and some that waited at the last look; empty without a limit.
         self._waiting: OrderedDict[str, Answer] = OrderedDict()
-        # Ids of those that are looked at next, the last one first.
+        # Ids of the answers to look at next, the last one first.
         self._to_look_at: list[str] = []
         # Ids of requests that are about to be submitted.
         self._claimed: set[str] = set()
@@ -174,7 +171,6 @@ class Replicas:
         return self.first.executor.group
 
     def check_leads(self) -> None:
-        """Raise ProcessGroupError if this process follows."""
         if self.group is not None:
             self.group.check_leads()
 
@@ -187,10 +183,9 @@ class Replicas:
                 replica.executor.drop_params()
 
     def wake_up(self) -> None:
-        """Take the pools' memory again; do nothing if they have it. The loops are paused.
+        """Allocate the pools again; do nothing if they are allocated. The loops are paused.
 
-        Raises:
-          DeviceMemoryError: a pool does not fit; the replicas stay asleep.
+        On a DeviceMemoryError the replicas stay asleep.
         """
         for replica in self.all if self.are_asleep else ():
             replica.take_pool()
@@ -204,11 +199,7 @@ class Replicas:
             )
 
     def check_may_wait(self) -> None:
-        """Check that this thread may wait for the engines; an engine's thread would deadlock.
-
-        Raises:
-          InvalidRequestError: this is the thread of an engine.
-        """
+        """Raise InvalidRequestError on an engine's thread, which would deadlock if it waited."""
         if any(replica.loop.is_here for replica in self.all):
             raise InvalidRequestError(
                 "this call waits for the engines, but was made on an engine's thread, by an "
@@ -232,7 +223,7 @@ class Replicas:
         Raises:
           RuntimeClosedError, EngineFailedError: any replica was closed or has failed.
           ProcessGroupError: this process follows.
-          InvalidRequestError: a request with this id is still running, or about to.
+          InvalidRequestError: a request with this id is running or about to be submitted.
           QueueFullError: more requests than `max_waiting` would wait; none is claimed.
         """
         self._check_is_open()
@@ -248,18 +239,14 @@ class Replicas:
                 self._claimed -= ids
 
     def submit(self, *answers: Answer) -> None:
-        """Claim and submit answers."""
         with self.claimed([answer.request for answer in answers]) as claimed:
             self.submit_claimed(claimed, *answers)
 
     def submit_claimed(self, claimed: set[str], *answers: Answer) -> None:
-        """Hand answers to the engines; those on one replica start in the same iteration.
+        """Hand answers to the engines; the answers on one replica start in the same iteration.
 
-        Args:
-          claimed: what `claimed` gave for their requests; it is empty afterwards.
-
-        Raises:
-          RuntimeClosedError, EngineFailedError: any replica was closed or has failed.
+        `claimed` comes from `self.claimed` for their requests; it is empty afterwards. If any
+        replica was closed or has failed, RuntimeClosedError or EngineFailedError is raised.
         """
         self._check_is_open()
         several, size = len(self.all) > 1, self._page_size
@@ -312,7 +299,7 @@ class Replicas:
     def paused(
         self, running: Running = "finish", *, until_s: float | None = None
     ) -> Iterator[None]:
-        """Pause every loop within the block; see `DeviceLoop.paused`."""
+        """Pause every loop within the block, as `DeviceLoop.paused` does."""
         self.check_may_wait()
         with ExitStack() as pauses:
             for replica in self.all:
@@ -333,8 +320,7 @@ class Replicas:
     def report(self, plan: Plan | None = None) -> Report:
         """Return steps in the order of submission, and requests in the order of their ends.
 
-        Args:
-          plan: the schedule in force, if one was planned.
+        `plan` is the schedule in force, if one was planned.
         """
         recorders = [replica.engine.recorder for replica in self.all]
         steps = heapq.merge(*(r.steps for r in recorders), key=lambda step: step.submitted_s)

@@ -52,6 +52,9 @@ class Runtime:
     On a mesh over several processes (`sharding.join`) each process creates the runtime with the
     same arguments. Process 0 leads: its runtime answers. The others call `follow`.
 
+    Methods that need the engine raise RuntimeClosedError after `close`, and EngineFailedError after
+    the engine has failed; they list these errors only where there is more to say.
+
     Args:
       model: a Flax NNX decoder (`jaxserve.models`), with parameters or abstract ones.
       params: the parameters as an `nnx.State`, shared and not copied; by default the model's.
@@ -64,7 +67,7 @@ class Runtime:
         `data` axis is a replica with its own engine.
       wrap_executor: function for tests and measurements. It gets the executor of every replica
         after its warm-up and returns the executor that the engine drives and closes instead.
-      options: see `RuntimeOptions`.
+      options: the fields of `RuntimeOptions`.
 
     Attributes:
       conversations: the stored conversations; `conversation` opens one.
@@ -129,20 +132,20 @@ class Runtime:
     ) -> Runtime:
         """Create a runtime for a model by its name, from a Hugging Face folder or a GGUF file.
 
+        `mesh`, `wrap_executor` and `options` are the arguments of `Runtime`. Weights are read
+        directly onto their shards.
+
         Args:
           name_or_path: a registered name, a path, or a name of the Hugging Face Hub: `org/name`,
-            `org/name@revision`, or `org/name:Q4_K_M` for a GGUF file. What is missing is
-            downloaded into the Hub's cache.
+            `org/name@revision`, or `org/name:Q4_K_M` for a GGUF file. Missing files are downloaded
+            into the Hub's cache.
           revision: a branch, tag or commit of the Hub.
           load: "random" draws random weights for the folder's config.json and reads no weights.
           dtype: "float32", "bfloat16" or "float16"; by default the platform's.
-          mesh: see `Runtime`; weights are read directly onto their shards.
-          wrap_executor: see `Runtime`.
-          options: see `RuntimeOptions`.
 
         Raises:
-          UnknownModelError, UnsupportedModelError, CheckpointError, DownloadError,
-          ModelCacheError, InvalidConfigError, DeviceMemoryError, JournalError
+          UnknownModelError, UnsupportedModelError, CheckpointError, DownloadError, ModelCacheError,
+            InvalidConfigError, DeviceMemoryError, JournalError
         """
         if revision is not None:
             from jaxserve.models.registry import at_revision
@@ -194,7 +197,6 @@ class Runtime:
 
         Raises:
           ProcessGroupError: this process follows.
-          RuntimeClosedError, EngineFailedError
         """
         self._maintenance.dismiss_followers()
 
@@ -211,7 +213,7 @@ class Runtime:
     ) -> Any: ...
 
     def generate(self, prompts: Any, params: Params = None, *, progress: bool | None = None) -> Any:
-        """Answer one prompt, or a batch of them in their order; see `Service.generate`."""
+        """Answer one prompt, or a batch of prompts in their order."""
         batch = PromptBatch.of(prompts, params)
         show = self.options.progress if progress is None else progress
         return batch.wait(self._intake.submit_batch(batch), progress=show)
@@ -234,7 +236,7 @@ class Runtime:
         conversation_id: str | None = None,
         on_piece: PieceSink | None = None,
     ) -> Pending:
-        """Submit one request, and return at once; see `Service.submit`."""
+        """Submit one request, and return at once."""
         return self._intake.submit(
             prompt,
             params,
@@ -249,21 +251,22 @@ class Runtime:
         """Return the token ids of a prompt, a text or a chat, as `submit` makes them.
 
         Raises:
-          InvalidRequestError: the prompt cannot be served; a subclass of it.
-          MissingExtraError
+          InvalidRequestError: the prompt cannot be served; one of its subclasses.
+          MissingExtraError: a package that the prompt needs is not installed.
         """
         return self._intake.prompt_tokens(prompt)
 
     def submit_items(self, items: Sequence[WorkloadItem]) -> list[Pending]:
-        """Submit requests of a workload that arrive now; a replica starts its own in one iteration.
+        """Submit workload requests that arrive now; a replica starts its share in one iteration.
 
         Raises:
-          InvalidRequestError: an item cannot be served, so none is submitted; a subclass of it.
+          InvalidRequestError: an item cannot be served, so none is submitted; one of its
+            subclasses.
         """
         return self._intake.submit_items(items)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece]:
-        """Yield the pieces of a completion; see `Service.stream`."""
+        """Yield the pieces of a completion. Closing the generator early cancels the request."""
         self._replicas.check_may_wait()
         params, submit = params or SamplingParams(), self._intake.submit
         return read(lambda sink: submit(prompt, params, on_piece=sink), params.n)
@@ -281,49 +284,46 @@ class Runtime:
         Steps of running requests run between the encoder's. Nothing is cached.
 
         Args:
-          prompts: a prompt or a list of them, as in `generate`; each at most
+          prompts: a prompt or a list of prompts, as in `generate`; each at most
             `config.max_prompt_tokens` tokens, with those that the tokenizer adds.
 
         Returns:
-          float32 [tokens, hidden_size] for a prompt, after the encoder's last norm; a list of them
-          for a list.
+          float32 [tokens, hidden_size] for a prompt, after the encoder's last norm; a list of
+            arrays for a list.
 
         Raises:
           UnsupportedModelError: the model has no encoder.
-          InvalidRequestError: a prompt cannot be encoded, so none is; a subclass of it.
+          InvalidRequestError: a prompt cannot be encoded, so none is; one of its subclasses.
           ProcessGroupError: several processes serve the model.
-          RuntimeClosedError, EngineFailedError
         """
         return self._intake.encode(prompts)
 
     def score(
         self, sequences: Any, params: SamplingParams | None = None, *, progress: bool = False
     ) -> Any:
-        """Return the log-probability of each token of some sequences, given those before it.
+        """Return the log-probability of each token of some sequences, given the tokens before it.
 
         A prompt with its answer gets the numbers that sampling reported: the same bits where
-        serving is deterministic (docs/batch_invariance.md), else within rounding. Sequences run in
-        steps with other requests, and use no cached pages.
+        serving is deterministic (docs/batch_invariance.md), otherwise within rounding. Sequences
+        run in steps with other requests, and use no cached pages.
 
         Args:
-          sequences: a sequence or a list of them, as prompts in `generate`; usually token ids. Each
-            is at most `max_length` - 1 tokens.
-          params: None for `TokenLogprob.logprob`, which is the model's own. Else for
+          sequences: a sequence or a list of sequences, as prompts in `generate`; usually token ids.
+            Each is at most `max_length` - 1 tokens.
+          params: None for `TokenLogprob.logprob`, which is the model's own. Otherwise for
             `TokenLogprob.processed_logprob`, of tokens drawn with these parameters. Their
-            temperature, truncation, `repetition_penalty`, `logit_bias` and `adapter` count, and
+            temperature, truncation, `repetition_penalty`, `logit_bias` and `adapter` count;
             lengths, stops and seeds do not.
           progress: show a bar when it takes over two seconds.
 
         Returns:
-          float32 [tokens - 1] for a sequence, without the first token; a list of them for a list.
+          float32 [tokens - 1] for a sequence, without the first token; a list of arrays for a list.
 
         Raises:
           InvalidSamplingParamsError: `params` are greedy, have a grammar or `min_tokens`, or count
             output tokens apart from the prompt's (`presence_penalty`, `frequency_penalty`).
-          InvalidRequestError: a sequence cannot be scored; one of its subclasses. No scores are
-            returned then.
+          InvalidRequestError: a sequence cannot be scored, so none is; one of its subclasses.
           QueueFullError: more sequences than `max_waiting` would wait.
-          RuntimeClosedError, EngineFailedError
         """
         return score(self._intake, sequences, params, progress=progress)
 
@@ -338,7 +338,7 @@ class Runtime:
         system: str | None = None,
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> Conversation:
-        """Start or continue a conversation; see `Service.conversation`."""
+        """Start or continue a conversation, whose `send` and `stream` answer with its history."""
         self._replicas.check_leads()
         return self.conversations.open(id, system=system, messages=messages)
 
@@ -354,15 +354,12 @@ class Runtime:
 
         Requests run meanwhile. `update_params` of the result then moves no array, unless the
         weights or their devices have changed in between. The new weights take memory until the
-        result is dropped, or other weights have replaced them.
-
-        Args:
-          params, partial: as for `update_params`.
+        result is dropped, or other weights have replaced them. Arguments are those of
+        `update_params`.
 
         Raises:
           InvalidParamsError: the parameters do not fit, or have NaN or infinite numbers.
           DeviceMemoryError: the device has no room for them.
-          RuntimeClosedError
         """
         return self._maintenance.prepare_params(params, partial=partial)
 
@@ -379,15 +376,15 @@ class Runtime:
         """Replace the weights for all later steps, for instance by those of a trainer.
 
         Arrays on the same devices in the same dtypes are shared and not copied; all other arrays
-        are copied there and cast. No step is compiled. The runtime drops its
-        references to the old arrays, and finds no cached page of theirs again. After an error the
-        old weights go on serving, unless it is an EngineFailedError. If several processes serve the
-        model, all of them call it while none follows (`dismiss_followers`).
-        `docs/promises/rollouts.md` says what is guaranteed.
+        are copied there and cast. No step is compiled. The runtime drops its references to the old
+        arrays, and no longer finds cached pages of the old weights. After an error the old weights
+        continue to serve, unless it is an EngineFailedError. If several processes serve the model,
+        all of them call it while none follows (`dismiss_followers`). `docs/promises/rollouts.md`
+        says what is guaranteed.
 
         Args:
-          params: parameters of the same structure and shapes, or those that have changed, or what
-            `prepare_params` has returned.
+          params: parameters of the same structure and shapes, or those that have changed, or the
+            result of `prepare_params`.
           version: number of the new weights, above the present one; by default the next number.
             `Sample.weights_versions` has it for each token.
           running: treatment of the requests that were submitted before. "finish", the default,
@@ -398,22 +395,22 @@ class Runtime:
             submitted during the call wait, or run on a replica that is not paused yet.
           kv: treatment of the KV of requests that continue. "recompute" computes it anew from their
             tokens. "keep", only with running="keep", continues with the KV of the old weights.
-          partial: whether `params` lacks the parameters that have not changed. Prepared ones know.
-          max_staleness: a sample that continues ends with StaleWeightsError if its first token is
-            of weights more than this number of versions older; None for no bound.
+          partial: whether `params` lacks the parameters that have not changed; ignored for prepared
+            ones.
+          max_staleness: a sample that continues ends with StaleWeightsError if the weights of its
+            first token are more than this number of versions older; None for no bound.
 
         Returns:
           The version of the new weights.
 
         Raises:
-          InvalidParamsError: the parameters do not fit, or have NaN or infinite numbers, also
-            after a cast to the model's dtype.
+          InvalidParamsError: the parameters do not fit, or have NaN or infinite numbers, also after
+            a cast to the model's dtype.
           InvalidConfigError: another argument is not allowed.
           DeviceMemoryError: the device has no room for both the new and the old ones.
           EngineBusyError: running="finish" while the runtime is paused.
-          EngineFailedError: the engine has failed, or an update has failed that could not be
-            undone; the runtime serves no more.
-          RuntimeClosedError
+          EngineFailedError: the engine has failed, or a failed update could not be undone; the
+            runtime no longer serves.
         """
         if running is None:
             running = "keep" if self._maintenance.is_paused else "finish"
@@ -426,7 +423,7 @@ class Runtime:
         """Run no step from now on, until `resume`; return when the last one has ended.
 
         Requests can be submitted and cancelled meanwhile; calls that wait for answers wait for
-        `resume`. `update_params` works in a pause. Pausing again with "keep" does nothing more.
+        `resume`. `update_params` works in a pause. A second pause with "keep" has no effect.
 
         Args:
           running: treatment of the requests that were submitted before. "keep" halts them, and they
@@ -437,7 +434,6 @@ class Runtime:
           InvalidConfigError: `running` is unknown.
           EngineBusyError: running="finish" while the runtime is paused.
           ProcessGroupError: this process follows.
-          RuntimeClosedError, EngineFailedError
         """
         self._maintenance.pause(running)
 
@@ -445,16 +441,15 @@ class Runtime:
         """Run steps again after `pause`; do nothing without a pause.
 
         Raises:
-          EngineBusyError: the memory was given back; see `sleep`.
-          RuntimeClosedError, EngineFailedError
+          EngineBusyError: the runtime is asleep; call `wake_up`.
         """
         self._maintenance.resume()
 
     def sleep(self, *, drops_weights: bool = False) -> None:
-        """Pause, and give the memory of the page pool back until `wake_up`, for a training step.
+        """Pause, and free the memory of the page pool until `wake_up`, for a training step.
 
-        Requests are accepted meanwhile, and wait. Those that run keep their tokens, and their KV is
-        computed anew. Executables stay, so that nothing compiles for the steps after `wake_up`.
+        Requests are accepted meanwhile, and wait. Running requests keep their tokens, and their KV
+        is recomputed. Executables stay, so that nothing compiles for the steps after `wake_up`.
         Cached pages on the device and the host are dropped, and those on disk are kept.
 
         Args:
@@ -463,17 +458,15 @@ class Runtime:
 
         Raises:
           InvalidConfigError: several processes or two groups of devices serve the model.
-          RuntimeClosedError, EngineFailedError
         """
         self._maintenance.sleep(drops_weights=drops_weights)
 
     def wake_up(self) -> None:
-        """Take the memory of the page pool again, and resume; see `sleep`.
+        """Allocate the page pool again after `sleep`, and resume.
 
         Raises:
           DeviceMemoryError: there is too little memory; the runtime stays asleep.
           InvalidConfigError: the weights were dropped and not replaced.
-          RuntimeClosedError, EngineFailedError
         """
         self._maintenance.wake_up()
 
@@ -493,25 +486,24 @@ class Runtime:
 
         Args:
           source: a folder of PEFT, with `adapter_config.json` and `adapter_model.safetensors`; or
-            arrays by PEFT's names, `...lora_A.weight` [rank, in] and `...lora_B.weight`
-            [out, rank].
+            arrays by PEFT's names, `...lora_A.weight` [rank, in] and `...lora_B.weight` [out,
+            rank].
           scale: factor of B @ A, for arrays; a folder has its own.
 
         Raises:
           InvalidParamsError: the adapter does not fit the model or `max_adapter_rank`, has NaN or
             infinite numbers, or is of a kind that is not served. Nothing has changed.
           InvalidConfigError: the name is taken, or `max_adapters` adapters are loaded.
-          EngineBusyError: the memory was given back; see `sleep`.
+          EngineBusyError: the runtime is asleep.
           DeviceMemoryError: there is no room for a copy of an eighth of the adapters' memory. The
             present adapters continue to serve.
-          RuntimeClosedError, EngineFailedError
         """
         self._maintenance.adapters.load(name, source, scale)
 
     def adapter_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the arrays of an adapter that changes all that it may.
+        """Return names and shapes of the arrays of an adapter that changes all weights it may.
 
-        An adapter may have some of them only. Empty for a runtime without adapters.
+        An adapter may have only some of them. Empty for a runtime without adapters.
         """
         return self._maintenance.adapters.shapes(rank)
 
@@ -521,7 +513,6 @@ class Runtime:
         Raises:
           UnknownAdapterError: no adapter has this name.
           EngineBusyError: requests with this adapter have not ended; it stays.
-          RuntimeClosedError, EngineFailedError
         """
         self._maintenance.adapters.drop(name)
 
@@ -530,7 +521,7 @@ class Runtime:
     def residency(self, token_ids: Sequence[int]) -> list[Tier]:
         """Return the tier that holds the KV of each full page of a context at present.
 
-        The result is that of the replica that holds most of the context.
+        With several replicas, it is that of the replica that holds most of the context.
         `jaxserve.report.draw_residency` draws it.
         """
         return self._maintenance.residency(token_ids)
@@ -538,18 +529,15 @@ class Runtime:
     def forget_kept_pages(self) -> None:
         """Drop all cached pages, so that later requests compute their prompts; for measurements.
 
-        A runtime that speculates also forgets past answers, which it would propose.
-
-        Raises:
-          RuntimeClosedError, EngineFailedError
+        A runtime that speculates also drops past answers, which it would propose.
         """
         self._maintenance.forget_kept_pages()
 
     def export_kv(self, token_ids: Sequence[int], first: int = 0, *, waits: bool = True) -> KVPages:
         """Return the KV of the leading full pages of a context that are cached, for `import_kv`.
 
-        Of a prompt that was just answered these are all full pages, if the policy keeps pages and
-        host memory has room for them; they pass through it. Where it has none, there are fewer.
+        For a prompt that was just answered these are all full pages, if the policy keeps pages and
+        host memory has room for them; they pass through it. Without room there are fewer.
 
         Args:
           first: index of the first page to return; `import_kv` needs all pages from 0 on.
@@ -558,22 +546,18 @@ class Runtime:
 
         Raises:
           ProcessGroupError: several processes serve the model.
-          RuntimeClosedError, EngineFailedError
         """
         return self._maintenance.export_kv(token_ids, first, waits=waits)
 
     def import_kv(self, token_ids: Sequence[int], kv: KVPages) -> int:
         """Cache KV that another runtime of the same model and options exported.
 
-        The next request that begins with these tokens finds it, unless it is evicted before.
-
-        Returns:
-          The number of pages for which host memory has room.
+        The next request that begins with these tokens finds it, unless it is evicted before. Return
+        the number of pages for which host memory has room.
 
         Raises:
-          InvalidConfigError: the KV is that of a runtime with other weights or sizes.
+          InvalidConfigError: the KV comes from a runtime with other weights or sizes.
           ProcessGroupError: several processes serve the model.
-          RuntimeClosedError, EngineFailedError
         """
         return self._maintenance.import_kv(token_ids, kv)
 
@@ -599,15 +583,15 @@ class Runtime:
         iterations, and so on (sections 4.1 and 5.1 of the paper). On two device groups it is
         workload-aware allocation (WAA), with the sizes of its batches and steps, and with the
         division of the devices between the groups that serves the most, if a move pays (`Move`);
-        under policies "exegpt_waa_c" and "exegpt_waa_m", of those that the paper's rules give.
-        No request is lost by the change, and greedy answers keep their tokens. Only a move of
-        devices preempts. Except for that only the iteration shape changes; the policy's admission,
-        order, retention and preemption stay. Each replica adopts the same schedule, and the plan's
-        figures are those of one replica.
+        under policies "exegpt_waa_c" and "exegpt_waa_m", of those that the paper's rules give. No
+        request is lost by the change, and greedy answers keep their tokens. Only a move of devices
+        preempts. Except for that only the iteration shape changes; the policy's admission, order,
+        retention and preemption stay. Each replica adopts the same schedule, and the plan's figures
+        are those of one replica.
 
         The first call measures step times, unless the cache folder has them, or they were measured
         or loaded before (`measure_step_times`, `load_step_times`, and the same of groups). It waits
-        for the end of the requests that run, for at most `max_wait_s`, and then measures for up to
+        for the end of the running requests, for at most `max_wait_s`, and then measures for up to
         minutes. Requests that are submitted meanwhile start after it.
         `docs/promises/latency_bounds.md` says what a plan does not cover.
 
@@ -616,17 +600,17 @@ class Runtime:
             admission to its end, without its time in the queue; None or `math.inf` for no bound.
           first_token_bound: seconds from its admission to its first token, likewise.
           token_bound: mean seconds per token after the first, likewise.
-          lengths: prompt and output tokens of each of some answers; by default those of the newest
+          lengths: pairs of prompt and output tokens of answers; by default those of the newest
             answers of this runtime.
           adopt: False to compute the plan only.
           adapt: search again when the lengths of the newest answers differ from those of the plan
-            (`planning.schedules.adaptation`), and adopt what is found. A bound that no schedule
-            keeps any more is then missed as little as possible, and a warning says so. False to
-            keep the schedule until the next call.
-          max_wait_s: seconds to wait for the end of running requests, where step times have to be
+            (`planning.schedules.adaptation`), and adopt the result. If no schedule keeps a bound
+            any longer, it is exceeded as little as possible, and a warning says so. False to keep
+            the schedule until the next call.
+          max_wait_s: seconds to wait for the end of running requests, if step times must be
             measured.
           max_pause_s: seconds for which moving devices between two groups may pause the engine, now
-            and when the plan is adapted. Where a longer pause is expected, the devices stay, and
+            and when the plan is adapted. If a longer pause is expected, the devices stay, and
             `plan.move` says so. 0 to keep the groups.
           policies: families to choose from: "rra" and "continuous"; or on two device groups "waa",
             which compares every division of the devices, or "waa_c" and "waa_m", which have those
@@ -642,7 +626,6 @@ class Runtime:
             not allowed.
           DeviceMemoryError: one answer of such lengths is expected to exceed the page pool.
           ProcessGroupError: this process follows.
-          RuntimeClosedError, EngineFailedError
         """
         bounds = LatencyBounds.of(latency_bound, first_token_bound, token_bound)
         _check_limit("max_wait_s", max_wait_s)
@@ -661,25 +644,21 @@ class Runtime:
         """Move devices between the group for prompts and the group for answers.
 
         Running requests keep their tokens, and their KV is recomputed. Executables are made before
-        the pause, in which weights are placed. A plan in force is dropped, and its
-        schedule stays. If it was adapted, the next answers make a plan for these groups, from which
-        devices move no more; `plan` moves devices by itself.
+        the pause, in which weights are placed. A plan in force is dropped, and its schedule stays.
+        If it was adapted, the next answers make a plan for these groups, which no longer moves
+        devices; `plan` moves devices by itself. Return the seconds for which no step ran.
 
         Args:
-          encode, decode: devices of each group, of those that the runtime has.
+          encode, decode: number of devices of each group, of those that the runtime has.
           max_pause_s: seconds for which the engine may pause.
-
-        Returns:
-          The seconds for which no step ran.
 
         Raises:
           InvalidConfigError: there is one group, a group has stages, or the devices, their memory
             or the model do not allow these numbers.
           RegroupError: the pause is expected to be longer, weights cannot be placed in the devices'
-            memory, or something failed; all serve as before.
-          EngineFailedError: something failed, and the weights could not be put back; or the engine
-            had failed before. The runtime serves no more.
-          RuntimeClosedError
+            memory, or something failed; both groups serve as before.
+          EngineFailedError: the engine had failed before, or something failed, and the weights
+            could not be put back; the runtime no longer serves.
         """
         _check_limit("max_pause_s", max_pause_s)
         return self._planner.regroup(encode, decode, max_pause_s)
@@ -688,7 +667,7 @@ class Runtime:
         """Time every shape of step that a replica has compiled, for `planning.simulate`.
 
         It waits until no request runs. Requests that are submitted during the call start after it.
-        It overwrites cached pages. Later pages are valued by the measured times.
+        It overwrites cached pages. The measured times value later pages.
 
         Args:
           rounds: repetitions of the whole measurement; the result has the medians.
@@ -698,7 +677,6 @@ class Runtime:
           EngineBusyError: requests ran for longer than `max_wait_s`.
           InvalidConfigError: the runtime has two groups of devices, or an argument is not allowed.
           ProcessGroupError: this process follows.
-          RuntimeClosedError, EngineFailedError
         """
         _check_limit("max_wait_s", max_wait_s)
         return self._planner.timings.measure_step_times(rounds, max_wait_s)
@@ -715,7 +693,6 @@ class Runtime:
           EngineBusyError: requests ran for longer than `max_wait_s`.
           InvalidConfigError: the runtime has one group of devices, or an argument is not allowed.
           ProcessGroupError: this process follows.
-          RuntimeClosedError, EngineFailedError
         """
         _check_limit("max_wait_s", max_wait_s)
         return self._planner.timings.measure_group_times(rounds, max_wait_s)
@@ -727,7 +704,6 @@ class Runtime:
 
         Raises:
           InvalidProfileError: the model, device or configuration differs, or the file is not valid.
-          RuntimeClosedError, EngineFailedError
         """
         return self._planner.timings.load_step_times(path)
 
@@ -738,7 +714,6 @@ class Runtime:
 
         Raises:
           InvalidConfigError: the runtime has two groups of devices.
-          RuntimeClosedError, EngineFailedError
         """
         return self._planner.timings.find_step_times(folder)
 
@@ -778,11 +753,11 @@ class Runtime:
         return self._replicas.max_length
 
     def is_ready(self) -> bool:
-        """Return whether a first request would wait for no compilation; see `Service.is_ready`."""
+        """Return whether a first request would wait for no compilation."""
         return all([replica.executor.is_ready() for replica in self._replicas.all])
 
     def stats(self, *, wait: bool = True) -> RuntimeStats:
-        """Return a snapshot of the counters, which there are at any time; see `Service.stats`."""
+        """Return a snapshot of the counters, which exist at any time."""
         return RuntimeStats.of(
             self._replicas,
             self._planner,
@@ -795,9 +770,6 @@ class Runtime:
         """Return the tokens and seconds that each unfinished request is expected to take, by id.
 
         A request whose last token is being computed is left out.
-
-        Raises:
-          RuntimeClosedError, EngineFailedError
         """
         return self._replicas.outlook()
 
@@ -806,12 +778,7 @@ class Runtime:
         return self._replicas.report(self._planner.in_force)
 
     def check_integrity(self) -> None:
-        """Check that the counts of pages and slots are consistent, between two steps, for tests.
-
-        Raises:
-          AssertionError: they contradict each other.
-          RuntimeClosedError, EngineFailedError
-        """
+        """Raise AssertionError unless counts of pages and slots agree between steps; for tests."""
         self._replicas.check_integrity()
 
     @property
@@ -829,8 +796,8 @@ class Runtime:
         is submitted before the pool grows again.
 
         The runtime compiles for a new size, with a progress bar, and keeps the executables of
-        earlier sizes, so alternate between few sizes. While pages are copied, the device holds one
-        buffer of the smaller pool beside the larger: a layer's keys on CPUs, half of it on GPUs.
+        earlier sizes, so alternate between few sizes. While pages are copied, the device holds the
+        larger pool and one buffer of the smaller: a layer's keys on CPUs, half of it on GPUs.
 
         Args:
           size: bytes on each device, or a text such as "4GiB", rounded down to whole pages and to
@@ -842,7 +809,6 @@ class Runtime:
         Raises:
           DeviceMemoryError: the memory is not enough; nothing has changed.
           InvalidConfigError: `size` is not a size, or several processes serve the model.
-          RuntimeClosedError, EngineFailedError
         """
         return self._maintenance.resize_kv(size)
 
@@ -862,7 +828,7 @@ class Runtime:
 
 def _check_limit(name: str, seconds: float | None) -> None:
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    most = sys.float_info.max  # whole numbers over it are no floats
+    most = sys.float_info.max  # whole numbers above it are not valid floats
     if seconds is not None and not (is_number and (0 <= seconds <= most or seconds == math.inf)):
         raise InvalidConfigError(
             f"{name}={seconds!r} is not allowed; pass a number of seconds of at least 0"

@@ -45,11 +45,11 @@ def whole_processed_logprobs(
     """Return the log-probability of each token after the first, as drawn with these parameters.
 
     It is to `Runtime.score(sequences, params)` what `model.whole_logprobs` is to
-    `Runtime.score(sequences)`: a function of the model alone, for jitted training steps. On
-    CPUs where serving is deterministic (docs/batch_invariance.md), they have the bits of
-    `TokenLogprob.processed_logprob`. It is differentiable: the set of tokens that truncation keeps
-    counts as constant. A token outside of it has minus infinity, so mask padding with `jnp.where`,
-    not with a product.
+    `Runtime.score(sequences)`: a function of the model alone, for jitted training steps. On CPUs
+    where serving is deterministic (docs/batch_invariance.md), the results have the bits of
+    `TokenLogprob.processed_logprob`. The function is differentiable: the set of tokens that
+    truncation keeps counts as constant. A token outside it has minus infinity, so mask padding with
+    `jnp.where`, not with a product.
 
     Args:
       tokens: padding at the end of a sequence changes nothing before it.

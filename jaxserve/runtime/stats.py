@@ -20,7 +20,7 @@ _SIZES = {"num_pages", "page_size", "pool_bytes", "weights_bytes", "step_bytes",
 @final
 @dataclass(frozen=True, kw_only=True)
 class RuntimeStats:
-    """Counters since the start, and sizes of memory; see `EngineStats`.
+    """Counters since the start, and sizes of memory, in addition to those of `EngineStats`.
 
     Counters and times are sums over the replicas, `max_pages_owned` is the maximum, and sizes are
     those of one replica.
@@ -30,14 +30,14 @@ class RuntimeStats:
       num_plans: schedules that were adopted (`Runtime.plan`, policy "exegpt").
       num_moves: moves of devices between two groups (`Runtime.plan`, `Runtime.regroup`).
       move_pause_s: seconds for which moves have paused the engine.
-      adapters: those of open requests; None for a runtime without adapters.
+      adapters: adapters of open requests; None for a runtime without adapters.
       plan: the schedule in force, its bounds, and what is expected of it; None without one.
       num_pages_owned, num_pages_usable: pages of the device that sequences own now, and that they
         can own, over all replicas.
       num_pages_reserved, num_pages_cached: pages that are reserved and not allocated yet, and pages
         with contents that no sequence owns, over all replicas.
-      num_host_pages, num_host_pages_used: pages of the host, and those of them with contents.
-      num_disk_pages: pages on the disk, those of former runs too.
+      num_host_pages, num_host_pages_used: pages of the host, and the number that have contents.
+      num_disk_pages: pages on the disk, including pages of former runs.
       num_pages_to_disk, num_pages_from_disk: pages written to the disk and read back.
     """
 
@@ -109,11 +109,7 @@ class RuntimeStats:
         predicting_s: float,
         adapters: AdapterUsage | None,
     ) -> RuntimeStats:
-        """Return the counters of all replicas of a runtime.
-
-        Args:
-          weights_bytes: size of the parameters over all devices.
-        """
+        """Return the counters of all replicas of a runtime."""
         names = {field.name for field in fields(cls)} & {
             field.name for field in fields(EngineStats)
         }
@@ -157,7 +153,7 @@ class RuntimeStats:
 
 
 def _total(parts: Sequence[Any], name: str) -> Any:
-    """Return the sum of a field, or the sums of the entries of one that holds several."""
+    """Return the sum of a field, or the sums of the entries of a field that holds several."""
     values = [getattr(part, name) for part in parts]
     if not isinstance(values[0], tuple):
         return sum(values)

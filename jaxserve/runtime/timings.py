@@ -1,4 +1,4 @@
-"""The measured step times of a runtime's devices: measured once, kept, and found again."""
+"""The measured step times of a runtime's devices: measured once, stored, and found again."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ class Timings:
     """Times the steps of a replica while all replicas are idle. `Runtime` documents each method.
 
     Args:
-      origin: model, device and configuration of step times.
-      decode_origin: that of the decode group, if there are two device groups; `origin` is then that
-        of the encode group.
+      origin: model, device and configuration of step times; the encode group's with two groups.
+      decode_origin: the decode group's, if there are two device groups.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Timings:
 
     @property
     def has_groups(self) -> bool:
-        """Whether there are two groups of devices."""
         return self._decode_origin is not None
 
     @property
@@ -111,7 +109,7 @@ class Timings:
         return times
 
     def step_times(self, max_wait_s: float | None = None, *, rounds: int = 2) -> StepTimes:
-        """Return the newest step times, else those of the cache folder, else measure and keep them.
+        """Return the newest step times, or those of the cache folder, or measure and store them.
 
         If the file cannot be written, a warning says so, and the next start measures again.
         """
@@ -150,10 +148,10 @@ class Timings:
         return found
 
     def group_times(self, max_wait_s: float | None = None, *, rounds: int = 2) -> GroupTimes:
-        """Return the times of both groups; see `step_times`.
+        """Return the times of both groups, found or measured like `step_times`.
 
-        Where several processes serve, they are not kept: copies between groups depend on how their
-        processes reach each other.
+        They are not stored if several processes serve, because copies between groups depend on how
+        the processes reach each other.
         """
         found = self._times_of_present_groups()
         is_kept = self._replicas.group is None
@@ -175,15 +173,12 @@ class Timings:
         return times if counts == [each["count"] for each in self.devices] else None
 
     def group_origin(self, num_devices: int) -> Origin:
-        """Return the origin of step times of a group of `num_devices` devices."""
         return self.origins[0].on(num_devices)
 
     def set_groups(self, encode: int, decode: int, times: GroupTimes | None) -> None:
-        """Record the groups after a move of devices.
+        """Record the numbers of devices of the groups after a move of devices.
 
-        Args:
-          encode, decode: their numbers of devices.
-          times: their measured times; None to measure them when needed.
+        `times` are their measured times; None to measure them when needed.
         """
         self._origin, self._decode_origin = map(self.group_origin, (encode, decode))
         self._group_times = times

@@ -19,10 +19,8 @@ class ServiceTurnClient:
     """A `conversations.TurnClient` over the `submit` of a `Service`.
 
     Args:
-      submit: see `Service.submit`.
       check_may_wait: raises InvalidRequestError on a thread that must not wait for answers.
-      max_prompt_tokens: returns the length of the longest prompt that leaves room for one output
-        token.
+      max_prompt_tokens: returns the length of the longest prompt that leaves room for one token.
       progress: show a bar while `answer` waits for over two seconds.
     """
 

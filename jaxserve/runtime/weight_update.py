@@ -22,7 +22,7 @@ _MAX_VERSION = 2**63 - 1
 
 
 def check_running(running: Running) -> None:
-    """Raise InvalidConfigError for a treatment of running requests that is unknown."""
+    """Raise InvalidConfigError for an unknown treatment of running requests."""
     if running not in get_args(Running):
         raise InvalidConfigError(f"running={running!r} is unknown; pass one of {get_args(Running)}")
 
@@ -32,8 +32,7 @@ def check_running(running: Running) -> None:
 class WeightUpdate:
     """The settings of one `Runtime.update_params`.
 
-    Raises:
-      InvalidConfigError: a value is not allowed, or two contradict each other.
+    Raises InvalidConfigError if a value is not allowed, or two contradict each other.
     """
 
     version: int | None = None
@@ -61,8 +60,7 @@ class WeightUpdate:
     def after(self, weights: Weights) -> Weights:
         """Return the weights that follow.
 
-        Raises:
-          InvalidConfigError: the version is not above that of `weights`.
+        Raises InvalidConfigError if the version is not above that of `weights`.
         """
         version = weights.version + 1 if self.version is None else self.version
         if not _is_int(version) or not weights.version < version <= _MAX_VERSION:
@@ -76,7 +74,7 @@ class WeightUpdate:
 
 
 def _is_int(value: object) -> bool:
-    """Return whether a value is a whole number, which True and False are not."""
+    """Return whether a value is a whole number; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -104,9 +102,8 @@ class PreparedParams:
     def check(self, place: object, *, has_weights: bool) -> None:
         """Raise InvalidParamsError unless they can serve now; they were checked some time ago.
 
-        Args:
-          place: the present place; if it differs, `params` are placed again.
-          has_weights: whether there are weights that `params` can be a part of.
+        If the present `place` differs, `params` are placed again. `has_weights` says whether there
+        are weights that `params` can be a part of.
         """
         check_part(self.partial, has_weights=has_weights)
         used = self.fitted if place == self.place else self.params
@@ -128,7 +125,6 @@ def check_part(partial: bool, *, has_weights: bool) -> None:
 
 
 def placing_weights() -> AbstractContextManager[None]:
-    """Raise XLA's out-of-memory error in the block as a `DeviceMemoryError`."""
     return out_of_memory_as(
         "placing new weights beside the present ones, which go on serving",
         "pass a smaller kv_memory, or drop the present ones first (rt.sleep(drops_weights=True))",
@@ -143,7 +139,7 @@ def swap(
     Args:
       fitted: for each replica, as its executor takes them.
       weights: their version.
-      keeps_kv: see `Engine.weights_changed`.
+      keeps_kv: argument of `Engine.weights_changed`.
 
     Raises:
       EngineFailedError: neither is possible; every loop has failed with this error.
