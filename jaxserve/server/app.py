@@ -1,7 +1,6 @@
 """The ASGI application: endpoints, errors and the published schema.
 
-FastAPI is used over Starlette alone because it derives the OpenAPI document from the same types
-that check the requests.
+FastAPI derives the OpenAPI document from the same types that check the requests.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# No client sees it, and the access log says what happened (nginx' status for it).
+# No client sees this status; it is for the access log (nginx uses it for a client that left).
 _CLIENT_GONE = 499
 
 
@@ -52,7 +51,6 @@ class _App(FastAPI):
         super().__init__(**options)
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document."""
         if self.openapi_schema is None:
             schema = super().openapi()
             for path in schema["paths"].values():
@@ -67,7 +65,7 @@ def make_app(backend: Backend, traces: TracerProvider | None = None) -> FastAPI:
     """Return the application that serves a backend.
 
     Args:
-      traces: gets a span of each request that generates; None for no traces.
+      traces: exports a span of each request that generates; None for no traces.
     """
     options = backend.options
     middleware = [
@@ -82,7 +80,7 @@ def make_app(backend: Backend, traces: TracerProvider | None = None) -> FastAPI:
         title="jaxserve",
         version=__version__,
         description="The API of OpenAI for text models, and endpoints for operation.",
-        docs_url=None,  # they load scripts of other sites
+        docs_url=None,  # they load scripts from other sites
         redoc_url=None,
         middleware=middleware,
         exception_handlers={
@@ -120,7 +118,7 @@ async def _answer_error(http: Request, error: Exception) -> Response:
 
 async def _answer_bad_body(http: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    # A page of another site can send other types without the browser's asking this server.
+    # A page of another site can send other types without the browser asking this server.
     if "json" not in http.headers.get("content-type", ""):
         return _response(invalid("the body is not JSON; send 'content-type: application/json'"))
     first = max(error.errors(), key=_nearness)
@@ -147,9 +145,9 @@ async def _answer_bad_body(http: Request, error: Exception) -> Response:
 
 
 def _nearness(error: Mapping[str, Any]) -> tuple[int, bool, bool]:
-    """Return how near an error is to what was meant, where a value may have several types.
+    """Return a sort key of how near an error is to what was meant by a value of several types.
 
-    The deepest is, and of those one about the value or what it is called, not about its type.
+    The deepest is nearest; among equals, one about the value or its name, not about its type.
     """
     kind = error["type"]
     return len(error["loc"]), not kind.endswith("_type"), kind == "literal_error"

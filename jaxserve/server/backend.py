@@ -1,4 +1,4 @@
-"""The service behind the server, the phase that the server is in, and the open requests."""
+"""The service behind the server, the server's phase, and the open requests."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from jaxserve.server.options import ServerOptions
 Phase = Literal["loading", "ready", "draining", "failed"]
 Status = Literal["loading", "compiling", "ready", "draining", "failed"]
 
-# Seconds after which a client may ask a server again that is loading or draining.
+# Seconds after which a client may retry while the server loads or drains.
 _RETRY_S = 5.0
-# Number of newest ends from which the rate of ends is computed.
+# Number of latest ends from which the rate of ends is computed.
 _NUM_RATED = 64
-# Seconds for which an estimate of the waiting time is kept.
+# Seconds for which an estimate of the waiting time is reused.
 _ESTIMATE_S = 1.0
 
 OutlookOf = Callable[[], Mapping[str, Outlook]]
@@ -39,10 +39,10 @@ OutlookOf = Callable[[], Mapping[str, Outlook]]
 
 @final
 class Mailbox:
-    """A queue of calls for an event loop that any thread may append to.
+    """A queue of calls for an event loop to which any thread may append.
 
-    However many calls are posted before the loop runs, the loop is woken once: a step of the engine
-    brings a piece for each running sequence, and a wake-up is a system call.
+    The loop is woken once for all calls that are posted before it runs: a step of the engine brings
+    a piece for each running sequence, and a wake-up is a system call.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
@@ -59,7 +59,7 @@ class Mailbox:
                 self._loop.call_soon_threadsafe(self._empty)
 
     def _empty(self) -> None:
-        # Set before the calls are taken: one that is posted from now on wakes the loop again.
+        # Cleared before the calls are taken: a call posted from now on wakes the loop again.
         self._is_woken = False
         while self._calls:
             self._calls.popleft()()
@@ -67,7 +67,7 @@ class Mailbox:
 
 @final
 class CountedRequest:
-    """A request that counts as waiting until it has a token, and then as running."""
+    """A request that counts as waiting until its first token, and then as running."""
 
     __slots__ = ("has_begun",)
 
@@ -101,8 +101,8 @@ class Backend:
 
         Args:
           max_model_len: maximum number of tokens of a prompt and its answer together.
-          outlook: estimates when waiting requests begin (`Runtime.outlook`). Without it, the rate
-            at which requests ended lately says when a client may retry.
+          outlook: estimates when waiting requests begin (`Runtime.outlook`). Without it, retry
+            times follow from the recent rate of ended requests.
         """
         self._outlook = outlook
         self._service = service
@@ -113,7 +113,7 @@ class Backend:
 
     @property
     def status(self) -> Status:
-        """What the server is doing: the phase, or that it still compiles for a first request."""
+        """The server's phase, or that it still compiles for a first request."""
         if self.phase == "ready" and self._service is not None and not self._service.is_ready():
             return "compiling"
         return self.phase
@@ -123,18 +123,18 @@ class Backend:
         self.phase = "failed"
 
     def fail_if_over(self, error: JaxserveError) -> None:
-        """Refuse all requests if the error of one of them says that the engine has failed for good.
+        """Refuse all requests if the error of a request says that the engine has failed for good.
 
-        A service that recovers goes on: the error is then that of one request.
+        A service that recovers continues: the error is then that of one request.
         """
         if self._service is None or self._service.recovers or isinstance(error, StepMemoryError):
             return
-        # The loop has ended with one of these, which no request alone gets.
+        # The loop has ended with one of these errors, which no single request causes.
         if isinstance(error, (EngineFailedError, DeviceMemoryError)):
             self.fail()
 
     def drain(self) -> None:
-        """Refuse new requests; those that were accepted go on."""
+        """Refuse new requests; accepted requests continue."""
         self.phase = "draining"
 
     async def until_idle(self) -> None:
@@ -142,7 +142,6 @@ class Backend:
         await self._is_idle.wait()
 
     def ready_service(self) -> Service:
-        """Return the service."""
         if self.phase == "failed":
             raise failed()
         if self._service is None or self.phase != "ready":
@@ -172,19 +171,16 @@ class Backend:
     # ---- open requests ----
 
     async def check_room(self, count: int) -> None:
-        """Check that the queue has room for more requests."""
         if count and self.num_waiting + count > self.options.max_waiting:
             raise too_busy(self.num_waiting, await self._retry_after_s())
 
     def begin(self) -> CountedRequest:
-        """Count a new request as waiting."""
         self.num_waiting += 1
         self._is_idle.clear()
         self.metrics.set_open(self.num_waiting, self.num_running)
         return CountedRequest()
 
     def has_token(self, request: CountedRequest) -> None:
-        """Count a request as running, which has a token now."""
         if not request.has_begun:
             request.has_begun = True
             self.num_waiting -= 1
@@ -203,7 +199,7 @@ class Backend:
             self._is_idle.set()
 
     def _stats(self) -> RuntimeStats | None:
-        """Return the service's counters; None while there are none. It does not wait for them."""
+        """Return the service's counters without waiting; None if there are none."""
         if self._service is None:
             return None
         try:
@@ -214,7 +210,7 @@ class Backend:
     async def _retry_after_s(self) -> float:
         """Return an estimate of the seconds until a waiting request begins.
 
-        It is kept for a second, because it is asked for most often when the engine is busiest.
+        It is reused for a second, because it is requested most often when the engine is busiest.
         """
         now_s = time.monotonic()
         if now_s > self._estimated_s + _ESTIMATE_S:
@@ -227,7 +223,7 @@ class Backend:
             return None
         try:
             found = await to_thread.run_sync(self._outlook)
-        except JaxserveError:  # closed or failed: the next request says so
+        except JaxserveError:  # closed or failed: the next request gets the error
             return None
         waits = [each.begins_in_s for each in found.values() if each.begins_in_s]
         return max(1.0, min(waits)) if waits else None

@@ -18,7 +18,7 @@ class Kind:
     """How an error is answered.
 
     Attributes:
-      status: of HTTP.
+      status: HTTP status.
       type: `error.type` of the body.
       code: `error.code` of the body.
       may_retry: whether the same request may succeed later. OpenAI's clients retry 408, 409, 429
@@ -31,7 +31,7 @@ class Kind:
     may_retry: bool = False
 
 
-# Seconds after which a client may ask again that was one of too many, where no estimate is known.
+# Seconds after which a client that was one of too many may retry, if no estimate is known.
 _RETRY_S = 1.0
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
@@ -104,12 +104,11 @@ def not_allowed(message: str) -> RefusedError:
 
 
 def no_room(error: JaxserveError) -> RefusedError:
-    """Return the error for what the device has no memory for, while it serves on."""
+    """Return the error for lack of device memory while the server continues."""
     return RefusedError(str(error), Kind(503, _SERVER, "device_memory"))
 
 
 def unknown_model(given: str, served: str) -> RefusedError:
-    """Return the error for a model that is not served."""
     return RefusedError(
         f"the model {given!r} does not exist here; this server has {served!r}",
         Kind(404, _INVALID, "model_not_found"),
@@ -118,7 +117,6 @@ def unknown_model(given: str, served: str) -> RefusedError:
 
 
 def bad_key() -> RefusedError:
-    """Return the error for a missing or wrong API key."""
     return RefusedError(
         "the API key is missing or wrong; send one of the server's keys as 'Authorization: Bearer "
         "KEY'",
@@ -137,7 +135,6 @@ def too_busy(num_waiting: int, retry_after_s: float) -> RefusedError:
 
 
 def unavailable(phase: str, retry_after_s: float) -> RefusedError:
-    """Return the error of a server that is not ready."""
     return RefusedError(
         f"the server is {phase}; try again in {math.ceil(retry_after_s)} s",
         Kind(503, _SERVER, phase, True),
@@ -146,7 +143,6 @@ def unavailable(phase: str, retry_after_s: float) -> RefusedError:
 
 
 def failed() -> RefusedError:
-    """Return the error of a server whose model could not be loaded or has failed."""
     return RefusedError(
         "the model could not be loaded or has failed; the server's log says why. Restart it",
         Kind(500, _SERVER, "failed"),
@@ -154,7 +150,6 @@ def failed() -> RefusedError:
 
 
 def timed_out(timeout_s: float) -> RefusedError:
-    """Return the error for an answer that was not complete in time."""
     return RefusedError(
         f"the answer was not complete after {timeout_s:g} s and was cancelled; ask for fewer "
         "tokens, or raise the server's --request-timeout",
@@ -163,7 +158,6 @@ def timed_out(timeout_s: float) -> RefusedError:
 
 
 def kind_of(error: JaxserveError) -> Kind:
-    """Return how an error is answered."""
     if isinstance(error, RefusedError):
         return error.kind
     return next(STATUSES[base] for base in type(error).__mro__ if base in STATUSES)
@@ -175,7 +169,6 @@ def is_refusal(error: Exception) -> bool:
 
 
 def body_of(error: JaxserveError) -> dict[str, Any]:
-    """Return the body of an error's answer."""
     kind = kind_of(error)
     param = error.param if isinstance(error, RefusedError) else None
     detail = ErrorDetail(
@@ -188,12 +181,11 @@ def body_of(error: JaxserveError) -> dict[str, Any]:
 
 
 def _unicode(text: str) -> str:
-    """Return a text with lone surrogates spelt out, as names of fields in a body may have them."""
+    """Return a text with lone surrogates escaped, which names of fields in a body may contain."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def headers_of(error: JaxserveError) -> dict[str, str]:
-    """Return the headers of an error's answer."""
     kind = kind_of(error)
     headers = {}
     if kind.status >= 500 or kind.status in (408, 409, 429):

@@ -25,34 +25,34 @@ from jaxserve.server.tracing import trace_here
 
 _T = TypeVar("_T")
 
-# Seconds between two comments on one sample; another estimate has its own at once.
+# Seconds between two comments on one sample; a changed estimate gets one at once.
 _COMMENT_S = 0.5
-# Parts of the distribution that a comment names.
+# Quantiles of the distribution that a comment lists.
 _LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 _log = logging.getLogger(__name__)
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _WAITING = format_sse_event(comment="waiting")
-# The place in a reply's JSON for what differs; no text of it can have it, as quotes are escaped.
+# Placeholder in a reply's JSON for the part that differs; no text has it (quotes are escaped).
 _NO_CHOICES = b'"choices":[]'
 
-# Returns the JSON of a value, as Pydantic writes it; for parts of a reply that come often. A text
+# Returns the JSON of a value, as Pydantic writes it; for frequent parts of a reply. A text
 # takes a third of a microsecond, and a list or an object several.
 compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 class ClientGoneError(Exception):
-    """The client has closed the connection, so nothing is left to answer."""
+    """The client has closed the connection before the answer ended."""
 
 
 async def unless_gone(receive: Receive, work: Awaitable[_T]) -> _T:
     """Wait for work, and cancel it if the client closes the connection before.
 
-    It is done by the caller's task, since each further one costs turns of the event loop.
+    The caller's task does it, since each additional task costs turns of the event loop.
 
     Raises:
-      ClientGoneError: the client has gone.
+      ClientGoneError: the client has closed the connection.
     """
     task = asyncio.current_task()
     assert task is not None, "it is called in a task"
@@ -78,16 +78,16 @@ async def unless_gone(receive: Receive, work: Awaitable[_T]) -> _T:
 
 @final
 class LengthComments:
-    """The comments of one stream: a first one with each sample's first piece, then others.
+    """The comments of one stream: one with each sample's first piece, then updates.
 
-    A comment is JSON, with the number of tokens that the answer is expected to have
-    (`predicted_tokens`), the lengths that 10, 25, 50, 75 and 90 % of such answers do not outgrow
-    (`percentiles`), the tokens that have come (`num_tokens`) and the seconds until the end
-    (`ends_in_s`): in the first one at `pace_s`, and later at the pace of the stream so far.
+    A comment is JSON, with the expected number of tokens of the answer (`predicted_tokens`), the
+    lengths that 10, 25, 50, 75 and 90 % of such answers do not exceed (`percentiles`), the tokens
+    so far (`num_tokens`) and the seconds until the end (`ends_in_s`): at `pace_s` in the first
+    comment, and then at the pace of the stream so far.
 
     Args:
       max_tokens: limit of each sample; None for the context's.
-      pace_s: seconds of a token of other answers lately; None if there were none.
+      pace_s: recent seconds per token of other answers; None if there were none.
 
     Attributes:
       predicted: the first `predicted_tokens` of each sample, by the index of its choice.
@@ -138,7 +138,7 @@ class LengthComments:
 
 @final
 class _Sample:
-    """What is known of one sample: its estimate, its tokens, and when they came."""
+    """The estimate, the tokens and the times of one sample."""
 
     def __init__(self, estimate: LengthEstimate, now_s: float, num_tokens: int):
         self.estimate = estimate
@@ -146,7 +146,7 @@ class _Sample:
         self.num_tokens = self._num_first = num_tokens
 
     def add(self, piece: Piece, now_s: float) -> float | None:
-        """Take in a later piece; return the seconds of a token, None before they are known."""
+        """Record a later piece; return the seconds per token, or None before they are known."""
         self.estimate = piece.estimate or self.estimate
         self.num_tokens += len(piece.token_ids)
         later = self.num_tokens - self._num_first
@@ -161,7 +161,7 @@ class Events(Protocol):
         ...
 
     def of(self, group: Group) -> bytes:
-        """Return the events of pieces that have come together."""
+        """Return the events of pieces that have arrived together."""
         ...
 
     def end(self) -> bytes:
@@ -170,16 +170,11 @@ class Events(Protocol):
 
 
 def json_response(reply: Reply) -> Response:
-    """Return an answer as JSON."""
     return Response(reply.model_dump_json(), media_type="application/json")
 
 
 def event_of(reply: Reply, kind: str | None = None) -> bytes:
-    """Return the event whose data is a reply's JSON.
-
-    Args:
-      kind: type of the event; none by default.
-    """
+    """Return the event whose data is a reply's JSON; `kind` is the event's type, if any."""
     return format_sse_event(event=kind, data_str=reply.model_dump_json())
 
 
@@ -190,7 +185,7 @@ def comments(texts: Iterable[str]) -> bytes:
 
 @final
 class ChoiceEvent:
-    """The event of a reply that differs from others in its choice only; the rest is made once.
+    """The event of replies that differ only in their choice; the rest is serialised once.
 
     Args:
       reply: without choices.
@@ -207,17 +202,17 @@ class ChoiceEvent:
 
 
 class EventStream(EventSourceResponse):
-    """A stream of events, whose status is sent with the first of them.
+    """A stream of events, whose status is sent with the first event.
 
-    An error before has its own status; one after the first event is the last one, in the format
-    that OpenAI's clients raise. The generator of pieces is closed when the client closes the
-    connection.
+    An error before the first event has its own status. A later error is the last event, in the
+    format that OpenAI's clients raise. When the client closes the connection, the generator of
+    pieces is closed.
 
     Args:
-      groups: the pieces; a group without any says that the client still waits.
+      groups: the pieces; an empty group says that the client still waits.
       events: makes the events of the pieces.
-      close: ends what the pieces come from; called at the end, also where the client left before
-        the first piece was asked for, so that the generator never began.
+      close: ends the source of the pieces; called at the end, even if the client left before the
+        generator began.
       last: event after the last one.
       error_event: type of an error's event; none by default.
     """
@@ -241,7 +236,7 @@ class EventStream(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with aclosing(self._groups):
-                # Starlette does the same with a task more for each stream.
+                # Starlette does the same with one more task per stream.
                 await unless_gone(receive, self._run(send))
         except ClientGoneError:
             if not self._has_begun:
@@ -270,7 +265,6 @@ class EventStream(EventSourceResponse):
         await self._send(send, rest, is_last=True)
 
     async def _start(self, send: Send) -> bytes:
-        """Send the status, and return the first events."""
         self._has_begun = True
         await send(
             {
@@ -285,6 +279,6 @@ class EventStream(EventSourceResponse):
         await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
     def _failure(self, error: JaxserveError) -> bytes:
-        """Return the event of an error that the status does not say; its span does."""
+        """Return the event of an error after the status was sent; its span records the error."""
         trace_here().failed(error)
         return format_sse_event(event=self._error_event, data_str=json.dumps(body_of(error)))

@@ -1,4 +1,4 @@
-"""One HTTP request's way through the service: its prompts are submitted, its pieces come back."""
+"""The way of one HTTP request through the service: submit its prompts, receive its pieces."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from jaxserve.server.errors import invalid, timed_out
 from jaxserve.server.guard import note, notes_here
 from jaxserve.server.tracing import trace_here
 
-# Pieces that came together, each with the index of its prompt.
+# Pieces that arrived together, each with the index of its prompt.
 Group = list[tuple[int, Piece]]
 
 _FAILED = ("error", "cancelled")
-# Seconds for which a stream waits before it sends its status: an error before then has its own.
+# Seconds for which a stream waits before it sends its status: an earlier error has its own.
 STATUS_S = 5.0
 # Seconds without a piece after which a stream sends a comment, so that proxies keep it open.
 PING_S = 15.0
@@ -50,10 +50,10 @@ class Exchange:
     """The requests of the service that answer one HTTP request. Use it on the event loop.
 
     Args:
-      reply_id: of the answer; the service knows the request of the first prompt by it too, and
-        those of others by it and their number.
-      at_once: make the prompts on the event loop, since they are made in less time than another
-        thread takes to begin (see `routes.common.is_short`).
+      reply_id: id of the answer, and of the first prompt's request in the service; the ids of
+        further prompts add their number.
+      at_once: make the prompts on the event loop, because that takes less time than starting
+        another thread (see `routes.common.is_short`).
       status_s: seconds without a piece after which a stream sends its status.
 
     Attributes:
@@ -101,7 +101,7 @@ class Exchange:
         return await self.completions()
 
     async def start(self, make_jobs: Callable[[Service], Sequence[Job]]) -> None:
-        """Make the prompts and submit them, on another thread where tokenizing takes time."""
+        """Make the prompts and submit them, on another thread if tokenizing takes time."""
         backend = self._backend
         await backend.check_room(1)
         if self._timeout_s is not None:
@@ -126,7 +126,7 @@ class Exchange:
             raise
 
     def _begin(self, make_jobs: Callable[[Service], Sequence[Job]]) -> None:
-        """Make the prompts; submit one at once, as room for it is known and a thread costs time."""
+        """Make the prompts; submit a single one at once, since a thread costs time."""
         self.jobs = make_jobs(self._service)
         self._trace.asked(self.jobs[0].params)
         self._check()
@@ -164,7 +164,7 @@ class Exchange:
                 on_piece=lambda piece, i=i: mailbox.post(partial(self._take, i, piece)),
             )
             self._pending.append(pending)
-            # `close` runs on the event loop: what is appended after it is cancelled here.
+            # `close` runs on the event loop: requests appended after it are cancelled here.
             if self._is_closed:
                 pending.cancel()
                 return
@@ -173,14 +173,14 @@ class Exchange:
             )
 
     async def stream(self, make_jobs: Callable[[Service], Sequence[Job]]) -> AsyncGenerator[Group]:
-        """Make the prompts, submit them, and yield the pieces that have come, until the end.
+        """Make the prompts, submit them, and yield the pieces that have arrived, until the end.
 
-        A client that reads slowly gets fewer, larger groups. A group without pieces says that none
-        has come for `status_s` seconds at the beginning, or for `PING_S` later on. The time in
-        which prompts are made and submitted, where a grammar may be compiled, counts too.
+        A client that reads slowly gets fewer, larger groups. An empty group says that no piece has
+        arrived for `status_s` seconds at the beginning, or for `PING_S` later. The time in which
+        prompts are made and submitted, and grammars are compiled, counts too.
 
         Raises:
-          JaxserveError: as in `answer`; of a request that has pieces, after these.
+          JaxserveError: as in `answer`; if the request has pieces, after them.
         """
         try:
             loop = asyncio.get_running_loop()
@@ -201,7 +201,7 @@ class Exchange:
                     await starting
                 finally:
                     starting.cancel()
-                self._news.set()  # pieces may have come meanwhile
+                self._news.set()  # pieces may have arrived meanwhile
             has_begun = False
             while True:
                 await self._news.wait()
@@ -257,7 +257,7 @@ class Exchange:
 
     def _has_started(self, starting: asyncio.Task[None]) -> None:
         if not starting.cancelled():
-            starting.exception()  # it is retrieved, also where the client has left
+            starting.exception()  # mark the error as retrieved, even if the client has left
         self._news.set()
 
     # ---- on the event loop, from the mailbox ----
@@ -287,7 +287,7 @@ class Exchange:
         self._news.set()
 
     def _note_gap(self, index: int, piece: Piece) -> None:
-        """Measure the time between tokens, which is that of a piece over its tokens."""
+        """Measure the time between tokens: the time of a piece divided by its tokens."""
         now_s, key = time.monotonic(), (index, piece.sample_index)
         if key in self._last_s:
             self._backend.metrics.between_tokens(now_s - self._last_s[key], len(piece.token_ids))
@@ -320,7 +320,7 @@ class Exchange:
 
 
 def merged(pieces: Sequence[tuple[int, Piece]]) -> Group:
-    """Return one piece for each sample; ends that are errors are raised, not shown."""
+    """Return one merged piece per sample; ends that are errors are raised instead."""
     pieces = [each for each in pieces if each[1].finish_reason not in _FAILED]
     if len(pieces) < 2:
         return pieces

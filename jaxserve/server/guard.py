@@ -21,9 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.server.errors import Kind, RefusedError, bad_key, body_of, headers_of, kind_of
 from jaxserve.server.options import ServerOptions
 
-# Paths that machines probe, which the access log leaves out.
+# Paths of health checks, which the access log leaves out.
 _PROBED = frozenset(("/health", "/ready", "/version", "/metrics"))
-# Paths that need no key, because they tell nothing about requests; the page asks for a key.
+# Paths that need no key, because they reveal nothing about requests; the page asks for a key.
 OPEN_PATHS = _PROBED | {"/", "/page.css", "/page.js"}
 
 _SMALL_BYTES, _NUM_LARGEST = 1 << 16, 64
@@ -36,7 +36,7 @@ Notes = dict[str, Any] | None
 
 
 def notes_here() -> Notes:
-    """Return the fields that endpoints add to the present request's line in the access log."""
+    """Return the fields that endpoints add to the current request's line in the access log."""
     return _notes.get()
 
 
@@ -50,7 +50,7 @@ def note(notes: Notes, **fields: Any) -> None:
 class KeyGuard:
     """Refuses requests without one of the API keys.
 
-    The hashes of all keys are compared, each in constant time, so that the time says neither how
+    The hashes of all keys are compared, each in constant time, so that the time reveals neither how
     much of a key is right nor which key it is.
     """
 
@@ -105,8 +105,8 @@ class HostGuard:
 class BodyReader:
     """Reads the whole body before the application runs, within limits of size and time.
 
-    All bodies that are being read have as many bytes as 64 largest ones, at most; those of up to
-    64 KiB, which are as many as connections, are read in any case.
+    Bodies being read have at most the size of 64 largest bodies in total. Bodies of up to 64 KiB,
+    of which there are at most as many as connections, are always read.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float):

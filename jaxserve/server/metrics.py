@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, under the names of vLLM's, with a prefix of choice."""
+"""Metrics for Prometheus, under vLLM's names, with a configurable prefix."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _REQUEST_S = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30,
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _SAMPLES = (1, 2, 5, 10, 20, 50, 100)
 
-# Weight of the newest tokens in the pace of all.
+# Weight of the newest tokens in the average pace.
 _NEW = 0.1
-# Shares of answers that outgrow a promised length, see `LengthEstimate.quantile`.
+# Shares of answers that exceed a promised length, see `LengthEstimate.quantile`.
 _MISS_RATES = (0.5, 0.1, 0.01)
 # vLLM's words for the reasons of an end.
 _REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
@@ -53,13 +53,13 @@ _LABELS = ("model_name", "engine")
 
 @final
 class Metrics:
-    """The metrics of one server. Counts of requests are its own, and times the engine's.
+    """The metrics of one server. It counts requests itself; times are the engine's.
 
     Args:
       stats: returns the counters of the service; None while there are none.
 
     Attributes:
-      pace_s: seconds between tokens of an answer lately; None before any came.
+      pace_s: recent seconds between tokens of an answer; None before there are any.
     """
 
     def __init__(self, model_name: str, prefix: str, stats: Callable[[], RuntimeStats | None]):
@@ -144,23 +144,21 @@ class Metrics:
         self._running.set(num_running)
 
     def between_tokens(self, seconds: float, num_tokens: int) -> None:
-        """Count the time in which a step brought an answer some tokens."""
+        """Record the time in which a step generated some tokens of an answer."""
         pace_s = seconds / num_tokens
         for _ in range(num_tokens):
             self._gap_s.observe(pace_s)
         self.pace_s = pace_s if self.pace_s is None else self.pace_s + _NEW * (pace_s - self.pace_s)
 
     def aborted(self) -> None:
-        """Count a request that was cancelled."""
         self._ends["cancelled"].inc()
 
     def failed(self, error: Exception) -> None:
-        """Count a request that an error has ended before its first token; not a refused one."""
+        """Count a request that failed before its first token; refused requests do not count."""
         if not is_refusal(error):
             self._ends["error"].inc()
 
     def ended(self, completion: Completion, params: SamplingParams) -> None:
-        """Count a request that has ended."""
         if completion.error is not None and completion.timing.first_token_s is None:
             self.failed(completion.error)
         else:
@@ -229,7 +227,6 @@ class EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics; none while there is no service."""
         stats = self._stats()
         if stats is None:
             return
@@ -335,7 +332,7 @@ class EngineCollector(Collector):
             labels=(*_LABELS, "tier", "state"),
         )
         free = stats.num_pages_usable - stats.num_pages_owned - stats.num_pages_cached
-        # Reservations take free pages, and then cached ones.
+        # Reservations take free pages first, and then cached ones.
         evictable = max(0, stats.num_pages_reserved - free)
         counts = {
             ("device", "owned"): stats.num_pages_owned,
@@ -361,7 +358,7 @@ class EngineCollector(Collector):
         return family
 
     def _adapters(self, usage: AdapterUsage) -> Metric:
-        """Return the adapters of open requests as labels, of which the newest sample counts."""
+        """Return the adapters of open requests as labels; the newest sample counts."""
         labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
         family = GaugeMetricFamily(
             f"{self._prefix}:lora_requests_info",
@@ -373,7 +370,7 @@ class EngineCollector(Collector):
         return family
 
     def _schedule(self, plan: Plan) -> Iterator[Metric]:
-        """Yield the schedule in force, its bounds, and the seconds that it is expected to take."""
+        """Yield the current schedule, its bounds, and the seconds that it is expected to take."""
         text = "The schedule in force."
         yield self._by(GaugeMetricFamily, "schedule_info", text, "schedule", {plan.name: 1})
         expected = {name: getattr(plan, name) for name in ("latency_s", "first_token_s", "token_s")}

@@ -14,7 +14,7 @@ from jaxserve.core.errors import InvalidConfigError, InvalidSamplingParamsError
 from jaxserve.core.sampling_params import BOUND_NAMES, SamplingParams
 
 LATENCY_HEADER = "x-latency-class"
-# What each bound is called in the text of a class.
+# The name of each bound in the text of a class.
 _BOUND_OF = {name.removesuffix("_bound"): name for name in BOUND_NAMES}
 
 
@@ -30,17 +30,16 @@ class ServerOptions:
       max_body_bytes: largest body of a request.
       max_prompt_tokens: longest prompt; None for the model's limit.
       max_samples: largest number of samples of a request, over all its prompts.
-      max_waiting: number of accepted requests without a token above which others get 429.
-      max_connections: number of connections above which others get 503.
+      max_waiting: number of accepted requests without a token above which further ones get 429.
+      max_connections: number of connections above which further ones get 503.
       header_timeout_s: seconds in which the head of a request must arrive.
       body_timeout_s: seconds in which the body of a request must arrive.
       keep_alive_s: seconds that an idle connection stays open.
-      request_timeout_s: seconds after which an answer that has not ended is cancelled; None for no
-        limit.
+      request_timeout_s: seconds after which an unfinished answer is cancelled; None for no limit.
       drain_timeout_s: seconds that running requests have after SIGTERM; None for no limit.
-      latency_classes: bounds of requests by the name of a class, which the header `x-latency-class`
-        chooses; the bounds of each by their names in `SamplingParams`.
-      adapter_folder: clients may load adapters from below it, and drop them; None for neither.
+      latency_classes: for each class that the header `x-latency-class` can name, its bounds by
+        their names in `SamplingParams`.
+      adapter_folder: folder below which clients may load and drop adapters; None to forbid both.
       metrics_prefix: first part of the names in `/metrics`, e.g. "vllm" for existing dashboards.
       log_requests: write a line of JSON for each request to stdout.
       log_prompts: write bodies of requests to that line too.
@@ -99,11 +98,7 @@ class ServerOptions:
 
 
 def check_names(model_name: str, adapters: Collection[str]) -> None:
-    """Check that no adapter has the name of the model: requests with it get the model itself.
-
-    Raises:
-      InvalidConfigError: one has.
-    """
+    """Raise InvalidConfigError if an adapter has the model's name, which selects the model."""
     if model_name in adapters:
         raise InvalidConfigError(
             f"the adapter {model_name!r} has the name of the served model; load it under another "
@@ -120,19 +115,19 @@ def is_loopback(host: str) -> bool:
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the URL of a server on this address; an address of IPv6 has brackets there."""
+    """Return the URL of a server on this address, with brackets around an IPv6 address."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @final
 @dataclass(frozen=True)
 class LatencyClass:
-    """Bounds of a class, by their names in `SamplingParams`; none for no class."""
+    """Bounds of a class, by their names in `SamplingParams`; empty for no class."""
 
     bounds: Mapping[str, float]
 
     def apply(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters with these bounds; of one that both give, the tighter one counts."""
+        """Return parameters with these bounds; of two bounds, the tighter one counts."""
         given = params.bounds
         tighter: dict[str, Any] = {
             name: min(s, given.get(name, s)) for name, s in self.bounds.items()
@@ -144,10 +139,10 @@ def parse_latency_classes(texts: Iterable[str]) -> dict[str, dict[str, float]]:
     """Return the bounds of classes by name; see `ServerOptions.latency_classes`.
 
     Args:
-      texts: one of each class, such as "chat=latency:2,first_token:0.5".
+      texts: one per class, such as "chat=latency:2,first_token:0.5".
 
     Raises:
-      InvalidConfigError: a text has another form, a bound is not allowed, or a name is twice there.
+      InvalidConfigError: a text has another form, a bound is not allowed, or a name occurs twice.
     """
     classes: dict[str, dict[str, float]] = {}
     for name, bounds in map(_parsed, texts):
@@ -178,7 +173,6 @@ def _parsed(text: str) -> tuple[str, dict[str, float]]:
 
 
 def check_bounds(name: str, bounds: Mapping[str, float]) -> None:
-    """Check the bounds of a class."""
     unknown = sorted(set(bounds) - set(BOUND_NAMES))
     if unknown or not bounds:
         raise InvalidConfigError(

@@ -10,19 +10,19 @@ from jaxserve.server.errors import invalid
 from jaxserve.server.schema import Asking, Choosing
 from jaxserve.server.tools import Tools
 
-# Fields whose name and meaning are those of `SamplingParams`.
+# Fields with the same name and meaning as in `SamplingParams`.
 _SAME = (
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "seed", "stop_token_ids", "ignore_eos", "min_tokens"),
     *("skip_special_tokens", "prompt_logprobs"),
     *BOUND_NAMES,
 )
-# Of the sampler. OpenAI's API has 64-bit seeds, negative ones too.
+# Range of the sampler. OpenAI's API has 64-bit seeds, also negative ones.
 _NUM_SEEDS = 2**32
 
 
 def check_streaming(body: Asking) -> None:
-    """Check that options of a stream come with one, and nothing that cannot be streamed."""
+    """Check that stream options come with a stream, and that everything can be streamed."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options needs stream=true", "stream_options")
     if body.stream:
@@ -36,7 +36,7 @@ def check_no_prompt_logprobs(body: Choosing) -> None:
 
 
 def sampling_params(body: Choosing, **others: Any) -> SamplingParams:
-    """Return the parameters of the fields that all endpoints share, and of others."""
+    """Return the parameters of the fields that all endpoints share, and of additional ones."""
     given = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     given.setdefault("temperature", 1.0)
     if body.seed is not None:
@@ -80,7 +80,7 @@ def constraint_of(form: Any, tools: Tools, name: str) -> dict[str, Any]:
     """Return the constraint of a format, or of the tools that have to be called.
 
     Args:
-      name: of the format's field.
+      name: name of the format's field.
     """
     wanted = of_format(form)
     if tools.is_given and wanted:

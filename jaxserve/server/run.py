@@ -1,4 +1,4 @@
-"""The process: listens at once, loads the model meanwhile, drains on SIGTERM."""
+"""The server process: it listens at once, loads the model meanwhile, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if sys.platform != "win32":
     import resource
 
 if sys.platform == "linux":
-    # Seconds of silence before a probe, seconds between probes, probes. TCP_USER_TIMEOUT is not
-    # set: it would end connections whose clients pause reading.
+    # Seconds of silence before a probe, seconds between probes, number of probes. TCP_USER_TIMEOUT
+    # is not set: it would end connections whose clients pause reading.
     _KEEP_ALIVE = (
         (socket.TCP_KEEPIDLE, 30),
         (socket.TCP_KEEPINTVL, 10),
@@ -45,16 +45,16 @@ if sys.platform == "linux":
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds that a service has to close after a second signal.
 _CLOSE_S = 1.0
-# Seconds between two looks at whether a second signal has come while the service is closed.
+# Seconds between checks for a second signal while the service is closed.
 _SIGNAL_POLL_S = 0.05
-# Seconds between two looks at whether the service has compiled what it needs first.
+# Seconds between checks whether the service has compiled what a first request needs.
 _READY_POLL_S = 0.05
 # Open files of a process other than its connections.
 _NUM_OTHER_FILES = 512
 # Bytes of the head of a request.
 _MAX_HEAD_BYTES = 64 << 10
-# Seconds after which a thread gives up the interpreter to one that waits for it, by default 5 ms:
-# the event loop would wait for so long while the engine's thread plans a step.
+# Seconds after which a thread yields the interpreter to a waiting one; the default is 5 ms, for
+# which the event loop would wait while the engine's thread plans a step.
 _SWITCH_S = 0.0005
 
 
@@ -92,7 +92,7 @@ class TimedProtocol(H11Protocol):
 
     @property
     def _is_answering(self) -> bool:
-        """Whether the head of a request has come, and its answer is not complete."""
+        """Whether the head of a request has arrived, and its answer is not complete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _start_timer(self) -> None:
@@ -142,7 +142,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # `serve` handles them, since the service is closed after uvicorn has given them up.
+        # `serve` handles the signals, since the service is closed after uvicorn has released them.
         # uvicorn would also raise them again, and the process would end as if it had been killed.
         yield
 
@@ -194,11 +194,7 @@ class _Server(uvicorn.Server):
 
 
 def listen(options: ServerOptions) -> socket.socket:
-    """Return a listening socket.
-
-    Raises:
-      InvalidConfigError: the address cannot be used.
-    """
+    """Return a listening socket; raise InvalidConfigError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
@@ -207,9 +203,9 @@ def listen(options: ServerOptions) -> socket.socket:
             f"{options.host}:{options.port} cannot be used: {_reason(error)}; pass "
             "another --host or --port"
         ) from error
-    # Connections inherit these. A client whose machine or network is gone is noticed within about
-    # a minute if it has acknowledged all data, and else when TCP gives up sending again, after
-    # about 15 minutes; without them, a silent one would be noticed only after hours.
+    # Connections inherit these options. A client whose machine or network is gone is noticed within
+    # about a minute if it has acknowledged all data, and else when TCP stops retransmitting, after
+    # about 15 minutes; without them, a silent client would be noticed only after hours.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         for name, value in _KEEP_ALIVE:
@@ -225,7 +221,7 @@ def _reason(error: OSError) -> str:
 def _allow_connections(options: ServerOptions) -> None:
     """Raise the process's limit of open files to what the connections need, as far as allowed.
 
-    Beyond that limit a connection would neither be accepted nor refused.
+    Beyond that limit a connection would be neither accepted nor refused.
     """
     if sys.platform == "win32":
         return
@@ -259,7 +255,7 @@ def _server(
         log_config=None,
         access_log=False,
         server_header=False,
-        # uvicorn refuses at this number of connections, with the present one counted.
+        # uvicorn refuses at this number of connections, including the current one.
         limit_concurrency=options.max_connections + 1,
         timeout_keep_alive=int(max(1, options.keep_alive_s)),
         h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
@@ -280,21 +276,21 @@ def serve(
 
     The server listens at once. It accepts requests when `open_service` has returned, and `/ready`
     says 503 until they would not wait for a compilation (`Service.is_ready`). The first signal lets
-    accepted requests end; the second cancels them, and waits no more than a second for the service
-    to close. The caller's handlers of both signals are back when this returns.
+    accepted requests end. The second cancels them, and waits at most a second for the service to
+    close. The caller's handlers of both signals are restored on return.
 
     Args:
       open_service: returns the service, which is closed at the end, and its `outlook` if it has
         one (see `Backend.serve`); called on another thread.
       listener: socket to listen on, from `listen`.
       on_ready: called when `/ready` says 200 for the first time.
-      on_drain: called after the first signal, with the number of requests that go on.
-      traces: gets a span of each request that generates; None for no traces.
+      on_drain: called after the first signal, with the number of open requests.
+      traces: exports a span of each request that generates; None for no traces.
 
     Returns:
-      Whether the service is closed. After a second signal it may still be closing, and after one
-      that came early still be loaded. It then compiles, for instance, which nothing interrupts; the
-      caller should end the process with `os._exit`.
+      Whether the service is closed. After a second signal it may still be closing, or, if the
+      signal came early, loading, which includes compilations that nothing can interrupt; the caller
+      should then end the process with `os._exit`.
 
     Raises:
       InvalidConfigError: the address cannot be used.
@@ -315,7 +311,6 @@ def serve(
 
 @contextmanager
 def _signals_end(server: _Server) -> Iterator[None]:
-    """Call `end` at each signal within the block."""
     before = {sig: signal.signal(sig, lambda *_: server.end()) for sig in _SIGNALS}
     try:
         yield
@@ -345,8 +340,7 @@ def running(
 ) -> Iterator[str]:
     """Serve a service on a thread within the block, and yield the address ("http://...").
 
-    For tests and notebooks. The block's end lets accepted requests end; it does not close the
-    service.
+    For tests and notebooks. At the end of the block, accepted requests end; the service stays open.
 
     Args:
       outlook: see `Backend.serve`.
@@ -376,7 +370,7 @@ def _publish(server: _Server, service: Service, outlook: OutlookOf | None) -> No
     check_names(server.backend.options.model_name, service.adapters)
     # A fleet reads its tokenizer at the first access, which may take seconds.
     _ = service.tokenizer
-    service.is_ready()  # executables that an earlier start left are loaded from now on
+    service.is_ready()  # start loading the executables that an earlier start has stored
     server.post(server.backend.serve, service, service.max_length, outlook)
 
 
@@ -396,17 +390,13 @@ class _Loading:
         self._thread = threading.Thread(target=self._run, name="jaxserve-loading", daemon=True)
 
     def start(self) -> None:
-        """Begin to load."""
         self._thread.start()
 
     def close(self) -> bool:
-        """Close the service, or raise the error that prevented it.
+        """Close the service, or raise the error that prevented it; return whether all is done.
 
         Once the server is hurried, this waits `_CLOSE_S` seconds more. It does not wait for a
         service that is still being created.
-
-        Returns:
-          Whether nothing is left to do.
         """
         closing = threading.Thread(target=self._close, name="jaxserve-closing", daemon=True)
         closing.start()
@@ -421,7 +411,7 @@ class _Loading:
         try:
             if self._service is not None:
                 self._service.close()
-                self._thread.join()  # it only looks whether the service is ready
+                self._thread.join()  # it only checks whether the service is ready
         except BaseException as error:
             self._error = error
 

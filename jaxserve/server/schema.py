@@ -25,7 +25,7 @@ from jaxserve.core.sampling_params import (
 )
 
 MAX_INT32 = 2**31 - 1
-# Of objects and lists inside each other, where any are allowed. Pydantic writes 255 at most.
+# Nesting depth of JSON values where any are allowed. Pydantic writes at most 255 levels.
 MAX_DEPTH = 128
 
 Item = TypeVar("Item")
@@ -74,12 +74,12 @@ JsonObject = Annotated[dict[str, Any], IN_PARTS, AfterValidator(checked_json)]
 
 
 def predicted() -> Any:
-    """Return the field of an answer that says how long it was expected to be."""
+    """Return the field of an answer for its predicted length."""
     return optional("Expected tokens of each sample, where the server has a length predictor.")
 
 
 def optional(description: str | None = None) -> Any:
-    """Return a field of an answer that is left out where it is None."""
+    """Return a field of an answer that is left out if it is None."""
     return Field(None, description=description, exclude_if=lambda value: value is None)
 
 
@@ -101,7 +101,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_one_unknown(cls, given: Any) -> Any:
-        """Return a body with the first of its unknown fields only: each one is an error."""
+        """Return a body with only the first of its unknown fields, each of which is an error."""
         if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
             return given
         names = {field.alias or name for name, field in cls.model_fields.items()}
@@ -316,7 +316,6 @@ class JsonSchemaResponseFormat(Strict):
 
     @property
     def given_schema(self) -> JsonObject:
-        """The schema itself."""
         return self.json_schema.schema_
 
 
@@ -333,7 +332,6 @@ class JsonSchemaTextFormat(JsonSchema):
 
     @property
     def given_schema(self) -> JsonObject:
-        """The schema itself."""
         return self.schema_
 
 
@@ -368,7 +366,7 @@ class ResponseTool(Function):
     type: Literal["function"]
 
     def as_tool(self) -> Tool:
-        """Return it as a chat writes it."""
+        """Return it in the form of a chat's tool."""
         function = Function(**self.model_dump(exclude={"type"}))
         return Tool(type="function", function=function)
 
@@ -395,7 +393,7 @@ class NamedResponseTool(NamedFunction):
     type: Literal["function"]
 
     def as_tool(self) -> NamedTool:
-        """Return it as a chat writes it."""
+        """Return it in the form of a chat's tool choice."""
         return NamedTool(type="function", function=NamedFunction(name=self.name))
 
 
@@ -451,7 +449,7 @@ class AssistantMessage(Strict):
     name: str | None = None
     refusal: None = None
     tool_calls: Annotated[Items[ToolCall], Field(min_length=1)] | None = None
-    # Fields that an answer has where OpenAI's client writes all of them.
+    # Fields that an answer has if OpenAI's client writes all of them.
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = unused()
     function_call: None = unused()

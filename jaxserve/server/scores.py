@@ -29,17 +29,17 @@ def text_of(token_id: int, tokenizer: Tokenizer) -> str:
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can hold."""
+    """Return a log-probability that JSON can represent."""
     return logprob if math.isfinite(logprob) else _LOWEST
 
 
 @final
 @dataclass(frozen=True)
 class _Spelt:
-    """What a token is in a text.
+    """A token's part of a text.
 
     Attributes:
-      text: what it adds; of a control token that the text leaves out, its own.
+      text: text that it adds; for a control token that the text leaves out, the token's own text.
       bytes: None for a token that adds nothing to the text.
     """
 
@@ -52,14 +52,14 @@ class _Spelt:
 
 @final
 class LogprobFormatter:
-    """The log-probabilities of a text's tokens, one after the other, as they come.
+    """A formatter of the log-probabilities of a text's tokens, as they arrive in order.
 
     The joined texts of the tokens are the text, and their joined bytes are its bytes. A character
     of several tokens is the text of the last of them, as in vLLM; the others add nothing.
 
     Args:
-      after: the tokens before the text, as for `Tokenizer.stream_decoder`; None for those of a
-        chat, whose template writes text.
+      after: the tokens before the text, as for `Tokenizer.stream_decoder`; None for a chat, whose
+        template writes text.
       offset: number of characters before the text.
     """
 
@@ -75,7 +75,7 @@ class LogprobFormatter:
         self._tokenizer = tokenizer
         self._decoder = tokenizer.stream_decoder(skip_special_tokens, after=after)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        # Characters that the decoder has pushed, and that tokens have as their texts.
+        # Number of characters that the decoder returned, and that tokens have as texts.
         self._num_pushed = self._num_shown = offset
 
     def of_chat(self, scores: Iterable[TokenLogprob]) -> Logprobs:
@@ -97,9 +97,9 @@ class LogprobFormatter:
         """Return the log-probabilities of the next tokens; None for a token without one.
 
         Args:
-          num_top: number of likeliest tokens of each position, to which its own token is added.
-            Of several with the same text, the own token has it and the others are named by id,
-            as in vLLM.
+          num_top: number of likeliest tokens per position; the position's own token is added. Of
+            several with the same text, the own token keeps it and the others are named by id, as in
+            vLLM.
         """
         found = CompletionLogprobs(
             tokens=[], token_logprobs=[], top_logprobs=[] if num_top else None, text_offset=[]
@@ -145,10 +145,7 @@ class LogprobFormatter:
     def _next(
         self, score: TokenLogprob, num_top: int | None = None
     ) -> tuple[_Spelt, list[tuple[int, _Spelt, float]]]:
-        """Return the next token, and the likeliest ones in its place; it is among these.
-
-        There are none where none were asked for.
-        """
+        """Return the next token, and the requested likeliest ones at its position with it."""
         likeliest = list(score.top[:num_top])
         if likeliest and score.token_id not in dict(likeliest):
             likeliest.append((score.token_id, score.logprob))
@@ -157,7 +154,6 @@ class LogprobFormatter:
         return spelt, [(each, others.get(each, spelt), logprob) for each, logprob in likeliest]
 
     def _advance(self, token_id: int) -> _Spelt:
-        """Return the next token."""
         if hidden := self._decoder.hidden(token_id):
             return _Spelt(hidden, None)
         spelt = self._tokenizer.token_bytes(token_id)
@@ -169,13 +165,13 @@ class LogprobFormatter:
         return _Spelt(text, list(spelt) or None)
 
     def _instead(self, token_id: int) -> _Spelt:
-        """Return what a token would be in the place of the next one."""
+        """Return what another token would be at the position of the next one."""
         if hidden := self._decoder.hidden(token_id):
             return _Spelt(hidden, None)
         spelt = self._tokenizer.token_bytes(token_id)
         try:
             text = spelt.decode()
-        except UnicodeDecodeError:  # a part of a character, which others may have begun
+        except UnicodeDecodeError:  # a part of a character, which earlier tokens may have begun
             begun, _ = self._utf8.getstate()
             text = codecs.getincrementaldecoder("utf-8")("replace").decode(begun + spelt)
         return _Spelt(text, list(spelt) or None)
@@ -184,7 +180,7 @@ class LogprobFormatter:
 def _by_text(
     token_id: int, text: str, top: Sequence[tuple[int, _Spelt, float]]
 ) -> dict[str, float]:
-    """Return the log-probabilities of the likeliest tokens by texts that differ."""
+    """Return the log-probabilities of the likeliest tokens by distinct texts."""
     found: dict[str, float] = {}
     for each, spelt, logprob in top:
         is_taken = each != token_id and (spelt.text == text or spelt.text in found)

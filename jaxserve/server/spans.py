@@ -25,7 +25,7 @@ _OPERATIONS = {
 
 
 def provider_of(exporter: SpanExporter) -> TracerProvider:
-    """Return a provider that hands ended spans to an exporter, on a thread of its own.
+    """Return a provider that exports ended spans on a thread of its own.
 
     They are flushed when the process ends, or by `shutdown`.
     """
@@ -36,7 +36,7 @@ def provider_of(exporter: SpanExporter) -> TracerProvider:
 
 @final
 class Tracing:
-    """Records a span for each request that generates, below the one of its `traceparent`."""
+    """Records a span for each request that generates, as a child of its `traceparent`."""
 
     def __init__(self, app: ASGIApp, provider: TracerProvider, model: str):
         self._app = app

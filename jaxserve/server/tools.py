@@ -29,14 +29,14 @@ from jaxserve.server.schema import (
 
 @final
 class Tools:
-    """What a request says of tools.
+    """The tools of a request, and how they may be called.
 
     Args:
       given: the tools; None for none.
       may_be_several: `parallel_tool_calls`.
 
     Raises:
-      RefusedError: `tool_choice` names no tool, or tools are used where they cannot be.
+      RefusedError: `tool_choice` names no tool, or tools are not supported here.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Tools:
             self.params["grammar"] = tool_calls.grammar_of(
                 self._form, callable_, tokenizer.added_token_id, may_be_several=several
             )
-        if self.is_given:  # a tag may be a control token, which answers leave out otherwise
+        if self.is_given:  # a tag may be a control token, which answers otherwise leave out
             self.params["skip_special_tokens"] = False
 
     def prompt(
@@ -94,7 +94,7 @@ class Tools:
     def as_said(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return new messages of a conversation as it keeps them.
 
-        Where the chat template has no tools, calls and results become text.
+        If the chat template has no tools, calls and results become text.
         """
         if self._form.in_template:
             return self._as_read(messages)
@@ -112,7 +112,7 @@ class Tools:
         return [dict(message) for message in messages]
 
     def reader(self) -> Answered:
-        """Return the reader of one sample, which comes in pieces or as a whole."""
+        """Return the reader of one sample, for pieces or for a whole answer."""
         names = [tool["function"]["name"] for tool in self._tools]
         reader = CallReader(self._form, names) if self.is_given else None
         return Answered(reader, self._max_calls)
@@ -137,7 +137,7 @@ def _check(
 
 
 def _with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose calls have objects for their arguments, where these are JSON."""
+    """Return messages whose call arguments are objects, if they are valid JSON."""
 
     def read(call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
@@ -158,7 +158,7 @@ def _has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def whole(parts: Sequence[str | AddedCall]) -> AnswerMessage:
-    """Return the message that all parts of an answer make."""
+    """Return the message made of all parts of an answer."""
     content = "".join(part for part in parts if isinstance(part, str))
     added = [part for part in parts if isinstance(part, AddedCall)]
     arguments: dict[int, str] = {}
@@ -189,7 +189,7 @@ def deltas(parts: Sequence[str | AddedCall]) -> list[Delta]:
 @final
 @dataclass
 class Answered:
-    """The content and the calls of one sample, as they come. Calls beyond the most are dropped."""
+    """The content and the calls of one sample as they arrive; excess calls are dropped."""
 
     _reader: CallReader | None
     _max_calls: int | None = None
@@ -197,10 +197,10 @@ class Answered:
     _num_dropped: int = 0
 
     def push(self, text: str, *, is_last: bool) -> list[str | AddedCall]:
-        """Return what a piece of text adds, in its order: content, calls and arguments.
+        """Return what a piece of text adds, in order: content, calls and arguments.
 
         A call begins without arguments, which follow, as at OpenAI: its documented clients keep
-        the first part of a call and then add its arguments to themselves.
+        the first part of a call and append later arguments to it.
         """
         if self._reader is None:
             return [text] if text else []
@@ -231,7 +231,7 @@ class Answered:
             added.append(AddedCall(index=self.num_calls - 1, function=function))
 
     def finish_reason(self, reason: str) -> str:
-        """Return why the sample ended: "tool_calls" in place of "stop" after a call."""
+        """Return why the sample ended: "tool_calls" instead of "stop" after a call."""
         return "tool_calls" if self.num_calls and reason == "stop" else reason
 
     def _added(self, name: str) -> AddedCall:

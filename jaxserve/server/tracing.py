@@ -1,4 +1,4 @@
-"""What a request's span says, in OpenTelemetry's names for generative models."""
+"""The contents of a request's span, in OpenTelemetry's names for generative models."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class RequestTrace:
     """The attributes of one request's span, as they become known.
 
     Attributes:
-      error: name of the type of the error that ended a request, or the code of one that the server
-        made itself; None without one.
+      error: type name of the error that ended a request, or the code of a server error; None
+        without an error.
       model: name of the adapter that answers; None for the served model itself.
     """
 
@@ -29,7 +29,7 @@ class RequestTrace:
         self._reasons: list[str] = []
 
     def asked(self, params: SamplingParams, conversation_id: str | None = None) -> None:
-        """Add how the answer is sampled, and by what."""
+        """Add the sampling parameters and the conversation."""
         self.model = params.adapter
         given = {
             "request.max_tokens": params.max_tokens,
@@ -51,7 +51,7 @@ class RequestTrace:
         self.error = self.error or code or type(error).__name__
 
     def ended(self, completion: Completion) -> None:
-        """Add what a prompt's answer has come to."""
+        """Add the completion of a prompt."""
         if completion.error is not None:
             self.error = type(completion.error).__name__
         self._num_input += len(completion.prompt_token_ids)
@@ -73,5 +73,5 @@ current: ContextVar[RequestTrace | None] = ContextVar("trace", default=None)
 
 
 def trace_here() -> RequestTrace:
-    """Return what is known of the present request; without tracing, it is not used."""
+    """Return the attributes of the current request; without tracing, they are not used."""
     return current.get() or RequestTrace()

@@ -30,9 +30,9 @@ class TurnExchange:
     """The next turn of a conversation. Use it on the event loop.
 
     Args:
-      said: the new messages; the service has the others.
-      tools: those of the request.
-      instructions: the system message that the conversation begins with; None for what it has.
+      said: the new messages; the service has the earlier ones.
+      tools: the tools of the request.
+      instructions: the system message of a new conversation; None keeps the existing one.
     """
 
     def __init__(
@@ -71,8 +71,7 @@ class TurnExchange:
     async def completion(self) -> Completion:
         """Return the answer, which is then kept. Cancelling the task cancels the turn.
 
-        Raises:
-          JaxserveError: see `Conversation.send`.
+        Errors are those of `Conversation.send`.
         """
         conversation, open_ = await self._open()
         mailbox = self._backend.mailbox
@@ -97,8 +96,7 @@ class TurnExchange:
     async def pieces(self) -> AsyncGenerator[Group]:
         """Yield the pieces of the answer; the last one when the turn is kept.
 
-        Raises:
-          JaxserveError: see `Conversation.send`.
+        Errors are those of `Conversation.send`.
         """
         conversation, open_ = await self._open()
         tokens: list[int] = []
@@ -158,7 +156,7 @@ class TurnExchange:
             )
 
     def _take(self, open_: CountedRequest, piece: Piece) -> None:
-        """Count tokens that have come, and keep the first estimate of the answer's length."""
+        """Count arrived tokens, and keep the first estimate of the answer's length."""
         if self._is_closed or not piece.token_ids:
             return
         now_s = time.monotonic()
@@ -171,7 +169,7 @@ class TurnExchange:
         self._estimate = self._estimate or piece.estimate
 
     def _as_completion(self, tokens: Sequence[int], last: Piece) -> Completion:
-        """Return what metrics count of a streamed turn; its times are those of the server."""
+        """Return the parts of a streamed turn that metrics count, with the server's times."""
         assert last.finish_reason is not None
         return Completion(
             request_id="",
@@ -199,8 +197,8 @@ class TurnExchange:
         self._has_ended = True
 
     def _failed(self, error: JaxserveError) -> None:
-        """Count a turn that has failed; one that was refused is not counted, as other requests."""
-        if isinstance(error, TurnCancelledError):  # which `_close` counts
+        """Count a turn that has failed; a refused turn does not count."""
+        if isinstance(error, TurnCancelledError):  # `_close` counts it
             return
         timing = Timing(arrival_s=self._begun_s, first_token_s=self._first_s)
         self._backend.metrics.ended(failed_completion("", (), error, timing), self._params)
@@ -219,8 +217,8 @@ class Relay:
 
     Args:
       groups: read to its end, or closed by `close`.
-      status_s, ping_s: seconds without a piece, at the beginning and later on, after which a group
-        without pieces is yielded.
+      status_s, ping_s: seconds without a piece, at the beginning and later, after which an empty
+        group is yielded.
     """
 
     def __init__(
@@ -236,10 +234,9 @@ class Relay:
         self._task = asyncio.ensure_future(self._read(groups))
 
     async def groups(self) -> AsyncGenerator[Group]:
-        """Yield the pieces that have come, until the end; see `Exchange.stream`.
+        """Yield the pieces that have arrived, until the end; see `Exchange.stream`.
 
-        Raises:
-          JaxserveError: the turn failed; raised after its pieces.
+        Errors of the turn are raised after its pieces.
         """
         try:
             while True:

@@ -159,7 +159,7 @@ class ChatChunk(Reply):
 
 
 class CountedChatChunk(ChatChunk):
-    """One event of an answer with usage, which is null in all but the last one."""
+    """One event of an answer with usage, which is null except in the last event."""
 
     usage: Usage | None = None
 
@@ -197,11 +197,7 @@ async def chat(body: ChatRequest, http: Request, backend: Here, own: InClass) ->
 
 
 def _params(body: ChatRequest, tools: Tools) -> SamplingParams:
-    """Return the sampling parameters of a chat.
-
-    Args:
-      tools: those of the request, which may have a grammar.
-    """
+    """Return the sampling parameters of a chat; `tools` may have a grammar."""
     check_streaming(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
@@ -257,8 +253,6 @@ async def _turn(
 @final
 @dataclass
 class _ChatAnswer:
-    """The answer to one chat."""
-
     body: ChatRequest
     params: SamplingParams
     tools: Tools
@@ -277,16 +271,14 @@ class _ChatAnswer:
 
     @property
     def service_tier(self) -> Literal["default"] | None:
-        """The tier of the answer, where the request names one."""
+        """The tier of the answer, if the request names one."""
         return None if self.body.service_tier is None else "default"
 
     def jobs(self, _: Service) -> list[Job]:
-        """Return the one prompt."""
         messages = [as_template_message(message) for message in self.body.messages]
         return [Job(self.tools.prompt(messages), self.params, self.body.priority or 0)]
 
     def reply(self, completion: Completion) -> ChatReply:
-        """Return the whole answer."""
         choices = [self._whole(i, sample) for i, sample in enumerate(completion.samples)]
         prompt = completion.prompt_token_ids
         return ChatReply(
@@ -324,8 +316,8 @@ class _ChatChunks:
     """The events of a streamed chat: chunks.
 
     Args:
-      prompt: returns the prompt's tokens, once a piece has come; None where they are not known.
-      num_prompt_tokens: returns the number of them at the end, where they are not known.
+      prompt: returns the prompt's tokens, after the first piece; None if they are unknown.
+      num_prompt_tokens: returns their number at the end, if they are unknown.
     """
 
     def __init__(
@@ -351,7 +343,6 @@ class _ChatChunks:
         return b""
 
     def of(self, group: Group) -> bytes:
-        """Return the chunks of pieces."""
         told = self._lengths.of((piece.sample_index, piece) for _, piece in group)
         return comments(told) + b"".join(self._of(piece) for _, piece in group)
 
@@ -385,7 +376,7 @@ class _ChatChunks:
         return ChoiceEvent(self._chunk(prompt_token_ids=self._prompt())).of(choice)
 
     def _choices(self, piece: Piece) -> list[ChunkChoice]:
-        """Return what a piece adds, a choice for each chunk; none if all of it is held back."""
+        """Return what a piece adds, one choice per chunk; none if all of it is held back."""
         answer, reason = self._answer, piece.finish_reason
         index, logprobs = piece.sample_index, piece.logprobs
         answered, has_tools = answer.answered[index], answer.tools.is_given
@@ -433,5 +424,5 @@ def _bare(index: int, delta: str, finish_reason: str | None = None) -> str:
 
 
 def _role(index: int, *, is_call: bool) -> str:
-    """Return the choice before a sample's first one; it has no content where a call begins it."""
+    """Return the choice before a sample's first one; it has no content if a call begins it."""
     return _bare(index, '"role":"assistant"' if is_call else '"role":"assistant","content":""')

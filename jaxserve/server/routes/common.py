@@ -1,4 +1,4 @@
-"""What the endpoints share: the backend, ids, documented errors."""
+"""The parts that endpoints share: the backend, ids, documented errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MEANINGS = {
     503: "The server is loading or shutting down, or reads too many large bodies.",
     504: "The answer was not complete in time.",
 }
-# An event of a stream, as FastAPI describes its own ones.
+# An event of a stream, in the form of FastAPI's own description.
 _EVENT = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -47,7 +47,7 @@ ANSWERING = (400, 401, 404, 408, 409, 413, 429, 500, 501, 503, 504)
 
 
 def documented(*statuses: int, stream: bool = False) -> dict[int | str, dict[str, Any]]:
-    """Return the documentation of an endpoint's errors, with that of all, and of its events."""
+    """Return the documentation of an endpoint's errors, with the common ones, and of its events."""
     found: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorReply, "description": _MEANINGS[status]}
         for status in (*statuses, *_EVERYWHERE)
@@ -102,7 +102,6 @@ def now_s() -> int:
 
 
 def need_tokenizer(service: Service) -> Tokenizer:
-    """Return the tokenizer."""
     if service.tokenizer is None:
         raise InvalidRequestError(
             "this model is served without a tokenizer; send token ids to /inference/v1/generate"
@@ -124,8 +123,8 @@ def check_num_samples(num_samples: int, backend: Backend) -> None:
 def is_short(http: Request, backend: Backend, params: SamplingParams) -> bool:
     """Return whether a prompt is made and submitted in about a millisecond.
 
-    Where threads compete for few cores, another one takes longer to begin. Grammars are compiled,
-    and predictions waited for, whatever the prompt.
+    If threads compete for few cores, starting another thread takes longer. Compiling a grammar and
+    waiting for a prediction always take longer.
     """
     num_bytes = http.headers.get("content-length", "")
     if params.is_constrained or backend.ready_service().options.predictor is not None:

@@ -112,7 +112,7 @@ class CompletionReply(Reply):
 
 
 class CountedCompletionChunk(CompletionReply):
-    """One event of an answer with usage, which is null in all but the last one."""
+    """One event of an answer with usage, which is null except in the last event."""
 
     usage: Usage | None = None
 
@@ -146,7 +146,6 @@ async def complete(body: CompletionRequest, http: Request, backend: Here, own: I
 
 
 def _params(body: CompletionRequest) -> SamplingParams:
-    """Return the sampling parameters of a completion."""
     check_streaming(body)
     most = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if most == 0 and (body.stream or not body.echo):
@@ -158,7 +157,7 @@ def _params(body: CompletionRequest) -> SamplingParams:
         if body.stream:
             raise invalid("echo with logprobs cannot be streamed; pass stream=false", "echo")
         others["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
-    # The prompt's log-probabilities come with a token, which the answer then leaves out.
+    # Log-probabilities of the prompt come with a token, which the answer then leaves out.
     most = max(most, 1)
     return sampling_params(body, max_tokens=most, n=body.n or 1, logprobs=body.logprobs, **others)
 
@@ -177,7 +176,7 @@ def _emptied(completion: Completion) -> tuple[Sample, ...]:
 
 
 def _prompts(body: CompletionRequest) -> Any:
-    """Return a list of prompts, also where one was given."""
+    """Return a list of prompts, also for a single prompt."""
     given: Any = body.prompt
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
@@ -185,8 +184,6 @@ def _prompts(body: CompletionRequest) -> Any:
 @final
 @dataclass
 class _CompletionAnswer:
-    """The completions of one request."""
-
     id: str
     body: CompletionRequest
     prompts: list[str] | list[list[int]]
@@ -199,14 +196,12 @@ class _CompletionAnswer:
         self.created = now_s()
 
     def jobs(self, _: Service) -> list[Job]:
-        """Return the prompts."""
         prompts = [
             self.tokenizer.encode(one) if isinstance(one, str) else one for one in self.prompts
         ]
         return [Job(prompt, self.params, self.body.priority or 0) for prompt in prompts]
 
     def reply(self, completions: list[Completion]) -> CompletionReply:
-        """Return the whole answer."""
         if self.body.max_tokens == 0:
             completions = [replace(each, samples=_emptied(each)) for each in completions]
         choices = [
@@ -261,7 +256,7 @@ class _CompletionAnswer:
         return before.of_completion(completion.prompt_logprobs, prompt, num_top).followed_by(found)
 
     def scores(self, prompt: Sequence[int], offset: int = 0) -> LogprobFormatter:
-        """Return the scores of a sample of a prompt, before its first token."""
+        """Return the formatter of a sample's scores, before its first token."""
         skip = self.params.skip_special_tokens
         return LogprobFormatter(
             self.tokenizer, after=prompt, skip_special_tokens=skip, offset=offset
@@ -299,7 +294,6 @@ class _CompletionChunks:
         return b"".join(events)
 
     def of(self, group: Group) -> bytes:
-        """Return the chunks of pieces."""
         n = self._answer.params.n
         indexed = [(p * n + piece.sample_index, piece) for p, piece in group]
         told = comments(self._lengths.of(indexed))

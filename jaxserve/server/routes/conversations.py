@@ -56,7 +56,7 @@ class Deleted(Reply):
 
 
 def _known(backend: Here, id: str) -> Conversation:
-    """Return a kept conversation; unlike a chat with its id, this begins none."""
+    """Return a kept conversation; unlike a chat with its id, this starts no new one."""
     service = backend.ready_service()
     if id not in service.conversations:
         raise UnknownConversationError(

@@ -42,7 +42,7 @@ class ModelList(Reply):
 
 
 class LoadAdapterRequest(Strict):
-    """An adapter of PEFT to load, and the name of the model that it is from then on."""
+    """A PEFT adapter to load, and the model name that selects it afterwards."""
 
     lora_name: AdapterName
     lora_path: Annotated[
@@ -58,7 +58,7 @@ class UnloadAdapterRequest(Strict):
 
 
 class UnloadAdapterReply(Reply):
-    """An adapter that is no model of the server any more."""
+    """An adapter that was dropped."""
 
     id: str
     object: Literal["model"] = "model"
@@ -127,7 +127,7 @@ def _root(backend: Backend) -> Path:
 
 
 def _below(root: Path, path: str) -> Path:
-    """Return a folder below another, wherever links lead."""
+    """Return the path of a folder below `root`, with links resolved."""
     try:
         root, folder = root.resolve(), (root / path).resolve()
         is_below = folder.is_relative_to(root)
@@ -143,5 +143,4 @@ def _below(root: Path, path: str) -> Path:
 
 
 def _card(name: str, backend: Backend) -> ModelCard:
-    """Return the card of the model or of an adapter."""
     return ModelCard(id=name, created=backend.created_s, max_model_len=backend.max_model_len)

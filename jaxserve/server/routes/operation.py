@@ -64,8 +64,8 @@ async def health(backend: Here) -> Response:
 async def ready(backend: Here) -> Response:
     """Say whether requests are answered without delay.
 
-    503 while the model is loaded, while what a first request needs is compiled, and from SIGTERM
-    on.
+    503 while the model is loaded, while a first request would wait for a compilation, and after
+    SIGTERM.
     """
     backend.check_is_ready()
     return json_response(StateReply(status=backend.status))

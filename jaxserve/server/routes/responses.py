@@ -300,7 +300,7 @@ class OutputItems:
     """The items of one response, one after the other.
 
     Args:
-      make: returns an event, of a type and with fields.
+      make: returns an event of a type, with the given fields.
 
     Attributes:
       items: the complete ones.
@@ -309,18 +309,17 @@ class OutputItems:
     def __init__(self, make: Callable[..., ResponseEvent]):
         self.items: list[OutputItem] = []
         self._make = make
-        # The item that is open, as it began, and what has come of it.
+        # The open item, as it began, and what has been added to it.
         self._open: OutputItem | None = None
         self._texts: list[str] = []
         self._scored: list[ScoredChoice] = []
 
     @property
     def is_empty(self) -> bool:
-        """Whether no item has begun."""
         return self._open is None and not self.items
 
     def text(self, delta: str, scored: list[ScoredChoice]) -> Iterator[ResponseEvent]:
-        """Add text to the message, which begins unless it is open."""
+        """Add text to the message; begin a message if none is open."""
         if self._open is None or self._open.type != "message":
             yield from self.close("completed")
             yield self._begin(OutputMessage(id=new_id("msg"), status="in_progress", content=[]))
@@ -334,7 +333,7 @@ class OutputItems:
             )
 
     def call(self, added: AddedCall) -> Iterator[ResponseEvent]:
-        """Add to the call that is open, or begin one."""
+        """Add to the open call, or begin one."""
         if added.id is not None:
             yield from self.close("completed")
             yield self._begin(
@@ -353,7 +352,7 @@ class OutputItems:
             yield self._make(kind, delta=arguments, **self._at())
 
     def close(self, status: Literal["completed", "incomplete"]) -> Iterator[ResponseEvent]:
-        """End the item that is open, if there is one."""
+        """End the open item, if there is one."""
         item, text, scored = self._open, "".join(self._texts), self._scored
         if item is None:
             return
@@ -422,7 +421,7 @@ async def respond(body: ResponseRequest, http: Request, backend: Here, own: InCl
 
 
 def _tools(body: ResponseRequest, tokenizer: Tokenizer) -> Tools:
-    """Return what the request says of tools; OpenAI's agents say how to call none, too."""
+    """Return the request's tools; OpenAI's agents set a tool choice without tools, too."""
     choice = body.tool_choice
     if not body.tools and choice in (None, "auto", "none"):
         return Tools(None, None, None, tokenizer)
@@ -451,7 +450,7 @@ def _stream(
 
 
 def _messages(items: Sequence[InputItem]) -> list[dict[str, Any]]:
-    """Return the input as chat templates read it; calls side by side are of one message."""
+    """Return the input as chat templates read it; adjacent calls are in one message."""
     found: list[dict[str, Any]] = []
     calls: list[ToolCall] = []
     for item, after in zip(items, [*items[1:], None], strict=True):
@@ -479,8 +478,6 @@ def _text(content: str | Sequence[InputText | GivenOutputText]) -> str:
 @final
 @dataclass
 class _ResponseAnswer:
-    """The answer to one request."""
-
     body: ResponseRequest
     params: SamplingParams
     tools: Tools
@@ -507,13 +504,11 @@ class _ResponseAnswer:
         return _messages(given)
 
     def jobs(self, _: Service) -> list[Job]:
-        """Return the one prompt."""
         said = self.body.instructions
         start = [{"role": "system", "content": said}] if said else []
         return [Job(self.tools.prompt([*start, *self.said]), self.params)]
 
     def reply(self, completion: Completion) -> ResponseReply:
-        """Return the whole answer."""
         list(self.added(completion.text, completion.logprobs, completion.finish_reason))
         num_prompt, num_output = len(completion.prompt_token_ids), len(completion.token_ids)
         reply = self.ended(completion.finish_reason, num_prompt, num_output)
@@ -602,7 +597,6 @@ class _ResponseEvents:
         self._num_tokens = 0
 
     def begin(self) -> bytes:
-        """Return the events of a response that begins."""
         answer = self._answer
         return b"".join(
             _data(answer.event(kind, response=answer.so_far("in_progress")))
@@ -610,12 +604,10 @@ class _ResponseEvents:
         )
 
     def of(self, group: Group) -> bytes:
-        """Return the events of pieces."""
         told = comments(self._lengths.of((0, piece) for _, piece in group))
         return told + b"".join(_data(event) for _, piece in group for event in self._of(piece))
 
     def end(self) -> bytes:
-        """Return the event of the whole response."""
         reply = self._answer.ended(self._reason, self._num_prompt_tokens(), self._num_tokens)
         reply = reply.model_copy(update={"predicted_tokens": self._lengths.predicted.get(0)})
         return _data(self._answer.event(f"response.{reply.status}", response=reply))

@@ -61,7 +61,7 @@ from jaxserve.server.tools import Tools
 router = APIRouter()
 
 
-# Tokens of which `/tokenize` returns the texts; each of them is decoded by itself.
+# Maximum number of tokens whose texts `/tokenize` returns; each one is decoded by itself.
 _MAX_TOKEN_STRS = 1 << 17
 
 
@@ -233,7 +233,6 @@ async def generate(body: GenerateRequest, http: Request, backend: Here, own: InC
 
 
 def _params(body: GenerateRequest) -> SamplingParams:
-    """Return the sampling parameters of tokens in and out."""
     given = body.sampling_params
     if body.stream:
         check_no_prompt_logprobs(given)
@@ -263,8 +262,6 @@ def _reply(completion: Completion, reply_id: str, model: str) -> GenerateReply:
 
 @final
 class _TokenChunks:
-    """The events of streamed tokens."""
-
     def __init__(self, exchange: Exchange, reply_id: str, model: str, lengths: LengthComments):
         self._exchange = exchange
         self._reply = GenerateReply(request_id=reply_id, model=model, choices=[])
@@ -273,16 +270,13 @@ class _TokenChunks:
         self._num_tokens = 0
 
     def begin(self) -> bytes:
-        """Return nothing."""
         return b""
 
     def of(self, group: Group) -> bytes:
-        """Return the chunks of pieces."""
         told = self._lengths.of((piece.sample_index, piece) for _, piece in group)
         return comments(told) + b"".join(self._of(piece) for _, piece in group)
 
     def end(self) -> bytes:
-        """Return the chunk of the usage."""
         usage = Usage.of(len(self._exchange.jobs[0].prompt), self._num_tokens)
         return event_of(self._reply.model_copy(update={"usage": usage}))
 
