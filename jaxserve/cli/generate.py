@@ -20,7 +20,7 @@ from jaxserve.core.errors import InvalidConfigError, InvalidRequestError
 from jaxserve.core.request import Completion, Sample, TokenLogprob
 from jaxserve.core.sampling_params import SamplingParams
 
-# Tokens up to which answers come before steps with huge pages save what a start with them costs.
+# Up to this many tokens, answers arrive before huge pages save what starting with them costs.
 _FEW_TOKENS = 256
 
 Message = dict[str, str]
@@ -169,12 +169,10 @@ class BatchJob:
 
 
 def from_arguments(prompts: Sequence[str], params: SamplingParams) -> list[BatchJob]:
-    """Return a job for each argument, numbered from 0."""
     return [BatchJob(id=i, prompt=prompt, params=params) for i, prompt in enumerate(prompts)]
 
 
 def from_text_file(path: Path, params: SamplingParams) -> list[BatchJob]:
-    """Return a job for each line that is not blank."""
     return from_arguments([line for line in _lines(path) if line.strip()], params)
 
 
@@ -182,10 +180,7 @@ def from_jsonl(path: Path, params: SamplingParams) -> list[BatchJob]:
     """Return a job for each line that is not blank.
 
     A line is an object with `prompt` (text or token ids) or `messages`, optionally with an `id` and
-    with sampling parameters that differ from `params`.
-
-    Raises:
-      InvalidRequestError: a line is not such an object.
+    with sampling parameters that differ from `params`; another line is an InvalidRequestError.
     """
     jobs = []
     for number, line in enumerate(_lines(path), start=1):
@@ -203,9 +198,9 @@ def from_jsonl(path: Path, params: SamplingParams) -> list[BatchJob]:
 
 
 def as_chat(job: BatchJob, system: str | None) -> BatchJob:
-    """Return the job with a text prompt as chat messages; other prompts stay as they are.
+    """Return the job with a text prompt as chat messages; other prompts are unchanged.
 
-    An empty text stays, too, so that the service refuses it as it does without a chat.
+    An empty text is unchanged, too, so that the service refuses it as it does without a chat.
     """
     if not isinstance(job.prompt, str) or not job.prompt:
         return job

@@ -23,7 +23,7 @@ _STAGES = re.compile(f"{_STAGE}(,{_STAGE})*")
 
 
 def adapters_of(given: Sequence[str]) -> dict[str, str]:
-    """Return the sources of adapters by name: folders, or names of the Hub."""
+    """Return the sources of adapters by name: folders, or names on the Hub."""
     found: dict[str, str] = {}
     for text in given:
         name, _, source = text.partition("=")
@@ -44,8 +44,8 @@ def room_for(
     """Return the options of a runtime that has room for these adapters.
 
     Args:
-      max_adapters: adapters at once; None for these alone.
-      max_adapter_rank: largest rank; None for the largest of these, or the usual one without any.
+      max_adapters: maximum number of adapters at once; None for these alone.
+      max_adapter_rank: largest rank; None for the largest of these, or the default without any.
     """
     from jaxserve.models.adapter_source import AdapterSource
 
@@ -102,7 +102,7 @@ def _num_devices(text: str) -> int:
 
 
 def _each_stage(text: str) -> list[str]:
-    """Return the text of each stage, without the numbers of equal ones."""
+    """Return the text of each stage, with repeated stages written out."""
     counted = [part.rpartition("*") for part in text.split(",")]
     return [stage for count, _, stage in counted for _ in range(int(count or 1))]
 

@@ -48,7 +48,7 @@ Command = Callable[..., None]
 def flat(*, omit: Collection[str] = ()) -> Callable[[Command], Command]:
     """Return a decorator that replaces each dataclass parameter of a command by its fields.
 
-    Typer reads the signature that results, and the command gets the dataclasses. A field has the
+    Typer reads the resulting signature, and the command gets the dataclasses. A field has the
     annotation of an option, and its default is the option's default.
 
     Args:
@@ -174,7 +174,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, not
 
 
 def default_journal() -> Path:
-    """Return the path of the journal that is used by default."""
     folder = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(folder) / "jaxserve" / "conversations.sqlite"
 
@@ -192,7 +191,6 @@ def made_journal() -> Path:
 
 
 def describe(error: JaxserveError) -> str:
-    """Return an error's type and message as text."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -230,7 +228,6 @@ def refusals() -> Iterator[None]:
 
 
 def show_wide(table: Table) -> None:
-    """Print a table at least 120 characters wide."""
     from rich.console import Console
 
     console = Console()
@@ -238,7 +235,7 @@ def show_wide(table: Table) -> None:
     console.print(table)
 
 
-# Options of many requests at once, which one conversation in a terminal does not have.
+# Options for many requests at once, which one conversation in a terminal does not have.
 OF_MANY_REQUESTS = ("max_slots", "data_parallel", "replicas", "roles")
 
 
@@ -271,7 +268,7 @@ class SamplingOptions:
     ] = False
 
     def params(self, **more: Any) -> SamplingParams:
-        """Return the sampling parameters, with more fields that the command has itself."""
+        """Return the sampling parameters, with additional fields of the command."""
         fields: dict[str, Any] = {**vars(self), "stop": tuple(self.stop or ()), **more}
         return SamplingParams(
             **{name: value for name, value in fields.items() if value is not None}
@@ -435,7 +432,6 @@ class ServiceOptions:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters."""
         return tuple(adapters_of(self.adapter or ()))
 
     @property
@@ -445,7 +441,6 @@ class ServiceOptions:
 
     @property
     def is_fleet(self) -> bool:
-        """Whether the service is a `Fleet`, and not a `Runtime`."""
         return self.replicas != 1 or self.roles is not None
 
     def open(self, model: str, *, conversations: Path | None = None, **more: Any) -> Service:
@@ -453,7 +448,7 @@ class ServiceOptions:
 
         Args:
           conversations: the journal of conversations; None for none.
-          more: values that the command sets itself, in place of its options.
+          more: values that the command sets itself, which override its options.
         """
         settings: dict[str, Any] = {**vars(self), "conversations": conversations, **more}
         return open_service(model, **settings)

@@ -167,7 +167,7 @@ def plan(
         from jaxserve.planning.schedules import LatencyBounds
         from jaxserve.planning.schedules.configuration import check_num_bounds
 
-        # What is not allowed is refused before anything is measured.
+        # Options that are not allowed are refused before anything is measured.
         check_num_bounds(num_bounds)
         task_lengths, what = _lengths(task, lengths)
         families = None if policies is None else tuple(policies.split(","))
@@ -238,7 +238,7 @@ def plan(
 
 
 def _refuse(context: typer.Context, names: Sequence[str], by: str) -> None:
-    """Refuse options of these names if they are given, since another one makes them idle."""
+    """Refuse the given options of these names, which have no effect with another option."""
     sources = {name: context.get_parameter_source(name) for name in names}
     given = [
         f"--{name.replace('_', '-')}"
@@ -262,7 +262,6 @@ def _show(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Search, and print and draw what was found."""
     from jaxserve.planning.schedules.frontier import frontier_of, neighbours_of
 
     chosen = {bound_s: schedules.best(replace(fixed, latency_s=bound_s)) for bound_s in asked}
@@ -309,7 +308,7 @@ def _show(
 
 
 def _lengths(task: str | None, path: Path | None) -> tuple[TaskLengths, str]:
-    """Return the lengths that the options give, and what they are."""
+    """Return the lengths that the options give, and a description of them."""
     from jaxserve.planning.schedules import TaskLengths, lengths_of
     from jaxserve.workload.answers import read_lengths
     from jaxserve.workload.tasks import TASKS
@@ -446,8 +445,8 @@ def step_times(
 
     Args:
       given: a file that `StepTimes.save` wrote; None for the cache folder.
-      lengths: those of the requests, which must fit in the engine's context.
-      settings: of `opening.open_service`.
+      lengths: lengths of the requests, which must fit in the engine's context.
+      settings: arguments of `opening.open_service`.
     """
     from jaxserve.planning import keep_step_times
 
@@ -473,7 +472,7 @@ def group_times(
 
     Args:
       given: a file that `GroupTimes.save` wrote; None for the cache folder.
-      settings: of `opening.open_service`, with `groups`.
+      settings: arguments of `opening.open_service`, with `groups`.
     """
     from jaxserve.planning import keep_group_times
 
@@ -490,7 +489,7 @@ def group_times(
 @final
 @dataclass(frozen=True, kw_only=True)
 class _TimesKind:
-    """How a runtime loads, finds in a folder, and measures its times, and how these are kept."""
+    """The functions that load a kind of times, find them in a folder, measure and save them."""
 
     load: Callable[[Any, Path], Any]
     find: Callable[[Any, Path], Any]
@@ -618,11 +617,11 @@ def _opened(model: str, quiet: bool, settings: dict[str, Any], *, warmup: bool) 
 
 
 def frontier_table(frontier: Frontier, chosen: Mapping[float, ScheduleOutcome]) -> Table:
-    """Return a row for each point of the frontier; those that are chosen are marked.
+    """Return a table with a row for each point of the frontier, and marks at the chosen ones.
 
-    The control is N_D of RRA, B_m of WAA, and B of continuous batching; on two groups that exist it
-    is the iterations of a decode step, N_D. Stages, which only schedules of a cluster have, are as
-    in `stages_of`.
+    The control is N_D of RRA, B_m of WAA, and B of continuous batching; on two existing groups it
+    is the iterations of a decode step, N_D. Stages are as in `stages_of`; only schedules of a
+    cluster have them.
     """
     from rich import box
     from rich.table import Table
@@ -670,7 +669,7 @@ def frontier_table(frontier: Frontier, chosen: Mapping[float, ScheduleOutcome]) 
 def neighbours_table(
     bounds: LatencyBounds, chosen: ScheduleOutcome, neighbours: Mapping[str, ScheduleOutcome]
 ) -> Table:
-    """Return the schedule that is chosen for bounds, and one row for each neighbour."""
+    """Return a table with the schedule chosen for the bounds, and one row for each neighbour."""
     from rich import box
     from rich.table import Table
 
@@ -739,7 +738,7 @@ def seconds(value: float) -> str:
 
 
 def summary(about: Mapping[str, Any]) -> str:
-    """Return a line on the model, the devices, and the lengths."""
+    """Return a line about the model, the devices, and the lengths."""
     return (
         f"{about['model']} on {about['devices']}; {about['lengths']}: prompts of "
         f"{about['mean_input_tokens']:.4g} tokens and answers of {about['mean_output_tokens']:.4g} "

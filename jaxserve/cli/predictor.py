@@ -77,12 +77,7 @@ def cannot_write(error: OSError) -> InvalidConfigError:
 
 
 def check_parts(parts: Sequence[Sequence[Any]], what: str) -> None:
-    """Check that no part of a split is empty.
-
-    Args:
-      parts: items for training, calibration and test.
-      what: the name of the items, for the message.
-    """
+    """Check that no part of a split is empty; `what` names its items in the message."""
     if not all(parts):
         raise InvalidConfigError(
             f"{sum(map(len, parts))} {what} leave {', '.join(str(len(p)) for p in parts)} for "
@@ -96,7 +91,6 @@ def sizes(parts: Sequence[Sequence[Any]]) -> dict[str, int]:
 
 
 def describe(about: Mapping[str, Any]) -> None:
-    """Print one line per item."""
     for key, value in about.items():
         typer.echo(f"{key:<26} {value}")
 
@@ -154,7 +148,6 @@ class Settings:
         )
 
     def save(self, predictor: LengthPredictor, folder: Path) -> None:
-        """Write the trained predictor and these settings."""
         predictor.save(folder)
         (folder / SETTINGS).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 

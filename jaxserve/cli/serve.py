@@ -19,7 +19,7 @@ from jaxserve.core.errors import InvalidConfigError, MissingExtraError
 
 _SERVER = "Server"
 _KEY_VARIABLE = "JAXSERVE_API_KEY"
-# Adapters that clients may load, if the command does not say how many.
+# Number of adapters that clients may load, if the command gives none.
 _MORE_ADAPTERS = 4
 
 
@@ -191,13 +191,13 @@ def serve(
             )
         if not is_closed:
             sys.stdout.flush()
-            os._exit(0)  # an exit of Python's own would wait for what still runs
+            os._exit(0)  # Python's own exit would wait for what still runs
 
 
 def _room(
     options: ServiceOptions, folder: Path | None, most: int | None, rank: int | None
 ) -> dict[str, int]:
-    """Return how many adapters of which rank the service has room for, where that was asked for."""
+    """Return the requested number and rank of adapters that the service has room for."""
     if folder is not None and not folder.is_dir():
         raise InvalidConfigError(f"--adapter-folder {folder} is no folder; pass one that exists")
     if folder is not None and most is None:
@@ -213,10 +213,10 @@ def _room(
 
 
 def announce_ready(address: str) -> None:
-    """Say that the server is ready, and spare the garbage collector what is loaded by now.
+    """Say that the server is ready, and exclude all loaded objects from garbage collection.
 
-    It lives as long as the process, and a full collection that searches it stops all threads for
-    half a second.
+    They live as long as the process, and a full collection that searches them stops all threads
+    for half a second.
     """
     gc.collect()
     gc.freeze()
@@ -225,10 +225,10 @@ def announce_ready(address: str) -> None:
 
 @contextmanager
 def _signals_exit() -> Iterator[None]:
-    """Have signals end the process, where the block does not handle them; also after its end.
+    """Let signals end the process if the block does not handle them, also after the block.
 
-    What follows the block is only Python's own exit, which may take seconds. An error in the block
-    brings the former handlers back.
+    Only Python's own exit follows the block, which may take seconds. An error in the block restores
+    the former handlers.
     """
     both = (signal.SIGINT, signal.SIGTERM)
     before = {sig: signal.signal(sig, lambda *_: os._exit(0)) for sig in both}
@@ -254,7 +254,7 @@ def _traces(endpoint: str) -> Any:
 
 
 def _api_keys(path: Path | None) -> tuple[str, ...]:
-    """Return the keys in a file, one a line, and that in the environment."""
+    """Return the keys in a file, one per line, and the one in the environment."""
     keys = [os.environ[_KEY_VARIABLE]] if os.environ.get(_KEY_VARIABLE) else []
     if path is not None:
         try:

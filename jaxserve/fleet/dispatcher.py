@@ -45,8 +45,8 @@ class Reservation:
     """The replica that is to answer a request, with the work that is counted for it.
 
     Attributes:
-      index: of the seat.
-      work: tokens.
+      index: index of the seat.
+      work: expected tokens.
       num_cached: leading pages of the prompt that it probably has.
     """
 
@@ -58,7 +58,6 @@ class Reservation:
 
     @property
     def holds(self) -> bool:
-        """Whether the replica has not died."""
         return self.seat.replica is self.replica
 
 
@@ -97,7 +96,7 @@ class OpenRequest:
 @final
 @dataclass
 class _Extent:
-    """The tokens of a sample so far, and the characters of its text."""
+    """The number of tokens of a sample so far, and of characters of its text."""
 
     token_ids: list[int] = field(default_factory=list)
     num_characters: int = 0
@@ -182,9 +181,9 @@ class Dispatcher:
     replica, each of them once: a request whose second replica dies fails with `ReplicaDiedError`.
     While no replica serves, requests wait. When none will serve again, they fail with the reason.
 
-    With prefill replicas, the replica that answers is chosen first, and the work is reserved there.
-    Then a prefill replica computes the prompt, and its KV goes to the former. Where that fails, or
-    none serves, or it does not pay, the replica that answers computes the prompt.
+    With prefill replicas, the answering replica is chosen first, and the work is reserved there.
+    Then a prefill replica computes the prompt, and its KV goes to the answering replica. If that
+    fails, no prefill replica serves, or it does not pay, the answering replica computes the prompt.
 
     Args:
       make_replica: returns a new replica; called on the loop's thread, so it must not wait.
@@ -208,7 +207,7 @@ class Dispatcher:
         self._page_size = page_size
         self._requests: dict[str, OpenRequest] = {}
         self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()  # guards the two attributes that follow
+        self._lock = threading.Lock()  # guards the next two attributes
         self._open_ids: set[str] = set()
         self._is_closed = False
         self._seats = Seats(make_replica, roles, on_death=self._router.forget)
@@ -219,7 +218,6 @@ class Dispatcher:
 
     @property
     def replicas(self) -> tuple[ReplicaState, ...]:
-        """The present state of each replica."""
         return tuple(
             ReplicaState(
                 role=seat.role,
@@ -235,26 +233,17 @@ class Dispatcher:
 
     @property
     def is_serving(self) -> bool:
-        """Whether a replica that answers serves now."""
         return bool(self._seats.serving(answers=True))
 
     def start(self) -> list[Future[Started]]:
-        """Start every replica. Call it once.
-
-        Returns:
-          A future for each replica, which raises the error that prevented its start.
-        """
+        """Start every replica, once; return a future per replica, with the error of its start."""
         return [
             asyncio.run_coroutine_threadsafe(self._seats.start(index), self._loop)
             for index, _ in enumerate(self._seats)
         ]
 
     def check_may_wait(self) -> None:
-        """Check that this thread may wait for replicas; the dispatcher's thread would deadlock.
-
-        Raises:
-          InvalidRequestError: this is the dispatcher's thread.
-        """
+        """Raise InvalidRequestError on the dispatcher's thread, which would deadlock in a wait."""
         if threading.current_thread() is self._thread:
             raise InvalidRequestError(
                 "this call waits for the replicas, but was made on the thread that reads their "
@@ -262,14 +251,12 @@ class Dispatcher:
             )
 
     def submit(self, call: ReplicaCall, sink: PieceSink | None = None) -> Future[Completion]:
-        """Answer a request.
+        """Answer a request; return a future of the completion, which has an error if the request
+        fails.
 
         Args:
           sink: called with each piece once, and with an end of every sample, on the dispatcher's
             thread; it must not wait.
-
-        Returns:
-          A future of the completion, which has an error if the request fails.
 
         Raises:
           RuntimeClosedError
@@ -298,12 +285,10 @@ class Dispatcher:
 
     @property
     def weights_version(self) -> int:
-        """The version of the newest weights."""
         return self._seats.weights_version
 
     @property
     def is_paused(self) -> bool:
-        """Whether `pause` was called, and `resume` was not."""
         return self._seats.is_paused
 
     def update_params(self, update: FleetUpdate) -> int:
@@ -316,8 +301,8 @@ class Dispatcher:
         self._result(self._seats.resume)
 
     def close(self) -> None:
-        """End every request that has not ended, and every replica."""
-        if threading.current_thread() is self._thread:  # where a garbage collector may call it
+        """End every unfinished request, and every replica."""
+        if threading.current_thread() is self._thread:  # a garbage collector may call it here
             threading.Thread(target=self.close).start()
             return
         with self._lock:
@@ -401,9 +386,9 @@ class Dispatcher:
         return cancelled_completion(request.call, arrival_s=self._clock.now())
 
     async def _serving(self, request: OpenRequest | None = None) -> list[int]:
-        """Return the indices of the replicas that answer; wait for one, or for a cancellation.
+        """Return the indices of the answering replicas; wait for one, or for a cancellation.
 
-        It raises if no replica will serve again.
+        Raise an error if no replica will serve again.
         """
         while request is None or not request.is_cancelled:
             if serving := self._seats.serving(answers=True):
@@ -412,7 +397,7 @@ class Dispatcher:
         return []
 
     def _reserved(self, call: ReplicaCall, among: list[int]) -> Reservation:
-        """Choose the replica that answers, and count the work for it from now on."""
+        """Choose the answering replica, and count the work for it from now on."""
         started = self._seats[among[0]].started
         assert started is not None
         work = predicted_tokens(
@@ -426,7 +411,7 @@ class Dispatcher:
     async def _prefilled(self, request: OpenRequest, reservation: Reservation) -> Any:
         """Compute the prompt on a prefill replica; return what `ReplicaProcess.answer` takes.
 
-        None where the replica that answers computes the prompt itself.
+        Return None if the answering replica computes the prompt itself.
         """
         call, among = request.call, self._seats.serving(answers=False)
         if not (among and pays(call, reservation.num_cached, self._page_size)):

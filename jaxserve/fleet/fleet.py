@@ -57,7 +57,7 @@ class Fleet:
     Args:
       model: a model as for `Runtime.from_pretrained`; a path must exist on every machine.
       replicas: number of replicas; 2 by default.
-      roles: how many replicas compute prompts ("prefill") and how many answers ("decode"), each at
+      roles: how many replicas compute prompts ("prefill") and how many answer ("decode"), each at
         least 1. KV of a prompt goes from one to the other through host memory and Ray's object
         store. By default every replica computes both.
       tensor_parallel: number of devices over which each replica splits the model.
@@ -169,7 +169,7 @@ class Fleet:
 
     @property
     def replicas(self) -> tuple[ReplicaState, ...]:
-        """The present state of each replica."""
+        """The current state of each replica."""
         return self._dispatcher.replicas
 
     @property
@@ -195,13 +195,13 @@ class Fleet:
         return ()
 
     def load_adapter(self, name: str, source: Any, *, scale: float | None = None) -> None:
-        """Raise InvalidConfigError, see `adapters`."""
+        """Raise InvalidConfigError: replicas of a fleet load no adapters."""
         raise InvalidConfigError(
             f"adapter {name!r}: replicas on Ray load no adapters; serve them with a Runtime"
         )
 
     def drop_adapter(self, name: str) -> None:
-        """Raise UnknownAdapterError, see `adapters`."""
+        """Raise UnknownAdapterError: replicas of a fleet load no adapters."""
         raise UnknownAdapterError(
             f"adapter {name!r} is not loaded: replicas on Ray load no adapters; serve them with a "
             "Runtime"
@@ -228,7 +228,7 @@ class Fleet:
     ) -> Any: ...
 
     def generate(self, prompts: Any, params: Params = None, *, progress: bool | None = None) -> Any:
-        """Answer one prompt, or a batch of them in their order; see `Service.generate`.
+        """Answer one prompt, or a batch of prompts in order; see `Service.generate`.
 
         Times in a completion are on its replica's clock. Only a request whose replica died twice
         has a `ReplicaDiedError`.
@@ -342,7 +342,7 @@ class Fleet:
         self._dispatcher.cancel(request_id)
 
     def is_ready(self) -> bool:
-        """Return whether a replica that answers serves, which it does when it has compiled."""
+        """Return whether an answering replica serves, which it does after it has compiled."""
         return self._dispatcher.is_serving
 
     def stats(self, *, wait: bool = True) -> RuntimeStats:
@@ -375,21 +375,21 @@ class Fleet:
         partial: bool = False,
         max_staleness: int | None = None,
     ) -> int:
-        """Replace the weights of every replica, for instance by those of a trainer.
+        """Replace the weights of every replica, for instance with those of a trainer.
 
         Arrays go to Ray's object store once, from where every replica reads them, and stay there
-        until others have replaced them. Every replica first loads the new weights next to its old
-        ones. If one cannot, none uses them. When all have loaded them, each goes over to them as
-        `Runtime.update_params` does, and one that fails or dies now is replaced by a process that
-        starts with them. So does every process that replaces another one later. Until the call
-        returns, some replicas may answer with the old weights and others with the new ones; each
-        token has its version. Ctrl-C ends the wait and not the update.
-        `docs/promises/rollouts.md` says what is guaranteed.
+        until later ones have replaced them. Every replica first loads the new weights next to its
+        old ones. If one cannot, none uses them. When all have loaded them, each switches to them as
+        `Runtime.update_params` does. A replica that fails or dies now is replaced by a process that
+        starts with the new weights, and so is one that dies later. Until the call returns, some
+        replicas may answer with the old weights and some with the new ones; each token has its
+        version. Ctrl-C ends the wait and not the update. `docs/promises/rollouts.md` says what is
+        guaranteed.
 
         Args:
           params: parameters of this process, of the same structure and shapes; or a model's folder
             or file with the same configuration, as for `Fleet`, which each replica loads.
-          version: number of the new weights, above the present one; by default the next number.
+          version: number of the new weights, above the current one; by default the next number.
           running: treatment of the requests that were submitted before; "keep" by default while the
             fleet is paused, and "finish" otherwise. See `Runtime.update_params`.
           kv, max_staleness: see `Runtime.update_params`.
@@ -405,8 +405,8 @@ class Fleet:
           InvalidConfigError: another argument is not allowed.
           DeviceMemoryError: a replica has no room for both the new and the old ones.
           EngineBusyError: running="finish" while the fleet is paused.
-          ReplicaDiedError: every replica died as it took the new weights, which none uses; or no
-            replica will serve again.
+          ReplicaDiedError: every replica died while switching to the new weights, which none uses;
+            or no replica will serve again.
           RuntimeClosedError
           InvalidRequestError: this is the fleet's thread.
         """
@@ -434,7 +434,7 @@ class Fleet:
         )
 
     def pause(self, running: Running = "keep") -> None:
-        """Run no step on any replica from now on, until `resume`; see `Runtime.pause`.
+        """Run no step on any replica until `resume`; see `Runtime.pause`.
 
         Requests are accepted meanwhile, and wait. A process that replaces a replica is paused too.
 
@@ -514,12 +514,7 @@ def check_sends_kv(options: RuntimeOptions) -> None:
 
 
 def check_resources(has: dict[str, float], replicas: int, each: dict[str, float]) -> None:
-    """Raise InvalidConfigError if a resource is less than `replicas` times `each`.
-
-    Args:
-      has: amounts of the resources that Ray has, by name.
-      each: amounts that one replica needs, by name.
-    """
+    """Raise InvalidConfigError if Ray has less of a resource than `replicas` times `each`."""
     for name, wanted in each.items():
         if wanted * replicas > has.get(name, 0):
             raise InvalidConfigError(
@@ -530,7 +525,7 @@ def check_resources(has: dict[str, float], replicas: int, each: dict[str, float]
 
 
 def check_host_pages(prefilling: Sequence[Started], decoding: Sequence[Started]) -> None:
-    """Raise InvalidConfigError if no KV can go from replicas that prefill to those that decode."""
+    """Raise InvalidConfigError if replicas that prefill cannot send KV to those that decode."""
     for role, started in {"prefill": prefilling, "decode": decoding}.items():
         if not any(each.num_host_pages for each in started):
             raise InvalidConfigError(

@@ -49,14 +49,14 @@ HostArrays: TypeAlias = Mapping[tuple[Any, ...], np.ndarray]
 
 _log = logging.getLogger(__name__)
 
-# Seconds between two looks at which pages of a prompt have been computed: after a look that found
-# some, and at most. They double while there are none, as for a prompt that waits.
+# Seconds between two checks of which pages of a prompt have been computed: the least, after a
+# check that found pages, and the most. They double while there are none, as while a prompt waits.
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.01, 0.32
 
-# Seconds between two looks at whether a new runtime has compiled what it needs first.
+# Seconds between checks whether a new runtime has compiled what a first request needs.
 _READY_POLL_S = 0.05
 
-# Errors after which a runtime can answer no further request; of a completion, see `is_over`.
+# Errors after which a runtime can answer no further request; for a completion, see `is_over`.
 FATAL = (EngineFailedError, DeviceMemoryError, RuntimeClosedError)
 # Errors of a runtime whose loop has failed or was closed.
 OVER = (EngineFailedError, RuntimeClosedError)
@@ -84,7 +84,7 @@ def host_arrays(params: nnx.State) -> HostArrays:
 
 
 def state_of(arrays: HostArrays) -> nnx.State:
-    """Return the state of which `host_arrays` were made, without metadata."""
+    """Return the state from which `host_arrays` were made, without metadata."""
     return nnx.from_flat_state([(path, nnx.Param(array)) for path, array in arrays.items()])
 
 
@@ -105,8 +105,6 @@ def check_same_model(path: str, found: Any, served: Any) -> None:
 
 
 class Asked(TypedDict):
-    """Arguments of `Runtime.submit` other than the prompt and its parameters."""
-
     request_id: str
     priority: int
     deadline_s: float | None
@@ -123,9 +121,9 @@ def import_ray() -> Any:
 
 
 async def take_kv(runtime: Runtime, kv: Sequence[Awaitable[tuple[Sequence[int], KVPages]]]) -> None:
-    """Cache the KV of a prompt, which came in parts.
+    """Cache the KV of a prompt, which arrived in parts.
 
-    What cannot be read or cached, and all behind it, is computed, and the log says why.
+    A part that cannot be read or cached, and all later parts, are computed; the log says why.
 
     Raises:
       EngineFailedError, RuntimeClosedError: the runtime's loop has failed, or was closed.
@@ -158,7 +156,7 @@ async def send_kv(
     put: Callable[[KVPages], Any],
     turn: asyncio.Lock,
 ) -> tuple[list[Any], int]:
-    """Export the pages of a prompt while it is computed, as its chunks are.
+    """Export the pages of a prompt in chunks, while it is computed.
 
     Args:
       pending: the request that computes it.
@@ -223,12 +221,9 @@ class ReplicaActor:
     async def prefill(self, prompt: Any, others: Asked) -> list[Any]:
         """Compute a prompt, and put the KV of its full pages into Ray's object store.
 
-        Pages go there while the rest of the prompt is computed. They are used only if it could be
-        computed to its end.
-
-        Returns:
-          References, in a list, so that Ray copies the KV to the process that reads it and to no
-          other; an empty list without KV.
+        Pages go there while the rest of the prompt is computed, and are used only if it succeeds.
+        The references are in a list, so that Ray copies the KV only to the process that reads it;
+        the list is empty without KV.
         """
         runtime, ray = self._runtime, import_ray()
         assert runtime is not None
@@ -255,7 +250,7 @@ class ReplicaActor:
         return sent if completion.finish_reason == "length" else []
 
     async def take(self, kv: list[Any]) -> None:
-        """Cache the KV of a prompt that another replica has computed, if it still has it."""
+        """Cache the KV of a prompt that another replica has computed, if Ray still has it."""
         assert self._runtime is not None
         await take_kv(self._runtime, kv)
 
@@ -308,11 +303,7 @@ class ReplicaActor:
         return self._runtime.stats()
 
     async def prepare_params(self, source: str | list[Any], is_partial: bool) -> None:
-        """See `ReplicaProcess.prepare_params`.
-
-        Args:
-          source: a path, or a list of a reference to `HostArrays`.
-        """
+        """Load weights from a path, or from a list of a reference to `HostArrays`."""
         await self.drop_prepared()
         self._prepared = await asyncio.to_thread(self._prepare, source, is_partial)
 
@@ -392,7 +383,7 @@ class RayReplica:
         self._how = (model, tensor_parallel, dict(options))
         self._resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         self._actor: Any = None
-        # Requests whose KV is on its way to the actor, which does not know them yet; and which of
+        # Requests whose KV is being sent to the actor, which does not know them yet; and which of
         # them were cancelled meanwhile.
         self._taking: dict[str, bool] = {}
 
@@ -449,11 +440,7 @@ class RayReplica:
         return await self._result(self._actor.stats.remote())
 
     async def prepare_params(self, source: Any, *, partial: bool) -> None:
-        """See `ReplicaProcess`.
-
-        Args:
-          source: a path, or what `sent_params` has returned.
-        """
+        """Implement `ReplicaProcess`; `source` is a path, or what `sent_params` has returned."""
         await self._changed(self._actor.prepare_params.remote(source, partial))
 
     async def drop_prepared(self) -> None:
@@ -511,8 +498,7 @@ class RayReplica:
 def sent_params(params: nnx.State) -> list[Any]:
     """Put parameters into Ray's object store, from where every replica reads them.
 
-    Returns:
-      A reference, in a list, so that each replica reads the arrays itself.
+    The reference is in a list, so that each replica reads the arrays itself.
 
     Raises:
       InvalidParamsError: Ray cannot hold them, or a part of an array is in other processes.

@@ -53,14 +53,11 @@ class ReplicaCall:
 
 
 def pays(call: ReplicaCall, num_cached: int, page_size: int) -> bool:
-    """Return whether the prompt of a call should be computed apart from its answer.
+    """Return whether a prefill replica should compute the prompt of a call.
 
-    It should not where it has no full page, or where a replica that answers has half of its pages.
-    Prompts whose log-probabilities are wanted are computed with their answers, and so are requests
-    with a latency bound of their own.
-
-    Args:
-      num_cached: leading pages that a replica has which answers.
+    It should not if the prompt has no full page, if an answering replica has half of its pages
+    (`num_cached` leading ones), if its log-probabilities are wanted, or if the request has a
+    latency bound of its own.
     """
     params = call.params
     if params.prompt_logprobs is not None or params.bounds:
@@ -173,7 +170,7 @@ class ReplicaState:
       num_unfinished: number of its requests that have not ended.
       work: expected tokens of these requests, by the router's estimate.
       num_deaths: number of its processes that have died.
-      weights_version: of the weights that it computes with; see `Fleet.update_params`.
+      weights_version: version of its current weights; see `Fleet.update_params`.
     """
 
     role: Role
@@ -212,8 +209,8 @@ class ReplicaProcess(Protocol):
 
         Args:
           on_piece: called with the pieces, from the first token on, before the completion.
-          kv: what `prefill` of another replica returned, which is used up. What cannot be read is
-            computed.
+          kv: what `prefill` of another replica returned, which is consumed. Parts that cannot be
+            read are computed.
 
         Raises:
           InvalidRequestError: the prompt cannot be sent to the process.
@@ -226,10 +223,10 @@ class ReplicaProcess(Protocol):
         ...
 
     async def prepare_params(self, source: Any, *, partial: bool) -> None:
-        """Check new weights, and load them next to the present ones; requests run meanwhile.
+        """Check new weights, and load them next to the current ones; requests run meanwhile.
 
         Args:
-          source: a path, or what the maker of the replica sends parameters by.
+          source: a path, or the form in which the maker of the replica sends parameters.
           partial: see `Runtime.update_params`.
 
         Raises:
@@ -238,11 +235,11 @@ class ReplicaProcess(Protocol):
         ...
 
     async def drop_prepared(self) -> None:
-        """Drop the weights that `prepare_params` has placed."""
+        """Drop the weights that `prepare_params` has loaded."""
         ...
 
     async def update_params(self, update: WeightUpdate) -> None:
-        """Compute with the weights that `prepare_params` has placed, from now on.
+        """Switch to the weights that `prepare_params` has loaded.
 
         Raises:
           JaxserveError: the process computes with the former ones.
@@ -250,11 +247,11 @@ class ReplicaProcess(Protocol):
         ...
 
     async def pause(self, running: Running) -> None:
-        """See `Runtime.pause`."""
+        """Run no step until `resume`, as `Runtime.pause` does."""
         ...
 
     async def resume(self) -> None:
-        """See `Runtime.resume`."""
+        """Run steps again after `pause`."""
         ...
 
     def cancel(self, request_id: str) -> None:

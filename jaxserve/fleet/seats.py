@@ -1,4 +1,4 @@
-"""The seats of a fleet: its replicas, their starts and deaths, and the weights that all have."""
+"""The seats of a fleet: its replicas, their starts and deaths, and their common weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.runtime.weight_update import WeightUpdate
 
 _log = logging.getLogger(__name__)
 
-# Number of processes of one replica that may die in a row before they serve.
+# Number of processes of one replica that may die in a row before one serves.
 _MAX_STARTS = 3
 
 
@@ -27,7 +27,7 @@ class FleetUpdate:
 
     Attributes:
       source: as `ReplicaProcess.prepare_params` takes it.
-      paths: the parameters that it has; None where they are not known.
+      paths: the parameters that it has; None if they are unknown.
       settings: see `Runtime.update_params`.
     """
 
@@ -41,16 +41,15 @@ class NewestWeights:
     """The weights that a process takes before it serves.
 
     Attributes:
-      version: of these weights; 0 for those of the model's own files.
+      version: version of these weights; 0 for those of the model's own files.
     """
 
     def __init__(self) -> None:
         self.version = 0
-        # The last update of all parameters, and those of a part that followed it, oldest first.
+        # The last update of all parameters, and the later updates of a part, oldest first.
         self._updates: list[FleetUpdate] = []
 
     def numbered(self, update: FleetUpdate) -> FleetUpdate:
-        """Return an update with its version."""
         weights = update.settings.after(Weights(self.version))
         return replace(update, settings=replace(update.settings, version=weights.version))
 
@@ -73,10 +72,10 @@ class NewestWeights:
 
 
 def _without(former: FleetUpdate, paths: frozenset[Any] | None) -> FleetUpdate | None:
-    """Return what remains of a former update after a later one of these paths; None for nothing.
+    """Return the rest of a former update after a later one of these paths; None for nothing.
 
-    Parts come one on top of the other, so that a process takes what is left of each in their order.
-    Nothing is known of the paths of a folder, and all of it counts.
+    A process takes the rests of partial updates in order. A folder's paths are unknown, so all of
+    it counts.
     """
     if former.paths is None or paths is None:
         return former
@@ -85,7 +84,7 @@ def _without(former: FleetUpdate, paths: frozenset[Any] | None) -> FleetUpdate |
 
 
 class Failed(NamedTuple):
-    """A replica that could not do what was asked of it, and why."""
+    """A replica that failed a request of the fleet, and why."""
 
     replica: ReplicaProcess
     error: ReplicaDiedError
@@ -94,11 +93,11 @@ class Failed(NamedTuple):
 async def prepare(
     replicas: Sequence[ReplicaProcess], update: FleetUpdate
 ) -> tuple[list[Failed], BaseException | None]:
-    """Load the weights of a numbered update on every replica, next to its present ones.
+    """Load the weights of a numbered update on every replica, next to its current ones.
 
     Returns:
       The replicas that have died meanwhile, and why none may use the weights: a replica cannot take
-      them, or all have died. Then the others have dropped them. None if they may.
+      them, or all have died. Then the other replicas have dropped them. None if they may.
     """
     partial, version = update.settings.partial, update.settings.version
     found = await asyncio.gather(
@@ -114,7 +113,7 @@ async def prepare(
     if not refusals and len(failed) < len(replicas):
         return failed, None
     ready = [each for each, error in zip(replicas, found, strict=True) if error is None]
-    # One that dies meanwhile is noticed at its next request.
+    # A replica that dies meanwhile is noticed at its next request.
     await asyncio.gather(*(each.drop_prepared() for each in ready), return_exceptions=True)
     if refusals:
         return failed, refusals[0]
@@ -125,10 +124,9 @@ async def prepare(
 
 
 async def commit(replicas: Sequence[ReplicaProcess], update: FleetUpdate) -> list[Failed]:
-    """Switch every replica to the weights that it has loaded.
+    """Switch every replica to the loaded weights; return the replicas that could not.
 
-    Returns:
-      The replicas that could not, and compute with the former ones or nothing.
+    They compute with the former weights, or have died.
     """
     found = await asyncio.gather(
         *(each.update_params(update.settings) for each in replicas), return_exceptions=True
@@ -171,7 +169,6 @@ class Seat:
         return self.role != "prefill"
 
     def serve(self, started: Started, weights_version: int) -> None:
-        """Record that the replica serves from now on."""
         self.started = started
         self.weights_version = weights_version
 
@@ -180,19 +177,19 @@ class Seat:
         self.weights_version = weights_version
 
     def give_to(self, replica: ReplicaProcess) -> None:
-        """Take another replica, because the one before died as it started."""
+        """Take a new replica after the previous one died as it started."""
         self.replica.kill()
         self.replica = replica
 
     def replace(self, replica: ReplicaProcess) -> None:
-        """Take another replica, because the one that served has died."""
+        """Take a new replica after the one that served has died."""
         self.give_to(replica)
         self.started = None
         self.num_deaths += 1
         self.num_unfinished = 0
 
     def fail(self, error: JaxserveError) -> None:
-        """Go on without a replica."""
+        """Continue without a replica."""
         self.replica.kill()
         self.error = error
 
@@ -205,7 +202,7 @@ class Seats:
 
     Args:
       make_replica: returns a new replica; it must not wait.
-      roles: of each seat.
+      roles: the role of each seat.
       on_death: called with the index of a seat whose replica has died.
 
     Attributes:
@@ -223,7 +220,7 @@ class Seats:
         self._on_death = on_death
         self._all = [Seat(make_replica(), role) for role in roles]
         self._newest = NewestWeights()
-        # Held while weights or pauses of all replicas change, and while one joins the others.
+        # Held while the weights or the pause of all replicas change, and while a replica joins.
         self._changing = asyncio.Lock()
         self._news = asyncio.Event()  # set and replaced when a replica or a request has changed
         self._starts: set[asyncio.Task[None]] = set()
@@ -243,7 +240,7 @@ class Seats:
         """Return the indices of the replicas that serve now.
 
         Args:
-          answers: True for those that answer, False for those that only prefill.
+          answers: True for replicas that answer, False for those that only prefill.
         """
         return [
             i
@@ -262,12 +259,12 @@ class Seats:
         await self._news.wait()
 
     def tell(self) -> None:
-        """Wake those that wait for `news`."""
+        """Wake the coroutines that wait for `news`."""
         self._news.set()
         self._news = asyncio.Event()
 
     async def start(self, index: int) -> Started:
-        """Start the replica of a seat; after an error the fleet goes on without it."""
+        """Start the replica of a seat; after an error the fleet continues without it."""
         seat = self._all[index]
         try:
             for _ in range(_MAX_STARTS - 1):
@@ -297,8 +294,8 @@ class Seats:
     async def update_params(self, update: FleetUpdate) -> int:
         """Switch every replica to new weights, and return their version.
 
-        Either no replica takes them, or those that fail after all others have placed them are
-        replaced by processes that start with them.
+        Either no replica takes them, or replicas that fail after all have loaded them are replaced
+        by processes that start with them.
         """
         while True:
             while not self.serving(answers=True):
@@ -319,26 +316,24 @@ class Seats:
                 return self._newest.version
 
     async def pause(self, running: Running) -> None:
-        """Run no step on any replica until `resume`, also on those that start meanwhile."""
+        """Run no step on any replica until `resume`, also on replicas that start meanwhile."""
         async with self._changing:
             check_can_end(running, is_paused=self.is_paused)
             self.is_paused = True
             await self._of_each(lambda replica: replica.pause(running))
 
     async def resume(self) -> None:
-        """Run steps on every replica again."""
         async with self._changing:
             self.is_paused = False
             await self._of_each(lambda replica: replica.resume())
 
     def kill(self) -> None:
-        """End every process."""
         for seat in self._all:
             seat.replica.kill()
 
     @property
     def _replicas(self) -> list[ReplicaProcess]:
-        """Those that serve now."""
+        """The replicas that serve now."""
         return [self._all[index].replica for index in self.serving()]
 
     async def _start(self, seat: Seat) -> Started:
