@@ -1,4 +1,4 @@
-"""Conversion of sequences to the pieces and completions that a user gets."""
+"""Converts sequences to the pieces and completions that a user gets."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Piece:
 
     Attributes:
       logprobs: those of `token_ids`; None if the request did not ask for them.
-      estimate: the expected length of the sample, where it is new: with the first piece, and after
-        a probe has changed it.
+      estimate: the expected length of the sample when it is new: with the first piece, and after a
+        probe has changed it.
       weights_version: of the weights that computed the tokens.
     """
 
@@ -106,7 +106,7 @@ class Answer:
                 versions.change(weights.version, len(sequence.output))
 
     def expect(self, prediction: LengthPrediction, scheduler: Scheduler) -> None:
-        """Set a prediction that comes after the submission; call it on the engine's thread."""
+        """Set a prediction that arrives after the submission; call it on the engine's thread."""
         if self.request.prediction is None:
             self.request = replace(self.request, prediction=prediction)
         for sequence in self.sequences:

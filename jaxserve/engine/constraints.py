@@ -1,4 +1,4 @@
-"""The grammars of one engine's sequences: masks for its plans, and what its tokens imply."""
+"""The grammars of one engine's sequences: masks for its plans, and tokens that they force."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jaxserve.scheduling.plan import StepPlan, TokenMasks
 from jaxserve.scheduling.scheduler import Progress, Scheduler
 from jaxserve.scheduling.sequence import Phase, Sequence
 
-# Sequences of which ended ones are dropped only when there are more.
+# Ended sequences are dropped only when there are more than this many.
 _LEAST_LOOKED_AT = 64
 
 
 class AnswerMatcher(Protocol):
-    """The state of one answer in its grammar; `matcher.Matcher` is one."""
+    """The state of one answer in its grammar; `matcher.Matcher` implements it."""
 
     @property
     def mask_s(self) -> float: ...
@@ -38,7 +38,7 @@ class AnswerMatcher(Protocol):
 
 
 class GrammarSource(Protocol):
-    """Makes matchers, and computes their masks; `grammars.Grammars` is one."""
+    """Makes matchers, and computes their masks; `grammars.Grammars` implements it."""
 
     def matcher(self, request: Request) -> AnswerMatcher: ...
 
@@ -48,7 +48,7 @@ class GrammarSource(Protocol):
 @final
 @dataclass(eq=False, slots=True)
 class _Followed:
-    """A sequence with a grammar, its matcher, and what of `mask_s` is counted."""
+    """A sequence with a grammar, its matcher, and the counted part of `mask_s`."""
 
     sequence: Sequence
     matcher: AnswerMatcher
@@ -60,12 +60,9 @@ class _Followed:
 class Constraints:
     """The matchers of the sequences with a grammar. Only the engine's thread uses it.
 
-    Many may wait: a step looks only at those that it computes. Cancelled ones are dropped once
-    there are twice as many sequences as at the last look.
-
-    Args:
-      grammars: compiled ones; None where no request has one, or, as in a simulation, where they are
-        not enforced.
+    A step looks only at the sequences that it computes, since many may wait. Cancelled ones are
+    dropped once there are twice as many as at the last look. `grammars` is None if no request has a
+    grammar or, as in a simulation, grammars are not enforced.
     """
 
     def __init__(self, scheduler: Scheduler, grammars: GrammarSource | None):
@@ -110,7 +107,7 @@ class Constraints:
             if row.samples and row.sequence_key in self._matched:
                 followed = self._matched[row.sequence_key]
                 matcher = followed.matcher
-                matcher.follow(followed.sequence.output)  # its answer may have begun anew
+                matcher.follow(followed.sequence.output)  # its answer may have restarted
                 if not row.proposed:
                     matcher.propose((), 0, forces=False)
                 rows += [index] * (1 + len(row.proposed))
@@ -180,14 +177,12 @@ class Constraints:
         scheduler.speculation.suggest(sequence, found)
 
     def _share(self, sequence: Sequence) -> int:
-        """Return how many of a step's proposals a running sequence with a grammar may have.
-
-        The running ones share them evenly; the first ones get one more where they do not divide
-        evenly.
+        """Return a running sequence's even share of a step's proposals; the first ones get the
+        rest.
         """
         running, config = self._scheduler.running, self._scheduler.config
         most = min(config.num_proposed_beside(len(running)), config.max_slots - len(running))
-        if most < 1:  # as with many sequences, or without speculation
+        if most < 1:  # with many sequences, or without speculation
             return 0
         keys = [each.key for each in running if each.key in self._matched]
         share, num_left = divmod(most, len(keys))

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 _Job = TypeVar("_Job")
 _JobIn = TypeVar("_JobIn", contravariant=True)
 
-# How a pause treats the running requests; see `DeviceLoop.paused`.
+# How a pause treats the running requests (`DeviceLoop.paused`).
 Running = Literal["finish", "restart", "abort", "keep"]
 
 
@@ -45,7 +45,7 @@ class DeviceWork(Protocol[_JobIn]):
         ...
 
     def cancel(self, id: str) -> None:
-        """End a job with what it has; do nothing if it has ended or is unknown."""
+        """End a job with its present output; do nothing if it has ended or is unknown."""
         ...
 
     def step(self) -> None:
@@ -58,7 +58,7 @@ class DeviceWork(Protocol[_JobIn]):
         ...
 
     def use_idle_time(self) -> None:
-        """Do a part of it; called while there is no work."""
+        """Do a part of that; called while there is no work."""
         ...
 
     def rest(self) -> None:
@@ -74,11 +74,11 @@ class DeviceWork(Protocol[_JobIn]):
         ...
 
     def cancel_all(self) -> None:
-        """End every job that has begun with what it has."""
+        """End every job that has begun with its present output."""
         ...
 
     def fail_all(self, error: JaxserveError, not_begun: Sequence[_JobIn]) -> None:
-        """End every job that has not ended with an error, those that have not begun too."""
+        """End every job that has not ended with an error, including those that have not begun."""
         ...
 
     def failure_of(self, cause: Exception) -> JaxserveError:
@@ -101,12 +101,6 @@ class DeviceLoop(Generic[_Job]):
 
     Jobs join at the next iteration; there is no batch window. Every job is ended exactly once, also
     when the loop fails or is closed.
-
-    Args:
-      name: name of the thread.
-
-    Attributes:
-      is_halted: whether no job advances, see `halt`.
     """
 
     def __init__(self, work: DeviceWork[_Job], clock: Clock, *, name: str):
@@ -134,7 +128,7 @@ class DeviceLoop(Generic[_Job]):
     def submit(self, *jobs: _Job) -> None:
         """Submit jobs, which start in the same iteration.
 
-        The caller ensures that no job that has not ended has the same id.
+        No job that has not ended may have the same id.
 
         Raises:
           RuntimeClosedError: the loop was closed.
@@ -146,13 +140,13 @@ class DeviceLoop(Generic[_Job]):
             self._changed.notify_all()
 
     def cancel(self, id: str) -> None:
-        """End a job with what it has; do nothing if it has ended or is unknown."""
+        """End a job with its present output; do nothing if it has ended or is unknown."""
         with self._changed:
             self._cancelled.append(id)
             self._changed.notify_all()
 
     def tell(self, news: Callable[[], None]) -> None:
-        """Call `news` on the loop's thread between steps; never, if the loop is over before."""
+        """Call `news` on the loop's thread between steps; never, if the loop ends before."""
         with self._changed:
             if self._failure is None and not self._is_closing:
                 done: Future[None] = Future()
@@ -163,7 +157,7 @@ class DeviceLoop(Generic[_Job]):
     def ask(self, question: Callable[[], _T]) -> _T:
         """Return the result of `question`, run on the loop's thread between steps or after a pause.
 
-        Do not call it on the loop's thread (`is_here`), which would wait for itself.
+        On the loop's thread (`is_here`) the call would wait for itself.
 
         Raises:
           RuntimeClosedError, EngineFailedError
@@ -231,10 +225,8 @@ class DeviceLoop(Generic[_Job]):
     def halt(self, running: Running) -> None:
         """Advance no job from now on, until `go_on`. No step is in flight after the call.
 
-        Jobs are still accepted, and wait. `cancel`, `ask` and `paused` work.
-
-        Args:
-          running: as in `paused`.
+        Jobs are still accepted, and wait. `cancel`, `ask` and `paused` work; `running` is as in
+        `paused`.
 
         Raises:
           RuntimeClosedError, EngineFailedError
@@ -251,11 +243,7 @@ class DeviceLoop(Generic[_Job]):
 
     @contextmanager
     def _alone(self, until_s: float | None) -> Iterator[None]:
-        """Exclude other pauses from the block.
-
-        Raises:
-          EngineBusyError: another pause had not ended by `until_s`.
-        """
+        """Exclude other pauses from the block; EngineBusyError if one lasts beyond `until_s`."""
         left_s = math.inf if until_s is None else until_s - self._clock.now()
         if not self._one_pause.acquire(timeout=min(max(0.0, left_s), threading.TIMEOUT_MAX)):
             raise EngineBusyError(

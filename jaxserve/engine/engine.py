@@ -43,7 +43,7 @@ class _InFlight(NamedTuple):
 
 @final
 class Engine:
-    """An engine drives an executor with a policy's plans. It is not thread-safe: one loop owns it.
+    """Drives an executor with a policy's plans. It is not thread-safe: one loop owns it.
 
     Args:
       executor: the executor of a device or a simulation.
@@ -128,7 +128,7 @@ class Engine:
     def add(self, request: Request) -> list[Sequence]:
         """Add a validated request to the waiting pool, and return its sequences.
 
-        If others run or wait, and the request is expected to miss a bound of its own, they have
+        If other requests run or wait, and it is expected to miss a bound of its own, they have
         failed with BoundNotMetError, or fail so in a later `step` (`scheduling.bounds`).
         """
         pace = self.recorder.pace() if request.has_bounds and self.has_work else None
@@ -152,7 +152,7 @@ class Engine:
         news = self._refuse_late()
         try:
             plan = self._plan()
-        except HostMemoryError as error:  # what came from the disk has no room; nothing is planned
+        except HostMemoryError as error:  # pages from the disk have no room; nothing is planned
             return news + self.drain() + self._go_on_without([], error)
         if plan is not None:
             self._on_planned(plan)
@@ -226,11 +226,9 @@ class Engine:
         """Return the contents of cached full pages of a context, from page `first` on.
 
         They pass through host memory, as far as it has room. Steps may be in flight. After an error
-        of the executor, the pages that it was to copy are no longer on the host.
-
-        Args:
-          waits: False to wait for no copy. The next steps make those that are missing, and only
-            pages whose copies have been made are returned.
+        of the executor, the pages that it was to copy are no longer on the host. Unless it `waits`
+        for copies, the next steps make the missing ones, and only pages already copied are
+        returned.
         """
         self._kv.transfer.copy_to_host(tokens, first)
         if not waits:
@@ -250,11 +248,8 @@ class Engine:
     def import_kv(self, tokens: Seq[int], kv: KVPages) -> int:
         """Cache the leading full pages of `tokens` on the host; return how many it had room for.
 
-        Args:
-          kv: from `export_kv` of an engine with these weights and sizes.
-
         Raises:
-          InvalidConfigError: it is of other weights, or of pages of another size.
+          InvalidConfigError: `kv` is of other weights, or of pages of another size.
         """
         return self._kv.transfer.load(tokens, kv)
 
@@ -265,8 +260,8 @@ class Engine:
     def forget_kept_pages(self, *, keeps_disk: bool) -> None:
         """Drop every cached page, so that no later lookup hits it. Call `drain` first.
 
-        Past answers are not proposed any more, either. The disk's pages of these weights are kept
-        if `keeps_disk`.
+        Past answers are no longer proposed, either. The disk's pages of these weights are kept if
+        `keeps_disk`.
         """
         assert not self._is_at_work, "steps are in flight; drain() first"
         restart_awaiting(self.scheduler)
@@ -280,8 +275,8 @@ class Engine:
     def weights_changed(self, weights: Weights, name: WeightsName, *, keeps_kv: bool) -> None:
         """Continue with new weights of the executor, under this name. Call `drain` first.
 
-        If `keeps_kv`, sequences keep their KV on the device, and no other finds it; else it is
-        recomputed.
+        If `keeps_kv`, sequences keep their KV on the device, and no other sequence reuses it; else
+        it is recomputed.
         """
         assert not self._is_at_work, "steps are in flight; drain() first"
         if keeps_kv:
@@ -294,8 +289,7 @@ class Engine:
     def close(self, *, is_whole: bool) -> None:
         """Move cached pages to the disk tier, if there is one. No step may follow.
 
-        Args:
-          is_whole: False after a failure; then no page is written.
+        After a failure (not `is_whole`) no page is written.
         """
         try:
             if is_whole and self._kv.has_disk:
@@ -323,7 +317,8 @@ class Engine:
         sequence that would not fit even alone fails.
 
         Raises:
-          DeviceMemoryError: the executor could not resize; every sequence goes on in the old pool.
+          DeviceMemoryError: the executor could not resize; every sequence continues in the old
+            pool.
         """
         assert not self._is_at_work, "steps are in flight; drain() first"
         moves = self.scheduler.make_room(num_pages)
@@ -331,12 +326,9 @@ class Engine:
         self.scheduler.resize(num_pages, moves)
 
     def drop_kv(self) -> int:
-        """Drop all KV; sequences keep their tokens, and their KV is recomputed.
+        """Drop all KV for recomputation; return the number of computed tokens lost.
 
-        Call `drain` first. Those that ran wait in front of the others.
-
-        Returns:
-          Tokens that were computed, and will be again.
+        Call `drain` first. Sequences keep their tokens. Those that ran wait in front of the others.
         """
         assert not self._is_at_work, "steps are in flight; drain() first"
         num_tokens = restart_computed(self.scheduler)
@@ -387,8 +379,7 @@ class Engine:
     def _go_on_without(self, lost: Seq[StepPlan], error: Exception) -> list[Progress]:
         """Continue after the loss of steps, without KV; nothing is in flight.
 
-        Raises:
-          Exception: `error`, unless it is for lack of memory and the executor can go on.
+        `error` is raised unless it is for lack of memory and the executor can continue.
         """
         if not is_out_of_memory(error) or not self._executor.reset():
             raise error
@@ -418,8 +409,7 @@ class Engine:
 def restart_computed(scheduler: Scheduler) -> int:
     """Recompute every sequence that has KV, on the device or the host; nothing is in flight.
 
-    Returns:
-      Tokens that were computed, and will be again.
+    Return the number of computed tokens lost.
     """
     swapped_out = (sequence for sequence in scheduler.waiting if sequence.kv.host_pages)
     computed = (*scheduler.running, *swapped_out)
@@ -441,10 +431,8 @@ def fail_and_restart(
 ) -> None:
     """Fail the sequences in rows of a step without memory, and recompute all others.
 
-    If it was the host's memory, none fails: without host pages they can be computed.
-
-    Args:
-      news: of the steps that were lost, this one among them.
+    If the host's memory ran out, none fails: without host pages they can be computed. `news` is
+    that of all lost steps, this one included.
     """
     failed = {row.sequence_key for row in rows}
     if isinstance(error, HostMemoryError):

@@ -1,9 +1,9 @@
-"""GBNF, the notation of llama.cpp, read into rules and written in llguidance's Lark.
+"""Reads GBNF, the notation of llama.cpp, into rules and writes them in llguidance's Lark.
 
 llguidance 1.9.1 cuts text into lexemes before it parses them, and each is as long as possible: of
 `"a" "bc" | "ab" "d"` it can write only the second branch, since "ab" is a lexeme there. llama.cpp
-goes by characters. So literals and rules without recursion become lexemes, which are fast, only
-where it makes no difference in the whole grammar, and otherwise every character is one.
+parses characters. So literals and rules without recursion become lexemes, which are fast, only if
+it makes no difference in the whole grammar; otherwise every character is one.
 """
 
 from __future__ import annotations
@@ -299,8 +299,6 @@ class _TooLong(Exception):
 
 @final
 class _Steps:
-    """A limit on the steps of a comparison."""
-
     def __init__(self) -> None:
         self._num_left = _MAX_STEPS
 
@@ -368,7 +366,7 @@ class _Lexeme:
             self.next[place].update(first)
 
     def goes_on(self, other: _Lexeme, following: Sequence[Ranges]) -> bool:
-        """Whether a text of it, and a character that may follow it, may begin the other lexeme."""
+        """Whether one of its texts, plus a character that may follow, may begin the other."""
         left = list(itertools.product(self.places.first, other.places.first))
         seen = set(left)
         while left:
@@ -410,11 +408,7 @@ def _is_unambiguous(rules: Mapping[str, Node], terminals: set[str]) -> bool:
 
 @final
 class _Reached:
-    """Which lexemes may begin a rule, and follow another lexeme.
-
-    Attributes:
-      after: for each lexeme those that may follow it.
-    """
+    """Which lexemes may begin a rule, and (`after`) which may follow each lexeme."""
 
     def __init__(self, rules: Mapping[str, Node], terminals: set[str], steps: _Steps):
         self._rules = rules
@@ -468,7 +462,7 @@ class _Reached:
         return True, first
 
     def _visit(self, node: Node, after: set[Node]) -> None:
-        """Record what follows each part of a node, which these lexemes may follow."""
+        """Record what follows each part of a node; the lexemes `after` may follow the node."""
         self._steps.take(1 + len(after))
         if self._is_lexeme(node):
             self.after.setdefault(node, set()).update(after)

@@ -1,4 +1,4 @@
-"""Compilation of grammars within bounds: on trial in other processes, then on threads."""
+"""Compiles grammars within bounds: on trial in other processes, then on threads."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from typing import Any, final
 from jaxserve.core.errors import GrammarsBusyError, GrammarTooComplexError, RuntimeClosedError
 from jaxserve.steps.preparation import start_thread
 
-# Grammars that are compiled at once.
+# Maximum number of grammars compiled at once.
 NUM_THREADS = 4
-# Jobs that may wait for a thread.
+# Maximum number of jobs that wait for a thread.
 MAX_WAITING = 32
 # Seconds for which the end of the process waits for a job.
 _EXIT_S = 60.0
@@ -64,7 +64,7 @@ class CompileJob:
         self._has_begun.set()
         try:
             self._future.set_result(self._function())
-        except BaseException as error:  # a panic of llguidance is no Exception
+        except BaseException as error:  # a panic of llguidance is not an Exception
             self._future.set_exception(error)
 
     def close(self) -> None:
@@ -80,16 +80,16 @@ class CompileJob:
         """Return what the function returned.
 
         Args:
-          timeout_s: seconds that it may wait for a thread, and then as many that it may take. It is
-            dropped if it waits for longer.
+          timeout_s: the most seconds that it may wait for a thread, after which it is dropped, and
+            then the most that it may run.
 
         Raises:
-          TimeoutError: it takes longer; its thread continues with it.
+          TimeoutError: it runs for longer; its thread continues with it.
           GrammarsBusyError: it was dropped.
           RuntimeClosedError: the threads were closed before it began.
         """
         if not self._has_begun.wait(timeout_s) and not self._future.cancel():
-            self._has_begun.wait()  # it begins just now
+            self._has_begun.wait()  # it is just beginning
         if self._future.cancelled():
             raise closed() if self._is_closed else _busy()
         left_s = self._begin_s + timeout_s - time.monotonic()
@@ -162,7 +162,7 @@ def _worker(jobs: queue.Queue[CompileJob | None]) -> Callable[[], None]:
 
 @atexit.register
 def _wait_for_running() -> None:
-    """Wait for llguidance, which ends the process with a crash if Python ends before it."""
+    """Wait for llguidance, which crashes the process if Python exits before it."""
     _is_exiting.set()
     for job in tuple(_running):
         job.wait(_EXIT_S)
@@ -178,9 +178,9 @@ class GrammarTrials:
     Args:
       outline: size of the vocabulary, name of each control token by number, and the end token.
       limits: those of llguidance.
-      timeout_s: of a trial.
+      timeout_s: time limit of a trial.
       idle_s: seconds without a grammar after which a process ends.
-      max_bytes: that a process may allocate.
+      max_bytes: the most that a process may allocate.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class GrammarTrials:
         self._idle.put(trial)
 
     def close(self) -> None:
-        """End the processes; what is on trial ends with RuntimeClosedError."""
+        """End the processes; running trials end with RuntimeClosedError."""
         with self._lock:
             self._is_closed = True
             trials = tuple(self._all)
@@ -256,8 +256,6 @@ class GrammarTrials:
 
 @final
 class _Trial:
-    """One process."""
-
     def __init__(self, start: bytes):
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(_PROGRAM)],
@@ -269,10 +267,8 @@ class _Trial:
         self._start = start
 
     def compiles(self, grammar: str, timeout_s: float) -> bool:
-        """Return whether the process has compiled a grammar, rather than ended.
-
-        Raises:
-          TimeoutError: it has done neither.
+        """Return whether the process has compiled a grammar, rather than ended; TimeoutError if
+        neither.
         """
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None and stdout is not None
@@ -286,11 +282,10 @@ class _Trial:
 
     @property
     def has_rested(self) -> bool:
-        """Whether it has ended because no grammar came for a while."""
+        """Whether it has ended because it was idle."""
         return self.process.wait() == 0
 
     def end(self) -> None:
-        """End the process, if it has not, and wait for its end."""
         self.process.kill()
         with suppress(BrokenPipeError):
             self.process.communicate()

@@ -1,8 +1,8 @@
-"""The program of a process that compiles grammars on trial, and ends where one needs too much.
+"""The program of a process that compiles grammars on trial, and ends if one needs too much.
 
 It imports nothing of this package, so that it starts in a tenth of a second. Standard input has
-messages of JSON, each behind its length: first what `main` needs, then a grammar in llguidance's
-notation each time. The answer is one byte, whether the grammar is valid or not.
+messages of JSON, each after its length: first what `main` needs, then one grammar in llguidance's
+notation at a time. The answer is one byte, whether the grammar is valid or not.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import threading
 import time
 from typing import Any
 
-# Seconds of computing for a grammar, for a process whose parent is no more and does not end it.
+# Seconds of computing for a grammar, for a process whose parent has ended and does not end it.
 _CPU_S = 60
 _STACK_BYTES = 64 << 20
 _NICENESS = 10
 
 
 class _Outline:
-    """A vocabulary of one byte a token, whose control tokens have their names and numbers.
+    """A vocabulary of one byte per token, whose control tokens have their names and numbers.
 
-    Whether a grammar compiles, and what that takes, depends on no other tokens.
+    Whether a grammar compiles, and at what cost, depends on no other tokens.
     """
 
     is_tokenizer_wrapper = True
@@ -49,7 +49,7 @@ class _Outline:
 
 
 def main() -> None:
-    """Compile the grammars that come, until no more do."""
+    """Compile grammars until standard input ends."""
     os.nice(_NICENESS)
     package: Any = importlib.import_module("llguidance")
     size, control, eos_token_id, bounds, most_bytes, idle_s = _read()
@@ -72,13 +72,12 @@ def main() -> None:
 
 
 def _read() -> Any:
-    """Return the next message; None at the end."""
     head = _read_bytes(8)
     return json.loads(_read_bytes(*struct.unpack("<q", head))) if head else None
 
 
 def _read_bytes(count: int) -> bytes:
-    """Read from the descriptor itself, as `select` does not know of what a buffer holds."""
+    """Read from the descriptor itself, as `select` does not know what a buffer holds."""
     parts = []
     while count:
         part = os.read(sys.stdin.fileno(), count)

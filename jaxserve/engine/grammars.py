@@ -1,4 +1,4 @@
-"""Grammars, compiled by llguidance within bounds, first on trial, and kept by their text."""
+"""Compiles grammars with llguidance within bounds, first on trial, and caches them by text."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from jaxserve.engine.matcher import Matcher, first_line
 from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.scheduling.plan import TokenMasks
 
-# Seconds that a compilation may take, from its begin, and that it may wait before.
+# The most seconds of a compilation, and the most that it waits before.
 TIMEOUT_S = 10.0
-# Compiled grammars that are kept.
+# Maximum number of cached compiled grammars.
 MAX_KEPT = 32
 # llguidance's own bounds. Its lexer takes 1 to 2 kB a state, so one grammar takes about 50 MB at
-# most, and all that are kept 1.6 GB; the bounds of a mask's time are its defaults.
+# most, and all cached ones 1.6 GB; the bounds of a mask's time are its defaults.
 _LIMITS = {
     "max_grammar_size": 100_000,
     "max_lexer_states": 25_000,
@@ -49,14 +49,14 @@ _BOUND_WORDS = (
 _PARAMETRIC = re.compile(r"\w[ \t]*::[ \t]*_\b")
 _log = logging.getLogger(__name__)
 
-# Keywords that are evaluated for one answer, of a few microseconds each.
+# The most evaluated keywords for one answer, of a few microseconds each.
 _MAX_EVALUATIONS = 10_000
 # Formats that jsonschema knows without another package.
 _FORMATS = ("date", "email", "ipv4", "ipv6", "uuid")
 _PATTERNS = ("pattern", "patternProperties")
 # Keywords that depend on which names match patterns.
 _OTHERS = ("additionalProperties", "unevaluatedProperties")
-# Digits up to which Python reads a number in a short time.
+# The most digits of a number that Python reads in a short time.
 _MAX_DIGITS = 4_000
 _MAX_MESSAGE = 200
 
@@ -66,11 +66,7 @@ def has_grammars() -> bool:
 
 
 def llguidance() -> Any:
-    """Return the package.
-
-    Raises:
-      MissingExtraError: it is not installed.
-    """
+    """Return the package; MissingExtraError if it is not installed."""
     try:
         importlib.import_module("llguidance.numpy")
         return importlib.import_module("llguidance")
@@ -83,10 +79,8 @@ def llguidance() -> Any:
 class CompiledGrammar:
     """A compiled grammar, of which every answer gets a copy.
 
-    The copies share the states of llguidance's lexer, and the limit on their number.
-
-    Attributes:
-      schema: that whole answers are validated against; None for other notations.
+    The copies share the states of llguidance's lexer, and the limit on their number. Whole answers
+    are validated against `schema`; it is None for other notations.
     """
 
     template: Any
@@ -101,7 +95,7 @@ class CompiledGrammar:
 
 
 class _Task(NamedTuple):
-    """A matcher, and what llguidance gets to compute its masks."""
+    """A matcher, and the arguments with which llguidance computes its masks."""
 
     matcher: Matcher
     given: tuple[Any, ...]
@@ -112,9 +106,9 @@ class Grammars:
     """The compiled grammars of one model, shared by its engines and the threads that submit.
 
     Args:
-      eos_token_ids: tokens that end an answer, where its grammar allows it.
+      eos_token_ids: tokens that end an answer, if its grammar allows it.
       vocab_size: of the model.
-      timeout_s: see `TIMEOUT_S`.
+      timeout_s: as `TIMEOUT_S`.
     """
 
     def __init__(
@@ -140,7 +134,7 @@ class Grammars:
         self._is_closed = False
 
     def compiled(self, constraint: Constraint) -> CompiledGrammar:
-        """Return a grammar, compiled now unless it is kept. It may wait for a thread.
+        """Return a grammar, compiled now unless it is cached. It may wait for a thread.
 
         Raises:
           InvalidGrammarError: it cannot be compiled.
@@ -149,7 +143,7 @@ class Grammars:
           MissingExtraError: llguidance is not installed.
           RuntimeClosedError: `close` was called.
         """
-        llguidance()  # without it, an error that says what to install
+        llguidance()  # raises an error that says what to install
         vocabulary = self._read_vocabulary()
         job = self._job(constraint, vocabulary)
         found = self._result(constraint, job)
@@ -163,14 +157,14 @@ class Grammars:
         inner = request.grammar.template.deep_copy()
         if not request.params.min_tokens:
             return Matcher(inner)
-        # Among them the one that stands for an end where the model has no end token.
+        # Among them the one that stands for an end if the model has no end token.
         ends = {*request.stop_token_ids, *self._eos_token_ids, self._vocabulary.eos_token}
         return Matcher(inner, request.params.min_tokens, tuple(ends))
 
     def masks(self, rows: tuple[int, ...], matchers: Sequence[Matcher]) -> TokenMasks:
         """Begin to compute masks on other threads, one for each row, in the order of the matchers.
 
-        A matcher has a row, and one behind each token that it has proposed. Where llguidance
+        A matcher has one row, and one more after each token that it has proposed. If llguidance
         raises, the matchers concerned have an `error` afterwards, and all others their masks. No
         matcher may be used before the masks are complete.
         """
@@ -210,7 +204,7 @@ class Grammars:
         return masks[:, : -(-self._vocab_size // 32)]
 
     def _fill(self, function: Any, tasks: Sequence[_Task], words: np.ndarray) -> None:
-        """Compute the masks of these tasks. A matcher whose task raises cannot go on."""
+        """Compute the masks of these tasks. A matcher whose task raises cannot continue."""
         if not tasks:
             return
         try:
@@ -226,7 +220,7 @@ class Grammars:
     # ---- compilation ----
 
     def _read_vocabulary(self) -> Any:
-        """Return what llguidance knows of the model's tokens; the first caller reads it."""
+        """Return llguidance's view of the model's tokens; the first caller reads it."""
         with self._reading:
             if self._vocabulary is None:
                 package = llguidance()
@@ -257,7 +251,7 @@ class Grammars:
         try:
             return job.result(self._timeout_s)
         except TimeoutError:
-            if job.has_ended:  # on trial; another time the machine may have less to do
+            if job.has_ended:  # not cached: the machine may be less busy another time
                 self._drop(constraint, job)
             raise GrammarTooComplexError(
                 f"the {constraint.notation} was not compiled after {self._timeout_s:g} s; pass a "
@@ -291,11 +285,7 @@ def _compile(constraint: Constraint, vocabulary: Any, trials: GrammarTrials) -> 
 
 
 def _grammar(constraint: Constraint, package: Any) -> str:
-    """Return a constraint in llguidance's own notation.
-
-    Raises:
-      ValueError: it is not in its notation.
-    """
+    """Return a constraint in llguidance's own notation; ValueError if it is malformed."""
     text = constraint.text
     if constraint.notation == "json_schema":
         rules = lark_rules(json.loads(text), "start")
@@ -324,10 +314,8 @@ def read_vocabulary(
 
     llguidance reads the bytes of byte-level and byte-fallback vocabularies itself; tokens of others
     are decoded one by one. A model without an end token gets one after the vocabulary, which it
-    cannot choose.
-
-    Args:
-      vocab_size: of the model, whose embedding may have more rows than there are tokens.
+    cannot choose. `vocab_size` is that of the model, whose embedding may have more rows than there
+    are tokens.
 
     Raises:
       InvalidGrammarError: the tokenizer has more tokens than the model.
@@ -395,12 +383,10 @@ class _Decoded:
 class AnswerSchema:
     """A JSON schema that a finished answer is validated against, by the package jsonschema.
 
-    It is a check that does not depend on the library that compiled the grammar. Regular expressions
-    are left to the grammar: Python's have another syntax, and some would take minutes. So are
-    answers that take too long, and those of a schema that asks for leniency.
-
-    Args:
-      schema: which has compiled to a grammar.
+    This check does not depend on the library that compiled the grammar. Regular expressions are
+    left to the grammar: Python's have another syntax, and some would take minutes. So are answers
+    that take too long, and those of a schema that asks for leniency. The schema must have compiled
+    to a grammar.
 
     Raises:
       MissingExtraError: jsonschema is not installed.

@@ -1,4 +1,4 @@
-"""Proposals for the next tokens of an answer that the host reads token by token."""
+"""Proposes the next tokens of an answer that the host reads token by token."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import final
 _ORDERS = (8, 4, 2)
 # Weight of the earlier proposals after one more.
 _MEMORY = 0.9
-# Tokens of a prompt's end that are indexed, and the most that one step indexes: each takes
-# microseconds of the engine's thread.
+# The most tokens of a prompt's end that are indexed, and the most that one step indexes: each
+# takes microseconds of the engine's thread.
 _MAX_PROMPT = 8192
 _TOKENS_A_STEP = 512
-# Tokens that proposals must be expected to give, since a step with them takes longer.
+# The least expected tokens for proposals to be made, since a step with them takes longer.
 _LEAST_GAIN = 0.3
 
 
@@ -36,7 +36,7 @@ class HostLookup:
         self._append(prompt)
 
     def follow(self, output: Sequence[int]) -> None:
-        """Set the answer's tokens: those of the last call and more, or fewer to begin anew."""
+        """Set the answer's tokens: those of the last call and more, or fewer to restart."""
         num_known = len(self._tokens) - self._num_prompt
         if len(output) < num_known:
             prompt = self._tokens[: self._num_prompt]
@@ -47,7 +47,7 @@ class HostLookup:
         self._append(output[num_known:])
 
     def propose(self, most: int) -> list[int]:
-        """Return at most `most` tokens; none where they are not expected to pay."""
+        """Return at most `most` tokens; none if they are not expected to pay."""
         self._next = None
         for order in _ORDERS:
             place = self._places.get(tuple(self._tokens[-order:]))
@@ -65,11 +65,8 @@ class HostLookup:
     def learn(self, output: Sequence[int], num_new: int, num_proposed: int) -> None:
         """Learn from the newest tokens of the output whether proposals were right.
 
-        Call it before `follow`. A lookup counts although it was not computed.
-
-        Args:
-          num_new: tokens of the newest step.
-          num_proposed: proposals that it computed.
+        Call it before `follow`. A step gave `num_new` tokens and computed `num_proposed` proposals.
+        A lookup counts even if it was not computed.
         """
         if self._next is None or not num_new:
             return
@@ -78,7 +75,7 @@ class HostLookup:
         self._misses = self._misses * _MEMORY + (num_right < max(1, num_proposed))
 
     def _append(self, tokens: Sequence[int]) -> None:
-        """Append tokens, and index some places that are not yet, the first ones first."""
+        """Append tokens, and index some places that are not indexed yet, the first ones first."""
         self._tokens += tokens
         known = self._tokens
         most = self._num_placed + len(tokens) + _TOKENS_A_STEP

@@ -25,7 +25,7 @@ def engine_loop(engine: Engine, clock: Clock, logs: Sequence[RequestLog] = ()) -
     """Start the thread of an engine.
 
     Args:
-      logs: logs that get every request that began and ended, unless the loop itself failed.
+      logs: get every request that began and ended, unless the loop itself failed.
     """
     return DeviceLoop(_EngineWork(engine, clock, logs), clock, name="jaxserve-engine")
 
@@ -38,7 +38,7 @@ class _EngineWork:
         self._engine = engine
         self._clock = clock
         self._logs = logs
-        # Whether something may be left to do while nothing else is.
+        # Whether there may be work for idle time.
         self._may_use_idle_time = False
         self._answers: dict[str, Answer] = {}
         self._by_sequence: dict[int, Answer] = {}
@@ -60,7 +60,7 @@ class _EngineWork:
         job.begin(self._engine.add(job.request), self._engine.weights)
         self._by_sequence.update((s.key, job) for s in job.sequences)
         for sequence in job.sequences:
-            if sequence.output:  # what a grammar forces before any step
+            if sequence.output:  # forced by a grammar before any step
                 job.deliver(sequence, self._engine.scheduler)
         self._settle(job)
 
@@ -107,7 +107,7 @@ class _EngineWork:
             self.cancel(request_id)
 
     def fail_all(self, error: JaxserveError, not_begun: Sequence[Answer]) -> None:
-        # One that failed to begin may be in both.
+        # An answer that failed to begin may be in both.
         remaining = self._answers | {answer.request.id: answer for answer in not_begun}
         for answer in remaining.values():
             answer.fail(error, self._clock.now())

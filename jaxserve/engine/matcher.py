@@ -24,7 +24,7 @@ class Matcher:
 
     Attributes:
       mask_s: seconds that its masks took on a host thread.
-      proposed: tokens behind which it computes masks too, see `propose`.
+      proposed: tokens after which it computes masks too (`propose`).
     """
 
     def __init__(self, inner: Any, min_tokens: int = 0, end_token_ids: Sequence[int] = ()):
@@ -39,7 +39,7 @@ class Matcher:
         self._failure: Exception | None = None
 
     def follow(self, output: Sequence[int]) -> None:
-        """Set the answer's tokens: those of the last call and more, or fewer to begin anew."""
+        """Set the answer's tokens: those of the last call and more, or fewer to restart."""
         if len(output) != self._num_tokens:
             self.proposed = ()
         if len(output) < self._num_tokens:
@@ -62,10 +62,8 @@ class Matcher:
         """Return the leading tokens that the grammar allows next, at most `most`.
 
         Tokens that are forced after one of them follow it, or it is left out. A token that
-        completes the answer is left out, too.
-
-        Args:
-          forces: whether forced tokens become output without a choice.
+        completes the answer is left out, too. If it `forces`, forced tokens become output without a
+        choice.
         """
         found: list[int] = []
         forced_at: dict[int, int] = {}
@@ -103,12 +101,11 @@ class Matcher:
         return self.inner.is_stopped() and not self.inner.is_error()
 
     def take_masks(self, masks: UInt32[np.ndarray, "places words"], seconds: float) -> None:
-        """Forbid tokens that end the answer too early; allow all where it cannot go on.
+        """Forbid tokens that end the answer too early; allow all if it cannot continue.
 
-        Args:
-          masks: the tokens that the grammar allows, a bit each, next and after each proposed token;
-            changed in place. Where a token is forced, it alone is allowed.
-          seconds: that they took.
+        `masks` has the tokens that the grammar allows, a bit each, next and after each proposed
+        token, and is changed in place; computing it took `seconds`. If a token is forced, it alone
+        is allowed.
         """
         self.mask_s += seconds
         mask = masks[0]
@@ -128,7 +125,7 @@ class Matcher:
 
     @property
     def error(self) -> GrammarFailedError | GrammarTooComplexError | AnswerTooShortError | None:
-        """Why the answer cannot go on; None if it can."""
+        """Why the answer cannot continue; None if it can."""
         if self._failure is not None:
             failed = GrammarFailedError(
                 f"llguidance failed after {self._num_tokens} tokens of the answer "

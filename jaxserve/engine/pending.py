@@ -27,7 +27,7 @@ class PendingRequest(Generic[_C]):
     """A submitted request.
 
     Attributes:
-      future: future of the completion; a failed request has a completion with an error.
+      future: resolves to the completion; that of a failed request has an error.
     """
 
     def __init__(self, request_id: str, future: Future[_C], cancel: Callable[[str], None]):
@@ -55,7 +55,7 @@ class PendingRequest(Generic[_C]):
         return await asyncio.shield(asyncio.wrap_future(self.future))
 
     def cancel(self) -> None:
-        """End the request; `result` then returns what there is of its output."""
+        """End the request; `result` then returns its output so far."""
         self._cancel(self.request_id)
 
 
@@ -70,10 +70,8 @@ def wait_for_all(
 ) -> None:
     """Wait until every request has ended. Ctrl-C interrupts only the wait.
 
-    Args:
-      label: label of the progress bar, which is shown after two seconds.
-      unit: what the bar's rate counts.
-      units_of: number of these in a completion.
+    The progress bar, shown after two seconds, has this `label`; its rate counts `unit`, of which a
+    completion has `units_of`.
 
     Raises:
       TimeoutError: a request has not ended after `timeout_s` seconds; all of them continue.

@@ -22,7 +22,7 @@ from jaxserve.scheduling.slack import Pace
 MAX_RECORDS = 32_768
 # Number of newest steps from which the time of an iteration is computed.
 _NUM_RECENT = 64
-# Number of newest steps of a kind; none before them counts as slower than their median.
+# Number of newest steps of a kind; no earlier one counts as slower than their median.
 _NUM_NEWEST = 8
 
 
@@ -35,16 +35,16 @@ class StepRecord:
       kind: "mixed", "decode loop" or "handover"; of a cell engine, the name of the cell.
       num_rows: number of sequences that the step advances, or of nodes in the task.
       num_tokens: number of tokens over all iterations, including those after an early end.
-      num_padding_tokens: number of unused tokens that pad the step to its compiled size. The device
-        computes `num_tokens` and these.
+      num_padding_tokens: number of unused tokens that pad the step to its compiled size, computed
+        in addition to `num_tokens`.
       num_running, num_waiting: number of sequences with and without a slot.
       pages_owned, pages_reserved: number of pages in use, and of additional reserved pages.
-      pages_cached: number of pages that are not in use and whose contents may be used again.
+      pages_cached: number of pages that are not in use and whose contents may be reused.
       pages_out, pages_in: number of pages copied to the host and back before the step.
       host_gap_s: seconds that the device may have idled before the step.
       collected_s: time at which the host had collected the step; None if it has not.
       replica: index of the replica that ran the step; each replica counts `index` from 0.
-      group: device group that ran the step, see `StepPlan`; or the worker of a cell engine.
+      group: device group that ran the step (`StepPlan`), or the worker of a cell engine.
     """
 
     index: int
@@ -211,10 +211,8 @@ class Recorder:
     def step_collected(self, index: int, now_s: float) -> float:
         """Record that the step of the plan with this index was collected.
 
-        Returns:
-          The most seconds that the devices took for it: since its submission, or since the
-            collection of
-          the step before it in its group.
+        Return the most seconds that the devices took for it: since its submission, or since the
+        collection of the step before it in its group.
         """
         step = self._in_flight.pop(index)(collected_s=now_s)
         self._records.add_step(step)
@@ -242,7 +240,6 @@ def _recovered(weighted: list[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 def _median(weighted: list[tuple[float, int]]) -> float | None:
-    """Return the median of (value, weight) pairs; None without any."""
     num_left = sum(num for _, num in weighted) / 2
     for value, num in sorted(weighted):
         num_left -= num

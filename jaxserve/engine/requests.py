@@ -1,4 +1,4 @@
-"""Conversion of prompts to validated requests."""
+"""Converts prompts to validated requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxserve.models.tokenizer import Tokenizer
 from jaxserve.workload import WorkloadItem
 
 _OWN_IDS = "request-"
-# Iterables of integers that are no token ids.
+# Iterables of integers that are not token ids.
 _BYTES = (bytes, bytearray, memoryview)
 
 Message = Mapping[str, Any]
@@ -91,9 +91,7 @@ class RequestBuilder:
     """A builder of one model's requests: it tokenizes, adds end tokens and checks every limit.
 
     Args:
-      tokenizer: the model's tokenizer; None restricts prompts to token ids.
-      eos_token_ids: the model's end tokens.
-      vocab_size: size of the vocabulary; token ids are below it.
+      tokenizer: None restricts prompts to token ids.
       max_prompt_tokens: returns the length of the longest prompt that leaves room for one output
         token, which changes when the page pool is resized.
       seed: seed of requests that do not set one.
@@ -171,21 +169,13 @@ class RequestBuilder:
         )
 
     def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the tokens of a prompt that can be served.
-
-        Raises:
-          InvalidRequestError: the prompt cannot be served; one of its subclasses.
-        """
+        """Return the tokens of a prompt that can be served; InvalidRequestError for any other."""
         tokens = self._tokens(prompt)
         self._check_tokens(tokens)
         return tokens
 
     def build_item(self, item: WorkloadItem, arrival_s: float) -> Request:
-        """Return the request of a workload's item, which arrives at `arrival_s`.
-
-        Raises:
-          InvalidRequestError: the item cannot be served; one of its subclasses.
-        """
+        """Return the request of a workload's item; InvalidRequestError if it cannot be served."""
         return self.build(
             item.prompt_token_ids,
             item.params(),

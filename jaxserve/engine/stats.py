@@ -43,20 +43,19 @@ class EngineStats:
       num_prefix_hit_on_host, num_prefix_hit_on_disk: hits on the host and on the disk.
       num_evicted_tokens: queried tokens that the prefix cache had evicted recently.
       num_refined: number of times that a probe's reading changed a sequence's length estimate.
-      num_taken_back: planned output tokens that steps did not deliver although their answers had
-        not ended.
+      num_taken_back: planned output tokens that steps did not deliver before their answers' end.
       num_handovers_lost: sequences whose pages did not arrive at the other device group.
       num_lost_steps: steps that the device could not compute for lack of memory, or after such a
         step; the requests of the first have failed, the others were computed again.
       num_constrained: requests with a grammar.
       num_forced: output tokens that their grammars forced, which took no step of their own.
-      num_drafts: number of times that proposals were computed behind a sequence's newest token.
+      num_drafts: number of times that proposals were computed after a sequence's newest token.
       num_draft_tokens, num_accepted_tokens: proposals that decode loops computed, and those of them
         that became output.
-      num_accepted_by_place: of the latter, those at each place of a draft; empty in a runtime that
+      num_accepted_by_place: accepted proposals at each place of a draft; empty in a runtime that
         does not speculate.
       num_bounds_kept, num_bounds_missed, num_bounds_refused: latency bounds of single requests, by
-        what became of them, in the order of `BOUND_NAMES`.
+        outcome, in the order of `BOUND_NAMES`.
       max_pages_owned: maximum number of pages in use at the same time.
       busy_s: seconds during which there was work.
       host_gap_s: seconds of `busy_s` during which the device may have been idle.
@@ -156,7 +155,6 @@ class EngineStats:
         self.num_lost_steps += num_steps
 
     def take_in(self, counters: Mapping[str, float]) -> None:
-        """Set counters that are kept elsewhere, by name."""
         for name, count in counters.items():
             setattr(self, name, count)
 

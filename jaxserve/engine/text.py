@@ -1,4 +1,4 @@
-"""Incremental conversion of tokens to text, and detection of stop strings."""
+"""Converts tokens to text incrementally, and detects stop strings."""
 
 from __future__ import annotations
 
@@ -42,18 +42,15 @@ class TextAssembler:
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._num_shown = 0
-        # The end of what is searched, and for each of its characters its place in the text. Those
+        # The end of the searched text, and for each of its characters its place in the text. Those
         # of a control token that the text leaves out have the place of what follows them.
         self._tail = ""
         self._places: list[int] = []
         self._num_known = 0
 
     def push(self, token_ids: Sequence[int]) -> int | None:
-        """Append tokens to the text.
-
-        Returns:
-          The number of tokens that complete a stop string, before which the text now ends; None if
-          no stop string is complete.
+        """Append tokens; return how many complete a stop string, before which the text ends, or
+        None.
         """
         if not self._stops:
             self.text += self._decoder.push(token_ids)

@@ -1,4 +1,4 @@
-"""Versions of the weights that steps compute with, and of those that computed a sample's tokens."""
+"""Versions of the weights that steps compute with, and that computed a sample's tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Weights:
     """The weights of an engine.
 
     Attributes:
-      version: 0 for those that the engine began with; it increases with every update.
-      oldest_kept: the oldest version of the first token of a sample that goes on.
+      version: 0 for the initial weights; it increases with every update.
+      oldest_kept: the oldest version of the first token of a sample that continues.
     """
 
     version: int = 0
@@ -22,13 +22,7 @@ class Weights:
 
 @final
 class TokenVersions:
-    """The versions of the weights that computed the tokens of one sample.
-
-    It stores only the positions at which the version changes.
-
-    Args:
-      version: of the weights that compute the first token.
-    """
+    """The versions of the weights that computed the tokens of one sample, stored as changes."""
 
     def __init__(self, version: int):
         self._starts = [(version, 0)]

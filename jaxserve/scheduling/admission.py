@@ -296,7 +296,7 @@ class ExpectedPeak:
             self._use = everything.memory(self._held(self._sequences), self._longest)
             self._margins = self._margins_at(memory_times(self._longest))
         sequences = [sequence]
-        if self._has_admitted:  # computed for several before; the other ones then are far behind
+        if self._has_admitted:  # after an admission more are likely
             self._has_admitted = False
             sequences += [each for each in following() if each is not sequence]
             forecast = self._lengths.forecast(sequences, even_if_unknown=True)
