@@ -29,20 +29,20 @@ from jaxserve.scheduling.plan import LINK, Handover, StepPlan
 @final
 @dataclass(frozen=True)
 class GroupCosts:
-    """The costs of each group's steps, and of the KV that is handed from one to another.
+    """The costs of each group's steps and of the KV handovers between groups.
 
     The link carries one handover at a time, while the groups compute.
 
     Attributes:
-      groups: of each device group, by its number in `StepPlan.group`.
+      groups: the costs of each device group, by its number in `StepPlan.group`.
       page_bytes: bytes of a page, in all layers.
-      link_bytes_per_s: bandwidth of all links between two groups together. Over the host's memory,
-        as in ExeGPT's runner (section 3), a page passes two links in turn, at half the bandwidth.
-      handover_s: seconds of a handover besides its bytes.
-      beside: how many times as long a step of each group takes while the other one computes; see
+      link_bytes_per_s: bandwidth of all links between two groups together. Through host memory, as
+        in ExeGPT's runner (section 3), a page crosses two links in turn, at half the bandwidth.
+      handover_s: fixed seconds of a handover, without its bytes.
+      beside: how many times as long a step of each group takes while the other group computes; see
         `GroupTimes`.
-      copies_follow_steps: whether a handover begins when its source has run the steps that were
-        submitted before it, as on devices.
+      copies_follow_steps: whether a handover begins only after its source has run the steps that
+        were submitted before it, as on devices.
     """
 
     groups: tuple[StepCost, ...]
@@ -65,7 +65,7 @@ class GroupCosts:
         return before_s + self.handover_s + num_bytes / self.link_bytes_per_s
 
 
-# The pages of the larger handover that is timed; the smaller one has those of a call.
+# Pages of the larger timed handover; the smaller one has the pages of one call.
 _MANY_PAGES = 4 * PAGES_A_CALL
 _TIMINGS = 5
 
@@ -73,14 +73,14 @@ _TIMINGS = 5
 @final
 @dataclass(frozen=True, kw_only=True)
 class GroupTimes:
-    """What the steps of two device groups take, each measured while the other is idle.
+    """Step times of two device groups, each measured while the other is idle.
 
     Attributes:
       groups: step times of the encode group and of the decode group.
-      handover_s: a handover without its pages, from its submission to its arrival.
-      page_s: each of its pages.
-      beside: how many times as long a step of each group takes while the other one computes, pages
-        are handed over, and the host plans. It is more than 1 where they share something, as host
+      handover_s: seconds of a handover without its pages, from submission to arrival.
+      page_s: seconds of each page of a handover.
+      beside: how many times as long a step of each group takes while the other group computes,
+        pages are handed over, and the host plans; above 1 where the groups share something, as host
         devices share cores.
     """
 
@@ -97,14 +97,13 @@ class GroupTimes:
 
     @classmethod
     def load(cls, path: str | Path, *, expected: Sequence[Origin] | None = None) -> GroupTimes:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Args:
           expected: the origin of each group.
 
         Raises:
-          InvalidProfileError: the file has no times of two groups, or an origin is not the expected
-            one.
+          InvalidProfileError: the file has no times of two groups, or an origin is not as expected.
         """
         times = read_table(path, cls._from_json, "times of two groups", "GroupTimes.save")
         for group, origin in enumerate(expected or ()):
@@ -126,8 +125,7 @@ class GroupTimes:
         )
 
     def costs(self) -> GroupCosts:
-        """Return the costs of a simulated executor's steps."""
-        # Bytes are counted in pages, whose seconds are measured.
+        # The unit of bytes is a page, because the seconds of a page are measured.
         return GroupCosts(
             self.groups,
             page_bytes=1.0,
@@ -146,9 +144,9 @@ def measure_groups(
     rounds: int = 2,
     progress: bool = True,
 ) -> GroupTimes:
-    """Time the steps of each device group, alone and beside the other's, and handovers.
+    """Time the steps of each device group, alone and while the other computes, and the handovers.
 
-    The executor must be idle; its slots are inert afterwards, and its pages have other contents.
+    The executor must be idle. Afterwards its slots are inert and its pages are overwritten.
 
     Args:
       origins: the origin of each group's table.
@@ -171,7 +169,6 @@ def measure_groups(
 
 
 def _handover_s(executor: Executor, clock: Clock, num_pages: int) -> float:
-    """Return the median seconds of a handover of `num_pages` pages between idle groups."""
     handover = Handover(0, 0, 1, tuple(range(1, 1 + num_pages)))
     plan = StepPlan(index=0, num_iterations=0, handovers=(handover,), group=LINK)
     seconds = []
@@ -182,18 +179,15 @@ def _handover_s(executor: Executor, clock: Clock, num_pages: int) -> float:
     return statistics.median(seconds[1:])
 
 
-# Times that a group of another size divides among its devices.
+# Times that depend on the number of devices in a group.
 _DIVIDED = ("decode_s", "prefill_s", "encode_s")
 
 
 @final
 class GroupSizes:
-    """Step times by the number of devices of a group, measured or derived from measured ones.
+    """Step times by group size, measured or derived from measured sizes.
 
-    A group measures every kind of step, so that either group may have what the other one measured.
-
-    Args:
-      measured: times of the present groups.
+    A group measures every kind of step, so times of one group also serve the other.
     """
 
     def __init__(self, measured: GroupTimes):
@@ -202,24 +196,21 @@ class GroupSizes:
         self.learn(measured)
 
     def learn(self, measured: GroupTimes) -> None:
-        """Take in times of both groups, and of the handovers between them."""
         self._present = measured
         for times in measured.groups:
             self.add(times)
 
     def add(self, times: StepTimes) -> None:
-        """Take in times of a group of `times.origin.device["count"]` devices."""
+        """Add the times of a group of `times.origin.device["count"]` devices."""
         self._measured[times.origin.device["count"]] = times
 
     def is_measured(self, *sizes: int) -> bool:
-        """Return whether no times of groups of these sizes are derived."""
+        """Return whether all of these sizes are measured."""
         return all(size in self._measured for size in sizes)
 
     def times(self, encode: int, decode: int) -> GroupTimes:
-        """Return the times of groups of these sizes; handovers take what they took when measured.
-
-        Args:
-          encode, decode: numbers of devices.
+        """Return the times of groups of `encode` and `decode` devices; handovers keep their
+        measured times.
         """
         groups = tuple(map(self._of_size, (encode, decode)))
         return replace(self._present, groups=groups)
@@ -234,15 +225,15 @@ class GroupSizes:
 
 
 def derived(times: StepTimes, size: int, other: StepTimes | None = None) -> StepTimes:
-    """Return the times of a group of `size` devices, from those of groups of other sizes.
+    """Return the times of a group of `size` devices, derived from groups of other sizes.
 
-    A step on k devices takes s + p / k seconds (Amdahl's law). Measured times of two sizes give s
-    and p, from the median ratio of their entries; with one size s is 0, so that more devices are
-    taken as better than they are, and fewer as worse. What the host does is as it was.
+    A step on k devices takes s + p / k seconds (Amdahl's law). The median ratio between two
+    measured sizes gives s and p. With one size s is 0, which overrates larger groups and underrates
+    smaller ones. The host's times do not change.
 
     Args:
-      times: of the size that is nearest.
-      other: of another size; None if there is one size.
+      times: the nearest measured size.
+      other: another measured size, if there is one.
     """
     count = times.origin.device["count"]
     parallel = 1.0
@@ -264,7 +255,6 @@ def derived(times: StepTimes, size: int, other: StepTimes | None = None) -> Step
 
 
 def _ratios(times: StepTimes, other: StepTimes) -> Iterator[float]:
-    """Yield how many times as long each entry of `other` takes."""
     for name in _DIVIDED:
         mine, others = getattr(times, name), getattr(other, name)
         for key, curve in mine.items():

@@ -1,9 +1,9 @@
 """The profiler of layers (ExeGPT, section 3): what the parts of one layer cost on real devices.
 
-`measure_layers` times attention apart from the rest of a layer, for every tensor-parallel degree,
-and what synchronisation, transfers between stages, and KV between groups cost. The `LayerProfile`
-is a `LayerCost` (`MeasuredLayerCost`), so that `schedules.search` covers RRA and WAA with stages
-and partial tensor parallelism.
+`measure_layers` times attention separately from the rest of a layer for every tensor-parallel
+degree, and the costs of synchronisation, transfers between stages, and KV handovers. From the
+`LayerProfile`, `MeasuredLayerCost` implements `LayerCost`, so that `schedules.search` covers RRA
+and WAA with stages and partial tensor parallelism.
 """
 
 from jaxserve.planning.layers.bench import LayerBench, degrees_of

@@ -49,7 +49,7 @@ from pallas_kernels.paged_attention import Plan
 from sharding import make_mesh
 from sharding.shards import TENSOR, over_tensor, sum_over_tensor
 
-# A call is repeated in blocks of at least this long; the median of the blocks counts.
+# Calls are repeated in blocks of about this length; the result is the median of the blocks.
 _BLOCK_S = 0.02
 _NUM_BLOCKS = 3
 _MAX_CALLS = 64
@@ -60,11 +60,11 @@ _LONG_S = 0.25
 def seconds_of(call: Callable[[Any], Any], start: Any) -> tuple[float, Any]:
     """Return the seconds of a call, and its last result.
 
-    Each call takes the result of the one before, so that calls follow each other on the device as
-    layers do. The first call, which compiles, does not count. A long call is timed once.
+    Each call takes the previous result, so that calls follow each other on the device as layers do.
+    The first call, which compiles, is not counted. A call of `_LONG_S` or more is timed once.
 
     Args:
-      start: the argument of the first call; the call may donate it.
+      start: the argument of the first call, which may donate it.
     """
     value = jax.block_until_ready(call(start))
     began_s = time.perf_counter()
@@ -83,14 +83,14 @@ def seconds_of(call: Callable[[Any], Any], start: Any) -> tuple[float, Any]:
     return statistics.median(blocks), value
 
 
-# Copies of a block's weights, so that caches do not hold what other layers would have displaced.
+# Several copies of a block's weights defeat caches, as the weights of other layers would.
 _WEIGHTS_BYTES = 256 << 20
 _MAX_COPIES = 32
 
 
 @final
 class TimedBlock:
-    """An encoder's or a decoder's block, in several copies, whose attention costs next to nothing.
+    """An encoder or decoder block, in several copies, with a stub for attention that costs little.
 
     Args:
       block: a `jaxserve.models.layers.Block`, on the devices of `place`.
@@ -109,13 +109,12 @@ class TimedBlock:
         self._anywhere = jax.jit(rest)
 
     def rest_s(self, x: Float[Array, "tokens embed"]) -> float:
-        """Return the seconds of the block, with its sums over shards."""
         params = cycle(self._params)
         with self._place.in_force():
             return seconds_of(lambda x: self._here(next(params), x), x)[0]
 
     def busy_s(self, x: Float[Array, "tokens embed"], devices: Sequence[Any]) -> float:
-        """Return the seconds of the block on each of these devices, all at the same time."""
+        """Return the seconds of the block while all these devices compute it at the same time."""
         params = [jax.device_put(self._params[0], device) for device in devices]
         start = [jax.device_put(x, device) for device in devices]
 
@@ -128,7 +127,7 @@ class TimedBlock:
 
 @final
 class _WithoutAttention:
-    """A `LayerContext` in which a query sees its own key and value alone."""
+    """A `LayerContext` in which a query attends only to its own key and value."""
 
     adapter: Int32[Array, " tokens"] | None = None
 
@@ -142,7 +141,7 @@ class _WithoutAttention:
         scale: float | None,
         soft_cap: float | None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
-        """See `LayerContext`. Keys and values take part, so that they are computed."""
+        """Use keys and values in the result, so that XLA does not remove their computation."""
         group = self._group
         own = qkv[:, :, group] + qkv[:, :, group + 1]
         out = qkv[:, :, :group] + jnp.asarray(1e-6, qkv.dtype) * own[:, :, None]
@@ -154,7 +153,7 @@ class _WithoutAttention:
 
 @final
 class _WithoutCrossAttention:
-    """A `CrossContext` in which a query sees itself alone."""
+    """A `CrossContext` that returns its queries."""
 
     adapter: Int32[Array, " tokens"] | None = None
 
@@ -169,7 +168,6 @@ class _WithoutCrossAttention:
 
 
 def _copies_of(params: Any) -> list[Any]:
-    """Return a block's parameters, several times in memory."""
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
     num = min(_MAX_COPIES, max(1, -(-_WEIGHTS_BYTES // num_bytes)))
     return [params, *(jax.tree.map(jnp.copy, params) for _ in range(num - 1))]
@@ -177,11 +175,7 @@ def _copies_of(params: Any) -> list[Any]:
 
 @final
 class EncoderLayer:
-    """The first layer of an encoder with random weights.
-
-    Args:
-      encoder: on the devices of `place`.
-    """
+    """The first layer of an encoder (on the devices of `place`) with random weights."""
 
     def __init__(self, encoder: Encoder, place: Placement):
         self._config = encoder.config
@@ -211,7 +205,7 @@ class EncoderLayer:
         return self._block.busy_s(x, devices)
 
     def attention_s(self, num_prompts: int, qkv: Float[Array, "tokens heads 3 head_dim"]) -> float:
-        """Return the seconds of the attention of a pass of prompts of equal length.
+        """Return the seconds of attention in a pass over prompts of equal length.
 
         Args:
           qkv: of all prompts, with heads divided over the devices.
@@ -229,7 +223,6 @@ _KV_BYTES = 256 << 20
 
 
 def quantised_model(config: DecoderConfig, sizes: LayerSizes) -> tuple[nnx.GraphDef, nnx.State]:
-    """Return a model with random weights in the format that `sizes` says."""
     graphdef, _ = abstract_model(config)
     params = random_params(config, 0)
     quantisation = Quantisation.of(RuntimeOptions.parse(sizes.weights))
@@ -239,9 +232,9 @@ def quantised_model(config: DecoderConfig, sizes: LayerSizes) -> tuple[nnx.Graph
 
 
 def one_layer(config: DecoderConfig) -> DecoderConfig:
-    """Return the configuration of a model's first layer with full attention, if it has one.
+    """Return the configuration of one layer, the first with full attention if there is one.
 
-    An encoder has one layer, too.
+    An encoder-decoder model also keeps one encoder layer.
     """
     windows = config.sliding_windows
     layer = windows.index(None) if None in windows else 0
@@ -255,11 +248,11 @@ def one_layer(config: DecoderConfig) -> DecoderConfig:
 class ShardedLayer:
     """A layer with random weights, its KV cache, and the model's head, on some devices.
 
-    Of an encoder-decoder model it is a layer of the decoder, and one of the encoder.
+    For an encoder-decoder model it has one decoder layer and one encoder layer.
 
     Args:
       config: of a model with one layer, see `one_layer`.
-      devices: as many as there are shards.
+      devices: one per shard.
     """
 
     def __init__(self, config: DecoderConfig, sizes: LayerSizes, devices: Sequence[Any]):
@@ -326,20 +319,19 @@ class ShardedLayer:
     # ---- seconds of the parts, by the names of `layers.profile` ----
 
     def launch_s(self, at: int) -> float:
-        """Return the seconds of an empty pass."""
         return self._time(self._launch, self._ones(at))
 
     def rest_s(self, num_tokens: int) -> float:
-        """Return the seconds of the layer without its attention, with its sums over shards."""
+        """Return the seconds of the layer without attention, with its sums over shards."""
         return self._block.rest_s(self._ones(num_tokens))
 
     def encode_s(self, num_tokens: int) -> float:
-        """Return the same of the encoder's layer."""
+        """Return the seconds of the encoder layer without attention, with its sums over shards."""
         assert self._encoder is not None, "a model without an encoder"
         return self._encoder.rest_s(self._ones(num_tokens))
 
     def join_s(self, num_tokens: int) -> float:
-        """Return the seconds to project encoder outputs, and to write their keys and values."""
+        """Return the seconds to project encoder outputs and to write their keys and values."""
         longest = self._sizes.max_length
         whole, rest = divmod(num_tokens, longest)
         lengths = [longest] * whole + [rest] * (rest > 0)
@@ -350,21 +342,20 @@ class ShardedLayer:
         return seconds
 
     def sums_s(self, num_tokens: int) -> float:
-        """Return the seconds of one sum of activations over the shards."""
         return self._time(self._sums, self._ones(num_tokens))
 
     def head_s(self, num_rows: int) -> float:
-        """Return the seconds of logits and greedy choice."""
+        """Return the seconds of logits and greedy sampling."""
         return self._time(partial(self._head, self._params), self._ones(num_rows))
 
     def prompts_s(self, num_prompts: int, length: int) -> float:
-        """Return the seconds of the attention of a pass of prompts of one length."""
+        """Return the seconds of attention in a pass over prompts of one length."""
         if self._encoder is not None:
             return self._encoder.attention_s(num_prompts, self._qkv(num_prompts * length))
         return self.attention_s([length] * num_prompts, [length] * num_prompts)
 
     def cross_s(self, batch: int, length: int) -> float:
-        """Return the seconds of cross attention of decoding sequences to prompts of a length."""
+        """Return the seconds of cross attention of decoding sequences to prompts of one length."""
         ones, lengths = [1] * batch, [length] * batch
         q = self._qkv(batch)[:, :, :-2].reshape(batch, -1, self._config.head_dim)
         with self._place.in_force():
@@ -379,7 +370,7 @@ class ShardedLayer:
             return seconds_of(lambda q: self._see(q, own, self._cache), q)[0]
 
     def attention_s(self, num_queries: Sequence[int], lengths: Sequence[int]) -> float:
-        """Return the seconds of attention of the newest queries of sequences of these lengths."""
+        """Return the seconds of attention of each sequence's newest queries."""
         with self._place.in_force():
             batch = self._attention_batch(num_queries, lengths)
             rope, tables = self._config.layer_ropes[0], None
@@ -394,9 +385,9 @@ class ShardedLayer:
         return seconds
 
     def busy_s(self, num_tokens: int, devices: Sequence[Any]) -> float:
-        """Return the seconds of the layer on each of these devices, all at the same time.
+        """Return the seconds of the layer while all these devices compute it at the same time.
 
-        Of an encoder-decoder model it is the encoder's, which a pass of prompts has.
+        For an encoder-decoder model that is the encoder layer, which passes of prompts use.
         """
         block = self._block if self._encoder is None else self._encoder
         return block.busy_s(self._ones(num_tokens), devices)
@@ -411,7 +402,7 @@ class ShardedLayer:
         return self._time(there_and_back, self._ones(num_tokens)) / 2
 
     def handover_s(self, num_tokens: int, other: Any) -> float:
-        """Return the seconds to copy the layer's pages of so many tokens to another device."""
+        """Return the seconds to copy the layer's pages of `num_tokens` tokens to another device."""
         num_pages = -(-num_tokens // self._sizes.page_size)
         pages = self._pages(1, num_pages)[0].astype(np.int32)
         here, there = jnp.asarray(pages), jax.device_put(np.arange(1, num_pages + 1), other)
@@ -480,7 +471,7 @@ class ShardedLayer:
         )
 
     def _plan(self, queries: np.ndarray, length: np.ndarray) -> Plan | None:
-        """Return the plan of rows, for kernels that work through one."""
+        """Return the attention plan of rows; None for kernels that need none."""
         if self._planner is None:
             return None
         rows = [
@@ -546,17 +537,17 @@ def degrees_of(config: DecoderConfig, devices: Sequence[Any]) -> tuple[int, ...]
 
 @final
 class LayerBench:
-    """A `LayerTimer` of the first layer of a model with full attention, with random weights.
+    """A `LayerTimer` of a model's first layer with full attention, with random weights.
 
-    Of an encoder-decoder model, the first layer of each.
+    For an encoder-decoder model it times the first encoder layer and the first decoder layer.
 
     Args:
-      devices: those of the cluster; a degree takes the first of them.
-      degrees: to time; by default all that `degrees_of` returns.
+      devices: the cluster's devices; a degree d uses the first d.
+      degrees: degrees to time; by default all that `degrees_of` returns.
 
     Raises:
-      InvalidConfigError: a degree does not divide the layer, or is more than the devices; or the
-        model has recurrent layers.
+      InvalidConfigError: a degree does not divide the layer or exceeds the number of devices, or
+        the model has recurrent layers.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Layer costs from measured layers, and a deployment that has them, for `schedules.search`."""
+"""Layer costs from measured layers, and a deployment that uses them, for `schedules.search`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from jaxserve.planning.schedules.timeline import Deployment, Numbers, Phase
 
 @final
 class Line:
-    """Seconds over a positive number: linear between points, and raised where measured ones fall.
+    """Seconds over a positive number: linear between points, and raised where measured points fall.
 
-    Beyond the last point seconds grow in proportion, or with a power of it.
+    Beyond the last point seconds grow in proportion, or with a power of the ratio.
     """
 
     def __init__(self, points: Mapping[int, float], *, power: float = 1.0):
@@ -47,21 +47,21 @@ class Line:
 class MeasuredLayerCost:
     """A `LayerCost` of a model on real devices, from a `LayerProfile`.
 
-    Every curve has the seconds of an empty pass, which are taken off and counted once a stage
-    (`launch_s`). A pass of more tokens than were measured takes several passes, and one of more
-    sequences likewise. Prompts beyond the longest length cost with its square.
+    Every curve includes the seconds of an empty pass, which are subtracted and counted once a stage
+    (`launch_s`). A pass of more tokens or sequences than were measured counts as several passes.
+    Prompts beyond the longest length cost with its square.
 
-    The rest of a layer is measured with its sums over shards. These are taken off again, so that
-    the sum of both is what was measured and rises with the number of tokens.
+    The rest of a layer is measured with its sums over shards. These are subtracted, so that the
+    total of both is the measured value and rises with the number of tokens.
 
-    Of an encoder-decoder model, prompts cost the encoder's layers. A decoded token attends to its
-    own sequence and, across, to a prompt of the mean length.
+    For an encoder-decoder model, prompts cost the encoder's layers, and a decoded token attends to
+    its own sequence and, by cross attention, to a prompt of the mean length.
 
     Parts are measured while other devices idle. Host devices share cores, so a layer takes longer
-    when all devices compute at the same time. How much longer was measured for the largest pass,
-    and counts for every part.
+    when all devices compute. The slowdown is measured for the largest pass and applied to every
+    part.
 
-    Not in the profile, and 0 here: the embedding, the host's planning, edits of slots.
+    The embedding, the host's planning and edits of slots are not in the profile and count as 0.
 
     Args:
       num_layers: layers of the decoder, whose KV is handed over.
@@ -69,8 +69,8 @@ class MeasuredLayerCost:
       num_input_tokens: mean tokens of a prompt, for an encoder-decoder model.
 
     Raises:
-      InvalidProfileError: the profile lacks curves of one device, as that of an interrupted
-        measurement may.
+      InvalidProfileError: the profile lacks curves of one device, for example because its
+        measurement was interrupted.
     """
 
     batching_pays = False
@@ -115,14 +115,15 @@ class MeasuredLayerCost:
         return np.maximum(whole_s - self.sync_s(phase, num_tokens, degree), 0.0)
 
     def sync_s(self, phase: Phase, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        # After attention and the MLP, and after cross attention.
+        # One after attention, one after the MLP, and one after cross attention.
         num_sums = 2 + (phase is Phase.DECODE and self._profile.has_encoder)
         return self._by_degree(degree, lambda d: num_sums * self._sums[d](num_tokens))
 
     def slowdown(self, degree: int) -> float:
-        """Return how much longer `degree` devices take when all devices compute; at least 1.
+        """Return how many times as long `degree` devices take when all devices compute.
 
-        And at most as if the others computed before them, which noise may exceed.
+        It is at least 1, and at most as if the devices computed one after another, which noise may
+        exceed.
         """
         num = max(degree, self._num_devices)
         return float(np.clip(self._busy(num) / self._busy(degree), 1.0, num / degree))
@@ -136,7 +137,7 @@ class MeasuredLayerCost:
         return self._by_degree(degree, lambda d: self._head[d](num_tokens))
 
     def handoff_s(self, num_tokens: Numbers, *, is_across: bool) -> np.ndarray:
-        """See `LayerCost`. All devices are in one machine, so nothing is across."""
+        """Ignore `is_across`: all measured devices are in one machine."""
         return self._handoff(num_tokens)
 
     def handover_s(self, num_tokens: Numbers, num_devices: Numbers) -> np.ndarray:
@@ -195,12 +196,12 @@ class MeasuredLayerCost:
 
     @cached_property
     def _handoff(self) -> Line:
-        """Seconds of a transfer; 0 for a single device, which has nowhere to send."""
+        """Seconds of a transfer; 0 for a single device."""
         return Line(self._seconds(parts.HANDOFF, 1) or {1: 0.0})
 
     @cached_property
     def _busy(self) -> Line:
-        """Seconds of a layer over the devices that compute at the same time."""
+        """Seconds of a layer over the number of devices that compute at the same time."""
         return Line(self._seconds(parts.BUSY, 1) or {1: 1.0}, power=0.0)
 
     @cached_property
@@ -220,7 +221,7 @@ class MeasuredLayerCost:
         }
 
     def _full_pass(self, degree: int, max_tokens: int) -> Line:
-        """Return the seconds of max_tokens / length prompts, from those of whole ones."""
+        """Return the seconds of max_tokens / length prompts, from whole numbers of prompts."""
         points = self._without_launch(self._seconds(parts.PROMPTS, degree), degree)
         return Line(
             {at: s * max_tokens / at / max(1, max_tokens // at) for at, s in points.items()}
@@ -250,18 +251,18 @@ class MeasuredLayerCost:
 
 @final
 class Prompts:
-    """Seconds of attention of prompts: one of them, and what each further one adds.
+    """Seconds of attention over prompts: the first prompt, and what each further one adds.
 
     Args:
-      alone: of one prompt, over its length.
-      full: of `max_tokens` tokens in prompts, over their length.
+      alone: seconds of one prompt, over its length.
+      full: seconds of `max_tokens` tokens in prompts, over their length.
     """
 
     def __init__(self, alone: Line, full: Line, max_tokens: int):
         self._alone = alone
         self._half = max_tokens / 2
-        # What fills a pass is nearly straight over the length, and what a prompt adds is not: so
-        # it is computed at every length up to where a pass holds one prompt alone.
+        # The seconds of a full pass are nearly linear in the length, those of a further prompt
+        # are not: compute them at every length of which a pass holds two prompts or more.
         lengths = np.arange(1, max(1, max_tokens // 2) + 1)
         num_further = np.maximum(max_tokens / lengths - 1, 1.0)
         further_s = np.maximum(full(lengths) - alone(lengths), 0.0) / num_further
@@ -271,7 +272,7 @@ class Prompts:
 
     def __call__(self, batch: Numbers, length: Numbers) -> np.ndarray:
         alone_s = self._alone(length)
-        # A long prompt takes a pass of its own.
+        # A long prompt takes its own pass.
         long_s = np.where(np.greater(length, self._half), alone_s, 0.0)
         further_s = np.maximum(self._further(length), long_s)
         return alone_s + np.maximum(np.subtract(batch, 1.0), 0.0) * further_s
@@ -279,10 +280,10 @@ class Prompts:
 
 @final
 class Surface:
-    """Seconds of a batch of a length: linear in both between measured batches and lengths.
+    """Seconds of a batch of sequences of one length, linear in both between measured points.
 
-    Measured seconds that fall with one of the two are raised. Beyond the measured ones, they grow
-    in proportion.
+    Measured seconds that fall with either are raised. Beyond the last point they grow in
+    proportion.
 
     Args:
       curves: batch -> length -> seconds.
@@ -313,7 +314,7 @@ class Surface:
 
 
 def _place(points: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the point below each number, and the share of the way to the next one."""
+    """Return the index of the point below each number, and the share of the way to the next one."""
     below = np.clip(np.searchsorted(points, at, side="right") - 1, 0, len(points) - 1)
     above = np.minimum(below + 1, len(points) - 1)
     width = np.where(above > below, points[above] - points[below], 1.0)
@@ -326,10 +327,10 @@ _HOST_SHARE, _SHARE = 0.5, 0.9
 def shape_of(config: DecoderConfig, sizes: LayerSizes) -> TransformerShape:
     """Return the sizes of a model, with the parameters of its first layer counted.
 
-    Parameters are counted in elements of the model's dtype, as many as have their bytes.
+    The unit of parameters is an element of the model's dtype: their bytes divided by its size.
 
     Args:
-      sizes: with the formats of the KV cache and of the weights.
+      sizes: gives the formats of the KV cache and of the weights.
     """
     params = jax.eval_shape(lambda: quantised_model(one_layer(config), sizes)[1])
     bytes_each = jnp.dtype(config.dtype).itemsize
@@ -338,7 +339,7 @@ def shape_of(config: DecoderConfig, sizes: LayerSizes) -> TransformerShape:
     layer = LayerShape(
         hidden_size=config.hidden_size,
         attention_width=config.num_heads * config.head_dim,
-        # In elements of the model's dtype, which `TransformerShape` takes KV to have.
+        # In elements of the model's dtype, which `TransformerShape` assumes for KV.
         kv_width=-(-config.num_kv_heads * config.head_dim * kv_bytes // bytes_each),
         num_params=block_bytes / bytes_each,
     )
@@ -352,7 +353,7 @@ def shape_of(config: DecoderConfig, sizes: LayerSizes) -> TransformerShape:
     )
     if not config.has_encoder:
         return shape
-    # Each encoder output is multiplied with the keys' and values' projections once.
+    # Each encoder output is projected once to keys and values.
     join = _bytes_of(params["blocks"][0]["cross"]["wkv"]) / bytes_each
     encoder_bytes = _bytes_of(params["encoder"]["blocks"])
     return replace(
@@ -373,7 +374,7 @@ def _bytes_of(params: Any) -> int:
 def free_bytes_of(devices: Sequence[Any]) -> float:
     """Return the memory of each device that weights and KV may take.
 
-    Host devices share half of the free memory. Others have most of their own.
+    Host devices share half of the free memory; other devices offer most of their own.
     """
     free = free_device_bytes(devices[0])
     return _HOST_SHARE * free / len(devices) if devices[0].platform == "cpu" else _SHARE * free
@@ -389,11 +390,11 @@ def layers_deployment(
 ) -> Deployment:
     """Return a model on the measured devices, as one machine.
 
-    All sequences together are at most as many as the largest measured batch, as an engine's slots
-    are. Batches may exceed their mean by `THRESHOLD`, and phases last longer by as much.
+    All sequences together are at most the largest measured batch, as an engine's slots limit them.
+    Batches may exceed their mean by the share `THRESHOLD`, which lengthens phases by that share.
 
     Args:
-      num_devices: the first of the devices that were measured.
+      num_devices: how many of the measured devices to use.
       memory_bytes: memory of each of them for weights and KV.
       num_input_tokens: see `MeasuredLayerCost`.
 

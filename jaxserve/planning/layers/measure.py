@@ -36,18 +36,17 @@ def sample(
 ) -> dict[str, dict[int, float]]:
     """Measure curves until linear interpolation between their points is within a tolerance.
 
-    First come the ends of all curves, and the middle of each. Where the middle of two points, on a
-    logarithmic scale, is off the line between them by more than the tolerance, both halves get
-    their middles; the curve with the largest error so far is first. So a straight curve has three
-    points. The order depends on measured values alone, so that it repeats itself if those are
-    known already.
+    The ends of all curves come first, and then the middle of each. Where the middle of two points,
+    on a logarithmic scale, is off the line between them by more than the tolerance, both halves get
+    a middle, the curve with the largest error first. So a straight curve has three points. The
+    order depends only on measured values, so a resumed measurement repeats it.
 
     Args:
       measure: returns the value of a curve at a point.
       tolerance: allowed error, as a share of the measured value.
-      least: values below this count as this in that share, so that noise of small values does not.
-      ratio: points this close to each other, as a quotient, have no middle.
-      goes_on: whether there is time for one more middle. Ends are measured in any case.
+      least: smaller values count as this in that share, so that their noise adds no points.
+      ratio: two points whose quotient is below this get no middle.
+      goes_on: returns whether there is time for another middle. Ends are measured in any case.
 
     Returns:
       Values by point, for each curve.
@@ -71,7 +70,7 @@ def sample(
     while waiting and goes_on():
         _, _, name, low, high = heapq.heappop(waiting)
         at, points = middle(low, high, ratio), found[name]
-        assert at is not None  # only such intervals are entered
+        assert at is not None  # only intervals with a middle are entered
         points[at] = value = measure(name, at)
         line = points[low] + (points[high] - points[low]) * (at - low) / (high - low)
         scale = max(abs(value), least)
@@ -90,16 +89,16 @@ def middle(low: int, high: int, ratio: float) -> int | None:
 
 TOLERANCE = 0.1
 BUDGET_S = 75.0
-# Share of a degree's time after which its batches to decode are fixed, and their lengths are timed.
+# Share of a degree's time for its curves over tokens and batches; the rest is for lengths.
 _FIRST_SHARE = 0.6
 
 
 class LayerTimer(Protocol):
-    """What times a layer's parts.
+    """A timer of a layer's parts.
 
     Attributes:
       degrees: tensor-parallel degrees that it can time.
-      num_devices: of the machine.
+      num_devices: devices of the machine.
     """
 
     @property
@@ -131,15 +130,15 @@ def measure_layers(
 ) -> LayerProfile:
     """Measure what `profile` lacks, and save it after every point.
 
-    An interrupted measurement goes on from the points that were saved. Degrees are measured one
-    after the other, each in its share of the time that is left: the ends and middles of its curves
-    in any case, further points where curves bend. A degree for which no time is left is not begun,
-    and the profile is not complete then; the next call goes on with it.
+    An interrupted measurement continues from the saved points. Each degree in turn gets its share
+    of the remaining time: the ends and middles of its curves are always measured, further points
+    where curves bend. A degree for which no time is left is not begun; then the profile is
+    incomplete, and the next call continues.
 
     Args:
-      timer: of the profile's model and devices.
-      tolerance: error of linear interpolation from which on a curve gets more points.
-      budget_s: seconds to share out.
+      timer: times the profile's model on its devices.
+      tolerance: error of linear interpolation above which a curve gets more points.
+      budget_s: seconds for all degrees together.
       progress: show a bar on stderr.
     """
     begun_s = now()
@@ -172,7 +171,7 @@ def _measure_degree(
     now: Callable[[], float],
 ) -> None:
     begun_s = now()
-    # A layer's cheapest pass: what is small beside it needs no accuracy.
+    # A layer's cheapest pass: times that are small compared with it need no accuracy.
     least_s = measurement.seconds(curve(parts.REST, degree), 1)
 
     def goes_on(share: float) -> bool:
@@ -207,7 +206,7 @@ def _ranges(timer: LayerTimer, degree: int, profile: LayerProfile) -> list[Range
 
 @final
 class _Measurement:
-    """Values of points: those that the profile has, and those that are measured now."""
+    """Values of points, from the profile or measured now."""
 
     def __init__(self, timer: LayerTimer, profile: LayerProfile, bar: tqdm):
         self._timer = timer

@@ -17,14 +17,14 @@ from jaxserve.execution.sizes import platform_defaults
 from jaxserve.models.config import DecoderConfig
 from jaxserve.planning.step_times import UNREADABLE, checked_number
 
-# The longest length that is measured by default; attention of longer ones is extrapolated.
+# The longest length measured by default; attention over longer ones is extrapolated.
 _MAX_LENGTH = 2048
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """The largest sizes that are measured; costs of larger ones are extrapolated.
+    """The largest sizes to measure; costs of larger ones are extrapolated.
 
     Attributes:
       max_tokens: tokens of a pass that encodes.
@@ -32,8 +32,8 @@ class LayerSizes:
       max_length: tokens of a sequence.
       page_size: tokens per page of the KV cache.
       kv_dtype: dtype of the KV cache; None for the model's.
-      quantize: format of the layers' weights, "int8" or "int4"; None for dense ones.
-      quantize_embeddings: format of the head where `quantize` is given, see `RuntimeOptions`.
+      quantize: format of the layers' weights, "int8" or "int4"; None for dense weights.
+      quantize_embeddings: format of the head if `quantize` is given, see `RuntimeOptions`.
     """
 
     max_tokens: int
@@ -50,7 +50,7 @@ class LayerSizes:
                 "quantize='keep' is not allowed for layers with random weights, which have no "
                 "blocks of a checkpoint to keep; pass 'int8' or 'int4'"
             )
-        RuntimeOptions.parse(self.weights)  # refuses unknown formats
+        RuntimeOptions.parse(self.weights)  # raises for unknown formats
         for name in ("max_tokens", "max_batch", "max_length", "page_size"):
             if getattr(self, name) < 1:
                 raise InvalidConfigError(
@@ -59,14 +59,14 @@ class LayerSizes:
 
     @property
     def weights(self) -> dict[str, Any]:
-        """The `RuntimeOptions` that say how weights are stored."""
+        """The `RuntimeOptions` for the format of the weights."""
         return {"quantize": self.quantize, "quantize_embeddings": self.quantize_embeddings}
 
     @classmethod
     def of(
         cls, config: DecoderConfig, *, max_length: int | None = None, kv_dtype: str | None = None
     ) -> LayerSizes:
-        """Return the sizes that an engine has by default on this platform, of up to 2048 tokens."""
+        """Return an engine's default sizes on this platform, with lengths of up to 2048 tokens."""
         defaults = platform_defaults()
         return cls(
             max_tokens=defaults.max_step_tokens,
@@ -88,7 +88,7 @@ class LayerOrigin:
 
     @classmethod
     def of(cls, config: DecoderConfig, devices: Sequence[Any], sizes: LayerSizes) -> LayerOrigin:
-        """Return the origin of what is measured on these devices, in the types of JSON."""
+        """Return the origin of measurements on these devices, in the types of JSON."""
         device = devices[0]
         own = cls(
             model=asdict(config),
@@ -121,19 +121,19 @@ class LayerOrigin:
         }
 
 
-# Curves of a degree, over the unit in brackets; ExeGPT's profiler (section 3) measures the same.
+# Curves of a degree over the unit in brackets, as ExeGPT's profiler measures them (section 3).
 LAUNCH = "launch"  # an empty pass [1]
 REST = "rest"  # a decoder layer without its attention, with its sums over shards [tokens]
 SUMS = "sums"  # the sums over shards alone [tokens]
 PROMPT = "prompt"  # attention of one prompt [its tokens]
-PROMPTS = "prompts"  # attention of as many prompts as a pass holds [tokens of each]
+PROMPTS = "prompts"  # attention of a pass full of prompts [tokens of each]
 DECODE = "decode"  # attention of a batch at the longest length [sequences]
-HEAD = "head"  # logits and the choice of tokens [sequences]
-# Further ones of an encoder-decoder model, whose attention of prompts is the encoder's.
+HEAD = "head"  # logits and sampling [sequences]
+# Further curves of an encoder-decoder model; its attention of prompts is the encoder's.
 ENCODE = "encode"  # an encoder layer without its attention, with its sums over shards [tokens]
 JOIN = "join"  # keys and values of encoder outputs, for one decoder layer [tokens]
 CROSS = "cross"  # cross attention of a batch to prompts of the longest length [sequences]
-# Curves of degree 1 that have two devices.
+# Curves of degree 1 that need two devices.
 HANDOFF = "handoff"  # activations to the next stage [tokens]
 HANDOVER = "handover"  # KV of one layer to another group [tokens]
 BUSY = "busy"  # a layer of the largest pass, on several devices at a time [devices]
@@ -150,32 +150,28 @@ class Range:
 
 
 def curve(part: str, degree: int) -> str:
-    """Return the name of a part's curve for a tensor-parallel degree."""
     return f"{part}@{degree}"
 
 
 def batch_curve(part: str, batch: int, degree: int) -> str:
-    """Return the name of the curve over lengths of a decoding batch.
-
-    Args:
-      part: one of `batch_parts`.
+    """Return the name of the curve over lengths of a decoding batch; `part` is one of
+    `batch_parts`.
     """
     return curve(f"{part} {batch}", degree)
 
 
 def batch_parts(*, has_encoder: bool) -> tuple[str, ...]:
-    """Return the parts that depend on the number of decoding sequences and on their lengths."""
+    """Return the parts that depend on both the number and the lengths of decoding sequences."""
     return (DECODE, CROSS) if has_encoder else (DECODE,)
 
 
 def ranges_of(
     sizes: LayerSizes, degree: int, num_devices: int, *, has_encoder: bool
 ) -> list[Range]:
-    """Return the curves of a degree, without those over lengths of decoding batches.
+    """Return the curves of a degree, except those over lengths of decoding batches.
 
     Args:
-      num_devices: of the machine; with a second one there are transfers.
-      has_encoder: the model is an encoder-decoder.
+      num_devices: devices of the machine; transfers need two.
     """
     most = {
         REST: sizes.max_tokens,
@@ -200,9 +196,9 @@ class LayerProfile:
     """Seconds by curve and point, and where they were measured.
 
     Attributes:
-      path: the file that is written after every point; None for none.
+      path: the file to write after every point; None for no file.
       seconds: curve -> point -> seconds.
-      is_complete: whether the measurement ended, rather than being interrupted.
+      is_complete: whether the measurement ended without an interruption.
     """
 
     origin: LayerOrigin
@@ -216,7 +212,6 @@ class LayerProfile:
 
     @property
     def has_encoder(self) -> bool:
-        """Whether the model is an encoder-decoder."""
         return self.origin.model.get("decoder_start_token_id") is not None
 
     @property
@@ -241,7 +236,6 @@ class LayerProfile:
         return sum(len(points) for points in self.seconds.values())
 
     def has(self, degree: int) -> bool:
-        """Return whether the measurement of a degree has begun."""
         return any(name.endswith(f"@{degree}") for name in self.seconds)
 
     def add(self, name: str, at: int, seconds: float) -> None:
@@ -255,7 +249,7 @@ class LayerProfile:
         self.save()
 
     def save(self) -> None:
-        """Write the file, if there is one, in one step: a reader never sees half of it."""
+        """Write the file, if there is one, atomically."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -270,7 +264,7 @@ class LayerProfile:
 
     @classmethod
     def load(cls, path: Path, *, expected: LayerOrigin | None = None) -> LayerProfile:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
           InvalidProfileError: the file has no layer profile, or its origin is not `expected`.
@@ -286,7 +280,7 @@ class LayerProfile:
                 },
                 is_complete=bool(whole["is_complete"]),
             )
-            profile.degrees  # noqa: B018 - refuses sizes and names of curves that are not valid
+            profile.degrees  # noqa: B018 - raises for invalid sizes and names of curves
         except UNREADABLE as error:
             raise InvalidProfileError(
                 f"{path} does not hold measured layers ({type(error).__name__}: {error}); remove "
