@@ -1,8 +1,8 @@
 """Measurement of step times by running an executor on plans of every compiled shape.
 
 Steps run with two in flight, as the engine submits them, and the measured time is from one step's
-end to the next one's. So the table holds the time of a served step, with the load of the host, and
-is not fitted to a workload.
+end to the next one's. So the table holds the times of served steps, including the load of the host,
+and is not fitted to a workload.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jaxserve.steps.slots import ADMISSIONS_A_CALL
 # Timed steps of a shape per round; one untimed step before them fills the pipeline.
 TIMED_STEPS = 3
 SHORT_TOKENS = 16
-# Tokens of the answers whose planning is timed.
+# Tokens of each answer whose planning is timed.
 _SHORT_ANSWER = 64
 # Name -> size -> (positions attended to, seconds).
 Measured = defaultdict[str, defaultdict[int, list[tuple[float, float]]]]
@@ -60,7 +60,7 @@ class Shape:
 
 @final
 class StepBench:
-    """A maker of plans of each shape, and their timer."""
+    """A maker and timer of plans of each shape."""
 
     def __init__(self, executor: Executor, clock: Clock, group: int):
         self.config = executor.config
@@ -69,9 +69,9 @@ class StepBench:
         self._clock = clock
         self._live: set[int] = set()
         self._submits_s: list[float] = []
-        # Long enough to hide the cost around the iterations, short enough for slow devices.
+        # Long enough to hide the costs outside the iterations, short enough for slow devices.
         self._num_iterations = max(1, self.config.max_decode_iterations // 2)
-        # Where a decoder's tokens begin: behind an encoder's prompt of a page, if there is one.
+        # A decoder's first position: after an encoder's prompt of one page, if there is one.
         self._first = self.config.page_size if self.config.has_encoder else 0
 
     def shapes(self) -> list[Shape]:
@@ -135,7 +135,7 @@ class StepBench:
         longest = max(1, self.config.max_context - grown - 1)
         shortest = min(self._first + SHORT_TOKENS, longest)
         contexts = sorted({shortest, max(shortest, -(-longest // 4)), longest})
-        # The mean growth of the contexts in the timed iterations, with the steps before them.
+        # The mean growth of the contexts in the timed iterations and the steps before them.
         mean = (self._num_iterations * (TIMED_STEPS + 2) - 1) / 2
         return [
             Shape("decode", size, size * (c + mean), partial(self._decode, size, c, c + grown))
@@ -143,7 +143,7 @@ class StepBench:
         ]
 
     def _decode(self, size: int, context: int, room: int) -> float:
-        # Most of an encoder-decoder model's positions are those of the prompt.
+        # Most positions of an encoder-decoder model are in the prompt.
         most = min(context - 1, self.config.max_prompt_tokens) // self.config.page_size
         encoded = max(self._first, most * self._first)
         self.reset([context] * size, room, encoded=[encoded] * size)
@@ -156,7 +156,7 @@ class StepBench:
         first = self._first
         most = self.config.max_context - 1 - first
         longest = max(1, (self.config.max_context - first) // 2)
-        # Slots of short contexts may hold fewer tokens than the largest size has.
+        # Slots of short contexts may hold fewer tokens than the largest size.
         num_tokens = min(size, self.config.max_slots * most)
         few = min(self.config.max_slots, -(-size // longest))
         many = min(self.config.max_slots, max(few, size // SHORT_TOKENS))
@@ -196,8 +196,8 @@ class StepBench:
 
     def _rows_of_one(self, size: int, samples: bool) -> float:
         """Time mixed steps of `size` decode rows, with or without sampling."""
-        # Rows that sample lengthen their slots; for others, which a device computes only inside of
-        # what their slots hold, the slots are as long as that from the start.
+        # Rows that sample lengthen their slots. A device computes other rows only within the length
+        # of their slots, so those slots have it from the start.
         short = self._first + SHORT_TOKENS
         longest = short + TIMED_STEPS + 1
         self.reset([short if samples else longest] * size, longest)
@@ -218,7 +218,7 @@ class StepBench:
         return _plan(num_iterations=0, handovers=(Handover(0, 0, 1, pages),), group=LINK)
 
     def prompt_steps(self) -> Iterator[StepPlan]:
-        """Yield steps without end that compute short prompts in all slots."""
+        """Yield endless steps that compute short prompts in all slots."""
         config, num = self.config, self._short_prompt
         encodes = config.has_encoder
         context = min(num + (self._first or 1), config.max_context)
@@ -235,7 +235,7 @@ class StepBench:
         return min(max(1, num), config.max_prompt_tokens)
 
     def decode_loops(self, num_iterations: int) -> Iterator[StepPlan]:
-        """Yield decode loops of all slots without end; contexts that are full begin again.
+        """Yield endless decode loops of all slots; full contexts restart.
 
         Args:
           num_iterations: of a loop; fewer if the configuration or its contexts allow no more.
@@ -273,7 +273,7 @@ class StepBench:
         out, back = ((NULL_PAGE, 0),) * PAGES_A_CALL, ((0, NULL_PAGE),) * PAGES_A_CALL
         swaps = [{"swaps_out": out}, {"swaps_in": back}] if self.config.num_host_pages else [{}, {}]
         return {
-            # In this order, since a page must be swapped out before it is swapped in.
+            # In this order, because a page must be swapped out before it is swapped in.
             "swap out": partial(self._loop, smallest, swaps[:1]),
             "swap in": partial(self._loop, smallest, swaps[1:]),
             "edit": partial(after_reset, [released]),
@@ -292,8 +292,8 @@ class StepBench:
 
         Args:
           room: tokens that each sequence's pages must hold, if more than its context.
-          encoded: tokens of each one's prompt that an encoder reads; by default a page of them, or
-            none for a model without an encoder.
+          encoded: tokens of each prompt that an encoder reads; by default a page, or none for a
+            model without an encoder.
         """
         contents = self._contents(contexts, room, encoded=encoded)
         smallest = self.config.slot_buckets[0]
@@ -303,7 +303,7 @@ class StepBench:
     def _contents(
         self, contexts: Sequence[int], room: int = 0, *, encoded: Sequence[int] | None = None
     ) -> dict[str, Any]:
-        """Return the edits of slots of a plan that does what `reset` says."""
+        """Return the edits of slots of a plan for `reset`."""
         config = self.config
         encoded = [self._first] * len(contexts) if encoded is None else encoded
         num_pages = -(-max(room, *contexts, 1) // config.page_size)
@@ -371,28 +371,28 @@ def _admission(config: EngineConfig, slot: int, num_tokens: int, encoded: int) -
 
 
 def _curve(points: Iterator[tuple[float, float]] | Sequence[tuple[float, float]]) -> Curve:
-    # The difference of two timings may be below zero on a busy machine.
+    # The difference of two timings may be negative on a busy machine.
     return Curve(tuple(sorted((x, max(1e-9, s)) for x, s in points)))
 
 
 def _planning_s(config: EngineConfig, clock: Clock) -> float:
-    """Return the seconds per step of the scheduler and the engine on the host with full slots."""
+    """Return the host's seconds per step for the scheduler and the engine with full slots."""
     times, begin_s = [], clock.now()
     for _ in _planned(config, _SHORT_ANSWER):
         end_s = clock.now()
         times.append(end_s - begin_s)
         begin_s = end_s
-    return statistics.median(times[1:] or times)  # the first one made the engine
+    return statistics.median(times[1:] or times)  # the first one includes making the engine
 
 
 def planning(config: EngineConfig) -> Iterator[None]:
-    """Do what the host does for a step with full slots, each time it is asked, without end."""
+    """Do the host's work for a step with full slots at each `next`, endlessly."""
     while True:
         yield from _planned(config, config.max_prompt_tokens)
 
 
 def _planned(config: EngineConfig, num_tokens: int) -> Iterator[None]:
-    """Plan the steps of as many answers as there are slots, one each time it is asked."""
+    """Plan the steps of one answer per slot, one step at each `next`."""
     virtual = VirtualClock()
     engine = Engine(
         SimulatedExecutor(config, virtual, reads_context=False), PRESETS["auto"], virtual
@@ -405,11 +405,11 @@ def _planned(config: EngineConfig, num_tokens: int) -> Iterator[None]:
         yield
 
 
-# A shape is timed repeatedly in a round for at least this long, so that short fluctuations of the
-# machine's speed average out.
+# Least time for which a round times a shape repeatedly, to average short fluctuations of the
+# machine's speed.
 _SHAPE_S = 0.5
 _MAX_REPEATS = 8
-# Rounds in which steps of two groups run alone and beside each other.
+# Rounds in which steps of two groups run alone and concurrently.
 _BESIDE_ROUNDS = 3
 
 
@@ -457,15 +457,15 @@ def measure(
 
 
 def measure_beside(executor: Executor, clock: Clock) -> tuple[float, ...]:
-    """Return how many times as long a step of each device group takes beside one of the other.
+    """Return how many times as long a step of each device group takes while the other one runs.
 
-    The first group computes prompts, and the second one decode loops of all slots with as many
-    iterations as take about as long: where groups take turns on something that they share, a step
-    waits for one of the other, so that the result depends on how long that one is. Each group runs
-    alone and beside the other in turn, for several rounds, whose median counts. Beside the other,
+    The first group computes prompts, and the second one decode loops of all slots with the number
+    of iterations that takes about as long: where groups take turns on something that they share, a
+    step waits for one of the other, so the result depends on that one's length. Each group runs
+    alone and with the other in turn, for several rounds, whose median counts. In concurrent runs
     the pages of prompts are handed over as soon as they are computed, and the host plans each step
-    as it does while it serves, because that may take from the groups, too. The result is 1 where
-    they share nothing, and steps take longer than to plan them.
+    as in serving, because both may slow the groups. The result is 1 if they share nothing and steps
+    take longer than their planning.
     """
     prompts, decodes = (StepBench(executor, clock, group) for group in (0, 1))
     handover, plans = prompts.prompt_handover, planning(executor.config)
@@ -502,7 +502,7 @@ def _step_s(
     All lanes run at the same time, each with two steps in flight.
 
     Args:
-      handover: follows each step of the first lane, unless the one before it goes on.
+      handover: follows each step of the first lane, unless the previous handover is still running.
       planned: does the host's work for a step.
     """
     copying: StepHandle | None = None
@@ -529,7 +529,7 @@ def _step_s(
             handle.collect()
     if copying is not None:
         copying.collect()
-    # The steps that were in flight before all lanes ran are not counted.
+    # Steps that were in flight before all lanes ran do not count.
     return [(each[-1] - each[1]) / (len(each) - 2) for each in ends]
 
 

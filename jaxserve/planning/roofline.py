@@ -36,7 +36,7 @@ class DeviceRoofs:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes of a decoder whose query heads have the width `hidden_size` together.
+    """The sizes of a decoder whose query heads have the total width `hidden_size`.
 
     Attributes:
       bytes_each: bytes of a parameter, and of an element of the KV cache.
@@ -63,21 +63,21 @@ class ModelShape:
 class RooflineCost:
     """A roofline model of steps: an iteration takes the longer of arithmetic and memory traffic.
 
-    Every iteration reads the weights once, and the KV of all positions that its rows attend to,
-    once per row. Each token costs two operations per parameter, and four per layer and channel for
+    Every iteration reads the weights once, and for every row the KV of all positions that it
+    attends to. Each token costs two operations per parameter, and four per layer and channel for
     each position attended to.
 
     Attributes:
       page_tokens: tokens per page, for swaps.
-      num_stages: number of pipeline stages, of one group of shards each. All have equally many
-        layers and are busy. The batch is in that many parts, and each part's iteration reads all
+      num_stages: number of pipeline stages, each one group of shards. All have the same number of
+        layers and are busy. The batch has one part per stage, and each part's iteration reads all
         weights once.
       num_shards: number of devices that share every layer (tensor parallelism). Each reads its
         share of the weights and of the KV heads, and takes part in two ring sums per layer.
-      efficiency: share of the compute and memory roofs that is reached; links reach theirs.
-      hides_copies: swaps overlap the computation layer by layer (Pensieve, sections 3.4.3.2 and
-        3.4.3.3), and both directions of the link at the same time; otherwise they come before it,
-        one after another.
+      efficiency: reached share of the compute and memory roofs; links reach theirs.
+      hides_copies: whether swaps overlap the computation layer by layer (Pensieve, sections 3.4.3.2
+        and 3.4.3.3), in both directions of the link at the same time; otherwise they precede it,
+        sequentially.
     """
 
     model: ModelShape
@@ -107,10 +107,10 @@ class RooflineCost:
         return 0.0
 
     def device_s(self, work: StepWork) -> float:
-        """See `StepCost`.
+        """Return the device's seconds of a step.
 
         Raises:
-          InvalidConfigError: a handover, which takes the costs of several groups.
+          InvalidConfigError: a handover, which needs the costs of several groups.
         """
         plan = work.plan
         if plan.handovers:

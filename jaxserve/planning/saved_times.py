@@ -1,4 +1,4 @@
-"""Step times that are kept in a folder, one file for each origin."""
+"""Step times saved in a folder, one file for each origin."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _Times = TypeVar("_Times", StepTimes, GroupTimes)
 
 
 def find_step_times(folder: Path, origin: Origin) -> StepTimes | None:
-    """Return the newest step times in a folder that were measured on `origin`; None without any.
+    """Return the newest step times in a folder that were measured on `origin`, if there are any.
 
-    Files that are damaged, or of another model, device or configuration, are passed over.
+    Damaged files and those of another model, device or configuration are skipped.
     """
     return _found(folder, "steps", partial(StepTimes.load, expected=origin))
 
 
 def find_group_times(folder: Path, origins: Sequence[Origin]) -> GroupTimes | None:
-    """Return the newest times of two groups with these origins; see `find_step_times`."""
+    """Return the newest times of two groups, as `find_step_times` does."""
     return _found(folder, "groups", partial(GroupTimes.load, expected=origins))
 
 
 def keep_step_times(folder: Path, times: StepTimes) -> Path:
-    """Write step times into a folder, and return the file; those of the same origin are replaced.
+    """Save step times in a folder, replacing those of the same origin, and return the file.
 
     Raises:
       OSError: the file cannot be written.
@@ -38,7 +38,7 @@ def keep_step_times(folder: Path, times: StepTimes) -> Path:
 
 
 def keep_group_times(folder: Path, times: GroupTimes) -> Path:
-    """Write times of two groups into a folder; see `keep_step_times`."""
+    """Save times of two groups in a folder, as `keep_step_times` does."""
     return _kept(folder, "groups", [group.origin for group in times.groups], times)
 
 

@@ -36,10 +36,10 @@ Ended: TypeAlias = tuple[Request, Completion]
 
 
 class Pilot(Protocol):
-    """An object that may have the engine of a simulation change its schedule on the way."""
+    """An object that may change the schedule of a simulated engine between steps."""
 
     def after_step(self, engine: Engine, ended: Sequence[Ended], now_s: float) -> None:
-        """Act between two steps, given the requests that the last one ended."""
+        """Act between two steps; `ended` are the requests that the last step ended."""
         ...
 
 
@@ -86,8 +86,9 @@ def simulate(
     Args:
       predictions: the items' predicted output lengths, for policies that use them.
       follow_up: returns the next request after an answer; by default there is none.
-      pilot: changes the schedule on the way; by default nothing does.
-      chunk_cost: cost of recomputing a page, by which cached pages are valued; by default a guess.
+      pilot: changes the schedule between steps; by default nothing does.
+      chunk_cost: cost of recomputing a page, which gives cached pages their value; by default a
+        guess.
       swap_costs: the swap costs that a device would measure at its start; by default a preempted
         sequence is always swapped.
       until_s: virtual time at which to stop, even if requests are unfinished.
@@ -130,12 +131,9 @@ def simulate(
 def simulated_engine(
     policy: Policy, config: EngineConfig, cost: StepCost, *, swap_costs: SwapCosts | None = None
 ) -> tuple[Engine, VirtualClock, RequestBuilder]:
-    """Return an engine on a simulated device, its clock, and what builds its requests.
+    """Return an engine on a simulated device, its clock, and a builder of its requests.
 
     The values of tokens have no meaning.
-
-    Args:
-      cost, swap_costs: see `simulate`.
     """
     clock = VirtualClock()
     executor = SimulatedExecutor(
@@ -181,7 +179,7 @@ class _Clients:
         return self._arriving[0][0] if self._arriving else math.inf
 
     def ask(self, item: WorkloadItem, prediction: LengthPrediction | None = None) -> None:
-        """Add a request that arrives at its arrival time."""
+        """Add a request that arrives at the item's arrival time."""
         request = self._builder.build_item(item, item.arrival_s)
         heapq.heappush(self._arriving, (item.arrival_s, len(self.answers)))
         self.answers.append(Answer(replace(request, prediction=prediction)))

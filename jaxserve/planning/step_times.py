@@ -1,7 +1,7 @@
 """Measured step times: an interpolated table for one model, configuration and device.
 
 Like ExeGPT's profiles (section 3), the table separates attention, which depends on the positions
-attended to, from the rest of a step, which depends on the compiled size alone.
+attended to, from the rest of a step, which depends only on the compiled size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxserve.scheduling.plan import StepPlan
 from jaxserve.steps.slots import ADMISSIONS_A_CALL, MOVES_A_CALL, PAGE_UPDATES_A_CALL
 from sharding import StagePlan
 
-# The fields of a configuration that change a compiled step, and so its time.
+# The fields of a configuration that change a compiled step and its time.
 _COMPILED = (
     "page_size",
     "kv_dtype",
@@ -52,10 +52,10 @@ class Origin:
 
     Attributes:
       model: the fields of the model's configuration by name, and dtypes and bytes of its weights.
-      device: platform, kind and count of devices, processor and cores of the host, and the stages
-        that the model is cut into, if it is.
+      device: platform, kind and count of devices, processor and cores of the host, and the pipeline
+        stages, if there are any.
       config: the sizes that the executables were compiled for.
-      versions: of the software that compiles the steps.
+      versions: versions of the software that compiles the steps.
     """
 
     model: dict[str, Any]
@@ -76,7 +76,7 @@ class Origin:
         Args:
           model_config: the model's configuration, a dataclass.
           params: the parameters on their devices.
-          stages: the stages that the model is cut into, which are then on devices of their own.
+          stages: the model's pipeline stages, which have devices of their own.
         """
         leaves = jax.tree.leaves(params)
         devices = set().union(*(leaf.sharding.device_set for leaf in leaves))
@@ -84,7 +84,7 @@ class Origin:
         return cls(
             model={
                 **asdict(model_config),
-                # Quantised weights, which the configuration does not know, have other times.
+                # The configuration does not say whether weights are quantised, which changes times.
                 "weight_dtypes": ", ".join(sorted({leaf.dtype.name for leaf in leaves})),
                 "weight_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
             },
@@ -101,7 +101,7 @@ class Origin:
         )
 
     def on(self, num_devices: int) -> Origin:
-        """Return the same with another number of devices."""
+        """Return this origin with another number of devices."""
         return replace(self, device={**self.device, "count": num_devices})
 
     @classmethod
@@ -137,7 +137,7 @@ class Origin:
 
 
 def _described(stages: StagePlan | None) -> dict[str, Any]:
-    """Return the number of devices and the shape of the stages; nothing without stages."""
+    """Return the number of devices and the shape of the stages, if there are any."""
     if stages is None:
         return {}
     shape = [(len(stage.layers), stage.num_shards) for stage in stages.stages]
@@ -178,10 +178,10 @@ class Curve:
 
 Times = TypeVar("Times")
 
-# Far above any seconds or positions that are measured, and far from overflows in sums of them.
+# Far above all measured seconds and positions, and far below an overflow of their sums.
 _MAX_NUMBER = 1e18
 
-# The entries of `StepTimes` that have curves.
+# The entries of `StepTimes` with curves.
 _CURVES = ("decode_s", "prefill_s", "encode_s")
 
 
@@ -195,7 +195,7 @@ class StepTimes:
       loop_s: window size -> a decode loop without its iterations.
       prefill_s: token bucket -> the body of a mixed step, over the positions that its rows of
         several tokens attend to. Rows of one token attend as in the widest decode loop. For an
-        encoder-decoder model that is the decoder's part, and a row attends to its prompt, too.
+        encoder-decoder model that is the decoder's part, and a row also attends to its prompt.
       encode_s: token bucket -> the encoder's part of a mixed step, over the positions that the
         tokens of its prompts attend to; empty for a model without an encoder.
       head_s: head bucket -> sampling in a mixed step.
@@ -222,10 +222,10 @@ class StepTimes:
         return self.plan_s + self.submit_s
 
     def device_s(self, work: StepWork) -> float:
-        """See `StepCost`.
+        """Return the device's seconds of a step.
 
         Raises:
-          InvalidConfigError: a handover, which takes the costs of several groups.
+          InvalidConfigError: a handover, which needs the costs of several groups.
         """
         plan, config = work.plan, self.origin.config
         if plan.handovers:
@@ -274,7 +274,7 @@ class StepTimes:
 
     @classmethod
     def median(cls, measured: Sequence[StepTimes]) -> StepTimes:
-        """Return a table with the median of each entry, of at least one table of one origin.
+        """Return the median of each entry of at least one table.
 
         Raises:
           InvalidProfileError: the tables' origins differ.
@@ -290,7 +290,7 @@ class StepTimes:
 
     @classmethod
     def load(cls, path: str | Path, *, expected: Origin | None = None) -> StepTimes:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
           InvalidProfileError: the file has no step times, or their origin is not `expected`.
@@ -306,7 +306,7 @@ class StepTimes:
 
     @classmethod
     def from_json(cls, read: dict[str, Any]) -> Self:
-        """Make a table of what `to_json` returned.
+        """Make a table from the result of `to_json`.
 
         Raises:
           ValueError, KeyError, TypeError, AttributeError, InvalidProfileError: it is something
@@ -352,8 +352,8 @@ class StepTimes:
         return cls(origin=origin, **others, **dict[str, Any](by_size))
 
 
-# Errors of the readers of measured times for a file that holds something else. Of these,
-# `RecursionError` is for values that are nested too deeply.
+# Errors that readers of measured times raise for other contents; `RecursionError` is for too deep
+# nesting.
 UNREADABLE = (
     OSError,
     ValueError,
@@ -366,10 +366,10 @@ UNREADABLE = (
 
 
 def checked_number(value: Any) -> float:
-    """Return a number of seconds, positions or the like that was read from a file.
+    """Return a number that was read from a file as a float.
 
     Raises:
-      ValueError: it is something else, negative or over `_MAX_NUMBER`.
+      ValueError: it is not a number, negative or over `_MAX_NUMBER`.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= _MAX_NUMBER:
@@ -378,7 +378,7 @@ def checked_number(value: Any) -> float:
 
 
 def write_table(path: str | Path, table: dict[str, Any]) -> None:
-    """Write measured times into a JSON file; folders that are missing are made."""
+    """Write measured times into a JSON file, and make missing folders."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
@@ -387,11 +387,11 @@ def write_table(path: str | Path, table: dict[str, Any]) -> None:
 def read_table(
     path: str | Path, read: Callable[[dict[str, Any]], Times], what: str, writer: str
 ) -> Times:
-    """Return what a JSON file of measured times holds.
+    """Return the measured times of a JSON file.
 
     Args:
-      read: makes it of the file's object.
-      what, writer: what it is, and which method wrote it, for the error.
+      read: converts the file's object.
+      what, writer: names of the contents and of the method that writes them, for the error.
 
     Raises:
       InvalidProfileError: the file cannot be read, or holds something else.
@@ -416,7 +416,7 @@ def _median(trees: Sequence[Any]) -> Any:
 
 
 def raise_if_foreign(given: Origin, expected: Origin, name: str) -> None:
-    """Raise an InvalidProfileError unless times of one origin are good for another."""
+    """Raise InvalidProfileError if origins have `differences`; `name` is for the message."""
     differences = expected.differences(given)
     if differences:
         raise InvalidProfileError(

@@ -14,7 +14,7 @@ __all__ = ["Report", "draw_frontier", "draw_residency"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import names that need Matplotlib on first use, since its import is slow."""
+    """Import names that need Matplotlib on first use, because its import is slow."""
     if name == "draw_residency":
         from jaxserve.report.picture import draw_residency
 

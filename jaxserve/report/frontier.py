@@ -14,7 +14,7 @@ from jaxserve.planning.schedules.frontier import Frontier, ScheduleOutcome
 from jaxserve.report.picture import Picture
 
 _INK = "#767676"
-# Okabe and Ito's palette, which colour-blind readers tell apart.
+# Okabe and Ito's palette, which colour-blind readers can distinguish.
 _COLOURS = {
     Policy.RRA: "#0072B2",
     Policy.WAA_C: "#D55E00",
@@ -33,10 +33,10 @@ _NAMES = {
 def draw_frontier(
     frontier: Frontier, chosen: Mapping[float, ScheduleOutcome] | None = None, *, title: str = ""
 ) -> Picture:
-    """Draw the most throughput for each latency bound, over schedules drawn at random.
+    """Draw the highest throughput for each latency bound, over random schedules.
 
     Args:
-      chosen: latency bound in seconds -> the schedule that was chosen for it; these are marked.
+      chosen: latency bound in seconds -> the schedule chosen for it; these are marked.
       title: of the picture, such as model and lengths.
     """
     figure = Figure(figsize=(8, 4.8), layout="constrained")
@@ -47,7 +47,7 @@ def draw_frontier(
     _draw_stairs(axes, frontier, highest_s)
     top = max(float(outcome.estimates.throughput) for _, outcome in frontier.points)
     axes.set_xscale("log")
-    # Labels are above the highest step, one below the other.
+    # Labels are stacked above the highest step.
     axes.set(xlim=(lowest_s / 1.25, highest_s), ylim=(0, (1.1 + 0.14 * len(chosen)) * top))
     for i, (bound_s, outcome) in enumerate(sorted(chosen.items())):
         _draw_chosen(axes, bound_s, outcome, at=0.98 - 0.11 * i)
@@ -67,7 +67,7 @@ def draw_frontier(
 
 
 def _range_s(frontier: Frontier, chosen: Mapping[float, ScheduleOutcome]) -> tuple[float, float]:
-    """Return the shortest and the longest latency that the picture shows."""
+    """Return the shortest and the longest latency of the picture."""
     bounds = [bound_s for bound_s in chosen if np.isfinite(bound_s)]
     ends = [float(outcome.estimates.latency_s) for _, outcome in frontier.points]
     return min(frontier.lowest_s, *ends), 1.6 * max(*ends, *bounds, 0.0)
@@ -116,7 +116,7 @@ def _draw_stairs(axes: Any, frontier: Frontier, highest_s: float) -> None:
 
 
 def _draw_chosen(axes: Any, bound_s: float, outcome: ScheduleOutcome, *, at: float) -> None:
-    """Mark a schedule, and say what it is at a height `at` as a share of the axes."""
+    """Mark a schedule, with a label at a height `at` as a share of the axes."""
     latency_s = float(outcome.estimates.latency_s)
     answers = float(outcome.estimates.throughput)
     colour = _COLOURS[outcome.policy]

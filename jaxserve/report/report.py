@@ -26,12 +26,12 @@ class Report:
 
     Attributes:
       steps, requests: the records, oldest first. Times are on the engine's clock.
-      policy: the policy's name; with the schedule that replaced its iteration shape, if one did.
+      policy: the policy's name, with the schedule that replaced its iteration shape, if one did.
       schedule: figures of the schedule in force, see `Plan.figures`; None without one.
       num_pages: pages of all replicas' pools, without null pages.
       kernels: the implementation of each operation and shape in this process, with the reason.
-      num_prefix_queried: tokens of prompts, in full pages, that were looked up in the prefix cache.
-      num_prefix_hit: queried tokens that the prefix cache had.
+      num_prefix_queried: prompt tokens, in full pages, that were looked up in the prefix cache.
+      num_prefix_hit: queried tokens that were in the prefix cache.
     """
 
     def __init__(

@@ -15,9 +15,8 @@ def trace_events(
 ) -> list[dict[str, Any]]:
     """Return tracks of steps and counters per replica, and a track per request.
 
-    A replica has a track of steps for each device group, and one for the link between them.
-
-    Times are relative to the earliest event.
+    A replica has a track of steps for each device group, and one for the link between them. Times
+    are relative to the earliest event.
     """
     starts = [step.submitted_s for step in steps] + [r.timing.arrival_s for r in requests]
     origin_s = min(starts, default=0.0)

@@ -53,13 +53,12 @@ def read_examples(
 
     Args:
       source: see `KNOWN`. In `sharegpt`, every question is a prompt, without its history, and its
-        conversation is the one that was shared; `answered:` has answers to some of these questions.
-        In a recorded run, every sample is an example, and prompts are decoded without control
-        tokens.
+        conversation is the shared one; `answered:` has answers to some of these questions. In a
+        recorded run, every sample is an example, and prompts are decoded without control tokens.
       tokenizer: makes the served model's tokenizer; not called for JSON lines.
       max_examples: size of a random draw; None for all examples.
       seed: seed of the order and the draw.
-      path: a ShareGPT file; the published one is fetched if None.
+      path: a ShareGPT file; None to fetch the published one.
 
     Raises:
       InvalidConfigError: the source is unknown or cannot be read, or has no example.
@@ -90,7 +89,7 @@ def _of_sharegpt(
 ) -> list[Example]:
     path = path or fetch(sharegpt.FILE, progress=progress)
     found = list(questions(path))
-    # Only drawn answers are tokenized; all of them would take minutes.
+    # Only drawn answers are tokenized, because all of them would take minutes.
     random.Random(seed).shuffle(found)
     bar = tqdm(
         found[:max_examples],
@@ -112,7 +111,7 @@ class Question:
     Attributes:
       record: id of the record.
       turn: number of such questions before it in the record.
-      origin: id of the conversation as it was shared.
+      origin: id of the shared conversation.
     """
 
     record: str
@@ -180,7 +179,6 @@ def _of_jsonl(path: Path) -> list[Example]:
         raise InvalidConfigError(str(error)) from error
 
 
-# Answers that stopped or reached their limit; the lengths of other answers are not used.
 _LINE = (
     'pass a file written by record=... or --record, or lines of {"prompt_token_ids": [5, 6], '
     '"token_ids": [7, 8, 2]}, optionally with "conversation" and "finish_reason"'
@@ -195,8 +193,8 @@ class FinishedAnswer:
     Attributes:
       prompt: token ids.
       output: token ids with the stop token, at least one.
-      conversation: id of its conversation, which a split keeps whole; "" stands for a conversation
-        of this prompt alone.
+      conversation: id of its conversation, which a split keeps whole; "" for a conversation of this
+        prompt alone.
     """
 
     prompt: tuple[int, ...]
@@ -262,15 +260,15 @@ _FORMS = (
     "pass a file written by record=..., a CSV file with two columns, or a JSON list of [prompt "
     "tokens, output tokens]"
 )
-# Answers that ended by themselves or at their limit; others say nothing of lengths.
+# A number with more digits is not a length.
 _MAX_DIGITS = 18
 
 
 def read_lengths(path: str | Path) -> list[tuple[int, int]]:
     """Return (prompt tokens, output tokens) of each answer in a file.
 
-    A recorded trace has lines of JSON objects; each sample counts, cancelled and failed ones do
-    not. A CSV file has two columns, with or without a header. A JSON file has a list of pairs.
+    A recorded trace has lines of JSON objects; each sample counts, except cancelled and failed
+    ones. A CSV file has two columns, with or without a header. A JSON file has a list of pairs.
 
     Raises:
       InvalidConfigError: the file cannot be read, has another form or no lengths, or a length is
@@ -326,7 +324,7 @@ def _pairs_of_csv(path: str | Path, text: str) -> list[tuple[int, int]]:
 
 
 def _number(field: str) -> int | str:
-    """Return a field's whole number; the field itself if it is none, or longer than any length."""
+    """Return a field's whole number; the field itself if it is not one, or has too many digits."""
     return int(field) if field.isdecimal() and len(field) <= _MAX_DIGITS else field
 
 

@@ -66,8 +66,8 @@ class Talk:
 class Talks:
     """A closed workload of conversations: their first turns, and the turn after each answer.
 
-    The prompt of every request is its whole history. An object serves one run, since it keeps the
-    state of the conversations.
+    The prompt of every request is its whole history. An object keeps the state of the
+    conversations, so it serves one run.
 
     Args:
       max_tokens: `max_tokens` of every request, which a policy knows; None for the context's end.
@@ -81,7 +81,7 @@ class Talks:
         ]
 
     def follow_up(self, index: int, completion: Completion, ended_s: float) -> WorkloadItem | None:
-        """See `FollowUp`. A conversation ends when an answer fails."""
+        """Return a conversation's next turn; it ends when an answer fails."""
         talk, number = self._places[index]
         if completion.error is not None or number + 1 == len(talk.turns):
             return None
@@ -122,12 +122,12 @@ def sample(
       tokenizer: counts the tokens of questions and answers.
       max_context: conversations with more tokens are skipped, as in the thesis.
       min_rounds: conversations with fewer questions are skipped.
-      scale: multiplies the lengths of questions, which lose their ends, and of answers.
+      scale: multiplies the lengths of questions, which are cut at the end, and of answers.
       reaction_s: mean of the reaction times, which are exponentially distributed.
       rate: conversations that begin per second, a Poisson process; None for all at once.
       whole: join the records that one long conversation was cut into, at 2,048 tokens each.
-      accepts: whether a conversation may be drawn, by its `origin`.
-      path: a ShareGPT file; the published one is fetched if None.
+      accepts: returns whether a conversation may be drawn, by its `origin`.
+      path: a ShareGPT file; None to fetch the published one.
       progress: show a bar during the download.
 
     Raises:

@@ -20,8 +20,8 @@ class WorkloadItem:
     Attributes:
       prompt_token_ids: at least one.
       num_output_tokens: exact number of generated tokens; hidden from the scheduler.
-      sample_lengths: number of tokens of each sample, for a request for several; the longest is
-        then `num_output_tokens`.
+      sample_lengths: tokens of each sample, for a request with several; the longest is then
+        `num_output_tokens`.
       max_tokens: the scheduler's limit of the length; None for the context's end.
       arrival_s: seconds after the start of the run.
       sampling: sampling parameters; greedy by default.

@@ -85,7 +85,7 @@ class RecordedRequest:
 
 @final
 class TraceWriter:
-    """A writer of a trace, with one line per finished request. Thread-safe.
+    """A thread-safe writer of a trace, with one line per finished request.
 
     A full disk ends the recording with a logged error and affects no request.
 
@@ -141,11 +141,7 @@ class TraceWriter:
 
 
 def check_is_free(path: str | Path) -> None:
-    """Check that a recording can be written to `path`.
-
-    Raises:
-      InvalidConfigError: the file is not empty or not writable.
-    """
+    """Raise InvalidConfigError if `path` is not empty or not writable."""
     path = Path(path)
     if path.is_dir() or (path.exists() and path.stat().st_size):
         raise InvalidConfigError(
@@ -186,10 +182,8 @@ def read(path: str | Path) -> list[RecordedRequest]:
 
 
 def recorded_items(path: str | Path, num: int | None = None) -> list[WorkloadItem]:
-    """Return the first `num` requests of a trace as a workload; the first arrives at 0.
-
-    Args:
-      num: number of requests; None for all.
+    """Return the first `num` requests of a trace (None for all) as a workload; the first arrives at
+    0.
 
     Raises:
       InvalidConfigError: see `read`, or the trace has fewer requests.

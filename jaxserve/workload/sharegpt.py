@@ -45,23 +45,19 @@ class TextEncoder(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """A conversation.
-
-    Attributes:
-      messages: (author, text) in order; the author is "human" or "gpt".
-    """
+    """A conversation; `messages` are (author, text) in order, with authors "human" and "gpt"."""
 
     id: str
     messages: tuple[tuple[str, str], ...]
 
     @property
     def origin(self) -> str:
-        """Id of the conversation as it was shared; long ones were cut into "id_0", "id_1", ..."""
+        """Id of the shared conversation; long ones were cut into "id_0", "id_1", ..."""
         return self.id.rpartition("_")[0] or self.id
 
     @property
     def first_turn(self) -> tuple[str, str] | None:
-        """The first question and its answer; None if the record does not begin with these."""
+        """The first question and its answer, if the record begins with these."""
         if [author for author, _ in self.messages[:2]] != ["human", "gpt"]:
             return None
         return self.messages[0][1], self.messages[1][1]
@@ -73,7 +69,7 @@ def read(path: Path) -> Iterator[Conversation]:
     Raises:
       InvalidConfigError: the file is not a JSON array of ShareGPT records.
     """
-    # The cut may split a character; `replace` then affects the incomplete last record only.
+    # The cut may split a character; `replace` then affects only the incomplete last record.
     with path.open(encoding="utf-8", errors="replace") as file:
         for record in _records(file, str(path)):
             try:
@@ -87,7 +83,7 @@ def read(path: Path) -> Iterator[Conversation]:
 
 
 def whole(records: Iterable[Conversation]) -> Iterator[Conversation]:
-    """Yield conversations as they were shared, with consecutive records of one origin joined.
+    """Yield shared conversations, with consecutive records of one origin joined.
 
     A message that ends one record and begins the next is kept once.
     """
@@ -154,8 +150,8 @@ def sample(
       output_scale: multiplies the recorded answer lengths before that.
       is_limit_known: the requests' `max_tokens` is `max_output_tokens`; otherwise it is None, the
         context's end, as in most real requests.
-      accepts: whether a conversation may be used, by its `origin`.
-      path: a ShareGPT file; the published one is fetched if None.
+      accepts: returns whether a conversation may be used, by its `origin`.
+      path: a ShareGPT file; None to fetch the published one.
       progress: show a bar during the download.
 
     Raises:

@@ -31,9 +31,9 @@ class Lengths:
     def probabilities(self) -> np.ndarray:
         """Return the probabilities of the lengths 1 ... `most`, float64 [most].
 
-        A fixed-point iteration finds the centre and width of the normal. No normal truncated to
-        1 ... `most` has a larger deviation than the uniform distribution, which is returned when
-        `std` is that large.
+        A fixed-point iteration finds the centre and width of the normal. No normal truncated to 1
+        ... `most` has a larger deviation than the uniform distribution, which is returned for a
+        larger `std`.
         """
         lengths = np.arange(1, self.most + 1)
         probabilities = np.full(self.most, 1 / self.most)

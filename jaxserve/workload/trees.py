@@ -16,7 +16,7 @@ Tree: TypeAlias = "int | tuple[Tree, Tree]"
 def random_tree(num_words: int, random: np.random.Generator) -> Tree:
     """Return a binary tree over words 0 to `num_words - 1`, in their order.
 
-    Every span of words is cut in two at a place that is drawn uniformly.
+    Every span of words is split in two at a uniformly drawn place.
 
     Raises:
       InvalidConfigError: `num_words` is below 1.
@@ -42,13 +42,12 @@ def random_tree(num_words: int, random: np.random.Generator) -> Tree:
 
 
 def random_trees(lengths: Sequence[int], seed: int) -> list[Tree]:
-    """Return a random tree for each sentence length."""
     random = np.random.default_rng([seed, 2])
     return [random_tree(length, random) for length in lengths]
 
 
 def complete_tree(num_words: int = 16) -> Tree:
-    """Return the complete binary tree of figure 2.15, all of whose words have one depth.
+    """Return the complete binary tree of figure 2.15, with all words at one depth.
 
     Raises:
       InvalidConfigError: `num_words` is not a power of two.
@@ -64,7 +63,7 @@ def complete_tree(num_words: int = 16) -> Tree:
 
 
 def with_tokens(tree: Tree, tokens: Sequence[int]) -> Tree:
-    """Return a tree with tokens in place of the words' numbers."""
+    """Return a tree with tokens instead of the words' numbers."""
     done: list[Tree] = []
     open: list[Tree | None] = [tree]
     while open:

@@ -1,4 +1,4 @@
-"""A plan that follows the lengths of the newest answers."""
+"""Plan updates that follow the lengths of the newest answers."""
 
 from __future__ import annotations
 
@@ -39,56 +39,52 @@ from jaxserve.planning.simulator import Ended
 
 _log = logging.getLogger(__name__)
 
-# Answers that a plan needs at least, and the smallest window that is tested.
+# Fewest answers that a plan needs; also the smallest window that is tested.
 LEAST_ANSWERS = 64
 # Ended answers between two tests.
 _INTERVAL = 32
-# Newest answers that are remembered. More make no better plan.
+# Newest answers to keep. More make no better plan.
 _MOST = 4096
-# Share of the answers that may be longer than every ended one, where a plan is made from lengths
-# that are not all whole.
+# Largest share of answers that may be longer than every ended answer when a plan is made.
 _MOST_UNKNOWN = 0.002
-# Another schedule is adopted if it serves this much more, or misses its bounds by as much less. A
-# smaller gain is within the estimates' error.
+# Factor by which another schedule must serve more, or miss its bounds less, to be adopted.
+# A smaller gain is within the error of the estimates.
 _GAIN = 1.02
-# Answers from whose lengths a schedule is adopted that only serves more. The window that differs
-# most from the answers before differs more than all later ones will, so that the schedule of a
-# small one may miss the bound.
+# Fewest answers for adopting a schedule that only serves more. The window that differs most
+# overstates the change, so the schedule of a small window may miss the bound.
 _LEAST_FOR_GAIN = 256
-# The sizes that the runner keeps even are adjusted from this relative difference on.
+# Relative difference from which on the runner's target sizes are adjusted.
 _UNEVEN = 0.05
 
 
 @final
 class Adaptation:
-    """Decides when the newest answers call for another schedule, and finds it.
+    """Decides when the newest answers require another schedule, and finds it. Not thread-safe.
 
-    After every 32 ended answers the newest admitted ones are compared with those of the plan, in
+    After every 32 ended answers the newest admitted answers are compared with those of the plan, in
     windows of 64, 128, 256, ... answers, so that a large change shows soon and a small one later.
-    The test is `drift`, for prompts and for answers; answers that still run count with what they
-    have. If it shows a change, the lengths of the window where it shows most are those of the next
-    search, and older answers are forgotten. Without a change, the search runs again when the
-    answers since the first ones have doubled, because more answers tell more of the longest ones.
+    The test (`drift`) covers prompts and answers; running answers count with their present length.
+    If it shows a change, the next search uses the window that differs most, and older answers are
+    dropped. Without a change, the search repeats when the answers since the first ones have
+    doubled, because more answers say more about the longest ones.
 
-    The search also runs when an answer had a tighter latency bound of its own than all answers of
-    the last search, or, while they are few, when twice as many have had one.
+    The search also repeats when an answer had a tighter latency bound of its own than all answers
+    of the last search, or, while these are few, when twice as many answers have had one.
 
     Hysteresis: another schedule is adopted only if the present one is expected to miss a bound, to
     exceed the memory, or, by the lengths of 256 answers or more, to serve 2 % less. If no schedule
-    keeps the bounds, the one that misses them least serves; a warning says so.
-
-    It is not thread-safe.
+    keeps the bounds, the one that misses them least serves, and a warning says so.
 
     Args:
-      plan: the present plan; None before there is one. Then the first answers make one.
-      answers: those that it was computed from, and those that went on then.
-      begins_s: answers that were admitted until then do not count, unless they are in `answers`. Of
-        these only the long ones would end later.
-      heeds_bounds: the order of the engine's policy heeds latency bounds of single requests
+      plan: the present plan; None to plan from the first answers.
+      answers: those that the plan was computed from, and those that were running then.
+      begins_s: answers admitted until then count only if they are in `answers`, because only the
+        long ones would end later.
+      heeds_bounds: whether the order of the engine's policy heeds latency bounds of single requests
         (`Order.heeds_bounds`); if not, they are left out.
 
     Attributes:
-      plan: the plan in force, with what is expected of it with the newest lengths.
+      plan: the plan in force, with its expected figures for the newest lengths.
       num_searches: how often the search ran.
     """
 
@@ -112,12 +108,12 @@ class Adaptation:
         self._since: list[AnswerLength] = []
         self._num_untested = 0
         self._is_refused = False
-        # The tightest bounds of single answers in the last search, and how many had one.
+        # The tightest bounds of single answers in the last search, and how many answers had one.
         self._tightest = _tightest([], self._known)
         self._num_bounded = _num_bounded(self._known)
 
     def observe(self, answers: Iterable[AnswerLength]) -> bool:
-        """Take in ended answers; return whether `revised` should be called."""
+        """Add ended answers; return whether `revised` should be called."""
         num_before = len(self._since)
         self._since += [answer for answer in answers if answer.admitted_s > self._begins_s]
         self._num_untested += len(self._since) - num_before
@@ -125,7 +121,7 @@ class Adaptation:
         return self._num_untested >= _INTERVAL
 
     def revised(self, running: Sequence[AnswerLength]) -> Plan | None:
-        """Test the newest answers; return a plan to adopt, or None to go on as before.
+        """Test the newest answers; return a plan to adopt, or None to keep the present one.
 
         Args:
           running: answers that were admitted and have not ended.
@@ -167,11 +163,11 @@ class Adaptation:
     def _has_other_bounds(
         self, known: Sequence[AnswerLength], newest: Sequence[AnswerLength]
     ) -> bool:
-        """Return whether the newest answers have tighter bounds, or many more of them have some."""
+        """Return whether the newest answers have tighter bounds, or many more have bounds."""
         if not self._heeds_bounds:
             return False
         num = _num_bounded(known) + _num_bounded(newest)
-        # As many as reserve half of the slots reserve no more.
+        # Once half of the slots are reserved, more answers with bounds reserve no more.
         before = self._num_bounded
         has_more = 2 * before < self._planner.max_slots and num > before and num >= 2 * before
         return has_more or _tightest([self._tightest], newest) != self._tightest
@@ -180,13 +176,13 @@ class Adaptation:
         return self._planner.nearest(task, self._bounds, num_lengths=num, classes=classes)
 
     def keep(self, plan: Plan | None) -> None:
-        """Go on with this plan, which is in force."""
+        """Set the plan that is in force."""
         self.plan = plan
 
     def on_other_groups(self) -> Adaptation:
-        """Return an adaptation that has no plan yet, for other groups of devices, which then stay.
+        """Return an adaptation for other, fixed groups of devices, without a plan. Thread-safe.
 
-        It knows the same answers, so that its search runs at the next test. Any thread may call it.
+        It has the same answers, so its search runs at the next test.
         """
         return Adaptation(
             self._planner.staying(),
@@ -197,7 +193,7 @@ class Adaptation:
         )
 
     def refuse(self, before: Plan | None) -> None:
-        """Go on with the plan before, because the one that was found could not be carried out.
+        """Restore the previous plan, because the new one could not be carried out.
 
         The search runs again after as many answers as a plan needs.
         """
@@ -207,7 +203,7 @@ class Adaptation:
     def _split(
         self, running: Sequence[AnswerLength]
     ) -> tuple[list[AnswerLength], list[AnswerLength]]:
-        """Return the plan's answers as far as they have come now, and those admitted later."""
+        """Return the plan's answers with their present lengths, and those admitted later."""
         last_s = max((answer.admitted_s for answer in self._known), default=-np.inf)
         now = [answer for answer in running if answer.admitted_s > self._begins_s]
         now = sorted((*self._since, *now), key=lambda answer: answer.admitted_s)
@@ -236,7 +232,7 @@ class Adaptation:
         else:
             is_better = plan.keeps_bounds or _GAIN * plan.worst_share <= present.worst_share
         before = self.plan
-        # What is known of the last move of devices stays.
+        # Keep what is known about the last move of devices.
         lowest = {} if present.keeps_bounds else plan.lowest
         self.plan = plan if is_better else replace(present, lowest=lowest, move=before.move)
         _warn(before, self.plan)
@@ -246,7 +242,7 @@ class Adaptation:
 def _changed(
     known: Sequence[AnswerLength], newest: Sequence[AnswerLength]
 ) -> list[AnswerLength] | None:
-    """Return the window of newest answers that differs most from the known; None if none does."""
+    """Return the window of newest answers that differs most; None if no window differs."""
     if not known or len(newest) < LEAST_ANSWERS:
         return None
     known_prompts, known_outputs = _lifetimes(known)
@@ -262,10 +258,10 @@ def _changed(
 
 
 def _newest(answers: Sequence[AnswerLength], num: int) -> list[AnswerLength]:
-    """Return at least `num` answers, those admitted last; answers come in order of admission.
+    """Return at least `num` answers, those admitted last; `answers` is in order of admission.
 
-    Answers that were admitted together stay together: of these the short ones end first, and no
-    other order may decide which of them count.
+    Answers that were admitted together stay together: the short ones end first, and a cut by their
+    ends would prefer these.
     """
     if len(answers) <= num:
         return list(answers)
@@ -274,17 +270,13 @@ def _newest(answers: Sequence[AnswerLength], num: int) -> list[AnswerLength]:
 
 
 def _is_known(answers: Sequence[AnswerLength]) -> bool:
-    """Return whether nearly all is known of the answers' lengths, so that they make a plan.
-
-    Nothing is known of how far answers go that are longer than every ended one, except what was
-    predicted.
-    """
+    """Return whether answers longer than every ended one are few or predicted enough for a plan."""
     others = [answer for answer in answers if answer.has_ended or answer.estimate is None]
     return not others or share_beyond(_lifetimes(others)[1]) <= _MOST_UNKNOWN
 
 
 def _tightest(known: Sequence[LatencyBounds], answers: Sequence[AnswerLength]) -> LatencyBounds:
-    """Return the tightest bounds of single ended answers, and of those known before."""
+    """Return the tightest bounds of ended answers and of those known before."""
     return tightest([LatencyBounds(), *known, *(a.bounds for a in answers if a.has_ended)])
 
 
@@ -294,7 +286,7 @@ def _num_bounded(answers: Sequence[AnswerLength]) -> int:
 
 
 def task_of(answers: Sequence[AnswerLength]) -> TaskLengths:
-    """Return the distributions of lengths of answers of which some go on, with a cautious level."""
+    """Return the length distributions of answers, some still running, with a cautious level."""
     prompts = LengthDistribution.of_samples([answer.num_prompt for answer in answers])
     told = [answer for answer in answers if not answer.has_ended and answer.estimate is not None]
     others = [answer for answer in answers if answer.has_ended or answer.estimate is None]
@@ -313,13 +305,13 @@ def task_of(answers: Sequence[AnswerLength]) -> TaskLengths:
 
 
 def _expected(answer: AnswerLength) -> np.ndarray:
-    """Return the predicted probabilities of an answer's length, given that it goes on."""
+    """Return the predicted probabilities of a running answer's length."""
     assert answer.estimate is not None
     prediction, at = answer.estimate.prediction, answer.estimate.at
     ahead = LengthDistribution.of_predictions(prediction.distribution).probabilities
     whole = np.concatenate([np.zeros(at), ahead])
     whole[: answer.num_output + 1] = 0.0
-    if not whole.any():  # it is longer than was predicted
+    if not whole.any():  # it is longer than predicted
         whole = np.zeros(answer.num_output + 2)
         whole[-1] = 1.0
     if answer.limit is not None and len(whole) > answer.limit + 1:
@@ -338,9 +330,9 @@ def _lifetimes(answers: Sequence[AnswerLength]) -> tuple[Lifetimes, Lifetimes]:
 
 
 def _is_uneven(before: Plan, after: Plan) -> bool:
-    """Return whether the runner's sizes or reserved slots have changed much.
+    """Return whether the runner's target sizes or reserved slots have changed much.
 
-    Continuous batching has none: its limit is the schedule itself.
+    For continuous batching it is False: its limit is the schedule itself.
     """
     if before.iteration() == after.iteration():
         return False
@@ -353,7 +345,7 @@ def _is_uneven(before: Plan, after: Plan) -> bool:
 
 
 def _warn(before: Plan | None, after: Plan) -> None:
-    """Log that no schedule keeps the bounds any more, or that one does again."""
+    """Log that no schedule keeps the bounds any longer, or that one does again."""
     kept_before = before is None or before.keeps_bounds
     if kept_before and not after.keeps_bounds:
         _log.warning(
@@ -365,11 +357,11 @@ def _warn(before: Plan | None, after: Plan) -> None:
 
 @final
 class AdaptingPilot:
-    """A `simulator.Pilot` that has the engine follow the newest lengths, as a runtime does.
+    """A `simulator.Pilot` that adapts the plan to the newest lengths, as a runtime does.
 
     Args:
-      search_s: virtual seconds between the moment that calls for a search and the adoption of what
-        it finds. The engine serves on meanwhile.
+      search_s: virtual seconds from the request for a search to the adoption of its plan, during
+        which the engine continues to serve.
 
     Attributes:
       adopted: (virtual seconds, plan) of each plan that the engine has adopted.

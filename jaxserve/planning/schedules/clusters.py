@@ -15,12 +15,12 @@ class Cluster:
     """Equal devices in equal machines, and the shares of their limits that programs reach.
 
     Attributes:
-      network_bytes_per_s: bandwidth between two devices of different machines, in one direction.
-      compute_efficiency, memory_efficiency, peer_efficiency: share reached of `flops`, of the
-        bandwidth of memory, and of the bandwidths between devices and to the host.
-      sync_latency_s: seconds of a sum over shards besides its bytes.
-      handoff_latency_s: seconds of a transfer between stages besides its bytes.
-      launch_s: seconds that a stage needs for a pass, besides its layers.
+      network_bytes_per_s: bandwidth between devices of different machines, in one direction.
+      compute_efficiency, memory_efficiency, peer_efficiency: reached share of `flops`, of the
+        memory bandwidth, and of the bandwidths between devices and to the host.
+      sync_latency_s: fixed seconds of a sum over shards.
+      handoff_latency_s: fixed seconds of a transfer between stages.
+      launch_s: fixed seconds of a pass in a stage.
       memory_share: share of device memory for weights, KV and activations.
       measured_degrees: tensor-parallel degrees whose costs are known; None for all.
     """
@@ -52,10 +52,10 @@ class Cluster:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Powers of two that divide a machine's devices and the cluster: the degrees to shard by.
+        """Tensor-parallel degrees: powers of two that divide a machine's devices and the cluster.
 
-        Shards of a layer share a machine. Where degrees were measured, it is those that fit in a
-        machine; devices that are left over are stages of their own.
+        Shards of a layer share a machine. With measured degrees, it is those that fit in a machine;
+        remaining devices are single stages.
         """
         inside = min(self.num_devices, self.devices_per_machine)
         if self.measured_degrees is not None:
@@ -67,12 +67,12 @@ class Cluster:
         )
 
     def of(self, num_devices: int) -> Cluster:
-        """Return the sub-cluster of a number of devices, in as few machines as possible."""
+        """Return the sub-cluster of `num_devices` devices, in as few machines as possible."""
         return replace(self, num_devices=num_devices)
 
 
-# Compute, memory and PCIe efficiency were fitted to tables 6 and 7 of the paper, which are of
-# OPT 13B on four A40; docs/benchmarks/papers.md shows the fit. The other devices' are taken over.
+# Compute, memory and PCIe efficiency were fitted to tables 6 and 7 of the paper (OPT 13B on four
+# A40; docs/benchmarks/papers.md shows the fit). The same values are used for other devices.
 _FITTED: dict[str, Any] = {
     "compute_efficiency": 0.70,
     "memory_efficiency": 0.80,
@@ -81,7 +81,7 @@ _FITTED: dict[str, Any] = {
     "handoff_latency_s": 50e-6,
     "launch_s": 1e-3,
 }
-# NVLink reaches a larger share of its bandwidth, with less latency; these two were not measured.
+# NVLink reaches a larger share of its bandwidth with less latency; neither was measured.
 _NVLINK: dict[str, Any] = _FITTED | {"peer_efficiency": 0.75, "sync_latency_s": 10e-6}
 
 # Data sheets: dense 16-bit tensor operations; one direction of each link. Table 2 of the paper for

@@ -1,4 +1,6 @@
-"""What a schedule fixes: ExeGPT's control variables (section 4.2), and what comes of them."""
+"""Configurations of a schedule: ExeGPT's control variables (section 4.2), and what follows from
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from jaxserve.core.errors import InvalidConfigError
 class Policy(Enum):
     """How prompts and answers share the devices.
 
-    ExeGPT's are (section 4.1) round robin, by computation, and by memory. Continuous batching
-    computes prompts beside answers (`scheduling.iteration.continuous.Unified`).
+    ExeGPT's policies (section 4.1) are round robin, by computation, and by memory. Continuous
+    batching computes prompts and answers in the same step
+    (`scheduling.iteration.continuous.Unified`).
     """
 
     RRA = "rra"
@@ -31,8 +34,8 @@ class Policy(Enum):
 class Layout:
     """A policy and its partial tensor parallelism.
 
-    The first devices are pipeline stages of their own. The last `num_sharded_devices` form stages
-    of `degree` shards each. Layers are shared out in proportion to devices.
+    The first devices are single stages. The last `num_sharded_devices` form stages of `degree`
+    shards each. Layers are distributed in proportion to devices.
 
     Attributes:
       degree: devices per tensor-parallel stage; 1 without tensor parallelism.
@@ -44,7 +47,7 @@ class Layout:
     num_sharded_devices: int = 0
 
     def devices(self, num_devices: int) -> list[int]:
-        """Return the devices of each stage of `num_devices` devices."""
+        """Return the number of devices of each stage."""
         num_sharded = self.num_sharded_devices // self.degree
         return [1] * (num_devices - self.num_sharded_devices) + [self.degree] * num_sharded
 
@@ -67,12 +70,7 @@ class Stage:
 @final
 @dataclass(frozen=True)
 class Division:
-    """The devices of an engine with two groups.
-
-    Attributes:
-      encode: devices that compute prompts.
-      decode: devices that compute answers.
-    """
+    """The devices of an engine with two groups: `encode` for prompts, `decode` for answers."""
 
     encode: int
     decode: int
@@ -87,19 +85,18 @@ class Schedule:
     """A configuration that a runner can carry out.
 
     Attributes:
-      encode_batch: B_E, sequences per encode phase.
-      encode_tokens: their input tokens, on average.
-      decode_batch: B_D, sequences of all micro-batches together, on average; for RRA at the start
-        of a decode phase.
+      encode_batch: B_E, sequences per encode phase; 1 for continuous batching.
+      encode_tokens: their mean input tokens.
+      decode_batch: B_D, mean sequences of all micro-batches together; for RRA at the start of a
+        decode phase.
       num_decodes: N_D, decode iterations per encode phase; for WAA, iterations of a decode step (1
-        on a cluster).
+        on a cluster); 0 for continuous batching.
       num_micro_batches: B_m, parts of a decode batch; for RRA the number of stages. 1 for an
-        engine, whose step times are those of all its stages.
-      stages: in the order of the devices; WAA's encode group comes first. Empty for an engine.
-      max_running: B of continuous batching, the most sequences that run at once; 0 for others.
-        Continuous batching has no B_E and N_D: `encode_batch` is 1 and `num_decodes` 0.
-      chunk_tokens: prompt tokens of a step of continuous batching at most; 0 for all that fit.
-      division: the devices that an engine with two groups needs for it; None for those it has.
+        engine, whose step times cover all its stages.
+      stages: in the order of the devices, WAA's encode group first. Empty for an engine.
+      max_running: B of continuous batching, the most running sequences; 0 for other policies.
+      chunk_tokens: most prompt tokens of a step of continuous batching; 0 for all that fit.
+      division: the devices that an engine with two groups needs; None for its present ones.
     """
 
     layout: Layout
@@ -126,10 +123,9 @@ class Points:
 
     Attributes:
       layout: index into the timeline's layouts.
-      encode_batch: B_E.
-      control: the policy's own variable: N_D of RRA, B_m of WAA. In both, throughput and latency
-        rise as it falls. Continuous batching has B as `encode_batch`, and the size of its chunks
-        as `control`.
+      encode_batch: B_E; B of continuous batching.
+      control: the policy's own variable: N_D of RRA, B_m of WAA, the index of the chunk size of
+        continuous batching. For RRA and WAA, throughput and latency rise as it falls.
     """
 
     layout: np.ndarray
@@ -144,16 +140,11 @@ class Points:
 
     @classmethod
     def one(cls, layout: int, encode_batch: int, control: int) -> Points:
-        """Return a single configuration."""
         return cls(np.array([layout]), np.array([encode_batch]), np.array([control]))
 
 
 def check_families(families: Sequence[str], allowed: Sequence[str]) -> None:
-    """Check that there are families, and that each is one of those allowed.
-
-    Raises:
-      InvalidConfigError
-    """
+    """Raise InvalidConfigError unless there is a family and each one is allowed."""
     is_list = isinstance(families, Collection) and not isinstance(families, str)
     if not is_list or not families or not all(family in allowed for family in families):
         raise InvalidConfigError(
@@ -163,10 +154,6 @@ def check_families(families: Sequence[str], allowed: Sequence[str]) -> None:
 
 
 def check_num_bounds(num_bounds: int) -> None:
-    """Check a number of bounds of a frontier.
-
-    Raises:
-      InvalidConfigError: it is below 2.
-    """
+    """Raise InvalidConfigError if a frontier would have fewer than two bounds."""
     if num_bounds < 2:
         raise InvalidConfigError(f"num_bounds={num_bounds} is not allowed; pass at least 2")

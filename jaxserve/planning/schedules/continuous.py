@@ -1,4 +1,4 @@
-"""The timeline of continuous batching: prompts in chunks beside the answers that run."""
+"""The timeline of continuous batching: prompts in chunks, in the same steps as running answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxserve.planning.schedules.timeline import (
     layouts_of,
 )
 
-# Prompt tokens of a micro-batch at most, by the number of the control variable less one.
+# Most prompt tokens of a micro-batch; the control variable counts these from 1.
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
 
 
@@ -31,9 +31,8 @@ class MixedCost:
     """Layer costs of a decode pass that also computes pieces of prompts.
 
     Attributes:
-      cost: of a layer.
-      num_pieces: pieces of prompts of a pass, which broadcasts with the arguments of the costs.
-      length: of a piece, whose square with `num_pieces` gives the pairs that attention computes.
+      num_pieces: pieces of prompts in a pass, broadcast with the arguments of the costs.
+      length: of a piece; its square times `num_pieces` gives the pairs that attention computes.
     """
 
     cost: LayerCost
@@ -84,18 +83,18 @@ def mixed_iteration_s(
     length: Numbers,
     num_tokens: Numbers,
 ) -> np.ndarray:
-    """Return the seconds of an iteration whose `num_turns` micro-batches are all alike.
+    """Return the seconds of an iteration of `num_turns` equal micro-batches.
 
-    A micro-batch computes a token of each of its sequences and pieces of prompts in one pass; an
-    encoder-decoder model computes the prompts in a pass of its encoder, each prompt whole. Micro-
-    batches follow each other through the stages. So an iteration takes as long as all of them in
-    the slowest stage, and at least as long as one of them in all stages.
+    In one pass, a micro-batch computes a token of each of its sequences and pieces of prompts; an
+    encoder-decoder model computes whole prompts in a pass of its encoder. Micro-batches follow each
+    other through the stages. So an iteration takes as long as all of them in the slowest stage, and
+    at least as long as one of them in all stages.
 
     Args:
-      rows: sequences of a micro-batch, those with a piece of a prompt included.
+      rows: sequences of a micro-batch, including those with a piece of a prompt.
       context: positions that a decoded token attends to.
-      num_pieces, length: pieces of prompts, see `MixedCost`. Fewer than one whole prompt is one in
-        that share of the micro-batches.
+      num_pieces, length: pieces of prompts, see `MixedCost`. Fewer than one whole prompt means one
+        prompt in that share of the micro-batches.
       num_tokens: prompt tokens of a micro-batch.
     """
     model, cost = deployment.model, deployment.cost
@@ -132,13 +131,13 @@ def mixed_iteration_s(
 @final
 @dataclass(frozen=True)
 class _Parts:
-    """What the estimates of configurations are made of.
+    """The parts of a configuration's estimates.
 
     Attributes:
       share: f, the share of iterations with prompts.
-      mean_s: seconds of an iteration on average.
+      mean_s: mean seconds of an iteration.
       first_s: seconds of the iterations of a prompt.
-      num_iterations: of an answer, on average.
+      num_iterations: mean iterations of an answer.
     """
 
     share: np.ndarray
@@ -151,18 +150,18 @@ class _Parts:
 class ContinuousTimeline:
     """Estimates of continuous batching of at most B sequences, with chunks of at most c tokens.
 
-    `Points.encode_batch` is B, and `Points.control` counts `CHUNKS`. The sequences are in as many
-    micro-batches as there are stages, M, and each iteration computes a token of every sequence. A
-    share of the iterations, f = (prompt tokens that B sequences need per iteration) / (M c), also
-    computes a chunk of c tokens in every micro-batch. B sequences can be kept running if f is at
-    most 1. An answer takes the iterations of its prompt, which all have a chunk, and one more for
-    each further token.
+    `Points.encode_batch` is B, and `Points.control` counts `CHUNKS`. The sequences are in M
+    micro-batches, one per stage, and each iteration computes a token of every sequence. A share of
+    the iterations, f = (prompt tokens that B sequences need per iteration) / (M c), also computes a
+    chunk of c tokens in every micro-batch. B sequences can be kept running if f is at most 1. An
+    answer takes the iterations of its prompt, which all have a chunk, and one more for each further
+    token.
 
-    An encoder computes whole prompts, and reads its weights for a single one, too. So there a
-    prompt begins in the iteration after an answer's end: f is the probability that any of B
-    sequences ends in an iteration, and a chunk has the prompts that are then expected.
+    An encoder computes whole prompts, and reads its weights even for a single one. So a prompt
+    begins in the iteration after an answer's end: f is the probability that any of B sequences ends
+    in an iteration, and a chunk has the expected number of such prompts.
 
-    Memory is that of B sequences of mean length, as they are in the steady state.
+    Memory is that of B sequences of mean length (steady state).
 
     Args:
       layouts: the layouts to consider; by default all that the cluster allows.
@@ -216,9 +215,9 @@ class ContinuousTimeline:
         return Boxes(Points(layouts, ones, ones), high)
 
     def bound(self, boxes: Boxes) -> Best:
-        """See `Timeline.bound`.
+        """Bound boxes as `Timeline.bound` says.
 
-        Iterations do not get shorter with more sequences, or with a larger chunk. A larger chunk is
+        Iterations do not get shorter with more sequences or a larger chunk, and a larger chunk is
         needed less often. So an iteration takes at least as long as with the box's smallest B, and
         with the seconds of its smallest chunk as often as its largest chunk is needed.
         """
@@ -269,7 +268,7 @@ class ContinuousTimeline:
         smallest: np.ndarray,
         largest: np.ndarray,
     ) -> _Parts:
-        """Return the parts of configurations, or lower limits of those of boxes.
+        """Return the parts of configurations, or their lower limits in boxes.
 
         Args:
           fewest, most: B.
@@ -281,7 +280,7 @@ class ContinuousTimeline:
         num_new = fewest / outputs.mean
         if self._deployment.model.is_decoder_only:
             chunk = np.array(CHUNKS)[smallest - 1]
-            # A chunk attends to half a prompt on average, in as many pairs as sqrt(pairs) squared.
+            # A chunk attends to half a prompt on average; the square of the length gives the pairs.
             length = np.sqrt(chunk * inputs.mean_square / inputs.mean)
             with_s = self._iteration_s(pipeline, fewest, 1.0, length, chunk * 1.0)
             capacity = np.array(CHUNKS)[largest - 1]
@@ -310,7 +309,6 @@ class ContinuousTimeline:
         length: Numbers,
         num_tokens: Numbers,
     ) -> np.ndarray:
-        """Return the seconds of an iteration with pieces of prompts in every micro-batch."""
         num_turns = np.minimum(batch, pipeline.num_stages)
         return mixed_iteration_s(
             self._deployment,
@@ -341,7 +339,7 @@ class ContinuousTimeline:
         )
 
     def _largest_batch(self) -> int:
-        """Return a B that no fitting configuration exceeds; at least 1."""
+        """Return an upper limit (at least 1) of B in configurations that fit."""
         deployment = self._deployment
         empty = self._memory(self._pipelines, np.array(0))
         sequence_bytes = self._memory(self._pipelines, np.array(1)) - empty

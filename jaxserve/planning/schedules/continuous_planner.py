@@ -1,4 +1,4 @@
-"""The search for the number of sequences that continuous batching may run at once."""
+"""The search for the best number of running sequences in continuous batching."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ from jaxserve.planning.schedules.search import Score, throughput_under
 from jaxserve.planning.step_times import Curve, StepTimes
 from jaxserve.scheduling.iteration.continuous import Unified
 
-# How many times the share of the answers beyond the percentile may be left out by a simulation of
-# few answers.
+# Factor by which a simulation of few answers may leave out more answers than the percentile.
 _FEW_ANSWERS = 4
-# By how much a simulation's throughput may be above that of the mean lengths.
+# Factor by which a simulation's throughput may exceed that of the mean lengths.
 _DEVIATION = 1.05
-# How many times the expected mixed steps there may be.
+# Factor by which mixed steps may exceed their expected number.
 _MORE_MIXED = 1.5
-# Seconds, where nothing is known.
+# Seconds if nothing is known.
 _NO_TIME_S = 1e-9
 
 
 @final
 @dataclass(frozen=True)
 class ContinuousLimits:
-    """Figures that no simulation of continuous batching has, for any number of sequences.
+    """Figures that no simulation of continuous batching can beat, for any number of sequences.
 
     While N sequences run, an iteration takes at least as long as a decode iteration of the compiled
-    size for N, or, as often as prompts come, as a mixed step of N tokens. Each iteration gives a
-    sequence one token at most. So does the step that ends its prompt. Where an iteration may give
-    a sequence several tokens, nothing is known. Where memory may be short, fewer may run.
+    size for N, or, as often as prompts arrive, as a mixed step of N tokens. An iteration, or the
+    step that ends a prompt, yields at most one token of a sequence. With speculation, which may
+    yield several, no limit is known. With short memory, fewer sequences may run.
     """
 
     times: StepTimes
@@ -76,14 +75,14 @@ class ContinuousLimits:
 
     @property
     def _least_room(self) -> int:
-        """Tokens of an answer that the context has room for, at least; others are cut."""
+        """The fewest tokens of an answer that fit in the context; longer answers are cut."""
         config = self.config
         prompt = min(self.lengths.inputs.max_length, config.max_prompt_tokens)
         encoded = config.page_size + 1 if config.has_encoder else 0
         return max(1, config.max_length - prompt - encoded)
 
     def _iteration_s(self, num_running: int, mean: float) -> float:
-        """Return the seconds of an iteration on average; `mean` are the tokens of an answer."""
+        """Return the least mean seconds of an iteration; `mean` is the tokens of an answer."""
         config, inputs = self.config, self.lengths.inputs
         prompt = inputs.max_length + config.page_size + 1
         longest = min(config.max_length, prompt + self.lengths.outputs.max_length)
@@ -103,24 +102,22 @@ def _least_s(curve: Curve) -> float:
     return max(0.0, min(curve(0.0), *(seconds for _, seconds in curve.points)))
 
 
-# By which share expected latencies may be too long. Beside sizes that were simulated they are off
-# by less.
+# Share by which expected latencies may be too long; close to simulated sizes it is less.
 _SLACK = 0.01
-# By which share a score must be expected to be higher than the best for another simulation.
+# Share by which an expected score must exceed the best for another simulation.
 _GAIN = 0.01
-# Prompts come between the tokens of others at this power of the number of sequences.
+# The delay of tokens by other sequences' prompts grows with this power of the sequences.
 _GROWTH = 0.75
 _LATENCIES = ("latency_s", "first_token_s", "token_s")
 
 
 @final
 class SizeSearch:
-    """A search among numbers of sequences, which simulates those that are expected to be best.
+    """A search over numbers of sequences that simulates those with the highest expected score.
 
-    What is expected are the limits and costs of prompts. Engine time per answer is that of the
-    limits, and that of a prompt. Latencies are those of the limits, and so much for each sequence
-    that runs, since its prompts come between the tokens of others. Both are taken from the sizes
-    that were simulated, and interpolated between them.
+    Expectations are the limits plus the costs of prompts: per answer for the engine's time, and per
+    running sequence for latencies, because prompts of other sequences delay its tokens. Both costs
+    come from simulated sizes and are interpolated between them.
 
     Args:
       simulated: returns the figures of a number of sequences, each a scalar.
@@ -128,7 +125,7 @@ class SizeSearch:
       sizes: numbers of sequences, increasing; at least one.
 
     Attributes:
-      scores: by number of sequences, of those that were simulated.
+      scores: scores by number of sequences, of simulated sizes.
     """
 
     def __init__(
@@ -173,11 +170,11 @@ class SizeSearch:
             return int(self._sizes[first])
         if self.scores:
             return None
-        # A first guess is not enough to simulate none.
+        # Simulate at least one size: a first guess alone rules none out.
         return int(self._sizes[np.argmin(np.where(may_gain, expected.latency_s, np.inf))])
 
     def _expected(self) -> Best:
-        """Return what the sizes are expected to do, [sizes] each, with latencies in favour."""
+        """Return optimistic expectations of the sizes, [sizes] each."""
         sizes, limits = self._sizes, self._limits
         known = sorted(self.scores)
         figures = [self._simulated(size) for size in known]
@@ -206,20 +203,16 @@ class SizeSearch:
         )
 
 
-# Share of preempted answers from which on memory is short.
+# Share of preempted answers above which memory counts as short.
 _PREEMPTED = 0.01
-# Share of the highest throughput that simulations do not tell from it.
+# Share of the highest score that simulations cannot distinguish from it.
 _AS_GOOD = 0.99
 
 
 @final
 @dataclass(frozen=True)
 class ContinuousPlanner(SchedulePlanner):
-    """A planner of continuous batching on one engine, for any lengths.
-
-    Attributes:
-      player: simulates the engine.
-    """
+    """A planner of continuous batching on one engine; `player` simulates the engine."""
 
     player: Player
 
@@ -231,27 +224,25 @@ class ContinuousPlanner(SchedulePlanner):
         return ContinuousSpace(self.player, lengths, tuple(classes))
 
     def _chosen(self, space: ContinuousSpace, bounds: LatencyBounds) -> Schedule | None:
-        # Simulated throughputs are never equal.
+        # Simulated throughputs do not tie.
         return space.best(throughput_under(bounds))
 
 
 @final
 @dataclass(frozen=True)
 class ContinuousSpace:
-    """Continuous batching of 1, 2, ... sequences at once, as far as there are slots.
+    """Continuous batching of 1, 2, ... sequences at once, up to the number of slots.
 
     Figures come from simulations (`Player`). Their number is kept small:
 
-    - Sizes that cannot be the best by step times alone are left out (`ContinuousLimits`).
-    - Of the others, those are simulated that are expected to be the best, by the limits and the
-      costs of prompts in the simulations so far (`SizeSearch`).
-    - Where answers are preempted, since memory is short, fewer sequences may serve more. So the
-      smaller compiled sizes are simulated, too, and the smallest size that is as good as the best
-      is bisected downwards.
+    - Sizes that step times alone rule out are skipped (`ContinuousLimits`).
+    - Of the others, those with the highest expected score are simulated (`SizeSearch`).
+    - If answers are preempted because memory is short, fewer sequences may serve more. So smaller
+      compiled sizes are simulated, too, and a bisection finds the smallest size that is as good.
 
     Slots are reserved for requests with bounds of their own, in addition to the limit. Each limit
-    is simulated with as many sequences as the limit, and with the reserved slots in use as well;
-    the worse figure of both counts, for the throughput, too.
+    is simulated with the reserved slots empty and in use; every figure, throughput included, is the
+    worse of both.
 
     Attributes:
       classes: requests with bounds of their own.
@@ -265,11 +256,7 @@ class ContinuousSpace:
         return SIMULATED
 
     def best(self, score: Score, *, least: int = 1) -> Schedule | None:
-        """See `ScheduleSpace`.
-
-        Args:
-          least: sequences, at least.
-        """
+        """Return the schedule with the highest score, of at least `least` sequences."""
         config = self.player.config
         most = max(1, config.max_slots - self.num_reserved)
         if least > most:
@@ -282,7 +269,7 @@ class ContinuousSpace:
         return None if search.best is None else self.of(search.best)[0]
 
     def _descend(self, search: SizeSearch, least: int) -> None:
-        """Look for fewer sequences that serve more where memory is short."""
+        """Search for fewer sequences that serve more where memory is short."""
         scores = search.scores
         if search.best is None or self._played(search.best).preempted_share <= _PREEMPTED:
             return
@@ -357,9 +344,8 @@ class ContinuousSpace:
     def _own_latencies_s(self, max_running: int) -> tuple[float, ...]:
         """Return the seconds of the spans of all classes, with all reserved slots in use.
 
-        A request waits for two steps in flight. Then its prompt is computed beside one token of
-        each other answer, in as many steps as a long prompt needs. The last of them has its first
-        token.
+        A request waits for two steps in flight. A long prompt's steps follow, each with one token
+        of every other answer; the last one yields the first token.
         """
         config, num_running = self.player.config, max_running + self.num_reserved
         prompt = self.lengths.inputs.percentile(self.lengths.level)

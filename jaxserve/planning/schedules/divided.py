@@ -1,8 +1,8 @@
 """WAA schedules of an engine whose devices can be divided between its two groups in several ways.
 
 ExeGPT moves devices and layers between the groups when lengths change (section 5.2). Here a move
-drops the KV of running sequences, which is computed anew, and pauses the engine while weights are
-placed. So another division has to serve enough more to pay for that.
+drops the KV of running sequences, which is recomputed, and pauses the engine while weights are
+placed. So another division must serve enough more to pay for that.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ from jaxserve.planning.schedules.search import Score, nearest_to
 @final
 @dataclass(frozen=True, kw_only=True)
 class DivisionRule:
-    """Gives the encode group its share of what each encode batch takes, for groups that exist.
+    """Divides devices in proportion to the costs of each encode batch.
 
-    WAA-C shares out the computation: an encode phase of B_E sequences, and the decode iterations
-    that B_E answers of S_D iterations take. One iteration of B_D = B_E S_D sequences is enough, as
-    in the paper; with fewer slots, as many more are needed. WAA-M shares out the memory: the
-    weights, of which each group has a copy, the KV of two encode batches, and that of B_D
-    sequences.
+    WAA-C divides the computation: an encode phase of B_E sequences, and the decode iterations that
+    B_E answers of S_D iterations take. One iteration of B_D = B_E S_D sequences suffices, as in the
+    paper; fewer slots need proportionally more iterations. WAA-M divides the memory: a copy of the
+    weights in each group, the KV of two encode batches, and that of B_D sequences.
 
     Attributes:
       policy: `Policy.WAA_C` or `Policy.WAA_M`.
-      weights_bytes: of one copy.
+      weights_bytes: bytes of one copy.
       token_bytes: KV of a token in all layers.
     """
 
@@ -54,13 +53,10 @@ class DivisionRule:
         lengths: TaskLengths,
         max_slots: int,
     ) -> list[Division]:
-        """Return the division for a B_E of 1, 2, ... `max_slots`.
+        """Return the division for a B_E of 1, 2, ... `max_slots`, with the least load per device.
 
-        It is the one whose fullest device has the least; of two, that with more devices.
-
-        Args:
-          options: the divisions to choose from, at least one.
-          times: step times of the groups of the first one.
+        Of two equal ones it is that with more devices. `times` are those of the first option's
+        groups.
         """
         batch = np.arange(1, max_slots + 1, dtype=np.float64)
         iterations = lengths.outputs.less_one()
@@ -84,10 +80,10 @@ class DivisionRule:
         return [order[index] for index in most.argmin(axis=1)]
 
 
-# Another division has to serve this many times as much, by measured times and by derived ones.
+# Factors by which another division must serve more, by measured and by derived times.
 _GAIN = 1.1
 _GAIN_IF_DERIVED = 1.25
-# Seconds within which a move has to pay for its pause and for the KV that is computed anew.
+# Seconds within which a move must pay for its pause and for recomputed KV.
 _HORIZON_S = 300.0
 
 
@@ -99,7 +95,7 @@ class DivisionOption:
     Attributes:
       times: step times of groups of these sizes.
       num_pages: pages of the pool.
-      pause_s: seconds that the move is expected to pause the engine; 0 for the present division.
+      pause_s: expected seconds of the engine's pause for the move; 0 for the present division.
       is_measured: whether the step times of both sizes were measured.
       refused: why the engine cannot have it now; empty if it can.
     """
@@ -117,16 +113,16 @@ class DivisionOption:
 class DividedPlanner(SchedulePlanner):
     """A planner of the WAA schedules of every division of an engine's devices.
 
-    The best schedule of the division that serves the most is chosen, if the move pays; else the
-    best schedule of the present division.
+    It chooses the best schedule of the division that serves the most if the move pays, otherwise
+    the best schedule of the present division.
 
     Attributes:
       options: returns the divisions, the present one first.
       config: returns the present configuration.
       num_moves: returns how many moves there were.
-      max_pause_s: the longest pause that a move may be expected to take.
-      rules: WAA-C's or WAA-M's, or both: devices move only to a division that one of them gives.
-        Without any, every division is compared.
+      max_pause_s: the longest expected pause of an allowed move.
+      rules: rules of WAA-C, WAA-M or both; devices move only to a division that one of them gives.
+        Without rules every division is compared.
     """
 
     options: Callable[[], Sequence[DivisionOption]]
@@ -140,7 +136,7 @@ class DividedPlanner(SchedulePlanner):
         return self.config().max_slots
 
     def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> DividedSpace:
-        # First, so that a move meanwhile makes the plan one that is not adopted.
+        # Read first, so that a move during the search invalidates the plan.
         num_moves = self.num_moves()
         options = {option.division: option for option in self.options()}
         config = self.config()
@@ -172,9 +168,9 @@ class DividedPlanner(SchedulePlanner):
     def _allowed(
         self, options: Sequence[DivisionOption], lengths: TaskLengths, max_slots: int
     ) -> dict[Division, np.ndarray]:
-        """Return the B_E that the rules allow, [slots], of each division that they allow at all.
+        """Return the B_E that the rules allow, [slots], of each allowed division.
 
-        The present division comes first, and has all of them.
+        The present division comes first and allows every B_E.
         """
         present, *others = [option.division for option in options]
         every = np.ones(max_slots, bool)
@@ -199,17 +195,14 @@ class DividedPlanner(SchedulePlanner):
         return replace(plan, move=judged[1], num_moves=space.num_moves)
 
     def _as_it_stands(self, plan: Plan, space: DividedSpace) -> Plan:
-        return replace(plan, num_moves=space.num_moves)  # it is for the groups of now
+        return replace(plan, num_moves=space.num_moves)  # it is for the present groups
 
 
 @final
 class _Spaces(Mapping[Division, ScheduleSpace]):
-    """The schedules of each division, made when they are asked for; the newest alone are kept.
+    """The schedules of each division, made on demand; only the newest are kept.
 
     Their figures take tens of megabytes, and eight devices have dozens of divisions.
-
-    Args:
-      make: returns the schedules of a division.
     """
 
     def __init__(self, divisions: Sequence[Division], make: Callable[[Division], ScheduleSpace]):
@@ -221,7 +214,7 @@ class _Spaces(Mapping[Division, ScheduleSpace]):
         if division not in self._divisions:
             raise KeyError(division)
         if self._newest is None or self._newest[0] != division:
-            self._newest = None  # so that only one is there
+            self._newest = None  # free it first, so that only one is in memory
             self._newest = division, self._make(division)
         return self._newest[1]
 
@@ -255,10 +248,10 @@ class DividedSpace:
         return next(iter(self.spaces))
 
     def chosen(self, bounds: LatencyBounds) -> tuple[Schedule | None, Move | None]:
-        """Return the schedule that serves the most under bounds, and the move that it needs.
+        """Return the schedule that serves the most under bounds, and its move.
 
-        If a division that would serve more is not worth the move, the second value says why. The
-        schedule is None if none keeps the bounds.
+        The move says why if a better division is not worth it. The schedule is None if none keeps
+        the bounds.
         """
         found: dict[Division, Schedule | None] = {}
         values: dict[Division, float] = {}
@@ -282,11 +275,7 @@ class DividedSpace:
     def _judged(
         self, found: Mapping[Division, Schedule | None], values: Mapping[Division, float]
     ) -> tuple[Schedule | None, Move | None]:
-        """Choose among the best schedules of each division.
-
-        Args:
-          values: what rises with how good the schedule of a division is.
-        """
+        """Choose among each division's best schedule; `values` rise with their quality."""
         present = self.present
         first: Move | None = None
         for division in sorted(values, key=lambda each: -values[each]):
@@ -306,7 +295,7 @@ class DividedSpace:
         needed = _GAIN if option.is_measured else _GAIN_IF_DERIVED
         figures = self.spaces[division].estimated(schedule)
         tokens_per_s = schedule.encode_tokens / float(figures.encode_s)
-        # Memory is in tokens, which are computed anew.
+        # Memory is in tokens, which are recomputed.
         cost_s = option.pause_s + float(figures.memory_bytes) / tokens_per_s
         refused = option.refused
         if not refused and option.pause_s > self.max_pause_s:
@@ -329,13 +318,13 @@ class DividedSpace:
             refused=refused,
         )
 
-    # ---- see `ScheduleSpace` ----
+    # ---- the protocol of `ScheduleSpace` ----
 
     def estimate(self, schedule: Schedule) -> str:
         return CLOSED_FORM
 
     def best(self, score: Score) -> Schedule | None:
-        """Return the schedule with the highest score of the divisions that a move may lead to."""
+        """Return the schedule with the highest score among all allowed divisions."""
         best, most = None, 0.0
         for division, space in self.spaces.items():
             option = self.options[division]
@@ -348,7 +337,7 @@ class DividedSpace:
         return best
 
     def nearest(self, schedule: Schedule) -> Schedule:
-        """Return the schedule of the same division, or of the present one if it has gone."""
+        """Return the schedule of the same division, or of the present one if that is gone."""
         division = schedule.division
         if division is None or division not in self.spaces:
             division = self.present

@@ -1,4 +1,4 @@
-"""Whether newer answers have other lengths than those of a plan: a log-rank test in bands."""
+"""A log-rank test in bands: whether newer answers have other lengths than those of a plan."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import final
 
 import numpy as np
 
-# Shares of the ended answers at which the test cuts the lengths into bands. The last band is the
-# tail, which decides the 99th percentile.
+# Shares of ended answers at which the test divides lengths into bands. The last band is the tail,
+# which determines the 99th percentile.
 _CUTS = (0.25, 0.5, 0.75, 0.9)
-# Ended answers that a band needs at least; a band with fewer is joined with the one before it.
+# Fewest ended answers of a band; a smaller band is joined with the one before it.
 _LEAST_EVENTS = 8
-# Probability of a false alarm of one test, where many answers have ended; with 64 it is up to ten
-# times this. Tests are many and overlap, and a false alarm costs a search only.
+# Probability of a false alarm of one test if many answers have ended; up to ten times this with 64.
+# Tests are frequent and overlap, and a false alarm only costs a search.
 FALSE_ALARM = 1e-4
 
 
 @final
 @dataclass(frozen=True)
 class Lifetimes:
-    """Lengths of answers, of which some have not ended.
+    """Lengths of answers, some of which have not ended.
 
     Attributes:
       lengths: output tokens so far, int [answers].
-      has_ended: False for an answer that goes on, bool [answers].
+      has_ended: False for a running answer, bool [answers].
     """
 
     lengths: np.ndarray
@@ -44,20 +44,20 @@ class Lifetimes:
     def at_risk(self, size: int) -> np.ndarray:
         """Return how many answers have reached each length 0 ... size - 1.
 
-        One that goes on with u tokens is counted to u, since token u + 1 has not been tried.
+        A running answer with u tokens is counted up to u, since token u + 1 has not been tried.
         """
         reached = np.bincount(self.lengths, minlength=size)[:size]
         return np.cumsum(reached[::-1])[::-1]
 
 
 def drift(before: Lifetimes, newest: Lifetimes) -> float:
-    """Return how unlike two sets of lengths are: above 1 they differ, see `FALSE_ALARM`.
+    """Return a measure of how two sets of lengths differ: above 1 they do, see `FALSE_ALARM`.
 
-    The log-rank test compares, at each length, the shares that end there of the answers that reach
-    it. So answers that still run count with what they have so far, and the newest answers are not
-    taken for short ones because the short ones end first. A log-rank sum over all lengths would
-    miss a change of the deviation, where short answers and long ones become more. So it is taken in
-    up to five bands, and the sum of its squares is compared with the quantile of chi-squared.
+    At each length, the log-rank test compares the shares of the answers reaching it that end there.
+    So running answers count with their length so far, and the newest answers do not look short
+    because the short ones end first. A log-rank sum over all lengths would miss a change of the
+    deviation, which makes both short and long answers more frequent. So the sum is taken in up to
+    five bands, and the sum of its squares is compared with a quantile of chi-squared.
     """
     size = 1 + int(max(before.lengths.max(initial=0), newest.lengths.max(initial=0)))
     ended_1, ended_2 = before.ended_at(size), newest.ended_at(size)
@@ -66,7 +66,7 @@ def drift(before: Lifetimes, newest: Lifetimes) -> float:
     share = risk_2 / risk
     excess = ended_2 - ended * share
     variance = ended * share * (1 - share) * (risk - ended) / np.maximum(risk - 1, 1)
-    # Lengths that all answers of one set are past, or short of, say nothing of the other's.
+    # Lengths that all answers of one set exceed, or that none reaches, do not count.
     compared = ended * (variance > 0)
     total, num_bands = 0.0, 0
     for band in _bands(compared):
@@ -77,7 +77,7 @@ def drift(before: Lifetimes, newest: Lifetimes) -> float:
 
 
 def _bands(events: np.ndarray) -> list[slice]:
-    """Return bands of lengths, each with at least `_LEAST_EVENTS` of the events at each length."""
+    """Return bands of lengths, each with at least `_LEAST_EVENTS` events."""
     reached = np.cumsum(events)
     total = int(reached[-1])
     if total < _LEAST_EVENTS:
@@ -102,8 +102,8 @@ def _chi_squared(degrees: int) -> float:
 def kaplan_meier(lifetimes: Lifetimes) -> np.ndarray:
     """Return the estimated probabilities of the lengths 0, 1, 2, ..., float [longest + 1].
 
-    Answers that go on beyond every ended one are taken to end with the longest length so far
-    (Efron's convention), because nothing is known of what is beyond.
+    Running answers longer than every ended one count as ending with the longest length so far
+    (Efron's convention).
     """
     shares = _shares_ended(lifetimes)
     shares[-1] = 1.0
@@ -117,7 +117,7 @@ def share_beyond(lifetimes: Lifetimes) -> float:
 
 
 def num_known(lifetimes: Lifetimes, share: float) -> float:
-    """Return how many whole lengths would tell as much of the lengths that a share of all exceeds.
+    """Return the number of whole lengths that would estimate a tail of this share equally well.
 
     Greenwood's formula gives the relative variance of the estimated share s that is longer than a
     length: the sum, up to that length, of d / (n (n - d)), where d of the n that reach a length end
@@ -129,7 +129,7 @@ def num_known(lifetimes: Lifetimes, share: float) -> float:
     num_reached = int((longer >= share).sum())
     parts = ended / np.maximum(reached * (reached - ended), 1)
     variance = float(parts[:num_reached].sum())
-    if not variance:  # none has ended before all did
+    if not variance:  # no answer ended before the last length
         return float(len(lifetimes.lengths))
     beyond = float(longer[num_reached - 1])
     return min((1 - beyond) / (beyond * variance), len(lifetimes.lengths))

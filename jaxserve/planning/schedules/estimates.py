@@ -1,4 +1,4 @@
-"""What schedules are expected to do, and the latency bounds that they must keep."""
+"""Expected figures of schedules, and the latency bounds that they must keep."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from jaxserve.core.errors import InvalidConfigError
 @final
 @dataclass(frozen=True, kw_only=True)
 class Estimates:
-    """What configurations are expected to do, in arrays of floats.
+    """Expected figures of configurations, in arrays of floats.
 
     Attributes:
-      fits: whether the configuration fits in memory and has no stage without layers. Figures of
-        one that does not are as if it did.
+      fits: whether the configuration fits in memory and has no stage without layers. The other
+        figures ignore this.
       throughput: answers per second.
       latency_s: seconds of an answer of the percentile length, from the start of its encode phase.
       first_token_s: seconds to its first token.
-      token_s: its mean seconds per decode iteration, encode phases between them included.
+      token_s: its mean seconds per decode iteration, including encode phases between iterations.
       period_s: seconds between two encode phases of `encode_batch` sequences.
       encode_s: seconds from the start of an encode phase to its end in the last stage.
-      decode_batch: B_D, sequences that decode on average, for RRA at the start of a decode phase.
-      memory_bytes: memory in use on the fullest device, expected at its peak.
-      own_share: the largest quotient of the latency of requests with a bound of their own and that
-        bound; 0 without such requests.
+      decode_batch: B_D, mean decoding sequences, for RRA at the start of a decode phase.
+      memory_bytes: expected peak memory on the fullest device.
+      own_share: the largest quotient of latency and bound of requests with a bound of their own; 0
+        without such requests.
     """
 
     fits: np.ndarray
@@ -55,8 +55,8 @@ class Best:
 
     Attributes:
       fits: False if no configuration of the box fits in memory.
-      throughput: an upper limit of the throughputs of those that fit.
-      latency_s, first_token_s, token_s, own_share: lower limits of theirs.
+      throughput: an upper limit over configurations that fit.
+      latency_s, first_token_s, token_s, own_share: lower limits over these.
     """
 
     fits: np.ndarray
@@ -70,7 +70,7 @@ class Best:
 @final
 @dataclass(frozen=True, kw_only=True)
 class LatencyBounds:
-    """The latencies that a schedule must keep; see `Estimates` for what they mean.
+    """The latencies that a schedule must keep; `Estimates` defines them.
 
     Raises:
       InvalidConfigError: a bound is not a number above 0.
@@ -95,12 +95,12 @@ class LatencyBounds:
         first_token_bound: float | None = None,
         token_bound: float | None = None,
     ) -> LatencyBounds:
-        """Return the bounds that users give by these names; None is no bound."""
+        """Return the bounds that users give by these names; None means no bound."""
         given = dict(latency_s=latency_bound, first_token_s=first_token_bound, token_s=token_bound)
         return cls(**{name: bound_s for name, bound_s in given.items() if bound_s is not None})
 
     def finite(self) -> dict[str, float]:
-        """Return the bounds that are given, by name."""
+        """Return the given bounds by name."""
         bounds = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: bound_s for name, bound_s in bounds.items() if bound_s != math.inf}
 
@@ -112,7 +112,7 @@ class LatencyBounds:
     def met(self, figures: Estimates | Best) -> np.ndarray:
         """Return which configurations fit and keep all bounds, or which boxes might have one.
 
-        Requests with bounds of their own count, too.
+        Bounds of single requests count, too.
         """
         kept = figures.fits & (figures.own_share <= 1)
         for name, bound_s in self.finite().items():

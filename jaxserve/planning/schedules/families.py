@@ -24,18 +24,17 @@ from jaxserve.planning.schedules.search import Score, throughput_under
 FAMILIES = ("rra", "continuous")
 # RRA fills its batch over several rounds.
 _WARM_UP = 4.0
-# RRA schedules that are simulated in a search, and searches for them by closed form.
+# Most RRA schedules to simulate in a search, and most searches for them by closed form.
 _MOST_TRIED = 3
 _MOST_SEARCHES = 12
-# Share of the best score so far from which on a schedule is simulated, since its score by closed
-# form may be too low.
+# Share of the best score above which a schedule is simulated: its closed form may be too low.
 _WORSE = 0.9
-# Where the search by closed form begins: its latencies are about so much of the simulated ones.
+# Start of the search by closed form: its latencies are about this share of the simulated ones.
 _CLOSED = 0.93
 # Steps by which the bounds of the closed form are widened and tightened.
 _WIDER, _TIGHTER = 1.25, 0.93
-# Batches that run until all of their answers have ended, and are simulated in a search. The closed
-# form of their latency is up to so much too long.
+# Most whole batches (which run until all answers have ended) to simulate in a search, and how far
+# the closed form may overestimate their latency.
 _MOST_BATCHES = 6
 _TOO_LONG = 1.16
 
@@ -43,10 +42,7 @@ _TOO_LONG = 1.16
 def planner_of(
     player: Player, families: Sequence[str] = FAMILIES
 ) -> ContinuousPlanner | FamiliesPlanner:
-    """Return the planner of one engine's schedules of some families.
-
-    Args:
-      player: simulates the engine.
+    """Return the planner of these families on one engine, which `player` simulates.
 
     Raises:
       InvalidConfigError: there is no family, or one is unknown.
@@ -64,13 +60,12 @@ def planner_of(
 class FamiliesPlanner(SchedulePlanner):
     """A planner of one engine that chooses between RRA and continuous batching.
 
-    Both are simulated in the same way (`Player`), so that their throughputs are comparable. Both
-    reserve slots for classes of requests with bounds of their own. Simulations have requests
-    without such bounds only, so the throughputs are of these alone while no reserved slot is in
-    use.
+    Both are simulated in the same way (`Player`), so their throughputs are comparable. Both reserve
+    slots for classes of requests with bounds of their own. Simulations have no such requests, so
+    the throughputs hold while no reserved slot is in use.
 
     Attributes:
-      is_rra_alone: whether continuous batching is not chosen.
+      is_rra_alone: whether to plan RRA only.
     """
 
     rra: RRAPlanner
@@ -89,11 +84,11 @@ class FamiliesPlanner(SchedulePlanner):
         )
 
     def _chosen(self, space: FamiliesSpace, bounds: LatencyBounds) -> Schedule | None:
-        # Simulated throughputs are never equal.
+        # Simulated throughputs do not tie.
         best = space.best(throughput_under(bounds))
         if best is not None:
             return best
-        # Near the lowest feasible bound, few schedules keep it; this one is looked for otherwise.
+        # Few schedules keep a bound near the lowest feasible one; another search finds this one.
         nearest = self._nearest(space, bounds)
         is_met = nearest is not None and bool(bounds.met(space.estimated(nearest)))
         return nearest if is_met else None
@@ -104,12 +99,12 @@ class FamiliesPlanner(SchedulePlanner):
 class FamiliesSpace:
     """The RRA schedules and the limits of continuous batching of one engine.
 
-    The closed form of RRA has mean batches and phases, and is up to a third off where few sequences
-    run or slots limit them, in either direction. So the best RRA schedule by closed form is
-    simulated. Its throughput is that of the simulation, and its latency what 99 % of the simulated
-    answers take at most. Then the search is repeated with bounds that are wider or tighter by as
-    much as the closed form was off. Schedules whose phases last until all answers have ended, as
-    those of static batches do, have their batch alone to be chosen: that is bisected.
+    The closed form of RRA assumes mean batches and phases, and is up to a third off, in either
+    direction, where few sequences run or slots limit them. So the best RRA schedule by closed form
+    is simulated, which gives its throughput, and as its latency what 99 % of the simulated answers
+    do not exceed. The search is then repeated with bounds scaled by the error of the closed form.
+    Schedules whose phases last until all answers have ended (static batches) vary only in their
+    batch, which is bisected.
     """
 
     rra: RRASpace
@@ -120,10 +115,10 @@ class FamiliesSpace:
         return SIMULATED
 
     def best(self, score: Score) -> Schedule | None:
-        """See `ScheduleSpace`.
+        """Return the schedule with the highest score; None if none is above 0.
 
-        Continuous batching of one sequence is tried only where nothing else keeps the bounds. RRA
-        with batches of one does the same in longer decode loops.
+        Continuous batching of one sequence is tried only if nothing else keeps the bounds: RRA with
+        batches of one does the same in longer decode loops.
         """
         scores: dict[Schedule, float] = {}
         if not self.is_rra_alone:
@@ -140,11 +135,7 @@ class FamiliesSpace:
             scores[found] = float(score(self.estimated(found)))
 
     def _try_rounds(self, score: Score, scores: dict[Schedule, float]) -> None:
-        """Simulate RRA schedules whose score by closed form is the highest under several bounds.
-
-        Args:
-          scores: of the schedules that are simulated; those of this kind are added.
-        """
+        """Simulate RRA schedules with the best closed forms under several bounds."""
         share, num_tried = _CLOSED, 0
         for _ in range(_MOST_SEARCHES):
             scaled = _scaled(score, 1 / share)
@@ -169,14 +160,11 @@ class FamiliesSpace:
                 share *= _TIGHTER
 
     def _try_whole(self, score: Score, scores: dict[Schedule, float]) -> None:
-        """Simulate batches that run until all have ended: the largest that keeps the bounds.
+        """Simulate batches that run until all have ended, for the largest that keeps the bounds.
 
-        The closed form says where to begin. A larger batch serves more, and mostly has longer
-        latencies; so where the first one misses a bound, one that is larger is tried before smaller
-        ones.
-
-        Args:
-          scores: see `_try_rounds`.
+        The search starts at the closed form. A larger batch serves more and mostly has longer
+        latencies; if the first one misses a bound, a larger one is tried before smaller ones. Adds
+        to `scores`.
         """
         first = self._first_whole(score)
         if first is None:
@@ -209,7 +197,7 @@ class FamiliesSpace:
             step *= 2
 
     def _first_whole(self, score: Score) -> Schedule | None:
-        """Return the best of these batches by closed form, under wider bounds if need be."""
+        """Return the best whole batch by closed form, under wider bounds if necessary."""
         share = _CLOSED
         for _ in range(_MOST_SEARCHES):
             found = self.rra.whole(_scaled(score, 1 / share))
@@ -255,7 +243,7 @@ class FamiliesSpace:
 
 
 def _with_more(schedule: Schedule, num: int) -> Schedule:
-    """Return an RRA schedule with more sequences that decode, and as often."""
+    """Return an RRA schedule with more decoding sequences and the same N_D."""
     share = 1 + num / max(1.0, schedule.decode_batch)
     return replace(
         schedule,
@@ -266,7 +254,7 @@ def _with_more(schedule: Schedule, num: int) -> Schedule:
 
 
 def _scaled(score: Score, by: float) -> Score:
-    """Return the score of figures with multiplied latencies, those that are simulated."""
+    """Return the score of figures with scaled (that is, simulated) latencies."""
 
     def scaled(figures: Estimates | Best) -> np.ndarray:
         return score(

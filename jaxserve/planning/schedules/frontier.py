@@ -39,19 +39,19 @@ from jaxserve.scheduling.presets import get_policy
 
 # Configurations drawn for the background of a picture, per timeline.
 _NUM_DRAWN = 1500
-# A gap is closed at this share of the most throughput, times the logarithm of the latencies' ratio.
+# A gap counts as closed below this area: share of the most throughput times log latency ratio.
 _CLOSED = 1e-4
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOutcome:
-    """A schedule, and what it is expected to do.
+    """A schedule and its expected figures.
 
     Attributes:
       estimates: of this schedule, each a scalar.
       tokens_per_s: throughput in output tokens.
-      estimate: where the figures are from, see `Plan`.
+      estimate: the source of the figures, see `Plan`.
     """
 
     schedule: Schedule
@@ -67,7 +67,7 @@ class ScheduleOutcome:
     def control(self) -> int:
         """The policy's own variable: N_D of RRA, B of continuous batching, B_m of WAA on a cluster.
 
-        WAA on two groups that exist has no stages to choose, and B_D is its variable.
+        For WAA on two existing groups it is B_D: there are no stages to choose.
         """
         schedule = self.schedule
         if self._is_on_groups:
@@ -78,7 +78,6 @@ class ScheduleOutcome:
 
     @property
     def control_name(self) -> str:
-        """The name of `control`."""
         if self.policy is Policy.CONTINUOUS:
             return "B"
         if self._is_on_groups:
@@ -87,7 +86,7 @@ class ScheduleOutcome:
 
     @property
     def control_text(self) -> str:
-        """The variable and its value for tables, which have B_D anyway: on two groups it is N_D."""
+        """The variable and its value for tables; N_D on two groups, where B_D has a column."""
         on_groups = f"N_D {self.schedule.num_decodes}"
         return on_groups if self._is_on_groups else f"{self.control_name} {self.control}"
 
@@ -96,7 +95,7 @@ class ScheduleOutcome:
         return self.policy in (Policy.WAA_C, Policy.WAA_M) and not self.schedule.stages
 
     def figures(self) -> dict[str, Any]:
-        """Return the schedule and its figures as values of JSON."""
+        """Return the schedule and its figures in the types of JSON."""
         schedule, estimates = self.schedule, self.estimates
         return {
             "policy": self.policy.value,
@@ -155,7 +154,7 @@ class ScheduleSearch(Protocol):
 @final
 @dataclass(frozen=True)
 class ClusterSearch:
-    """A `ScheduleSearch` of all policies on a cluster, by the costs of its layers.
+    """A `ScheduleSearch` on a cluster, by the costs of its layers.
 
     Args:
       families: those to choose from, see `timelines_of`.
@@ -219,7 +218,7 @@ class EngineSearch:
 
     def best(self, bounds: LatencyBounds) -> ScheduleOutcome:
         choice = search_among(self.timelines, bounds)
-        schedule = replace(choice.schedule, stages=())  # the engine stays as it is
+        schedule = replace(choice.schedule, stages=())  # the engine's stages do not change
         return outcome_of(schedule, choice.estimates, self.lengths)
 
     def estimated(
@@ -238,14 +237,14 @@ class EngineSearch:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """The most throughput for each latency bound.
+    """The highest throughput for each latency bound.
 
     Attributes:
       points: (bound in seconds, best schedule), bounds ascending. Several bounds with the same
-        schedule are one point, with the smallest of them. Beyond the last one, the last schedule
-        stays the best.
-      drawn: (answers per second, latency_s) of configurations drawn at random that fit in memory,
-        float [configurations, 2]; a background for pictures.
+        schedule are one point, with the smallest of them. The last schedule is also the best beyond
+        the last bound.
+      drawn: (answers per second, latency_s) of random configurations that fit in memory, float
+        [configurations, 2]; a background for pictures.
     """
 
     points: tuple[tuple[float, ScheduleOutcome], ...]
@@ -268,15 +267,15 @@ def frontier_of(
 ) -> Frontier:
     """Return the frontier from the lowest feasible bound to no bound at all.
 
-    Between two bounds whose schedules are known, the throughput is only known to lie between
-    theirs. Each search halves, on a logarithmic scale, the gap that leaves the largest rectangle
-    open. So there are few bounds where the frontier is flat.
+    Between two bounds with known schedules, the throughput is between theirs. Each search halves,
+    on a logarithmic scale, the gap with the largest unknown rectangle. So flat parts get few
+    bounds.
 
     Args:
-      num_bounds: most bounds to search for, besides those asked for.
+      num_bounds: most bounds to search, in addition to `asked`.
       asked: further latency bounds, each of which must be feasible.
       bounds: other bounds that every schedule must keep; its `latency_s` is not used.
-      seed: of the configurations that are drawn.
+      seed: of the random configurations.
       progress: show a bar on stderr if the searches take over two seconds.
 
     Raises:
@@ -310,9 +309,9 @@ def frontier_of(
 def neighbours_of(
     schedules: ScheduleSearch, outcome: ScheduleOutcome
 ) -> dict[str, ScheduleOutcome]:
-    """Return the schedules with B_E, or the policy's own variable, one step up and down.
+    """Return the existing schedules with B_E or the policy's own variable one step up or down.
 
-    Only those that exist, by name, such as "B_E - 1" and "N_D + 1".
+    Keys are names such as "B_E - 1" and "N_D + 1".
     """
     control = outcome.control_name
     batch, found = outcome.schedule.encode_batch, {}
@@ -330,9 +329,9 @@ def neighbours_of(
 def _open_between(
     lower: tuple[float, ScheduleOutcome], upper: tuple[float, ScheduleOutcome]
 ) -> tuple[float, float]:
-    """Return the area between two points where the frontier is not known, and where to halve it.
+    """Return the unknown area between two points, and the bound that halves it.
 
-    The upper schedule is the best from its own latency on, up to its bound.
+    The upper schedule is the best from its own latency to its bound.
     """
     begin_s, end_s = lower[0], float(upper[1].estimates.latency_s)
     if end_s <= begin_s:
@@ -353,7 +352,7 @@ def _lowest_s(timelines: Sequence[Timeline], fixed: LatencyBounds) -> float:
 def _distinct(
     points: Sequence[tuple[float, ScheduleOutcome]],
 ) -> Iterator[tuple[float, ScheduleOutcome]]:
-    """Yield the points whose schedule serves more than those before."""
+    """Yield the points whose schedule serves more than all before."""
     before: ScheduleOutcome | None = None
     for bound_s, outcome in points:
         most = 0.0 if before is None else before.estimates.throughput
@@ -384,7 +383,7 @@ def _estimated(
         if encode_batch != schedule.encode_batch:
             return None
         chunk_tokens = schedule.chunk_tokens // schedule.num_micro_batches
-        # Prompts of an encoder are whole.
+        # An encoder's prompts are whole.
         encode_batch, control = control, 1 + CHUNKS.index(chunk_tokens) if chunk_tokens else 1
     elif control > _most(timeline, schedule):
         return None
@@ -395,7 +394,7 @@ def _estimated(
 
 
 def _most(timeline: Timeline, schedule: Schedule) -> int:
-    """Return the largest N_D, or the decode group's stages, beyond which B_m changes nothing."""
+    """Return the largest useful control: N_D, or the decode group's stages for B_m."""
     if schedule.layout.policy is Policy.RRA:
         return timeline.max_control
     return sum(stage.num_decode_layers > 0 for stage in schedule.stages)
@@ -404,7 +403,6 @@ def _most(timeline: Timeline, schedule: Schedule) -> int:
 def outcome_of(
     schedule: Schedule, estimates: Estimates, lengths: TaskLengths, estimate: str = CLOSED_FORM
 ) -> ScheduleOutcome:
-    """Return a schedule with its estimates, for requests of these lengths."""
     return ScheduleOutcome(
         schedule=schedule,
         estimates=estimates,
@@ -416,11 +414,11 @@ def outcome_of(
 @final
 @dataclass(frozen=True)
 class FamiliesSearch:
-    """A `ScheduleSearch` of RRA and continuous batching on one engine, as `Runtime.plan` has it.
+    """A `ScheduleSearch` of RRA and continuous batching on one engine, as `Runtime.plan` uses it.
 
     Args:
       config: the engine's present configuration; its slots and page pool limit the schedules.
-      policy: its policy, or the name of a preset.
+      policy: the engine's policy, or the name of a preset.
       families: those to choose from, see `planner_of`.
 
     Raises:
@@ -482,13 +480,10 @@ class FamiliesSearch:
         return outcome_of(schedule, estimates, self.lengths, SIMULATED)
 
 
-# Schedules drawn for the background of a picture.
-
-
 @final
 @dataclass(frozen=True)
 class GroupsSearch:
-    """A `ScheduleSearch` of WAA on two groups that exist, as `Runtime.plan` has it without moves.
+    """A `ScheduleSearch` of WAA on two existing groups, as `Runtime.plan` uses it without moves.
 
     Args:
       config: the engine's present configuration; its slots and page pool limit the schedules.
@@ -515,7 +510,7 @@ class GroupsSearch:
     def estimated(
         self, schedule: Schedule, encode_batch: int, control: int
     ) -> ScheduleOutcome | None:
-        """See `ScheduleSearch`; the control is the number of sequences that decode at once."""
+        """Return the outcome for another B_E; `control` is the number of decoding sequences."""
         found = self._space.find(encode_batch, schedule.num_decodes, control)
         return None if found is None else self._outcome(found)
 

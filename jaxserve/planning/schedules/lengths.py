@@ -1,4 +1,4 @@
-"""Length distributions, and what they make of decode phases (ExeGPT, section 6)."""
+"""Length distributions, and the decode phases that follow from them (ExeGPT, section 6)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from jaxserve.core.errors import InvalidConfigError
 from jaxserve.workload.tasks import Lengths, Task
 from predictor import LengthDistributions
 
-# Longest prompt and answer in tokens that are planned for. Distributions hold a number for each
-# length, and schedules several, so that an absurd one would take all memory.
+# Longest prompt and answer in tokens that plans allow. Distributions hold a number per length and
+# schedules several, so an absurd length would take all memory.
 MAX_PROMPT, MAX_OUTPUT = 1 << 24, 1 << 17
 
 
@@ -26,8 +26,8 @@ class LengthDistribution:
     """A distribution over whole lengths in tokens, from 0 to a maximum.
 
     Args:
-      probabilities: weights of the lengths 0, 1, 2, ..., float [max_length + 1]; they are
-        normalised. Trailing zeros are cut off.
+      probabilities: weights of the lengths 0, 1, 2, ..., float [max_length + 1], which are
+        normalised. Trailing zeros are dropped.
 
     Raises:
       InvalidConfigError: a weight is negative or not finite, or none is above 0.
@@ -82,7 +82,7 @@ class LengthDistribution:
 
     @cached_property
     def mean_square(self) -> float:
-        """E(S^2), which attention over a whole prompt is proportional to."""
+        """E(S^2), to which attention over a whole prompt is proportional."""
         return float(self.probabilities @ np.arange(self.max_length + 1) ** 2)
 
     @cached_property
@@ -103,7 +103,8 @@ class LengthDistribution:
     def less_one(self) -> LengthDistribution:
         """Return the distribution of max(0, S - 1).
 
-        These are the decode iterations of a decoder-only model, whose prompts yield a first token.
+        These are the decode iterations of a decoder-only model, whose prompts yield the first
+        token.
         """
         shifted = self.probabilities[1:].copy()
         if not len(shifted):
@@ -115,7 +116,7 @@ class LengthDistribution:
 @final
 @dataclass(frozen=True)
 class TaskLengths:
-    """Input and output lengths, which are taken as independent (section 6).
+    """Input and output lengths, assumed independent (section 6).
 
     Attributes:
       level: quantile of the output lengths for which a latency bound must hold.
@@ -134,11 +135,7 @@ class TaskLengths:
         )
 
     def check_context(self, max_context: int) -> None:
-        """Check that each prompt and its answer fit in a context.
-
-        Raises:
-          InvalidConfigError
-        """
+        """Raise InvalidConfigError unless each prompt and its answer fit in a context."""
         longest = self.inputs.max_length + self.outputs.max_length
         if self.max_together is not None:
             longest = self.max_together
@@ -149,10 +146,10 @@ class TaskLengths:
             )
 
     def check_fits(self, config: EngineConfig) -> None:
-        """Check that an engine serves requests of these lengths, as far as its context decides.
+        """Check that an engine's context allows requests of these lengths.
 
         Raises:
-          InvalidConfigError: the context is too short, or a step for prompts of an encoder.
+          InvalidConfigError: the context, or a step for an encoder's prompts, is too short.
         """
         self.check_context(config.max_context)
         longest, most = self.inputs.max_length, config.max_prompt_tokens
@@ -203,8 +200,8 @@ def pairs_of(lengths: Iterable[tuple[int, int]] | np.ndarray) -> np.ndarray:
 def cautious_level(num: float) -> float:
     """Return the quantile of `num` lengths that reaches the 99th percentile of all lengths.
 
-    The share of lengths below that percentile has a standard deviation of sqrt(0.99 0.01 / num),
-    which is added: so few answers make a cautious plan, and as many as are remembered nearly the
-    plan for their distribution.
+    It adds one standard deviation of the share of lengths below that percentile, sqrt(0.99 0.01 /
+    num). So few answers make a cautious plan, and the most that are kept nearly the plan for their
+    distribution.
     """
     return min(1.0, 0.99 + math.sqrt(0.99 * 0.01 / num))

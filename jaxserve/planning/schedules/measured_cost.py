@@ -17,13 +17,13 @@ from jaxserve.planning.schedules.timeline import Deployment, Numbers, Phase
 from jaxserve.planning.step_times import Curve, StepTimes
 from jaxserve.steps.slots import ADMISSIONS_A_CALL
 
-# Share by which encode and decode batches differ from their mean (`scheduling.iteration.Workload`).
+# Share by which batches differ from their mean (`scheduling.iteration.Workload`).
 THRESHOLD = 0.1
-# A batch is taken as evenly distributed within the threshold; these are its values over the mean.
+# Batches are assumed uniform within the threshold; these are sample values over the mean.
 _SPREAD = 1 + THRESHOLD * np.linspace(-1, 1, 17)
 # An N_D that no schedule exceeds.
 _MOST_DECODES = 1 << 30
-# Keys and values of a token, the unit of memory of a deployment on a page pool.
+# A token has a key and a value, the units of memory of a deployment on a page pool.
 _KV_UNITS = 2.0
 
 
@@ -32,28 +32,28 @@ _KV_UNITS = 2.0
 class MeasuredCost:
     """A `LayerCost` of a whole model, as one layer on one device, from `StepTimes`.
 
-    Sums over attention and the rest rise as `LayerCost` asks, except where an encode phase takes
-    one more step, so that sampling may be padded to a smaller size. There the search may miss the
-    best schedule.
+    Sums over attention and the rest rise as `LayerCost` requires, except where an encode phase
+    takes one more step, so that sampling may be padded to a smaller size. There the search may miss
+    the best schedule.
 
-    A decode iteration takes what was measured for its window and positions, and its share of a
+    A decode iteration takes the measured time of its window and positions, and its share of a
     decode loop. An encode phase takes mixed steps, each padded to a compiled size, with admissions
-    and sampling, and the host's planning, for which the device idles once a round. Of an
-    encoder-decoder model each step has the encoder's part, of whole prompts, and the decoder's,
-    with one token of each of them.
+    and sampling, and the host's planning, during which the device idles once a round. For an
+    encoder-decoder model each step has the encoder's part, with whole prompts, and the decoder's,
+    with one token of each prompt.
 
-    A decode loop is planned while the one before it runs. So a window also spans the rows of
-    answers whose ends were not known then, up to one and a half loops ago on average.
+    A decode loop is planned while the previous one runs. So a window also spans the rows of answers
+    whose ends were not known then, up to one and a half loops ago on average.
 
-    Batches are padded, so a mean batch near a compiled size takes now this size, now the next. The
-    cost is the mean over batches within `THRESHOLD` of it.
+    Batches are padded, so a mean batch near a compiled size uses either of two sizes. The cost is
+    the mean over batches within `THRESHOLD` of it.
 
     Attributes:
       input_tokens: mean tokens of a prompt.
       num_iterations: mean decode iterations of an answer.
-      num_decodes: N_D of the schedule, which decides how many decode loops a round has.
-      most_decodes: None for exact costs of `num_decodes`; else the costs are lower limits for any
-        N_D from `num_decodes` to this one.
+      num_decodes: N_D of the schedule, which determines the decode loops of a round.
+      most_decodes: None for exact costs of `num_decodes`; otherwise the costs are lower limits for
+        any N_D from `num_decodes` to this one.
     """
 
     times: StepTimes
@@ -97,7 +97,7 @@ class MeasuredCost:
         return np.zeros(np.shape(num_tokens))
 
     def head_s(self, num_tokens: Numbers, degree: Numbers) -> np.ndarray:
-        # Sampling is measured with the steps around it.
+        # Sampling is part of the measured steps.
         return np.zeros(np.broadcast(num_tokens, degree).shape)
 
     def handoff_s(self, num_tokens: Numbers, *, is_across: bool) -> np.ndarray:
@@ -114,7 +114,8 @@ class MeasuredCost:
     def _loops_a_decode(self) -> np.ndarray:
         """Decode loops per iteration.
 
-        It falls with N_D up to the next multiple of the longest loop, where it has its lower limit.
+        It falls as N_D rises to the next multiple of the longest loop, where it has its lower
+        limit.
         """
         longest, fewest = self._config.max_decode_iterations, np.asarray(self.num_decodes)
         most = fewest if self.most_decodes is None else np.asarray(self.most_decodes)
@@ -122,21 +123,16 @@ class MeasuredCost:
         return np.where(has_multiple, 1 / longest, -(-most // longest) / most)
 
     def _window_shares(self, batch: Numbers) -> np.ndarray:
-        """Return the `_shares_padded` of windows for a number of decoding sequences."""
         return _shares_padded(self._rows(batch), self._config.slot_buckets)
 
     def _iteration_s(self, shares: np.ndarray, positions: Numbers) -> np.ndarray:
-        """Return the seconds of a decode iteration that attends to so many positions in all.
-
-        Args:
-          shares: those of windows, see `_window_shares`.
-        """
+        """Return the seconds of a decode iteration; `positions` is the total attended to."""
         windows = self._config.slot_buckets
         seconds = [_seconds(self.times.decode_s[size], positions) for size in windows]
         return _mean_s(shares, np.stack(seconds, axis=-1))
 
     def _loop_s(self, shares: np.ndarray) -> np.ndarray:
-        """Return the seconds of a decode loop without its iterations; see `_iteration_s`."""
+        """Return the seconds of a decode loop without its iterations."""
         seconds = np.array([self.times.loop_s[size] for size in self._config.slot_buckets])
         return _mean_s(shares, seconds) + self.times.edit_s
 
@@ -146,8 +142,8 @@ class MeasuredCost:
         num_loops = -(-fewest // longest)
         lag = fewest / num_loops * (1.5 - 1 / num_loops)
         if self.most_decodes is not None:
-            # It rises with N_D while a round has as many loops, and falls where it has one more;
-            # so it does from a higher value each time.
+            # It rises with N_D while the number of loops is constant, and falls when one is added,
+            # each time from a higher value.
             one_more = num_loops * longest / (num_loops + 1) * (1.5 - 1 / (num_loops + 1))
             has_more = np.asarray(self.most_decodes) > num_loops * longest
             lag = np.where(has_more, np.minimum(lag, one_more), lag)
@@ -159,7 +155,7 @@ class MeasuredCost:
         times, config = self.times, self._config
         prompt = max(self.input_tokens, 1.0)
         most = float(config.token_buckets[-1])
-        if times.encode_s:  # prompts are not cut, so a part of the last one's room is empty
+        if times.encode_s:  # prompts are not cut, so part of a step's room stays empty
             most = max(prompt, most - prompt / 2)
         tokens = num_tokens[..., None] * _SPREAD
         num_full = np.floor(tokens / most)
@@ -185,9 +181,9 @@ class MeasuredCost:
 
 
 def num_tokens_held(config: EngineConfig) -> int:
-    """Return the tokens that the page pool holds where as many sequences run as there are slots.
+    """Return the tokens that the page pool holds when every slot has a sequence.
 
-    Half of each sequence's last page is empty on average, and half of the last one of an encoder's
+    On average half of each sequence's last page is empty, and half of the last page of an encoder's
     prompt.
     """
     empty = config.max_slots * config.page_size // (1 if config.has_encoder else 2)
@@ -203,7 +199,7 @@ def measured_deployment(
     """Return one engine as a cluster of one device with one layer, limited by slots and pages.
 
     Memory is counted in keys and values of tokens, see `num_tokens_held`. Batches may exceed their
-    mean by `THRESHOLD`, and phases last longer by as much.
+    mean by the share `THRESHOLD`, which lengthens phases by that share.
 
     Args:
       times: step times of the engine.
@@ -261,17 +257,13 @@ def _padded(batch: Numbers, sizes: tuple[int, ...], seconds: np.ndarray) -> np.n
     """Return the mean seconds of batches around `batch`, each padded to one of `sizes`.
 
     Args:
-      seconds: of each size [..., sizes]; measured times that fall with the size are raised.
+      seconds: of each size [..., sizes]; times that fall with the size are raised.
     """
     return _mean_s(_shares_padded(batch, sizes), seconds)
 
 
 def _mean_s(shares: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the mean seconds of batches of which such shares are padded to each size.
-
-    Args:
-      seconds: see `_padded`.
-    """
+    """Return the mean seconds of batches, given the shares padded to each size; see `_padded`."""
     return (shares * np.maximum.accumulate(seconds, axis=-1)).sum(-1)
 
 
@@ -290,10 +282,7 @@ def _shares(batch: np.ndarray, weight: np.ndarray, sizes: tuple[int, ...]) -> np
 
 
 def _seconds(curve: Curve, positions: Numbers) -> np.ndarray:
-    """Return a curve's seconds; where the measured ones fall with the positions, they are raised.
-
-    Beyond the measured points the curve goes on in a line, as `Curve` does.
-    """
+    """Return a curve's seconds, raised where measured ones fall, and linear beyond them."""
     at, seconds, slope = _rising(curve)
     positions = np.asarray(positions, np.float64)
     if len(at) == 1:
@@ -311,6 +300,6 @@ def _rising(curve: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _slope(curve: Curve) -> float:
-    """Return a curve's seconds per position between its first and its last point; at least 0."""
+    """Return a curve's mean seconds per position, at least 0."""
     (first, first_s), (last, last_s) = curve.points[0], curve.points[-1]
     return max(0.0, (last_s - first_s) / (last - first)) if last > first else 0.0

@@ -1,4 +1,4 @@
-"""WAA schedules of two device groups that exist, from their measured step times."""
+"""WAA schedules of two existing device groups, from their measured step times."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from jaxserve.planning.schedules.planner import SchedulePlanner
 from jaxserve.planning.schedules.search import Score
 from jaxserve.planning.schedules.timeline import Phase
 
-# Steps of a group, or handovers, of two in flight, that a sequence waits for before its own: at
-# most, and on average.
+# Steps or handovers (two are in flight) that a sequence waits for before its own: at most, and on
+# average.
 _STEPS_BEFORE = 2
 _MEAN_STEPS_BEFORE = 1.5
 
@@ -32,20 +32,18 @@ _MEAN_STEPS_BEFORE = 1.5
 class WAAPlanner(SchedulePlanner):
     """A planner of the WAA schedules of two device groups, for any lengths.
 
-    The groups' devices are given; it chooses B_E, the iterations N of a decode step and the
-    sequences that decode at once. It computes every combination, in tenths of a second: some
-    B_E x N x sequences, of which none exceeds the slots.
+    The groups' devices are given; it chooses B_E, the iterations N of a decode step and the number
+    of decoding sequences. It computes every combination that fits the slots, in tenths of a second.
 
     The slowest of encoding, handing over, decoding and the host, which plans for both groups, sets
-    the rate (section 4.1 of ExeGPT). An answer of the percentile length takes from its admission:
-    the encode step in flight, as far as the group is busy, and its own; the handover, which begins
-    behind another encode step in flight; two decode steps; and its iterations, in whole steps.
-    Both groups are taken to compute all the time, each beside the other.
+    the rate (section 4.1 of ExeGPT). From its admission, an answer of the percentile length takes:
+    the encode step in flight, as far as the group is busy, and its own; the handover, which waits
+    for another encode step in flight; two decode steps; and its iterations, in whole steps. Both
+    groups are assumed to compute all the time.
 
     Slots are reserved for requests with bounds of their own, in addition to those that run on
-    average. Latencies have them in use, as far as memory holds them, and throughput has not. Such a
-    request goes into the next encode batch, behind the encode steps in flight, however many these
-    are on average.
+    average. Latencies assume them in use, as far as memory allows, and throughput assumes them
+    empty. Such a request joins the next encode batch, behind all encode steps in flight.
 
     Attributes:
       times: measured step times of both groups.
@@ -84,9 +82,9 @@ class WAASpace:
 
     Attributes:
       encode_batch, num_iterations: B_E and N.
-      num_running: sequences that run after an encode batch, on average. Fewer, by up to a batch,
-        decode; and more, by the threshold.
-      own_s: seconds that each span of the classes takes, [spans, schedules].
+      num_running: mean sequences running after an encode batch. Up to a batch fewer decode, and
+        more by the threshold.
+      own_s: seconds of each span of the classes, [spans, schedules].
     """
 
     policy: Policy
@@ -127,19 +125,19 @@ class WAASpace:
         _, mean_s, running = _between(step_s, low, high)
         length = lengths.inputs.mean + iterations.mean_position
         held = num_tokens_held(config)
-        # More would preempt others.
+        # More sequences would cause preemptions.
         most_running = np.maximum(high, np.minimum(high + num_reserved, held / length))
         longest_s, _, _ = _between(step_s, low, most_running)
-        # Answers are cut into whole steps; on average half of the last one is idle.
+        # Answers take whole steps; on average half of the last one is idle.
         num_steps = mean_iterations / step + (step - 1) / (2 * step)
 
         by_encode = batch / np.maximum(prompts_s, host_s)
         by_link = batch / np.maximum(link_s, host_s)
-        # Where no more may run, sequences are encoded one by one as others end.
+        # At the limit of running sequences, one is encoded whenever another ends.
         before_s = prompts_s[:1] + link_s[:1] + _MEAN_STEPS_BEFORE * mean_s
         by_level = running / (before_s + num_steps * mean_s)
         rate = np.minimum(np.minimum(by_encode, by_link), by_level)
-        # A period has an encode step, a handover, and the decode steps beside them.
+        # A period has an encode step, a handover, and the decode steps during these.
         host_share = host_s * (2 / batch + 1 / (rate * mean_s))
         rate = rate / np.maximum(1.0, rate * host_share)
 
@@ -153,7 +151,7 @@ class WAASpace:
         def flat(values: np.ndarray) -> np.ndarray:
             return np.broadcast_to(values, shape).reshape(-1)
 
-        # A prompt may be long, and every step that may be in flight before it is.
+        # The worst case: a long prompt, and all possible steps in flight before it.
         long_s = prompts_s[:1] * lengths.inputs.percentile(lengths.level) / lengths.inputs.mean
         own_first_s = (1 + THRESHOLD) * prompts_s * (1 + _STEPS_BEFORE) + long_s
 
@@ -211,7 +209,7 @@ class WAASpace:
         return self._schedule(int(found[0])) if len(found) else None
 
     def _index(self, schedule: Schedule) -> int:
-        """Return the index of a schedule's B_E and N, with the number of sequences that it has."""
+        """Return the index of a schedule's B_E and N, with the nearest number of sequences."""
         same = (self.encode_batch == schedule.encode_batch) & (
             self.num_iterations == schedule.num_decodes
         )
@@ -232,7 +230,6 @@ class WAASpace:
 
 
 def _reserved(classes: Sequence[RequestClass]) -> int:
-    """Return the slots that are for requests with bounds of their own."""
     return sum(each.num_running for each in classes)
 
 
@@ -241,7 +238,7 @@ def _powers_of_two(most: int) -> list[int]:
 
 
 def _host_s(times: GroupTimes) -> float:
-    """Return the host's seconds for a plan of either group."""
+    """Return the host's seconds for a plan of each group."""
     return max(each.plan_s + each.submit_s for each in times.groups)
 
 
@@ -255,21 +252,20 @@ def _cost(times: GroupTimes, lengths: TaskLengths, group: int, num_decodes: int)
 
 
 def encode_s(times: GroupTimes, lengths: TaskLengths, batch: np.ndarray) -> np.ndarray:
-    """Return the seconds of the encode group for a batch of prompts."""
     cost, inputs = _cost(times, lengths, 0, 1), lengths.inputs
     rest_s = cost.rest_s(Phase.ENCODE, batch * inputs.mean, 1)
     attention_s = cost.attention_s(Phase.ENCODE, batch, math.sqrt(inputs.mean_square), 1)
-    # Unlike RRA's, the group has its next batch planned before this one is computed.
+    # Unlike RRA, the group's next batch is planned before this one is computed.
     return rest_s + attention_s - (times.groups[0].plan_s + times.groups[0].submit_s)
 
 
 def iteration_s(
     times: GroupTimes, lengths: TaskLengths, steps: list[int], max_decoding: int
 ) -> np.ndarray:
-    """Return the decode group's seconds per iteration [steps, max_decoding] for 1, 2, ...
+    """Return the decode group's seconds per iteration [steps, max_decoding].
 
     Args:
-      steps: the numbers of iterations of a decode step.
+      steps: numbers of iterations of a decode step.
     """
     length = lengths.inputs.mean + lengths.outputs.less_one().mean_position
     decoding = np.arange(1, max_decoding + 1, dtype=np.float64)
@@ -284,11 +280,11 @@ def iteration_s(
 def _between(
     step_s: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the longest and the mean step, and the mean sequences, in a range of these.
+    """Return the longest and the mean step, and the mean sequences, in ranges of sequences.
 
     Args:
       step_s: seconds [steps, sequences] of a decode step for 1, 2, ... sequences.
-      low, high: sequences, [1, 1, levels]; at least one is in the range.
+      low, high: ends of the ranges, [1, 1, levels]; each range has at least one number.
     """
     most = step_s.shape[1]
     last = np.clip(np.floor(high + 1e-9).astype(int), 1, most)

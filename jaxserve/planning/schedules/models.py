@@ -35,13 +35,12 @@ class LayerShape:
 class TransformerShape:
     """The sizes of a model that encodes inputs and decodes outputs.
 
-    A decoder-only model encodes and decodes with the same layers: `encode_layer` equals
-    `decode_layer`. Its encoding fills the KV cache and yields the first output token.
+    In a decoder-only model `encode_layer` equals `decode_layer`. Its encoding fills the KV cache
+    and yields the first output token.
 
     Attributes:
       num_embedding_params: parameters of the vocabulary's embedding, and of the output head.
       bytes_each: bytes of a parameter, and of an element of the KV cache.
-      is_decoder_only: whether the encode layers are the decode layers.
     """
 
     encode_layer: LayerShape
@@ -64,7 +63,7 @@ class TransformerShape:
         num_ffn_matrices: int = 2,
         bytes_each: int = 2,
     ) -> TransformerShape:
-        """Return a decoder whose query heads have the width `hidden_size` together.
+        """Return a decoder whose query heads have the total width `hidden_size`.
 
         Args:
           ffn_size: width of the feed-forward layer; four times `hidden_size` by default.
@@ -113,7 +112,7 @@ class TransformerShape:
         return cls(
             encode_layer=LayerShape(**widths, num_params=attention + ffn),
             num_encode_layers=num_layers,
-            # Cross attention projects only queries and outputs of decoded tokens.
+            # Of decoded tokens, cross attention projects only queries and outputs.
             decode_layer=LayerShape(
                 **widths, num_params=2 * attention - join + ffn, num_join_params=join, num_syncs=3
             ),
@@ -134,12 +133,12 @@ class TransformerShape:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes of keys and values of a token, in one decode layer."""
+        """Bytes of a token's keys and values in one decode layer."""
         return 2.0 * self.decode_layer.kv_width * self.bytes_each
 
     @property
     def num_params(self) -> float:
-        """Parameters in all, with the embedding counted once."""
+        """All parameters, with the embedding counted once."""
         layers = self.num_decode_layers * self.decode_layer_bytes
         if not self.is_decoder_only:
             layers += self.num_encode_layers * self.encode_layer_bytes
@@ -152,8 +151,8 @@ def _gpt3(num_layers: int, hidden_size: int) -> TransformerShape:
     )
 
 
-# Table 1. T5's widths beyond the table are those of its 11B checkpoint: 128 heads of 128, and a
-# feed-forward width of 65,536; its 48 layers are 24 encoder and 24 decoder layers.
+# Table 1. T5's other widths are those of its 11B checkpoint: 128 heads of 128, and a feed-forward
+# width of 65,536; its 48 layers are 24 encoder and 24 decoder layers.
 MODELS = {
     "T5-11B": TransformerShape.encoder_decoder(
         num_layers=24, hidden_size=1024, attention_width=16384, ffn_size=65536, vocab_size=32128

@@ -1,4 +1,4 @@
-"""Algorithm 1 of ExeGPT: branch and bound for monotone variables, and its misses of the best."""
+"""Algorithm 1 of ExeGPT: branch and bound for monotone variables, and where it misses the best."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.planning.schedules.timeline import Timeline
 
 # Tolerance of throughput and latency (section 7.8, table 5).
 TOLERANCE = 0.05
-# Blocks that are split at a time; 1 is the paper's algorithm, more are one computation.
+# Blocks to split at a time: 1 is the paper's algorithm; more share one vectorised computation.
 _AT_A_TIME = 32
 
 
@@ -26,7 +26,7 @@ class _Space:
     """The configurations of one policy and tensor-parallel degree, as a grid of indices.
 
     The variables are B_E, the policy's control variable, and the number of tensor-parallel devices.
-    Index 0 has the lowest throughput and latency: B_E rises with its index, the others fall.
+    Index 0 has the lowest throughput and latency: B_E rises with its index, the other two fall.
     """
 
     timeline: Timeline
@@ -34,7 +34,6 @@ class _Space:
 
     @classmethod
     def all_of(cls, timeline: Timeline) -> list[_Space]:
-        """Return the spaces of a timeline."""
         groups: dict[tuple[str, int], list[int]] = {}
         for i, layout in enumerate(timeline.layouts):
             groups.setdefault((layout.policy.value, layout.degree), []).append(i)
@@ -54,7 +53,7 @@ class _Space:
 @final
 @dataclass(frozen=True, order=True)
 class _ConfigurationBlock:
-    """A block of configurations, with `limit`, the throughput of its last corner, negated."""
+    """A block of configurations; `limit` is the negated throughput of its last corner."""
 
     limit: float
     low: tuple[int, ...]
@@ -65,11 +64,11 @@ class _ConfigurationBlock:
         return [high - low for low, high in zip(self.low, self.high, strict=True)]
 
     def raised(self) -> list[tuple[int, ...]]:
-        """Return the corners at which one variable is at its end and the others at their start."""
+        """Return the corners with one variable at its end and the rest at their start."""
         return [(*self.low[:i], self.high[i], *self.low[i + 1 :]) for i in range(len(self.low))]
 
     def corners_by(self, which: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return first and last corner of the halves along a variable."""
+        """Return the first and last corners of the halves along a variable."""
         middle = (self.low[which] + self.high[which]) // 2
         upper, lower = list(self.low), list(self.high)
         lower[which], upper[which] = middle, middle + 1
@@ -83,14 +82,14 @@ def monotone_search(
     tolerance: float = TOLERANCE,
     at_a_time: int = _AT_A_TIME,
 ) -> Candidate:
-    """Return the configuration that Algorithm 1 finds, run for each policy and degree.
+    """Return the best configuration that Algorithm 1 finds over all policies and degrees.
 
-    It is the best one if throughput and latency are monotone in every variable within the
-    tolerance. `schedules.search` gives the best one in any case.
+    It is the best of all if throughput and latency are monotone in every variable within the
+    tolerance. `schedules.search` always finds the best one.
 
     Args:
       tolerance: share of the bounds by which a block's first corner may miss them, and of the
-        throughput by which its last corner may be lower than the best (epsilon_L, epsilon_T).
+        throughput by which its last corner may be below the best (epsilon_L, epsilon_T).
     """
     best = Candidate()
     for timeline in timelines:
@@ -152,9 +151,9 @@ class _BranchAndBound:
     ) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], Candidate]:
         """Split blocks in two, by the paper's rule (lines 7 to 10).
 
-        Of the corners with one variable raised, the best one that keeps the bounds says which
-        variable is worth raising; another one is split, the longest. If none keeps them, the
-        longest of all is split.
+        The best corner that has one variable raised and keeps the bounds shows which variable to
+        raise; the longest other variable is split. If no corner keeps them, the longest of all is
+        split.
         """
         corners = [corner for block in blocks for corner in block.raised()]
         figures, best = self._evaluated(corners, best)
@@ -177,7 +176,7 @@ class _BranchAndBound:
         return figures, best.improved_by(self._space.timeline, points, figures, self._score)
 
 
-# Less than this share of the best throughput is a miss; the rest is rounding.
+# A throughput below this share of the best is a miss; above it, rounding.
 _MISS = 1.0 - 1e-6
 
 
@@ -189,8 +188,8 @@ class Misses:
     Attributes:
       num_cases: bounds that some schedule keeps.
       num_missed: cases in which Algorithm 1 finds a lower throughput, or none.
-      num_beyond: of those, cases in which it is lower by more than the tolerance.
-      num_not_found: of those, cases in which it finds no schedule.
+      num_beyond: missed cases that are lower by more than the tolerance.
+      num_not_found: missed cases without a schedule.
       worst_share: lowest throughput found, as a share of the best.
       num_evaluated, num_evaluated_by_bounds: timelines that Algorithm 1 and `search.maximise`
         computed.
@@ -216,10 +215,10 @@ class Misses:
 def misses_of(
     cases: Iterable[tuple[Sequence[Timeline], LatencyBounds]], *, tolerance: float = TOLERANCE
 ) -> Misses:
-    """Run Algorithm 1 and the search with sound bounds on every case.
+    """Run Algorithm 1 and the search with sound bounds on every case that has a schedule.
 
     Args:
-      cases: timelines and bounds; those that no schedule keeps are left out.
+      cases: timelines and bounds.
       tolerance: see `monotone_search`.
     """
     shares, num_evaluated, num_by_bounds = [], 0, 0

@@ -1,4 +1,4 @@
-"""Answers whose lengths were observed, and their classes of latency bounds."""
+"""Observed lengths of answers, and their classes of latency bounds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jaxserve.planning.schedules.estimates import LatencyBounds
 from jaxserve.scheduling.lengths import LengthEstimate
 from jaxserve.scheduling.scheduler import Scheduler
 
-# More classes are merged, those that are similarly tight.
+# Most classes; beyond these, classes of similar tightness are merged.
 _MOST_CLASSES = 4
-# Standard deviations by which the sequences of a class may exceed their expected number, before
-# they preempt others.
+# Standard deviations by which the sequences of a class may exceed their expected number without
+# causing preemptions.
 _SPREAD = 2.0
-# The field of `LatencyBounds` of each bound in `SamplingParams`.
+# Bound in `SamplingParams` -> field of `LatencyBounds`.
 _FIELDS = {
     "latency_bound": "latency_s",
     "first_token_bound": "first_token_s",
@@ -29,15 +29,15 @@ _FIELDS = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class OwnSpan:
-    """A bound of a class, as output tokens that its requests are to get within some seconds.
+    """A bound of a class, as a number of output tokens to generate within some seconds.
 
     Attributes:
       name: the bound's name in `SamplingParams`.
-      num_tokens: those tokens.
-      is_whole: they count from the submission, so that the steps in flight and those of the prompt
-        come before them; if not, from the first token.
-      bound_s: the seconds.
-      per: tokens that the bound itself is on, to which seconds are divided for reports.
+      num_tokens: output tokens in the span.
+      is_whole: whether the span starts at submission, which includes the steps in flight and those
+        of the prompt; otherwise it starts at the first token.
+      bound_s: seconds allowed.
+      per: tokens by which seconds are divided in reports, to match the bound's unit.
     """
 
     name: str
@@ -50,15 +50,15 @@ class OwnSpan:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RequestClass:
-    """Requests with the same latency bounds of their own, as they were observed.
+    """Observed requests with the same latency bounds of their own.
 
     Attributes:
       bounds: from the submission to the end and to the first token, and per token after it.
-      max_answer_tokens: the length, in output tokens, that nearly all of its answers keep to.
-      num_running: how many run at a time at most, by Little's law: they arrive independently, and
-        each runs for its bound at longest, or for as long as any of them was seen to run.
-      min_answer_tokens: the length that nearly all of its answers reach. Of short answers the mean
-        seconds per token vary most.
+      max_answer_tokens: the output tokens that nearly none of its answers exceeds.
+      num_running: most that run at a time, by Little's law: they arrive independently, and each
+        runs at most for its bound, or for the longest observed time.
+      min_answer_tokens: the output tokens that nearly all of its answers reach. The mean seconds
+        per token vary most over short answers.
     """
 
     bounds: LatencyBounds
@@ -68,7 +68,7 @@ class RequestClass:
 
     @property
     def spans(self) -> tuple[OwnSpan, ...]:
-        """What its bounds ask for."""
+        """The spans that its bounds require."""
         later = max(1, self.min_answer_tokens - 1)
         wanted = {
             "latency_bound": (self.max_answer_tokens, True, 1),
@@ -97,14 +97,13 @@ def spans_of(classes: Sequence[RequestClass]) -> list[OwnSpan]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class AnswerLength:
-    """The lengths of an answer that has ended, or that goes on.
+    """The lengths of an ended or running answer.
 
     Attributes:
-      admitted_s: when it was admitted, on the engine's clock; minus infinity where that is not
-        known.
-      num_prompt, num_output: tokens; of an answer that goes on, those so far.
-      estimate: what is predicted of one that goes on, if anything is.
-      limit: the output tokens at which one that goes on ends in any case; None where not known.
+      admitted_s: time of its admission on the engine's clock; minus infinity if unknown.
+      num_prompt, num_output: tokens so far.
+      estimate: predicted length of a running answer, if there is one.
+      limit: the output tokens at which a running answer ends in any case; None if unknown.
       bounds: its own latency bounds (`SamplingParams.bounds`).
       ran_s: seconds from its admission to its end, if both are known.
     """
@@ -120,15 +119,11 @@ class AnswerLength:
 
 
 def own_bounds(params: SamplingParams) -> LatencyBounds:
-    """Return a request's own latency bounds."""
     return LatencyBounds(**{_FIELDS[name]: bound_s for name, bound_s in params.bounds.items()})
 
 
 def unfinished(scheduler: Scheduler) -> list[AnswerLength]:
-    """Return the answers that were admitted and go on; call it on the engine's thread.
-
-    Scores are no answers.
-    """
+    """Return the admitted, running answers, without scores; call it on the engine's thread."""
     return [
         AnswerLength(
             admitted_s=sequence.times.admitted_s,
@@ -147,7 +142,7 @@ def unfinished(scheduler: Scheduler) -> list[AnswerLength]:
 def answer_lengths(request: Request, completion: Completion) -> list[AnswerLength]:
     """Return the lengths of a completion's samples that ended by themselves or at their limit.
 
-    Scores are no answers.
+    Scores have no answers.
     """
     admitted_s, ended_s = completion.timing.admitted_s, completion.timing.finished_s
     if admitted_s is None or request.params.only_scores:
@@ -168,8 +163,7 @@ def answer_lengths(request: Request, completion: Completion) -> list[AnswerLengt
 def classes_of(answers: Sequence[AnswerLength], num_slots: int) -> tuple[RequestClass, ...]:
     """Return the classes of the ended answers with bounds, the tightest first.
 
-    Args:
-      num_slots: slots of the engine, of which classes may reserve half; each reserves at least one.
+    Classes may reserve half of the engine's `num_slots`; each reserves at least one.
     """
     by_bounds: dict[LatencyBounds, list[AnswerLength]] = {}
     for answer in answers:
@@ -207,18 +201,16 @@ class _BoundsGroup:
 
     @property
     def tightness(self) -> tuple[float, ...]:
-        """What orders kinds, the tightest first: a bound on a whole answer counts by its tokens."""
+        """The sort key, tightest first: a bound on a whole answer counts per token."""
         return self.bounds.latency_s / self.max_tokens, *astuple(self.bounds)
 
 
 def _merged(kinds: Sequence[_BoundsGroup], most: int) -> RequestClass:
-    """Return the class of kinds in the order of their tightness.
+    """Return the class of bounds groups in order of tightness, with at most `most` running
+    sequences.
 
-    Its bound on a whole answer is that of the tightest kind, with that kind's length: the tightest
-    of all bounds on the longest of all answers might be one that no request has.
-
-    Args:
-      most: running sequences.
+    Its bound on a whole answer and its length are those of the tightest group: the tightest of all
+    bounds with the longest of all answers might be a combination that no request has.
     """
     answers = [answer for kind in kinds for answer in kind.answers]
     first, bounds = kinds[0], tightest(kind.bounds for kind in kinds)
@@ -239,8 +231,8 @@ def tightest(bounds: Iterable[LatencyBounds]) -> LatencyBounds:
 def _num_running(answers: Sequence[AnswerLength], longest_s: float, most: int) -> int:
     """Return the sequences of a class that run at a time, at most `most`.
 
-    Where times are not known, all of the observed ones may run at once, and as many more as chance
-    may have kept away meanwhile.
+    If times are unknown, it assumes that all observed answers run at once, plus a margin for
+    chance.
 
     Args:
       longest_s: the longest bound on a whole answer of the class; infinity if one has none.

@@ -1,4 +1,4 @@
-"""Pipelines of single devices and tensor-parallel stages: how long a pass takes, what it holds."""
+"""Pipelines of single devices and tensor-parallel stages: seconds of a pass, and memory."""
 
 from __future__ import annotations
 
@@ -60,10 +60,7 @@ class Pipeline:
         return self.num_single + self.num_sharded * self.degree
 
     def most_layers(self, num_layers: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the most layers of a single device, and of a sharded stage; 0 without stages.
-
-        Layers are shared out in proportion to devices, and rounded.
-        """
+        """Return the most layers of a single device, and of a sharded stage; 0 without stages."""
         num = self.num_devices
         single = -(-num_layers // num) * (self.num_single > 0)
         sharded = -(-num_layers * self.degree // num) * (self.num_sharded > 0)
@@ -85,7 +82,7 @@ class Pipeline:
         Args:
           batch, length: arguments of the attention, see `LayerCost.attention_s`.
           num_tokens: tokens of the pass.
-          num_head_tokens: tokens that the last stage samples; None for none.
+          num_head_tokens: tokens that the last stage samples, if any.
         """
 
         def layer_s(degree: Numbers) -> np.ndarray:
@@ -113,7 +110,7 @@ class Pipeline:
     def join_s(
         self, cost: LayerCost, num_layers: int, num_tokens: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds that all layers take to project encoder outputs, as `pass_s` does."""
+        """Return the seconds to project encoder outputs in all layers, as `pass_s` does."""
         in_single, in_sharded, through_s = self._layers_s(
             num_layers, lambda degree: cost.join_s(num_tokens, degree)
         )
@@ -122,13 +119,13 @@ class Pipeline:
     def _layers_s(
         self, num_layers: int, layer_s: Callable[[Numbers], np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the seconds in the fullest single and sharded stage, and through all of them.
+        """Return the seconds in the fullest single and sharded stage, and through all stages.
 
         Args:
           layer_s: returns the seconds of a layer on a number of devices.
         """
         single_s = layer_s(1)
-        # Without sharded stages theirs count for nothing.
+        # Without sharded stages their seconds do not count.
         sharded_s = layer_s(self.degree) if self.num_sharded.any() else single_s
         most_single, most_sharded = self.most_layers(num_layers)
         all_s = self.num_single * single_s + self.num_sharded * self.degree * sharded_s
@@ -148,12 +145,12 @@ class Pipeline:
     ) -> np.ndarray:
         """Return the bytes of weights and KV on the fullest device.
 
-        Activations, which are small beside them, are left to `Cluster.memory_share`.
+        `Cluster.memory_share` leaves room for activations, which are small.
 
         Args:
-          num_encode_layers: encode layers whose weights are held; 0 where they are the decode
+          num_encode_layers: encode layers with weights of their own; 0 if they are the decode
             layers.
-          num_decode_layers: decode layers whose weights, and KV of `kv_tokens`, are held.
+          num_decode_layers: decode layers, with the KV of `kv_tokens`.
         """
 
         def most(num_layers: int) -> np.ndarray:
@@ -170,6 +167,6 @@ class Pipeline:
 
 
 def shared_out(num_layers: int, devices: list[int]) -> list[int]:
-    """Return the layers of stages of so many devices each, in proportion and rounded."""
+    """Return the layers of each stage, in proportion to its devices and rounded."""
     ends = np.cumsum([0, *devices]) * num_layers
     return np.diff(-(-ends // sum(devices))).tolist()

@@ -1,4 +1,4 @@
-"""A plan for one engine: a schedule, and what it is expected to do."""
+"""A plan for one engine: a schedule and its expected figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def iteration_of(schedule: Schedule, *, reserved_slots: int = 0) -> RRA | WAA | 
         "encode_batch": schedule.encode_batch,
         "decode_iterations": schedule.num_decodes,
         "encode_tokens": schedule.encode_tokens,
-        # Without a decode iteration no batch is kept up.
+        # Without decode iterations there is no batch to maintain.
         "decode_batch": schedule.decode_batch or None,
         "threshold": THRESHOLD,
         "reserved_slots": reserved_slots,
@@ -40,8 +40,8 @@ def iteration_of(schedule: Schedule, *, reserved_slots: int = 0) -> RRA | WAA | 
     return RRA(**sizes) if schedule.layout.policy is Policy.RRA else WAA(**sizes)
 
 
-# Where a plan's figures are from: ExeGPT's equations (section 6), or simulations (`Player`). The
-# first token's latency of RRA is always by the equations.
+# The source of a plan's figures: ExeGPT's equations (section 6), or simulations (`Player`). RRA's
+# first-token latency always comes from the equations.
 CLOSED_FORM = "closed form"
 SIMULATED = "simulated"
 
@@ -49,18 +49,18 @@ SIMULATED = "simulated"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A move of devices between two groups that a plan needs, or that it does without.
+    """A move of devices between two groups that a plan needs, or that it refuses.
 
     Attributes:
       present: the division before.
       division: the division that serves more.
-      gain: how many times as much, or how many times as little bounds are missed that no schedule
-        keeps; infinity if the present division keeps no bounds.
-      expected_pause_s: seconds for which no step runs.
-      max_pause_s: the longest that it may be.
-      is_measured: whether step times of groups of these sizes were measured; else some are derived
-        from those of other sizes.
-      refused: why the plan does without; empty if it needs the move.
+      gain: factor by which throughput rises, or by which bounds that no schedule keeps are missed
+        less; infinity if the present division keeps no bounds.
+      expected_pause_s: seconds without steps.
+      max_pause_s: the longest allowed pause.
+      is_measured: whether step times of groups of these sizes were measured; otherwise some are
+        derived from those of other sizes.
+      refused: why the plan does without the move; empty if it needs the move.
       pause_s: seconds that the move has paused the engine; None before it, or without it.
     """
 
@@ -79,7 +79,7 @@ class Move:
         return not self.refused and self.pause_s is None
 
     def figures(self) -> dict[str, Any]:
-        """Return all of it as values of JSON; an infinite gain or limit is None."""
+        """Return all fields in the types of JSON; an infinite gain or limit is None."""
         return {
             **{name: getattr(self, name) for name in _OF_A_MOVE},
             "gain": None if self.gain == math.inf else self.gain,
@@ -109,35 +109,33 @@ _OF_A_MOVE = ("expected_pause_s", "is_measured", "refused", "pause_s")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A schedule for one engine, and what is expected of it.
+    """A schedule for one engine, and its expected figures.
 
-    The figures are those of an engine that always has requests waiting. They hold for each replica.
-    Latencies count from the admission of an answer; time in the queue is not included. They are
-    those of an answer of the 99th-percentile length: by closed form with phases a tenth longer than
-    their mean; simulated, see `Played`.
+    The figures assume an engine that always has requests waiting, and hold for each replica.
+    Latencies count from the admission of an answer, without its time in the queue. They are those
+    of an answer of the 99th-percentile length: in closed form with phases a tenth longer than their
+    mean; in simulations see `Played`.
 
     Attributes:
-      schedule: B_E, N_D and B_D of RRA, see `Schedule`; or of WAA on two device groups: B_E, the
-        iterations of a decode step, and the sequences that run in both groups; or of continuous
-        batching the most sequences that run.
-      bounds: the bounds that were asked for.
+      schedule: see `Schedule`; for WAA on two device groups: B_E, the iterations of a decode step,
+        and the sequences that run in both groups.
+      bounds: the requested bounds.
       latency_s: seconds to the answer's end.
       first_token_s: seconds to its first token.
-      token_s: its mean seconds per token after the first, encode phases between them included.
+      token_s: its mean seconds per token after the first, including encode phases between tokens.
       answers_per_s, tokens_per_s: throughput in answers, and in their output tokens.
       max_answer_tokens: the 99th-percentile length, in output tokens.
       num_lengths: answers from whose lengths the plan was computed.
       search_s: seconds that the search took.
-      classes: requests with bounds of their own, and what is expected of them in seconds, by the
-        name of the bound in `SamplingParams`; they do not wait for an encode phase.
-      fits: whether the schedule is expected to fit in memory. The figures of one that does not are
-        as if it did.
-      estimate: where the figures are from: `CLOSED_FORM` or `SIMULATED`.
+      classes: requests with bounds of their own, and their expected figures in seconds, by the name
+        of the bound in `SamplingParams`; they do not wait for an encode phase.
+      fits: whether the schedule is expected to fit in memory. The other figures ignore this.
+      estimate: source of the figures: `CLOSED_FORM` or `SIMULATED`.
       lowest: the lowest seconds that some schedule reaches, by name of the bound, if no schedule
         keeps the bounds; empty if this one does.
       move: of devices between two groups; None if the present division is the best.
-      num_moves: moves of the runtime's devices before the plan was made. After another move it is
-        not adopted.
+      num_moves: moves of the runtime's devices before the plan was made. After a further move the
+        plan is not adopted.
     """
 
     schedule: Schedule
@@ -180,7 +178,7 @@ class Plan:
 
     @property
     def missed(self) -> str:
-        """Which bounds would be feasible, if no schedule keeps these; empty if this one does."""
+        """The bounds that would be feasible, if no schedule keeps the given ones; else empty."""
         if self.keeps_bounds:
             return ""
         reached = ", ".join(f"{name}={s:.4g}" for name, s in self.lowest.items())
@@ -211,7 +209,7 @@ class Plan:
         )
 
     def figures(self) -> dict[str, Any]:
-        """Return the schedule, its bounds and what is expected, as values of JSON."""
+        """Return the schedule, its bounds and the expected figures, in the types of JSON."""
         schedule = self.schedule
         return {
             "schedule": self.name,

@@ -1,4 +1,4 @@
-"""What the planners of one engine have in common: plan, take the nearest, expect."""
+"""The parts that all planners of one engine share: planning, the nearest schedule, expectations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxserve.planning.schedules.search import (
 
 _log = logging.getLogger(__name__)
 
-# The share by which a throughput may fall short for a shorter latency.
+# Factor within which throughputs count as equal, so that the shorter latency wins.
 _BETTER = 1 + 1e-9
 
 
@@ -35,7 +35,7 @@ class ScheduleSpace(Protocol):
     """All schedules of one engine for requests of given lengths."""
 
     def estimate(self, schedule: Schedule) -> str:
-        """Return where a schedule's figures are from, see `Plan`."""
+        """Return the source of a schedule's figures, see `Plan`."""
         ...
 
     def best(self, score: Score) -> Schedule | None:
@@ -43,15 +43,15 @@ class ScheduleSpace(Protocol):
         ...
 
     def nearest(self, schedule: Schedule) -> Schedule:
-        """Return a schedule of this space with another one's B_E and N_D, as far as it has them."""
+        """Return this space's schedule that is closest in B_E and N_D."""
         ...
 
     def estimated(self, schedule: Schedule) -> Estimates:
-        """Return what a schedule of this space is expected to do, each figure a scalar."""
+        """Return the expected figures of a schedule of this space, each a scalar."""
         ...
 
     def own_latencies_s(self, schedule: Schedule) -> Sequence[float]:
-        """Return the seconds that the spans of all classes take (`observed.spans_of`)."""
+        """Return the seconds of the spans of all classes (`observed.spans_of`)."""
         ...
 
 
@@ -85,17 +85,17 @@ class SchedulePlanner(abc.ABC):
     ) -> Plan:
         """Return the plan with the highest throughput whose long answers keep all bounds.
 
-        Of equally good ones it is the one with the lowest latency.
+        Of equal ones it is that with the lowest latency.
 
         Args:
           lengths: those of all requests, classes included.
-          num_lengths: answers that the lengths are of, for the record.
+          num_lengths: number of answers behind the lengths, for the record.
           classes: requests with bounds of their own.
 
         Raises:
-          InfeasibleBoundError: no schedule keeps the bounds; it says the lowest feasible ones, each
-            for itself.
-          DeviceMemoryError: one answer of these lengths is expected to need more than the memory.
+          InfeasibleBoundError: no schedule keeps the bounds; it gives the lowest feasible value of
+            each.
+          DeviceMemoryError: one answer of these lengths is expected to exceed the memory.
         """
         began_s = time.perf_counter()
         space = self.space(lengths, classes)
@@ -136,7 +136,7 @@ class SchedulePlanner(abc.ABC):
         num_lengths: int,
         classes: Sequence[RequestClass] = (),
     ) -> Plan:
-        """Return what a plan's schedule is expected to do with other lengths and classes."""
+        """Return the expected figures of a plan's schedule for other lengths and classes."""
         began_s = time.perf_counter()
         space = self.space(lengths, classes)
         schedule = space.nearest(plan.schedule)
@@ -146,12 +146,12 @@ class SchedulePlanner(abc.ABC):
     def possible(
         self, lengths: TaskLengths, bounds: LatencyBounds, classes: Sequence[RequestClass]
     ) -> tuple[RequestClass, ...]:
-        """Return fewer classes, if no schedule keeps the bounds of all and those of each class.
+        """Return the classes to serve; fewer if no schedule keeps all bounds.
 
-        Classes whose bounds no schedule keeps are left out; or if there is none, but the slots that
-        all reserve together are too many for `bounds`, the class that is farthest from its own. A
-        warning names them. An engine that was idle may have served them, and any request may ask
-        for any bound, so they must not decide how all others are served.
+        Classes whose bounds no schedule keeps are dropped; or if all are feasible but together
+        reserve too many slots for `bounds`, the class that misses its own most. A warning names
+        them. An idle engine may have served them, and any request may ask for any bound, so they
+        must not determine how all other requests are served.
         """
         found, shares = [], []
         for each in classes:
@@ -188,11 +188,11 @@ class SchedulePlanner(abc.ABC):
         return space.best(nearest_to(bounds))
 
     def _finished(self, plan: Plan, space: Any) -> Plan:
-        """Return a plan with what else is to be said of its space."""
+        """Return a plan with further facts about its space."""
         return plan
 
     def _as_it_stands(self, plan: Plan, space: Any) -> Plan:
-        """Return what is expected of a plan in force, with what else is to be said of its space."""
+        """Return the expected figures of a plan in force, with further facts about its space."""
         return plan
 
     def _infeasible(
@@ -202,7 +202,7 @@ class SchedulePlanner(abc.ABC):
         bounds: LatencyBounds,
         classes: Sequence[RequestClass],
     ) -> InfeasibleBoundError | DeviceMemoryError:
-        """Return the error that says which bounds would be feasible, each for itself."""
+        """Return the error with the lowest feasible value of each bound."""
         lowest, asked = {}, bounds.finite()
         space = self.space(lengths, ()) if classes else space
         for name in bounds.finite():
@@ -223,7 +223,7 @@ class SchedulePlanner(abc.ABC):
 def chosen(space: ScheduleSpace, bounds: LatencyBounds) -> Schedule | None:
     """Return the schedule with the highest throughput under bounds; None if none keeps them.
 
-    Of equally good ones it is the one with the lowest latency.
+    Of equal ones it is that with the lowest latency.
     """
     most = space.best(throughput_under(bounds))
     if most is None:
@@ -233,7 +233,7 @@ def chosen(space: ScheduleSpace, bounds: LatencyBounds) -> Schedule | None:
 
 
 def lowest_latency_s(space: ScheduleSpace, fixed: LatencyBounds) -> float:
-    """Return the lowest latency in a space, of the schedules that keep `fixed`; there is one."""
+    """Return the lowest latency of the schedules that keep `fixed`; at least one must."""
     score = shortest("latency_s")
 
     def lowest(figures: Estimates | Best) -> np.ndarray:
@@ -277,7 +277,7 @@ def _plan(
 
 
 def _by_name(own: RequestClass, seconds: Iterable[float]) -> dict[str, float]:
-    """Return the seconds of each span of a class in terms of its bound, by the bound's name."""
+    """Return the seconds of each span of a class in its bound's unit, by the bound's name."""
     return {
         f"{span.name}={span.bound_s / span.per:.4g}": float(s) / span.per
         for span, s in zip(own.spans, seconds, strict=True)

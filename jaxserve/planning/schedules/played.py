@@ -1,4 +1,4 @@
-"""What an engine does under full load, by short simulations that drive the real scheduler."""
+"""Figures of an engine under full load, by short simulations that drive the real scheduler."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from jaxserve.scheduling.scheduler import Progress
 from jaxserve.scheduling.sequence import Sequence as Scheduled
 from jaxserve.workload import WorkloadItem
 
-# Lengths of a block; any block of requests has one of each of so many equal shares of a
-# distribution.
+# Requests of a block, with one length from each of this many equal shares of a distribution.
 _BLOCK = 32
 
 
@@ -30,9 +29,8 @@ class DrawnRequests:
     """An endless stream of requests with lengths of a task, the same at every start.
 
     Lengths are drawn in blocks, one from each of 32 equal shares of a distribution, in random
-    order. So the mean over a few blocks is close to that of the distribution, and none is favoured.
-    Prompts and answers are independent. What an engine could not hold is cut.
-
+    order. So the mean over a few blocks is close to that of the distribution. Prompts and answers
+    are independent. Lengths that exceed the engine are cut.
     """
 
     def __init__(self, lengths: TaskLengths, config: EngineConfig, *, seed: int = 0):
@@ -50,7 +48,6 @@ class DrawnRequests:
         return self._num_tokens / self._num_uncut
 
     def next(self) -> WorkloadItem:
-        """Return the next request."""
         config = self._config
         num_prompt = min(max(1, next(self._inputs)), config.max_prompt_tokens)
         uncut = max(1, next(self._outputs))
@@ -79,51 +76,52 @@ def _drawn(distribution: LengthDistribution, rng: np.random.Generator) -> Iterat
         yield from np.minimum(found, distribution.max_length).tolist()
 
 
-# Answers of the 99th-percentile length whose whole time is measured, at least.
+# Fewest starts of an answer of the 99th-percentile length that are measured to its end.
 _LEAST_STARTS = 24
-# Answers that end in the measured time at least, and that many more per sequence that runs.
+# Fewest answers that end in the measured time, and how many more per running sequence.
 _LEAST_ENDED = 64
 _ENDED_EACH = 1.5
-# Answers measured from admission to end, from which on their own times count.
+# Fewest answers measured from admission to end whose own times determine the latency.
 _FEWEST_WHOLE = 48
-# Steps after which a few of either are enough.
+# Steps after which a few of either suffice.
 _MANY_STEPS = 2000
 _FEW = 4
 # Steps after which a simulation ends in any case.
 _MOST_STEPS = 20_000
-# Shares of the answers within the latencies that are returned. Any answer may be the one whose
-# first token comes last; but only one in a hundred is long.
+# Shares of the answers within the returned latencies. The slowest first token may be any answer's,
+# but only one answer in a hundred is long.
 _WITHIN = 0.95
 _FIRST_WITHIN = 0.99
-# Latencies over the simulated ones. Steps beside callers, and on a machine with other work, take
-# longer than they were measured to: of 144 runs of other schedules on two cores, a fifth had a p99
-# over 1.13 times the simulated one, and half of them over 1.05 times (`benchmarks.exegpt.bounds`).
+# Returned latencies over simulated ones. Callers and other work on the machine slow steps down: of
+# 144 runs of other schedules on two cores, a fifth had a p99 over 1.13 times the simulated one, and
+# half of them over 1.05 times (`benchmarks.exegpt.bounds`).
 LONGER = 1.13
-# Simulations that are remembered.
+# Simulations to keep.
 _MOST_KEPT = 512
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """What a schedule did in a simulation with a queue that never empties.
+    """Figures of a schedule in a simulation with a queue that never empties.
 
-    The latencies of tokens are those of a shape that computes prompts beside answers, as `Unified`
-    does. All latencies are longer than in the simulation, by `LONGER`.
+    The latencies of tokens are those of a shape that computes prompts and answers in the same step,
+    as `Unified` does. All latencies are the simulated ones times `LONGER`.
 
     Attributes:
       answers_per_s: throughput.
-      latency_s: seconds from admission to end within which as large a share of the answers ends as
-        is no longer than the percentile length. If few answers were measured whole, it is the
-        seconds of an answer of that length; 95 % of such answers take no longer.
-      first_token_s: seconds from admission to the first token; 99 % of all answers take no longer.
+      latency_s: seconds from admission to end within which the share of answers ends that is no
+        longer than the percentile length. If few answers were measured whole, the seconds of an
+        answer of that length, which 95 % of such answers do not exceed.
+      first_token_s: seconds from admission to the first token, which 99 % of all answers do not
+        exceed.
       token_s: seconds per token after the first of an answer of the percentile length, as
         `latency_s`.
-      step_s: seconds of a step on average, longer than simulated as the latencies are.
-      mean_running: sequences that run, on average over steps.
+      step_s: mean seconds of a step, times `LONGER`.
+      mean_running: running sequences, averaged over steps.
       preempted_share: share of the answers that were preempted.
-      advances: when running answers advanced, in seconds, and the tokens that each has got until
-        then, float [2, steps].
+      advances: times in seconds at which running answers advanced, and the tokens that each has got
+        until then, float [2, steps].
     """
 
     answers_per_s: float
@@ -138,9 +136,9 @@ class Played:
     def span_s(self, num_tokens: int) -> float:
         """Return the seconds in which a running answer gets `num_tokens` tokens.
 
-        99 % of the spans of the simulation are no longer. If it was too short for one, they are
-        those of an answer of the percentile length, in proportion; where all answers are of one
-        token, those of so many steps.
+        99 % of the simulated spans are no longer. If the simulation was too short for one, it
+        scales the seconds of an answer of the percentile length, or of steps if all answers have
+        one token.
         """
         at_s, gained = self.advances
         reached = np.searchsorted(gained, gained + num_tokens)
@@ -168,12 +166,12 @@ class Played:
 
 @final
 class Player:
-    """Simulations of one engine's schedules under full load. It remembers the newest ones.
+    """Simulations of one engine's schedules under full load, with a cache of the newest.
+    Thread-safe.
 
     A simulation has the engine's policy with another iteration shape, its page accounting, and its
-    step times. Nothing is cached between requests, because plans take prompts as computed, and no
-    length is predicted. It takes tenths of a second, and gives the same figures every time. Threads
-    may share it.
+    step times. It has no prefix cache, because plans assume that prompts are computed, and no
+    length predictions. It takes tenths of a second and is deterministic.
 
     Args:
       config: returns the engine's present configuration.
@@ -196,7 +194,7 @@ class Player:
     def config(self) -> EngineConfig:
         """The engine's present configuration, without speculation.
 
-        A plan does not count on proposals that are right. Where they are, answers end earlier.
+        Plans do not count on accepted proposals; where they occur, answers end earlier.
         """
         return self._config().without_proposals()
 
@@ -214,13 +212,13 @@ class Player:
         warm_up: float = 1.5,
         seed: int = 0,
     ) -> Played:
-        """Return what an iteration shape does with requests of these lengths.
+        """Return the figures of an iteration shape for requests of these lengths.
 
         Args:
           iteration: a hashable shape for one device group.
-          num_running: sequences that are expected to run; they decide how long is measured.
-          warm_up: answers that end before the measured time, per sequence that runs.
-          seed: of the lengths that are drawn.
+          num_running: expected running sequences, which determine the measured time.
+          warm_up: answers that end before the measured time, per running sequence.
+          seed: of the drawn lengths.
         """
         config = self.config
         parts = lengths.inputs.probabilities, lengths.outputs.probabilities
@@ -263,20 +261,20 @@ class Player:
             trace.add(news, clock.now(), len(engine.scheduler.running))
             if trace.num_ended >= warm_up * num_running:
                 trace.begin(clock.now())
-        # Answers that were cut are shorter than the distribution's.
+        # Cut answers are shorter than the distribution's.
         return trace.played(lengths.outputs.mean * requests.uncut_share)
 
 
 @final
 class _Trace:
-    """What happens in a simulation; figures are those since `begin`.
+    """The events of a simulation; figures count from `begin`.
 
     Args:
       longest: output tokens of an answer of the percentile length.
       level: of the percentile.
 
     Attributes:
-      num_ended: answers that have ended, from the start on.
+      num_ended: ended answers since the start.
     """
 
     def __init__(self, longest: int, level: float):
@@ -287,15 +285,15 @@ class _Trace:
         self._end_s = 0.0
         self._num_delivered = 0
         self._num_measured = 0
-        # Seconds from admission to first token, and when it came, of each answer.
+        # (seconds from admission to first token, its time) of each answer.
         self._firsts: list[tuple[float, float]] = []
-        # When each answer that was admitted since `begin` was admitted, and when it ended.
+        # (admission, end) of each answer that was admitted since `begin`.
         self._answers: list[tuple[float, float]] = []
-        # Seconds and tokens after the first one, of each answer that began since `begin`.
+        # (seconds, tokens) after the first token, of each answer that began since `begin`.
         self._spans: list[tuple[float, int]] = []
-        # The same of each answer that was preempted.
+        # The same for each preempted answer.
         self._preempted: list[tuple[float, int]] = []
-        # When running answers advanced, and the tokens that each has got until then.
+        # Times at which running answers advanced, and the tokens that each has got until then.
         self._gained_s: list[float] = []
         self._gained: list[int] = []
         self._running: list[int] = []
@@ -306,7 +304,7 @@ class _Trace:
             self._begin_s = self._end_s = now_s
 
     def add(self, news: Sequence[Progress], now_s: float, num_running: int) -> None:
-        """Take in what a step delivered."""
+        """Record what a step delivered."""
         if self._begin_s is None:
             self.num_ended += sum(each.sequence.finish_reason is not None for each in news)
             return
@@ -342,11 +340,10 @@ class _Trace:
                 self._preempted.append(span)
 
     def is_enough(self, num_running: float) -> bool:
-        """Return whether enough has been measured."""
         enough, starts = _LEAST_ENDED + _ENDED_EACH * num_running, _LEAST_STARTS
         if len(self._running) >= _MANY_STEPS:
             enough = starts = _FEW
-            # Where all answers are cut to one token, none advances.
+            # If all answers are cut to one token, none advances.
             if not self._gained or len(self._running) >= _MOST_STEPS:
                 return True
         return self._num_measured >= enough and self._num_starts >= starts
@@ -386,7 +383,7 @@ class _Trace:
         )
 
     def _answers_s(self) -> np.ndarray:
-        """Return the seconds of answers that were admitted early enough to end, however long."""
+        """Return the seconds of the answers admitted early enough to end at any length."""
         admitted_s, ended_s = np.array(self._answers).reshape(-1, 2).T
         seconds = ended_s - admitted_s
         is_early = admitted_s <= self._end_s - seconds.max(initial=0.0)
@@ -396,7 +393,7 @@ class _Trace:
         """Return the seconds of long answers after their first tokens [starts], at each start.
 
         The mean is that of answers of all lengths, per token. The deviations are those of the times
-        until running answers have advanced by so many tokens, less the share of the answers that
+        in which running answers advance by that many tokens, less the share of the answers that
         took the long one's own place meanwhile.
         """
         if not self._num_starts or not self._num_tokens:
@@ -408,7 +405,7 @@ class _Trace:
         before = np.searchsorted(gained_s, begins_s, side="right")
         reached = np.concatenate([[0], gained])[before] + self._num_tokens
         spent_s = gained_s[np.searchsorted(gained, reached)] - begins_s
-        if not self._spans:  # all were preempted before, or go on
+        if not self._spans:  # all were preempted before, or are running
             return spent_s
         seconds, tokens = np.array(self._spans).T
         mean_s = seconds.sum() / tokens.sum() * self._num_tokens
@@ -416,7 +413,7 @@ class _Trace:
         return mean_s * self._stretch() * (1 + (spent_s / spent_s.mean() - 1) * others)
 
     def _stretch(self) -> float:
-        """Return how much longer preempted answers take, if they are over 1 % of all."""
+        """Return how many times as long preempted answers take, if they are over 1 % of all."""
         if len(self._preempted) <= 0.01 * len(self._spans):
             return 1.0
         seconds, tokens = np.array(self._spans).T

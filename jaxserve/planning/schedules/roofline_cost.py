@@ -11,7 +11,7 @@ from jaxserve.planning.schedules.clusters import Cluster
 from jaxserve.planning.schedules.models import LayerShape, TransformerShape
 from jaxserve.planning.schedules.timeline import Deployment, Numbers, Phase
 
-# What an answer may take longer than on average: the scheduler keeps encode phases within a tenth
+# Shares by which an answer may exceed the average: the scheduler keeps encode phases within a tenth
 # of their mean (`Workload.threshold`), and decode iterations of RRA are within 2.4 % (table 7).
 _ENCODE_MARGIN, _DECODE_MARGIN = 0.1, 0.024
 
@@ -30,11 +30,11 @@ def roofline_deployment(model: TransformerShape, cluster: Cluster) -> Deployment
 @final
 @dataclass(frozen=True)
 class RooflineLayerCost:
-    """Layer costs where arithmetic or memory traffic decides, whichever takes longer.
+    """Layer costs as the longer of arithmetic and memory traffic.
 
     Products with weights take two operations per token and parameter, and read the weights once.
     Attention takes four operations per channel for each pair of a token and a position; decoding
-    reads the KV of every position. Sums over shards go round a ring.
+    reads the KV of every position. Sums over shards are ring sums.
     """
 
     model: TransformerShape
@@ -86,7 +86,7 @@ class RooflineLayerCost:
         return sent / self._reached(link) + cluster.handoff_latency_s
 
     def handover_s(self, num_tokens: Numbers, num_devices: Numbers) -> np.ndarray:
-        # Through the memory of the host (section 3): out of one device and into another, at once.
+        # Through host memory (section 3): out of one device and into another at the same time.
         model = self.model
         token_bytes = model.num_decode_layers * model.kv_bytes_per_token
         if not model.is_decoder_only:

@@ -17,7 +17,7 @@ from jaxserve.planning.schedules.timeline import Boxes, Deployment, Phase, layou
 
 # Parts of a decode phase, each with its mean batch.
 NUM_PARTS = 4
-# Longest phases whose peaks of memory are all computed, and the steps between longer ones.
+# Longest phases whose memory peaks are all computed, and the ratio of the sampled longer ones.
 _EXACT, _LONGER = 512, 1.01
 
 
@@ -56,10 +56,10 @@ class DecodePhases:
     Attributes:
       batch: mean number of sequences in each part of the phase [num_decodes, NUM_PARTS].
       length: positions that a token of that part attends to [num_decodes, NUM_PARTS].
-      first_batch: sequences in the first iteration, expected [num_decodes].
-      peak_tokens: most tokens in memory at a time, expected [num_decodes].
-      peak_sequences: most sequences at a time, expected [num_decodes].
-      least_decoded: the smallest numbers of tokens that a part of the phase decodes.
+      first_batch: expected sequences in the first iteration [num_decodes].
+      peak_tokens: expected most tokens in memory at a time [num_decodes].
+      peak_sequences: expected most sequences at a time [num_decodes].
+      least_decoded: the fewest tokens that a part of the phase decodes.
       least_negated: the smallest of `batch` times -1, for the largest batches.
     """
 
@@ -77,7 +77,7 @@ class DecodePhases:
 
     @classmethod
     def of(cls, num_input_tokens: float, iterations: LengthDistribution) -> DecodePhases:
-        """Return the phases of answers that take a number of decode iterations.
+        """Return the phases of answers whose decode iterations have this distribution.
 
         A sequence with D iterations takes part in iteration u of every phase k with k N_D + u <= D.
         In a steady state with one new sequence a phase, iteration u has sum_k P(D >= k N_D + u) of
@@ -87,11 +87,11 @@ class DecodePhases:
           num_input_tokens: mean length of the inputs, whose KV is held too.
         """
         num = max(1, iterations.max_length)
-        # By iteration of an answer, from 0 on; the last phase may last beyond the longest answer.
+        # By iteration of an answer, from 0; the last phase may exceed the longest answer.
         running = np.zeros(2 * num + 1)
         running[1 : iterations.max_length + 1] = iterations.survival[1:]
         held = running * (num_input_tokens + np.arange(2 * num + 1))
-        # The phases of a longest answer, for N_D = 1, 2, ... one after another.
+        # The phases of a longest answer, for N_D = 1, 2, ... in turn.
         num_phases = -(-num // np.arange(1, num + 1))
         first = np.cumsum(num_phases) - num_phases
         num_decodes = np.repeat(np.arange(1, num + 1), num_phases)
@@ -103,10 +103,10 @@ class DecodePhases:
         batch = by_num_decodes(_part_means(running, before, num_decodes))
         tokens = by_num_decodes(_part_means(held, before, num_decodes))
         first_batch = by_num_decodes(running[before + 1])
-        # Answers that end with their first token need no iteration, but memory.
+        # Answers that end with their first token need memory but no iteration.
         at_once = float(iterations.probabilities[0])
         peak_tokens = np.concatenate([[0.0], _most_held(held, num) + at_once * num_input_tokens])
-        # Where nothing is expected to run, one token attends to the inputs.
+        # If nothing is expected to run, one token attends to the inputs.
         length = np.where(batch > 0, tokens / np.where(batch > 0, batch, 1.0), num_input_tokens)
         length = np.clip(length, num_input_tokens, num_input_tokens + num)
         decoded = np.arange(num + 1)[:, None] / NUM_PARTS * batch
@@ -126,10 +126,10 @@ class DecodePhases:
 
 
 def _most_held(held: np.ndarray, num: int) -> np.ndarray:
-    """Return the most that is held in an iteration of a phase, for N_D = 1 ... num.
+    """Return the most tokens held in an iteration of a phase, for N_D = 1 ... num.
 
-    Of long phases only some are computed, each less than a hundredth longer than the one before.
-    Those between them have the larger one of their neighbours' values.
+    Of long phases only a sample is computed, each less than a hundredth longer than the one before.
+    Phases between two samples get the larger value.
 
     Args:
       held: tokens of an answer in each of its iterations, from 0 on; [2 num + 1].
@@ -168,34 +168,33 @@ def _part_means(values: np.ndarray, before: np.ndarray, num_decodes: np.ndarray)
 class RoundParts:
     """Seconds of the parts of rounds: an encode phase and N_D decode iterations each.
 
-    The sequences are in as many mini-batches as there are stages, M, but of at least one sequence
-    each. With e and d the seconds of a mini-batch in the slowest stage, and E and D those through
-    all stages, a decode iteration of all mini-batches takes R = max(M d, D), and an encode phase
-    F = E + (M - 1) e. If a round's results are read before the next begins, it takes
-    E + (M - 1) max(e, d) + N_D R. If rounds overlap (`Deployment.overlaps_rounds`), it takes the
-    longest of three paths:
+    The sequences are in M mini-batches, one per stage, but of at least one sequence each. With e
+    and d the seconds of a mini-batch in the slowest stage, and E and D those through all stages, a
+    decode iteration of all mini-batches takes R = max(M d, D), and an encode phase F = E + (M - 1)
+    e. If a round's results are read before the next begins, it takes E + (M - 1) max(e, d) + N_D R.
+    If rounds overlap (`Deployment.overlaps_rounds`), it takes the longest of three paths:
 
     - M e + N_D R: the slowest stage is always busy;
     - F + D / M + (N_D - 1) R: the last mini-batch's first iteration waits for its encoding;
     - E / M + D (M - 1) / M + N_D R: the first mini-batch's encoding waits for stages that still
       decode.
 
-    For equal stages, transfers apart, that is exact: `tests/planning/schedules/pipelines.py` plays
+    For equal stages, except transfers, that is exact: `tests/planning/schedules/pipelines.py` plays
     the pipeline stage by stage.
 
     Attributes:
       busy_s: M e, an encode phase in the slowest stage.
       encode_s: F, an encode phase from its start to its end in the last stage.
-      stagger_s: (M - 1) (d - e) where d is longer, by which the last mini-batch begins to decode
-        later than its encoding ends.
+      stagger_s: (M - 1) (d - e) if d is longer: the delay from the end of the last mini-batch's
+        encoding to the start of its decoding.
       turn_s: D / M, a mini-batch's decode iteration in one stage, on average.
       lead_s: E / M + D (M - 1) / M, an encode phase until the first decode iteration, if stages
-        wait for the decode iteration before.
+        wait for the previous decode iteration.
       present_s: R of a mean iteration of each part of a phase [configurations, parts].
       token_s: seconds per decoded token and encoded sequence of each part; 0 without tokens.
-      iteration_s: R of a mean iteration. An iteration in which less than one sequence is expected
-        takes place with that probability.
-      overlaps: whether rounds do.
+      iteration_s: R of a mean iteration. An iteration with less than one expected sequence takes
+        place with that probability.
+      overlaps: whether rounds overlap.
     """
 
     busy_s: np.ndarray
@@ -273,7 +272,7 @@ class RoundParts:
 
     @property
     def least_s(self) -> np.ndarray:
-        """The least seconds that an encode phase adds to a round, whatever follows."""
+        """The least seconds that an encode phase adds to any round."""
         return self.busy_s if self.overlaps else self.encode_s
 
     @property
@@ -290,11 +289,7 @@ class RoundParts:
         return np.maximum(np.maximum(self.busy_s, self.lead_s) + decode_s, waits_s)
 
     def decoding_s(self, num_tokens: np.ndarray) -> np.ndarray:
-        """Return the seconds in which parts decode tokens [configurations, parts] at this speed.
-
-        Args:
-          num_tokens: per encoded sequence.
-        """
+        """Return the seconds in which parts decode `num_tokens` per encoded sequence."""
         return (num_tokens * self.token_s).sum(1)
 
     def begun_s(self, num_decodes: np.ndarray, num_begun: np.ndarray) -> np.ndarray:
@@ -308,15 +303,15 @@ class RoundParts:
 class RRATimeline:
     """Estimates of RRA's configurations.
 
-    Every device holds its share of the encode layers and of the decode layers. `RoundParts` says
-    how long a round of an encode phase and N_D decode iterations takes. An answer of s iterations
+    Every device holds its share of the encode layers and of the decode layers. `RoundParts` gives
+    the seconds of a round of an encode phase and N_D decode iterations. An answer of s iterations
     takes ceil(s / N_D) - 1 rounds, then an encode phase and its iterations of the last round. The
     batch of an iteration is that of `DecodePhases`.
 
     Args:
       layouts: the layouts to consider; by default all that the cluster allows.
-      classes: bounds of requests with bounds of their own, as (output tokens, seconds) each.
-      phases: those of another timeline for the same lengths, so that they are not computed anew.
+      classes: bounds of single requests, as (output tokens, seconds) each.
+      phases: those of another timeline for the same lengths, to avoid computing them again.
 
     Attributes:
       phases: the decode phases of every length.
@@ -389,13 +384,13 @@ class RRATimeline:
         return Boxes(Points(layouts, ones, ones), high)
 
     def bound(self, boxes: Boxes) -> Best:
-        """See `Timeline.bound`.
+        """Bound boxes as `Timeline.bound` says.
 
         Costs do not fall with the batch, and the batch in a part of a phase is at least the
         smallest of any N_D of the box. So a round takes at least as long as one of the box's
         smallest B_E and N_D with that batch, and an answer at least as many rounds and encode
         phases as with the largest N_D. Where batching pays, the largest B_E that may fit has the
-        shortest round per sequence; and a part of a phase decodes its tokens at most as fast as in
+        shortest round per sequence, and a part of a phase decodes its tokens at most as fast as in
         the part's largest batch.
         """
         batch, most = boxes.low.encode_batch, boxes.high.control
@@ -474,7 +469,7 @@ class RRATimeline:
         last_s = np.maximum(parts.begun_s(num_decodes, num_last), num_last * parts.iteration_s)
         slow = 1 + self._deployment.decode_margin
         latency_s = parts.encode_s + self._slack_s(parts, num_earlier) + slow * last_s
-        # In the rounds of an answer every iteration takes place, however few others there are.
+        # In the rounds of a running answer every iteration takes place.
         present_s = parts.begun_s(num_decodes, num_decodes)
         decode_s = num_decodes * parts.iteration_s
         return latency_s + num_earlier * (parts.round_s(num_decodes) - decode_s + slow * present_s)
@@ -494,8 +489,8 @@ class RRATimeline:
         """Return `Estimates.own_share` of configurations.
 
         Args:
-          latency_s: returns the seconds of answers of so many iterations.
-          prompts_s: seconds of prompts besides.
+          latency_s: returns the seconds of answers of a number of iterations.
+          prompts_s: additional seconds of prompts.
         """
         shares = [(prompts_s + latency_s(num)) / bound_s for num, bound_s in self._classes]
         return np.max(shares, axis=0, initial=0.0) if shares else np.zeros(len(prompts_s))
@@ -503,10 +498,10 @@ class RRATimeline:
     def _own_prompts_s(
         self, pipeline: Pipeline, batch: np.ndarray, parts: RoundParts
     ) -> np.ndarray:
-        """Return the seconds of prompts in a span of `classes` that `_latency_s` does not have.
+        """Return the seconds of prompts in a span of `classes` that `_latency_s` does not include.
 
-        A span may be short, so one encode phase in it has long prompts, and not those of the mean.
-        And a prompt of the class is computed beside it, by itself: its own, or another one.
+        A span may be short, so one encode phase in it has long prompts instead of mean ones. In
+        addition, one prompt of the class, its own or another request's, is computed by itself.
         """
         if not self._classes:
             return np.zeros(len(batch))
@@ -523,11 +518,11 @@ class RRATimeline:
         return first_s + (1 + self._deployment.decode_margin) * parts.present_s[:, 0]
 
     def _longest_encode_s(self, pipeline: Pipeline, batch: np.ndarray) -> np.ndarray:
-        """Return the seconds of an encode phase with long prompts, which a first token waits for.
+        """Return the seconds of an encode phase with long prompts, for which a first token waits.
 
         A runner ends a batch at the prompt that brings its tokens over their mean
         (`scheduling.iteration.encode_batch`), so it has up to half a long prompt more than the
-        mean; and at least one prompt, however long. Without a margin every phase is taken as even.
+        mean, and at least one prompt of any length. Without a margin every phase is assumed even.
         """
         deployment, mean = self._deployment, max(self._inputs.mean, 1.0)
         margin = deployment.encode_margin
@@ -541,7 +536,7 @@ class RRATimeline:
     def _largest_fitting(
         self, pipeline: Pipeline, controls: tuple[np.ndarray, np.ndarray]
     ) -> np.ndarray:
-        """Return a B_E that none that fits exceeds, with any N_D of a range."""
+        """Return an upper limit of the B_E that fit, for any N_D of a range."""
         deployment, phases = self._deployment, self.phases
         empty = self._memory(pipeline, 0.0)
         token_bytes = self._memory(pipeline, 1.0) - empty
@@ -553,12 +548,12 @@ class RRATimeline:
         return np.floor(np.minimum(by_memory, by_slots) * (1 + 1e-9))
 
     def _slack_s(self, parts: RoundParts, num_earlier: np.ndarray | int) -> np.ndarray:
-        """Return by how much the encode phases of an answer may last longer than on average.
+        """Return by how much the encode phases of an answer may exceed their average.
 
         The scheduler keeps a phase within the margin of a target, and raises the target by the
-        margin while too few sequences run (`scheduling.iteration.encode_batch`). By how much a
-        phase differs follows from the inputs of its own batch, so the sum of K of them spreads by
-        the square root of K times as much as one.
+        margin while too few sequences run (`scheduling.iteration.encode_batch`). The deviation of a
+        phase follows from the inputs of its own batch, so the sum of K phases spreads by sqrt(K)
+        times that of one.
         """
         most = (1 + self._deployment.encode_margin) ** 2 - 1
         return most * parts.encode_s * np.sqrt(num_earlier + 1)
@@ -584,7 +579,7 @@ class RRATimeline:
         )
 
     def _largest_batch(self) -> int:
-        """Return a B_E that no fitting configuration exceeds; at least 1."""
+        """Return an upper limit (at least 1) of B_E in configurations that fit."""
         deployment, phases = self._deployment, self.phases
         empty = self._memory(self._pipelines, 0.0)
         token_bytes = self._memory(self._pipelines, 1.0) - empty

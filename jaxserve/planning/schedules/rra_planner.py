@@ -24,9 +24,9 @@ from jaxserve.planning.step_times import StepTimes
 
 @final
 class RememberedTimeline:
-    """A `Timeline` with the figures of another one, each computed when it is first asked for.
+    """A `Timeline` that caches the figures of another one.
 
-    Searches with different scores halve the same boxes, so later ones compute little.
+    Searches with different scores halve the same boxes, so later searches compute little.
     """
 
     def __init__(self, timeline: Timeline):
@@ -78,7 +78,7 @@ def _known(
     keys: Sequence[tuple[int, ...]],
     computed: Callable[[np.ndarray], np.ndarray],
 ) -> np.ndarray:
-    """Return the row of each key [keys, figures]; compute and remember those that are missing."""
+    """Return the row of each key [keys, figures]; compute and cache missing rows."""
     missing = [index for index, key in enumerate(keys) if key not in rows]
     if missing:
         for index, row in zip(missing, computed(np.array(missing)), strict=True):
@@ -96,7 +96,7 @@ def _columns(kind: type[Estimates] | type[Best], rows: np.ndarray) -> dict[str, 
     return columns | {"fits": columns["fits"] > 0}
 
 
-# What sums of shares may be off by.
+# Rounding error of sums of shares.
 _ROUNDED = 1 + 1e-9
 
 
@@ -105,13 +105,13 @@ _ROUNDED = 1 + 1e-9
 class RRAPlanner(SchedulePlanner):
     """A planner of one engine's RRA schedules, for any lengths.
 
-    It searches all schedules for one that keeps the bounds of all classes (`search.maximise`).
+    It searches all schedules for the best that keeps the bounds of all classes (`search.maximise`).
 
     Attributes:
       deploy: returns the engine's costs for requests of these lengths.
       layouts: the layouts that the engine can run.
-      num_awaited: iterations that a request with a bound of its own waits for at most before its
-        prompt is computed: those of the steps in flight.
+      num_awaited: most iterations (those of the steps in flight) before the prompt of a request
+        with a bound of its own is computed.
       num_slots: see `max_slots`.
     """
 
@@ -124,9 +124,8 @@ class RRAPlanner(SchedulePlanner):
     def measured(cls, times: StepTimes, config: Callable[[], EngineConfig]) -> RRAPlanner:
         """Return the planner of an engine with measured step times.
 
-        Args:
-          config: returns the engine's present configuration, whose slots and page pool limit the
-            schedule.
+        `config` returns the engine's present configuration, whose slots and page pool limit the
+        schedule.
         """
 
         def deploy(lengths: TaskLengths) -> Deployment:
@@ -145,13 +144,13 @@ class RRAPlanner(SchedulePlanner):
         return self.num_slots
 
     def space(self, lengths: TaskLengths, classes: Sequence[RequestClass]) -> RRASpace:
-        # Steps in flight come before its prompt, and its own step beside the running answers.
+        # Before its first token are the steps in flight, and its own step with the running answers.
         own = tuple(
             (span.num_tokens + 1 + span.is_whole * self.num_awaited, span.bound_s)
             for span in spans_of(classes)
         )
         limited = self.deploy(lengths)
-        # A batch that runs until all have ended has no more sequences than it began with.
+        # A batch that runs until all answers have ended never grows.
         most = max(limited.max_sequences, self.num_slots * _ROUNDED)
         filled = replace(limited, max_sequences=most)
         timeline = RRATimeline(limited, lengths, self.layouts, own)
@@ -167,7 +166,7 @@ class RRASpace:
     Attributes:
       timeline: of all schedules.
       whole_timeline: of those whose decode phases last until all answers have ended. They may fill
-        the slots; others leave some free, because their batches differ from the average.
+        the slots; the rest leave some free, because their batches vary.
     """
 
     timeline: RRATimeline
@@ -211,8 +210,8 @@ class RRASpace:
     def static(self, schedule: Schedule) -> Schedule:
         """Return a schedule with batches of B_E sequences if its phases last until all answers end.
 
-        They have as many, or up to a tenth more, however long their prompts are: no running answer
-        waits for these, so they need not be even. Other schedules are returned as they are.
+        Such batches have B_E to 1.1 B_E sequences with prompts of any length: no running answer
+        waits for these, so they need not be even. Other schedules are returned unchanged.
         """
         if schedule.num_decodes < self.timeline.max_control or not schedule.decode_batch:
             return schedule
@@ -221,11 +220,11 @@ class RRASpace:
         return replace(schedule, encode_tokens=tokens, decode_batch=batch)
 
     def _schedule(self, timeline: RRATimeline, point: Points) -> Schedule:
-        """Return a schedule without stages: step times are of an engine as it is."""
+        """Return a schedule without stages, because step times are of the present stages."""
         return replace(timeline.schedule(point), stages=())
 
     def _point(self, schedule: Schedule) -> Points:
-        # No phase lasts longer than the longest answer.
+        # A phase never exceeds the longest answer.
         num_decodes = min(schedule.num_decodes, self.timeline.max_control)
         layout = self.timeline.layouts.index(schedule.layout)
         return Points.one(layout, schedule.encode_batch, num_decodes)

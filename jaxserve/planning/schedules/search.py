@@ -18,7 +18,7 @@ from jaxserve.planning.schedules.rra import RRATimeline
 from jaxserve.planning.schedules.timeline import Boxes, Deployment, Timeline
 from jaxserve.planning.schedules.waa import WAATimeline
 
-# Rises with throughput and falls with latencies, and is 0 for what cannot be chosen.
+# Rises with throughput, falls with latencies, and is 0 for configurations that are not allowed.
 Score: TypeAlias = Callable[[Estimates | Best], np.ndarray]
 
 
@@ -33,7 +33,7 @@ def shortest(name: str) -> Score:
 
 
 def nearest_to(bounds: LatencyBounds) -> Score:
-    """Return a score that is highest where the bound that is missed most is missed least.
+    """Return a score that is highest where the most missed bound is missed least.
 
     Without any bound it is highest for the lowest latency_s.
     """
@@ -72,7 +72,7 @@ class Candidate:
     """The best configuration so far, if any, and how many timelines were computed to find it.
 
     Attributes:
-      score: what is maximised; 0 as long as none is found.
+      score: the maximised value; 0 if none is found.
     """
 
     found: Found | None = None
@@ -103,20 +103,20 @@ class Candidate:
         return replace(counted, found=found, score=float(scores[first]))
 
 
-# Boxes that are examined at a time; the most promising ones come first.
+# Boxes to examine at a time, the most promising first.
 _WAVE = 128
-# Those of them in which a configuration is tried.
+# Boxes of these in which a configuration is tried.
 _PROBES = 8
 # Families of schedules on a cluster.
 CLUSTER_FAMILIES = ("rra", "waa", "continuous")
-# A score counts as better from this relative difference on; sums differ by rounding.
+# A score counts as better above this ratio; sums differ by rounding.
 _BETTER = 1.0 + 1e-9
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A schedule, what it is expected to do, and what it took to find it.
+    """A schedule, its expected figures, and the effort of the search.
 
     Attributes:
       estimates: of this schedule, each a scalar.
@@ -161,11 +161,10 @@ def search(
 ) -> Choice:
     """Return the schedule with the highest throughput under the bounds.
 
-    It is one of RRA, WAA-C and WAA-M, or continuous batching, as far as they are in `families`.
-
-    Of equally good ones it is the one with the lowest latency. No box of configurations is dropped
-    that could hold a better one, whether or not throughput and latency are monotone in the control
-    variables; the costs must be, see `LayerCost`.
+    The policies are RRA, WAA-C, WAA-M and continuous batching, as far as `families` has them. Of
+    equal schedules it is that with the lowest latency. The search never drops a box of
+    configurations that could hold a better one, even if throughput and latency are not monotone in
+    the control variables; the costs must be, see `LayerCost`.
 
     Raises:
       InfeasibleBoundError: no schedule keeps the bounds.
@@ -182,7 +181,7 @@ def search_among(
     """Return the schedule of some timelines with the highest throughput; see `search`.
 
     Args:
-      began_s: `time.perf_counter()` from which the search counts; by default now.
+      began_s: `time.perf_counter()` at the start of the search; by default now.
 
     Raises:
       InfeasibleBoundError, DeviceMemoryError
@@ -214,7 +213,7 @@ def maximise(timelines: Sequence[Timeline], score: Score) -> Candidate:
     for timeline in timelines:
         descents.append(_Descent(timeline, score, best))
         best = descents[-1].best
-    # The most promising boxes first, of whichever timeline.
+    # The most promising boxes of all timelines come first.
     while descents:
         most = max(descents, key=_Descent.most)
         if most.most() <= best.score * _BETTER:
@@ -226,7 +225,7 @@ def maximise(timelines: Sequence[Timeline], score: Score) -> Candidate:
 def enumerate_all(
     timelines: Sequence[Timeline], score: Score, *, at_a_time: int = 1 << 15
 ) -> Candidate:
-    """Return the configuration with the highest score of all, by computing every one."""
+    """Return the configuration with the highest score, by computing every one."""
     best = Candidate()
     for timeline in timelines:
         shape = len(timeline.layouts), timeline.max_encode_batch, timeline.max_control
@@ -249,7 +248,7 @@ class _Descent:
         self._limits, self.best = self._limits_of(self._boxes, best)
 
     def most(self) -> float:
-        """Return the highest score that an open box may hold; 0 without any."""
+        """Return the highest possible score of an open box; 0 without any."""
         return float(self._limits.max(initial=0.0))
 
     def advance(self, best: Candidate) -> Candidate:
@@ -258,7 +257,7 @@ class _Descent:
         order = order[: np.searchsorted(-self._limits[order], -best.score * _BETTER)]
         now, later = self._boxes[order[:_WAVE]], self._boxes[order[_WAVE:]]
         later_limits = self._limits[order[_WAVE:]]
-        # A configuration amid the most promising boxes may make others superfluous.
+        # A configuration amid the most promising boxes may rule out other boxes.
         best = best.improved(self._timeline, _amid(now[:_PROBES]), self._score)
         halves = _halves(now)
         is_point = halves.num_points == 1
@@ -270,7 +269,7 @@ class _Descent:
         return best
 
     def _limits_of(self, boxes: Boxes, best: Candidate) -> tuple[np.ndarray, Candidate]:
-        """Return the highest score that each box may hold; count the boxes as evaluated."""
+        """Return the highest possible score of each box; count the boxes as evaluated."""
         if not len(boxes):
             return np.zeros(0), best
         return self._score(self._timeline.bound(boxes)), best.counting(len(boxes))
@@ -287,9 +286,9 @@ def _amid(boxes: Boxes) -> Points:
 
 
 def _halves(boxes: Boxes) -> Boxes:
-    """Split boxes along the variable whose largest value is the larger multiple of its smallest.
+    """Split boxes along the variable with the largest ratio of its ends.
 
-    A box of one point, which only a first box can be, is returned as it is.
+    A box of one point, which only an initial box can be, is returned unchanged.
     """
     low, high = boxes.low, boxes.high
     by_batch = high.encode_batch * low.control >= high.control * low.encode_batch
@@ -323,7 +322,7 @@ def _joined(first: Boxes, second: Boxes) -> Boxes:
 def _infeasible(
     timelines: Sequence[Timeline], bounds: LatencyBounds
 ) -> InfeasibleBoundError | DeviceMemoryError:
-    """Return the error that says which bounds would be feasible, each on its own."""
+    """Return the error with the lowest feasible value of each bound."""
     lowest: dict[str, float] = {}
     for name in bounds.finite() or ("latency_s",):
         best = maximise(timelines, shortest(name))

@@ -1,4 +1,4 @@
-"""Step costs from layer costs: the discrete simulation of what a timeline estimates."""
+"""Step costs from layer costs, for discrete simulations of what a timeline estimates."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from jaxserve.scheduling.plan import StepPlan
 class LayerStepCost:
     """Seconds of the scheduler's steps on one group of devices.
 
-    A step's prompts, and each of its decode iterations, pass all stages in mini-batches, as in
-    `RoundParts`, and one after the other: the results of a round are read before the next begins.
+    A step's prompts and each of its decode iterations pass all stages in mini-batches, as in
+    `RoundParts`, and sequentially: the results of a round are read before the next begins.
 
-    An encoder-decoder model is simulated as answers of one token more, whose first token costs
+    An encoder-decoder model is simulated with answers of one more token, whose first token costs
     nothing: the engine's prompts yield a token, and an encoder does not.
 
     Attributes:
       pipeline: the group's stages, arrays of length 1.
-      num_turns: mini-batches of a decode iteration; None for as many as stages.
+      num_turns: mini-batches of a decode iteration; None for the number of stages.
       encodes, decodes: whether the group computes prompts, and tokens. A group that only decodes
         projects encoder outputs when it admits a sequence.
     """
@@ -60,13 +60,13 @@ class LayerStepCost:
         seconds = 0.0
         prompts = [row.num_tokens for row in work.plan.rows if row.num_tokens > 1]
         if work.prefilled:
-            # Pairs of a prompt's tokens are twice the sum of positions, less the tokens.
+            # The pairs of a prompt are twice its sum of positions minus its tokens.
             length = math.sqrt(max(1, 2 * work.prefilled - sum(prompts)) / len(prompts))
             seconds += self._encode_s(len(prompts), length, sum(prompts))
         contexts = [row.start + 1 for row in work.plan.rows if row.num_tokens == 1]
         for i, attended in enumerate(work.decoded):
             if attended and contexts:
-                # Rows that have ended attend to nothing; the others to one position more each time.
+                # Ended rows attend to nothing; each other row to one more position each time.
                 length = sum(contexts) / len(contexts) + i
                 num_left = min(float(len(contexts)), attended / length)
                 joined = 0.0 if i or self.encodes else self._num_arrived(work.plan)
@@ -80,8 +80,8 @@ class LayerStepCost:
     def _encode_s(self, batch: int, length: float, num_tokens: float) -> float:
         """Return the seconds from the first stage's begin to the last mini-batch's end.
 
-        The batches of a group that only encodes follow each other through its stages, so one of
-        them takes as long as in its slowest stage.
+        The batches of a group that only encodes follow each other through its stages, so one batch
+        takes as long as in its slowest stage.
         """
         model, cost, pipeline = self.deployment.model, self.deployment.cost, self.pipeline
         num = int(np.clip(batch, 1, pipeline.num_stages[0])) if self.decodes else 1
@@ -128,8 +128,8 @@ class LayerStepCost:
 class MixedStepCost:
     """Seconds of the scheduler's steps of continuous batching.
 
-    A step's prompts and the first decode iteration beside them are one pass, in micro-batches with
-    the same number of tokens each. Further decode iterations follow it. See `mixed_iteration_s`.
+    A step's prompts and its first decode iteration are one pass, in micro-batches with the same
+    number of tokens each. Further decode iterations follow. See `mixed_iteration_s`.
 
     Attributes:
       pipeline: the cluster's stages, arrays of length 1.
@@ -143,7 +143,7 @@ class MixedStepCost:
 
     def device_s(self, work: StepWork) -> float:
         prompts = [row.num_tokens for row in work.plan.rows if row.num_tokens > 1]
-        # Pairs of a prompt's tokens are twice the sum of positions, less the tokens.
+        # The pairs of a prompt are twice its sum of positions minus its tokens.
         pairs = max(1, 2 * work.prefilled - sum(prompts))
         length = math.sqrt(pairs / len(prompts)) if prompts else 1.0
         contexts = [row.start + 1 for row in work.plan.rows if row.num_tokens == 1]
@@ -151,7 +151,7 @@ class MixedStepCost:
         seconds = 0.0
         for i, attended in enumerate(work.decoded or (0,)):
             num_prompts, tokens = (len(prompts), sum(prompts)) if not i else (0, 0)
-            # Rows that have ended attend to nothing; the others to one position more each time.
+            # Ended rows attend to nothing; each other row to one more position each time.
             decoding = min(float(len(contexts)), attended / (mean + i)) if attended else 0.0
             if decoding or tokens:
                 context = attended / decoding if decoding else 1.0

@@ -1,4 +1,4 @@
-"""What the search asks of layer costs, of a deployment, and of a scheduling policy's timeline."""
+"""The protocols of the search: layer costs, a deployment, and a scheduling policy's timeline."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Phase(Enum):
 class LayerCost(Protocol):
     """Seconds of a layer and of its communication. Arguments broadcast.
 
-    No result falls when a batch, a number of tokens or a length rises; the bounds of the search
-    rest on that, and `schedules.search` finds the best schedule only if it holds. Batches and
-    numbers of tokens are expected values, so they may be fractions.
+    No result falls when a batch, a number of tokens or a length rises; `schedules.search` finds the
+    best schedule only under this condition. Batches and numbers of tokens are expected values, so
+    they may be fractions.
 
     Attributes:
-      launch_s: seconds that a stage needs for a pass, besides its layers.
+      launch_s: fixed seconds of a pass in a stage.
       batching_pays: whether no result rises faster than a batch or a number of tokens, so that
         seconds per sequence or token never rise. The search then needs fewer evaluations. Measured
         times of padded batches do not have this property.
@@ -55,7 +55,7 @@ class LayerCost(Protocol):
         Args:
           batch: sequences.
           length: tokens of each sequence to encode; positions that each token to decode attends to,
-            those of cross attention included.
+            including those of cross attention.
         """
         ...
 
@@ -101,19 +101,19 @@ class LayerCost(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """A model on a cluster, and what its layers cost there.
+    """A model on a cluster, and the costs of its layers there.
 
     Attributes:
       max_encode_batch: largest B_E to consider, as far as memory holds it.
-      max_sequences: most sequences in memory at a time, which an engine's slots may limit.
-      encode_margin, decode_margin: shares by which encode and decode phases may last longer than
-        their mean, for latencies (section 5.2: the threshold that runtime adjustment keeps).
-      cost_within: costs of RRA's rounds, where they depend on N_D, for the smallest and the largest
-        N_D [configurations, 1]. They are exact where the two are equal, and else lower limits. None
-        for `cost`, whatever N_D is.
+      max_sequences: most sequences in memory at a time, for example an engine's slots.
+      encode_margin, decode_margin: shares by which encode and decode phases may exceed their mean,
+        for latencies (section 5.2: the threshold that runtime adjustment keeps).
+      cost_within: costs of RRA's rounds for the smallest and the largest N_D [configurations, 1],
+        if they depend on N_D: exact where the two are equal, otherwise lower limits. None to use
+        `cost` for every N_D.
       overlaps_rounds: whether the first stages encode RRA's next round while later ones still
         decode, as in the paper's figure 4a. The engine does not: it reads a round's results, which
-        say how many answers have ended, before it encodes.
+        tell how many answers have ended, before it encodes.
     """
 
     model: TransformerShape
@@ -174,7 +174,7 @@ class Timeline(Protocol):
     def max_control(self) -> int: ...
 
     def estimate(self, points: Points) -> Estimates:
-        """Return what the configurations are expected to do."""
+        """Return the expected figures of configurations."""
         ...
 
     def boxes(self) -> Boxes:
@@ -182,10 +182,8 @@ class Timeline(Protocol):
         ...
 
     def bound(self, boxes: Boxes) -> Best:
-        """Return figures that no point of a box can beat.
-
-        Args:
-          boxes: parts of those from `boxes()`.
+        """Return figures that no point of a box can beat; `boxes` are parts of those from
+        `boxes()`.
         """
         ...
 

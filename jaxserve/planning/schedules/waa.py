@@ -20,8 +20,8 @@ from jaxserve.planning.schedules.timeline import Boxes, Deployment, LayerCost, P
 class Groups:
     """The encode group and the decode group of layouts, in int arrays.
 
-    The encode group is the first devices. So tensor-parallel stages, which are the last of a
-    layout, are in the decode group first, where they shorten every iteration.
+    The encode group has the first devices. So the decode group gets tensor-parallel stages first,
+    which are the last of a layout and shorten every iteration.
     """
 
     num_encode: np.ndarray
@@ -98,7 +98,7 @@ def divide(
     )
 
 
-# As many as halve the distance to the solution, even where a row costs most of its share of time.
+# Enough to halve the distance to the solution even if a row costs most of its share of time.
 _NUM_REFINEMENTS = 32
 
 
@@ -110,14 +110,14 @@ class DecodeGroup:
     More micro-batches than stages gain nothing, so B_m counts up to the number of stages.
 
     A decode batch is in B_m micro-batches, and k = ceil(stages / B_m) decode batches fill the
-    stages. So M = k B_m micro-batches are in turn, and each gets a token every R = max(M d, D)
+    stages. So M = k B_m micro-batches take turns, and each gets a token every R = max(M d, D)
     seconds, with d and D the seconds of a micro-batch in the slowest stage and through all. One
     decode batch takes a new encode batch an iteration.
 
     Attributes:
       num_turns: the fewest and the most M of a range of B_m; equal for a single B_m.
       num_batches: the fewest and the most k.
-      length: positions that a token attends to, on average.
+      length: mean positions that a token attends to.
       num_iterations: E(D), mean decode iterations of an answer.
       num_joined: encoder outputs that a micro-batch's stages project per decoding sequence and
         iteration.
@@ -173,7 +173,7 @@ class DecodeGroup:
         """Return R, and d + launch of one turn, for a total number of decoding sequences.
 
         Args:
-          at_most: for the slowest B_m of the range, in place of the fastest.
+          at_most: whether to use the slowest B_m of the range instead of the fastest.
         """
         turns, split = self.num_turns[::-1] if at_most else self.num_turns
         batch = np.maximum(num_sequences / split, 1.0)
@@ -199,9 +199,9 @@ class DecodeGroup:
         return self.num_batches[at_most] * encode_batch * self.num_iterations
 
     def settled(self, per_s: np.ndarray, full: np.ndarray) -> np.ndarray:
-        """Return the sequences that decode at a time if `per_s` begin a second.
+        """Return the number of decoding sequences if `per_s` begin a second.
 
-        By Little's law that is n = per_s E(D) R(n); the largest solution up to `full`, which a few
+        By Little's law that is n = per_s E(D) R(n): the largest solution up to `full`, which a few
         refinements from above approach.
         """
         num = full
@@ -218,17 +218,16 @@ class WAATimeline:
     """Estimates of the configurations of WAA-C and WAA-M.
 
     Every stage of the encode group computes a batch of B_E. The groups run asynchronously: the
-    slowest of encoding, handing over and decoding full batches (`DecodeGroup`) sets the rate, and
-    if decoding is faster, its batches are smaller than B_E E(D) (Little's law), not its iterations
+    slowest of encoding, handing over and decoding full batches (`DecodeGroup`) sets the rate. If
+    decoding is faster, its batches are smaller than B_E E(D) (Little's law), not its iterations
     slower. The paper sets B_D = B_E S_D also then, which the latencies of its table 6 exclude.
 
     An answer takes the batch before it, the encode stages, the handover, an iteration and a turn
     until its micro-batch begins, and an iteration per token. It waits for the batch before it, and
-    for an iteration, because a runner submits a step while the one before it is computed.
+    for an iteration, because a runner submits a step while the previous one is computed.
 
     Args:
-      divided_by: the lengths by which devices are divided, where other ones are served; None for
-        `lengths`.
+      divided_by: the lengths that determine the division of devices, if they differ from `lengths`.
     """
 
     def __init__(
@@ -297,7 +296,7 @@ class WAATimeline:
         return Boxes(Points(layout, first + 1, ones), Points(layout, last, ones * self.max_control))
 
     def bound(self, boxes: Boxes) -> Best:
-        """See `Timeline.bound`.
+        """Bound boxes as `Timeline.bound` says.
 
         Costs do not fall with the batch, so the smallest B_E has the shortest stages, and the
         largest the longest. The slowest rate of a box gives the fewest decoding sequences. Where
@@ -370,7 +369,6 @@ class WAATimeline:
         return max(self._iterations.mean, 1e-9)
 
     def _pipelines(self, points: Points) -> tuple[Pipeline, Pipeline]:
-        """Return the pipelines of the encode group and of the decode group."""
         at = points.layout, points.encode_batch - 1
         groups, degree = self._groups, self._degree[points.layout]
         per_machine = self._deployment.cluster.devices_per_machine
@@ -448,8 +446,8 @@ class WAATimeline:
         """Return the bytes in use on the fullest device of both groups.
 
         A decoder-only model has a copy in each. The encode group holds the KV of the batch that it
-        computes and of the one that it hands over; the decode group that of its sequences, and of
-        a batch that arrives.
+        computes and of the one that it hands over; the decode group holds that of its sequences and
+        of an arriving batch.
         """
         model = self._deployment.model
         num_arriving = batch * self._lengths.inputs.mean
@@ -480,7 +478,7 @@ class WAATimeline:
         )
 
     def _largest_batch(self) -> int:
-        """Return a B_E that no fitting configuration exceeds; at least 1."""
+        """Return an upper limit (at least 1) of B_E in configurations that fit."""
         model, cluster = self._deployment.model, self._deployment.cluster
         tokens_bytes = model.num_decode_layers * model.kv_bytes_per_token
         kv_bytes = tokens_bytes * self._lengths.inputs.mean
