@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Float
 
 NUM_BUCKETS = 10
-# Distributions hold a number for each length, so that an absurd one would take all memory; no
-# model's context is as long.
+# Distributions hold a number for each length, so a huge one would take all memory; no model's
+# context is as long.
 MAX_LENGTH = 1 << 24
 KINDS = ("equal", "log", "quantile")
 
@@ -53,7 +53,8 @@ class LengthBuckets:
           lengths: output lengths; only quantile buckets depend on them.
 
         Raises:
-          ValueError: `kind` is unknown, or see the methods below.
+          ValueError: `kind` is unknown, `num` is out of range, or `max_length` is not 1 to
+            `MAX_LENGTH`.
         """
         if kind not in KINDS:
             raise ValueError(f"buckets={kind!r} is unknown; pass one of {', '.join(KINDS)}")
@@ -127,10 +128,9 @@ class LengthBuckets:
 
 
 def _check(max_length: int, num: int, *, most: int) -> None:
-    """Check a number of buckets before their edges are allocated.
+    """Raise ValueError unless `num` is 1 to `most` and `max_length` 1 to `MAX_LENGTH`.
 
-    Raises:
-      ValueError: it is not 1 to `most`, or `max_length` is not 1 to `MAX_LENGTH`.
+    It runs before the edges are allocated.
     """
     if not 1 <= num <= most or not 1 <= max_length <= MAX_LENGTH:
         raise ValueError(

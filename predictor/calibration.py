@@ -14,7 +14,7 @@ from predictor.distribution import LengthDistributions
 
 _TEMPERATURES = (0.05, 20.0)
 _ROUNDS = 60
-# Added to a level, to be strictly over it.
+# Added to a level to exceed it strictly.
 _OVER = 1e-6
 
 
@@ -25,10 +25,10 @@ class Calibration:
 
     Attributes:
       temperature: logits are divided by it (Guo et al., arXiv:1706.04599).
-      levels: sorted: the probability that the prediction gave to lengths shorter
-        than the true one. A request outgrows a reservation at level q when its own level is q or
-        more, so a conformal quantile of `levels` is the level for a miss rate (distributional
-        conformal prediction, Chernozhukov et al., arXiv:1909.07889).
+      levels: sorted: the probability that the prediction gave to lengths shorter than the true one.
+        A request outgrows a reservation at level q when its own level is q or more, so a conformal
+        quantile of `levels` is the level for a miss rate (distributional conformal prediction,
+        Chernozhukov et al., arXiv:1909.07889).
     """
 
     temperature: float

@@ -68,7 +68,6 @@ def write_jsonl(path: Path, examples: Iterable[Example]) -> None:
 
 
 def columns(examples: Sequence[Example]) -> tuple[list[str], Int[np.ndarray, " examples"]]:
-    """Return the prompts and the output lengths."""
     return [e.prompt for e in examples], np.asarray([e.output_length for e in examples])
 
 
@@ -94,9 +93,7 @@ def split(examples: Sequence[_T], *, held_out: float, seed: int = 0) -> tuple[li
     """Split examples into those to learn from and those held out; conversations stay whole.
 
     A conversation's side depends on its id and the seed alone, so added data moves no conversation.
-
-    Args:
-      held_out: share of the conversations, between 0 and 1.
+    `held_out` is the share of the conversations, between 0 and 1.
     """
     learned, kept, rest = _split(examples, (held_out, 0.0), seed)
     assert not rest
@@ -108,8 +105,7 @@ def split_in_three(
 ) -> tuple[list[_T], list[_T], list[_T]]:
     """Split as `split` does, into examples to learn from, to calibrate with, and to test on.
 
-    Args:
-      held_out: share of each of the last two, between 0 and a half.
+    `held_out` is the share of each of the last two, between 0 and a half.
     """
     return _split(examples, (held_out, held_out), seed)
 
@@ -165,11 +161,7 @@ def width_of(num_tokens: int) -> int:
 def padded(
     tokens: Sequence[np.ndarray], num_rows: int, width: int | None = None
 ) -> tuple[Int32[np.ndarray, "rows width"], Bool[np.ndarray, "rows width"]]:
-    """Return tokens and a mask, padded to the same width.
-
-    Args:
-      width: by default `width_of` the longest text.
-    """
+    """Return tokens and a mask, padded to `width`, by default `width_of` the longest text."""
     width = width or width_of(max((len(ids) for ids in tokens), default=1))
     ids, mask = np.zeros((num_rows, width), np.int32), np.zeros((num_rows, width), bool)
     for row, own in enumerate(tokens):

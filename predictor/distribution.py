@@ -77,10 +77,7 @@ class LengthDistributions:
         level: float | Float[np.ndarray, " sequences"],
         elapsed: Int[np.ndarray, " sequences"] | int = 0,
     ) -> Int64[np.ndarray, " sequences"]:
-        """Return the smallest lengths q with P(L <= q | L > elapsed) >= level.
-
-        They are at least `elapsed + 1`.
-        """
+        """Return the smallest lengths q > elapsed with P(L <= q | L > elapsed) >= level."""
         t = self._column(elapsed)
         left, low = self._after(t)
         reached = np.cumsum(left, axis=1)

@@ -82,8 +82,7 @@ SIZES = {
 class Encoder(nnx.Module):
     """A transformer encoder from texts to hidden states.
 
-    Args:
-      dtype: type of the computation; parameters are float32.
+    It computes in `dtype`; parameters are float32.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class Encoder(nnx.Module):
         )
 
     def compute_in(self, dtype: jax.typing.DTypeLike) -> None:
-        """Set the type in which products and norms are computed; parameters keep their type."""
+        """Set the dtype of products and norms; parameters keep theirs."""
         for _, module in nnx.iter_modules(self):
             if isinstance(module, nnx.Linear | nnx.Embed | nnx.LayerNorm):
                 module.dtype = jnp.dtype(dtype)
@@ -113,11 +112,7 @@ class Encoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "texts tokens"], mask: Bool[Array, "texts tokens"]
     ) -> Float[Array, "texts tokens hidden_size"]:
-        """Return hidden states.
-
-        Args:
-          mask: False for padding.
-        """
+        """Return hidden states; `mask` is False for padding."""
         x = self.words(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         if self.types is not None:
             x = x + self.types(jnp.zeros_like(tokens))
@@ -159,7 +154,6 @@ class _Layer(nnx.Module):
     def _heads(
         self, x: Float[Array, "texts tokens hidden_size"]
     ) -> Float[Array, "texts heads tokens head_dim"]:
-        """Split the heads."""
         return x.reshape(*x.shape[:2], self.num_heads, -1).swapaxes(1, 2)
 
 
@@ -212,7 +206,7 @@ class LengthClassifier(nnx.Module):
 
     @classmethod
     def blank(cls, config: EncoderConfig, num_buckets: int) -> LengthClassifier:
-        """Make a classifier of zeros, to be replaced by saved parameters, without compilation."""
+        """Make a classifier of zeros without compilation, to be replaced by saved parameters."""
         model = nnx.eval_shape(lambda: cls(config, num_buckets, rngs=nnx.Rngs(0)))
         leaves, structure = jax.tree.flatten(nnx.state(model))
         filled = [
@@ -228,11 +222,7 @@ class LengthClassifier(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "texts tokens"], mask: Bool[Array, "texts tokens"]
     ) -> Float32[Array, "texts buckets"]:
-        """Return logits.
-
-        Args:
-          mask: False for padding.
-        """
+        """Return logits; `mask` is False for padding."""
         pooled = mean_pooled(self.encoder(tokens, mask), mask)
         length = jnp.log1p(mask.sum(1, keepdims=True).astype(jnp.float32))
         x = self.dropout(jnp.concatenate([pooled, length], axis=1))
@@ -242,7 +232,6 @@ class LengthClassifier(nnx.Module):
 def mean_pooled(
     hidden: Float[Array, "texts tokens hidden_size"], mask: Bool[Array, "texts tokens"]
 ) -> Float32[Array, "texts hidden_size"]:
-    """Return the mean over unmasked tokens."""
     weights = mask.astype(jnp.float32)[..., None]
     total = (hidden.astype(jnp.float32) * weights).sum(1)
     return total / jnp.maximum(weights.sum(1), 1.0)

@@ -1,4 +1,4 @@
-"""Figures of merit of predictions, and a comparison with baselines on the same requests."""
+"""Metrics of predictions, and a comparison with baselines on the same requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RELIABILITY_BINS = 10
 @final
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Figures on held-out requests.
+    """Metrics on held-out requests.
 
     Attributes:
       accuracy: share of requests whose likeliest bucket is the right one.
@@ -54,7 +54,6 @@ def evaluate(
     logits: Float[np.ndarray, "requests buckets"],
     lengths: Int[np.ndarray, " requests"],
 ) -> Evaluation:
-    """Evaluate logits against true output lengths."""
     probabilities = softmax(logits)
     right = buckets.bucket_of(lengths)
     likeliest = probabilities.argmax(1)
@@ -130,7 +129,6 @@ class Majority:
         return self
 
     def logits(self, prompts: Sequence[str]) -> Float[np.ndarray, "prompts buckets"]:
-        """Return logits."""
         return np.tile(self._logits, (len(prompts), 1))
 
 
@@ -138,9 +136,7 @@ class Majority:
 class LinearBaseline:
     """Multinomial logistic regression on standardised features of the prompts.
 
-    Args:
-      features: maps prompts to float [prompts, features], such as their lengths or mean-pooled
-        embeddings.
+    `features` maps prompts to float [prompts, features], such as lengths or mean-pooled embeddings.
     """
 
     def __init__(self, buckets: LengthBuckets, features: Features):
@@ -170,7 +166,6 @@ class LinearBaseline:
         return self
 
     def logits(self, prompts: Sequence[str]) -> Float[np.ndarray, "prompts buckets"]:
-        """Return logits."""
         return self._standardised(self._features(prompts)) @ self._weights
 
     def _standardised(
@@ -180,7 +175,6 @@ class LinearBaseline:
 
 
 def prompt_lengths(prompts: Sequence[str]) -> Float[np.ndarray, "prompts 4"]:
-    """Return the numbers of characters and words and their logarithms."""
     counts = np.asarray([(len(p), len(p.split())) for p in prompts], np.float64).reshape(-1, 2)
     return np.concatenate([counts, np.log1p(counts)], axis=1)
 
@@ -194,10 +188,10 @@ Logits = Callable[[Sequence[str]], np.ndarray]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One predictor's figures on test requests.
+    """One predictor's metrics on test requests.
 
     Attributes:
-      evaluation: figures after calibration.
+      evaluation: metrics after calibration.
       missed: target miss rate -> share of requests that outgrew their reservations.
       reserved: target miss rate -> mean reservation in tokens. Of two predictors that meet the
         target, the one with the lower mean is better.
@@ -209,7 +203,7 @@ class Contender:
     reserved: dict[float, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON; the evaluation's figures are at its top level."""
+        """Return a dictionary for JSON, with the evaluation's metrics at its top level."""
         figures = vars(self.evaluation) | {
             "calibration_error": self.evaluation.calibration_error,
             "promises": {
@@ -227,7 +221,7 @@ def contender(
     test: Sequence[Example],
     calibration: Calibration,
 ) -> Contender:
-    """Return the figures of a function from prompts to logits [prompts, buckets]."""
+    """Return the metrics of a function from prompts to logits [prompts, buckets]."""
     prompts, lengths = columns(test)
     scaled = logits(prompts) / calibration.temperature
     predicted = LengthDistributions(buckets, softmax(scaled))
@@ -250,7 +244,7 @@ def compare(
     *,
     calibration: Calibration | None = None,
 ) -> list[Contender]:
-    """Return the figures of a predictor, then of the baselines.
+    """Return the metrics of a predictor, then of the baselines.
 
     The baselines are majority, prompt length, and linear on embeddings. In all three sets of
     examples, a length over the buckets' longest counts as the longest.
@@ -258,9 +252,9 @@ def compare(
     Args:
       logits: the predictor's function from prompts to logits [prompts, buckets].
       features: the linear baseline's features: embeddings of the encoder before it was trained.
-      learned: examples that the baselines learn from, and the predictor learned from.
+      learned: training examples of the predictor and the baselines.
       held_out: examples that calibrate each of them.
-      test: examples that the figures are of.
+      test: examples on which the metrics are computed.
       calibration: the predictor's calibration; by default it is fitted on `held_out`.
 
     Raises:

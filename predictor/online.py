@@ -160,10 +160,9 @@ def unpack(arrays: Mapping[str, np.ndarray], prefix: str) -> list[Observation]:
 
 @final
 class Candidate:
-    """Parameters under training. Every computation has one shape, so that it compiles once.
+    """Parameters under training, at first the serving ones.
 
-    Attributes:
-      params: at first the parameters that serve.
+    Every computation has one shape, so that it compiles once.
     """
 
     def __init__(self, predictor: LengthPredictor, *, batch_size: int, learning_rate: float):
@@ -175,7 +174,7 @@ class Candidate:
         self.restart()
 
     def restart(self) -> None:
-        """Start over from the parameters that serve."""
+        """Start over from the serving parameters."""
         self.params = self._predictor.params
         self._moments = self._optimizer.init(self.params)
 
@@ -189,7 +188,6 @@ class Candidate:
     def logits(
         self, tokens: Sequence[np.ndarray], params: Params
     ) -> Float32[np.ndarray, "texts buckets"]:
-        """Return logits, computed with `params`."""
         rows = [np.zeros((0, self._predictor.buckets.num), np.float32)]
         for start in range(0, len(tokens), self._batch_size):
             some = tokens[start : start + self._batch_size]
@@ -229,7 +227,6 @@ class Candidate:
         return step_s, logits_s
 
     def leaves(self) -> list[Any]:
-        """Return all arrays of the state, for `restore`."""
         return jax.tree.leaves((self.params, self._moments))
 
     def restore(self, leaves: Sequence[Any]) -> None:
@@ -392,7 +389,6 @@ class OnlineLearner:
 
     @property
     def counters(self) -> Counters:
-        """A copy of the counters."""
         return replace(self._counters)
 
     @property

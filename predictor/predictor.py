@@ -34,7 +34,7 @@ Params = dict[str, Any]
 @final
 @dataclass(frozen=True)
 class _Serving:
-    """The parameters and calibration that serve; immutable, and replaced as a whole."""
+    """The serving parameters and calibration; immutable, and replaced as a whole."""
 
     params: Params
     calibration: Calibration | None
@@ -81,7 +81,7 @@ class LengthPredictor:
         """Make a predictor with a Hugging Face folder's encoder and an untrained head.
 
         Raises:
-          ValueError: see `load_encoder`, or the folder has no tokenizer.json.
+          ValueError: the folder has no tokenizer.json, or `load_encoder` fails.
         """
         folder = Path(folder)
         config = config_of(folder)
@@ -91,12 +91,12 @@ class LengthPredictor:
 
     @property
     def params(self) -> Params:
-        """The parameters that serve. They are never changed in place."""
+        """The serving parameters, which are never changed in place."""
         return self._serving.params
 
     @property
     def calibration(self) -> Calibration | None:
-        """The serving parameters' calibration; None before the first."""
+        """The serving parameters' calibration; None without one."""
         return self._serving.calibration
 
     def adopt(self, params: Params, calibration: Calibration | None) -> None:
@@ -117,10 +117,9 @@ class LengthPredictor:
         tokens: Int[Array, "texts tokens"],
         mask: Bool[Array, "texts tokens"],
     ) -> Float32[Array, "texts buckets"]:
-        """Return logits without dropout; a pure function, for `jax.jit`.
+        """Return logits without dropout; a pure function for `jax.jit`, differentiable in `params`.
 
         Args:
-          params: the function is differentiable in these.
           mask: False for padding.
         """
         return self._merged(params)(tokens, mask)
@@ -136,7 +135,7 @@ class LengthPredictor:
 
         Args:
           tokens: token ids from `encoder`.
-          params: by default those that serve.
+          params: by default the serving parameters.
         """
         params = self.params if params is None else params
         return _in_batches(lambda *batch: self._logits(params, *batch), tokens, self.buckets.num)
@@ -147,7 +146,7 @@ class LengthPredictor:
         """Return the encoder's hidden states, averaged over tokens.
 
         Args:
-          params: by default those that serve.
+          params: by default the serving parameters.
         """
         tokens, params = self.encoder.tokens(prompts), self.params if params is None else params
         width = self.config.hidden_size
@@ -187,7 +186,7 @@ class LengthPredictor:
         return int(self._predict(serving, [prompt]).quantile(level)[0])
 
     def save(self, folder: str | Path) -> None:
-        """Write everything that `load` needs. A predictor in the folder is overwritten."""
+        """Write everything that `load` needs, and overwrite a predictor in the folder."""
         folder, serving = Path(folder).absolute(), self._serving
         folder.mkdir(parents=True, exist_ok=True)
         with ocp.StandardCheckpointer() as checkpointer:
@@ -256,11 +255,7 @@ class LengthPredictor:
 
 
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """Read tokenizer.json of a folder.
-
-    Raises:
-      ValueError: the file is missing or cannot be read.
-    """
+    """Read a folder's tokenizer.json; raises ValueError if it is missing or cannot be read."""
     path = folder / TOKENIZER
     if not path.is_file():
         raise ValueError(f"{folder} has no {TOKENIZER}; pass a folder with a fast tokenizer")

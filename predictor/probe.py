@@ -36,7 +36,7 @@ class ProbeConfig:
     """The position and size of a probe.
 
     Attributes:
-      layer: the probe reads the residual stream after this number of the model's layers.
+      layer: number of the model's layers before the residual stream that the probe reads.
       width: width of the activations there.
       hidden_size: units of the hidden layer; 0 for a linear head.
     """
@@ -112,13 +112,11 @@ class LengthProbe:
 
     @property
     def buckets(self) -> LengthBuckets:
-        """Buckets of remaining length."""
         return self.refinement.buckets
 
     def apply(
         self, params: Params, activations: Float[Array, "rows width"]
     ) -> Float32[Array, "rows buckets"]:
-        """Return the logits of activations; a pure function, for `jax.jit`."""
         flat = [
             (path, variable.replace(params[".".join(map(str, path))]))
             for path, variable in nnx.to_flat_state(self._state)
@@ -137,7 +135,7 @@ class LengthProbe:
         return LengthDistributions(self.buckets, softmax(logits))
 
     def save(self, folder: str | Path) -> None:
-        """Write everything that `load` needs. A probe in the folder is overwritten."""
+        """Write everything that `load` needs, and overwrite a probe in the folder."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_file({k: np.asarray(v) for k, v in self.params.items()}, folder / PARAMS)

@@ -32,12 +32,12 @@ _LEAST_SCALE = 1e-3
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Readings:
-    """Activations along several answers, at the end of each prompt and at intervals from there.
+    """Activations along several answers, at the end of each prompt and at intervals after it.
 
     Attributes:
       answer: the index of each reading's answer, sorted.
-      elapsed: tokens generated before the reading; 0 at the prompt's end, and
-        increasing within an answer.
+      elapsed: tokens generated before the reading; 0 at the prompt's end, and increasing within an
+        answer.
       lengths: output length of each answer in tokens.
     """
 
@@ -69,7 +69,7 @@ def train_probe(
       interval: tokens between readings, in this data and later in the runtime.
 
     Raises:
-      ValueError: one of the two sets is empty, or its activations have another width.
+      ValueError: a set is empty, or its activations have a wrong width.
     """
     for part in (learned, held_out):
         if part.activations.shape[1:] != (config.width,) or not len(part.activations):
@@ -132,7 +132,7 @@ def _fit(
     config: TrainingConfig,
     progress: bool,
 ) -> History:
-    """Train the head in place, and leave it with the parameters of the best held-out loss."""
+    """Train the head in place; it keeps the parameters of the best held-out loss."""
     labels = buckets.bucket_of(learned.remaining).astype(np.int32)
     judged = jnp.asarray(held_out.activations), jnp.asarray(buckets.bucket_of(held_out.remaining))
     num, size = len(labels), config.batch_size
@@ -192,7 +192,7 @@ def _loss(
 @final
 @dataclass(frozen=True, kw_only=True)
 class RemainingFigures:
-    """One method's figures, over the answers that were longer than `elapsed` tokens.
+    """One method's metrics, over the answers that were longer than `elapsed` tokens.
 
     Attributes:
       elapsed: tokens generated so far; None for all readings together.
@@ -216,12 +216,11 @@ def compare_remaining(
     elapsed: Sequence[int],
     predicted: Mapping[str, LengthDistributions] | None = None,
 ) -> list[RemainingFigures]:
-    """Return the figures of survival alone, of single readings, and of refined predictions.
+    """Return the metrics of survival alone, of single readings, and of refined predictions.
 
     Args:
       test: readings along answers that the probe was not trained on.
-      elapsed: numbers of generated tokens to give figures for; a number without readings is
-        omitted.
+      elapsed: numbers of generated tokens to report; a number without readings is omitted.
       predicted: name -> predicted output lengths of the test's answers, such as an encoder's. Each
         is evaluated with survival alone and refined by readings; the marginal always is.
     """
@@ -251,11 +250,7 @@ def compare_remaining(
 @final
 @dataclass(frozen=True, eq=False)
 class _Prediction:
-    """A method's predictions of remaining length.
-
-    Attributes:
-      expected: remaining length, in tokens.
-    """
+    """A method's predictions, with `expected` the remaining length in tokens."""
 
     probabilities: Float[np.ndarray, "readings buckets"]
     expected: Float[np.ndarray, " readings"]

@@ -90,7 +90,7 @@ class Refinement:
         """Return the distributions after `passed` more tokens and a reading.
 
         Args:
-          logits: from the probe. A row that is not finite is no reading.
+          logits: from the probe. A row that is not finite is ignored.
 
         Raises:
           ValueError: `logits` and `prior` differ in shape.

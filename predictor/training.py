@@ -90,8 +90,8 @@ def train(
 ) -> History:
     """Train until the loss on `held_out` stops falling, and adopt the best parameters.
 
-    The predictor serves with its old parameters until the end. It is then without a calibration,
-    since the old one was fitted to other parameters.
+    The predictor serves with its old parameters until the end. It then has no calibration, since
+    the old one was fitted to other parameters.
 
     Args:
       checkpoints: folder for the state after every epoch; training continues from its last one.
@@ -152,15 +152,13 @@ def train(
 
 @final
 class _Judge:
-    """An evaluation of parameters on held-out examples."""
-
     def __init__(self, predictor: LengthPredictor, held_out: Sequence[Example]):
         self._predictor = predictor
         self._tokens = predictor.encoder.tokens([example.prompt for example in held_out])
         self._labels = _labels(predictor.buckets, held_out)
 
     def loss(self, params: nnx.State) -> float:
-        """Return the mean cross-entropy in nats."""
+        """Return the mean cross-entropy on held-out examples in nats."""
         logits = self._predictor.logits_of(self._tokens, nnx.to_pure_dict(params))
         each = optax.softmax_cross_entropy_with_integer_labels(logits, self._labels)
         return float(np.mean(np.asarray(each)))
@@ -209,7 +207,6 @@ def _optimizer(config: TrainingConfig, num_steps: int) -> optax.GradientTransfor
 
 
 def _decays(params: Any) -> Any:
-    """Return True for matrices, and False for biases and norms."""
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
@@ -255,8 +252,8 @@ class _Store:
     def restore(self, history: History, best: nnx.State) -> tuple[History, nnx.State, int]:
         """Restore the last saved state into model and optimizer.
 
-        Return its history, its best parameters, and the number of the next epoch; without a saved
-        state, the arguments and 0.
+        Return its history, best parameters, and next epoch; without a saved state, the arguments
+        and 0.
         """
         if self._manager is None or (epoch := self._manager.latest_step()) is None:
             return history, best, 0

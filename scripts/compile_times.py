@@ -1,8 +1,8 @@
-"""Seconds of compiling every executable of an 8B model for an H100 that is not there.
+"""Seconds of compiling every executable of an 8B model for an H100, without the device.
 
 `make compile-times` runs it with JAX's CUDA plug-in. The executables are those that a runtime with
-the defaults of GPUs makes, beside the small ones that move slots and pages. They are compiled one
-after the other, and on the threads of a start, each time in a new process without any cache.
+the defaults of GPUs compiles, and the small ones that move slots and pages. They are compiled
+sequentially, and on the threads of a start, each time in a new process without any cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NUM_PAGES = 4000
 @final
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is compiled.
+    """The model and target of a compilation.
 
     Attributes:
       target: "h100", or "cpu" for this machine.
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _in_new_process(job: Job, way: str) -> dict[str, Any]:
-    """Return `compiled` of a process that has traced nothing yet."""
+    """Return `compiled` from a process that has traced nothing yet."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(compiled, job, way).result()
 
@@ -86,8 +86,8 @@ def _in_new_process(job: Job, way: str) -> dict[str, Any]:
 def compiled(job: Job, way: str) -> dict[str, Any]:
     """Compile everything, and return the seconds of the whole and of each executable.
 
-    Tracing and lowering count. On threads, the seconds of an executable are those that pass until
-    it is made, of which others take a part.
+    Tracing and lowering count. On threads, an executable's seconds are those that pass until it is
+    made; other executables take part of them.
     """
     from tqdm import tqdm
 
@@ -180,7 +180,7 @@ def _steps(job: Job) -> list[Any]:
 @final
 @dataclass(frozen=True)
 class _Shapes:
-    """What `DeviceWarmup` reads of an executor's pages, slots and states, where there are none."""
+    """The shapes of pages, slots and states that `DeviceWarmup` reads, without an executor."""
 
     cache: Any
     state: Any

@@ -1,4 +1,4 @@
-"""A demo, run by `make demo`, in which a real model answers eight prompts in one batch."""
+"""The demo of `make demo`: a real model answers eight prompts in one batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device that kernels are compiled for where there is none."""
+"""The device for which kernels are compiled on machines without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of a gpu-check's results beside their bars."""
+"""The table of a gpu-check's results next to their bars."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIN_TRITON_FLOPS, MIN_MOSAIC_FLOPS = 400e12, 550e12
 MIN_OF_BOUND = 0.8
 MIN_OF_PARTS = 0.9
 MAX_IDLE = 0.02
-# Products with weights in few bits: steps of up to so many tokens are bound by memory.
+# Products with weights in few bits: steps of up to this many tokens are bound by memory.
 MIN_OF_PRODUCT_BOUND = 0.7
 _MAX_DECODE_TOKENS = 64
 # Maximum number of characters of a reason in the table; the file has the whole reason.
@@ -91,7 +91,6 @@ def _rows(parts: Parts, name: str, kind: str) -> list[Row]:
 
 
 def _why_missing(parts: Parts, name: str) -> str:
-    """Return the reason why a part has no figures."""
     part = parts.get(name)
     if part is None:
         return "not run"
@@ -104,7 +103,6 @@ def _short(text: str) -> str:
 
 
 def _least(what: str, rows: Sequence[Row], field: str, bar: float, form: str) -> Bar:
-    """Return whether the least value of a field reaches the bar."""
     wanted = f">= {form.format(bar)}"
     if not rows:
         return Bar(what, wanted, "", "not measured")
@@ -115,7 +113,6 @@ def _least(what: str, rows: Sequence[Row], field: str, bar: float, form: str) ->
 
 
 def _most(what: str, rows: Sequence[Row], field: str, bar: float, form: str) -> Bar:
-    """Return whether the largest value of a field stays within the bar; NaN does not."""
     wanted = f"<= {form.format(bar)}"
     if not rows:
         return Bar(what, wanted, "", "not measured")
@@ -254,7 +251,7 @@ def _model(parts: Parts, model: str) -> Iterable[Bar]:
 
 
 def _predicted(parts: Parts) -> Iterable[Bar]:
-    """Yield the predicted milliseconds of Llama 3 8B's decode steps beside those measured.
+    """Yield the predicted milliseconds of Llama 3 8B's decode steps next to the measured ones.
 
     The rates of memory and arithmetic are those that the part measured first.
     """
@@ -317,7 +314,7 @@ def _choices(parts: Parts) -> Iterable[Bar]:
 
 
 def _restore(parts: Parts) -> Iterable[Bar]:
-    """Yield the milliseconds to a turn's first token with host pages, and those others lose."""
+    """Yield the milliseconds to a turn's first token with host pages, and other requests' loss."""
     found: dict[str, list[str]] = {}
     for point in _rows(parts, "restore", "points"):
         situation = point["situation"].replace("_", " ")

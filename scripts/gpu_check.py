@@ -1,9 +1,9 @@
 """Tests and timings of one GPU in one file; `make gpu-check` runs it.
 
-It tests the kernels, times them beside those of other libraries, and decodes with models of
-well-known shapes. Each part is a process with its own time limit. A part that fails or is cut off
-is recorded, and the others continue. Parts for which no time is left are recorded as skipped. The
-file is written after every part.
+It tests the kernels, times them and those of other libraries, and decodes with models of well-known
+shapes. Each part is a process with its own time limit. A part that fails or times out is recorded,
+and the rest continue. Parts for which no time is left are recorded as skipped. The file is written
+after every part.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ _PACKAGES = (
 )
 # A part with less time than this is skipped.
 _LEAST_S = 20.0
-# Seconds of a part's limit that its benchmark does not get: it has to start, and to finish its last
-# measurement.
+# Seconds of a part's limit that its benchmark does not get, for its start and its last measurement.
 _MARGIN_S = 25.0
 _TAIL = 3000
 
@@ -221,8 +220,8 @@ def check(
       about: device, versions and commit.
       budget_s: seconds for all parts together.
       patience: factor of every part's time limit.
-      before: parts of an earlier file. Parts that are done do not run again; the others keep their
-        earlier result until they have run again.
+      before: parts of an earlier file. Finished parts do not run again; the rest keep their earlier
+        result until they have run again.
     """
     begin_s = time.monotonic()
     results = dict(before or {})

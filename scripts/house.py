@@ -1,7 +1,7 @@
 """Report the size of the tree: lines, files, splinters, names defined twice, hidden arguments.
 
 It states no limits. `--way` also generates twice with smollm2-135m, and counts the files of which
-something is executed in the second call, in all threads.
+code is executed in the second call, in all threads.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _SPLINTER_LINES = 60
 @final
 @dataclass(frozen=True)
 class House:
-    """What was counted.
+    """The counts.
 
     Attributes:
-      rooms: the room of the product, or the folder beside it, to its lines and files.
+      rooms: a package, or a folder outside the product -> its lines and files.
       splinters: files of the product with one importer and fewer than 60 lines.
       defined_twice: class names that several files of the product define.
       star_tuples: places with a call of the form `f(*(a, b))`.
       formatter_off: places where the formatter is switched off.
-      way: files that execute something in a warm `Runtime.generate`; None where it was not traced.
+      way: files that execute code in a warm `Runtime.generate`; None if it was not traced.
     """
 
     rooms: dict[str, tuple[int, int]]
@@ -49,13 +49,12 @@ class House:
     way: list[str] | None
 
     def total(self, *, of_product: bool) -> tuple[int, int]:
-        """Return the lines and files of the product, or of what is beside it."""
+        """Return the lines and files of the product, or of everything else."""
         found = [c for room, c in self.rooms.items() if is_product(room) == of_product]
         return sum(lines for lines, _ in found), sum(files for _, files in found)
 
 
 def is_product(file: str) -> bool:
-    """Return whether a file or a folder belongs to the product."""
     return file.split("/")[0] in PRODUCT
 
 
@@ -104,7 +103,7 @@ def _is_splinter(file: str, source: str, importers: dict[str, set[str]]) -> bool
 
 
 def way_of_a_call() -> list[str]:
-    """Return the files of the product that execute something in a warm call of two prompts."""
+    """Return the files of the product that execute code in a warm call of two prompts."""
     from jaxserve import Runtime, SamplingParams
 
     found, is_on = set[str](), False
@@ -132,7 +131,6 @@ def way_of_a_call() -> list[str]:
 
 
 def print_report(house: House, *, names: bool) -> None:
-    """Print the counts, and with `names` what they count."""
     console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     table = Table("room", "lines", "files", box=None)
     for room, (lines, files) in sorted(house.rooms.items()):
@@ -155,7 +153,6 @@ def print_report(house: House, *, names: bool) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the report."""
     parser = argparse.ArgumentParser(prog="python -m scripts.house", description=__doc__)
     parser.add_argument("--way", action="store_true", help="trace a warm call of smollm2-135m")
     parser.add_argument("--names", action="store_true", help="name the files that are counted")

@@ -5,12 +5,12 @@ kernels to machine code for an H100. Errors are a register spill, more shared me
 has, a cache that is not updated in place, and temporaries of the cache's size. It also compiles a
 whole decode loop and a whole mixed step, with unrolled and with scanned layers, with pages in the
 model's dtype and in 8 bits, with weights in few bits, and of Llama 3 8B's sizes on one device and
-over eight; and a task of cells whose kernel reads their pools. A layer, an iteration's rest or a
-task may not have more launches than `kernel_gate.json` records, and the host may do no more for a
-decode loop (`scripts.launches`). A step with unrolled layers, the default, may read and write at
-most 5 % of its weights' bytes besides the weights, pages and activations (`scripts.traffic`). A
-decode loop with weights in few bits may make no copy of a weight. In a deterministic step, XLA
-itself may add up no floating-point numbers.
+over eight; and a task of cells whose kernel reads their pools. A layer, the rest of an iteration or
+a task may not have more launches than `kernel_gate.json` records, and the host may not do more for
+a decode loop (`scripts.launches`). A step with unrolled layers, the default, may read and write at
+most 5 % of its weights' bytes in addition to the weights, pages and activations
+(`scripts.traffic`). A decode loop with weights in few bits may not copy a weight. In a
+deterministic step, XLA itself may not add floating-point numbers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ KNOWN = Path(__file__).with_name("kernel_gate.json")
 
 # The kernel of decoding rows, by the option `attention`.
 _SPLIT_KERNELS = {None: "paged_attention_split", "mosaic,triton": "paged_attention_mosaic_split"}
-# Maximum bytes that a step with unrolled layers moves beside what it needs, of its weights' bytes.
+# Maximum share of its weights' bytes that a step with unrolled layers moves beyond its needs.
 _MAX_SHARE_BESIDE = 0.05
 # Maximum bytes of temporaries of one call; attention's partial results are the largest.
 _MAX_TEMPORARY_BYTES = 128 << 20
@@ -127,7 +127,6 @@ class Steps:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The model's sizes."""
         if self.is_llama_3_8b:
             sizes = (128256, 4096, 14336, 32, 8)
         else:
@@ -228,10 +227,10 @@ def main() -> int:
 @final
 @dataclass(frozen=True)
 class _Counts:
-    """What was counted in compiled steps, by their names.
+    """Counts of compiled steps, by their names.
 
     Attributes:
-      rest: launches of an iteration beside those of its layers.
+      rest: launches of an iteration outside its layers.
       decisions, host_launches: of the host, see `HostThunks`; graphs are launches too.
     """
 
@@ -244,7 +243,7 @@ class _Counts:
 
 
 def _subset() -> list[Configuration]:
-    """Return every third configuration of attention, which compile slowly, and all others."""
+    """Return every third configuration of attention, which compile slowly, and all other ones."""
     attention = [c for c in CONFIGURATIONS if isinstance(c, Attention)]
     others = [c for c in CONFIGURATIONS if not isinstance(c, Attention)]
     return [*attention[::_EVERY], *others]
@@ -339,7 +338,7 @@ def _modules(steps: Steps, num_layers: int, problems: list[str]) -> dict[str, st
     with place.in_force():
         programs = Programs(graphdef, engine, config, place)
     modules = {}
-    # Of Llama 3 8B what is counted beside the layers is the usual head's.
+    # For Llama 3 8B the counts outside the layers are those of the usual head.
     variant = Variant.GREEDY if steps.is_llama_3_8b else Variant.FULL
     for kind, compiled in zip(
         ("mixed step", "decode loop"),

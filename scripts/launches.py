@@ -1,9 +1,9 @@
 """Functions that read what a compiled module launches on a GPU, and what its host does meanwhile.
 
 Launches are counted in HLO text, and the host's part in XLA's dump of the module's thunks. A
-command buffer is a CUDA graph: the host launches it, and the device carries out what is in it,
-loops and their conditions too. A loop outside of one is decided on the host: after every iteration
-it waits for the device and reads the predicate.
+command buffer is a CUDA graph: the host launches it, and the device runs its contents, including
+loops and their conditions. The host decides a loop outside of a command buffer: after every
+iteration it waits for the device and reads the predicate.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ _DECIDED = ("While", "Conditional")
 class _Computation:
     """A computation: the number of its launches, and the computations that it runs.
 
-    Attributes:
-      inner: names of the computations that it runs, each with the number of runs, or None if XLA
-        does not know it.
+    `inner` has their names, each with the number of runs, or None if XLA does not know it.
     """
 
     num_launches: int = 0
@@ -73,10 +71,8 @@ def launches_a_layer(hlo: str, num_layers: int) -> int:
 def made_arrays(hlo: str, sizes: AbstractSet[int], dtype: str = r"\w+") -> list[str]:
     """Return the instructions that write an array with as many elements as one of `sizes`.
 
-    Instructions inside fusions write nothing. Views do not count, and neither do kernels.
-
-    Args:
-      dtype: a pattern of the arrays' dtypes, in HLO's names.
+    Instructions inside fusions, views and kernels do not count. `dtype` is a pattern of the arrays'
+    dtypes, in HLO's names.
     """
     fused = set(re.findall(r"calls=%?([\w.-]+)", hlo))
     found, is_fused = [], False
@@ -93,11 +89,11 @@ def made_arrays(hlo: str, sizes: AbstractSet[int], dtype: str = r"\w+") -> list[
 
 
 def sums_of_floats(hlo: str) -> list[str]:
-    """Return the instructions by which XLA itself adds up floating-point numbers.
+    """Return the instructions by which XLA itself adds floating-point numbers.
 
-    These are matrix products, also those of libraries, and reductions by addition, inside fusions
-    too. Kernels that are ours do not count, and neither do scatters: those of steps add ones,
-    or one number to a logit.
+    These are matrix products, including those of libraries, and reductions by addition, including
+    those inside fusions. Our own kernels do not count, and neither do scatters: those of steps add
+    ones, or one number to a logit.
     """
     adds, computation = set(), ""
     for line in hlo.splitlines():
@@ -163,7 +159,7 @@ class HostThunks:
       decisions: loops and branches whose predicates it reads.
       launches: thunks that it launches one by one.
       graphs: command buffers that it launches.
-      recorded: thunks in command buffers, which the device carries out alone.
+      recorded: thunks in command buffers, which the device runs without the host.
     """
 
     decisions: int
@@ -173,11 +169,7 @@ class HostThunks:
 
 
 def host_thunks(text: str) -> HostThunks:
-    """Count the thunks of a dump.
-
-    Raises:
-      ValueError: the text has no thunks.
-    """
+    """Count the thunks of a dump; raises ValueError if it has none."""
     counts = dict.fromkeys(("decisions", "launches", "graphs", "recorded"), 0)
     buffer: int | None = None  # indentation of the command buffer that the line is in
     for line in text.splitlines():
@@ -202,10 +194,10 @@ def host_thunks(text: str) -> HostThunks:
 
 
 def newest_dump(folder: Path, function: str) -> str:
-    """Return XLA's dump of the thunks of the function that was compiled last under a name.
+    """Return XLA's thunk dump of the function that was compiled last under a name.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: no such dump exists.
     """
     dumps = [path for path in folder.glob(PATTERN) if f".jit_{function}." in path.name]
     if not dumps:

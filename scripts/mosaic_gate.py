@@ -1,7 +1,7 @@
 """Compile the Mosaic kernels for a Hopper GPU without one; a part of `make kernel-gate`.
 
 Every configuration is compiled to machine code for sm_90a. Errors are a register spill and more
-shared memory than a block can have. The compiler's report is stored beside this script.
+shared memory than a block can have. The compiler's report is stored next to this script.
 
 Rows of shared memory may be tiled by eight. A copy that does not begin at a multiple of eight
 tokens would then be misplaced silently, so no copy of a run of tokens may use such tiles.
@@ -57,7 +57,7 @@ def _resources(mesh: Mesh, configuration: Configuration) -> dict[str, dict[str, 
     """Return the resources of a configuration's kernels by their names.
 
     Raises:
-      ValueError: the kernel exceeds the device, or its copies misplace tokens.
+      ValueError: a kernel exceeds the device's resources, or its copies misplace tokens.
     """
     function, arguments = configuration.call()
     place = NamedSharding(mesh, PartitionSpec())
@@ -81,7 +81,7 @@ def _name_of(ptx: Path) -> str:
 
 
 def _resources_of(ptx: Path) -> dict[str, int]:
-    """Return the resources of a compiled kernel; see `_resources`."""
+    """Return the resources of a compiled kernel; raises ValueError as `_resources` does."""
     assembler = ptx.with_suffix(".ptxas").read_text()
     shared = ptx.with_suffix(".resources.txt").read_text()
     copies = ptx.with_suffix(".after_layout_inference.txt").read_text()

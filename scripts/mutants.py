@@ -1,6 +1,6 @@
-"""Apply the faults of `mutants.toml` to copies of the last commit; print which of them tests catch.
+"""Apply the faults of `mutants.toml` to copies of the last commit; print which faults tests catch.
 
-A test that fails catches a mutant, and so do tests that crash, take too long or cannot be imported.
+A test that fails catches a mutant, and so do tests that crash, time out or cannot be imported.
 """
 
 from __future__ import annotations
@@ -36,26 +36,23 @@ from jaxserve.core.assets import CACHE_VARIABLE, cache_folder
 ROOT = Path(__file__).parents[1]
 _PACKAGES = ("jaxserve", "pallas_kernels", "predictor", "sharding")
 _PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
-# The tests of a run: those of `make test`, the others of `make test-all`, or all of these.
+# The tests of a run: those of `make test`, the rest of `make test-all`, or both.
 _MARKERS = {"test": ("-m", "not release"), "release": ("-m", "release"), "all": ()}
 _RUNS = {"test": ("test",), "all": ("all",), "both": ("test", "release")}
 # Exit codes of pytest, and of tests that crash.
 _PASSED, _FAILED, _STOPPED, _USAGE, _NO_TESTS = 0, 1, 2, 4, 5
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-# What a mutant may get of another one, because its name depends on its contents: C++ libraries, and
-# executables, which a key finds that depends on all sources, or one of the lowered program.
+# Caches that mutants may share, because their names depend on their contents: C++ libraries, and
+# executables under a key of all sources or of the lowered program.
 _NAMED_BY_CONTENT = ("assets", "executables", "kernels", "test-xla")
 
 
 @final
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: `old`, which occurs once in the file at `path`, becomes `new`.
+    """A fault: `old`, which occurs once in the file at `path` ("" for no fault), becomes `new`.
 
-    Attributes:
-      path: "" for no fault.
-      tests: files and folders of tests that should notice it.
-      what: what is wrong with it.
+    `tests` are the files and folders that should catch it; `what` says what is wrong.
     """
 
     name: str
@@ -66,11 +63,7 @@ class Mutant:
     what: str
 
     def applied(self, source: str) -> str:
-        """Return the source of the file with the fault.
-
-        Raises:
-          ValueError: `old` does not occur exactly once.
-        """
+        """Return the source with the fault; raises ValueError unless `old` occurs exactly once."""
         if source.count(self.old) != 1:
             raise ValueError(
                 f"{self.name}: {self.old!r} occurs {source.count(self.old)} times in {self.path}; "
@@ -88,7 +81,7 @@ class Outcome:
       by_test, by_all: whether `make test` and `make test-all` do; None where that is not known.
       seconds: of all its runs.
       first: the test that failed first, or what else ended the run.
-      error: why its tests could not be run; "" if they could.
+      error: why its tests could not be run; "" if they ran.
     """
 
     mutant: str
@@ -106,16 +99,15 @@ class Outcome:
 
 
 def read_mutants() -> list[Mutant]:
-    """Return the mutants of `mutants.toml`, in its order."""
     given = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     return [Mutant(**each | {"tests": tuple(each["tests"])}) for each in given["mutant"]]
 
 
 def verdict_of(returncode: int, output: str) -> tuple[bool, str]:
-    """Return whether a run of pytest caught a fault, and by what.
+    """Return whether a run of pytest caught a fault, and which test did.
 
     Raises:
-      RuntimeError: the run says nothing about the fault.
+      RuntimeError: the run gives no verdict.
     """
     first = re.search(r"^(?:FAILED|ERROR) (\S+)|^ImportError while loading conftest", output, re.M)
     if returncode in (_PASSED, _NO_TESTS):
@@ -129,17 +121,17 @@ def verdict_of(returncode: int, output: str) -> tuple[bool, str]:
 
 @final
 class Workplace:
-    """A copy of the last commit in which pytest runs, with a cache folder of its own.
+    """A copy of the last commit in which pytest runs, with its own cache folder.
 
     Args:
-      folder: empty; whoever made it removes it.
-      timeout_s: of a run; one that takes longer catches the mutant.
+      folder: empty; its creator removes it.
+      timeout_s: time limit of a run; one that times out catches the mutant.
     """
 
     def __init__(self, folder: Path, timeout_s: float):
         self._copy, self._cache, self._scratch = (folder / n for n in ("copy", "cache", "tmp"))
         self._timeout_s = timeout_s
-        # Bytecode is made again if the second of a change, or the size, is another.
+        # Bytecode is made again only if the second of a change, or the size, differs.
         self._changed_s = itertools.count(int(time.time()))
         self._process: subprocess.Popen[str] | None = None
         self._is_closed = False
@@ -184,7 +176,7 @@ class Workplace:
         return Outcome(mutant.name, commit, tier, by_test, by_all, seconds, first, error)
 
     def check_imports(self) -> None:
-        """Check that processes in other folders, too, import the copy and no installed package."""
+        """Check that processes in other folders import the copy too, and no installed package."""
         say = (f"import {name}; print({name}.__file__)" for name in _PACKAGES)
         command = [sys.executable, "-c", "\n".join(say)]
         files = subprocess.check_output(command, cwd="/", env=self._environment, text=True).split()
@@ -192,7 +184,7 @@ class Workplace:
             raise RuntimeError(f"tests would import {files}, and not the copy in {self._copy}")
 
     def close(self) -> None:
-        """End the run, from any thread, and begin no other."""
+        """End the run and start no other; any thread may call it."""
         self._is_closed = True
         if self._process is not None:
             _kill(self._process)
@@ -218,7 +210,7 @@ class Workplace:
         except subprocess.TimeoutExpired:
             return True, f"not over after {self._timeout_s:g} s"
         finally:
-            _kill(process)  # and what its tests have left
+            _kill(process)  # and what its tests left
             process.wait()
         return verdict_of(process.returncode, output)
 
@@ -237,7 +229,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 def judged(
     mutants: Sequence[Mutant], tier: str, commit: str, num_jobs: int, timeout_s: float
 ) -> Generator[Outcome, None, None]:
-    """Yield the outcome of each mutant, as they come; no process and no folder is left then."""
+    """Yield the outcome of each mutant as it ends; no process or folder remains afterwards."""
     places: queue.SimpleQueue[Workplace] = queue.SimpleQueue()
 
     def judge(mutant: Mutant) -> Outcome:
@@ -270,7 +262,6 @@ def judged(
 
 
 def print_table(outcomes: Sequence[Outcome]) -> None:
-    """Print which tests caught each mutant, and how many are caught."""
     table = Table("mutant", "make test", "make test-all", "seconds", "first failing test")
     said = {True: "caught", False: "-", None: ""}
     for each in outcomes:
@@ -288,7 +279,6 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m scripts.mutants", description=__doc__)
     add = parser.add_argument
     add("--only", metavar="PATTERN", default="*", help="mutants with such a name or path")

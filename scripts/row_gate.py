@@ -2,7 +2,7 @@
 
 A row has the same bits in any batch only if the tensor cores run the same instructions for it. So
 the compiled kernel of each product must have the same matrix instructions, in the same order, and
-as many of every other instruction on floating-point numbers, whatever the number of tokens.
+the same count of every other instruction on floating-point numbers, for any number of tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def operations(ptx: Sequence[str]) -> tuple[tuple[str, ...], Counter[str]]:
-    """Return the matrix instructions of PTX in their order, and the counts of other float ones."""
+    """Return the matrix instructions of PTX in order, and the counts of other float ones."""
     text = "\n".join(ptx)
     matrix = re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)[\w.:]*", text)
     others = re.findall(
@@ -63,7 +63,6 @@ def operations(ptx: Sequence[str]) -> tuple[tuple[str, ...], Counter[str]]:
 
 
 def _operations(mesh: Mesh, product: Configuration) -> tuple[tuple[str, ...], Counter[str]]:
-    """Compile a product, and return the `operations` of its kernel."""
     before = set(Path(_DUMP.name).glob("*.ptx"))
     function, arguments = product.call()
     place = NamedSharding(mesh, PartitionSpec())

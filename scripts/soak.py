@@ -1,8 +1,8 @@
 """A soak: many threads use one runtime in every way at once, and nothing may leak or be lost.
 
 `python -m scripts.soak --help`. A tiny model serves short requests that are waited for, cancelled,
-given up after a timeout, streamed and left, refused, or turns of conversations. Meanwhile steps
-are slow, run out of memory or come back without numbers, and the page pool is resized. At the end
+abandoned after a timeout, streamed and closed early, refused, or turns of conversations. Meanwhile
+steps are slow, run out of memory or return no numbers, and the page pool is resized. At the end
 every request has ended exactly once; pages, slots and threads are as before, and so is the resident
 memory since the middle of the run. One JSON object on stdout; exit code 1 with what is wrong.
 """
@@ -43,7 +43,7 @@ _MAX_GROWTH = 0.02
 
 @final
 class _Moody(ExecutorWrapper):
-    """Some steps are slow, and some have logits that are not finite, or run out of memory."""
+    """Some steps are slow, have logits that are not finite, or run out of memory."""
 
     def __init__(self, inner: Any, seed: int):
         super().__init__(FaultyExecutor(inner, out_of_memory_every=997, not_finite_every=501))
@@ -57,7 +57,7 @@ class _Moody(ExecutorWrapper):
 
 @final
 class Counts:
-    """How requests ended. Any thread may write it."""
+    """Counts of how requests ended. Any thread may write it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,7 +67,7 @@ class Counts:
         self.num_begun = 0
 
     def begin(self, most: int) -> int | None:
-        """Return the number of another request; None if there are enough."""
+        """Return the number of another request, or None after `most` requests."""
         with self._lock:
             if self.num_begun >= most:
                 return None
@@ -106,7 +106,7 @@ class Counts:
 
 
 def _threads() -> set[threading.Thread]:
-    """Return all threads but the one that tqdm keeps for its bars."""
+    """Return all threads except the one that tqdm keeps for its bars."""
     return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
 
 
@@ -177,7 +177,7 @@ def _watch(
     sizes: list[int],
     problems: list[str],
 ) -> int:
-    """Resize the pool and take the resident size until all has ended; return the resizes."""
+    """Resize the pool and record the resident size until all has ended; return the resizes."""
     num_resizes, newest, changed_s = 0, 0, time.monotonic()
     bar = tqdm(total=num_requests, desc="soak", unit="req", leave=False, delay=2)
     while any(client.is_alive() for client in clients):
@@ -297,7 +297,7 @@ def _conversation(rt: Runtime, counts: Counts, rng: random.Random, number: int) 
 
 
 def _left_over(rt: Runtime) -> list[str]:
-    """Return what the run has left: work, pages that are owned, slots that cannot be taken."""
+    """Return what the run left: work, pages that are owned, slots that cannot be taken."""
     problems = []
     rt.check_integrity()
     if rt.outlook():
@@ -315,7 +315,6 @@ def _left_over(rt: Runtime) -> list[str]:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

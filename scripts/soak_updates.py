@@ -1,11 +1,11 @@
-"""A soak of weight updates: new weights come while requests run, and nothing may grow or mix.
+"""A soak of weight updates: new weights arrive while requests run, and nothing may grow or mix.
 
 `python -m scripts.soak_updates --help`. A tiny model answers prompts that share their first pages.
-Its weights change again and again among a few sets: requests go on or start again, in a pause or
-not, whole or in parts, prepared before or not, and some updates are refused because they have NaN.
-Every token must be the greedy one of the weights of its version, no page of former weights may be
-found, nothing may be compiled, arrays may not grow after the first tenth of the run, nor the
-resident memory after its middle. One JSON object on stdout; exit code 1 with what is wrong.
+Its weights change repeatedly among a few sets: requests continue or restart, in a pause or not,
+whole or in parts, prepared before or not, and some updates are refused because they have NaN. Every
+token must be the greedy one of the weights of its version, no page of former weights may be hit,
+nothing may be compiled, arrays may not grow after the first tenth of the run, nor the resident
+memory after its middle. One JSON object on stdout; exit code 1 with what is wrong.
 """
 
 from __future__ import annotations
@@ -68,12 +68,7 @@ class Compilations:
 @final
 @dataclass
 class _Asked:
-    """A request.
-
-    Attributes:
-      version: of the weights when it was submitted.
-      pieces: those of its stream; empty for a request without one.
-    """
+    """A request, with the version of the weights at its submission and the pieces of its stream."""
 
     pending: Pending
     version: int
@@ -82,11 +77,7 @@ class _Asked:
 
 @final
 class _Load:
-    """Requests that run while weights change, and the check of those that have ended.
-
-    Attributes:
-      problems: what is wrong.
-    """
+    """Requests that run while weights change, and the check of those that have ended."""
 
     def __init__(self, rt: Runtime, sets: Sequence[nnx.State], rng: random.Random):
         self.problems: list[str] = []
@@ -115,7 +106,7 @@ class _Load:
             self.num_requests += 1
 
     def check_pages(self) -> None:
-        """Check that no page of the common prefix is found. Call it after an update, in a pause."""
+        """Check that no page of the common prefix is hit. Call it after an update, in a pause."""
         found = set(self._rt.residency(self._common)) - {"nowhere"}
         if found:
             self.problems.append(f"version {self._rt.weights_version}: old pages on the {found}")
@@ -157,7 +148,7 @@ class _Load:
 
 @jax.jit
 def _gaps(params: nnx.State, tokens: jax.Array) -> jax.Array:
-    """Return by how much each token's logit is below the greedy one, [rows, tokens - 1]."""
+    """Return the difference between the greedy logit and each token's, [rows, tokens - 1]."""
     logits = nnx.merge(nnx.graphdef(tiny_llama()), params).whole_logits(tokens)[:, :-1]
     chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], 2)[..., 0]
     return logits.max(-1) - chosen
@@ -165,11 +156,7 @@ def _gaps(params: nnx.State, tokens: jax.Array) -> jax.Array:
 
 @final
 class _Trainer:
-    """Updates the weights of a runtime, each time in another way.
-
-    Attributes:
-      ways: how many updates came in each way.
-    """
+    """Updates the weights of a runtime, in varying ways; `ways` counts the updates of each way."""
 
     def __init__(self, rt: Runtime, sets: Sequence[nnx.State], rng: random.Random, load: _Load):
         self.ways: Counter[str] = Counter()
@@ -205,7 +192,7 @@ class _Trainer:
         self._take(self._rt.prepare_params(self._set(1)))
 
     def in_parts(self) -> None:
-        """Two parts of one set, in a pause, so that the version in between computes nothing."""
+        """Update two parts of one set, in a pause: the version in between computes nothing."""
         flat = nnx.to_flat_state(self._set(2))
         self._rt.pause()
         for is_first in (True, False):
@@ -232,7 +219,7 @@ class _Trainer:
         self._load.problems.append("weights with NaN were accepted")
 
     def _set(self, ahead: int) -> nnx.State:
-        """Return the weights of a version that comes."""
+        """Return the weights of the version `ahead` of the current one."""
         return self._sets[(self._rt.weights_version + ahead) % NUM_SETS]
 
     def _take(self, params: Any, **settings: Any) -> None:

@@ -26,18 +26,14 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _COLLECTIVES = {"all-gather-start", "all-reduce-start", "collective-permute-start"}
 # In the line of a fusion of slices with the kernel that takes them: it gets their addresses.
 _KERNEL_ON_SLICES = '"name":"dynamic_slice_fusion"'
-# Sizes of what steers a kernel and is no data, such as the number of the layer.
+# Sizes of kernel parameters that are not data, such as the number of the layer.
 _SCALAR_BYTES = 8
 
 
 @final
 @dataclass(frozen=True)
 class _Value:
-    """An array in memory.
-
-    Attributes:
-      weight: name of the parameter, for a weight itself.
-    """
+    """An array in memory; a weight has its parameter's name."""
 
     kind: Kind
     num_bytes: float
@@ -47,7 +43,7 @@ class _Value:
 @final
 @dataclass
 class _Traffic:
-    """Bytes of weights that are read where they lie, by name, and of all others by kind."""
+    """Bytes of weights that are read in place, by name, and of all other arrays by kind."""
 
     reads: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     others: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -57,7 +53,6 @@ class _Traffic:
         return sum(self.reads.values()) + sum(self.others.values())
 
     def move(self, value: _Value, num_bytes: float) -> None:
-        """Count bytes of an array that are read or written."""
         if value.kind == "weight":
             self.reads[value.weight] += num_bytes
         else:
@@ -90,16 +85,16 @@ class _Instruction:
 @final
 @dataclass(frozen=True)
 class StepBytes:
-    """The bytes that one step moves between memory and multiprocessors, as far as they are known.
+    """The known bytes that one step moves between memory and multiprocessors.
 
     Loops of unknown length count once, branches with their largest one. What kernels read and write
     of the pages depends on the contexts, and is not included.
 
     Attributes:
       weights: of the weights that the step needs, each once.
-      activations: of what is computed.
-      beside: of all others: copies of weights, weights that are read again, pages that are moved
-        by other instructions than kernels, and the state of slots and plans.
+      activations: of computed values.
+      beside: all other bytes: copies of weights, weights that are read again, pages that are moved
+        by instructions other than kernels, and the state of slots and plans.
     """
 
     weights: int
@@ -108,7 +103,7 @@ class StepBytes:
 
     @property
     def share_beside(self) -> float:
-        """Of the bytes of the weights."""
+        """`beside` as a share of the bytes of the weights."""
         return self.beside / self.weights
 
 
@@ -216,7 +211,7 @@ class _Module:
     def _on_slices(
         self, name: str, operands: Sequence[Sequence[_Value]], traffic: _Traffic
     ) -> Sequence[_Value]:
-        """Return the result of a kernel that takes slices of its operands where they lie."""
+        """Return the result of a kernel that reads slices of its operands in place."""
         values: dict[str, Sequence[_Value]] = {}
         result: Sequence[_Value] = ()
         for each in self.computations[name]:
@@ -302,14 +297,14 @@ def _kernel(each: _Instruction, operands: Sequence[_Value], traffic: _Traffic) -
 
 
 def _kind_of(kinds: set[Kind]) -> Kind:
-    """Return what is made of arrays of these kinds alone."""
+    """Return the kind of a value made of arrays of these kinds alone."""
     if kinds and kinds <= {"weight", "copy"}:
         return "copy"
     return next(iter(kinds)) if len(kinds) == 1 else "activation"
 
 
 def _num_read(instructions: Sequence[_Instruction], name: str) -> float:
-    """Return the bytes that instructions read of an array, which may be more than it has."""
+    """Return the bytes that instructions read of an array, which may exceed its size."""
     total = 0.0
     for each in instructions:
         for place, (operand, _) in enumerate(each.operands):
@@ -338,7 +333,6 @@ def _roots(instructions: Sequence[_Instruction]) -> list[_Instruction]:
 
 
 def _target(instructions: Sequence[_Instruction], update: _Instruction) -> str:
-    """Return the name of the array that an update writes to."""
     by_name = {each.name: each for each in instructions}
     name = update.operands[0][0]
     while name in by_name and by_name[name].opcode == "bitcast":
