@@ -232,9 +232,10 @@ class DeviceGroups:
 def make_groups(
     *, encode: int = 1, decode: int = 1, devices: Sequence[Any] | None = None
 ) -> DeviceGroups:
-    """Make two tensor-parallel groups of the first `encode + decode` of `devices`.
+    """Make two tensor-parallel groups of devices: `encode` for prompts, `decode` for answers.
 
-    The default of `devices` is `jax.devices()`. For stages, make a `DeviceGroups` of `StagePlan`s.
+    They are the first of `devices` (default: `jax.devices()`). For stages, make a `DeviceGroups` of
+    `StagePlan`s.
 
     Raises:
       ValueError: a number is below 1, or there are too few devices.

@@ -45,11 +45,9 @@ from sharding import ProcessGroup, StagePlan
 @final
 @dataclass(frozen=True, kw_only=True)
 class ExecutorSpec:
-    """Everything that executors of a model are built from, except the parameters and their devices.
+    """The model, options, probe and drafter from which executors are built.
 
-    Attributes:
-      drafter: a draft model that `check_drafter` has accepted; None for none.
-      takes_masks: whether the warm-up includes what requests with grammars need.
+    `check_drafter` has accepted the drafter. `takes_masks` includes grammars in the warm-up.
     """
 
     graphdef: nnx.GraphDef
@@ -71,11 +69,9 @@ def build_executor(
 ) -> tuple[ModelExecutor, PoolSize]:
     """Size and allocate a page pool and slots, compile, and return the executor.
 
-    Args:
-      params: parameters of the whole model, on their devices unless it has stages.
-      stages: the stages to cut the model into; None for a model in one piece.
-      group: the processes that share the parameters and make the same calls; None for one process.
-      processes: the processes of the encode group and of the decode group; None for one group.
+    The parameters are the whole model's, on their devices unless it has stages. All processes of
+    `group` share them and make the same calls; `processes` are those of the encode group and of the
+    decode group, None for one group.
 
     Raises:
       DeviceMemoryError: the device has too little memory.
@@ -270,9 +266,8 @@ def _build_stages(
 def resized(executor: ModelExecutor, size: PoolSize, kv_bytes: int) -> PoolSize:
     """Return the size of the executor's pool after a resize to `kv_bytes`.
 
-    Raises:
-      DeviceMemoryError: the pool would not fit.
-      InvalidConfigError: the model has no keys and values.
+    Raises DeviceMemoryError if the pool would not fit, and InvalidConfigError if the model has no
+    keys and values.
     """
     if not size.page_bytes:
         raise InvalidConfigError(
@@ -316,14 +311,12 @@ def _agreed_number(num_pages: int, group: ProcessGroup | None) -> int:
 def build_groups(
     spec: ExecutorSpec, places: Sequence[tuple[Any, StagePlan | None]]
 ) -> tuple[GroupedExecutor, PoolSize]:
-    """Build and compile an executor of two device groups; return it and a pool size.
+    """Build and compile an executor of two device groups; return it with a pool size.
 
     The size is that of the pool with the largest pages. A page has one number in both groups, so
-    the group with the least memory limits their number. Raises what `build_executor` raises.
-
-    Args:
-      places: for the encode group and the decode group, parameters of the whole model and the
-        stages to cut it into. The parameters of a group in one piece are on its devices.
+    the group with the least memory limits their number. `places` has, for the encode group and the
+    decode group, parameters of the whole model and the stages to cut it into; the parameters of a
+    group in one piece are on its devices. Raises what `build_executor` raises.
     """
     options = spec.options
     check_slot_states(spec.model_config, options, num_device_groups=len(places))

@@ -24,9 +24,7 @@ def check_adapters(
 ) -> None:
     """Raise InvalidConfigError if the options ask for adapters that the model does not support.
 
-    Args:
-      params: on their devices.
-      has_mesh: whether a mesh, stages or device groups were given.
+    `has_mesh` says whether a mesh, stages or device groups were given.
     """
     if not options.max_adapters:
         return
@@ -67,12 +65,7 @@ def check_slot_states(
     num_processes: int = 1,
     num_device_groups: int = 1,
 ) -> None:
-    """Raise InvalidConfigError if options or devices do not fit a model with recurrent layers.
-
-    Args:
-      mesh: of the parameters; None on one device.
-      num_processes: number of processes that share the parameters.
-    """
+    """Raise InvalidConfigError if options or devices do not fit a model with recurrent layers."""
     if not model_config.num_recurrent_layers:
         return
     shards = 1 if mesh is None else mesh.shape.get(TENSOR, 1)
@@ -155,7 +148,7 @@ def check_deterministic(
 ) -> None:
     """Raise InvalidConfigError with every reason for which results may depend on the batch.
 
-    Without the option it checks nothing. `graphdef` and `params` are the whole model's.
+    Without the option it checks nothing.
     """
     if not options.deterministic:
         return

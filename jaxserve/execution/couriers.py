@@ -56,12 +56,7 @@ _POLL_S = 0.01
 @final
 @dataclass(frozen=True)
 class Cut:
-    """The split of a group's cache by KV head.
-
-    Attributes:
-      num_heads: KV heads of the cache, repeated ones included.
-      num_parts: number of shards, each with a part of the heads.
-    """
+    """The split of a group's cache by KV head: heads, repeated ones included, and shards."""
 
     num_heads: int
     num_parts: int
@@ -93,8 +88,7 @@ class TakenPages:
     def on_host(self) -> list[list[np.ndarray]]:
         """Wait for the pages; return the arrays of each part.
 
-        Raises:
-          jax.errors.JaxRuntimeError: the devices have failed.
+        Raises jax.errors.JaxRuntimeError if the devices have failed.
         """
         return [list(map(np.asarray, part)) for part in zip(*self._kinds, strict=True)]
 
@@ -149,12 +143,10 @@ class PagePort:
         parts: Sequence[Sequence[jax.Array]],
         dropped: Collection[int] = (),
     ) -> None:
-        """Write pages to the cache, for all later steps.
+        """Write at most `PAGES_A_CALL` pages to the cache, for all later steps.
 
-        Args:
-          pages: their ids, at most `PAGES_A_CALL`.
-          parts: for each of `devices` its part of every kind of array, on that device.
-          dropped: pages that keep their contents.
+        For each of `devices`, `parts` has its part of every kind of array, on that device. Pages in
+        `dropped` keep their contents.
         """
         ids = np.full(PAGES_A_CALL, self._pool.num_pages, np.int32)  # past the end: skipped
         for i, page in enumerate(pages):
@@ -201,9 +193,7 @@ def cut_of(pool: DevicePages) -> Cut:
 class Arrived:
     """A message of the leader: write the pages of a handover before the next plan.
 
-    Attributes:
-      number: number of plans before the handover.
-      dropped: pages that must not be written.
+    `number` plans precede the handover. Pages in `dropped` must not be written.
     """
 
     number: int
@@ -224,11 +214,8 @@ class Awaited(Protocol):
 class Courier(abc.ABC):
     """Transfers KV pages between two device groups, on the side of one process.
 
-    Every process gets the same handovers in the same order, and makes the same calls.
-
-    Args:
-      own_index: the group of this process's devices.
-      port: reads and writes its cache.
+    Every process gets the same handovers in the same order, and makes the same calls. `port` reads
+    and writes the cache of this process's group, `own_index`.
     """
 
     def __init__(self, own_index: int, port: PagePort):
@@ -236,7 +223,6 @@ class Courier(abc.ABC):
         self._port = port
 
     def warm_up(self) -> None:
-        """Make every copy once; no page changes."""
         self._port.warm_up()
 
     def begin(self, plan: StepPlan, number: int) -> Awaited | None:
@@ -288,10 +274,8 @@ class HostCourier(Courier):
 class _Peer:
     """The record that a process sends to the other processes at the start.
 
-    Attributes:
-      address: of its transfer server; None if it has none.
-      key: a random number, the first key of its transfers.
-      parts: the index of the part that each of its devices has.
+    `address` is its transfer server's, None without one; its transfers have keys from the random
+    `key` on; `parts` has the index of the part of each of its devices.
     """
 
     address: str | None
@@ -302,10 +286,7 @@ class _Peer:
 
 @final
 class TransferCourier(Courier):
-    """Pulls pages from a process of the source onto the target's devices, with JAX's transfer.
-
-    `peers` has the record of every process of the job, by process id.
-    """
+    """Pulls pages from a process of the source onto the target's devices, with JAX's transfer."""
 
     def __init__(
         self,

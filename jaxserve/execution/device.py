@@ -66,9 +66,6 @@ class DeviceExecutor:
     """An executor that owns the page cache and the slots on the device and borrows the parameters.
 
     Args:
-      config: a configuration with the `num_pages` and `page_size` of the cache.
-      programs: the executables for this cache.
-      params: parameters of the programs' decoder.
       cache: a cache of zeros; the executor donates it to each step and keeps the step's result.
       strict: raise on any compilation after the warm-up.
       takes_masks: warm up what requests with a grammar need.
@@ -456,9 +453,7 @@ def verifying_arguments(
 ) -> tuple[ChoosingRows, Any]:
     """Wait for the masks; return the rows of a verifying head, and the masks.
 
-    Args:
-      sampling: the plan's rows that sample.
-      has_masks: whether `head_sizes` are those of steps with masks.
+    `has_masks` says whether `head_sizes` are those of steps with masks.
     """
     config = programs.config
     order = [i for i in sampling for _ in in_places(plan.rows[i])]

@@ -33,11 +33,8 @@ _Item = TypeVar("_Item")
 class DeviceSlots:
     """A copy of the slot state; `state` is donated to every step and replaced by its result.
 
-    The host holds, for each slot, which features of the sampler its request needs.
-
-    Args:
-      shelf: keeps executables; None keeps none.
-      looks_up: whether proposals are looked up in these slots, if the runtime speculates.
+    The host holds, for each slot, which features of the sampler its request needs. `looks_up`
+    allows lookups of proposals in these slots, if the runtime speculates.
     """
 
     def __init__(

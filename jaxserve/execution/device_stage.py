@@ -31,11 +31,10 @@ from jaxserve.steps.step_function import abstract
 @final
 @dataclass
 class _Sampled:
-    """Sampled tokens in transit to a stage, arguments of `stages.append`.
+    """Sampled tokens in transit to the slots at `index`, int32 [R].
 
-    Attributes:
-      index: int32 [R], slots; entries of `max_slots` are skipped.
-      num_proposed: int32 [R], newest tokens of each slot that the chosen ones replace; or None.
+    Entries of `max_slots` are skipped. The tokens replace `num_proposed` newest tokens of each
+    slot, int32 [R]; None replaces none.
     """
 
     index: np.ndarray
@@ -48,13 +47,10 @@ class DeviceStage:
     """A stage that owns its page cache and its copy of the slots and borrows the parameters.
 
     Every stage has a copy of all slots on its own devices: positions, page tables and which
-    sequences have ended, a few integers per token. The last stage sends the tokens that it samples
-    to the other stages, which append them only when they next compute the slot. Work that was
-    submitted earlier therefore does not wait for the tokens.
-
-    Args:
-      num_host_pages: number of pages that fit on the host, the same for all stages.
-      samples: whether this is the last stage, which samples and looks up proposals.
+    sequences have ended, a few integers per token. The last stage, which `samples` and looks up
+    proposals, sends its tokens to the other stages, which append them only when they next compute
+    the slot. Work that was submitted earlier therefore does not wait for the tokens. All stages
+    have the same `num_host_pages`.
     """
 
     def __init__(
@@ -149,10 +145,8 @@ class DeviceStage:
     ) -> jax.Array:
         """Return this stage's output for the newest tokens of a window's slots, [R, E].
 
-        Args:
-          rows: the slots of the window that take part, and their positions before the loop.
-          iteration: number of iterations of the loop before this one.
-          proposed: the last stage's proposals; the output then has R + proposals rows.
+        `rows` have the positions before the loop, and `iteration` counts the loop's earlier
+        iterations. With the last stage's proposals the output has R + proposals rows.
         """
         self._take_in(np.array([row.slot for row in rows], np.int32))
         num_proposed = 0

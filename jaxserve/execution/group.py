@@ -55,10 +55,7 @@ class StepFailed:
 @final
 @dataclass(frozen=True)
 class FollowerReport:
-    """A follower's message: the result of a step, or the outcome of a handover.
-
-    `number` is the number of plans before it.
-    """
+    """A follower's message: the result of a step or handover after `number` plans."""
 
     number: int
     content: StepResult | Outcome
@@ -68,13 +65,8 @@ class GroupShare(abc.ABC):
     """One process's share in the work of two device groups that belong to different processes.
 
     Every process gets every plan, in one order. KV passes between the groups through a `Courier`.
-    The leader alone decides when pages have arrived, and which of them are still needed.
-
-    Args:
-      executor: of the devices of this process's device group.
-      processes: of the encode group, and of the decode group.
-      courier: this process's part in handovers.
-      strict: raise on any compilation of a copy after the warm-up.
+    The leader alone decides when pages have arrived, and which of them are still needed. In strict
+    mode any compilation of a copy after the warm-up raises.
     """
 
     def __init__(
@@ -164,7 +156,6 @@ class LeadersShare(GroupShare):
         return handle
 
     def _receive(self, handle: _HandoverHandle, outcome: Outcome) -> None:
-        """Write pages to the target's cache, for all of the target's later steps."""
         self._pending.remove(handle)
         arrived = Arrived(handle.number, outcome, frozenset(handle.dropped))
         self._group.send(arrived, self._followers[handle.target])
@@ -222,8 +213,6 @@ class FollowersShare(GroupShare):
         self._compilations.close()
 
     def _read(self, waits: _Waits, number: int, content: Callable[[], Any]) -> None:
-        """Wait for a content on a thread, and report it."""
-
         def read() -> None:
             try:
                 found = content()
@@ -328,14 +317,11 @@ class _FarHandle:
 
 @final
 class _HandoverHandle:
-    """Pages in transit from one group to the other.
+    """Pages in transit from one group to the other, after `number` plans.
 
     `collect` calls `receive` once, with the outcome: pages that have arrived are written. If they
-    are lost, it leaves the target's cache unchanged and reports the loss.
-
-    Attributes:
-      dropped: pages that must not be written, because another sequence owns them.
-      number: number of plans before this one.
+    are lost, it leaves the target's cache unchanged and reports the loss. Pages in `dropped` must
+    not be written, because another sequence owns them.
     """
 
     def __init__(
@@ -385,9 +371,7 @@ class ParamsUpdated:
 class GroupExecutor(abc.ABC):
     """This process's executor in a group, which implements `ModelExecutor` and `GroupRole`.
 
-    Args:
-      executor: the executor of this process's devices; `close` closes it too.
-      share: this process's share in the work of two device groups; None with one group.
+    `close` closes the given executor too. `share` is None with one device group.
     """
 
     def __init__(
@@ -649,10 +633,8 @@ def in_group(
 ) -> GroupExecutor:
     """Return a `LeadingExecutor` in process 0, and a `FollowingExecutor` in every other process.
 
-    Args:
-      processes: the processes of the encode group and of the decode group; None for one group.
-      strict: raise on any compilation of a copy between groups after the warm-up.
-      couriers: makes the `Courier` from the first three arguments.
+    `processes` are those of the encode group and of the decode group, None for one group. If
+    `strict`, compiling a copy between groups after the warm-up raises.
     """
     share: Any = None
     if processes is not None:
@@ -666,10 +648,8 @@ def in_group(
 def allocate_host_pages(pages: DevicePages, group: ProcessGroup) -> None:
     """Allocate the memory of the host pages of every process. Every process must call it.
 
-    A process without enough memory then fails at the start, not in a step.
-
-    Raises:
-      HostMemoryError: a process does not have the memory; every process raises it.
+    A process without enough memory then fails at the start, not in a step: every process raises
+    HostMemoryError.
     """
     failure = None
     try:

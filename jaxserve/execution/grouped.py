@@ -45,10 +45,8 @@ class GroupedExecutor:
     time, each in order. A handover copies pages between the caches while both compute. There is no
     host memory: policies with two groups keep no KV of preempted or ended sequences (`Policy`).
 
-    Args:
-      groups: executors of the encode group and of the decode group, with pages and slots of the
-        same sizes and without host pages; closed with this one.
-      strict: raise on any compilation of a copy after the warm-up.
+    The given executors have pages and slots of the same sizes, and are closed with this one. In
+    strict mode any compilation of a copy after the warm-up raises.
     """
 
     def __init__(self, groups: Sequence[LinkedExecutor], *, strict: bool = False):
@@ -110,7 +108,6 @@ class GroupedExecutor:
         return handle
 
     def _receive(self, handle: HandoverHandle, *, is_lost: bool = False) -> None:
-        """Write a handover's pages to the target's cache, for all of the target's later steps."""
         self._pending.remove(handle)
         if is_lost:
             return
@@ -220,11 +217,8 @@ class HandoverHandle:
 
     `collect` writes them to the target's cache once they have arrived, so that the target's steps
     do not wait for them. If the source's devices or the transfer have failed, it leaves the
-    target's cache unchanged and reports the loss.
-
-    Args:
-      parcels: the pages that were sent, by source and target.
-      receive: called once, with whether the parcels are lost; writes them if not.
+    target's cache unchanged and reports the loss: it calls `receive` once, with whether they are
+    lost.
     """
 
     def __init__(

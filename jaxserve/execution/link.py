@@ -99,11 +99,9 @@ def _with_heads(pages: jax.Array, num_heads: int) -> jax.Array:
 @final
 @dataclass
 class Parcel:
-    """At most `PAGES_A_CALL` pages in transit to the target's devices.
+    """At most `PAGES_A_CALL` pages in transit to the target's devices; a dropped one has no id.
 
-    Attributes:
-      pages: the ids of the pages; None for a page that was dropped.
-      pieces: for each cache of the target the pieces that make up its layers, in order.
+    For each cache of the target, `pieces` has the pieces that make up its layers, in order.
     """
 
     pages: list[int | None]
@@ -128,10 +126,8 @@ class Link:
 
     `send` gathers the pages into separate buffers, in the order of the source's steps, since later
     steps donate its caches. `receive` writes them to the target's caches, in the order of the
-    target's steps. Call it when the pages have arrived: the target's later steps wait for it.
-
-    Args:
-      source, target: caches of the groups' stages, in the order of their layers.
+    target's steps. Call it when the pages have arrived: the target's later steps wait for it. Both
+    groups' caches are in the order of their layers.
     """
 
     def __init__(self, source: Sequence[DevicePages], target: Sequence[DevicePages]):

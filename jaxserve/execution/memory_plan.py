@@ -24,11 +24,7 @@ _DEFAULT_BITS = 7
 class StepBytes:
     """The size of the largest step's temporaries, known from the start or once it is measured.
 
-    Args:
-      measure: returns the size; compiles that step if it is not compiled yet.
-
-    Attributes:
-      known: the size; None if it has not been measured.
+    `measure` returns it, and compiles that step if needed; `known` is None before.
     """
 
     def __init__(self, measure: Callable[[], int], known: int | None = None):
@@ -100,14 +96,12 @@ def plan_pool(
     """Return the size of the page pool.
 
     Args:
-      page_bytes: size of one page in all layers, on one device; 0 for a model without attention,
-        whose pages take no memory.
+      page_bytes: size of one page in all layers, on one device; 0 for a model without attention.
       step_bytes: size of the largest step's temporaries.
       wanted_pages: number of pages that all slots together can use.
       kv_bytes: size that the user asks for; None for a fraction of the free memory.
-      state_bytes: size of the states in slots, which are not allocated yet.
-      slot_bytes: size of the slots' tokens and of the index for lookups of proposals, which are not
-        allocated yet.
+      state_bytes, slot_bytes: sizes of states in slots, and of the slots' tokens with the index for
+        lookups of proposals; neither is allocated yet.
 
     Raises:
       DeviceMemoryError: `kv_bytes` or `state_bytes` are not free, or fewer than `min_pages` fit.
@@ -169,14 +163,9 @@ def _repeatable(num_pages: int, platform: str) -> int:
 def plan_host_pages(page_bytes: int, num_device_pages: int, wanted_bytes: int | None) -> int:
     """Return the number of host pages, which hold pages that leave the device.
 
-    Args:
-      page_bytes: size of one page in all layers, on all devices that share the host's memory.
-      num_device_pages: number of pages of the pool; the default number of host pages.
-      wanted_bytes: size that the user asks for; None for as many pages as the pool has, up to a
-        fraction of the free memory.
-
-    Raises:
-      DeviceMemoryError: `wanted_bytes` are not free.
+    A page of `page_bytes` has all layers, on all devices that share the host's memory. By default
+    there are as many as in the pool, up to a fraction of the free memory. Raises DeviceMemoryError
+    if `wanted_bytes` are not free.
     """
     free = available_host_bytes()
     if wanted_bytes is None:
@@ -199,11 +188,9 @@ def plan_resize(
 ) -> PoolSize:
     """Return the size of the pool after a resize to `kv_bytes`.
 
-    Args:
-      size: the pool's present size.
-      kv_bytes: new size, rounded down to whole pages; 0 for the smallest pool, of `MIN_PAGES`.
-      wanted_pages: number of pages that all slots together can use.
-      num_buffers: size of the pool in units of its largest buffer; buffers are copied one by one.
+    It is rounded down to whole pages; 0 gives the smallest pool, of `MIN_PAGES`. All slots together
+    can use `wanted_pages`. Buffers are copied one by one; the pool has the size of `num_buffers` of
+    the largest.
 
     Raises:
       DeviceMemoryError: the new pool and one buffer of the copy do not fit, or `kv_bytes` hold

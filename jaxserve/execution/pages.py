@@ -161,10 +161,8 @@ class HostPages:
 
     Pages that leave the device are gathered into a separate buffer first, because the cache is
     donated to the next step, which may write to them. A thread stores them, one call after another;
-    a caller that needs a page waits for that page alone.
-
-    Raises:
-      HostMemoryError: the host does not have the memory; raised by the first method that allocates.
+    a caller that needs a page waits for that page alone. The first method that allocates raises
+    HostMemoryError if the host does not have the memory.
     """
 
     def __init__(
@@ -331,8 +329,6 @@ class DevicePages:
 
     Args:
       place: sharding of the cache's buffers.
-      num_host_pages: number of pages that fit on the host.
-      shelf: keeps executables; None keeps none.
       max_incoming_bytes: maximum size of pages in transit from the host.
       copy: returns pages of a buffer by their ids; by default `gathered`, jitted.
     """

@@ -47,10 +47,6 @@ class MovingWeights:
     Both groups have the same arrays, each with its own shards. An array is freed on its previous
     devices as soon as it is placed, so no other reference to it may exist. Arrays that the caller
     shares are never freed, and are kept to be put back.
-
-    Args:
-      params: the parameters of each group.
-      shared: the arrays that the caller shares.
     """
 
     def __init__(self, params: Sequence[Any], shared: Leaves = frozenset()):
@@ -111,12 +107,9 @@ class WeightsMemory:
 def weights_memory(
     params: Sequence[Any], shardings: Sequence[Sequence[Sharding]], shared: Leaves = frozenset()
 ) -> WeightsMemory:
-    """Return the memory that `MovingWeights.place` needs.
+    """Return the memory that `MovingWeights.place` needs to move each group's present parameters.
 
-    Args:
-      params: the present parameters of each group.
-      shardings: the place of every array of each group after the move.
-      shared: the arrays that the caller shares, which stay in memory.
+    Arrays that the caller shares stay in memory.
     """
     groups = [jax.tree.leaves(each) for each in params]
     held: Counter[Any] = Counter()
@@ -414,7 +407,6 @@ def exchange(
 
 
 def _put_back(groups: Sequence[DeviceExecutor], weights: MovingWeights, maker: GroupMaker) -> None:
-    """Move weights back, and make empty caches."""
     weights.put_back(check=lambda: None)
     for group, params in zip(groups, weights.params, strict=True):
         group.update_params(params)

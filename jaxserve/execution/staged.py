@@ -63,10 +63,7 @@ _Step = tuple[str, Callable[[], Any]]
 class Pass:
     """One pass of a micro-batch through all stages, in the order of submission.
 
-    Attributes:
-      slots: the slots whose tokens it computes.
-      num_rows: number of rows that the stages compute, including padding.
-      samples: whether the last stage samples after it.
+    `num_rows` includes padding. `samples` says whether the last stage samples after it.
     """
 
     slots: frozenset[int]
@@ -135,10 +132,8 @@ class StagedHostMemory:
 class StagedSteps:
     """Submits mixed steps to all stages, and sends the tokens of the last stage to the rest.
 
-    Args:
-      stages: in order; the list of the executor, which empties it when it is closed.
-      micro_batches: maximum number of micro-batches of a step.
-      tell: called with each pass of a micro-batch.
+    `stages` is the executor's list, which is empty once closed. A step has at most `micro_batches`
+    micro-batches; `tell` is called with each pass of one.
     """
 
     def __init__(
@@ -272,8 +267,6 @@ class WindowPass:
 
     Attributes:
       index: int32 [R], the window's slots; `max_slots` for a slot without a row.
-      packed: the window and the rows as arrays.
-      outputs: the outputs of the loop so far.
       proposals: for the next iteration; None in a loop that does not speculate.
     """
 
@@ -471,12 +464,10 @@ class StagedExecutor:
 
     Args:
       config: the stages' configuration, with the number of host pages that each of them has.
-      parts: the parts of the model from which the stages were made, one per stage.
       whole: structure, shapes and dtypes of the whole model's parameters.
       embed: width of the hidden states that pass from stage to stage.
       micro_batches: maximum number of micro-batches of a step; a power of two.
       strict: raise on any compilation after the warm-up.
-      takes_masks: warm up what requests with a grammar need.
     """
 
     def __init__(

@@ -30,11 +30,8 @@ def measured_costs(
     """Yield None after each timing, and at last the costs.
 
     Each time is the minimum of a few timings, since other work of the host only adds to them.
-
-    Args:
-      swap: copies `num_pages` pages to the host and back, and waits for that.
-      prefill: computes `num_tokens` tokens of a prompt, and waits for that.
-      position_work: the work of attending to one position, relative to a token's other work.
+    `swap` copies `num_pages` pages to the host and back, and `prefill` computes `num_tokens` tokens
+    of a prompt; both wait for the end. `position_work` is relative to a token's other work.
     """
     times = []
     for step in (swap, prefill):

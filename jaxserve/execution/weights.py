@@ -223,11 +223,8 @@ def fitted(params: Any, old: Any, *, partial: bool = False) -> Any:
     """Return `params` on the devices and in the dtypes of `old`.
 
     Arrays that are there already, in the same dtype, are not copied. If `partial`, parameters that
-    `params` lacks stay those of `old`.
-
-    Raises:
-      InvalidParamsError: structure, shapes or dtypes differ (`check_same`), or a number is infinite
-        in the dtype of `old`.
+    `params` lacks stay those of `old`. Raises InvalidParamsError if structure, shapes or dtypes
+    differ (`check_same`), or a number is infinite in the dtype of `old`.
     """
     check_same(params, old, partial=partial)
     new = dict(nnx.to_flat_state(params))

@@ -26,12 +26,10 @@ from jaxserve.runtime.replicas import Replicas
 @final
 @dataclass(frozen=True)
 class AdapterUsage:
-    """The adapters of open requests.
+    """The adapters of open requests, at most `max_adapters` at the same time.
 
-    Attributes:
-      max_adapters: maximum number of adapters that are loaded at the same time.
-      running: names in the requests that have a slot, or had one, in alphabetical order.
-      waiting: names in the requests that have had no slot yet, in the same order.
+    `running` has the names in the requests that have a slot, or had one, in alphabetical order;
+    `waiting` those in the requests that have had no slot yet.
     """
 
     max_adapters: int
@@ -41,14 +39,9 @@ class AdapterUsage:
 
 @final
 class Adapters:
-    """A thread-safe table of the loaded adapters.
+    """A thread-safe table of the loaded adapters; `layout` is None for a runtime without adapters.
 
-    Args:
-      layout: the place of adapters in the model; None for a runtime without adapters.
-      params: parameters of the adapted model.
-
-    Attributes:
-      generation: number of changes of the arrays.
+    `generation` counts the changes of the arrays.
     """
 
     def __init__(

@@ -74,10 +74,8 @@ WrapExecutor = Callable[[ModelExecutor], ModelExecutor]
 class Parts:
     """The parts of a `Runtime`, without a reference to it, so that it can be garbage-collected.
 
-    Attributes:
-      group: the processes that serve the model together; None for one process.
-      opened: closes replicas and files.
-      weights_bytes: size of the parameters over all devices.
+    `group` is None for one process; `opened` closes replicas and files; `weights_bytes` counts the
+    parameters on all devices.
     """
 
     group: ProcessGroup | None
@@ -381,9 +379,8 @@ def build_executors(
 ) -> tuple[list[tuple[ModelExecutor, PoolSize]], GroupedExecutor | None]:
     """Build an executor for each place. If one fails, close the executors that were built.
 
-    Returns:
-      The executors with the sizes of their page pools; and the executor of two device groups,
-        unwrapped, or None with one group.
+    Return the executors with the sizes of their page pools, and the executor of two device groups,
+    unwrapped, or None with one group.
     """
     with ExitStack() as if_one_fails:
         built: list[tuple[ModelExecutor, PoolSize]] = []
@@ -459,13 +456,9 @@ def load_drafter(
 ) -> Drafter | None:
     """Return the draft model of the options; None without one.
 
-    Args:
-      config, tokenizer: of the model that is served.
-      has_mesh: whether a mesh, stages or device groups were given.
-
-    Raises:
-      InvalidConfigError: the draft model does not fit the model, or cannot be served with it.
-      ModelError, DownloadError: the draft model cannot be loaded.
+    `has_mesh` says whether a mesh, stages or device groups were given. Raises InvalidConfigError if
+    the draft model does not fit the served model or cannot be served with it, and ModelError or
+    DownloadError if it cannot be loaded.
     """
     given = options.draft_model
     if given is None:

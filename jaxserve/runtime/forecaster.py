@@ -106,12 +106,10 @@ class Forecaster:
     request that was refused or has ended.
 
     Args:
-      tokenizer: decodes the prompts to text for the predictor.
       learner: trains the predictor on ended requests, and is closed by `close`; None for no
         training.
       folder: folder to which `close` saves the trained predictor; None saves nothing.
       device: where a loaded predictor computes; None for the default.
-      patience_s: seconds that a request waits for its prediction.
 
     Attributes:
       num_failed: number of requests without a prediction because the predictor raised.
@@ -148,11 +146,9 @@ class Forecaster:
     def of(cls, options: RuntimeOptions, policy: Policy, tokenizer: Any) -> Forecaster | None:
         """Return the forecaster that the options describe; None without `predictor`.
 
-        It logs a warning if a policy that uses predictions has no predictor.
-
-        Raises:
-          InvalidConfigError: `predictor` cannot predict, or `learns` cannot train it, or there is
-            no tokenizer for the prompts' text.
+        It logs a warning if a policy that uses predictions has no predictor, and raises
+        InvalidConfigError if `predictor` cannot predict, `learns` cannot train it, or there is no
+        tokenizer for the prompts' text.
         """
         given = options.predictor
         if given is None:

@@ -29,11 +29,8 @@ from jaxserve.workload import WorkloadItem
 class Intake:
     """A thread-safe submitter of requests, which tokenizes on the calling thread.
 
-    Args:
-      requests: builder that checks prompts against the model's limits.
-      tokenizer: decodes the completions' text; None for completions without text.
-      adapters: the adapters that requests may name.
-      forecaster: predictor of output lengths; None for requests without predictions.
+    Without a tokenizer completions have no text, and without a forecaster requests have no
+    predictions.
     """
 
     def __init__(
@@ -84,11 +81,9 @@ class Intake:
     def submit_batch(self, batch: PromptBatch) -> list[Pending]:
         """Submit every prompt that can be served; a replica's requests start in one iteration.
 
-        The other prompts get requests that have ended with an error.
-
-        Raises:
-          InvalidRequestError: the call is on an engine's thread.
-          QueueFullError: more requests than `max_waiting` would wait; none was submitted.
+        The other prompts get requests that have ended with an error. Raises InvalidRequestError on
+        an engine's thread, and QueueFullError if more requests than `max_waiting` would wait; then
+        none is submitted.
         """
         self._replicas.check_may_wait()
         refused: dict[int, Pending] = {}

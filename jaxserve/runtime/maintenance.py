@@ -37,12 +37,8 @@ from sharding import split_replicas
 class Maintenance:
     """The operations that pause the replicas' loops. `Runtime` documents each.
 
-    Args:
-      quantiser: of the weights of an update; None for dense weights.
-      timings: describes the devices that weights are placed on.
-
-    Attributes:
-      placing: held while weights are placed, so that no devices move between groups.
+    `quantiser` is None for dense weights. `placing` is held while weights are placed, so that no
+    devices move between groups.
     """
 
     def __init__(

@@ -42,9 +42,8 @@ class PromptBatch:
     def of(cls, prompts: Any, params: Params) -> PromptBatch:
         """Return the batch of one or several prompts, with parameters for all of them or for each.
 
-        Raises:
-          InvalidRequestError: `prompts` is neither a prompt nor an iterable of prompts.
-          InvalidConfigError: the numbers of parameters and of prompts differ.
+        Raises InvalidRequestError if `prompts` is neither a prompt nor an iterable of prompts, and
+        InvalidConfigError if the numbers of parameters and of prompts differ.
         """
         batch, is_single = as_batch(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -59,11 +58,9 @@ class PromptBatch:
     def wait(self, pending: Sequence[Pending], *, progress: bool) -> Completion | list[Completion]:
         """Wait for the prompts' requests, and return their completions.
 
-        Ctrl-C cancels the requests and returns their completions with the tokens so far.
-
-        Raises:
-          JaxserveError: the error of a single prompt.
-          KeyboardInterrupt: Ctrl-C came when all requests had ended, so that no completion tells.
+        Ctrl-C cancels the requests and returns their completions with the tokens so far; if all
+        have ended, so that no completion tells, it raises KeyboardInterrupt. The error of a single
+        prompt is raised.
         """
         try:
             wait(pending, progress=progress)
@@ -132,11 +129,8 @@ def wait(pending: Sequence[Pending], *, progress: bool, timeout_s: float | None 
 def read(start: Start, num_samples: int, timeout_s: float | None = None) -> Generator[Piece]:
     """Submit a request at the first `next`, and yield its pieces.
 
-    Closing the generator early cancels the request.
-
-    Raises:
-      JaxserveError: the request failed; raised after its last piece.
-      TimeoutError: the request has not ended after `timeout_s` seconds.
+    Closing the generator early cancels the request. A request that failed raises its error after
+    its last piece; TimeoutError means that it has not ended after `timeout_s` seconds.
     """
     end_s = _end_s(timeout_s)
     pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()

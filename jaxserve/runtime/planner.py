@@ -97,13 +97,9 @@ class PlanController:
     def adopt(self, plan: Plan | None, adaptation: Adaptation | None) -> Plan | None:
         """Carry out a plan, and adapt it from now on; return it with the pause of a move.
 
-        Args:
-          plan: None to keep the present schedule until the adaptation finds one.
-          adaptation: None to keep the plan.
-
-        Raises:
-          RegroupError: devices could not be moved, or were moved since the plan was made; nothing
-            has changed.
+        Without a plan the present schedule stays until the adaptation finds one; without an
+        adaptation the plan stays. Raises RegroupError if devices could not be moved, or were moved
+        since the plan was made; then nothing has changed.
         """
         with self._lock:
             if plan is not None:

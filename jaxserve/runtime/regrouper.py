@@ -51,9 +51,8 @@ _REST_S = 0.05
 class _Room:
     """The memory of a device of two groups.
 
-    Attributes:
-      num_bytes: for weights, pages and the largest step, on the fullest present device.
-      shared: arrays of the weights that are not freed when the runtime drops its references.
+    `num_bytes` are for weights, pages and the largest step, on the fullest present device. `shared`
+    are arrays of the weights that are not freed when the runtime drops its references.
     """
 
     num_bytes: int
@@ -85,7 +84,6 @@ class Regrouper:
 
     Args:
       executor: the executor of both groups, without wrappers.
-      groups: the present groups, in one piece each.
       placing: held while weights are placed, so that no devices move between groups.
 
     Attributes:

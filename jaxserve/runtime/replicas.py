@@ -89,9 +89,8 @@ class Replica:
     def recompute(self, size: PoolSize, exchange: Callable[[], None]) -> int:
         """Replace the caches; return the number of tokens to recompute. The loop is paused.
 
-        Args:
-          size: size of the pool after `exchange`; it holds answers at least as long as before.
-          exchange: replaces the executor's caches. If it raises, they are as large as before.
+        The pool of `size` holds answers at least as long as before. If `exchange`, which replaces
+        the executor's caches, raises, they are as large as before.
         """
         num_tokens = self.engine.drop_kv()
         exchange()
@@ -119,7 +118,6 @@ class Replicas:
         closes them afterwards.
       logs: logs that get every request that ends.
       disks: a disk tier for each executor; empty for no disk tiers.
-      grammars: the compiled grammars that all engines share; None without a tokenizer.
 
     Attributes:
       all: the replicas, in the order of the mesh's `data` axis.

@@ -33,9 +33,7 @@ _log = logging.getLogger(__name__)
 class Timings:
     """Times the steps of a replica while all replicas are idle. `Runtime` documents each method.
 
-    Args:
-      origin: model, device and configuration of step times; the encode group's with two groups.
-      decode_origin: the decode group's, if there are two device groups.
+    With two device groups, `origin` is the encode group's and `decode_origin` the decode group's.
     """
 
     def __init__(

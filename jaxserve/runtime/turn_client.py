@@ -18,10 +18,8 @@ from jaxserve.runtime.pending import Pending, Start, aread, read, submitted, wai
 class ServiceTurnClient:
     """A `conversations.TurnClient` over the `submit` of a `Service`.
 
-    Args:
-      check_may_wait: raises InvalidRequestError on a thread that must not wait for answers.
-      max_prompt_tokens: returns the length of the longest prompt that leaves room for one token.
-      progress: show a bar while `answer` waits for over two seconds.
+    `check_may_wait` raises InvalidRequestError on a thread that must not wait for answers. The
+    longest prompt, of `max_prompt_tokens`, leaves room for one output token.
     """
 
     def __init__(

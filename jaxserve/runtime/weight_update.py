@@ -83,14 +83,10 @@ def _is_int(value: object) -> bool:
 class PreparedParams:
     """Checked parameters on the devices of a runtime, which `Runtime.update_params` takes.
 
-    They take memory in addition to the present ones as long as they are referenced.
-
-    Attributes:
-      owner: the part of the runtime that placed them.
-      params: as the runtime stores them.
-      partial: whether `params` lacks parameters that stay as they are.
-      place: the value of `Maintenance._place` for which they were placed.
-      fitted: for each replica, as its executor takes them.
+    They take memory in addition to the present ones as long as they are referenced. `owner` is the
+    part of the runtime that placed them, for the `place` of that time. `params` are as the runtime
+    stores them, and `fitted` has them for each replica, as its executor takes them. If `partial`,
+    `params` lacks parameters that stay as they are.
     """
 
     owner: object
@@ -136,10 +132,7 @@ def swap(
 ) -> None:
     """Replace the weights of all replicas, or of none; their loops are paused.
 
-    Args:
-      fitted: for each replica, as its executor takes them.
-      weights: their version.
-      keeps_kv: argument of `Engine.weights_changed`.
+    `fitted` has, for each replica, parameters as its executor takes them.
 
     Raises:
       EngineFailedError: neither is possible; every loop has failed with this error.
