@@ -1,4 +1,4 @@
-"""Device kernels: attention over paged, non-contiguous KV, and a few others.
+"""Device kernels: attention over paged, non-contiguous KV, and the other operations of a step.
 
 Each operation is a folder with its public signature, a slow and obvious reference, its
 implementations, and the named shapes that tests and benchmarks share.

@@ -66,8 +66,7 @@ def compile_together(
     """Compile the kernels that a model will need, in parallel; others when they are called.
 
     Args:
-      pages_dtype: dtype of keys and values.
-      panels_dtype: dtype of weights in panels.
+      pages_dtype, panels_dtype: dtypes of keys and values, and of weights in panels.
       is_quantised: whether weights have eight or four bits.
     """
     pages = [(_PAGES, "PagedAttention", PAGES[pages_dtype])] if pages_dtype in PAGES else []

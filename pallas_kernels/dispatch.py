@@ -1,4 +1,11 @@
-"""The choice of an operation's implementation, made and recorded when a call is traced."""
+"""The choice of an operation's implementation, made and recorded when a call is traced.
+
+Every public operation has an argument `implementation`, which overrides the platform's choice: one
+name, or several separated by commas, of which the first that can serve the call is used. The choice
+is logged once. Names with "_interpreted" run a GPU kernel on any platform, for tests. An operation
+raises `NotImplementedError`, with the reason, if no requested implementation can serve the case,
+and `ValueError` if the shapes contradict each other or an implementation is unknown.
+"""
 
 from __future__ import annotations
 
@@ -74,11 +81,8 @@ def call(
         arguments that it cannot serve.
       preferred: platform -> names in order of preference. "xla" follows the last of them, and
         serves a platform that is missing.
-      implementation: overrides the preference; one name, or several separated by commas.
 
-    Raises:
-      NotImplementedError: none of the names in `implementation` can serve the arguments.
-      ValueError: a name in `implementation` is unknown.
+    `implementation` and the errors are as the module says.
     """
     platform = target_platform()
     if implementation is not None:
@@ -140,7 +144,6 @@ def is_partitioned() -> bool:
 
 
 def record(operation: str, name: str, reason: str, **arguments: Any) -> None:
-    """Record a choice made now, and log it the first time."""
     shapes = ", ".join(
         f"{argument} {value.dtype.name}{list(value.shape)}"
         for argument, value in arguments.items()

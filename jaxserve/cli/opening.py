@@ -43,9 +43,7 @@ def room_for(
 ) -> dict[str, int]:
     """Return the options of a runtime that has room for these adapters.
 
-    Args:
-      max_adapters: maximum number of adapters at once; None for these alone.
-      max_adapter_rank: largest rank; None for the largest of these, or the default without any.
+    By default there is room for these alone, at the largest of their ranks (or the default rank).
     """
     from jaxserve.models.adapter_source import AdapterSource
 
@@ -102,7 +100,6 @@ def _num_devices(text: str) -> int:
 
 
 def _each_stage(text: str) -> list[str]:
-    """Return the text of each stage, with repeated stages written out."""
     counted = [part.rpartition("*") for part in text.split(",")]
     return [stage for count, _, stage in counted for _ in range(int(count or 1))]
 

@@ -441,12 +441,9 @@ def step_times(
 ) -> tuple[StepTimes, EngineConfig]:
     """Return the step times of a model's engine, and the engine's configuration.
 
-    They are read from `given`, or from the cache folder, or else measured and kept there.
-
-    Args:
-      given: a file that `StepTimes.save` wrote; None for the cache folder.
-      lengths: lengths of the requests, which must fit in the engine's context.
-      settings: arguments of `opening.open_service`.
+    They are read from the file `given` (of `StepTimes.save`), or from the cache folder, or else
+    measured and kept there. The requests' `lengths` must fit in the engine's context; `settings`
+    are arguments of `opening.open_service`.
     """
     from jaxserve.planning import keep_step_times
 
@@ -468,12 +465,7 @@ def group_times(
     quiet: bool,
     **settings: Any,
 ) -> tuple[GroupTimes, EngineConfig]:
-    """Return the step times of a model's two groups of devices; see `step_times`.
-
-    Args:
-      given: a file that `GroupTimes.save` wrote; None for the cache folder.
-      settings: arguments of `opening.open_service`, with `groups`.
-    """
+    """Return the step times of a model's two groups of devices; see `step_times`."""
     from jaxserve.planning import keep_group_times
 
     kind = _TimesKind(
@@ -538,13 +530,10 @@ def layer_deployment(
     max_slots: int | None,
     max_context: int | None,
 ) -> Deployment:
-    """Return a model on this machine's devices, by measured layers; reads no weights.
+    """Return a model on this machine's devices (all by default), by measured layers.
 
-    The profile is read from `given`, or from the cache folder, and what it lacks is measured.
-
-    Args:
-      given: a file that is complete; None for the cache folder.
-      num_devices: devices to plan for; None for all.
+    It reads no weights. The profile is read from the complete file `given`, or from the cache
+    folder, and what it lacks is measured.
     """
     import jax
 
@@ -713,7 +702,6 @@ def remark(bounds: LatencyBounds, outcome: ScheduleOutcome) -> str:
 
 
 def _encode_batch(outcome: ScheduleOutcome) -> str:
-    """Return B_E; continuous batching has none."""
     return "" if outcome.policy.value == "continuous" else str(outcome.schedule.encode_batch)
 
 
@@ -729,7 +717,6 @@ def stages_of(schedule: Schedule) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return seconds as text with three digits."""
     if not math.isfinite(value):
         return "none"
     if value < 0.1:
@@ -738,7 +725,6 @@ def seconds(value: float) -> str:
 
 
 def summary(about: Mapping[str, Any]) -> str:
-    """Return a line about the model, the devices, and the lengths."""
     return (
         f"{about['model']} on {about['devices']}; {about['lengths']}: prompts of "
         f"{about['mean_input_tokens']:.4g} tokens and answers of {about['mean_output_tokens']:.4g} "

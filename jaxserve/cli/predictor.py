@@ -60,9 +60,7 @@ MaxExamples = Annotated[
 def check_output(output: Path, *, marker: str, kind: str) -> None:
     """Check before training that the output folder can be written to.
 
-    Args:
-      marker: a file that marks an earlier result, which may be replaced.
-      kind: "predictor" or "probe", for the message.
+    It may replace an earlier result, which has the file `marker`; `kind` is "predictor" or "probe".
     """
     if output.exists() and not output.is_dir():
         raise InvalidConfigError(f"--output {output} is a file; name a folder")
@@ -86,7 +84,6 @@ def check_parts(parts: Sequence[Sequence[Any]], what: str) -> None:
 
 
 def sizes(parts: Sequence[Sequence[Any]]) -> dict[str, int]:
-    """Return the sizes of the three parts, by name."""
     return dict(zip(("trained_on", "calibrated_on", "tested_on"), map(len, parts), strict=True))
 
 

@@ -215,8 +215,7 @@ def _room(
 def announce_ready(address: str) -> None:
     """Say that the server is ready, and exclude all loaded objects from garbage collection.
 
-    They live as long as the process, and a full collection that searches them stops all threads
-    for half a second.
+    A full collection that searches them stops all threads for half a second.
     """
     gc.collect()
     gc.freeze()
@@ -241,7 +240,6 @@ def _signals_exit() -> Iterator[None]:
 
 
 def _traces(endpoint: str) -> Any:
-    """Return a provider that sends spans to this URL."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 

@@ -87,7 +87,6 @@ class OpenRequest:
         return True
 
     def cancel(self) -> None:
-        """Cancel the request, also on the replica that works on it, if there is one."""
         self.is_cancelled = True
         if self.replica is not None:
             self.replica.cancel(self.call.id)
@@ -96,8 +95,6 @@ class OpenRequest:
 @final
 @dataclass
 class _Extent:
-    """The number of tokens of a sample so far, and of characters of its text."""
-
     token_ids: list[int] = field(default_factory=list)
     num_characters: int = 0
 
@@ -107,11 +104,8 @@ class StreamReplay:
     """A filter of the pieces of one request, which passes each token, character and end on once.
 
     Every replica should generate the same tokens, perhaps in other pieces. If a replica generates
-    other tokens, this is logged, and its later tokens follow those that were already passed on.
-
-    Args:
-      sink: called with the pieces; it must not wait.
-      num_samples: number of the request's samples.
+    other tokens, this is logged, and its later tokens follow those that were already passed on. The
+    pieces go to `sink`, which must not wait.
     """
 
     def __init__(self, sink: PieceSink, num_samples: int):
@@ -127,11 +121,7 @@ class StreamReplay:
         self._given = [_Extent() for _ in self._shown]
 
     def show(self, piece: Piece) -> None:
-        """Pass on the new part of a piece.
-
-        An end with an error is not passed on, because another replica may succeed. `end` ends a
-        request that fails.
-        """
+        """Pass on the new part of a piece, but not an error's end: another replica may succeed."""
         i = piece.sample_index
         if piece.finish_reason == "error" or self._has_ended[i]:
             return
@@ -254,13 +244,9 @@ class Dispatcher:
         """Answer a request; return a future of the completion, which has an error if the request
         fails.
 
-        Args:
-          sink: called with each piece once, and with an end of every sample, on the dispatcher's
-            thread; it must not wait.
-
-        Raises:
-          RuntimeClosedError
-          InvalidRequestError: a request with this id is still running.
+        `sink` is called with each piece once, and with an end of every sample, on the dispatcher's
+        thread; it must not wait. Raise `InvalidRequestError` if a request with this id is still
+        running.
         """
         with self._lock:
             self._raise_if_closed()
@@ -274,7 +260,6 @@ class Dispatcher:
             return asyncio.run_coroutine_threadsafe(self._serve(request), self._loop)
 
     def cancel(self, request_id: str) -> None:
-        """End a request with the tokens so far; do nothing if it has ended or is unknown."""
         with self._lock:
             if not self._is_closed:
                 asyncio.run_coroutine_threadsafe(self._cancel(request_id), self._loop)
@@ -301,7 +286,6 @@ class Dispatcher:
         self._result(self._seats.resume)
 
     def close(self) -> None:
-        """End every unfinished request, and every replica."""
         if threading.current_thread() is self._thread:  # a garbage collector may call it here
             threading.Thread(target=self.close).start()
             return

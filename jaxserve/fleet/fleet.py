@@ -69,6 +69,9 @@ class Fleet:
     An existing connection to Ray is used and not closed. Without one, the fleet joins the cluster
     of RAY_ADDRESS, or starts Ray on this machine; `close` leaves or stops it.
 
+    After `close`, methods raise `RuntimeClosedError`. Methods that wait for replicas (`stats`,
+    `update_params`, `pause`, `resume`) raise `InvalidRequestError` on the fleet's own thread.
+
     Raises:
       MissingExtraError: Ray is not installed.
       InvalidConfigError: an option is not allowed, Ray has too few CPUs or GPUs, or `roles` are
@@ -348,15 +351,8 @@ class Fleet:
     def stats(self, *, wait: bool = True) -> RuntimeStats:
         """Return the total counters of the processes that serve now; see `RuntimeStats`.
 
-        The counters of processes that have died are not included.
-
-        Args:
-          wait: wait while no replica serves; False raises an error then.
-
-        Raises:
-          RuntimeClosedError
-          ReplicaDiedError: no replica will serve again, or `wait` is False and none serves now.
-          InvalidRequestError: this is the fleet's thread.
+        The counters of processes that have died are not included. Raise `ReplicaDiedError` if no
+        replica will serve again, or if none serves now and `wait` is False.
         """
         return self._dispatcher.stats(wait=wait)
 
@@ -407,8 +403,6 @@ class Fleet:
           EngineBusyError: running="finish" while the fleet is paused.
           ReplicaDiedError: every replica died while switching to the new weights, which none uses;
             or no replica will serve again.
-          RuntimeClosedError
-          InvalidRequestError: this is the fleet's thread.
         """
         dispatcher = self._dispatcher
         dispatcher.check_may_wait()
@@ -441,19 +435,12 @@ class Fleet:
         Raises:
           InvalidConfigError: `running` is unknown.
           EngineBusyError: running="finish" while the fleet is paused.
-          RuntimeClosedError
-          InvalidRequestError: this is the fleet's thread.
         """
         check_running(running)
         self._dispatcher.pause(running)
 
     def resume(self) -> None:
-        """Run steps again after `pause`; do nothing without a pause.
-
-        Raises:
-          RuntimeClosedError
-          InvalidRequestError: this is the fleet's thread.
-        """
+        """Run steps again after `pause`; do nothing without a pause."""
         self._dispatcher.resume()
 
     def close(self) -> None:

@@ -68,8 +68,7 @@ _MAX_OPEN = 4096
 def host_arrays(params: nnx.State) -> HostArrays:
     """Return parameters as arrays in this process's memory.
 
-    Raises:
-      InvalidParamsError: a part of an array is in other processes.
+    Raise `InvalidParamsError` if a part of an array is in other processes.
     """
     flat = {path: variable.get_value() for path, variable in nnx.to_flat_state(params)}
     for path, array in flat.items():
@@ -112,7 +111,6 @@ class Asked(TypedDict):
 
 
 def import_ray() -> Any:
-    """Return the package `ray`, which is an optional dependency."""
     try:
         import ray
     except ImportError as error:
@@ -121,12 +119,9 @@ def import_ray() -> Any:
 
 
 async def take_kv(runtime: Runtime, kv: Sequence[Awaitable[tuple[Sequence[int], KVPages]]]) -> None:
-    """Cache the KV of a prompt, which arrived in parts.
+    """Cache the KV of a prompt, which arrived in parts; raise if the runtime's loop is over.
 
     A part that cannot be read or cached, and all later parts, are computed; the log says why.
-
-    Raises:
-      EngineFailedError, RuntimeClosedError: the runtime's loop has failed, or was closed.
     """
     pages: list[bytes] = []
     identity, tokens = None, ()
@@ -156,16 +151,11 @@ async def send_kv(
     put: Callable[[KVPages], Any],
     turn: asyncio.Lock,
 ) -> tuple[list[Any], int]:
-    """Export the pages of a prompt in chunks, while it is computed.
+    """Export the pages of a prompt in chunks, while the request `pending` computes it.
 
-    Args:
-      pending: the request that computes it.
-      put: sends pages, and returns a reference to them; called on other threads.
-      turn: held while the runtime is asked for pages, so that many prompts ask one after another
-        and take little of its time.
-
-    Returns:
-      The references in the order of the pages, and the number of pages.
+    `put` sends pages and returns a reference; it is called on other threads. `turn` is held while
+    the runtime is asked for pages, so that many prompts ask one after another and take little of
+    its time. Return the references in the order of the pages, and the number of pages.
     """
     sent: list[Any] = []
     first, ended, pause_s = 0, asyncio.wrap_future(pending.future), _LEAST_PAUSE_S
@@ -260,7 +250,6 @@ class ReplicaActor:
     async def stream(
         self, prompt: Any, params: SamplingParams, others: Asked
     ) -> AsyncGenerator[Piece | Completion]:
-        """Yield the pieces, then the completion."""
         news: asyncio.Queue[Piece | Completion] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -498,10 +487,8 @@ class RayReplica:
 def sent_params(params: nnx.State) -> list[Any]:
     """Put parameters into Ray's object store, from where every replica reads them.
 
-    The reference is in a list, so that each replica reads the arrays itself.
-
-    Raises:
-      InvalidParamsError: Ray cannot hold them, or a part of an array is in other processes.
+    The reference is in a list, so that each replica reads the arrays itself. Raise
+    `InvalidParamsError` if Ray cannot hold them, or a part of an array is in other processes.
     """
     ray = import_ray()
     arrays = host_arrays(params)

@@ -28,7 +28,6 @@ class FleetUpdate:
     Attributes:
       source: as `ReplicaProcess.prepare_params` takes it.
       paths: the parameters that it has; None if they are unknown.
-      settings: see `Runtime.update_params`.
     """
 
     source: Any
@@ -95,9 +94,8 @@ async def prepare(
 ) -> tuple[list[Failed], BaseException | None]:
     """Load the weights of a numbered update on every replica, next to its current ones.
 
-    Returns:
-      The replicas that have died meanwhile, and why none may use the weights: a replica cannot take
-      them, or all have died. Then the other replicas have dropped them. None if they may.
+    Return the replicas that have died meanwhile, and why none may use the weights (a replica cannot
+    take them, or all have died; then the other replicas have dropped them), or None.
     """
     partial, version = update.settings.partial, update.settings.version
     found = await asyncio.gather(
@@ -204,9 +202,6 @@ class Seats:
       make_replica: returns a new replica; it must not wait.
       roles: the role of each seat.
       on_death: called with the index of a seat whose replica has died.
-
-    Attributes:
-      is_paused: whether `pause` was called, and `resume` was not.
     """
 
     def __init__(
@@ -237,11 +232,7 @@ class Seats:
         return self._newest.version
 
     def serving(self, *, answers: bool | None = None) -> list[int]:
-        """Return the indices of the replicas that serve now.
-
-        Args:
-          answers: True for replicas that answer, False for those that only prefill.
-        """
+        """Return the indices of the serving replicas that answer, or that only prefill."""
         return [
             i
             for i, seat in enumerate(self._all)

@@ -62,11 +62,7 @@ class _App(FastAPI):
 
 
 def make_app(backend: Backend, traces: TracerProvider | None = None) -> FastAPI:
-    """Return the application that serves a backend.
-
-    Args:
-      traces: exports a span of each request that generates; None for no traces.
-    """
+    """Return the application that serves a backend; `traces` gets a span per generating request."""
     options = backend.options
     middleware = [
         Middleware(AccessLog, options),

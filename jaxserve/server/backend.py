@@ -51,7 +51,6 @@ class Mailbox:
         self._is_woken = False
 
     def post(self, call: Callable[[], None]) -> None:
-        """Make this call on the loop soon; do nothing if the loop is closed."""
         self._calls.append(call)
         if not self._is_woken:
             self._is_woken = True
@@ -67,8 +66,6 @@ class Mailbox:
 
 @final
 class CountedRequest:
-    """A request that counts as waiting until its first token, and then as running."""
-
     __slots__ = ("has_begun",)
 
     def __init__(self) -> None:
@@ -99,10 +96,9 @@ class Backend:
     def serve(self, service: Service, max_model_len: int, outlook: OutlookOf | None = None) -> None:
         """Serve requests with this service, unless the server is already shutting down.
 
-        Args:
-          max_model_len: maximum number of tokens of a prompt and its answer together.
-          outlook: estimates when waiting requests begin (`Runtime.outlook`). Without it, retry
-            times follow from the recent rate of ended requests.
+        `outlook` estimates when waiting requests begin (`Runtime.outlook`). Without it, retry times
+        follow from the recent rate of ended requests. `max_model_len` limits a prompt with its
+        answer.
         """
         self._outlook = outlook
         self._service = service
@@ -113,7 +109,6 @@ class Backend:
 
     @property
     def status(self) -> Status:
-        """The server's phase, or that it still compiles for a first request."""
         if self.phase == "ready" and self._service is not None and not self._service.is_ready():
             return "compiling"
         return self.phase
@@ -134,11 +129,9 @@ class Backend:
             self.fail()
 
     def drain(self) -> None:
-        """Refuse new requests; accepted requests continue."""
         self.phase = "draining"
 
     async def until_idle(self) -> None:
-        """Wait until no accepted request is open."""
         await self._is_idle.wait()
 
     def ready_service(self) -> Service:

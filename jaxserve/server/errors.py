@@ -15,12 +15,9 @@ from jaxserve.server.schema import ErrorDetail, ErrorReply
 @final
 @dataclass(frozen=True)
 class Kind:
-    """How an error is answered.
+    """How an error is answered: HTTP status, and `error.type` and `error.code` of the body.
 
     Attributes:
-      status: HTTP status.
-      type: `error.type` of the body.
-      code: `error.code` of the body.
       may_retry: whether the same request may succeed later. OpenAI's clients retry 408, 409, 429
         and 5xx on their own unless the answer forbids it.
     """
@@ -73,10 +70,7 @@ STATUSES: Mapping[type[JaxserveError], Kind] = {
 class RefusedError(JaxserveError):
     """A request that the server refuses for a reason of HTTP or of its own limits.
 
-    Attributes:
-      kind: how it is answered.
-      param: field of the body that is at fault.
-      retry_after_s: seconds after which the request may succeed.
+    `param` is the field of the body at fault; the request may succeed after `retry_after_s`.
     """
 
     def __init__(

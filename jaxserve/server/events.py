@@ -47,12 +47,9 @@ class ClientGoneError(Exception):
 
 
 async def unless_gone(receive: Receive, work: Awaitable[_T]) -> _T:
-    """Wait for work, and cancel it if the client closes the connection before.
+    """Wait for work; cancel it, and raise ClientGoneError, if the client closes the connection.
 
     The caller's task does it, since each additional task costs turns of the event loop.
-
-    Raises:
-      ClientGoneError: the client has closed the connection.
     """
     task = asyncio.current_task()
     assert task is not None, "it is called in a task"
@@ -179,17 +176,12 @@ def event_of(reply: Reply, kind: str | None = None) -> bytes:
 
 
 def comments(texts: Iterable[str]) -> bytes:
-    """Return comments, which clients skip."""
     return b"".join(format_sse_event(comment=text) for text in texts)
 
 
 @final
 class ChoiceEvent:
-    """The event of replies that differ only in their choice; the rest is serialised once.
-
-    Args:
-      reply: without choices.
-    """
+    """The event of replies (given without choices) that differ only in their choice."""
 
     def __init__(self, reply: Reply):
         head, tail = event_of(reply).split(_NO_CHOICES)
@@ -210,7 +202,6 @@ class EventStream(EventSourceResponse):
 
     Args:
       groups: the pieces; an empty group says that the client still waits.
-      events: makes the events of the pieces.
       close: ends the source of the pieces; called at the end, even if the client left before the
         generator began.
       last: event after the last one.

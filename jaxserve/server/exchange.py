@@ -52,8 +52,7 @@ class Exchange:
     Args:
       reply_id: id of the answer, and of the first prompt's request in the service; the ids of
         further prompts add their number.
-      at_once: make the prompts on the event loop, because that takes less time than starting
-        another thread (see `routes.common.is_short`).
+      at_once: make the prompts on the event loop (see `routes.common.is_short`).
       status_s: seconds without a piece after which a stream sends its status.
 
     Attributes:
@@ -93,9 +92,8 @@ class Exchange:
     async def answer(self, make_jobs: Callable[[Service], Sequence[Job]]) -> list[Completion]:
         """Make the prompts, submit them, and return their completions when all have ended.
 
-        Raises:
-          JaxserveError: a prompt cannot be served, the server has no room for it, or a request
-            failed or took too long.
+        Raise the error if a prompt cannot be served, the server has no room for it, or a request
+        failed or took too long.
         """
         await self.start(make_jobs)
         return await self.completions()
@@ -177,10 +175,8 @@ class Exchange:
 
         A client that reads slowly gets fewer, larger groups. An empty group says that no piece has
         arrived for `status_s` seconds at the beginning, or for `PING_S` later. The time in which
-        prompts are made and submitted, and grammars are compiled, counts too.
-
-        Raises:
-          JaxserveError: as in `answer`; if the request has pieces, after them.
+        prompts are made and submitted, and grammars are compiled, counts too. Errors are as in
+        `answer`; if the request has pieces, they come first.
         """
         try:
             loop = asyncio.get_running_loop()
@@ -238,7 +234,6 @@ class Exchange:
         self._end()
 
     def _end(self, error: Exception | None = None) -> None:
-        """Cancel the requests that have not ended, because of an error or of the client."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -139,7 +139,6 @@ class Metrics:
         return generate_latest(self._registry)
 
     def set_open(self, num_waiting: int, num_running: int) -> None:
-        """Set the numbers of requests that have not ended."""
         self._waiting.set(num_waiting)
         self._running.set(num_running)
 
@@ -179,10 +178,7 @@ class Metrics:
         self._observe_times(completion)
 
     def predicted(self, estimate: LengthEstimate | None, sample: Sample) -> None:
-        """Compare the first estimate of a sample's length, if there is one, with its length.
-
-        A sample that was cancelled, or that failed, does not count.
-        """
+        """Compare a sample's first estimated length with its length, unless it was cut short."""
         if estimate is None or sample.finish_reason not in ("stop", "length"):
             return
         num_tokens = len(sample.token_ids)

@@ -136,10 +136,7 @@ class LatencyClass:
 
 
 def parse_latency_classes(texts: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Return the bounds of classes by name; see `ServerOptions.latency_classes`.
-
-    Args:
-      texts: one per class, such as "chat=latency:2,first_token:0.5".
+    """Return the bounds of classes by name, from texts such as "chat=latency:2,first_token:0.5".
 
     Raises:
       InvalidConfigError: a text has another form, a bound is not allowed, or a name occurs twice.

@@ -77,11 +77,7 @@ def _vllm_constraints(body: Choosing) -> dict[str, Any]:
 
 
 def constraint_of(form: Any, tools: Tools, name: str) -> dict[str, Any]:
-    """Return the constraint of a format, or of the tools that have to be called.
-
-    Args:
-      name: name of the format's field.
-    """
+    """Return the constraint of the format in field `name`, or of tools that must be called."""
     wanted = of_format(form)
     if tools.is_given and wanted:
         raise invalid(

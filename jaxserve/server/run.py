@@ -113,8 +113,7 @@ class TimedProtocol(H11Protocol):
 class _Server(uvicorn.Server):
     """A server that drains at the first call of `end` and ends at the second.
 
-    Attributes:
-      is_hurried: whether `end` was called twice, also when the loop is over.
+    `is_hurried` says whether `end` was called twice, also when the loop is over.
     """
 
     def __init__(self, config: uvicorn.Config, backend: Backend, on_drain: Callable[[int], None]):
@@ -341,10 +340,7 @@ def running(
     """Serve a service on a thread within the block, and yield the address ("http://...").
 
     For tests and notebooks. At the end of the block, accepted requests end; the service stays open.
-
-    Args:
-      outlook: see `Backend.serve`.
-      traces: see `serve`.
+    `outlook` is as in `Backend.serve`, `traces` as in `serve`.
 
     Raises:
       InvalidConfigError: the address cannot be used.

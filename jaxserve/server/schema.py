@@ -53,11 +53,10 @@ ConversationId = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f]+$"
 
 
 def checked_json(value: Any) -> Any:
-    """Return an object or a list from JSON if it can be written as JSON again.
+    """Return an object or a list from JSON if it can be written as JSON again, or raise ValueError.
 
-    Raises:
-      ValueError: it is nested too deeply, or has text that is not Unicode or a number that JSON
-        does not have.
+    It cannot if it is nested too deeply, or has text that is not Unicode or a number that JSON
+    lacks.
     """
     depth, level = 0, [value]
     while level:

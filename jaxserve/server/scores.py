@@ -38,9 +38,8 @@ def finite(logprob: float) -> float:
 class _Spelt:
     """A token's part of a text.
 
-    Attributes:
-      text: text that it adds; for a control token that the text leaves out, the token's own text.
-      bytes: None for a token that adds nothing to the text.
+    `text` is its own text for a control token that the text leaves out; `bytes` is None for a token
+    that adds nothing to the text.
     """
 
     text: str

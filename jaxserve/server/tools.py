@@ -29,11 +29,7 @@ from jaxserve.server.schema import (
 
 @final
 class Tools:
-    """The tools of a request, and how they may be called.
-
-    Args:
-      given: the tools; None for none.
-      may_be_several: `parallel_tool_calls`.
+    """The tools of a request, and how they may be called (`may_be_several`: `parallel_tool_calls`).
 
     Raises:
       RefusedError: `tool_choice` names no tool, or tools are not supported here.
@@ -158,7 +154,6 @@ def _has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def whole(parts: Sequence[str | AddedCall]) -> AnswerMessage:
-    """Return the message made of all parts of an answer."""
     content = "".join(part for part in parts if isinstance(part, str))
     added = [part for part in parts if isinstance(part, AddedCall)]
     arguments: dict[int, str] = {}

@@ -31,7 +31,6 @@ class TurnExchange:
 
     Args:
       said: the new messages; the service has the earlier ones.
-      tools: the tools of the request.
       instructions: the system message of a new conversation; None keeps the existing one.
     """
 
@@ -69,10 +68,7 @@ class TurnExchange:
         return len(self._conversation.token_ids) - len(turn.answer)
 
     async def completion(self) -> Completion:
-        """Return the answer, which is then kept. Cancelling the task cancels the turn.
-
-        Errors are those of `Conversation.send`.
-        """
+        """Return the answer, which is then kept. Cancelling the task cancels the turn."""
         conversation, open_ = await self._open()
         mailbox = self._backend.mailbox
         assert mailbox is not None
@@ -94,10 +90,7 @@ class TurnExchange:
         return completion
 
     async def pieces(self) -> AsyncGenerator[Group]:
-        """Yield the pieces of the answer; the last one when the turn is kept.
-
-        Errors are those of `Conversation.send`.
-        """
+        """Yield the pieces of the answer; the last one when the turn is kept."""
         conversation, open_ = await self._open()
         tokens: list[int] = []
         try:
@@ -215,10 +208,8 @@ class TurnExchange:
 class Relay:
     """Reads groups of pieces on a task of its own, as `Exchange` does for other requests.
 
-    Args:
-      groups: read to its end, or closed by `close`.
-      status_s, ping_s: seconds without a piece, at the beginning and later, after which an empty
-        group is yielded.
+    `groups` are read to their end, or closed by `close`. After `status_s` (at the beginning) or
+    `ping_s` (later) seconds without a piece, an empty group is yielded.
     """
 
     def __init__(
@@ -234,10 +225,7 @@ class Relay:
         self._task = asyncio.ensure_future(self._read(groups))
 
     async def groups(self) -> AsyncGenerator[Group]:
-        """Yield the pieces that have arrived, until the end; see `Exchange.stream`.
-
-        Errors of the turn are raised after its pieces.
-        """
+        """Yield the pieces that have arrived, until the end; see `Exchange.stream`."""
         try:
             while True:
                 await self._news.wait()

@@ -45,15 +45,12 @@ def fused_matmul(
       norm: see `rms_norm`.
       is_gated: the weight is [in, 2, out], and the result is silu(first) * second, [tokens, out].
       residual: added to the result, with the same shape.
-      implementation: overrides the platform's choice, which is made when the call is traced and
-        logged once: "triton" on NVIDIA GPUs, for few tokens in bfloat16, and "xla", the parts one
+      implementation: "triton" on NVIDIA GPUs, for few tokens in bfloat16, and "xla", the parts one
         after the other, elsewhere or if that refuses. "triton_rows" is by name only: it serves any
         number of tokens and every dtype of `matmul`, and gives a row the same bits in any batch.
-        Names with "_interpreted" run the kernels on any platform, for tests.
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case (with the reason).
-      ValueError: the shapes contradict each other, or the implementation is unknown.
+      NotImplementedError, ValueError: see `dispatch`.
     """
     out = weight.shape[1:]
     kept = out[1:] if is_gated else out

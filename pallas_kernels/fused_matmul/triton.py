@@ -98,8 +98,7 @@ class _Sizes:
     Attributes:
       columns: number of the result's columns.
       parts: 2 for a gate and what it multiplies, otherwise 1.
-      tile: number of tokens, with padding.
-      width: columns of a program.
+      tile, width: tokens (with padding) and columns of a program.
     """
 
     tokens: int

@@ -33,15 +33,14 @@ def gated_cell(
       kind: what the gates do with the carried states; see `KINDS` for products and gates.
       products: products of embeddings and states with weights.
       carried: states [batch, hidden] that the gates scale.
-      implementation: overrides the platform's choice: "triton" on NVIDIA GPUs, "cpu" on the CPU if
-        a compiler is found, and "xla" elsewhere or if these refuse.
+      implementation: "triton" on NVIDIA GPUs, "cpu" on the CPU if a compiler is found, and "xla"
+        elsewhere or if these refuse.
 
     Returns:
       The new states, each [batch, hidden]: h and then c, or h alone for "gru".
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case (with the reason).
-      ValueError: the shapes contradict each other, or the implementation or the kind is unknown.
+      NotImplementedError, ValueError: see `dispatch`; ValueError also for an unknown kind.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is unknown; pass one of {tuple(KINDS)}")

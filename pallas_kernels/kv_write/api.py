@@ -53,17 +53,15 @@ def rotate_and_write(
         once, except in page 0, the null page for padding, whose content is undefined.
       k_scales, v_scales: float32 [layers, pages, kv_heads, page_size], scales of 8-bit pages (see
         `quantize`), written with them; both or none.
-      implementation: overrides the platform's choice, which is made when the call is traced and
-        logged once: "triton" on NVIDIA GPUs, "cpu" on the CPU if a compiler is found, and "xla"
-        elsewhere or if those refuse. "triton_interpreted" runs on any platform, for tests.
+      implementation: "triton" on NVIDIA GPUs, "cpu" on the CPU if a compiler is found, and "xla"
+        elsewhere or if those refuse.
 
     Returns:
       Queries [tokens, kv_heads * group, head_dim] in qkv's dtype, and `k_pages`, `v_pages`,
       `k_scales` and `v_scales` with the tokens written.
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case (with the reason).
-      ValueError: the shapes contradict each other, or the implementation is unknown.
+      NotImplementedError, ValueError: see `dispatch`.
     """
     _check_shapes(qkv, tables, k_pages, v_pages, page, offset)
     for scales in (k_scales, v_scales):

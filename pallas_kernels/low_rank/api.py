@@ -38,8 +38,7 @@ def add_low_rank(
       adapter: adapter of each token; -1 for none, which leaves the row of `out` unchanged.
       spans: for each run of columns of `b`, in order: the number of its change, and its length. By
         default all columns belong to the only change.
-      implementation: overrides the platform's choice, which is made when the call is traced and
-        logged once: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
+      implementation: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
         refuses.
 
     Returns:
@@ -47,8 +46,7 @@ def add_low_rank(
       adapter only.
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case.
-      ValueError: the shapes contradict each other, or the implementation is unknown.
+      NotImplementedError, ValueError: see `dispatch`.
     """
     num, width, ranks = a.shape
     shapes = (*out.shape, *x.shape, *b.shape, *scale.shape, *adapter.shape)

@@ -36,18 +36,16 @@ def matmul(
       x: [tokens, in].
       weight: [in, ...out], or [out, in] with `transposed`.
       out_dtype: x's dtype by default.
-      implementation: overrides the platform's choice, which is made when the call is traced and
-        logged once: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
+      implementation: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
         refuses. Only "xla" can be partitioned over a mesh. "triton" is for NVIDIA GPUs and by name
-        only; "triton_interpreted" runs its kernel on any platform, for tests.
+        only.
 
     Returns:
       [tokens, ...out]. With "cpu" and "triton", the bits of a row do not depend on the other rows
       or their number.
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case (with the reason).
-      ValueError: the shapes contradict each other, or the implementation is unknown.
+      NotImplementedError, ValueError: see `dispatch`.
     """
     is_matrix = weight.ndim == 2 if transposed else weight.ndim >= 2
     if x.ndim != 2 or not is_matrix or x.shape[1] != weight.shape[1 if transposed else 0]:
@@ -77,17 +75,13 @@ def grouped_matmul(
     """Multiply adjacent tokens of `x` with one matrix per group.
 
     The first `sizes[0]` tokens belong to matrix 0, the next `sizes[1]` to matrix 1, and so on.
-    Tokens after the last group get zeros.
-
-    Args:
-      implementation: "xla" or "cpu", as in `matmul`.
+    Tokens after the last group get zeros. `implementation` is "xla" or "cpu", as in `matmul`.
 
     Returns:
       [tokens, out] in x's dtype. With "cpu", the bits of a row depend on it and on its matrix only.
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case.
-      ValueError: the shapes contradict each other, or the implementation is unknown.
+      NotImplementedError, ValueError: see `dispatch`.
     """
     if x.ndim != 2 or weight.ndim != 3 or (*sizes.shape, x.shape[1]) != weight.shape[:2]:
         raise ValueError(

@@ -59,16 +59,14 @@ def panel_matmul(
 
     Args:
       columns: number of the weight's columns.
-      implementation: overrides the platform's choice, which is made when the call is traced and
-        logged once: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
-        refuses. "xla" copies the weight for each product.
+      implementation: "cpu" on the CPU if a compiler is found, and "xla", which copies the weight
+        for each product, elsewhere or if that refuses.
 
     Returns:
       [tokens, columns]. With "cpu", the bits of a row do not depend on the other rows.
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case.
-      ValueError: the shapes contradict each other, or the implementation is unknown.
+      NotImplementedError, ValueError: see `dispatch`.
     """
     wanted = (-(-columns // PANEL), x.shape[-1], PANEL)
     if x.ndim != 2 or panels.shape != wanted:
@@ -94,7 +92,6 @@ def call(
     *,
     columns: int,
 ) -> Float32[Array, "tokens out"]:
-    """Call the kernel that is registered under `target`."""
     return _product(target, columns, x, panels)
 
 

@@ -1,7 +1,8 @@
 """The public signatures of page copies, and the choice of their implementation.
 
 `pages` is any pytree of arrays [layers, pages, ...], such as a cache's keys, values and scales;
-each array is copied.
+each array is copied. `implementation` is "triton" on NVIDIA GPUs and "xla" elsewhere; errors are as
+in `dispatch`.
 """
 
 from __future__ import annotations
@@ -31,14 +32,9 @@ def gather_pages(
     Args:
       pages: arrays [layers, pages, ...].
       source: int32 [count], valid page ids in any order; ids may repeat.
-      implementation: overrides the platform's choice: "triton" on NVIDIA GPUs, "xla" elsewhere.
 
     Returns:
       Arrays [layers, count, ...]; [:, i] is page `source[i]`.
-
-    Raises:
-      NotImplementedError: the requested implementation cannot serve this case (with the reason).
-      ValueError: the shapes contradict each other, or the implementation is unknown.
     """
     return jax.tree.map(
         lambda leaf: _call("gather_pages", implementation, pages=leaf, source=source), pages
@@ -59,13 +55,9 @@ def scatter_pages(
       target: int32 [count], page ids; each at most once, except pages without contents, such as
         the null page, whose content is then undefined. Ids >= the number of pages are skipped.
       values: arrays [layers, count, ...], as from `gather_pages`.
-      implementation: as in `gather_pages`.
 
     Returns:
       `pages` with `values[:, i]` at page `target[i]`.
-
-    Raises:
-      NotImplementedError, ValueError: as in `gather_pages`.
     """
     return jax.tree.map(
         lambda leaf, new: _call(
@@ -90,13 +82,9 @@ def move_pages(
       source: int32 [count], valid page ids; ids may repeat.
       target: int32 [count], as in `scatter_pages`. No page may be both a source and a target; for
         overlapping moves use `gather_pages` and `scatter_pages`.
-      implementation: as in `gather_pages`.
 
     Returns:
       `pages` with a copy of page `source[i]` at page `target[i]`.
-
-    Raises:
-      NotImplementedError, ValueError: as in `gather_pages`.
     """
     return jax.tree.map(
         lambda leaf: _call("move_pages", implementation, pages=leaf, source=source, target=target),

@@ -85,18 +85,14 @@ def paged_attention(
         i is the only query of row i.
       plan: the work items of these rows, from `planner.plan`, for the GPU kernels. Rows may have
         shrunk since it was made.
-      implementation: overrides the platform's choice, which is made when the call is traced and
-        logged once: "cpu" on the CPU, "triton" on NVIDIA GPUs, and "xla" elsewhere or if those
-        refuse. One of `IMPLEMENTATIONS`, or several separated by commas, such as "mosaic,triton",
-        of which the first that can serve the call is used. Names with "_interpreted" run on any
-        platform, for tests.
+      implementation: "cpu" on the CPU, "triton" on NVIDIA GPUs, and "xla" elsewhere or if those
+        refuse; or any of `IMPLEMENTATIONS`, such as "mosaic,triton".
 
     Returns:
       [tokens, q_heads, head_dim] in q's dtype.
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case (with the reason).
-      ValueError: the shapes contradict each other, or the implementation is unknown.
+      NotImplementedError, ValueError: see `dispatch`.
     """
     _check_shapes(q, k_pages, v_pages, rows, alibi_slopes, max_query_length)
     _check_bias(q, distance_bias)

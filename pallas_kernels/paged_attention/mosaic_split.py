@@ -134,10 +134,10 @@ class SplitSizes:
     def for_each_item(
         self, memory: SplitMemory, body: Callable[[jax.Array, SplitItem, jax.Array], jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Call `body` with every item of this program; return their number and that of blocks.
+        """Call `body(number in this program, item, blocks before it)` with every item of this
+        program.
 
-        `body` takes the item's number in this program, the item, and the number of blocks before
-        it; it returns the number of blocks after it.
+        `body` returns the number of blocks after it. Return the numbers of items and of blocks.
         """
         program, programs = lax.axis_index("program"), self.programs
         total = memory.counts[1] * self.kv_heads
@@ -354,8 +354,6 @@ Softmax = tuple[jax.Array, jax.Array, jax.Array]
 @final
 @dataclass(frozen=True)
 class _Attending:
-    """The warpgroup that attends."""
-
     kernel: SplitSizes
     memory: SplitMemory
 
@@ -475,9 +473,8 @@ class _Attending:
     ) -> jax.Array:
         """Return logits with minus infinity for unseen keys.
 
-        Args:
-          first: position of the block's first key.
-          position: int32 [columns], of the queries.
+        `first` is the position of the block's first key, `position` int32 [columns] that of the
+        queries.
         """
         kernel, shape = self.kernel, logits.shape
         key = mosaic.broadcasted_iota(jnp.int32, shape, 0, layout=mosaic.Layout.WGMMA)

@@ -206,11 +206,12 @@ class TileKernel:
     def for_each_item(
         self, memory: Memory, body: Callable[[jax.Array, Item, jax.Array], jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Call `body` with every item of this program; return their number and that of blocks.
+        """Call `body(number in this program, item, blocks before it)` with every item of this
+        program.
 
-        `body` takes the item's number in this program, the item, and the number of blocks before
-        it; it returns the number of blocks after it. Programs take items round robin, in reverse
-        order every second round, which balances a list with the longest item first.
+        `body` returns the number of blocks after it. Return the numbers of items and of blocks.
+        Programs take items round robin, in reverse order every second round, which balances a list
+        with the longest item first.
         """
         program, programs = lax.axis_index("program"), self.programs
         total = memory.meta[0] * self.kv_heads
@@ -446,9 +447,8 @@ class _Attending:
     ) -> jax.Array:
         """Return logits with minus infinity for unseen keys.
 
-        Args:
-          first: position of the block's first key.
-          position: int32 [ROWS], of the queries.
+        `first` is the position of the block's first key, `position` int32 [ROWS] that of the
+        queries.
         """
         kernel, shape = self.kernel, logits.shape
         key = mosaic.broadcasted_iota(jnp.int32, shape, 1, layout=mosaic.Layout.WGMMA)

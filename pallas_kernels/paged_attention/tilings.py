@@ -39,10 +39,8 @@ def tiling_for(
     Args:
       device: device name, such as "NVIDIA H100 80GB HBM3".
       num_cores: number of multiprocessors of the device.
-      kv_heads: KV heads of the cache on one device.
-      group: query heads per KV head.
+      kv_heads, group, chunk_invariant: see `Tiling`.
       kind: the kernel that the tiles are for; Triton's tile kernel also serves Mosaic's tiles.
-      chunk_invariant: see `Tiling`.
 
     Raises:
       NotImplementedError: no entry has heads of this size.
@@ -110,8 +108,7 @@ def planned_tiling(
     Args:
       implementation: as in `paged_attention`; None for the platform's choice.
       dtype, page_dtype: dtypes of queries and pages.
-      chunk_invariant: see `Tiling`.
-      heads: kv_heads, group and head_dim, see `tiling_for`.
+      chunk_invariant, heads: see `tiling_for`; `heads` are kv_heads, group and head_dim.
     """
     names = ("triton",) if implementation is None else tuple(implementation.split(","))
     kinds = [name.removesuffix("_interpreted") for name in names]

@@ -1,4 +1,9 @@
-"""The public signatures of operations on each row, and the choice of their implementation."""
+"""The public signatures of operations on each row, and the choice of their implementation.
+
+Unless stated otherwise, `implementation` is "cpu" on the CPU if a compiler is found, and "xla"
+elsewhere or if that refuses; "triton" is for NVIDIA GPUs and by name only. With "cpu" and "triton"
+the bits of a row do not depend on the other rows. Errors are as in `dispatch`.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +32,7 @@ def rms_norm(
 ) -> Float[Array, "*rows width"]:
     """Return x / sqrt(mean(x^2) + eps) * (scale + offset) over the last axis, in x's dtype.
 
-    It computes in float32 (Zhang and Sennrich, arXiv:1910.07467). As for all operations here, the
-    bits of a row do not depend on the other rows with "cpu" and "triton".
-
-    Args:
-      implementation: overrides the platform's choice, which is made when the call is traced and
-        logged once: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
-        refuses. "triton" is for NVIDIA GPUs and by name only; "triton_interpreted" runs its kernel
-        on any platform, for tests.
-
-    Raises:
-      NotImplementedError: the requested implementation cannot serve this case.
-      ValueError: the shapes contradict each other, or the implementation is unknown.
+    It computes in float32 (Zhang and Sennrich, arXiv:1910.07467).
     """
     if x.ndim < 1 or scale.shape != x.shape[-1:]:
         raise ValueError(f"x{x.shape} and scale{scale.shape} do not fit; pass [..., n] and [n]")
@@ -69,8 +63,7 @@ def layer_norm(
 ) -> Float[Array, "*rows width"]:
     """Return (x - mean(x)) / sqrt(variance(x) + eps) * scale + bias over the last axis.
 
-    It computes in float32 and returns x's dtype (Ba et al., arXiv:1607.06450). Implementations and
-    errors are as in `rms_norm`.
+    It computes in float32 and returns x's dtype (Ba et al., arXiv:1607.06450).
     """
     if x.ndim < 1 or {scale.shape, bias.shape} != {x.shape[-1:]}:
         raise ValueError(
@@ -97,10 +90,7 @@ def layer_norm(
 def log_sum_exp(
     x: Float32[Array, "rows width"], *, implementation: SumImplementation | None = None
 ) -> Float32[Array, " rows"]:
-    """Return log(sum(exp(x))) over the last axis, without overflow.
-
-    Implementations and errors are as in `rms_norm`, but "triton" is the choice on NVIDIA GPUs.
-    """
+    """Return log(sum(exp(x))) over the last axis, without overflow; "triton" on NVIDIA GPUs."""
     if x.ndim != 2:
         raise ValueError(f"x{x.shape} does not fit; pass [rows, width]")
     return dispatch.call(
@@ -120,10 +110,7 @@ def log_sum_exp(
 def gated_silu(
     x: Float[Array, "rows 2 width"], *, implementation: Implementation | None = None
 ) -> Float[Array, "rows width"]:
-    """Return silu(x[:, 0]) * x[:, 1] (SwiGLU without its products; Shazeer, arXiv:2002.05202).
-
-    Implementations and errors are as in `rms_norm`.
-    """
+    """Return silu(x[:, 0]) * x[:, 1] (SwiGLU without its products; Shazeer, arXiv:2002.05202)."""
     if x.ndim != 3 or x.shape[1] != 2:
         raise ValueError(f"x{x.shape} does not fit; pass [rows, 2, width]")
     return dispatch.call(
@@ -143,14 +130,8 @@ def row_maximum(
     """Return the index (lowest of equals) and the value of each row's maximum, and has_nan.
 
     has_nan says which rows have a NaN, or infinities of both signs; with "triton" only NaNs. The
-    index of such a row is any within the width, and its value is undefined.
-
-    Args:
-      implementation: overrides the platform's choice: "triton" on NVIDIA GPUs, and "xla" elsewhere
-        or if that refuses. "triton_interpreted" runs the GPU's kernel on any platform, for tests.
-
-    Raises:
-      NotImplementedError, ValueError: as in `rms_norm`.
+    index of such a row is any within the width, and its value is undefined. `implementation` is
+    "triton" on NVIDIA GPUs, and "xla" elsewhere or if that refuses.
     """
     if x.ndim != 2:
         raise ValueError(f"x{x.shape} does not fit; pass [rows, width]")

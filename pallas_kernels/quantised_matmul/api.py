@@ -38,18 +38,16 @@ def quantised_matmul(
       rounds_activations: round `x` to int8 first, with a scale for each group of a row, or for each
         token; None does not round them.
       out_dtype: x's dtype by default.
-      implementation: overrides the platform's choice, which is made when the call is traced and
-        logged once: "cpu" on the CPU for activations that are rounded by groups, "triton" on
+      implementation: "cpu" on the CPU for activations that are rounded by groups, "triton" on
         NVIDIA GPUs, and "xla" elsewhere or if these refuse. Only "xla" can be partitioned over a
-        mesh. "triton_interpreted" runs the kernel on any platform, for tests.
+        mesh.
 
     Returns:
       [tokens, *lead, panels * 16], the number of columns of the weight's panels. With "cpu" and
       "triton", the bits of a row do not depend on the other rows.
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case (with the reason).
-      ValueError: the shapes contradict each other, or the implementation is unknown.
+      NotImplementedError, ValueError: see `dispatch`.
     """
     if x.ndim != 2 or not weight.depth - weight.group < x.shape[1] <= weight.depth:
         raise ValueError(

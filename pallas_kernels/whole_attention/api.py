@@ -35,8 +35,7 @@ def whole_attention(
         rotation.
       length: length of each sequence.
       scale, sliding_window, soft_cap: as in `paged_attention`.
-      implementation: overrides the platform's choice, which is made when the call is traced and
-        logged once: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
+      implementation: "cpu" on the CPU if a compiler is found, and "xla" elsewhere or if that
         refuses.
 
     Returns:
@@ -44,8 +43,7 @@ def whole_attention(
       same as with `paged_attention`, in any steps.
 
     Raises:
-      NotImplementedError: the requested implementation cannot serve this case.
-      ValueError: the shapes contradict each other, or the implementation is unknown.
+      NotImplementedError, ValueError: see `dispatch`.
     """
     if qkv.ndim != 4 or qkv.shape[2] < 3 or length < 1 or qkv.shape[0] % length:
         raise ValueError(

@@ -315,9 +315,8 @@ class _ChatAnswer:
 class _ChatChunks:
     """The events of a streamed chat: chunks.
 
-    Args:
-      prompt: returns the prompt's tokens, after the first piece; None if they are unknown.
-      num_prompt_tokens: returns their number at the end, if they are unknown.
+    `prompt` returns the prompt's tokens, after the first piece; None if they are unknown. Then
+    `num_prompt_tokens` returns their number at the end.
     """
 
     def __init__(

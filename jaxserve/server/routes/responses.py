@@ -297,13 +297,9 @@ class ResponseEvent(Reply):
 
 @final
 class OutputItems:
-    """The items of one response, one after the other.
+    """The items of one response, one after the other; `items` are the complete ones.
 
-    Args:
-      make: returns an event of a type, with the given fields.
-
-    Attributes:
-      items: the complete ones.
+    `make` returns an event of a type, with the given fields.
     """
 
     def __init__(self, make: Callable[..., ResponseEvent]):
@@ -581,11 +577,7 @@ class _ResponseAnswer:
 
 @final
 class _ResponseEvents:
-    """The events of a streamed response.
-
-    Args:
-      num_prompt_tokens: returns the number of the prompt's tokens at the end.
-    """
+    """The events of a streamed response; `num_prompt_tokens` is known at the end."""
 
     def __init__(
         self, answer: _ResponseAnswer, lengths: LengthComments, num_prompt_tokens: Callable[[], int]
